@@ -1,0 +1,19 @@
+from gptjax.config import Config, OptimizerConfig
+from gptjax.models.gpt2 import GPT2Config
+
+config = Config(
+    name="gpt2_tiny",
+    device="auto",
+    model=GPT2Config(vocab_size=257, padded_vocab_size=384, block_size=128, n_layer=4, n_head=4, n_embd=128),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
+    dataset="stdlib",
+    tokenizer="byte",
+    sequence_length=128,
+    batch_tokens=2048,
+    micro_batch=16,
+    max_steps=600,
+    val_every=100,
+    val_tokens=65_536,
+    sample_every=300,
+    checkpoint_every=200,
+)

@@ -1,0 +1,272 @@
+"""One typed description of a run. A config file exposes one as `config`; every field can be overridden on the command line."""
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from gptjax import optim
+from gptjax.models.gpt2 import GPT2Config
+from gptjax.precision import NAMES as PRECISIONS
+from gptjax.precision import Precision
+
+
+class ConfigError(ValueError):
+    """A run that cannot be, found out before anything is allocated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd decays over the last 20 % of the steps as 1 − √progress."""
+    warmup_steps: int = 700
+    """Steps of linear warm-up."""
+    schedule_steps: int | None = None
+    """Step at which the schedule ends; max_steps when None."""
+    final_fraction: float = 0.0
+    """Learning rate at the schedule's end, as a fraction of the peak."""
+    b1: float = 0.9
+    """Adam's decay of the first moment."""
+    b2: float = 0.95
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon, outside the square root."""
+    weight_decay: float = 0.1
+    """Decoupled decay of tensors with two or more dimensions."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; None for no clipping."""
+    skip_loss_z: float | None = None
+    """Skip an update whose loss is this many deviations above its last 128 values; None never skips."""
+    skip_grad_norm_z: float | None = None
+    """The same for the gradient norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A training run.
+
+    Raises:
+        ConfigError: values that contradict each other.
+    """
+
+    name: str = "gpt2"
+    """Folder of the run inside runs_dir. The same name again resumes the run."""
+    runs_dir: Path = Path("runs")
+    """Where runs are kept."""
+    max_steps: int = 19560
+    """Optimizer steps in the whole run."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest checkpoint, if any; never: refuse a run that has one; must: refuse a run that has none."""
+    device: Literal["auto", "gpu", "cpu"] = "gpu"
+    """gpu: every NVIDIA GPU, or an error; cpu; auto: GPUs where there are some, else the CPU."""
+    seed: int = 0
+    """Of the initial weights, the order of the data and the samples."""
+
+    model: GPT2Config = GPT2Config()
+    """The model's shape and how it is computed."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The update."""
+
+    dataset: str = "auto"
+    """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or a folder of .bin shards."""
+    data_dir: Path = Path("data")
+    """Where `python -m gptjax.data` puts prepared datasets."""
+    tokenizer: Literal["auto", "gpt2", "byte"] = "auto"
+    """Must be the one that made the dataset; auto takes whichever that is."""
+    sequence_length: int = 1024
+    """Tokens a sequence; at most model.block_size."""
+    batch_tokens: int = 524_288
+    """Tokens an optimizer step, over all devices and micro-batches."""
+    micro_batch: int = 64
+    """Sequences on each device at a time; the rest of the batch is accumulated."""
+    overfit_one_batch: bool = False
+    """Train on the first batch again and again: the loss must go to almost nothing."""
+
+    val_every: int = 250
+    """Steps between validations; 0 for none."""
+    val_tokens: int = 1_048_576
+    """About how many validation tokens each time; always the same ones."""
+    sample_every: int = 1000
+    """Steps between samples; 0 for none."""
+    sample_tokens: int = 128
+    """Tokens of a sample."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; one is also made at the end and on SIGTERM or Ctrl-C. 0 for the last only."""
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this step are kept for ever."""
+    log_every: int = 10
+    """Steps between printed lines where there is no terminal; log.jsonl has every step."""
+
+    deterministic: bool = False
+    """Bit-equal repeats on a GPU (XLA's deterministic operations), at some cost in speed. A CPU always repeats."""
+    compilation_cache: Path | None = Path(".jax_cache")
+    """Folder of compiled programs; None to compile anew at each start."""
+
+    def __post_init__(self):
+        for field in ("max_steps", "sequence_length", "batch_tokens", "micro_batch", "keep_last", "log_every"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{_flag(field)} must be at least 1, got {getattr(self, field)}")
+        if self.sequence_length > self.model.block_size:
+            raise ConfigError(
+                f"--sequence-length {self.sequence_length} is longer than the model's block size "
+                f"{self.model.block_size}; shorten it or raise --model.block-size"
+            )
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
+
+    def kernels(self) -> dict[str, str]:
+        """The back end of each part of the model on the default device.
+
+        Raises:
+            ConfigError: a named one does not exist or cannot run here.
+        """
+        try:
+            return self.model.kernels()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    def learning_rate_schedule(self):
+        """The optax schedule of the learning rate."""
+        o = self.optimizer
+        return optim.schedule(
+            o.schedule,
+            peak=o.learning_rate,
+            warmup_steps=o.warmup_steps,
+            total_steps=o.schedule_steps or self.max_steps,
+            final_fraction=o.final_fraction,
+        )
+
+    def micro_batches(self, devices: int) -> int:
+        """Micro-batches a step on this many devices.
+
+        Raises:
+            ConfigError: batch_tokens is not a whole number of them; the message names the nearest that is.
+        """
+        tokens = self.micro_batch * self.sequence_length * devices
+        if self.batch_tokens % tokens:
+            below = self.batch_tokens // tokens * tokens
+            raise ConfigError(
+                f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × sequence_length × devices = "
+                f"{self.micro_batch} × {self.sequence_length} × {devices} = {tokens}; "
+                f"take {below + tokens}{f' or {below}' if below else ''}, or another --micro-batch"
+            )
+        return self.batch_tokens // tokens
+
+    @property
+    def batch(self) -> int:
+        """Sequences an optimizer step, over all devices."""
+        return self.batch_tokens // self.sequence_length
+
+
+# Fields that may differ between a checkpoint and the command that resumes it: they do not change what is learned.
+OPERATIONAL = {
+    *("name", "runs_dir", "data_dir", "dataset", "resume", "device", "max_steps", "micro_batch", "log_every"),
+    *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
+    *("deterministic", "compilation_cache", "model.attention", "model.loss", "model.loss_chunk", "model.recompute"),
+}
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The config as flat JSON: {"max_steps": 100, "model.n_layer": 12, …}, with what it leaves open filled in."""
+    flat = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, (GPT2Config, OptimizerConfig)):
+            flat |= {f"{field.name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+        else:
+            flat[field.name] = value
+    flat["optimizer.schedule_steps"] = config.optimizer.schedule_steps or config.max_steps
+    return {name: str(v) if isinstance(v, (Path, Precision)) else v for name, v in flat.items()}
+
+
+def differences(saved: dict[str, Any], config: Config) -> list[str]:
+    """What a checkpoint's config and this one disagree on, a line each; operational fields aside."""
+    now, missing = to_json(config), "(no such option)"
+    return [
+        f"{_flag(name)}: the checkpoint has {saved.get(name, missing)}, now {now.get(name, missing)}"
+        for name in sorted({*saved, *now} - OPERATIONAL)
+        if saved.get(name, missing) != now.get(name, missing)
+    ]
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def load(path: Path) -> Config:
+    """The `config` of a Python file.
+
+    Raises:
+        ConfigError: no such file, or it does not define a `Config` under the name `config`.
+    """
+    if not path.is_file():
+        known = ", ".join(sorted(str(p) for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
+        raise ConfigError(f"no config file {path}" + (f"; there are: {known}" if known else ""))
+    spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = getattr(module, "config", None)
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"{path} must define `config = gptjax.config.Config(...)`; its `config` is "
+            + ("missing" if config is None else f"a {type(config).__name__}")
+        )
+    return config
+
+
+_registry = tyro.constructors.ConstructorRegistry()
+
+
+@_registry.primitive_rule
+def _precision_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """On the command line a precision is its name."""
+    if info.type is not Precision:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(PRECISIONS) + "}",
+        instance_from_str=lambda args: Precision(args[0]),
+        is_instance=lambda value: isinstance(value, Precision),
+        str_from_instance=lambda precision: [precision.name],
+        choices=PRECISIONS,
+    )
+
+
+def from_command_line(argv: list[str] | None = None) -> Config:
+    """The config that `--config FILE` names, with every other option laid over it.
+
+    Raises:
+        ConfigError: no `--config`, or the file is not a config.
+        SystemExit: an unknown or ill-typed option (code 2, with the choices), or `--help` (code 0).
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    chosen, rest = first.parse_known_args(argv)
+    wants_help = {"-h", "--help"} & set(rest)
+    if chosen.config is None and not wants_help:
+        raise ConfigError("--config FILE is missing; for a first run: python train.py --config configs/gpt2_tiny.py")
+    return tyro.cli(
+        Config,
+        prog="train.py --config FILE",
+        description="Trains a GPT-2. --config names a Python file that defines `config`; the options below override its "
+        "fields, and show its values as defaults"
+        + (f" ({chosen.config})." if chosen.config else " (here those of no file: the dataclass's own)."),
+        args=rest,
+        default=load(chosen.config) if chosen.config else Config(),
+        registry=_registry,
+    )

@@ -1,0 +1,271 @@
+"""GPT-2 as a Flax nnx module (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
+
+Shapes: B batch, T time, C channels (n_embd), H heads, D = C/H, V real vocabulary, P padded vocabulary, N = B·T.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gptjax.precision import Precision
+from pallas_kernels import flash_attention, linear_cross_entropy
+from pallas_kernels.flash_attention import choose as choose_attention
+from pallas_kernels.linear_cross_entropy import choose as choose_loss
+
+INIT_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """The shape of a GPT-2, and how it is computed.
+
+    Raises:
+        ValueError: a field out of range, a width that the heads do not divide, a padded vocabulary below the real one.
+    """
+
+    vocab_size: int = 50257
+    """Real tokens; logits and the loss cover these alone."""
+    padded_vocab_size: int = 50304
+    """Rows of the embedding; a multiple of 128 makes the head's products faster. Padding is invisible outside."""
+    block_size: int = 1024
+    """Longest sequence, in tokens."""
+    n_layer: int = 12
+    """Blocks."""
+    n_head: int = 12
+    """Attention heads; must divide n_embd."""
+    n_embd: int = 768
+    """Width of the residual stream."""
+    precision: Precision = Precision("fp32")
+    """Types of storage, products and residual stream."""
+    attention: str = "auto"
+    """Back end of attention: auto, cudnn or xla."""
+    loss: str = "auto"
+    """Back end of the head and its loss: auto or xla."""
+    loss_chunk: int | None = None
+    """Tokens whose logits are alive at once; None for all of a micro-batch. Must divide its tokens."""
+    recompute: Literal["none", "block", "sublayer"] = "none"
+    """Activations recomputed in the backward pass: none; all but each block's input; all but each attention's and MLP's input."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPT2Config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"GPT2Config: n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"GPT2Config: padded_vocab_size={self.padded_vocab_size} is below vocab_size={self.vocab_size}"
+            )
+        if self.recompute not in ("none", "block", "sublayer"):
+            raise ValueError(f"GPT2Config: recompute must be none, block or sublayer, got {self.recompute!r}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def num_params(self) -> int:
+        """Trainable parameters, without the padding: 124,439,808 for GPT-2 124M."""
+        c = self.n_embd
+        return (self.vocab_size + self.block_size) * c + self.n_layer * (12 * c * c + 13 * c) + 2 * c
+
+    def kernels(self) -> dict[str, str]:
+        """The back ends that this model uses on the default device: {"attention": "cudnn", "loss": "xla"}.
+
+        Raises:
+            ValueError: a named one does not exist or cannot run here.
+        """
+        return {
+            "attention": choose_attention(self.precision.compute_dtype, self.head_dim, self.attention),
+            "loss": choose_loss(self.loss),
+        }
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Operations of forward and backward for a token: 6·N + 6·L·C·T.
+
+        N leaves out the position embedding. Attention is counted at half its square, since half of it is masked.
+        """
+        n = self.num_params - self.block_size * self.n_embd
+        return 6 * n + 6 * self.n_layer * self.n_embd * sequence_length
+
+
+PRESETS: dict[str, GPT2Config] = {
+    "gpt2": GPT2Config(),
+    "gpt2-medium": GPT2Config(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPT2Config(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+class LayerNorm(nnx.Module):
+    """y = (x − mean)/√(var + eps) · scale + bias over the last axis; biased variance, statistics in fp32."""
+
+    def __init__(self, dim: int, *, dtype: jnp.dtype, eps: float = 1e-5):
+        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((dim,), jnp.float32))
+        self.dtype = dtype
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+        x = x.astype(jnp.float32)
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        # Indexing by `...` reads a parameter's array; the axes are lined up by hand so that strict rank promotion holds.
+        scale, bias = (p[...].reshape((1,) * (x.ndim - 1) + (-1,)) for p in (self.scale, self.bias))
+        return (centred * jax.lax.rsqrt(variance + self.eps) * scale + bias).astype(self.dtype)
+
+
+def _linear(in_dim: int, out_dim: int, *, std: float, precision: Precision, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(
+        in_dim,
+        out_dim,
+        dtype=precision.compute_dtype,
+        param_dtype=precision.param_dtype,
+        precision=precision.matmul,
+        kernel_init=nnx.initializers.normal(std),
+        rngs=rngs,
+    )
+
+
+class Attention(nnx.Module):
+    """Causal multi-head self-attention; q, k, v come packed in that order from one projection."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        c, linear = config.n_embd, functools.partial(_linear, precision=config.precision, rngs=rngs)
+        self.c_attn = linear(c, 3 * c, std=INIT_STD)
+        self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
+        self.config = config
+
+    def qkv(self, x_BTC: Float[Array, "B T C"]) -> tuple[Float[Array, "B T H D"], ...]:
+        """Queries, keys, values of every head, each B·T·H·D."""
+        b, t, _ = x_BTC.shape
+        qkv_BT3HD = self.c_attn(x_BTC).reshape(b, t, 3, self.config.n_head, self.config.head_dim)
+        return qkv_BT3HD[:, :, 0], qkv_BT3HD[:, :, 1], qkv_BT3HD[:, :, 2]
+
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        y_BTHD = flash_attention(
+            *self.qkv(x_BTC), implementation=self.config.attention, precision=self.config.precision.matmul
+        )
+        return self.c_proj(y_BTHD.reshape(x_BTC.shape))
+
+
+class MLP(nnx.Module):
+    """C → 4C → C with the tanh form of GELU."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        c, linear = config.n_embd, functools.partial(_linear, precision=config.precision, rngs=rngs)
+        self.c_fc = linear(c, 4 * c, std=INIT_STD)
+        self.c_proj = linear(4 * c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
+
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        return self.c_proj(nnx.gelu(self.c_fc(x_BTC), approximate=True))
+
+
+class Block(nnx.Module):
+    """Pre-LN block: x + attention(ln_1(x)), then x + mlp(ln_2(x))."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        self.ln_1 = LayerNorm(config.n_embd, dtype=config.precision.compute_dtype)
+        self.attn = Attention(config, rngs=rngs)
+        self.ln_2 = LayerNorm(config.n_embd, dtype=config.precision.compute_dtype)
+        self.mlp = MLP(config, rngs=rngs)
+        self.recompute = config.recompute
+
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        attention, mlp = _attention_sublayer, _mlp_sublayer
+        if self.recompute == "sublayer":
+            attention, mlp = nnx.remat(attention), nnx.remat(mlp)
+        return mlp(self, attention(self, x_BTC))
+
+
+def _attention_sublayer(block: Block, x_BTC):
+    return x_BTC + block.attn(block.ln_1(x_BTC)).astype(x_BTC.dtype)
+
+
+def _mlp_sublayer(block: Block, x_BTC):
+    return x_BTC + block.mlp(block.ln_2(x_BTC)).astype(x_BTC.dtype)
+
+
+class GPT2(nnx.Module):
+    """GPT-2. Parameters follow Hugging Face's names: wte, wpe, blocks.i.{ln_1, attn, ln_2, mlp}, ln_f; the head is wteᵀ.
+
+    Linear, wte and wpe start from N(0, 0.02), the two projections into the residual stream from N(0, 0.02/√(2·n_layer)),
+    biases from 0, LayerNorm from 1 and 0. One seed gives one model whatever the padding: padded rows of wte start at 0.
+
+    Args:
+        config: shape and precision.
+        rngs: `nnx.Rngs(seed)`; its `params` stream is used.
+    """
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        normal, dtype = nnx.initializers.normal(INIT_STD), config.precision.param_dtype
+        wte_VC = normal(rngs.params(), (config.vocab_size, config.n_embd), dtype)
+        self.wte = nnx.Param(jnp.pad(wte_VC, ((0, config.padded_vocab_size - config.vocab_size), (0, 0))))
+        self.wpe = nnx.Param(normal(rngs.params(), (config.block_size, config.n_embd), dtype))
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.ln_f = LayerNorm(config.n_embd, dtype=config.precision.compute_dtype)
+        self.config = config
+
+    def embed(self, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""] = 0) -> Float[Array, "B T C"]:
+        """wte[token] + wpe[start + position], in the residual stream's dtype. A token id beyond the table gives NaN."""
+        # The gather reads the fp32 table, so that its gradient, a scatter-add, accumulates in fp32.
+        wpe_TC = jax.lax.dynamic_slice_in_dim(self.wpe[...], start, tokens_BT.shape[1])
+        return (jnp.take(self.wte[...], tokens_BT, axis=0) + wpe_TC[None]).astype(self.config.precision.residual_dtype)
+
+    def hidden(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T C"]:
+        """The final LayerNorm's output, in the compute dtype.
+
+        Raises:
+            ValueError: more tokens than block_size.
+        """
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise ValueError(
+                f"a sequence of {tokens_BT.shape[1]} tokens is longer than block_size={self.config.block_size}"
+            )
+        x_BTC = self.embed(tokens_BT)
+        run_block = nnx.remat(Block.__call__) if self.config.recompute == "block" else Block.__call__
+        for block in self.blocks:
+            x_BTC = run_block(block, x_BTC)
+        return self.ln_f(x_BTC)
+
+    def logits(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
+        """The tied head over the real vocabulary, in the compute dtype."""
+        wte_VC = self.wte[: self.config.vocab_size].astype(x_BTC.dtype)
+        return jnp.einsum("btc,vc->btv", x_BTC, wte_VC, precision=self.config.precision.matmul)
+
+    def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Logits over the real vocabulary for every position, in the compute dtype.
+
+        Raises:
+            ValueError: more tokens than block_size.
+        """
+        return self.logits(self.hidden(tokens_BT))
+
+
+def loss_fn(model: GPT2, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]) -> Float[Array, ""]:
+    """Mean cross-entropy over B·T tokens in nats, fp32.
+
+    Args:
+        tokens_BT: inputs, ids in [0, vocab_size).
+        targets_BT: the token that follows each input.
+
+    Raises:
+        ValueError: more tokens than block_size, or B·T not a multiple of `config.loss_chunk`.
+    """
+    config = model.config
+    x_BTC = model.hidden(tokens_BT)
+    losses_N = linear_cross_entropy(
+        x_BTC.reshape(-1, config.n_embd),
+        model.wte[...].astype(x_BTC.dtype),
+        targets_BT.reshape(-1),
+        vocab_size=config.vocab_size,
+        chunk=config.loss_chunk,
+        implementation=config.loss,
+        precision=config.precision.matmul,
+    )
+    return losses_N.mean()

@@ -1,0 +1,6 @@
+"""Optimizers and learning-rate schedules as optax transformations; nothing here knows gptjax's model."""
+
+from gptjax.optim.adamw import adamw, decay_mask
+from gptjax.optim.schedules import SCHEDULES, schedule
+
+__all__ = ["SCHEDULES", "adamw", "decay_mask", "schedule"]

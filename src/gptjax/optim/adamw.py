@@ -1,0 +1,40 @@
+"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019) as GPT-2 is trained with it."""
+
+import jax
+import optax
+
+
+def decay_mask(params: optax.Params) -> optax.Params:
+    """True for tensors of two or more dimensions (matrices and embeddings), False for biases and LayerNorm's vectors."""
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """Clip by global norm, bias-corrected Adam, decoupled decay of the tensors in `decay_mask`.
+
+        g ← g · min(1, clip_norm/‖g‖)
+        m ← b1·m + (1−b1)·g,   v ← b2·v + (1−b2)·g²
+        p ← p − lr · (m̂/(√v̂ + eps) + weight_decay·p)
+
+    Args:
+        learning_rate: a number, or a schedule of the update's index (0 for the first).
+        clip_norm: None for no clipping.
+
+    Example:
+        >>> tx = gptjax.optim.adamw(6e-4)
+        >>> opt_state = tx.init(params)
+        >>> updates, opt_state = tx.update(grads, opt_state, params)
+        >>> params = optax.apply_updates(params, updates)
+    """
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    return optax.chain(
+        clip, optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
+    )

@@ -1,0 +1,1 @@
+"""The training step, its state, and what a run needs around it."""

@@ -1,0 +1,149 @@
+"""The training state and the pure, jittable training and evaluation steps.
+
+The model is split once into a static graph and a plain dict of arrays; the step maps (state, tokens) to (state, metrics) and
+touches nothing else. Shapes: A micro-batches a step, B sequences a micro-batch over all devices, T time.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree, UInt32
+
+from gptjax.models.gpt2 import GPT2, GPT2Config, loss_fn
+from gptjax.training.outliers import OutlierWindow, observe
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a run is, but for its place in the data."""
+
+    step: Int[Array, ""]
+    """Updates made so far (skipped ones included)."""
+    params: PyTree
+    opt_state: PyTree
+    rng: UInt32[Array, "2"]
+    """Key data of the run's random numbers; used for sampling, folded with the step."""
+    loss_window: OutlierWindow
+    grad_norm_window: OutlierWindow
+
+
+def graph(config: GPT2Config) -> nnx.GraphDef:
+    """The model's static part. `nnx.merge(graph(config), params)` is the model; no array is made."""
+    return nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
+
+
+def init_state(config: GPT2Config, tx: optax.GradientTransformation, seed: int) -> TrainState:
+    """The state before the first step, on the default device; one seed gives one state.
+
+    Not meant for `jax.jit`: compiled as one program, the random tensors of GPT-2 XL took 131 s to compile on an H200 and
+    those of 124M 5 s. Run one by one, each shape compiles once.
+    """
+    params = nnx.to_pure_dict(nnx.split(GPT2(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=tx.init(params),
+        rng=jax.random.key_data(jax.random.key(seed)),
+        loss_window=OutlierWindow.empty(),
+        grad_norm_window=OutlierWindow.empty(),
+    )
+
+
+def loss_and_grads(
+    graphdef: nnx.GraphDef, params: PyTree, windows_ABT1: Int[Array, "A B T1"]
+) -> tuple[Float[Array, ""], PyTree]:
+    """Mean loss and its gradient over A·B·T tokens, one micro-batch of B·T tokens alive at a time.
+
+    Args:
+        windows_ABT1: sequences of T+1 tokens: the first T are inputs, the last T their targets.
+
+    Returns:
+        The loss (fp32) and a gradient like `params`, accumulated in fp32.
+    """
+
+    def micro_batch(params, windows_BT1):
+        return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
+
+    value_and_grad = jax.value_and_grad(micro_batch)
+    micro_batches = windows_ABT1.shape[0]
+    if micro_batches == 1:
+        return value_and_grad(params, windows_ABT1[0])
+
+    def add(total, windows_BT1):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, windows_BT1)), None
+
+    zero = (jnp.zeros((), jnp.float32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    total, _ = jax.lax.scan(add, zero, windows_ABT1)
+    return jax.tree.map(lambda x: x / micro_batches, total)
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef,
+    tx: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    *,
+    skip_loss_z: float | None = None,
+    skip_grad_norm_z: float | None = None,
+) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
+    """The training step: (state, windows_ABT1) → (state, metrics).
+
+    Args:
+        graphdef: from `graph`.
+        tx: the optimizer, its learning rate included.
+        learning_rate: the same schedule, for the metrics.
+        skip_loss_z, skip_grad_norm_z: an update whose loss or gradient norm is this many deviations above its last 128
+            values is not applied; None never skips.
+
+    Returns:
+        A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z, grad_norm_z, skipped
+        (0 or 1).
+    """
+
+    def train_step(state: TrainState, windows_ABT1: Int[Array, "A B T1"]) -> tuple[TrainState, dict]:
+        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1)
+        grad_norm = optax.tree.norm(grads)
+        loss_window, loss_z = observe(state.loss_window, loss)
+        grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
+
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        skipped = jnp.zeros((), bool)
+        if skip_loss_z is not None:
+            skipped |= loss_z > skip_loss_z
+        if skip_grad_norm_z is not None:
+            skipped |= grad_norm_z > skip_grad_norm_z
+        if skip_loss_z is not None or skip_grad_norm_z is not None:
+            # Counters go on, so that the learning rate still follows the step.
+            def keep(old, new):
+                return jnp.where(skipped, old, new) if jnp.issubdtype(new.dtype, jnp.floating) else new
+
+            params, opt_state = jax.tree.map(keep, (state.params, state.opt_state), (params, opt_state))
+
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": learning_rate(state.step),
+            "loss_z": loss_z,
+            "grad_norm_z": grad_norm_z,
+            "skipped": skipped.astype(jnp.int32),
+        }
+        state = TrainState(state.step + 1, params, opt_state, state.rng, loss_window, grad_norm_window)
+        return state, metrics
+
+    return train_step
+
+
+def make_eval_step(graphdef: nnx.GraphDef) -> Callable[[PyTree, Any], Any]:
+    """The evaluation step: (params, windows_BT1) → mean loss in nats, fp32."""
+
+    def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
+        return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
+
+    return eval_step

@@ -1,0 +1,45 @@
+"""What every test runs under: strict JAX, checked array shapes, two CPU devices, and the GPU only where it is asked for."""
+
+import os
+
+# Two CPU devices, before JAX starts: a test of sharding needs more than one.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+# A test session on a GPU shares it with the training runs that some tests start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jaxtyping
+import pytest
+
+jaxtyping.install_import_hook(["gptjax", "pallas_kernels"], "beartype.beartype")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def pytest_collection_modifyitems(items):
+    if not _has_gpu():
+        skip = pytest.mark.skip(reason="needs an NVIDIA GPU and jax[cuda13]; JAX sees none here")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests run on the CPU, also where there is a GPU, unless they carry the marker `gpu`."""
+    if "gpu" in request.keywords:
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+
+
+@pytest.fixture
+def optax_promotion():
+    """For tests that run an optax optimizer: optax's Adam itself mixes int32 and float, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
