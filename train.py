@@ -9,6 +9,7 @@ import os
 # Before JAX starts: a training run has the GPU to itself, and JAX would leave it a quarter of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+import logging
 import math
 import signal
 import sys
@@ -320,6 +321,10 @@ USER_ERRORS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
+    # Where one of a checkpoint's arrays cannot be read or written, Orbax's threads log it and find their event loop gone,
+    # a traceback each. The error itself is raised, and said below.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda it: None if "loop is closed" in str(it.exc_value) else sys.__unraisablehook__(it)
     try:
         sys.exit(train(configuration.from_command_line(), Console(highlight=False, soft_wrap=True)))
     except USER_ERRORS as error:

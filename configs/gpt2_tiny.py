@@ -1,3 +1,12 @@
+"""A small byte-level GPT-2 that learns Python on any machine: the first run to try.
+
+Command:   python train.py --config configs/gpt2_tiny.py
+Data:      the running Python's standard-library sources, prepared on the first start: no download
+Hardware:  any; two CPU cores are enough
+Time:      @TTINY
+Loss:      @LTINY
+"""
+
 from gptjax.config import Config, OptimizerConfig
 from gptjax.models.gpt2 import GPT2Config
 
@@ -11,9 +20,10 @@ config = Config(
     sequence_length=128,
     batch_tokens=2048,
     micro_batch=16,
-    max_steps=600,
+    max_steps=400,
     val_every=100,
     val_tokens=65_536,
-    sample_every=300,
+    sample_every=200,
+    sample_tokens=120,
     checkpoint_every=200,
 )

@@ -177,18 +177,18 @@ class Block(nnx.Module):
         self.recompute = config.recompute
 
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        attention, mlp = _attention_sublayer, _mlp_sublayer
+        add_attention, add_mlp = Block.add_attention, Block.add_mlp
         if self.recompute == "sublayer":
-            attention, mlp = nnx.remat(attention), nnx.remat(mlp)
-        return mlp(self, attention(self, x_BTC))
+            add_attention, add_mlp = nnx.remat(add_attention), nnx.remat(add_mlp)
+        return add_mlp(self, add_attention(self, x_BTC))
 
+    def add_attention(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """The first half of the block."""
+        return x_BTC + self.attn(self.ln_1(x_BTC)).astype(x_BTC.dtype)
 
-def _attention_sublayer(block: Block, x_BTC):
-    return x_BTC + block.attn(block.ln_1(x_BTC)).astype(x_BTC.dtype)
-
-
-def _mlp_sublayer(block: Block, x_BTC):
-    return x_BTC + block.mlp(block.ln_2(x_BTC)).astype(x_BTC.dtype)
+    def add_mlp(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """The second half."""
+        return x_BTC + self.mlp(self.ln_2(x_BTC)).astype(x_BTC.dtype)
 
 
 class GPT2(nnx.Module):

@@ -73,7 +73,8 @@ class Checkpoints:
         try:
             action()
         except Exception as error:  # Orbax passes on whatever its threads and its C++ store raised, of many types.
-            last = self._manager.latest_step()
+            # Read from the disk: in its own list Orbax counts the step whose save has just failed.
+            last = max(self._manager.all_steps(read=True), default=None)
             good = "there is no complete checkpoint yet" if last is None else f"the checkpoint of step {last} is intact"
             raise CheckpointError(
                 f"saving to {self.folder} failed: {_first_line(error)}; {good}. "

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, PyTree
 
 WINDOW = 128
 
@@ -16,10 +16,13 @@ WINDOW = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutlierWindow:
-    """The last `WINDOW` values, oldest overwritten first, and how many were ever seen."""
+    """The last `WINDOW` values, oldest overwritten first, and how many were ever seen.
 
-    values: Float[Array, " W"]
-    count: Int[Array, ""]
+    Leaves are arrays, or their shapes where a state is only described: values fp32 of shape (WINDOW,), count an int32 scalar.
+    """
+
+    values: PyTree
+    count: PyTree
 
     @classmethod
     def empty(cls) -> "OutlierWindow":

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Float, Int, PyTree
 
 from gptjax.models.gpt2 import GPT2, GPT2Config, loss_fn
 from gptjax.training.outliers import OutlierWindow, observe
@@ -21,14 +21,14 @@ from gptjax.training.outliers import OutlierWindow, observe
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a run is, but for its place in the data."""
+    """Everything that a run is, but for its place in the data. Leaves are arrays, or only their shapes and shardings."""
 
-    step: Int[Array, ""]
-    """Updates made so far (skipped ones included)."""
+    step: PyTree
+    """Updates made so far, skipped ones included; an int32 scalar."""
     params: PyTree
     opt_state: PyTree
-    rng: UInt32[Array, "2"]
-    """Key data of the run's random numbers; used for sampling, folded with the step."""
+    rng: PyTree
+    """Key data of the run's random numbers, uint32 of shape (2,); used for sampling, folded with the step."""
     loss_window: OutlierWindow
     grad_norm_window: OutlierWindow
 

@@ -1,0 +1,35 @@
+"""Text and tokens: the shard format, tokenizers, preparation (`python -m gptjax.data`) and the resumable loader.
+
+Stands on its own: numpy, and grain once a `Loader` is made.
+"""
+
+from gptjax.data.corpora import CorpusError
+from gptjax.data.dataset import Dataset, find_dataset
+from gptjax.data.fineweb import prepare_fineweb
+from gptjax.data.folders import PrepareError
+from gptjax.data.loader import Loader, fixed_batches
+from gptjax.data.prepare import Options, prepare_corpus, prepare_stdlib
+from gptjax.data.shards import ShardError, open_shard, write_shard
+from gptjax.data.sidecar import DatasetError
+from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
+
+__all__ = [
+    "CorpusError",
+    "Dataset",
+    "DatasetError",
+    "Loader",
+    "Options",
+    "PrepareError",
+    "ShardError",
+    "Tokenizer",
+    "TokenizerUnavailable",
+    "choose_tokenizer",
+    "find_dataset",
+    "fixed_batches",
+    "get_tokenizer",
+    "open_shard",
+    "prepare_corpus",
+    "prepare_fineweb",
+    "prepare_stdlib",
+    "write_shard",
+]

@@ -1,0 +1,136 @@
+"""llm.c's token shards: the one file format that llm.c, modded-nanogpt and gptjax share.
+
+    bytes 0 .. 1023     256 little-endian int32: magic 20240520, version 1, token count, then zeros
+    bytes 1024 ..       the tokens, little-endian uint16
+
+`open_shard` maps a file without reading it, `write_shard` makes one so that a half-written file is never seen.
+Everything that can be wrong with a file is a `ShardError` that says which file, at which byte, what was expected,
+what was found, and what to do.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024  # 256 int32
+TOKEN_BYTES = 2
+MAX_TOKENS = 2**31 - 1  # the count is an int32
+
+_LLAMA3_MAGIC = 20240801  # llm.c's shards of uint32 tokens, for vocabularies above 65536
+_REMAKE = "make the shard again, for instance with `python -m gptjax.data`"
+
+
+class ShardError(ValueError):
+    """A token shard that cannot be read, written or trained on."""
+
+
+def shard_error(path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _REMAKE) -> ShardError:
+    """The one wording of every complaint about a file: where, expected, found, what to do."""
+    return ShardError(f"{os.fspath(path)}: at byte {offset}: expected {expected}, found {found}; {do}")
+
+
+def token_offset(index: int) -> int:
+    """Byte offset in the file of token number `index`."""
+    return HEADER_BYTES + TOKEN_BYTES * index
+
+
+def open_shard(path: str | os.PathLike) -> np.ndarray:
+    """Map a shard's tokens.
+
+    Returns:
+        A read-only memory-mapped uint16 array of shape (tokens,). Nothing but the header has been read.
+
+    Raises:
+        ShardError: the file is missing, is not such a shard, is empty, or its length is not what its header says.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise shard_error(path, 0, expected="a readable shard", found=error.strerror or str(error)) from error
+    if len(head) < HEADER_BYTES:
+        raise shard_error(path, len(head), expected=f"a header of {HEADER_BYTES} bytes", found=f"a file of {size}")
+
+    header = np.frombuffer(head, dtype="<i4")
+    magic, version, count = (int(field) for field in header[:3])
+    if magic == _LLAMA3_MAGIC:
+        raise shard_error(
+            path,
+            0,
+            expected=f"magic {MAGIC} (uint16 tokens)",
+            found=f"magic {magic}: llm.c's Llama 3 shards of uint32 tokens, which GPT-2 cannot use",
+            do="tokenise the text with GPT-2's tokenizer: `python -m gptjax.data text PATH... --tokenizer gpt2`",
+        )
+    if magic != MAGIC:
+        raise shard_error(path, 0, expected=f"magic {MAGIC} (a token shard of llm.c's)", found=f"{magic}")
+    if version != VERSION:
+        raise shard_error(path, 4, expected=f"version {VERSION}", found=f"version {version}")
+    if count <= 0:
+        raise shard_error(path, 8, expected="a token count above 0", found=f"{count}")
+    if header[3:].any():
+        field = 3 + int(np.flatnonzero(header[3:])[0])
+        raise shard_error(path, 4 * field, expected="0 in the unused header fields", found=f"{header[field]}")
+    if size != token_offset(count):
+        raise shard_error(
+            path,
+            min(size, token_offset(count)),
+            expected=f"{token_offset(count)} bytes for the {count} tokens of the header",
+            found=f"a file of {size} bytes ({'cut short' if size < token_offset(count) else 'too long'})",
+        )
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
+    """Write a shard, all of it or nothing: `path` keeps its old content until the new one is safely on disk.
+
+    Args:
+        path: the file to make or to replace.
+        tokens: integers of shape (tokens,), each in 0..65535, at least one.
+
+    Raises:
+        ShardError: no tokens, not one axis of integers, or an id that uint16 cannot hold.
+        OSError: the disk refused (full, read-only); no temporary file is left.
+    """
+    path = Path(path)
+    tokens = np.asarray(tokens)
+    if tokens.size == 0:
+        raise ShardError(f"{path}: not written: expected at least one token, found none")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ShardError(
+            f"{path}: not written: expected integers of shape (tokens,), found {tokens.dtype} of shape {tokens.shape}"
+        )
+    if tokens.size > MAX_TOKENS:
+        raise ShardError(
+            f"{path}: not written: expected at most {MAX_TOKENS} tokens (the header's int32), found {tokens.size}; "
+            "split them over several shards"
+        )
+    if tokens.dtype != np.uint16:
+        bad = np.flatnonzero((tokens < 0) | (tokens > 65535))
+        if bad.size:
+            raise ShardError(
+                f"{path}: not written: expected ids in 0..65535 (uint16), found {tokens[bad[0]]} at token {bad[0]}"
+            )
+
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    write_atomically(path, header, tokens.astype("<u2", copy=False))
+
+
+def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:
+    """Write `parts` one after another into a temporary file beside `path`, make it durable, then rename it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(memoryview(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,181 @@
+"""Sampling from a GPT-2 with a key-value cache: one pass over the prompt, then one token a step.
+
+Shapes: B batch, T tokens fed at once, S cache positions (prompt + new tokens), C channels, H heads, D = C/H, V vocabulary.
+The cache holds one (k_BSHD, v_BSHD) pair a block, in the compute dtype: 2·n_layer·B·S·C elements.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from gptjax.models.gpt2 import GPT2, Block
+
+Cache = list[tuple[jax.Array, jax.Array]]
+
+
+def generate(
+    model: GPT2,
+    prompt_BT: Int[Array | np.ndarray, "B T"],
+    *,
+    max_new_tokens: int,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+) -> Int[Array, "B T+{max_new_tokens}"]:
+    """Continues each prompt by `max_new_tokens` tokens.
+
+    Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens, then, of what is left
+    and renormalised, to the nucleus: the fewest likeliest tokens whose probabilities sum to at least `top_p`.
+
+    The computation is compiled once for each model shape, prompt shape, `max_new_tokens`, and choice of which of
+    temperature 0, `top_k` and `top_p` are in use; their values, the weights and the key may change freely.
+
+    Args:
+        model: weights and shape; not changed.
+        prompt_BT: ids in [0, vocab_size), at least one a row. Rows have one length: there is no padding.
+        max_new_tokens: at least 1; prompt and new tokens together fit into block_size.
+        temperature: at least 0; 0 takes the likeliest token (the lowest id of equals) whatever filters and key.
+        top_k: at least 1; None, or anything from vocab_size up, keeps every token.
+        top_p: in (0, 1]; None or 1 keeps every token.
+        key: `jax.random.key(seed)`. The token at a position depends on the key and the position alone, so a longer
+            generation begins with the shorter one.
+
+    Returns:
+        Prompt and new tokens, int32, shape (B, T + max_new_tokens).
+
+    Raises:
+        ValueError: an argument outside its range, or more tokens than block_size.
+    """
+    prompt_BT = np.asarray(prompt_BT)
+    _check(model, prompt_BT, max_new_tokens, temperature, top_k, top_p)
+    graphdef, params = nnx.split(model)
+    return _generate(
+        graphdef,
+        params,
+        jnp.asarray(prompt_BT, jnp.int32),
+        # What is off is None, which changes the compiled program; what is on is an array, which does not.
+        None if temperature == 0 else jnp.float32(temperature),
+        None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
+        None if top_p in (None, 1) else jnp.float32(top_p),
+        key,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
+def _generate(graphdef, params, prompt_BT, temperature, top_k, top_p, key, *, max_new_tokens):
+    model = nnx.merge(graphdef, params)
+    b, t = prompt_BT.shape
+
+    def advance_and_choose(cache, tokens_BT, start):
+        x_BTC, cache = _advance(model, cache, tokens_BT, start)
+        logits_BV = model.logits(x_BTC[:, -1:])[:, 0]
+        end = start + tokens_BT.shape[1]
+        token_B = _choose(logits_BV, temperature, top_k, top_p, jax.random.fold_in(key, end))
+        return cache, token_B[:, None]
+
+    def step(carry, position):
+        cache, token_B1 = advance_and_choose(*carry, position)
+        return (cache, token_B1), token_B1
+
+    cache, first_B1 = advance_and_choose(_empty_cache(model, b, t + max_new_tokens), prompt_BT, 0)
+    positions = jnp.arange(t, t + max_new_tokens - 1)
+    _, rest_NB1 = jax.lax.scan(step, (cache, first_B1), positions)
+    return jnp.concatenate([prompt_BT, first_B1, rest_NB1[:, :, 0].T], axis=1)
+
+
+def _empty_cache(model: GPT2, batch: int, length: int) -> Cache:
+    config = model.config
+    zeros_BSHD = jnp.zeros((batch, length, config.n_head, config.head_dim), config.precision.compute_dtype)
+    return [(zeros_BSHD, zeros_BSHD) for _ in model.blocks]
+
+
+def _advance(
+    model: GPT2, cache: Cache, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""]
+) -> tuple[Float[Array, "B T C"], Cache]:
+    """Feeds the tokens of positions start…start+T−1.
+
+    Returns what `model.hidden` gives at these positions, and the cache with their keys and values in it.
+    """
+    x_BTC = model.embed(tokens_BT, start)
+    filled = []
+    for block, layer_cache in zip(model.blocks, cache, strict=True):
+        y_BTC, layer_cache = _cached_attention(block, block.ln_1(x_BTC), layer_cache, start)
+        x_BTC = block.add_mlp(x_BTC + y_BTC.astype(x_BTC.dtype))
+        filled.append(layer_cache)
+    return model.ln_f(x_BTC), filled
+
+
+def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, start):
+    """`block.attn`, over the cache: the query at position start + t sees the positions 0…start + t."""
+    q_BTHD, k_BTHD, v_BTHD = block.attn.qkv(x_BTC)
+    k_BSHD, v_BSHD = (
+        jax.lax.dynamic_update_slice_in_dim(old_BSHD, new_BTHD, start, axis=1)
+        for old_BSHD, new_BTHD in zip(layer_cache, (k_BTHD, v_BTHD), strict=True)
+    )
+    precision = block.attn.config.precision.matmul
+    scores_BHTS = jnp.einsum(
+        "bthd,bshd->bhts", q_BTHD, k_BSHD, precision=precision, preferred_element_type=jnp.float32
+    )
+    visible_TS = jnp.arange(k_BSHD.shape[1])[None, :] <= start + jnp.arange(q_BTHD.shape[1])[:, None]
+    scores_BHTS = jnp.where(visible_TS[None, None], scores_BHTS * q_BTHD.shape[-1] ** -0.5, -jnp.inf)
+    weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BSHD.dtype)
+    y_BTHD = jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BSHD, precision=precision)
+    return block.attn.c_proj(y_BTHD.reshape(x_BTC.shape)), (k_BSHD, v_BSHD)
+
+
+def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int[Array, " B"]:
+    """One token a row. A filter or temperature that is None is off; temperature None is greedy."""
+    if temperature is None:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV.astype(jnp.float32) / temperature
+    if top_k is None and top_p is None:
+        return jax.random.categorical(key, logits_BV).astype(jnp.int32)
+    # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep every one of the tied.
+    order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
+    ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+    if top_k is not None:
+        ranked_BV = jnp.where(jnp.arange(ranked_BV.shape[1])[None, :] < top_k, ranked_BV, -jnp.inf)
+    if top_p is not None:
+        probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
+        likelier_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+        # The likeliest is named, since an unlucky rounding or a probability of NaN must not empty the set.
+        keep_BV = (likelier_BV < top_p).at[:, 0].set(True)
+        ranked_BV = jnp.where(keep_BV, ranked_BV, -jnp.inf)
+    choice_B1 = jax.random.categorical(key, ranked_BV)[:, None]
+    return jnp.take_along_axis(order_BV, choice_B1, axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _check(model: GPT2, prompt_BT: np.ndarray, max_new_tokens, temperature, top_k, top_p) -> None:
+    if prompt_BT.ndim != 2 or not np.issubdtype(prompt_BT.dtype, np.integer):
+        raise ValueError(
+            "generate: expected a prompt of integer ids and shape (batch, time), "
+            f"got {prompt_BT.dtype} of shape {prompt_BT.shape}; a single prompt is prompt[None]"
+        )
+    if not prompt_BT.size:
+        raise ValueError(f"generate: the prompt is empty, shape {prompt_BT.shape}; give at least one token a row")
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
+    t, config = prompt_BT.shape[1], model.config
+    if t + max_new_tokens > config.block_size:
+        raise ValueError(
+            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, more than "
+            f"block_size={config.block_size}; shorten the prompt or ask for at most {max(config.block_size - t, 0)}"
+        )
+    if prompt_BT.min() < 0 or prompt_BT.max() >= config.vocab_size:
+        raise ValueError(
+            f"generate: prompt ids must lie in [0, {config.vocab_size}), got {prompt_BT.min()}…{prompt_BT.max()}; "
+            "was the prompt encoded with the model's tokenizer?"
+        )
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"generate: temperature must be finite and at least 0 (0 is greedy), got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"generate: top_k must be at least 1, or None to keep every token, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"generate: top_p must lie in (0, 1], or be None to keep every token, got {top_p}")

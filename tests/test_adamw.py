@@ -1,0 +1,62 @@
+"""AdamW against its equations in NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gptjax.optim import adamw, decay_mask
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def numpy_adamw(p, grads, *, lr, b1, b2, eps, weight_decay, clip_norm):
+    """The update of the docstring, parameter by parameter, in float64."""
+    m, v = ({k: np.zeros_like(x) for k, x in p.items()} for _ in range(2))
+    for t, g in enumerate(grads, start=1):
+        norm = np.sqrt(sum((x**2).sum() for x in g.values()))
+        g = {k: x * min(1.0, clip_norm / norm) for k, x in g.items()}
+        for k in p:
+            m[k] = b1 * m[k] + (1 - b1) * g[k]
+            v[k] = b2 * v[k] + (1 - b2) * g[k] ** 2
+            step = (m[k] / (1 - b1**t)) / (np.sqrt(v[k] / (1 - b2**t)) + eps)
+            decay = weight_decay * p[k] if p[k].ndim >= 2 else 0.0
+            p[k] = p[k] - lr(t - 1) * (step + decay)
+    return p
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1e9])
+def test_follows_the_equations(clip_norm):
+    rng = np.random.default_rng(0)
+    shapes = {"matrix": (5, 3), "bias": (7,), "scalar": ()}
+    params = {k: rng.normal(size=s) for k, s in shapes.items()}
+    grads = [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(10)]
+    settings = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.3, "clip_norm": clip_norm}
+
+    def lr(count):
+        return 0.01 * (count + 1)
+
+    tx = adamw(lr, **settings)
+    p = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    state = tx.init(p)
+    for g in grads:
+        updates, state = tx.update(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), g), state, p)
+        p = optax.apply_updates(p, updates)
+    wanted = numpy_adamw(params, grads, lr=lr, **settings)
+    for k in shapes:
+        np.testing.assert_allclose(p[k], wanted[k], rtol=2e-5, atol=2e-6, err_msg=k)
+
+
+def test_no_clipping_when_clip_norm_is_none():
+    p = {"w": jnp.ones((2, 2))}
+    g = {"w": jnp.full((2, 2), 1e3)}
+    settings = {"weight_decay": 0.0, "eps": 1e3}  # a large eps, so that Adam does not undo the scale
+    clipped, free = (adamw(1.0, clip_norm=c, **settings) for c in (1.0, None))
+    a, b = (tx.update(g, tx.init(p), p)[0]["w"] for tx in (clipped, free))
+    assert float(jnp.abs(b).max()) > 100 * float(jnp.abs(a).max())
+
+
+def test_decay_mask_takes_matrices_and_embeddings_alone():
+    params = {"wte": jnp.zeros((4, 2)), "ln": {"scale": jnp.ones(2), "bias": jnp.zeros(2)}, "kernel": jnp.zeros((2, 2))}
+    assert decay_mask(params) == {"wte": True, "ln": {"scale": False, "bias": False}, "kernel": True}

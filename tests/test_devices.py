@@ -1,0 +1,53 @@
+"""Which device a run gets, and what is said where there is no GPU."""
+
+import jax
+import pytest
+
+from gptjax import devices
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """JAX sees no GPU, whatever this machine has."""
+    real = jax.devices
+
+    def without(backend=None):
+        if backend == "gpu":
+            raise RuntimeError("Unknown backend: 'gpu' requested")
+        return real("cpu")
+
+    monkeypatch.setattr(devices.jax, "devices", without)
+
+
+def machine(monkeypatch, *, driver, plugin):
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(devices, "has_cuda_plugin", lambda: plugin)
+
+
+@pytest.mark.parametrize(
+    ("driver", "plugin", "says"),
+    [
+        (False, False, r"needs an NVIDIA GPU.*pip install -e '\.\[cuda13\]'.*--device cpu"),
+        (True, False, r"no CUDA plugin: pip install -e '\.\[cuda13\]'.*--device cpu"),
+        (True, True, r"cannot start it: Unknown backend.*--device cpu"),
+    ],
+)
+def test_a_gpu_that_cannot_be_had_is_an_error_with_its_cause(no_gpu, monkeypatch, driver, plugin, says):
+    machine(monkeypatch, driver=driver, plugin=plugin)
+    with pytest.raises(devices.DeviceError, match=says):
+        devices.select("gpu")
+
+
+def test_auto_takes_the_cpu_and_says_when_a_gpu_stays_idle(no_gpu, monkeypatch):
+    machine(monkeypatch, driver=True, plugin=False)
+    found, idle = devices.select("auto")
+    assert found[0].platform == "cpu" and "no CUDA plugin" in idle
+    machine(monkeypatch, driver=False, plugin=False)
+    assert devices.select("auto")[1] is None
+
+
+@pytest.mark.gpu
+def test_auto_and_gpu_take_every_gpu():
+    for kind in ("auto", "gpu"):
+        found, idle = devices.select(kind)
+        assert found == jax.devices("gpu") and idle is None

@@ -1,0 +1,419 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import gptjax
+from gptjax.data import (
+    DatasetError,
+    Options,
+    PrepareError,
+    TokenizerUnavailable,
+    corpora,
+    find_dataset,
+    get_tokenizer,
+    open_shard,
+    prepare_corpus,
+    prepare_stdlib,
+)
+from gptjax.data import prepare as module
+from gptjax.data.__main__ import main
+from gptjax.data.folders import locked, staged
+from gptjax.data.prepare import choose_validation
+from gptjax.data.sidecar import Sidecar
+
+EOT = 256  # of the byte tokenizer
+
+
+def tokens_of(folder, split):
+    return np.concatenate([open_shard(path) for path in sorted(folder.glob(f"*_{split}_*.bin"))])
+
+
+def documents_of(folder, split):
+    """The texts back from the shards; an EOT must stand before each."""
+    tokens = tokens_of(folder, split)
+    assert tokens[0] == EOT
+    return [
+        part[1:].astype(np.uint8).tobytes().decode() for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
+    ]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Forty files of about a kilobyte, and what is in them by name."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    contents = {f"{number:02d}.txt": f"document {number}\n" + "line ü\n" * (100 + number) for number in range(40)}
+    for name, content in contents.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder, list(contents.values())
+
+
+def prepare_texts(folder, data_dir, **options):
+    return prepare_corpus(
+        "mine", corpora.text([folder]), Options(**({"data_dir": data_dir, "tokenizer": "byte"} | options))
+    )
+
+
+def test_every_document_comes_back_once_in_order_with_an_eot_before_it(texts, tmp_path):
+    folder, contents = texts
+    made = prepare_texts(folder, tmp_path / "data")
+    assert made == tmp_path / "data" / "mine_byte"
+    train, val = documents_of(made, "train"), documents_of(made, "val")
+    assert len(val) == 2 and sorted(train + val) == sorted(contents)
+    assert train == [content for content in contents if content not in val]
+    assert sorted(path.name for path in made.iterdir()) == [
+        "dataset.json",
+        "mine_byte_train_000001.bin",
+        "mine_byte_val_000000.bin",
+    ]
+
+
+def test_the_sidecar_says_what_the_shards_are(texts, tmp_path):
+    made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=10_000)
+    said = json.loads((made / "dataset.json").read_text())
+    shards = said.pop("shards")
+    assert said == {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": f"text: {texts[0]}"}
+    assert sorted(shards) == sorted(path.name for path in made.glob("*.bin"))
+    for name, info in shards.items():
+        tokens = open_shard(made / name)
+        assert info == {"tokens": tokens.size, "max_token": tokens.max()}
+
+
+@given(st.integers(2, 12), st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
+@settings(max_examples=60, deadline=None)
+def test_shards_are_full_and_the_last_is_never_a_stub(tmp_path_factory, shard_tokens, sizes):
+    folder, written = tmp_path_factory.mktemp("split"), np.arange(sum(sizes), dtype=np.uint16)
+    writer = module._SplitWriter(folder, "mine", module.TRAIN, shard_tokens)
+    for part in np.split(written, np.cumsum(sizes)[:-1]):
+        writer.add(part)
+    writer.finish()
+    np.testing.assert_array_equal(tokens_of(folder, "train"), written)
+    *full, last = [open_shard(path).size for path in sorted(folder.glob("*_train_*.bin"))]
+    assert full == [shard_tokens] * len(full)
+    assert last <= 1.5 * shard_tokens and (not full or last >= shard_tokens // 2)
+
+
+def test_many_shards_hold_what_one_would(texts, tmp_path):
+    whole = prepare_texts(texts[0], tmp_path / "data", name="whole")
+    made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=1000)
+    assert len(list(made.glob("*_train_*.bin"))) > 20 and len(list(made.glob("*_val_*.bin"))) > 1
+    for split in ("train", "val"):
+        np.testing.assert_array_equal(tokens_of(made, split), tokens_of(whole, split))
+
+
+def test_the_result_does_not_depend_on_the_number_of_workers(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 500)
+    one, many = (prepare_texts(texts[0], tmp_path / "data", name=f"n{n}", workers=n) for n in (1, 7))
+    for split in ("train", "val"):
+        np.testing.assert_array_equal(tokens_of(one, split), tokens_of(many, split))
+    assert len(documents_of(one, "train")) == 38
+
+
+def test_no_more_than_a_few_batches_are_read_ahead(monkeypatch):
+    """The corpus is streamed: while the first batch waits to be taken, only `ahead` have been read."""
+    read = []
+    with module.ThreadPoolExecutor(2) as pool:
+        results = module._in_order(pool, lambda item: item * 10, (read.append(n) or n for n in range(1000)), ahead=4)
+        assert next(results) == 0
+        assert len(read) == 4
+        assert list(results) == [10 * n for n in range(1, 1000)]
+
+
+def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(monkeypatch, tmp_path):
+    try:
+        gpt2 = get_tokenizer("gpt2")
+    except TokenizerUnavailable:
+        pytest.skip("GPT-2's BPE files are not to be had: no network, and TIKTOKEN_CACHE_DIR names no copy of them")
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 7)
+    strange = "a\n\nb  \n c\n\n\nd\r\ne \nf\ng\u2028\nh\n\u00a0i\n" * 40 + "don't\nstop   \n\n   \nnow 's\n'll\n" * 40
+    whole = Path(module.__file__).read_text(encoding="utf-8") + strange
+    (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("x", encoding="utf-8")
+    corpus = corpora.text([tmp_path / "a.txt", tmp_path / "b.txt"])
+    pieces = [piece for piece in module._pieces(corpus, corpus.measure(), Options()) if piece.split == module.TRAIN]
+    assert len(pieces) > 100 and [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    np.testing.assert_array_equal(np.concatenate([gpt2.encode(piece.text) for piece in pieces]), gpt2.encode(whole))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10**6), min_size=2, max_size=60),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_split_has_documents_on_both_sides_and_is_decided_by_the_seed(sizes, fraction, seed):
+    sizes = np.array(sizes)
+    is_val = choose_validation(sizes, fraction, seed)
+    assert is_val.any() and not is_val.all()
+    np.testing.assert_array_equal(is_val, choose_validation(sizes, fraction, seed))
+
+
+def test_the_split_keeps_to_the_fraction_where_documents_are_small():
+    sizes = np.random.default_rng(0).integers(1, 2000, 3000)
+    for seed in range(5):
+        is_val = choose_validation(sizes, 0.05, seed)
+        assert 0.049 < sizes[is_val].sum() / sizes.sum() < 0.0501
+    assert (choose_validation(sizes, 0.05, 0) != choose_validation(sizes, 0.05, 1)).any()
+
+
+def test_a_tiny_document_alone_is_no_validation_split():
+    assert choose_validation(np.array([1000, 1000, 1]), 0.05, 0).tolist() in ([True, False, True], [False, True, True])
+    assert choose_validation(np.array([10**9, 10]), 0.05, 0).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("fraction", "lines"), [(0.05, 5), (0.1, 10)])
+def test_the_end_of_a_single_document_is_for_validation(tmp_path, fraction, lines):
+    play = "".join(f"line {number:04d}\n" for number in range(100))
+    (tmp_path / "play.txt").write_text(play)
+    made = prepare_texts(tmp_path / "play.txt", tmp_path / "data", val_fraction=fraction)
+    (train,), (val,) = documents_of(made, "train"), documents_of(made, "val")
+    assert train + val == play and train.endswith("\n") and val.count("\n") == lines
+
+
+@pytest.mark.parametrize("text", ["no line at all here", "\nx", "x\n" + "y" * 99, "x" * 99 + "\ny"])
+def test_a_single_document_with_few_lines_is_cut_all_the_same(tmp_path, text):
+    (tmp_path / "play.txt").write_text(text)
+    made = prepare_texts(tmp_path / "play.txt", tmp_path / "data")
+    assert documents_of(made, "train")[0] + documents_of(made, "val")[0] == text
+
+
+def test_a_text_too_small_to_split_is_said(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(PrepareError, match="expected text for training and for validation, found none for "):
+        prepare_texts(tmp_path / "a.txt", tmp_path / "data")
+    assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
+
+
+def test_what_is_prepared_is_not_made_again_unless_overwritten(texts, tmp_path):
+    folder, _ = texts
+    made = prepare_texts(folder, tmp_path / "data")
+    before = (made / "dataset.json").stat().st_mtime_ns
+    (folder / "00.txt").write_text("now something else")
+    lines = []
+    options = Options(data_dir=tmp_path / "data", tokenizer="byte")
+    prepare_corpus("mine", corpora.text([folder]), options, log=lines.append)
+    assert (made / "dataset.json").stat().st_mtime_ns == before
+    assert len(lines) == 1 and "already prepared; --overwrite" in lines[0]
+    prepare_texts(folder, tmp_path / "data", overwrite=True)
+    assert "now something else" in documents_of(made, "train") + documents_of(made, "val")
+
+
+def test_another_text_under_the_same_name_is_refused(texts, tmp_path):
+    prepare_texts(texts[0], tmp_path / "data")
+    with pytest.raises(PrepareError, match="holds something else: .*00.txt' .*choose another --name, or .*--overwrite"):
+        prepare_texts(texts[0] / "00.txt", tmp_path / "data")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path, overwrite):
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    (tmp_path / "data" / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(PrepareError, match="mine exists and was not made by gptjax .*choose another --name"):
+        prepare_texts(texts[0], tmp_path / "data", name="mine", overwrite=overwrite)
+    assert (tmp_path / "data" / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"val_fraction": 0.0}, "expected a val-fraction between 0 and 1, found 0.0"),
+        ({"val_fraction": 1.0}, "found 1.0"),
+        ({"shard_tokens": 1}, "expected shard-tokens in 2..1073741823, found 1"),
+        ({"workers": 0}, "expected workers of at least 1, found 0"),
+        ({"seed": -1}, "expected a seed of at least 0, found -1"),
+        ({"name": "a/b"}, "expected a plain folder name .* found 'a/b'"),
+        ({"name": ".hidden"}, "found '.hidden'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(texts, tmp_path, options, says):
+    with pytest.raises(PrepareError, match=says):
+        prepare_texts(texts[0], tmp_path / "data", **options)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("disk on fire"), KeyboardInterrupt()])
+def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(texts, tmp_path, monkeypatch, error):
+    made = prepare_texts(texts[0], tmp_path / "data")
+    before = tokens_of(made, "train").copy()
+    real, calls = module.write_shard, []
+
+    def breaks(path, tokens):
+        calls.append(path)
+        if len(calls) == 3:
+            raise error
+        real(path, tokens)
+
+    monkeypatch.setattr(module, "write_shard", breaks)
+    with pytest.raises(type(error)):
+        prepare_texts(texts[0], tmp_path / "data", shard_tokens=5000, overwrite=True)
+    with pytest.raises(type(error)):
+        calls.clear()
+        prepare_texts(texts[0], tmp_path / "data", shard_tokens=5000, name="fresh")
+    np.testing.assert_array_equal(tokens_of(made, "train"), before)
+    assert [path for path in (tmp_path / "data").iterdir() if path.is_dir()] == [made]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gptjax-tokenize")]
+
+
+# The command line with a preparation that hangs after its second shard.
+HANGS = """
+import sys, time
+from gptjax.data import prepare
+real, calls = prepare.write_shard, []
+def write_shard(path, tokens):
+    real(path, tokens)
+    calls.append(path)
+    if len(calls) == 2:
+        print("hanging", flush=True)
+        time.sleep(60)
+prepare.write_shard = write_shard
+from gptjax.data.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
+
+
+def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_then_succeeds(texts, tmp_path):
+    data, (folder, contents) = tmp_path / "data", texts
+    command = ["text", str(folder), "--name", "mine", "--data-dir", str(data), "--tokenizer", "byte"]
+    command += ["--shard-tokens", "5000"]
+    with subprocess.Popen([sys.executable, "-c", HANGS, *command], env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"hanging\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    half_made = [path for path in data.iterdir() if path.is_dir()]
+    assert len(half_made) == 1 and list(half_made[0].glob("*.bin"))  # it was in the middle
+    with pytest.raises(DatasetError, match="'mine' is not prepared"):
+        find_dataset("mine", data, "auto")
+    with pytest.raises(DatasetError, match="being prepared or was interrupted"):
+        find_dataset(str(half_made[0]), data, "auto")
+
+    # The same command again, and two at once at that: one prepares, the other waits and finds it done.
+    again = [subprocess.Popen([sys.executable, "-m", "gptjax.data", *command], env=ENVIRONMENT) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in again] == [0, 0]
+    assert [path for path in data.iterdir() if path.is_dir()] == [data / "mine"]
+    assert sorted(documents_of(data / "mine", "train") + documents_of(data / "mine", "val")) == sorted(contents)
+    find_dataset("mine", data, "auto").validate(257, 64)
+
+
+def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
+    data = tmp_path / "data"
+    command = ["text", str(texts[0]), "--name", "mine", "--data-dir", str(data), "--tokenizer", "byte"]
+    with locked(data / "mine", print):
+        second = subprocess.Popen(
+            [sys.executable, "-u", "-m", "gptjax.data", *command], env=ENVIRONMENT, stdout=subprocess.PIPE
+        )
+        assert b"waiting for another process that is preparing" in second.stdout.readline()
+        prepared_by_the_first = data / "mine"
+        assert not prepared_by_the_first.exists()
+        with staged(prepared_by_the_first) as partial:
+            Sidecar("byte", 257, 256, f"text: {texts[0]}", {}).write(partial)
+    said, _ = second.communicate(timeout=30)
+    assert second.returncode == 0 and b"already prepared" in said
+
+
+def test_a_kill_between_the_two_renames_of_an_overwrite_is_mended(texts, tmp_path):
+    made = prepare_texts(texts[0], tmp_path / "data")
+    os.replace(made, made.with_name(".mine_byte.old"))
+    lines = []
+    options = Options(data_dir=tmp_path / "data", tokenizer="byte")
+    prepare_corpus("mine", corpora.text([texts[0]]), options, log=lines.append)
+    assert "already prepared" in lines[0] and len(documents_of(made, "train")) == 38
+
+
+def test_auto_without_bpe_says_so_and_takes_bytes(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "choose_tokenizer", lambda choice: (get_tokenizer("byte"), f"NOTE for {choice}"))
+    lines = []
+    prepare_corpus("mine", corpora.text([texts[0]]), Options(data_dir=tmp_path / "data"), log=lines.append)
+    assert lines[0] == "NOTE for auto" and "tokenizer byte" in lines[-1]
+
+
+def test_prepare_stdlib(tmp_path):
+    lines = []
+    made = prepare_stdlib(tmp_path / "data", "byte", log=lines.append)
+    assert made == tmp_path / "data" / "stdlib_byte"
+    train, val = tokens_of(made, "train").size, tokens_of(made, "val").size
+    assert train > 3e6 and 0.045 < val / (train + val) < 0.055
+    assert f"{train:,} tokens in 1 shard for training, {val:,} tokens in 1 shard for validation" in lines[-1]
+
+
+def test_progress_without_a_terminal_is_a_line_every_ten_seconds(monkeypatch):
+    clock, lines = iter([0.0, 4.0, 11.0, 11.0, 12.0]), []
+    monkeypatch.setattr(module.sys, "stderr", io.StringIO())
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    with module._progress("tokenising x", 9_000_000, lines.append) as advance:
+        for _ in range(3):
+            advance(3_000_000)
+    assert lines == ["tokenising x: 6 of 9 MB"]
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
+    with module._progress("tokenising x", 100, pytest.fail) as advance:
+        advance(50)
+
+
+@pytest.mark.parametrize("kind", ["stdlib", "tinyshakespeare", "text", "jsonl", "fineweb10B"])
+def test_the_help_names_every_option(kind, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([kind, "--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and "--data-dir" in shown and "--name" in shown
+    for option in {
+        "tinyshakespeare": ["--file"],
+        "jsonl": ["--field", "PATH..."],
+        "text": ["PATH..."],
+        "fineweb10B": ["--shards"],
+    }.get(kind, []):
+        assert option in shown
+    if kind != "fineweb10B":
+        for option in [
+            "--tokenizer {auto,gpt2,byte}",
+            "--val-fraction",
+            "--shard-tokens",
+            "--workers",
+            "--seed",
+            "--overwrite",
+        ]:
+            assert option in shown
+
+
+def test_the_command_line_prepares_each_kind(texts, tmp_path, capsys):
+    folder, contents = texts
+    common = ["--data-dir", str(tmp_path / "data"), "--tokenizer", "byte"]
+    lines = "".join(json.dumps({"body": content}) + "\n" for content in contents)
+    (tmp_path / "a.jsonl").write_text(lines)
+    assert main(["stdlib", *common, "--shard-tokens", "4_000_000"]) == 0
+    assert main(["tinyshakespeare", *common, "--file", str(folder / "00.txt")]) == 0
+    assert main(["text", str(folder / "*.txt"), *common]) == 0
+    assert main(["jsonl", str(tmp_path / "a.jsonl"), "--field", "body", *common, "--val-fraction", "0.5"]) == 0
+    made = {path.name for path in (tmp_path / "data").iterdir() if path.is_dir()}
+    assert made == {"stdlib_byte", "tinyshakespeare_byte", "text_byte", "jsonl_byte"}
+    for name in made:
+        find_dataset(name, tmp_path / "data", "byte").validate(257, 32)
+    assert 18 < len(documents_of(tmp_path / "data" / "jsonl_byte", "val")) < 23
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_line_says_errors_in_a_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["text", "no.txt", "--tokenizer", "byte"]) == 1
+    assert capsys.readouterr().err.startswith("error: no.txt: expected a file")
+    assert main(["text", "--tokenizer", "byte"]) == 1
+    assert "expected at least one PATH" in capsys.readouterr().err
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gptjax.data.__main__.prepare_corpus", interrupted)
+    assert main(["stdlib", "--tokenizer", "byte"]) == 130
+    assert "nothing half-made is left" in capsys.readouterr().err

@@ -1,0 +1,248 @@
+"""Sampling: the cache changes nothing, the filters keep what they promise, and draws follow the softmax."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gptjax import GPT2, GPT2Config, Precision, generate, sampling
+from gptjax.precision import NAMES
+
+KEY = jax.random.key(7)
+ODD = dict(vocab_size=61, padded_vocab_size=128, block_size=23, n_layer=2, n_head=3, n_embd=27)
+SMALL = dict(vocab_size=7, padded_vocab_size=8, block_size=8, n_layer=1, n_head=2, n_embd=16)
+
+
+forward = nnx.jit(lambda model, tokens_BT: model(tokens_BT))
+advance = nnx.jit(sampling._advance)
+
+
+def make_model(precision="fp32", seed=0, gain=6.0, **shape) -> GPT2:
+    """A model whose weights are `gain` times the usual: fresh ones attend to everything alike and hide a wrong mask."""
+    model = GPT2(GPT2Config(**shape, precision=Precision(precision)), rngs=nnx.Rngs(seed))
+    nnx.update(model, jax.tree.map(lambda p: gain * p if p.ndim == 2 else p, nnx.state(model)))
+    return model
+
+
+def random_tokens(batch, time, vocab_size, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab_size, (batch, time)), jnp.int32)
+
+
+def cached_logits(model, tokens_BT, chunks):
+    """Logits of every position, fed to the cache a chunk at a time."""
+    cache, start, logits = sampling._empty_cache(model, *tokens_BT.shape), 0, []
+    for size in chunks:
+        x_BTC, cache = advance(model, cache, tokens_BT[:, start : start + size], jnp.int32(start))
+        logits.append(model.logits(x_BTC))
+        start += size
+    assert start == tokens_BT.shape[1]
+    return np.asarray(jnp.concatenate(logits, axis=1), np.float32)
+
+
+# One pass; a prompt, then token by token; chunks of several tokens that start inside the cache.
+@pytest.mark.parametrize("chunks", [(13,), (5,) + (1,) * 8, (1, 7, 2, 3)])
+def test_cached_logits_equal_the_full_forward_at_every_position(chunks):
+    model = make_model(**ODD)
+    tokens_BT = random_tokens(3, 13, ODD["vocab_size"])
+    full = np.asarray(forward(model, tokens_BT))
+    assert full.std() > 0.5  # the gain did its work
+    np.testing.assert_allclose(cached_logits(model, tokens_BT, chunks), full, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("precision", NAMES)
+def test_the_cache_costs_no_precision(precision):
+    model, exact = make_model(precision, **ODD), make_model("fp32", **ODD)
+    tokens_BT = random_tokens(2, 11, ODD["vocab_size"])
+    reference = np.asarray(forward(exact, tokens_BT))
+    own_error = np.abs(np.asarray(forward(model, tokens_BT), np.float32) - reference).max()
+    cached_error = np.abs(cached_logits(model, tokens_BT, (4,) + (1,) * 7) - reference).max()
+    assert cached_error < 2 * own_error + 3e-5
+
+
+@pytest.mark.parametrize("batch, prompt, new", [(1, 1, 5), (2, 5, 4), (3, 22, 1)])
+def test_greedy_equals_repeated_full_forwards(batch, prompt, new):
+    model = make_model(**ODD)
+    expected_BT = random_tokens(batch, prompt, ODD["vocab_size"], seed=batch)
+    out_BT = generate(model, expected_BT, max_new_tokens=new, temperature=0, key=KEY)
+    for _ in range(new):
+        next_B = jnp.argmax(forward(model, expected_BT)[:, -1], axis=-1).astype(jnp.int32)
+        expected_BT = jnp.concatenate([expected_BT, next_B[:, None]], axis=1)
+    np.testing.assert_array_equal(out_BT, expected_BT)
+    assert out_BT.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("prompt", [1, 9])
+def test_the_whole_block_can_be_filled(prompt):
+    model = make_model(**ODD)
+    prompt_BT = random_tokens(2, prompt, ODD["vocab_size"])
+    out_BT = generate(model, prompt_BT, max_new_tokens=ODD["block_size"] - prompt, temperature=0, key=KEY)
+    assert out_BT.shape == (2, ODD["block_size"])
+    np.testing.assert_array_equal(out_BT[:, :prompt], prompt_BT)
+    np.testing.assert_array_equal(out_BT[:, prompt:], jnp.argmax(forward(model, out_BT), axis=-1)[:, prompt - 1 : -1])
+    # The text must not have run into a single repeated token, which would prove little.
+    assert len(np.unique(np.asarray(out_BT[:, prompt:]))) > 4
+
+
+@pytest.mark.parametrize(
+    "precision, filters",
+    [
+        ("fp32", {"top_k": 1}),
+        ("tf32", {"top_p": 1e-6}),
+        ("bf16", {"top_k": 1, "top_p": 0.5}),
+        ("bf16_residual_fp32", {"top_k": 1}),
+    ],
+)
+def test_the_narrowest_filters_equal_greedy(precision, filters):
+    model = make_model(precision, **ODD)
+    prompt_BT = random_tokens(4, 3, ODD["vocab_size"])
+    greedy_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=0, key=KEY)
+    drawn_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=1.5, key=KEY, **filters)
+    np.testing.assert_array_equal(drawn_BT, greedy_BT)
+    if precision == "fp32":  # the filter did it, not a softmax that leaves no choice
+        free_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=1.5, key=KEY)
+        assert (np.asarray(free_BT) != np.asarray(greedy_BT)).any()
+
+
+def test_top_1_takes_the_first_of_tied_logits():
+    tied_BV = jnp.zeros((200, 5), jnp.bfloat16).at[:, 2:].set(3)
+    drawn = sampling._choose(tied_BV, jnp.float32(1), jnp.int32(1), None, KEY)
+    assert set(np.asarray(drawn).tolist()) == {2}
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p, kept",
+    [
+        (None, None, {0, 1, 2, 3}),
+        (3, None, {1, 2, 3}),
+        (2, None, {1, 3}),
+        (9, None, {0, 1, 2, 3}),
+        (None, 0.39, {3}),
+        (None, 0.41, {1, 3}),  # 0.4 alone falls short, so the token that reaches 0.41 is in
+        (None, 0.69, {1, 3}),
+        (None, 0.71, {1, 2, 3}),
+        (None, 0.91, {0, 1, 2, 3}),
+        (2, 0.56, {3}),  # of the two left the likelier has 4/7 = 0.571…
+        (2, 0.58, {1, 3}),
+        (3, 0.8, {1, 2, 3}),
+    ],
+)
+def test_filters_keep_exactly_the_right_tokens(top_k, top_p, kept):
+    logits_BV = jnp.broadcast_to(jnp.log(jnp.array([0.1, 0.3, 0.2, 0.4])), (3000, 4))
+    drawn = sampling._choose(
+        logits_BV,
+        jnp.float32(1),
+        None if top_k is None else jnp.int32(top_k),
+        None if top_p is None else jnp.float32(top_p),
+        KEY,
+    )
+    assert set(np.asarray(drawn).tolist()) == kept
+
+
+def chi_square(drawn, probabilities):
+    counts = np.bincount(drawn, minlength=len(probabilities))
+    expected = len(drawn) * np.asarray(probabilities, np.float64)
+    return (((counts - expected) ** 2) / expected).sum()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature):
+    model = make_model(gain=5.0, **SMALL)
+    prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
+    out = np.asarray(generate(model, prompt_BT, max_new_tokens=2, temperature=temperature, key=KEY))
+
+    def probabilities(tokens, at):
+        return jax.nn.softmax(forward(model, jnp.array([tokens], jnp.int32))[0, -1] / at)
+
+    limit = 27.9  # six degrees of freedom: exceeded once in 10,000 keys
+    assert chi_square(out[:, 2], probabilities([3, 1], temperature)) < limit
+    assert chi_square(out[:, 2], probabilities([3, 1], 1.5 * temperature)) > limit
+    # The second draw, inside the scan, given the first: a key used twice would distort it.
+    common = int(np.bincount(out[:, 2]).argmax())
+    second = out[out[:, 2] == common, 3]
+    assert chi_square(second, probabilities([3, 1, common], temperature)) < limit
+
+
+def test_filtered_draws_follow_the_renormalised_softmax():
+    model = make_model(gain=5.0, **SMALL)
+    prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
+    out = np.asarray(generate(model, prompt_BT, max_new_tokens=1, top_k=4, key=KEY))[:, 2]
+    probs = np.asarray(jax.nn.softmax(forward(model, prompt_BT[:1])[0, -1]))
+    kept = np.argsort(-probs)[:4]
+    assert set(out.tolist()) == set(kept.tolist())
+    rank = {token: i for i, token in enumerate(kept.tolist())}
+    assert chi_square(np.array([rank[t] for t in out.tolist()]), probs[kept] / probs[kept].sum()) < 21.1
+
+
+def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
+    model = make_model(**ODD)
+    prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
+    one, same, other = (
+        np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=jax.random.key(seed))) for seed in (1, 1, 2)
+    )
+    longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=jax.random.key(1)))
+    np.testing.assert_array_equal(one, same)
+    np.testing.assert_array_equal(longer[:, :14], one)
+    assert (one[:, 4:] != other[:, 4:]).any() and (one[0] != one[1]).any()
+    np.testing.assert_array_equal(one[:, :4], prompt_BT)
+
+
+def test_padded_ids_are_never_produced():
+    model = make_model(**SMALL)
+    # Padded rows that would win every draw, were they looked at.
+    model.wte[...] = model.wte[...].at[SMALL["vocab_size"] :].set(100 * jnp.sign(model.wte[0])[None])
+    out_BT = generate(model, jnp.ones((500, 2), jnp.int32), max_new_tokens=6, temperature=5.0, key=KEY)
+    assert int(out_BT.max()) == SMALL["vocab_size"] - 1
+
+
+def test_one_compilation_for_one_shape():
+    prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
+    kwargs = dict(max_new_tokens=3, temperature=0.9, top_k=5, top_p=0.9, key=KEY)
+    generate(make_model(**ODD), prompt_BT, **kwargs)
+    compiled = sampling._generate._cache_size()
+    other = dict(temperature=0.5, top_k=3, top_p=0.3, key=jax.random.key(9))
+    generate(make_model(seed=1, **ODD), np.asarray(prompt_BT, np.int64) + 1, **(kwargs | other))
+    assert sampling._generate._cache_size() == compiled
+    generate(make_model(**ODD), prompt_BT, **(kwargs | {"max_new_tokens": 4}))
+    assert sampling._generate._cache_size() == compiled + 1
+
+
+def test_a_model_spread_over_devices_gives_the_same_tokens():
+    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
+    expected_BT = generate(model, prompt_BT, max_new_tokens=5, key=KEY)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    nnx.update(model, jax.device_put(nnx.state(model), everywhere))
+    np.testing.assert_array_equal(generate(model, prompt_BT, max_new_tokens=5, key=KEY), expected_BT)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_new_tokens": 20}, r"4 prompt tokens and 20 new ones are 24.*block_size=23.*at most 19"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature .* got -0.1"),
+        ({"temperature": float("nan")}, "temperature .* got nan"),
+        ({"temperature": float("inf")}, "temperature .* got inf"),
+        ({"top_k": 0}, "top_k must be at least 1.* got 0"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\].* got 0.0"),
+        ({"top_p": 1.01}, r"top_p must lie in \(0, 1\].* got 1.01"),
+        ({"prompt_BT": np.zeros((2, 0), np.int32)}, r"the prompt is empty, shape \(2, 0\)"),
+        ({"prompt_BT": np.zeros((0, 3), np.int32)}, r"the prompt is empty, shape \(0, 3\)"),
+        ({"prompt_BT": np.full((1, 4), 61)}, r"prompt ids must lie in \[0, 61\), got 61…61"),
+        ({"prompt_BT": np.full((1, 4), -1)}, r"prompt ids must lie in \[0, 61\), got -1…-1"),
+    ],
+)
+def test_errors_state_the_numbers(change, message):
+    kwargs = {"prompt_BT": np.ones((1, 4), np.int32), "max_new_tokens": 3, "key": KEY} | change
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(**ODD), **kwargs)
+
+
+@pytest.mark.parametrize("prompt", [np.ones(4, np.int32), np.ones((1, 4), np.float32)])
+def test_a_prompt_of_the_wrong_kind_is_named(prompt):
+    unchecked = inspect.unwrap(generate)  # outside pytest no annotation is checked
+    with pytest.raises(ValueError, match=r"integer ids and shape \(batch, time\), got"):
+        unchecked(make_model(**ODD), prompt, max_new_tokens=2, key=KEY)

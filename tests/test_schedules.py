@@ -1,0 +1,57 @@
+"""Schedules against their formulas."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptjax.optim import SCHEDULES, schedule
+
+PEAK, WARMUP, TOTAL, FINAL = 6e-4, 10, 110, 0.1
+
+
+def wanted(name: str, step: int) -> float:
+    if step < WARMUP:
+        return PEAK * (step + 1) / WARMUP
+    progress = min((step - WARMUP) / (TOTAL - WARMUP), 1)
+    if name == "cosine":
+        return PEAK * (FINAL + (1 - FINAL) * (1 + math.cos(math.pi * progress)) / 2)
+    if name == "linear":
+        return PEAK * (1 - (1 - FINAL) * progress)
+    if name == "wsd":
+        begin = 0.8 * TOTAL
+        done = min(max(step - begin, 0) / (TOTAL - begin), 1)
+        return PEAK * (FINAL + (1 - FINAL) * (1 - math.sqrt(done)))
+    return PEAK
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_step(name):
+    of = schedule(name, peak=PEAK, warmup_steps=WARMUP, total_steps=TOTAL, final_fraction=FINAL)
+    for step in range(TOTAL + 20):
+        np.testing.assert_allclose(of(step), wanted(name, step), rtol=1e-5, atol=1e-10, err_msg=f"step {step}")
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_reaches_the_floor_exactly_and_stays(name):
+    of = schedule(name, peak=1.0, warmup_steps=3, total_steps=50, final_fraction=0.0)
+    assert float(of(50)) == pytest.approx(0.0, abs=1e-7) and float(of(1000)) == pytest.approx(0.0, abs=1e-7)
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    warmup=st.integers(0, 40),
+    total=st.integers(1, 100),
+    step=st.integers(0, 200),
+    final=st.floats(0, 1),
+)
+def test_stays_between_zero_and_the_peak(name, warmup, total, step, final):
+    lr = float(schedule(name, peak=2.0, warmup_steps=warmup, total_steps=total, final_fraction=final)(step))
+    assert math.isfinite(lr) and -1e-6 <= lr <= 2.0 + 1e-6
+
+
+def test_unknown_name_lists_the_choices():
+    with pytest.raises(ValueError, match=r"unknown schedule 'cos'.*cosine.*linear.*constant.*wsd"):
+        schedule("cos", peak=1.0, warmup_steps=0, total_steps=1)

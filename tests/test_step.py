@@ -1,0 +1,126 @@
+"""The training step: accumulation, sharding, skipping, what it reports."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gptjax import optim, sharding
+from gptjax.models.gpt2 import GPT2Config
+from gptjax.training.outliers import WINDOW
+from gptjax.training.step import graph, init_state, loss_and_grads, make_eval_step, make_train_step
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+CONFIG = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32)
+
+
+def windows(*shape, seed=0):
+    return jax.random.randint(jax.random.key(seed), (*shape, CONFIG.block_size + 1), 0, CONFIG.vocab_size)
+
+
+def state_of(tx, config=CONFIG, seed=0):
+    return init_state(config, tx, seed)
+
+
+@pytest.mark.parametrize("split", [(2, 4), (4, 2), (8, 1)])
+def test_any_split_of_a_batch_gives_one_loss_and_gradient(split):
+    params = state_of(optax.identity()).params
+    whole_loss, whole = loss_and_grads(graph(CONFIG), params, windows(1, 8))
+    loss, grads = loss_and_grads(graph(CONFIG), params, windows(1, 8).reshape(*split, -1))
+    # fp32: sums of the same numbers in another order.
+    np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()), err_msg=str(path))
+
+
+def test_gradients_accumulate_in_fp32_whatever_the_precision():
+    config = dataclasses.replace(CONFIG, precision=dataclasses.replace(CONFIG.precision, name="bf16"))
+    _, grads = loss_and_grads(graph(config), state_of(optax.identity(), config).params, windows(4, 2))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+
+
+def test_two_devices_make_the_update_that_one_makes():
+    schedule = optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10)
+    tx = optim.adamw(schedule)
+    step = make_train_step(graph(CONFIG), tx, schedule)
+    one, one_metrics = jax.jit(step)(state_of(tx), windows(2, 4))
+    mesh = sharding.data_mesh(jax.devices("cpu")[:2])
+    state = jax.device_put(state_of(tx), sharding.replicated(mesh))
+    batch = sharding.put(sharding.over_batch(mesh, axis=1), np.asarray(windows(2, 4)))
+    assert len(batch.sharding.device_set) == 2
+    two, two_metrics = jax.jit(step, out_shardings=sharding.replicated(mesh))(state, batch)
+    np.testing.assert_allclose(two_metrics["loss"], one_metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(two_metrics["grad_norm"], one_metrics["grad_norm"], rtol=1e-5)
+    # Adam's first update is a sign: where a gradient is all rounding it may differ, so moments are compared.
+    for a, b in zip(jax.tree.leaves(one.opt_state), jax.tree.leaves(two.opt_state), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-7)
+
+
+def test_metrics_report_the_step_that_was_made():
+    schedule = optim.schedule("linear", peak=1e-2, warmup_steps=2, total_steps=10)
+    tx = optim.adamw(schedule)
+    step = jax.jit(make_train_step(graph(CONFIG), tx, schedule))
+    state, params = state_of(tx), state_of(tx).params
+    loss, grads = loss_and_grads(graph(CONFIG), params, windows(1, 8))
+    state, metrics = step(state, windows(1, 8))
+    assert int(state.step) == 1 and int(metrics["skipped"]) == 0
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    assert float(metrics["lr"]) == pytest.approx(5e-3)
+    _, metrics = step(state, windows(1, 8))
+    assert float(metrics["lr"]) == pytest.approx(1e-2)
+
+
+def test_the_padding_of_the_vocabulary_stays_zero():
+    tx = optim.adamw(1e-2)
+    step = jax.jit(make_train_step(graph(CONFIG), tx, lambda count: jnp.float32(1e-2)))
+    state = state_of(tx)
+    for i in range(3):
+        state, _ = step(state, windows(1, 4, seed=i))
+    assert not state.params["wte"][CONFIG.vocab_size :].any()
+    assert state.params["wte"][: CONFIG.vocab_size].any()
+
+
+@pytest.mark.parametrize("which", ["skip_loss_z", "skip_grad_norm_z"])
+def test_an_outlier_skips_its_update_and_the_window_remembers(which):
+    tx = optim.adamw(1e-2)
+    schedule = lambda count: jnp.float32(1e-2)  # noqa: E731
+    step = jax.jit(make_train_step(graph(CONFIG), tx, schedule, **{which: 3.0}))
+    state = state_of(tx)
+    quiet = jnp.linspace(0.01, 0.011, WINDOW)  # both series have been near 0.01: any real loss or norm is an outlier
+    full = dataclasses.replace(state.loss_window, values=quiet, count=jnp.int32(WINDOW))
+    state = dataclasses.replace(state, loss_window=full, grad_norm_window=full)
+    after, metrics = step(state, windows(1, 4))
+    assert int(metrics["skipped"]) == 1 and float(metrics[which.removeprefix("skip_")]) > 3
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), after.params, state.params)))
+    moments = lambda s: [x for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.float32]  # noqa: E731
+    assert all(bool((a == b).all()) for a, b in zip(moments(after), moments(state), strict=True))
+    assert int(after.step) == 1 and int(after.loss_window.count) == WINDOW + 1
+    never = jax.jit(make_train_step(graph(CONFIG), tx, schedule))
+    moved, metrics = never(state, windows(1, 4))
+    assert int(metrics["skipped"]) == 0 and bool((moved.params["wpe"] != state.params["wpe"]).any())
+
+
+def test_one_batch_is_learnt_by_heart():
+    tx = optim.adamw(1e-2, weight_decay=0.0)
+    step = jax.jit(make_train_step(graph(CONFIG), tx, lambda count: jnp.float32(1e-2)), donate_argnums=0)
+    state, batch = state_of(tx), windows(1, 4)
+    for _ in range(150):
+        state, metrics = step(state, batch)
+    assert float(metrics["loss"]) < 0.05
+
+
+def test_evaluation_is_the_loss_without_an_update():
+    params = state_of(optax.identity()).params
+    loss, _ = loss_and_grads(graph(CONFIG), params, windows(1, 8))
+    np.testing.assert_allclose(make_eval_step(graph(CONFIG))(params, windows(8)), loss, rtol=1e-6)
+
+
+def test_one_seed_gives_one_state():
+    a, b, c = (state_of(optim.adamw(1e-3), seed=s) for s in (0, 0, 1))
+    same = lambda x, y: all(jax.tree.leaves(jax.tree.map(lambda p, q: bool((p == q).all()), x.params, y.params)))  # noqa: E731
+    assert same(a, b) and not same(a, c)
