@@ -26,7 +26,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.plot import plot_runs
 from gptjax.sampling import generate
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, versions
-from gptjax.training.compilation import Compiler, compile_to_fit, make_deterministic
+from gptjax.training.compilation import Compiler, compile_to_fit
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.metrics import RunLog, StatusLine, Throughput, mfu
 from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
@@ -38,8 +38,6 @@ class NonFiniteError(RuntimeError):
 
 def train(config: Config, console: Console) -> int:
     # ------------------------------------------------------------------------------------------------ devices, data
-    if config.deterministic:
-        make_deterministic()
     found, idle_gpu = devices.select(config.device)
     device, device_count = found[0], len(found)
     micro_batches, kernels = config.micro_batches(device_count), config.kernels()

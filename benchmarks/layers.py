@@ -78,7 +78,6 @@ def measure(case: str, layout: str, steps: int) -> dict:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    @jax.jit
     def init():
         params = init_state(config, optax.identity(), 0).params
         if layout == "scanned":

@@ -43,7 +43,7 @@ def flash_attention(
     """
     _check(q_BTHD, k_BTHD, v_BTHD, causal=causal, window=window)
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    backend = choose(q_BTHD.dtype, q_BTHD.shape[-1], implementation)
+    backend = choose(q_BTHD.dtype, q_BTHD.shape[1], q_BTHD.shape[-1], implementation)
     if backend == "cudnn":
         return jax.nn.dot_product_attention(
             q_BTHD,
@@ -57,13 +57,13 @@ def flash_attention(
     return _materialised(q_BTHD, k_BTHD, v_BTHD, causal=causal, scale=scale, window=window, precision=precision)
 
 
-def choose(dtype: jnp.dtype, head_dim: int, implementation: str = "auto") -> str:
-    """The back end that `flash_attention` uses for this dtype and head dimension on the default device.
+def choose(dtype: jax.typing.DTypeLike, length: int, head_dim: int, implementation: str = "auto") -> str:
+    """The back end that `flash_attention` uses for this dtype, sequence length and head dimension on the default device.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
     """
-    supported = {"cudnn": _why_not_cudnn(jnp.dtype(dtype), head_dim), "xla": None}
+    supported = {"cudnn": _why_not_cudnn(jnp.dtype(dtype), length, head_dim), "xla": None}
     if implementation == "auto":
         return next(name for name, why in supported.items() if why is None)
     return named("flash_attention", implementation, supported)
@@ -91,13 +91,15 @@ def _materialised(q_BTHD, k_BTHD, v_BTHD, *, causal, scale, window, precision):
     return jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BTHD, precision=precision)
 
 
-def _why_not_cudnn(dtype: jnp.dtype, head_dim: int) -> str | None:
+def _why_not_cudnn(dtype: jnp.dtype, length: int, head_dim: int) -> str | None:
     if platform() not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, and the default device is a {platform()}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 or float16, not {dtype.name}"
     if head_dim % 8 or head_dim > 128:
         return f"takes a head dimension that is a multiple of 8 and at most 128, not {head_dim}"
+    if length % 2:
+        return f"takes an even sequence length (its backward pass does), not {length}"
     return None
 
 

@@ -105,8 +105,11 @@ def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(saved):
     left = folder / "8.orbax-checkpoint-tmp"
     left.mkdir()
     (left / "half").write_text("")
-    checkpoints = Checkpoints(folder)
-    assert checkpoints.latest_step() == 7 and not left.exists()
+    checkpoints = Checkpoints(folder, keep_last=2)
+    assert checkpoints.latest_step() == 7
+    checkpoints.save(9, {"x": jnp.zeros(3)}, {})
+    checkpoints.wait()
+    assert not left.exists() and checkpoints.latest_step() == 9
     checkpoints.close()
 
 

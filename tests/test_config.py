@@ -66,7 +66,10 @@ def test_help_shows_every_field_with_its_meaning(capsys):
         for field in dataclasses.fields(kind):
             if field.name not in ("model", "optimizer"):
                 assert f"--{prefix}{field.name.replace('_', '-')}" in shown
-    assert "Sequences on each device at a time" in shown and "AdamW and its learning-rate schedule" in shown
+    assert (
+        "Sequences on each device at a time" in shown
+        and "AdamW, its learning-rate schedule, and when an update is skipped" in shown
+    )
 
 
 @pytest.mark.parametrize(

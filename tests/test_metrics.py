@@ -130,7 +130,9 @@ def board_events(folder):
 
 
 def board_scalars(folder):
-    return [(v.tag, e.step, v.simple_value) for e in board_events(folder) for v in e.summary.value if "text" not in v.tag]
+    return [
+        (v.tag, e.step, v.simple_value) for e in board_events(folder) for v in e.summary.value if "text" not in v.tag
+    ]
 
 
 def write_steps(log, steps):
@@ -144,7 +146,9 @@ def write_steps(log, steps):
 
 def test_a_line_holds_what_was_given(tmp_path):
     with RunLog(tmp_path / "new" / "run") as log:
-        log.write("train", 3, 3072, loss=jnp.float32(2.5), lr=np.float64(1e-3), norm=jnp.bfloat16(1.5), ok=True, note=None)
+        log.write(
+            "train", 3, 3072, loss=jnp.float32(2.5), lr=np.float64(1e-3), norm=jnp.bfloat16(1.5), ok=True, note=None
+        )
         log.write("sample", 4, 4096, text="Grüße\n\u2028\N{DUCK}")
         # On the disk already, while the log is open.
         assert len(log.path.read_text().splitlines()) == 2
@@ -285,12 +289,13 @@ def test_without_a_terminal_a_plain_line_every_n_steps():
 def test_the_line_says_everything():
     speed = dict(ms_per_step=123.45, tokens_per_second=1234567.8, mfu=0.4567)
     lines = plain_lines([(0, 1, {}), (18, 10, speed | {"val_loss": 3.5}), (38, 20, speed)])
-    assert lines[0] == "step 1/100 · loss 3.2500 · val – · lr 6.00e-04 · ETA – · – ms · – tok/s · MFU unknown GPU"
+    assert lines[0] == "step 1/100 · loss 3.2500 · val – · lr 6.00e-04 · ETA – · – ms · – tok/s · MFU –"
     # 9 steps in 18 s leave 90 steps 180 s; the validation loss stays.
     assert lines[1] == (
         "step 10/100 · loss 3.2500 · val 3.5000 · lr 6.00e-04 · ETA 3m00s · 123.5 ms · 1,234,568 tok/s · MFU 45.7%"
     )
     assert "val 3.5000" in lines[2] and "ETA 2m40s" in lines[2]
+    assert plain_lines([(0, 10, speed | {"mfu": None})])[0].endswith("MFU unknown GPU")
 
 
 def test_time_left_counts_from_a_resumed_step_and_in_hours():

@@ -19,6 +19,7 @@ from gptjax import devices
 from gptjax.config import Config, ConfigError, OptimizerConfig
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
+from gptjax.precision import Precision
 from gptjax.training import compilation
 
 ROOT = Path(__file__).parent.parent
@@ -229,6 +230,21 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on_bit_for_bit(confi
     assert code == 0 and f"going on from step {stopped_at}" in shown
     assert losses(config) == losses(alone)
     assert all(np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_a_run_on_a_gpu_goes_on_bit_for_bit(config, monkeypatch, precision):
+    # With `xla` attention: the backward pass of cuDNN's does not repeat itself.
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("gpu")[:1], None))
+    model = dataclasses.replace(config.model, n_embd=64, attention="xla", precision=Precision(precision))
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)
+    config = dataclasses.replace(config, model=model, optimizer=optimizer, device="gpu")
+    alone = dataclasses.replace(config, name="alone")
+    run(alone)
+    run(dataclasses.replace(config, max_steps=9))
+    code, shown = run(config)
+    assert code == 0 and "going on from step 9" in shown and losses(config) == losses(alone)
 
 
 def test_kill_9_in_training_and_while_saving(tmp_path):

@@ -73,7 +73,7 @@ class Config:
     model: GPT2Config = GPT2Config()
     """The model's shape and how it is computed."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The update."""
+    """AdamW, its learning-rate schedule, and when an update is skipped."""
 
     dataset: str = "auto"
     """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or a folder of .bin shards."""
@@ -107,8 +107,6 @@ class Config:
     log_every: int = 10
     """Steps between printed lines where there is no terminal; log.jsonl has every step."""
 
-    deterministic: bool = False
-    """Bit-equal repeats on a GPU (XLA's deterministic operations), at some cost in speed. A CPU always repeats."""
     compilation_cache: Path | None = Path(".jax_cache")
     """Folder of compiled programs; None to compile anew at each start."""
 
@@ -131,7 +129,7 @@ class Config:
             ConfigError: a named one does not exist or cannot run here.
         """
         try:
-            return self.model.kernels()
+            return self.model.kernels(self.sequence_length)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -176,7 +174,7 @@ class Config:
 OPERATIONAL = {
     *("name", "runs_dir", "data_dir", "dataset", "resume", "device", "max_steps", "micro_batch", "log_every"),
     *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
-    *("deterministic", "compilation_cache", "model.attention", "model.loss", "model.loss_chunk", "model.recompute"),
+    *("compilation_cache", "model.attention", "model.loss", "model.loss_chunk", "model.recompute"),
 }
 
 

@@ -135,7 +135,9 @@ def _draw(axes, run: _Curves, color) -> Line2D:
     axes.plot(run.train_x, run.train_loss, color=color, linewidth=0.5, alpha=0.3)
     axes.plot(run.train_x, run.smoothed, color=color, linewidth=1.6)
     # A dark rim keeps the marks apart from the curve that they lie on.
-    axes.plot(run.val_x, run.val_loss, color=color, linestyle="", marker="o", markersize=4, mec="black", mew=0.5, zorder=3)
+    axes.plot(
+        run.val_x, run.val_loss, color=color, linestyle="", marker="o", markersize=4, mec="black", mew=0.5, zorder=3
+    )
     val = run.val_loss[np.isfinite(run.val_loss)]
     final = f"val {val[-1]:.4f}" if len(val) else f"train {run.smoothed[np.isfinite(run.smoothed)][-1]:.4f}, no val"
     return Line2D([], [], color=color, linewidth=3, label=f"{run.name} · {final}")
@@ -157,7 +159,9 @@ def _loss_limits(runs: list[_Curves]) -> tuple[float, float]:
 
 
 def main(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")],
+    runs: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")
+    ],
     out: Path = Path("loss.png"),
     x: X = "tokens",
 ) -> None:

@@ -120,9 +120,7 @@ def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, s
         for old_BSHD, new_BTHD in zip(layer_cache, (k_BTHD, v_BTHD), strict=True)
     )
     precision = block.attn.config.precision.matmul
-    scores_BHTS = jnp.einsum(
-        "bthd,bshd->bhts", q_BTHD, k_BSHD, precision=precision, preferred_element_type=jnp.float32
-    )
+    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD, precision=precision, preferred_element_type=jnp.float32)
     visible_TS = jnp.arange(k_BSHD.shape[1])[None, :] <= start + jnp.arange(q_BTHD.shape[1])[:, None]
     scores_BHTS = jnp.where(visible_TS[None, None], scores_BHTS * q_BTHD.shape[-1] ** -0.5, -jnp.inf)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BSHD.dtype)

@@ -74,14 +74,14 @@ class GPT2Config:
         c = self.n_embd
         return (self.vocab_size + self.block_size) * c + self.n_layer * (12 * c * c + 13 * c) + 2 * c
 
-    def kernels(self) -> dict[str, str]:
+    def kernels(self, sequence_length: int) -> dict[str, str]:
         """The back ends that this model uses on the default device: {"attention": "cudnn", "loss": "xla"}.
 
         Raises:
             ValueError: a named one does not exist or cannot run here.
         """
         return {
-            "attention": choose_attention(self.precision.compute_dtype, self.head_dim, self.attention),
+            "attention": choose_attention(self.precision.compute_dtype, sequence_length, self.head_dim, self.attention),
             "loss": choose_loss(self.loss),
         }
 
@@ -212,7 +212,10 @@ class GPT2(nnx.Module):
         self.config = config
 
     def embed(self, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""] = 0) -> Float[Array, "B T C"]:
-        """wte[token] + wpe[start + position], in the residual stream's dtype. A token id beyond the table gives NaN."""
+        """wte[token] + wpe[start + position], in the residual stream's dtype. An id outside the vocabulary gives NaN."""
+        # Past the table's end `take` gives NaN; a negative id would wrap, and one in the padding read zeros, without a word.
+        known_BT = (tokens_BT >= 0) & (tokens_BT < self.config.vocab_size)
+        tokens_BT = jnp.where(known_BT, tokens_BT, self.config.padded_vocab_size)
         # The gather reads the fp32 table, so that its gradient, a scatter-add, accumulates in fp32.
         wpe_TC = jax.lax.dynamic_slice_in_dim(self.wpe[...], start, tokens_BT.shape[1])
         return (jnp.take(self.wte[...], tokens_BT, axis=0) + wpe_TC[None]).astype(self.config.precision.residual_dtype)

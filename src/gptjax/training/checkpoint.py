@@ -21,7 +21,7 @@ class Checkpoints:
     """The checkpoints of one run, a folder a step.
 
     Args:
-        folder: made if absent. What a killed save left behind in it is removed.
+        folder: made if absent. What a killed save left behind in it is removed before the next save.
         keep_last: newest checkpoints kept.
         keep_every: checkpoints at multiples of this step are kept for ever.
     """

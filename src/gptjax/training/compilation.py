@@ -1,6 +1,5 @@
 """Compiling the step ahead of time: kept on disk, counted as hit or miss, and refused when it will not fit."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,11 +45,6 @@ class Compiler:
         else:
             found = f"{'hit' if self.hits and not self.misses else 'miss'}, cache {self._cache}"
         return f"{self.seconds:.1f} s ({found})"
-
-
-def make_deterministic() -> None:
-    """Asks XLA for bit-equal repeats on a GPU. Has to come before JAX starts its devices."""
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
 
 
 def compile_to_fit(

@@ -345,7 +345,7 @@ class StatusLine:
             f"ETA {self._eta(step, now)}",
             f"{_or_dash(ms_per_step, '.1f')} ms",
             f"{_or_dash(tokens_per_second, ',.0f')} tok/s",
-            f"MFU {self._mfu(mfu)}",
+            f"MFU {self._mfu(mfu, measured=tokens_per_second is not None)}",
         ]
         line = " · ".join(parts)
         last = step >= self._total_steps
@@ -365,9 +365,9 @@ class StatusLine:
         hours, minutes = seconds // 3600, seconds // 60 % 60
         return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
 
-    def _mfu(self, fraction: Number | None) -> str:
+    def _mfu(self, fraction: Number | None, *, measured: bool) -> str:
         if fraction is None:
-            return "unknown GPU" if self._on_gpu else "–"
+            return "unknown GPU" if self._on_gpu and measured else "–"
         return f"{100 * fraction:.1f}%"
 
 

@@ -1,0 +1,233 @@
+"""gptjax.weights.llmc against a reader and a writer made here from the layout alone, with `struct`.
+
+The layout is that of llm.c's `gpt2_write_to_checkpoint` and of `write_model` in its train_gpt2.py.
+"""
+
+import re
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference.torch_gpt2 import flatten
+
+import gptjax
+
+HEADER = 1024
+
+
+def random_model(seed=0, **shape):
+    sizes = {"vocab_size": 11, "padded_vocab_size": 16, "block_size": 7, "n_layer": 3, "n_head": 2, "n_embd": 6}
+    graph, state = nnx.split(gptjax.GPT2(gptjax.GPT2Config(**sizes | shape), rngs=nnx.Rngs(seed)), nnx.Param)
+    rng = np.random.default_rng(seed)
+    # Numbers that no two places share, and no biases of 0.
+    fill = lambda tree: {
+        k: fill(v) if isinstance(v, dict) else jnp.asarray(rng.standard_normal(v.shape), jnp.float32)
+        for k, v in tree.items()
+    }
+    return nnx.merge(graph, fill(nnx.to_pure_dict(state)))
+
+
+def params(model):
+    return {k: np.asarray(v) for k, v in flatten(nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])).items()}
+
+
+def read_independently(path):
+    """llm.c's names → arrays, all of a kind stacked over layers, in the file's own layout."""
+    raw = path.read_bytes()
+    magic, version, t, v, n, h, c, p = struct.unpack_from("<8i", raw)
+    assert magic == 20240326 and not any(raw[32:HEADER])
+    sizes = [
+        ("wte", (p, c)), ("wpe", (t, c)),
+        ("ln1w", (n, c)), ("ln1b", (n, c)),
+        ("qkvw", (n, 3 * c, c)), ("qkvb", (n, 3 * c)),
+        ("attprojw", (n, c, c)), ("attprojb", (n, c)),
+        ("ln2w", (n, c)), ("ln2b", (n, c)),
+        ("fcw", (n, 4 * c, c)), ("fcb", (n, 4 * c)),
+        ("fcprojw", (n, c, 4 * c)), ("fcprojb", (n, c)),
+        ("lnfw", (c,)), ("lnfb", (c,)),
+    ]  # fmt: skip
+    width, at, tensors = {3: 4, 5: 2}[version], HEADER, {}
+    for name, shape in sizes:
+        count = int(np.prod(shape))
+        if width == 4:
+            numbers = np.array(struct.unpack_from(f"<{count}f", raw, at), np.float32)
+        else:  # bf16 is the upper half of fp32
+            halves = np.array(struct.unpack_from(f"<{count}H", raw, at), np.uint32)
+            numbers = (halves << 16).view(np.float32)
+        tensors[name] = numbers.reshape(shape)
+        at += width * count
+    assert at == len(raw)
+    return (t, v, n, h, c, p), tensors
+
+
+LLMC_NAMES = {
+    "ln_1.scale": "ln1w", "ln_1.bias": "ln1b", "attn.c_attn.kernel": "qkvw", "attn.c_attn.bias": "qkvb",
+    "attn.c_proj.kernel": "attprojw", "attn.c_proj.bias": "attprojb", "ln_2.scale": "ln2w", "ln_2.bias": "ln2b",
+    "mlp.c_fc.kernel": "fcw", "mlp.c_fc.bias": "fcb", "mlp.c_proj.kernel": "fcprojw", "mlp.c_proj.bias": "fcprojb",
+}  # fmt: skip
+
+
+def in_file(tensors, name):
+    """The tensor of the file that our parameter `name` should be, in our layout."""
+    if name.startswith("blocks."):
+        _, layer, rest = name.split(".", 2)
+        tensor = tensors[LLMC_NAMES[rest]][int(layer)]
+        return tensor.T if rest.endswith("kernel") else tensor
+    return tensors[{"ln_f.scale": "lnfw", "ln_f.bias": "lnfb"}.get(name, name)]
+
+
+def round_to_bf16(x):
+    """To the nearest, ties to even, in integers."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_layout(tmp_path, dtype):
+    model, path = random_model(), tmp_path / "model.bin"
+    gptjax.save_llmc(model, path, dtype=dtype)
+    header, tensors = read_independently(path)
+    assert struct.unpack_from("<2i", path.read_bytes()) == (20240326, {"fp32": 3, "bf16": 5}[dtype])
+    assert header == (7, 11, 3, 2, 6, 16)
+    for name, expected in params(model).items():
+        expected = round_to_bf16(expected) if dtype == "bf16" else expected
+        np.testing.assert_array_equal(in_file(tensors, name), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_reads_a_file_written_by_others(tmp_path, version):
+    t, v, n, h, c, p = 5, 9, 2, 3, 6, 128
+    count = p * c + t * c + n * (12 * c * c + 13 * c) + 2 * c
+    numbers = np.random.default_rng(0).standard_normal(count).astype(np.float32)
+    body = numbers.tobytes() if version == 3 else (round_to_bf16(numbers).view(np.uint32) >> 16).astype("<u2").tobytes()
+    path = tmp_path / "theirs.bin"
+    path.write_bytes(struct.pack("<8i", 20240326, version, t, v, n, h, c, p).ljust(HEADER, b"\0") + body)
+    model = gptjax.load_llmc(path)
+    config = model.config
+    assert (config.block_size, config.vocab_size, config.n_layer) == (t, v, n)
+    assert (config.n_head, config.n_embd, config.padded_vocab_size) == (h, c, p)
+    _, tensors = read_independently(path)
+    for name, found in params(model).items():
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, in_file(tensors, name), err_msg=name)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    head_dim=st.integers(1, 5),
+    block=st.integers(1, 9),
+    vocab=st.integers(1, 20),
+    padding=st.integers(0, 9),
+)
+def test_round_trip_is_exact(tmp_path, layers, heads, head_dim, block, vocab, padding):
+    model = random_model(
+        n_layer=layers,
+        n_head=heads,
+        n_embd=heads * head_dim,
+        block_size=block,
+        vocab_size=vocab,
+        padded_vocab_size=vocab + padding,
+    )
+    fp32, bf16, again = (tmp_path / name for name in ("fp32.bin", "bf16.bin", "again.bin"))
+    gptjax.save_llmc(model, fp32)
+    found = gptjax.load_llmc(fp32)
+    assert found.config == model.config
+    for name, expected in params(model).items():
+        np.testing.assert_array_equal(params(found)[name], expected, err_msg=name)
+    # bf16 rounds once; after that nothing changes.
+    gptjax.save_llmc(model, bf16, dtype="bf16")
+    gptjax.save_llmc(gptjax.load_llmc(bf16), again, dtype="bf16")
+    assert again.read_bytes() == bf16.read_bytes()
+
+
+def test_loaded_model_computes_the_same(tmp_path):
+    model = random_model()
+    gptjax.save_llmc(model, tmp_path / "m.bin")
+    tokens = jnp.arange(14, dtype=jnp.int32).reshape(2, 7) % 11
+    loaded = gptjax.load_llmc(tmp_path / "m.bin", recompute="block")
+    assert loaded.config.recompute == "block"
+    np.testing.assert_array_equal(loaded(tokens), model(tokens))
+    with pytest.raises(ValueError, match=re.escape("the file decides ['n_head']")):
+        gptjax.load_llmc(tmp_path / "m.bin", n_head=1)
+
+
+def test_unknown_dtype(tmp_path):
+    with pytest.raises(ValueError, match=re.escape("'fp16'; choose one of ['fp32', 'bf16']")):
+        gptjax.save_llmc(random_model(), tmp_path / "m.bin", dtype="fp16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    gptjax.save_llmc(random_model(), tmp_path / "m.bin")
+    return tmp_path / "m.bin"
+
+
+@pytest.mark.parametrize(
+    "at, value, message",
+    [
+        (0, 20240520, r"m\.bin: expected the magic 20240326 .* offset 0, found 20240520 \(a shard of tokens\)"),
+        (0, 7, r"found 7 \(not a file of llm\.c's\)"),
+        (1, 2, r"m\.bin: expected version 3 \(fp32\) or 5 \(bf16\) at offset 4, found 2"),
+        (5, 4, r"m\.bin: the header at offset 8 .* n_embd=6 is not a multiple of n_head=4"),
+        (7, 10, r"padded_vocab_size=10 is below vocab_size=11"),
+        (4, 0, r"n_layer must be at least 1, got 0"),
+        (4, -3, r"n_layer must be at least 1, got -3"),
+    ],
+)
+def test_a_wrong_header_is_refused(saved, at, value, message):
+    raw = bytearray(saved.read_bytes())
+    struct.pack_into("<i", raw, 4 * at, value)
+    saved.write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        gptjax.load_llmc(saved)
+
+
+def test_a_file_of_another_length_is_refused(saved):
+    raw = saved.read_bytes()
+    wte_ends = HEADER + 4 * 16 * 6
+    for kept, place in [
+        (len(raw) - 1, f"cut short, inside ln_f.bias, which is at offset {len(raw) - 24}"),
+        (wte_ends, f"cut short, inside wpe, which is at offset {wte_ends} … {wte_ends + 4 * 7 * 6 - 1}"),
+        (HEADER, f"cut short, inside wte, which is at offset {HEADER}"),
+    ]:
+        saved.write_bytes(raw[:kept])
+        with pytest.raises(ValueError, match=f"expected {len(raw)} bytes .* found {kept}: {place}"):
+            gptjax.load_llmc(saved)
+    saved.write_bytes(raw + b"\0\0")
+    with pytest.raises(ValueError, match=f"expected {len(raw)} bytes .* found {len(raw) + 2}: too long"):
+        gptjax.load_llmc(saved)
+    for kept in (1000, 3, 0):
+        saved.write_bytes(raw[:kept])
+        with pytest.raises(ValueError, match=f"expected a header of 1024 bytes, found a file of {kept}"):
+            gptjax.load_llmc(saved)
+
+
+def test_a_bf16_body_under_an_fp32_header_is_refused(saved):
+    raw = bytearray(saved.read_bytes())
+    struct.pack_into("<i", raw, 4, 5)
+    saved.write_bytes(raw)
+    with pytest.raises(ValueError, match="too long"):
+        gptjax.load_llmc(saved)
+
+
+def test_a_file_is_replaced_whole(saved):
+    """Who has the old file open, as a reader in the middle of it, still reads the old one."""
+    with open(saved, "rb") as before:
+        old = saved.read_bytes()
+        gptjax.save_llmc(random_model(1), saved)
+        assert before.read() == old != saved.read_bytes()
+
+
+def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+    monkeypatch.setattr("gptjax.weights.llmc._is_matrix", lambda key: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gptjax.save_llmc(random_model(1), saved)
+    assert saved.read_bytes() == before and [p.name for p in saved.parent.iterdir()] == ["m.bin"]

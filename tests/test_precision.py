@@ -1,0 +1,116 @@
+"""gptjax.precision: what each name means, and that a precision stays inside its model."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gptjax import GPT2, GPT2Config, Precision, loss_fn
+from gptjax.precision import NAMES
+
+
+@pytest.mark.parametrize(
+    "name, compute, residual, matmul",
+    [
+        ("fp32", "float32", "float32", "HIGHEST"),
+        ("tf32", "float32", "float32", "HIGH"),
+        ("bf16", "bfloat16", "bfloat16", "DEFAULT"),
+        ("bf16_residual_fp32", "bfloat16", "float32", "DEFAULT"),
+    ],
+)
+def test_meaning(name, compute, residual, matmul):
+    precision = Precision(name)
+    assert str(precision) == name and name in NAMES
+    assert (precision.compute_dtype.name, precision.residual_dtype.name) == (compute, residual)
+    assert precision.param_dtype == jnp.float32 and precision.matmul.name == matmul
+
+
+def test_names_are_all_there():
+    assert set(NAMES) == {"fp32", "tf32", "bf16", "bf16_residual_fp32"}
+    assert Precision() == Precision("fp32")
+
+
+@pytest.mark.parametrize("name", ["fp16", "BF16", "", "bf16 "])
+def test_an_unknown_name_lists_the_choices(name):
+    with pytest.raises(
+        ValueError, match=rf"unknown precision '{name}'; choose one of .*'fp32', 'tf32', 'bf16', 'bf16_res"
+    ):
+        Precision(name)
+
+
+def test_every_product_of_the_model_asks_for_its_precision():
+    """In the lowered program, forward and backward: one forgotten product would be TF32 on a GPU and unseen on a CPU."""
+
+    def products(name, word):
+        config = GPT2Config(
+            vocab_size=11,
+            padded_vocab_size=16,
+            block_size=8,
+            n_layer=1,
+            n_head=2,
+            n_embd=8,
+            precision=Precision(name),
+        )
+        graph, state = nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)
+        model = lambda params: nnx.merge(graph, params)
+        step = lambda params, x: (jax.grad(lambda p: loss_fn(model(p), x, x))(params), model(params)(x))
+        tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        text = jax.jit(step).lower(nnx.to_pure_dict(state), tokens).as_text()
+        lines = [line for line in text.splitlines() if "dot_general" in line]
+        # Four projections, two of attention, the head: once forward and twice backward; the head once more for logits.
+        assert len(lines) >= 3 * 7 + 1
+        return [line for line in lines if f"precision = [{word}, {word}]" not in line]
+
+    assert products("fp32", "HIGHEST") == []
+    assert products("tf32", "HIGH") == []
+
+
+def test_importing_and_running_gptjax_changes_no_setting():
+    """In a fresh process: JAX's settings and the environment are the researcher's, not ours."""
+    code = """
+import json, os
+import jax
+before, environment = dict(jax.config.values), dict(os.environ)
+import gptjax, gptjax.models.gpt2, gptjax.weights, gptjax.optim, gptjax.training.step, pallas_kernels
+from flax import nnx
+import jax.numpy as jnp
+config = gptjax.GPT2Config(vocab_size=7, padded_vocab_size=8, block_size=4, n_layer=1, n_head=1, n_embd=4,
+                           precision=gptjax.Precision("tf32"))
+gptjax.loss_fn(gptjax.GPT2(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32))
+after = dict(jax.config.values)
+changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+print(json.dumps([changed, sorted(set(os.environ.items()) ^ set(environment.items()))]))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    settings, environment = json.loads(done.stdout.splitlines()[-1])
+    assert settings == [] and environment == []
+
+
+@pytest.mark.gpu
+def test_fp32_is_true_and_tf32_is_tf32():
+    """Through the head of the model, as large as a matrix product gets."""
+
+    def error(name):
+        config = GPT2Config(
+            vocab_size=1000,
+            padded_vocab_size=1024,
+            block_size=64,
+            n_layer=1,
+            n_head=2,
+            n_embd=1024,
+            precision=Precision(name),
+        )
+        model = GPT2(config, rngs=nnx.Rngs(0))
+        x = jax.random.normal(jax.random.key(1), (4, 64, 1024), jnp.float32)
+        exact = np.asarray(x, np.float64) @ np.asarray(model.wte[:1000], np.float64).T
+        return np.sqrt(np.mean((np.asarray(model.logits(x), np.float64) - exact) ** 2) / np.mean(exact**2))
+
+    # TF32 keeps 10 bits: each input is off by up to 2⁻¹¹ when rounded, 2⁻¹⁰ when cut off, evenly spread below that.
+    assert error("fp32") < 1e-6
+    assert 1e-5 < error("tf32") < 2**-10
