@@ -107,6 +107,13 @@ def assert_parity(config, size, *, norm, device="cpu", time=None, seed=0):
     assert ours[2].keys() == theirs[2].keys() == exact[2].keys()
     for name in exact[2]:
         assert_within_twice(ours[2][name], theirs[2][name], exact[2][name], norm=norm, name=name)
+    off = {name: norm(ours[2][name] - exact[2][name]) / (norm(exact[2][name]) or 1.0) for name in exact[2]}
+    worst = max(off, key=off.get)
+    print(
+        f"parity, {config.precision}, {device}, {config.n_layer} layers, {config.n_embd} wide: logits off by "
+        f"{max_abs(ours[0] - exact[0]):.2g} (PyTorch {max_abs(theirs[0] - exact[0]):.2g}), loss {abs(ours[1] - exact[1]):.2g}, "
+        f"{len(off)} gradients at most {off[worst]:.2g} of their size ({worst})"
+    )
     return ours, theirs, exact
 
 
@@ -422,6 +429,8 @@ def test_unknown_options_list_the_choices():
     # The type itself refuses under pytest; without the checker __post_init__ does.
     with pytest.raises((ValueError, TypeError), match="(?s)block.*sublayer"):
         GPT2Config(recompute="everything")
+    with pytest.raises((ValueError, TypeError), match="precision"):
+        GPT2Config(precision="bf16")
     config = config_of(SHAPES["odd"], attention="flash")
     tokens = jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"flash_attention: unknown implementation 'flash'; choose one of \['auto'"):

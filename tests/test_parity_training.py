@@ -85,6 +85,7 @@ def test_ten_steps_in_fp32(micro_batches, how):
     found, after = Ours(TINY, rate, **how)(params, batches)
     expected, model = theirs(TINY, params, batches, rate, **how)
     assert expected[-1] < 0.8 * expected[0], "these steps learn nothing, so they prove nothing"
+    print(f"ten steps, fp32, cpu: worst {np.abs(found - expected).max():.2g}")
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     wte = np.asarray(after["wte"])
     assert not wte[TINY.vocab_size :].any(), "a padded row of wte moved"

@@ -61,6 +61,10 @@ class GPT2Config:
             raise ValueError(
                 f"GPT2Config: padded_vocab_size={self.padded_vocab_size} is below vocab_size={self.vocab_size}"
             )
+        if not isinstance(self.precision, Precision):
+            raise ValueError(
+                f"GPT2Config: precision must be a gptjax.Precision, such as Precision('bf16'), got {self.precision!r}"
+            )
         if self.recompute not in ("none", "block", "sublayer"):
             raise ValueError(f"GPT2Config: recompute must be none, block or sublayer, got {self.recompute!r}")
 
