@@ -38,6 +38,8 @@ class NonFiniteError(RuntimeError):
 
 def train(config: Config, console: Console) -> int:
     # ------------------------------------------------------------------------------------------------ devices, data
+    if config.deterministic:
+        devices.make_deterministic()
     found, idle_gpu = devices.select(config.device)
     device, device_count = found[0], len(found)
     micro_batches, kernels = config.micro_batches(device_count), config.kernels()

@@ -25,6 +25,7 @@ from reference.torch_gpt2 import (
 )
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, loss_fn
+from gptjax.models.gpt2 import Linear
 
 torch.set_num_threads(2)
 
@@ -191,6 +192,15 @@ def test_bf16_dtypes():
     assert dtypes("bf16") == ("bfloat16", "bfloat16")
     assert dtypes("bf16_residual_fp32") == ("float32", "bfloat16")
     assert dtypes("tf32") == dtypes("fp32") == ("float32", "float32")
+
+
+def test_a_bias_smaller_than_a_rounding_is_not_lost_in_bf16():
+    linear = Linear(256, 512, std=0.03, precision=Precision("bf16"), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (64, 256), jnp.bfloat16)
+    without = linear(x).astype(jnp.float32)
+    linear.bias[...] = jnp.full((512,), 1e-3)
+    moved = (linear(x).astype(jnp.float32) - without).mean()
+    assert float(moved) == pytest.approx(1e-3, rel=0.1)
 
 
 # --------------------------------------------------------------------------------------------------------- parity, GPU

@@ -19,7 +19,6 @@ from gptjax import devices
 from gptjax.config import Config, ConfigError, OptimizerConfig
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.precision import Precision
 from gptjax.training import compilation
 
 ROOT = Path(__file__).parent.parent
@@ -232,21 +231,6 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on_bit_for_bit(confi
     assert all(np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_a_run_on_a_gpu_goes_on_bit_for_bit(config, monkeypatch, precision):
-    # With `xla` attention: the backward pass of cuDNN's does not repeat itself.
-    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("gpu")[:1], None))
-    model = dataclasses.replace(config.model, n_embd=64, attention="xla", precision=Precision(precision))
-    optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)
-    config = dataclasses.replace(config, model=model, optimizer=optimizer, device="gpu")
-    alone = dataclasses.replace(config, name="alone")
-    run(alone)
-    run(dataclasses.replace(config, max_steps=9))
-    code, shown = run(config)
-    assert code == 0 and "going on from step 9" in shown and losses(config) == losses(alone)
-
-
 def test_kill_9_in_training_and_while_saving(tmp_path):
     out = tmp_path / "kill9.json"
     command = [sys.executable, ROOT / "benchmarks" / "kill9.py", "--trials", "2", "--seed", "1", "--out", out]
@@ -312,6 +296,21 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(config, tmp_pa
     assert done.returncode == 0 and "going on from step 4" in done.stdout, done.stderr
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_deterministic_run_on_a_gpu_goes_on_bit_for_bit(config, tmp_path, precision):
+    def command(*more):
+        options = ["--device", "gpu", "--deterministic", "--model.attention", "xla", "--model.precision", precision]
+        # XLA reads the flag once a process, so this test needs processes of its own.
+        command = command_line(config, tmp_path, *options, "--optimizer.schedule-steps", "12", *more)
+        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": ""})
+
+    command("--name", "alone")
+    command("--max-steps", "6")
+    command()
+    assert losses(config) == losses(dataclasses.replace(config, name="alone")) and steps_kept(config)[-1] == 12
+
+
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -338,6 +337,7 @@ def test_the_124m_config_needs_a_gpu_and_says_how_to_get_it():
     ("changes", "error", "says"),
     [
         ({"dataset": "fineweb10B"}, DatasetError, r"not prepared.*python -m gptjax\.data fineweb10B"),
+        ({"deterministic": True}, ConfigError, "--deterministic needs --model.attention xla, got auto"),
         ({"resume": "must"}, ConfigError, "--resume must: there is no checkpoint"),
         ({"batch_tokens": 500}, ConfigError, "take 512 or 384"),
         ({"tokenizer": "gpt2"}, DatasetError, "gpt2.*found 'byte'"),

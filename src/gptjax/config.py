@@ -107,6 +107,9 @@ class Config:
     log_every: int = 10
     """Steps between printed lines where there is no terminal; log.jsonl has every step."""
 
+    deterministic: bool = False
+    """Repeat bit for bit on a GPU, by XLA's deterministic operations and --model.attention xla, at a third of the speed lost
+    and more. A CPU always repeats."""
     compilation_cache: Path | None = Path(".jax_cache")
     """Folder of compiled programs; None to compile anew at each start."""
 
@@ -118,6 +121,11 @@ class Config:
             raise ConfigError(
                 f"--sequence-length {self.sequence_length} is longer than the model's block size "
                 f"{self.model.block_size}; shorten it or raise --model.block-size"
+            )
+        if self.deterministic and self.model.attention != "xla":
+            raise ConfigError(
+                f"--deterministic needs --model.attention xla, got {self.model.attention}: "
+                "the backward pass of cuDNN's attention adds in any order"
             )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
@@ -174,7 +182,7 @@ class Config:
 OPERATIONAL = {
     *("name", "runs_dir", "data_dir", "dataset", "resume", "device", "max_steps", "micro_batch", "log_every"),
     *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
-    *("compilation_cache", "model.attention", "model.loss", "model.loss_chunk", "model.recompute"),
+    *("deterministic", "compilation_cache", "model.attention", "model.loss", "model.loss_chunk", "model.recompute"),
 }
 
 

@@ -1,6 +1,7 @@
 """Finding the GPU, or saying plainly why there is none."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import jax
@@ -36,6 +37,11 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
         jax.config.update("jax_platforms", "cpu")
         return jax.devices("cpu"), missing if has_nvidia_driver() else None
     return gpus, None
+
+
+def make_deterministic() -> None:
+    """Asks XLA for operations that repeat bit for bit on a GPU. Has to come before JAX starts its devices."""
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
 
 
 def _what_is_missing(jax_error: str) -> str:
