@@ -76,7 +76,7 @@ def test_greedy_equals_repeated_full_forwards(batch, prompt, new):
 
 @pytest.mark.parametrize("prompt", [1, 9])
 def test_the_whole_block_can_be_filled(prompt):
-    model = make_model(**ODD)
+    model = make_model(seed=1, **ODD)
     prompt_BT = random_tokens(2, prompt, ODD["vocab_size"])
     out_BT = generate(model, prompt_BT, max_new_tokens=ODD["block_size"] - prompt, temperature=0, key=KEY)
     assert out_BT.shape == (2, ODD["block_size"])
