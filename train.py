@@ -51,6 +51,14 @@ def train(config: Config, console: Console) -> int:
     except data.TokenizerUnavailable as error:
         raise ConfigError(f"samples cannot be decoded: {error}; or train without samples: --sample-every 0") from error
 
+    val_batch = config.micro_batch * device_count
+    val_batch = min(val_batch, (dataset.val_tokens - 1) // config.sequence_length // device_count * device_count)
+    if not val_batch:
+        raise ConfigError(
+            f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence of "
+            f"{config.sequence_length} on each of {device_count} devices"
+        )
+
     # ------------------------------------------------------------------------------------------------ where to start
     checkpoints = Checkpoints(config.run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every)
     start_step, position = checkpoints.latest_step(), 0
@@ -76,6 +84,29 @@ def train(config: Config, console: Console) -> int:
         if start_step >= config.max_steps:
             console.print(f"{config.run_dir} is complete: {start_step} of {config.max_steps} steps")
             return 0
+
+    # ------------------------------------------------------------------------------------------------ say what was chosen
+    def say(name: str, text: object) -> None:
+        console.print(f"{name:<11} {text}")
+
+    model, epochs = config.model, config.max_steps * config.batch_tokens / dataset.train_tokens
+    say(
+        "run",
+        f"{config.run_dir}, " + ("from the beginning" if start_step is None else f"going on from step {start_step}"),
+    )
+    say("device", f"{device_count} × {device.device_kind}" + (f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""))
+    say("precision", model.precision)
+    say("kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items()))
+    say("model", f"{model.num_params:,} parameters: {model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads")
+    say("data", f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), {epochs:.2f} epochs")
+    if dataset.note:
+        say("", dataset.note)
+    say(
+        "batch",
+        f"{config.batch_tokens:,} tokens: {micro_batches} × {config.micro_batch} sequences of {config.sequence_length} "
+        f"on each device, recompute {model.recompute}",
+    )
+    say("compiling", "…")
 
     # ------------------------------------------------------------------------------------------------ compile
     mesh = sharding.data_mesh(found)
@@ -103,11 +134,10 @@ def train(config: Config, console: Console) -> int:
         return compiler(train_fn, abstract_state, jax.ShapeDtypeStruct(shape, np.int32, sharding=train_sharding))
 
     train_step = compile_to_fit(compile_train_step, config, device)
-
-    val_batch = config.micro_batch * device_count
-    val_batch = min(val_batch, (dataset.val_tokens - 1) // config.sequence_length // device_count * device_count)
     val_shape = jax.ShapeDtypeStruct((val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding)
     eval_step = compiler(jax.jit(make_eval_step(graphdef), out_shardings=replicated), abstract_state.params, val_shape)
+    say("compiled", compiler)
+    say("memory", f"{needed_bytes(train_step) / GIB:.2f} GiB for a step, of {available_bytes(device) / GIB:.1f} GiB")
 
     # ------------------------------------------------------------------------------------------------ state, loaders, log
     if start_step is None:
@@ -137,27 +167,6 @@ def train(config: Config, console: Console) -> int:
     val_windows = [sharding.put(val_sharding, windows) for windows in val_windows]
     log = RunLog(config.run_dir, resume_step=-1 if start_step is None else start_step)
 
-    # ------------------------------------------------------------------------------------------------ say what was chosen
-    memory = f"{needed_bytes(train_step) / GIB:.2f} GiB for a step, {available_bytes(device) / GIB:.1f} GiB available"
-    epochs = config.max_steps * config.batch / loader.windows_per_epoch
-    header = {
-        "run": f"{config.run_dir}, "
-        + (f"going on from step {step}" if start_step is not None else "from the beginning"),
-        "device": f"{device_count} × {device.device_kind}"
-        + (f"\n            GPU NOT USED: {idle_gpu}" if idle_gpu else ""),
-        "precision": f"{config.model.precision}",
-        "kernels": ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items()),
-        "model": f"{config.model.num_params:,} parameters, {config.model.n_layer} layers, "
-        f"{config.model.n_embd} wide, {config.model.n_head} heads, recompute {config.model.recompute}",
-        "data": f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), {epochs:.2f} epochs"
-        + (f"\n            {dataset.note}" if dataset.note else ""),
-        "batch": f"{config.batch_tokens:,} tokens: {micro_batches} × {config.micro_batch} sequences "
-        f"of {config.sequence_length} on each device",
-        "memory": memory,
-        "compiled": str(compiler),
-    }
-    for name, text in header.items():
-        console.print(f"{name:<11} {text}")
     log.write(
         "event", step, step * config.batch_tokens, event="start", device=device.device_kind, devices=device_count,
         kernels=kernels, versions=versions(), config=configuration.to_json(config),
