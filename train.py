@@ -332,7 +332,8 @@ USER_ERRORS = (
 if __name__ == "__main__":
     # Where one of a checkpoint's arrays cannot be read or written, Orbax's threads log it and find their event loop gone,
     # a traceback each. The error itself is raised, and said below.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for noisy in ("absl", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     sys.unraisablehook = lambda it: None if "loop is closed" in str(it.exc_value) else sys.__unraisablehook__(it)
     try:
         sys.exit(train(configuration.from_command_line(), Console(highlight=False, soft_wrap=True)))

@@ -290,7 +290,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(config, tmp_pa
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 32; exec "$@"', "-", *command]
     done = subprocess.run(limited, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
-    assert "error: saving to" in done.stderr and "the checkpoint of step 4 is intact" in done.stderr
+    assert "failed: File too large; the checkpoint of step 4 is intact" in done.stderr
     assert "Traceback" not in done.stderr and steps_kept(config) == [4]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "going on from step 4" in done.stdout, done.stderr
