@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,8 +260,10 @@ def test_a_learning_rate_that_explodes_stops_the_run(config):
     config = dataclasses.replace(
         config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0), checkpoint_every=1
     )
-    with pytest.raises(train_py.NonFiniteError, match=r"step \d+: .*stopped"):
+    with pytest.raises(train_py.NonFiniteError, match=r"step \d+: .*stopped") as error:
         run(config)
+    named = int(re.search(r"step (\d+)", str(error.value))[1])
+    assert all(step < named for step in steps_kept(config))
 
 
 def command_line(config: Config, tmp_path: Path, *more: str) -> list[str]:
