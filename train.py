@@ -228,7 +228,9 @@ def train(config: Config, console: Console) -> int:
         tokens = np.asarray(tokens)[0, 1:]
         text = tokenizer.decode(tokens[tokens < tokenizer.vocab_size])  # the model's vocabulary may be the larger one
         log.write("sample", step, step * config.batch_tokens, text=text)
-        console.print(f"step {step}: sample ⟨{text}⟩", markup=False)
+        # An untrained model also writes control characters, which would act on the terminal.
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        console.print(f"step {step}: sample ⟨{shown}⟩", markup=False)
 
     def save() -> None:
         nonlocal saved_step
