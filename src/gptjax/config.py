@@ -108,8 +108,8 @@ class Config:
     """Steps between printed lines where there is no terminal; log.jsonl has every step."""
 
     deterministic: bool = False
-    """Repeat bit for bit on a GPU, by XLA's deterministic operations and --model.attention xla, at a third of the speed lost
-    and more. A CPU always repeats."""
+    """Repeat bit for bit on a GPU, by XLA's deterministic operations; needs --model.attention xla, and is slow. A CPU always
+    repeats."""
     compilation_cache: Path | None = Path(".jax_cache")
     """Folder of compiled programs; None to compile anew at each start."""
 
