@@ -113,6 +113,22 @@ def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(saved):
     checkpoints.close()
 
 
+@pytest.mark.parametrize("between", ["", """ [tensorstore_spec='{"driver":"ocdbt","open":true}']"""])
+def test_a_failed_save_is_told_in_the_systems_words(tmp_path, monkeypatch, between):
+    # TensorStore's message has the second form when the array that fails is one whose file it was just opening.
+    failed = ValueError(
+        f"OUT_OF_RANGE: Failed to write 4287 bytes to file 10: File too large{between} [os_error_code='27']"
+    )
+
+    def save(*_, **__):
+        raise failed
+
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr(checkpoints._manager, "save", save)
+    with pytest.raises(CheckpointError, match="failed: File too large; there is no complete checkpoint yet"):
+        checkpoints.save(1, {}, {})
+
+
 def test_an_unusable_folder_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot use .*file"):

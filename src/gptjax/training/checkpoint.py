@@ -1,6 +1,7 @@
 """Checkpoints of a whole run with Orbax: written beside the training, complete or not there."""
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,8 @@ def versions() -> dict[str, str]:
 
 
 def _first_line(error: BaseException) -> str:
-    # TensorStore buries the system's words ("No space left on device") under the names of two files.
-    if system := re.search(r"([^:]+) \[os_error_code", str(error)):
-        return system[1].strip()
+    # TensorStore buries the system's words ("No space left on device") under the names of two files and, now and then,
+    # between other annotations in brackets; the code is there each time.
+    if code := re.search(r"\bos_error_code='?(\d+)", str(error)):
+        return os.strerror(int(code[1]))
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:400]
