@@ -1,0 +1,324 @@
+"""What the tests of `pallas_kernels` share: Triton and Mosaic kernels on a CPU, compiled code to look at, and the 2× rule."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels import _choose
+
+# ----------------------------------------------------------------------------------------------------------- Triton on a CPU
+
+
+# Triton's interpreter patches the module triton.language while it runs, and XLA calls back from several threads at once.
+_INTERPRETER = threading.Lock()
+
+
+@functools.cache
+def interpreted(module: str) -> Any:
+    """A copy of a module in which every `@triton.jit` function runs in Triton's interpreter, on NumPy."""
+    import triton
+
+    importlib.import_module(module)
+    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if _holds_triton_source(name)}
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        copy = importlib.import_module(module)
+    for name, original in ours.items():
+        sys.modules[name] = original
+        package, _, stem = name.rpartition(".")
+        setattr(sys.modules[package], stem, original)
+    return copy
+
+
+def _holds_triton_source(module: str) -> bool:
+    return (
+        module.startswith("pallas_kernels.") and module.split(".")[-1].startswith("_triton") and module.count(".") > 1
+    )
+
+
+@contextlib.contextmanager
+def _interpreter() -> Iterator[None]:
+    """While a kernel runs: `tl.max` and the like, compiled when Triton was imported, are interpreted too; bf16 is rounded."""
+    import triton
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpretedFunction
+
+    truncating = interpreter._convert_float
+
+    def to_nearest(data, source, target, mode):
+        # Triton's own cuts the low half off, which a GPU does not.
+        if (source, target) == (triton.language.float32, triton.language.bfloat16):
+            return np.ascontiguousarray(data).view(np.float32).astype(jnp.bfloat16).view(np.uint16)
+        return truncating(data, source, target, mode)
+
+    def device_call(self, *args, **kwargs):
+        # Triton's own leaves its patches in place, and compiles nothing more.
+        patches = interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        finally:
+            patches.restore()
+
+    with _INTERPRETER, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):  # masked lanes hold anything
+        for module in (triton.language, triton.language.standard):
+            for name, member in list(vars(module).items()):
+                if isinstance(member, triton.JITFunction):
+                    patch.setattr(module, name, InterpretedFunction(member.fn))
+        patch.setattr(interpreter, "_convert_float", to_nearest)
+        patch.setattr(InterpretedFunction, "__call__", device_call)
+        yield
+
+
+def _to_torch(array: np.ndarray):
+    import torch
+
+    # NumPy's bfloat16 is an extension that torch does not read.
+    if array.dtype == jnp.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _to_numpy(tensor, dtype) -> np.ndarray:
+    import torch
+
+    return tensor.view(torch.int16).numpy().view(dtype) if dtype == jnp.bfloat16 else tensor.numpy()
+
+
+def _poison(shape: jax.ShapeDtypeStruct):
+    """What an output holds before a kernel has written it: NaN, or the largest integer."""
+    value = np.nan if jnp.issubdtype(shape.dtype, jnp.floating) else np.iinfo(shape.dtype).max
+    return _to_torch(np.full(shape.shape, value, shape.dtype))
+
+
+def interpret_call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+    """`pallas_kernels._triton.call`, run by Triton's interpreter."""
+    function = getattr(interpreted(kernel.fn.__module__), kernel.__name__)
+    arrays = [i for i, arg in enumerate(args) if isinstance(arg, jax.Array | np.ndarray)]
+    shapes = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
+
+    def run(*values):
+        tensors = list(args)
+        for i, value in zip(arrays, values, strict=True):
+            tensors[i] = _to_torch(np.asarray(value))
+        made = [_poison(shape) for shape in out]
+        with _interpreter():
+            function[grid](*tensors, *made, num_warps=num_warps, num_stages=num_stages, **constexprs)
+        results = [tensors[i] for i in in_place] + made
+        return tuple(_to_numpy(t, shape.dtype) for t, shape in zip(results, shapes, strict=True))
+
+    return tuple(jax.pure_callback(run, tuple(shapes), *[args[i] for i in arrays], vmap_method="sequential"))
+
+
+@pytest.fixture
+def triton_on_cpu(monkeypatch):
+    """Back end "triton" runs on the CPU, in Triton's own interpreter. Outputs hold NaN until they are written."""
+    from pallas_kernels import _triton
+
+    monkeypatch.setattr(_triton, "call", interpret_call)
+    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
+
+
+# ----------------------------------------------------------------------------------------------------------- Mosaic on a CPU
+
+
+@pytest.fixture
+def mosaic_on_cpu(monkeypatch):
+    """Back end "mosaic" runs on the CPU, in JAX's interpreter for Mosaic GPU, which looks for races between threads."""
+    from pallas_kernels._mosaic import plgpu
+
+    monkeypatch.setattr(_choose, "why_not_mosaic", lambda: None)
+    monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 2)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
+def unchecked(function: Callable) -> Callable:
+    """The function under jaxtyping's and beartype's wrappers, which under pytest refuse wrong shapes before it can."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled code
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A Triton kernel compiled for a GPU that need not be there."""
+
+    name: str
+    ptx: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compiled]:
+    """The Triton kernels that `f(*args)` launches, compiled for sm_`capability`. Nothing runs.
+
+    Args:
+        args: arrays or `jax.ShapeDtypeStruct`s.
+    """
+    from pallas_kernels import _triton
+
+    found = []
+
+    def record(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+        found.append(_compile(kernel, [*args, *out], num_warps, num_stages, constexprs, capability))
+        return tuple(jnp.zeros(a.shape, a.dtype) for a in [*(args[i] for i in in_place), *out])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_triton, "call", record)
+        patch.setattr(_choose, "why_not_triton", lambda: None)
+        patch.setattr(_choose, "capability", lambda: divmod(capability, 10))
+        jax.eval_shape(lambda *args: f(*args), *args)
+    return found
+
+
+def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pallas_kernels import _triton
+
+    pointers = {
+        "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int64": "*i64", "uint32": "*u32",
+        "int8": "*i8", "uint8": "*u8", "uint16": "*u16", "bool": "*i1",
+    }  # fmt: skip
+    signature, constants, attributes = {}, {}, {}
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    for name, arg in zip(names, args, strict=True):
+        if hasattr(arg, "dtype") and hasattr(arg, "shape"):
+            signature[name] = pointers[jnp.dtype(arg.dtype).name]
+            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+        elif isinstance(arg, int) and arg == 1:
+            signature[name], constants[name] = "constexpr", 1
+        elif isinstance(arg, int):
+            signature[name] = "i32" if -(2**31) <= arg < 2**31 else "i64"
+            if arg % 16 == 0:
+                attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    for parameter in kernel.params:
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = constexprs.get(parameter.name, parameter.default)
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages, **_triton.OPTIONS}
+    with _INTERPRETER:
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    report = _ptxas(built.asm["ptx"])
+    return Compiled(
+        name=kernel.__name__,
+        ptx=built.asm["ptx"],
+        registers=int(re.search(r"Used (\d+) registers", report)[1]),
+        spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)),
+        shared_bytes=built.metadata.shared,
+    )
+
+
+def _ptxas(ptx: str) -> str:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    architecture = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        tool = get_ptxas(int(architecture[2])).path
+        command = [tool, "-v", f"--gpu-name={architecture[1]}", source, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+@contextlib.contextmanager
+def h200() -> Iterator[None]:
+    """Traces and lowers as on a machine whose device is an H200."""
+    mesh = AbstractMesh(
+        (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    )
+    with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
+        patch.setattr(_choose, "platform", lambda: "gpu")
+        patch.setattr(_choose, "capability", lambda: (9, 0))
+        yield
+
+
+def lower_for_h200(f: Callable, *args: Any) -> str:
+    """StableHLO of `f(*args)` lowered for an H200, Mosaic kernels included. Triton's cannot be lowered without a GPU's plugin.
+
+    Args:
+        args: arrays or `jax.ShapeDtypeStruct`s.
+    """
+    with h200():
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+# --------------------------------------------------------------------------------------------------------------- the 2× rule
+
+
+def check(
+    f: Callable,
+    same_dtype: Callable,
+    reference: Callable,
+    args: tuple,
+    *,
+    argnums: tuple[int, ...] = (0,),
+    names: tuple[str, ...] | None = None,
+    seed: int = 0,
+) -> None:
+    """|f − reference| ≤ 2 · |same_dtype − reference| + 1e-6 for every output and every gradient, in RMS and at the worst place.
+
+    The gradients are those of a fixed random direction in the outputs (as they are rounded to their dtype).
+
+    Args:
+        f: what is tested; it is compiled.
+        same_dtype: the plain way in the inputs' dtype; run operation by operation, so that it rounds where it says.
+        reference: the definition; gets the floating-point arguments in fp32.
+        args: arrays.
+        argnums: of the arguments whose gradients are compared.
+        names: of those arguments, for the error; `argument 0` and so on when None.
+    """
+    outputs = jax.eval_shape(f, *args)
+    rng = np.random.default_rng(seed)
+    directions = jax.tree.map(lambda o: jnp.asarray(rng.standard_normal(o.shape), o.dtype), outputs)
+
+    def with_gradients(f, args):
+        def of(*chosen):
+            full = list(args)
+            for i, value in zip(argnums, chosen, strict=True):
+                full[i] = value
+            return f(*full)
+
+        out, pull = jax.vjp(of, *[args[i] for i in argnums])
+        return out, pull(jax.tree.map(lambda d, o: d.astype(o.dtype), directions, out))
+
+    fp32 = [a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
+    found = jax.jit(functools.partial(with_gradients, f))(list(args))
+    theirs = with_gradients(same_dtype, list(args))
+    true = with_gradients(reference, fp32)
+    labels = [f"output {i}" for i in range(len(jax.tree.leaves(outputs)))]
+    labels += [f"gradient of {names[i] if names else f'argument {argnums[i]}'}" for i in range(len(argnums))]
+    for label, ours, plain, exact in zip(
+        labels, jax.tree.leaves(found), jax.tree.leaves(theirs), jax.tree.leaves(true), strict=True
+    ):
+        for norm in (rms, max_abs):
+            assert_within_twice(ours, plain, exact, norm=norm, name=label)
