@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import unchecked
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import linear_cross_entropy
-from pallas_kernels.linear_cross_entropy import reference
+from pallas_kernels.fused_classifier import SigmoidCap
+from pallas_kernels.linear_cross_entropy import choose, reference
 
 # (tokens, width, rows of the head, real vocabulary)
 SHAPES = [
@@ -21,6 +23,7 @@ SHAPES = [
     (33, 24, 300, 257),  # more columns than a tile of 256
 ]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+IMPLEMENTATIONS = ["fused", "xla"]
 
 
 def inputs(n, c, v, vocab, dtype, seed=0):
@@ -67,14 +70,108 @@ def check(f, n, c, v, vocab, dtype, norm):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_losses_and_gradients(shape, dtype):
-    check(functools.partial(linear_cross_entropy, precision="highest"), *shape, dtype, rms)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_losses_and_gradients(shape, dtype, implementation):
+    f = functools.partial(linear_cross_entropy, implementation=implementation, precision="highest")
+    check(f, *shape, dtype, rms)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("chunk", [1, 4, 12])
-def test_chunks_change_nothing(chunk, dtype):
-    check(functools.partial(linear_cross_entropy, chunk=chunk, precision="highest"), 12, 8, 19, 17, dtype, rms)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_chunks_change_nothing(chunk, dtype, implementation):
+    f = functools.partial(linear_cross_entropy, implementation=implementation, chunk=chunk, precision="highest")
+    check(f, 12, 8, 19, 17, dtype, rms)
+
+
+def mean_loss(f, **how):
+    """Value and gradients of a mean: every token's cotangent is the same."""
+    return jax.jit(jax.value_and_grad(lambda x, w, targets: f(x, w, targets, **how).mean(), (0, 1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_mean_of_the_fused_back_end(dtype):
+    """The gradients that the forward pass made."""
+    n, c, v, vocab = 33, 24, 300, 257
+    x, w, targets, _ = inputs(n, c, v, vocab, dtype)
+    (loss, (dx, dw)) = mean_loss(linear_cross_entropy, implementation="fused", chunk=11, vocab_size=vocab)(
+        x, w, targets
+    )
+    weights = jnp.full(n, 1 / n)
+    losses, *true = exact(x, w, targets, weights, vocab)
+    _, *plain = with_gradients(functools.partial(materialised, vocab_size=vocab), x, w, targets, weights)
+    np.testing.assert_allclose(loss, losses.mean(), rtol={"float32": 1e-6, "float16": 2e-3}.get(dtype.__name__, 1e-2))
+    for name, ours, theirs, right in zip(("dx", "dw"), (dx, dw), plain, true, strict=True):
+        assert_within_twice(ours, theirs, right, norm=rms, name=name)
+
+
+def text_of(f, *args):
+    return jax.jit(f).lower(*args).compile().as_text()
+
+
+def test_the_gradients_of_a_mean_take_three_products_a_chunk():
+    """The branch that makes dW anew is gone when the compiler can see that all cotangents are equal; else it is there."""
+    x, w, targets, weights = inputs(64, 8, 32, 30, jnp.float32)
+    fused = functools.partial(linear_cross_entropy, implementation="fused", chunk=16, vocab_size=30)
+    mean = text_of(jax.grad(lambda x, w, scale: fused(x, w, targets).mean() * scale, (0, 1)), x, w, jnp.float32(2))
+    assert "conditional" not in mean and mean.count(" dot(") == 3 * 4
+    weighted = text_of(jax.grad(lambda x, w, weights: (fused(x, w, targets) * weights).sum(), (0, 1)), x, w, weights)
+    assert "conditional" in weighted
+
+
+CAPS = [None, 5.0, SigmoidCap(), SigmoidCap(6.0, 1.0, 2.0)]
+
+
+@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "weighted"])
+def test_softcap_and_ignored_tokens(implementation, softcap, reduction):
+    n, vocab = 12, 17
+    x, w, targets, weights = inputs(n, 8, 19, vocab, jnp.float32)
+    targets = targets.at[jnp.array([0, 5, 11])].set(-1)
+    weights = weights if reduction == "weighted" else jnp.where(targets == -1, 0.0, 1 / 9)
+    how = {"vocab_size": vocab, "softcap": softcap, "ignore_index": -1}
+    f = functools.partial(linear_cross_entropy, implementation=implementation, chunk=4, precision="highest", **how)
+    found = jax.jit(functools.partial(with_gradients, f))(x, w, targets, weights)
+    expected = with_gradients(functools.partial(reference, **how), x, w, targets, weights)
+    for ours, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, right, rtol=0, atol=2e-6)
+    for ignored in (0, 5, 11):
+        assert found[0][ignored] == 0 and not np.asarray(found[1][ignored]).any()
+
+
+def test_only_ignored_tokens():
+    x, w, targets, weights = inputs(4, 8, 19, 17, jnp.float32)
+    f = functools.partial(linear_cross_entropy, implementation="fused", ignore_index=-1)
+    for array in with_gradients(f, x, w, jnp.full_like(targets, -1), weights):
+        assert not np.asarray(array).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_transformations(implementation):
+    """jit, grad, checkpoint, vmap and shard_map say the same."""
+    x, w, targets, _ = inputs(12, 8, 19, 17, jnp.float32)
+    f = functools.partial(linear_cross_entropy, implementation=implementation, vocab_size=17, precision="highest")
+    mean = lambda x, w, t: f(x, w, t).mean()
+    gradient = jax.grad(mean, (0, 1))(x, w, targets)
+    checkpointed = jax.jit(jax.grad(jax.checkpoint(mean), (0, 1)))(x, w, targets)
+    batch = (x.reshape(2, 6, 8), targets.reshape(2, 6))
+    mapped = jax.vmap(lambda x, t: jax.grad(mean, (0, 1))(x, w, t))(*batch)
+    mapped = (mapped[0].reshape(12, 8) / 2, mapped[1].mean(0))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.PartitionSpec("data")
+
+    def on_a_device(x, w, t):
+        dx, dw = jax.grad(mean, (0, 1))(x, w, t)
+        return dx / 2, jax.lax.pmean(dw, "data")
+
+    whole = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        on_a_device, mesh=mesh, in_specs=(split, whole, split), out_specs=(split, whole), check_vma=False
+    )
+    for found in (checkpointed, mapped, jax.jit(sharded)(x, w, targets)):
+        for ours, right in zip(found, gradient, strict=True):
+            np.testing.assert_allclose(ours, right, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -108,27 +205,30 @@ def test_rows_of_the_padding_do_not_matter():
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30])
-def test_huge_logits_stay_finite(size):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_huge_logits_stay_finite(size, implementation):
     x, w, targets, weights = inputs(7, 5, 13, 11, jnp.float32)
-    found = with_gradients(
-        functools.partial(linear_cross_entropy, vocab_size=11), x * np.float32(size), w, targets, weights
-    )
+    f = functools.partial(linear_cross_entropy, vocab_size=11, implementation=implementation)
+    found = with_gradients(f, x * np.float32(size), w, targets, weights)
     assert all(np.isfinite(np.asarray(a)).all() for a in found)
 
 
 @pytest.mark.parametrize("target", [-1, 11, 12, 13, 10**6])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_a_target_outside_the_vocabulary_gives_nan(target, chunk):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_target_outside_the_vocabulary_gives_nan(target, chunk, implementation):
     x, w, targets, _ = inputs(4, 5, 13, 11, jnp.float32)
-    losses = linear_cross_entropy(x, w, targets.at[2].set(target), vocab_size=11, chunk=chunk)
+    f = functools.partial(linear_cross_entropy, vocab_size=11, chunk=chunk, implementation=implementation)
+    losses = f(x, w, targets.at[2].set(target))
     assert np.isnan(losses).tolist() == [False, False, True, False]
 
 
-def test_chunk_saves_memory():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_chunk_saves_memory(implementation):
     n, c, v = 512, 16, 4096
 
     def temp_bytes(chunk):
-        f = lambda x, w, t: linear_cross_entropy(x, w, t, chunk=chunk).mean()
+        f = lambda x, w, t: linear_cross_entropy(x, w, t, chunk=chunk, implementation=implementation).mean()
         shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((n, c), "float32"), ((v, c), "float32"), ((n,), "int32"))]
         return jax.jit(jax.grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
@@ -140,9 +240,15 @@ def test_chunk_saves_memory():
 def test_errors():
     x, w, targets, _ = inputs(12, 8, 16, 16, jnp.float32)
     with pytest.raises(
-        ValueError, match=r"linear_cross_entropy: unknown implementation 'triton'; choose one of \['auto', 'xla'"
+        ValueError,
+        match=r"linear_cross_entropy: unknown implementation 'triton'; choose one of \['auto', 'fused', 'xla'",
     ):
         linear_cross_entropy(x, w, targets, implementation="triton")
+    with pytest.raises(ValueError, match="expected one dtype for x and w, got float32 and bfloat16"):
+        linear_cross_entropy(x, w.astype(jnp.bfloat16), targets)
+    with pytest.raises(ValueError, match="12 tokens are not a multiple of chunk=0"):
+        linear_cross_entropy(x, w, targets, chunk=0)
+    assert choose() == "xla"
     with pytest.raises(ValueError, match="12 tokens are not a multiple of chunk=5"):
         linear_cross_entropy(x, w, targets, chunk=5)
     for vocab_size in (0, 17):
@@ -156,16 +262,24 @@ def test_errors():
             unchecked(linear_cross_entropy)(*bad)
 
 
-def unchecked(function):
-    """The function under jaxtyping's and beartype's wrappers."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gpt2s_own_head_on_the_gpu(dtype, chunk, implementation):
+    f = functools.partial(linear_cross_entropy, implementation=implementation, chunk=chunk, precision="highest")
+    check(f, 256, 768, 50304, 50257, dtype, rms)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", [None, 256])
-def test_gpt2s_own_shape_on_the_gpu(dtype, chunk):
-    f = functools.partial(linear_cross_entropy, chunk=chunk, precision="highest")
-    check(f, 1024, 768, 50304, 50257, dtype, rms)
+def test_what_auto_takes_on_the_gpu():
+    assert choose() == ("fused" if jax.device_count() == 1 else "xla")
+
+
+@pytest.mark.gpu
+def test_only_a_chunk_of_logits_is_alive_on_the_gpu():
+    """65,536 tokens of GPT-2 124M: all logits would be 6.1 GiB; inputs and results are counted apart."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((65536, 768), (50304, 768)))
+    targets = jax.ShapeDtypeStruct((65536,), jnp.int32)
+    f = jax.jit(jax.value_and_grad(lambda x, w, t: linear_cross_entropy(x, w, t, vocab_size=50257).mean(), (0, 1)))
+    assert f.lower(x, w, targets).compile().memory_analysis().temp_size_in_bytes < 2.5 * 2**30
