@@ -1,0 +1,263 @@
+"""Layer normalisation and RMS normalisation over the last axis, fused with the addition of a residual.
+
+    total = x + residual                                       (added in fp32, rounded once to x's dtype; x itself without one)
+    layer_norm:  y = (total − mean) · rstd · scale + bias      mean = Σ total / C,  rstd = 1/√(Σ (total − mean)² / C + eps)
+    rms_norm:    y = total · rstd · scale                      rstd = 1/√(Σ total² / C + eps)
+
+and with x̂ = y before scale and bias, g = dy · scale:
+
+    dx = dresidual = rstd · (g − Σ g / C − x̂ · Σ (g·x̂) / C) + dtotal      (no Σ g / C in rms_norm)
+    dscale = Σ_n dy · x̂        dbias = Σ_n dy
+
+Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+Shapes: N rows (all leading axes), C channels, S statistics (mean and rstd, or rstd alone). Statistics, sums and the
+arithmetic are fp32 in every dtype. Saved for the backward pass: total, and the statistics.
+
+Back ends:
+    triton: forward and backward are one pass each over memory, plus a sum of C-vectors. NVIDIA GPUs from Ampere on.
+    xla: plain JAX with the same saved arrays; any device.
+    reference: fp32 from end to end.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _choose
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+MAX_CHANNELS = 8192
+"""Of the Triton kernels: above it a row no longer fits in the registers of a program."""
+
+
+def layer_norm(
+    x: Float[Array, "*N C"],
+    scale: Float[Array, " C"],
+    bias: Float[Array, " C"],
+    *,
+    residual: Float[Array, "*N C"] | None = None,
+    eps: float = 1e-5,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
+    """Normalises each row to mean 0 and variance 1, then scales and shifts it.
+
+    Args:
+        x: rows of fp32, bf16 or fp16.
+        scale, bias: both fp32, or both of x's dtype; their gradients have it too.
+        residual: added to x first; of x's shape and dtype.
+        eps: added to the biased variance.
+        out_dtype: of y; x's when None.
+        implementation: "auto", or one of the back ends above.
+
+    Returns:
+        y; with `residual` (y, total), where total = x + residual in x's dtype.
+
+    Raises:
+        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+    """
+    out_dtype = _check("layer_norm", x, residual, {"scale": scale, "bias": bias}, out_dtype)
+    backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm")
+    return _apply(_Options(eps, True, out_dtype, backend), x, residual, scale, bias)
+
+
+def rms_norm(
+    x: Float[Array, "*N C"],
+    scale: Float[Array, " C"] | None = None,
+    *,
+    residual: Float[Array, "*N C"] | None = None,
+    eps: float = 1e-6,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
+    """Divides each row by its root mean square, then scales it where there is a scale.
+
+    Args, returns and errors as of `layer_norm`; `eps` is added to the mean square.
+    """
+    out_dtype = _check("rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype)
+    backend = choose(x.dtype, x.shape[-1], implementation, kernel="rms_norm")
+    return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None)
+
+
+def choose(
+    dtype: jax.typing.DTypeLike, channels: int, implementation: str = "auto", *, kernel: str = "layer_norm"
+) -> str:
+    """The back end that `layer_norm` and `rms_norm` use for this dtype and number of channels on the default device.
+
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    supported = {"triton": _why_not_triton(channels), "xla": None, "reference": None}
+    if implementation == "auto":
+        return _choose.auto(supported)
+    return _choose.named(kernel, implementation, supported)
+
+
+def reference(x, scale, bias, *, residual=None, eps=1e-5):
+    """layer_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
+    return _reference(x, residual, scale, bias, eps, centred=True)
+
+
+def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
+    """rms_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
+    return _reference(x, residual, scale, None, eps, centred=False)
+
+
+def _reference(x, residual, scale, bias, eps, *, centred):
+    x, residual, scale, bias = (None if a is None else a.astype(jnp.float32) for a in (x, residual, scale, bias))
+    total = x if residual is None else x + residual
+    y = total - total.mean(-1, keepdims=True) if centred else total
+    y = y / jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    # The axes are lined up by hand so that strict rank promotion holds.
+    y = y if scale is None else y * jnp.broadcast_to(scale, y.shape)
+    y = y if bias is None else y + jnp.broadcast_to(bias, y.shape)
+    return y if residual is None else (y, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    eps: float
+    centred: bool
+    """layer_norm, else rms_norm."""
+    out_dtype: jnp.dtype
+    backend: str
+
+
+def _apply(options, x, residual, scale, bias):
+    if options.backend == "reference":
+        found = _reference(x, residual, scale, bias, options.eps, centred=options.centred)
+        if residual is None:
+            return found.astype(options.out_dtype)
+        return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
+    y, total = _norm(options, x, residual, scale, bias)
+    return y if residual is None else (y, total)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(options, x, residual, scale_C, bias_C):
+    return _forward(options, x, residual, scale_C, bias_C)[:2]
+
+
+def _norm_forward(options, *primals):
+    x, residual, scale_C, bias_C = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    y, total, stats = _forward(options, x, residual, scale_C, bias_C)
+    return (y, total), (x if residual is None else total, stats, scale_C)
+
+
+def _norm_backward(options, saved, cotangents):
+    total, stats, scale_C = saved
+    dy, dtotal = cotangents
+    has_residual = dtotal is not None
+    # The last normalisation of a network leaves its total unused: no zeros are read for it.
+    if isinstance(dtotal, jax.custom_derivatives.SymbolicZero):
+        dtotal = None
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        dy = jnp.zeros(dy.shape, dy.dtype)
+    dx, dscale_C, dbias_C = _backward(options, dy, dtotal, total, stats, scale_C)
+    return dx, dx if has_residual else None, dscale_C, dbias_C
+
+
+_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+
+
+def _forward(options, x, residual, scale_C, bias_C):
+    """(y, total or None, statistics); the statistics of x (..., C) are (S, ...) or (S, N)."""
+    static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
+    if options.backend == "xla":
+        return _xla_forward(x, residual, scale_C, bias_C, **static)
+    from pallas_kernels.layer_norm import _triton
+
+    # A kernel launch has no rule for vmap; a loop over it does.
+    kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.forward, **static))
+    y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C)
+    return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
+
+
+def _backward(options, dy, dtotal, total, stats, scale_C):
+    """(dx, dscale, dbias)"""
+    if options.backend == "xla":
+        return _xla_backward(dy, dtotal, total, stats, scale_C, centred=options.centred)
+    from pallas_kernels.layer_norm import _triton
+
+    kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, centred=options.centred))
+    dx_NC, dscale_C, dbias_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
+    return dx_NC.reshape(total.shape), dscale_C, dbias_C
+
+
+def _rows(x):
+    return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _xla_forward(x, residual, scale_C, bias_C, *, eps, centred, out_dtype):
+    # The axes stay as they are: the compiler may have split them over devices.
+    total = x.astype(jnp.float32)
+    if residual is not None:
+        total = (total + residual.astype(jnp.float32)).astype(x.dtype)
+    y = total.astype(jnp.float32)
+    mean = y.mean(-1, keepdims=True)
+    if centred:
+        y = y - mean
+    rstd = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = y * rstd
+    if scale_C is not None:
+        y = y * jnp.broadcast_to(scale_C.astype(jnp.float32), y.shape)
+    if bias_C is not None:
+        y = y + jnp.broadcast_to(bias_C.astype(jnp.float32), y.shape)
+    stats = jnp.stack([mean[..., 0], rstd[..., 0]] if centred else [rstd[..., 0]])
+    return y.astype(out_dtype), None if residual is None else total, stats
+
+
+def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred):
+    dy, xhat = dy.astype(jnp.float32), total.astype(jnp.float32)
+    if centred:
+        xhat = xhat - stats[0][..., None]
+    xhat = xhat * stats[-1][..., None]
+    g = dy if scale_C is None else dy * jnp.broadcast_to(scale_C.astype(jnp.float32), dy.shape)
+    dx = g - xhat * (g * xhat).mean(-1, keepdims=True)
+    if centred:
+        dx = dx - g.mean(-1, keepdims=True)
+    dx = dx * stats[-1][..., None]
+    if dtotal is not None:
+        dx = dx + dtotal.astype(jnp.float32)
+    rows = tuple(range(dy.ndim - 1))
+    dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
+    dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
+    return dx.astype(total.dtype), dscale_C, dbias_C
+
+
+def _why_not_triton(channels: int) -> str | None:
+    if channels > MAX_CHANNELS:
+        return f"takes at most {MAX_CHANNELS} channels, not {channels}"
+    return _choose.why_not_triton()
+
+
+def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
+    """The dtype of y."""
+    if x.ndim < 1 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"{kernel}: expected x of shape (..., C) in float32, bfloat16 or float16, got {x.shape} in {x.dtype}"
+        )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{kernel}: expected a residual like x, {x.shape} in {x.dtype}, got {residual.shape} in {residual.dtype}"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {parameter.shape}")
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), x.dtype}:
+        raise ValueError(
+            f"{kernel}: expected {' and '.join(parameters)} in float32, or in x's {x.dtype}, "
+            f"got {', '.join(str(parameter.dtype) for parameter in parameters.values())}"
+        )
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if out_dtype not in DTYPES:
+        raise ValueError(f"{kernel}: expected out_dtype float32, bfloat16 or float16, got {out_dtype}")
+    return out_dtype
