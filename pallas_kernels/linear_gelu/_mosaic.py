@@ -1,0 +1,388 @@
+"""The Mosaic GPU back end for Hopper: TMA, wgmma, persistent blocks of a warpgroup that loads and two that compute.
+
+Shapes: N rows, I inputs, O outputs; a tile of the result is M×P, its products run over K inputs at a time.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import pl, plgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the forward product is cut.
+
+    Attributes:
+        rows, columns: of the tile that one warpgroup computes.
+        depth: inputs in one step.
+        stages: steps that shared memory holds.
+        cluster: blocks, one below another, that share each tile of w.
+        part_rows, part_columns: of the tile are activated and written at a time.
+        slots: parts that wait to be written, for each warpgroup.
+    """
+
+    rows: int = 128
+    columns: int = 192
+    depth: int = 64
+    stages: int = 4
+    cluster: int = 1
+    part_rows: int = 64
+    part_columns: int = 64
+    slots: int = 2
+
+    def divide(self, n: int, i: int, o: int) -> bool:
+        return n > 0 and n % (self.rows * self.cluster) == 0 and i % self.depth == 0 and o % self.columns == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiles:
+    """How the product for dx is cut.
+
+    Attributes:
+        columns: of dx in a tile of 128 rows.
+        depth, stages: as in `Tiles`.
+        registers: the left operands stay in registers; else they pass through shared memory, as the CPU's interpreter wants.
+    """
+
+    columns: int = 256
+    depth: int = 64
+    stages: int = 3
+    registers: bool = True
+
+    def divide(self, n: int, i: int, o: int) -> bool:
+        # A tile's share of du is at most 64 steps, a row of an accumulator for each.
+        shares = -(-o // self.depth // max(1, i // self.columns))
+        return n > 0 and n % 128 == 0 and o % self.depth == 0 and i % self.columns == 0 and shares <= 64
+
+
+# The fastest first (H200, bf16). Forward of 65536×768×3072, where a bare product took 0.44 ms: 0.50 ms with 192 columns, 0.535
+# without the cluster, 0.50–0.55 in parts of 64×32, more with 128 or 256 columns. 192 divide GPT-2 124M's O alone; with 128 columns
+# two of the three other widths are faster without a cluster.
+FORWARD = (Tiles(cluster=2), Tiles(columns=128, stages=5))
+BACKWARD = (BackwardTiles(), BackwardTiles(columns=128, stages=4))
+
+
+def forward_tiles(n: int, i: int, o: int) -> Tiles | None:
+    """The first of `FORWARD` that divides the sizes; None where none does."""
+    return next((tiles for tiles in FORWARD if tiles.divide(n, i, o)), None)
+
+
+def backward_tiles(n: int, i: int, o: int) -> BackwardTiles | None:
+    """The first of `BACKWARD` that divides the sizes; None where none does."""
+    return next((tiles for tiles in BACKWARD if tiles.divide(n, i, o)), None)
+
+
+def why_not(n: int, i: int, o: int) -> str | None:
+    """None where there are tiles for the forward pass, else the reason."""
+    if forward_tiles(n, i, o) is None:
+        return f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128"
+    return None
+
+
+def swizzled(shape: tuple[int, ...], dtype):
+    """Shared memory in the order that wgmma and TMA want."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None):
+    """(y, derivative) = epilogue(x w + b), or y alone; each N×O in x's dtype.
+
+    Each of the two warpgroups has its own tiles: one activates and writes while the other's products run. Both eat from one ring
+    of operands, in the order of the tiles.
+
+    Args:
+        b_O: fp32.
+        epilogue: fp32 tile → the two fp32 tiles.
+        save: whether the derivative is written too.
+    """
+    n, i = x_NI.shape
+    o = w_IO.shape[1]
+    dtype = x_NI.dtype
+    tiles = tiles or forward_tiles(n, i, o)
+    row_tiles, column_tiles, steps = n // (tiles.rows * tiles.cluster), o // tiles.columns, i // tiles.depth
+    outputs = 1 + save
+    clusters = _mosaic.num_sms() // tiles.cluster
+    total = row_tiles * column_tiles
+
+    def kernel(x_gmem, w_gmem, b_gmem, *refs):
+        out_gmem, (x_smem, w_smem, b_smem, out_smem, filled, consumed, b_filled) = refs[:outputs], refs[outputs:]
+        wg = lax.axis_index("wg")
+        cluster, peer = lax.axis_index("cluster"), lax.axis_index("peer")
+        # Tiles cluster, cluster + clusters, … of the whole are this block's; warpgroup 0 takes the first, 1 the second, …
+        local = lax.div(total - cluster + clusters - 1, jnp.int32(clusters))
+
+        def position(tile):
+            index = tile * clusters + cluster
+            row = (lax.div(index, jnp.int32(column_tiles)) * tiles.cluster + peer) * tiles.rows
+            return pl.ds(row, tiles.rows), pl.ds(lax.rem(index, jnp.int32(column_tiles)) * tiles.columns, tiles.columns)
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(tiles.stages))
+
+        @pl.when(wg == 2)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            @pl.loop(0, local * steps)
+            def _step(step):
+                slot, tile, k = slot_of(step), lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+                rows, columns = position(tile)
+                depth = pl.ds(k * tiles.depth, tiles.depth)
+
+                @pl.when(step >= tiles.stages)
+                def _():
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                barrier = filled.at[lax.rem(tile, jnp.int32(2)), slot]
+                plgpu.copy_gmem_to_smem(x_gmem.at[rows, depth], x_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(
+                    w_gmem.at[depth, columns],
+                    w_smem.at[slot],
+                    barrier,
+                    collective_axes="peer" if tiles.cluster > 1 else None,
+                )
+
+            # No block ends while another of its cluster may still signal to it.
+            @pl.loop(jnp.maximum(local * steps - tiles.stages, 0), local * steps)
+            def _drain(step):
+                plgpu.barrier_wait(consumed.at[slot_of(step)])
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+
+            @pl.loop(0, lax.div(local - wg + 1, jnp.int32(2)))
+            def _tile(turn):
+                tile = turn * 2 + wg
+                rows, columns = position(tile)
+                plgpu.copy_gmem_to_smem(b_gmem.at[columns], b_smem.at[wg], b_filled.at[wg])
+
+                def products(acc_ref):
+                    first = tile * steps
+
+                    def step(k, _):
+                        slot = slot_of(first + k)
+                        plgpu.barrier_wait(filled.at[wg, slot])
+                        plgpu.wgmma(acc_ref, x_smem.at[slot], w_smem.at[slot])
+                        # This step's product runs while the last one's operands are given back.
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(k > 0)
+                        def _():
+                            plgpu.barrier_arrive(consumed.at[slot_of(first + k - 1)])
+
+                    lax.fori_loop(0, steps, step, None)
+                    return acc_ref[...]
+
+                acc_MP = pl.run_scoped(products, plgpu.ACC((tiles.rows, tiles.columns), jnp.float32))
+                plgpu.barrier_arrive(consumed.at[slot_of(tile * steps + steps - 1)])
+
+                plgpu.barrier_wait(b_filled.at[wg])
+                part = 0
+                for m in range(0, tiles.rows, tiles.part_rows):
+                    for p in range(0, tiles.columns, tiles.part_columns):
+                        m_slice, p_slice = slice(m, m + tiles.part_rows), slice(p, p + tiles.part_columns)
+                        b_P = plgpu.load(b_smem.at[wg, p_slice], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                        part_MP = acc_MP[m_slice, p_slice]
+                        results = epilogue(part_MP + lax.broadcast_in_dim(b_P, part_MP.shape, [1]))[:outputs]
+                        slot = part % tiles.slots
+                        part += 1
+                        plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
+                        for which, result in enumerate(results):
+                            out_smem[wg, slot, which] = result.astype(dtype)
+                        plgpu.commit_smem()
+                        for which in range(outputs):
+                            plgpu.copy_smem_to_gmem(
+                                out_smem.at[wg, slot, which],
+                                out_gmem[which].at[rows, columns].at[m_slice, p_slice],
+                                commit_group=which == outputs - 1,
+                            )
+
+            plgpu.wait_smem_to_gmem(0)
+
+    consumed = plgpu.Barrier(num_barriers=tiles.stages)
+    if tiles.cluster > 1:
+        consumed = plgpu.ClusterBarrier(collective_axes=("peer",), num_barriers=tiles.stages)
+    f = plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct((n, o), dtype)] * outputs,
+        scratch_types=[
+            swizzled((tiles.stages, tiles.rows, tiles.depth), dtype),
+            swizzled((tiles.stages, tiles.depth, tiles.columns), dtype),
+            plgpu.SMEM((2, tiles.columns), jnp.float32),
+            swizzled((2, tiles.slots, outputs, tiles.part_rows, tiles.part_columns), dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=(2, tiles.stages)),
+            consumed,
+            plgpu.Barrier(num_barriers=2),
+        ],
+        grid=(clusters,),
+        grid_names=("cluster",),
+        cluster=(tiles.cluster,),
+        cluster_names=("peer",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return tuple(f(x_NI, w_IO, b_O))
+
+
+def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | None = None):
+    """(dx, du, db): du = dy · derivative, dx = du wᵀ, db = Σ_N du in fp32 or None.
+
+    Two warpgroups have 64 rows of a tile each and form du in registers, where it is the product's left operand. A block keeps to
+    one column of tiles. The blocks that share rows take turns, K columns of du at a time, to write them; such a share's sums are
+    a product too, with a left operand of ones in one row, another for each share. (Mosaic's own sums over rows go through scratch
+    memory that the warpgroups of a block share: two at once came out wrong.)
+    """
+    n, o = dy_NO.shape
+    i = w_IO.shape[0]
+    dtype = dy_NO.dtype
+    tiles = tiles or backward_tiles(n, i, o)
+    half, depth, columns = 64, tiles.depth, tiles.columns
+    row_tiles, column_tiles, steps = n // (2 * half), i // columns, o // depth
+    row_blocks = max(1, min(_mosaic.num_sms() // column_tiles, row_tiles))
+
+    def kernel(
+        dy_gmem, g_gmem, w_gmem, dx_gmem, du_gmem, db_gmem, dy_smem, g_smem, w_smem, out_smem, db_smem, *rest
+    ):  # fmt: skip
+        *ones_smem, filled, consumed, db_written = rest
+        wg, column, first_row = lax.axis_index("wg"), lax.axis_index("column"), lax.axis_index("row")
+        local = lax.div(row_tiles - first_row + row_blocks - 1, jnp.int32(row_blocks))
+        our_columns = pl.ds(column * columns, columns)
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(tiles.stages))
+
+        def at(k):
+            return pl.ds(k * depth, depth)
+
+        @pl.when(wg == 2)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            @pl.loop(0, local * steps)
+            def _step(step):
+                slot, tile, k = slot_of(step), lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+
+                @pl.when(step >= tiles.stages)
+                def _():
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                rows = pl.ds((tile * row_blocks + first_row) * 2 * half, 2 * half)
+                plgpu.copy_gmem_to_smem(dy_gmem.at[rows, at(k)], dy_smem.at[slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(g_gmem.at[rows, at(k)], g_smem.at[slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(w_gmem.at[our_columns, at(k)], w_smem.at[slot], filled.at[slot])
+
+            @pl.loop(jnp.maximum(local * steps - tiles.stages, 0), local * steps)
+            def _drain(step):
+                plgpu.barrier_wait(consumed.at[slot_of(step)])
+
+        @pl.when(wg < 2)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            mine = pl.ds(wg * half, half)
+
+            def left_operand(array, smem):
+                if tiles.registers:
+                    return array
+                smem[...] = array
+                plgpu.commit_smem()
+                return smem
+
+            def one_tile(tile, db):
+                rows = pl.ds(((tile * row_blocks + first_row) * 2 + wg) * half, half)
+
+                def products(dx_acc, *db_acc):
+                    def step(k, _):
+                        slot = slot_of(tile * steps + k)
+                        plgpu.barrier_wait(filled.at[slot])
+                        du_MK = dy_smem[slot, mine] * g_smem[slot, mine]
+                        plgpu.wgmma(
+                            dx_acc, left_operand(du_MK, dy_smem.at[slot, mine]), w_smem.at[slot].transpose((1, 0))
+                        )
+
+                        @pl.when(lax.rem(k, jnp.int32(column_tiles)) == column)
+                        def _share():
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            out_smem[wg] = du_MK
+                            plgpu.commit_smem()
+                            plgpu.copy_smem_to_gmem(out_smem.at[wg], du_gmem.at[rows, at(k)])
+                            if bias:
+                                row_MM = plgpu.broadcasted_iota(jnp.int32, (half, half), 0, layout=plgpu.Layout.WGMMA)
+                                ones_MM = (row_MM == lax.div(k, jnp.int32(column_tiles))).astype(dtype)
+                                ones = left_operand(ones_MM, ones_smem[0].at[wg] if ones_smem else None)
+                                plgpu.wgmma(db_acc[0], ones, out_smem.at[wg])
+
+                        # Not before the product is done, though dy and the derivative are in registers long since: given back
+                        # right after they were read, some were overwritten before (seen in dx).
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(consumed.at[slot])
+
+                    lax.fori_loop(0, steps, step, None)
+                    return tuple(acc[...] for acc in (dx_acc, *db_acc))
+
+                shapes = [(half, columns)] + [(half, depth)] * bias
+                dx_MP, *more = pl.run_scoped(products, *[plgpu.ACC(shape, jnp.float32) for shape in shapes])
+                for p in range(0, columns, depth):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out_smem[wg] = dx_MP[:, p : p + depth].astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(out_smem.at[wg], dx_gmem.at[rows, our_columns].at[:, p : p + depth])
+                return [one + other for one, other in zip(db, more, strict=True)]
+
+            zeros = plgpu.layout_cast(jnp.zeros((half, depth), jnp.float32), plgpu.Layout.WGMMA)
+            db = lax.fori_loop(0, local, one_tile, [zeros] * bias)
+            if bias:
+                # There is memory for the sums of one warpgroup.
+                @pl.when(wg == 1)
+                def _():
+                    plgpu.barrier_wait(db_written)
+
+                db_smem[...] = db[0]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(db_smem, db_gmem.at[first_row, wg, column])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                @pl.when(wg == 0)
+                def _():
+                    plgpu.barrier_arrive(db_written)
+
+            plgpu.wait_smem_to_gmem(0)
+
+    f = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((n, i), dtype),
+            jax.ShapeDtypeStruct((n, o), dtype),
+            jax.ShapeDtypeStruct((row_blocks, 2, column_tiles, half, depth), jnp.float32),
+        ],
+        scratch_types=[
+            swizzled((tiles.stages, 2 * half, depth), dtype),
+            swizzled((tiles.stages, 2 * half, depth), dtype),
+            swizzled((tiles.stages, columns, depth), dtype),
+            swizzled((2, half, depth), dtype),
+            plgpu.SMEM((half, depth) if bias else (1, 1), jnp.float32),
+            *([] if tiles.registers else [swizzled((2, half, half), dtype)]),
+            plgpu.Barrier(num_arrivals=3, num_barriers=tiles.stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+            plgpu.Barrier(),
+        ],
+        grid=(row_blocks, column_tiles),
+        grid_names=("row", "column"),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    dx_NI, du_NO, db_RWCSK = f(dy_NO, derivative_NO, w_IO)
+    if not bias:
+        return dx_NI, du_NO, None
+    # Share s of column c is step s·column_tiles + c.
+    return dx_NI, du_NO, db_RWCSK.sum((0, 1)).transpose(1, 0, 2).reshape(-1)[:o]

@@ -1,0 +1,390 @@
+"""pallas_kernels.linear_gelu and linear_relu_squared against NumPy in fp64 and against `reference()`, by the 2× rule."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from kernel_tools import check, lower_for_h200, triton_kernels, unchecked
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels import _choose
+from pallas_kernels.linear_gelu import ACTIVATIONS, choose, linear_gelu, linear_relu_squared, reference
+
+FUNCTIONS = {"gelu": linear_gelu, "relu_squared": linear_relu_squared}
+# (leading axes of x, I, O)
+SHAPES = [
+    ((2, 8), 16, 32),  # aligned
+    ((1,), 1, 1),  # one number
+    ((3, 5), 7, 9),  # all odd
+    ((), 5, 3),  # no leading axis
+    ((33,), 33, 17),  # just above a power of two
+]
+
+
+def inputs(lead, i, o, dtype, bias_dtype=None, seed=0):
+    """x, w, b: pre-activations have a standard deviation near 1.5, so both tails and the bend of GELU are visited."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((*lead, i)), dtype)
+    w = jnp.asarray(rng.standard_normal((i, o)) * 1.4 / i**0.5, dtype)
+    b = jnp.asarray(rng.standard_normal(o) * 0.5, bias_dtype or dtype)
+    return x, w, b
+
+
+def plain(x, w, b, *, activation="gelu"):
+    """The textbook in the inputs' own dtype."""
+    u = jnp.matmul(x, w, precision="highest") + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return jax.nn.gelu(u, approximate=True) if activation == "gelu" else jnp.square(jax.nn.relu(u))
+
+
+def check_all(implementation, lead, i, o, dtype, activation="gelu", bias_dtype=None):
+    """Output and the three gradients."""
+    options = {"precision": "highest"} if implementation == "xla" else {}
+    check(
+        functools.partial(FUNCTIONS[activation], implementation=implementation, **options),
+        functools.partial(plain, activation=activation),
+        functools.partial(reference, activation=activation),
+        inputs(lead, i, o, dtype, bias_dtype),
+        argnums=(0, 1, 2),
+        names=("x", "w", "b"),
+    )
+
+
+def exact(x, w, b, dy, activation):
+    """y, dx, dw, db in fp64, from the equations; x is N×I."""
+    x, w, b, dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
+    u = x @ w + b
+    if activation == "gelu":
+        c = np.sqrt(2 / np.pi)
+        t = np.tanh(c * (u + 0.044715 * u**3))
+        y = 0.5 * u * (1 + t)
+        slope = 0.5 * (1 + t) + 0.5 * u * (1 - t**2) * c * (1 + 3 * 0.044715 * u**2)
+    else:
+        y, slope = np.maximum(u, 0) ** 2, 2 * np.maximum(u, 0)
+    du = dy * slope
+    return y, du @ w.T, x.T @ du, du.sum(0)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_reference_is_the_definition(activation):
+    x, w, b = inputs((6,), 5, 4, jnp.float32)
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((6, 4)), jnp.float32)
+    y, pull = jax.vjp(functools.partial(reference, activation=activation), x, w, b)
+    for found, true in zip((y, *pull(dy)), exact(x, w, b, dy, activation), strict=True):
+        np.testing.assert_allclose(found, true, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize("u", [-100, -12, -6, -1, 0, 1, 6, 12, 100])
+def test_derivative_in_the_tails(activation, u):
+    """Out to where tanh is 1, and u³ is large."""
+    u = jnp.float32(u)
+    y, slope = ACTIVATIONS[activation](u)
+    true = exact(u.reshape(1, 1), np.eye(1), np.zeros(1), np.ones((1, 1)), activation)
+    np.testing.assert_allclose([y, slope], [true[0][0, 0], true[1][0, 0]], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_xla_output_and_gradients(shape, activation):
+    check_all("xla", *shape, jnp.bfloat16, activation)
+
+
+def test_xla_output_and_gradients_in_fp16():
+    check_all("xla", *SHAPES[2], jnp.float16)
+
+
+@pytest.mark.parametrize("n, i, o", [(15, 7, 9), (1, 1, 1), (257, 33, 65)])
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_xla_output_and_gradients_in_fp32(n, i, o, activation):
+    """Against fp64: the reference is fp32 itself."""
+    args = inputs((n,), i, o, jnp.float32)
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((n, o)), jnp.float32)
+    f = functools.partial(FUNCTIONS[activation], precision="highest")
+
+    def with_gradients(f):
+        y, pull = jax.vjp(f, *args)
+        return y, *pull(dy)
+
+    ours, theirs = with_gradients(f), with_gradients(functools.partial(plain, activation=activation))
+    for name, *arrays in zip(("y", "dx", "dw", "db"), ours, theirs, exact(*args, dy, activation), strict=True):
+        for norm in (rms, max_abs):
+            assert_within_twice(*arrays, norm=norm, name=name)
+
+
+def test_fp32_parameters_have_fp32_gradients():
+    check_all("xla", (3, 5), 7, 9, jnp.bfloat16, bias_dtype=jnp.float32)
+    x, w, b = inputs((4,), 3, 2, jnp.bfloat16)
+    rounded = jax.grad(loss, (0, 1, 2))(x, w, b)
+    gradients = jax.grad(loss, (0, 1, 2))(x, w.astype(jnp.float32), b.astype(jnp.float32))
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    for one, other in zip(gradients, rounded, strict=True):
+        np.testing.assert_array_equal(one.astype(jnp.bfloat16), other)
+
+
+def test_the_result_is_rounded_once():
+    """A bias too small to move a bf16 sum still moves gelu of it where it is added in fp32."""
+    x, w = jnp.full((1, 1), 0.5, jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16)
+    b = jnp.asarray([0.00195, 0], jnp.float32)
+    y = linear_gelu(x, w, b, implementation="xla")[0]
+    np.testing.assert_array_equal(y, reference(x, w, b)[0].astype(jnp.bfloat16))
+    assert y[0] != y[1]
+
+
+def test_relu_squared_without_a_bias():
+    x, w, b = inputs((3,), 4, 5, jnp.float32)
+    found, pull = jax.vjp(linear_relu_squared, x, w)
+    with_zeros, pull_zeros = jax.vjp(linear_relu_squared, x, w, jnp.zeros_like(b))
+    np.testing.assert_array_equal(found, with_zeros)
+    np.testing.assert_array_equal(pull(found)[1], pull_zeros(found)[1])
+    assert len(pull(found)) == 2
+
+
+@settings(max_examples=8, deadline=None)
+@given(n=st.integers(1, 9), i=st.integers(1, 9), o=st.integers(1, 9), seed=st.integers(0, 99))
+def test_gelu_of_a_linear_layer(n, i, o, seed):
+    """gelu(u) − gelu(−u) = u, whatever u; and gelu is never below −0.171."""
+    x, w, b = inputs((n,), i, o, jnp.float32, seed=seed)
+    y = linear_gelu(x, w, b, precision="highest")
+    np.testing.assert_allclose(
+        y - linear_gelu(x, -w, -b, precision="highest"),
+        jnp.matmul(x, w, precision="highest") + b[None, :],
+        atol=1e-5,
+    )
+    assert y.min() >= -0.171
+
+
+# ------------------------------------------------------------------------------------------------------------ transformations
+
+
+def loss(x, w, b, implementation="auto"):
+    return linear_gelu(x, w, b, implementation=implementation).astype(jnp.float32).sum()
+
+
+def test_checkpoint_and_jit():
+    args = inputs((4, 8), 16, 32, jnp.float32)
+    want = jax.grad(loss, (0, 1, 2))(*args)
+    for found, true in zip(jax.jit(jax.grad(jax.checkpoint(loss), (0, 1, 2)))(*args), want, strict=True):
+        np.testing.assert_allclose(found, true, rtol=1e-5, atol=1e-5)
+
+
+def test_shard_map():
+    args = inputs((4, 8), 16, 32, jnp.float32)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices("cpu")[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=False)
+    def sharded(x, w, b):
+        return linear_gelu(x, w, b)
+
+    np.testing.assert_allclose(jax.jit(sharded)(*args), linear_gelu(*args), rtol=1e-6, atol=1e-6)
+
+
+def test_vmap():
+    x, w, b = inputs((3, 8), 16, 32, jnp.float32)
+    weights = jnp.stack([w, 2 * w, -w])
+    found = jax.vmap(linear_gelu, (0, 0, None))(x, weights, b)
+    for j in range(3):
+        np.testing.assert_allclose(found[j], linear_gelu(x[j], weights[j], b), rtol=1e-6, atol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------------- Triton
+
+
+# Triton's interpreter multiplies the bits of bf16 as integers in `tl.dot`: fp16 here, bf16 on the GPU.
+@pytest.mark.parametrize(
+    "lead, i, o, activation",
+    [
+        ((64,), 64, 64, "gelu"),  # one tile
+        ((3, 43), 40, 140, "gelu"),  # ragged in every axis, several tiles
+        ((65,), 33, 66, "relu_squared"),  # one past a tile
+        ((1,), 1, 1, "gelu"),
+    ],
+    ids=str,
+)
+def test_triton_on_a_cpu(triton_on_cpu, lead, i, o, activation):
+    check_all("triton", lead, i, o, jnp.float16, activation)
+
+
+def test_triton_vmap(triton_on_cpu):
+    x, w, b = inputs((2, 16), 16, 16, jnp.float16)
+    f = jax.value_and_grad(functools.partial(loss, implementation="triton"), (0, 1, 2))
+    found = jax.vmap(f, (0, None, None))(x, w, b)
+    for batched, single in zip(jax.tree.leaves(found), jax.tree.leaves(f(x[1], w, b)), strict=True):
+        np.testing.assert_array_equal(batched[1], single)
+
+
+def test_no_rows():
+    x, w, b = inputs((0,), 3, 2, jnp.bfloat16)
+    y, pull = jax.vjp(linear_gelu, x, w, b)
+    assert y.shape == (0, 2) and not pull(y)[1].any() and not pull(y)[2].any()
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_triton_compiles_without_spills(capability):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 768), (768, 3072), (3072,))]
+    f = jax.grad(functools.partial(loss, implementation="triton"), (0, 1, 2))
+    kernels = triton_kernels(f, *shapes, capability=capability)
+    assert [k.name for k in kernels] == ["linear_forward", "scale"]
+    assert ("wgmma" if capability == 90 else "mma.sync") in kernels[0].ptx
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
+        assert kernel.shared_bytes <= (99 if capability == 89 else 163 if capability == 80 else 227) * 1024
+
+
+# --------------------------------------------------------------------------------------------------------------------- Mosaic
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles that a CPU can go through; the interpreter takes no left operand from registers."""
+    from pallas_kernels.linear_gelu import _mosaic
+
+    small = _mosaic.Tiles(rows=64, columns=64, stages=2, slots=1)
+    monkeypatch.setattr(_mosaic, "FORWARD", (dataclasses.replace(small, cluster=2), small))
+    monkeypatch.setattr(_mosaic, "BACKWARD", (_mosaic.BackwardTiles(columns=64, stages=2, registers=False),))
+
+
+@pytest.mark.parametrize(
+    "n, i, o, dtype, activation",
+    [
+        (256, 128, 192, jnp.bfloat16, "gelu"),  # pairs of blocks that share w; each warpgroup has several tiles
+        # single blocks, one step a tile, one warpgroup has more tiles than the other
+        (384, 64, 64, jnp.float16, "relu_squared"),
+    ],
+)
+def test_mosaic_on_a_cpu(mosaic_on_cpu, small_tiles, n, i, o, dtype, activation):
+    check_all("mosaic", (n,), i, o, dtype, activation)
+
+
+# No tiles of the backward pass divide 1600.
+@pytest.mark.parametrize("width, kernels", [(768, 2), (1024, 2), (1280, 2), (1600, 1)])
+def test_gpt2_widths_lower_for_an_h200(width, kernels):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, width), (width, 4 * width), (4 * width,))]
+    gradients = jax.grad(functools.partial(loss, implementation="mosaic"), (0, 1, 2))
+    assert lower_for_h200(gradients, *shapes).count("custom_call @mosaic_gpu") == kernels
+
+
+# --------------------------------------------------------------------------------------------------------------------- choice
+
+
+def test_auto_on_a_cpu_is_xla():
+    assert choose("bfloat16", 4096, 768, 3072) == "xla"
+
+
+def test_auto_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_choose, "platform", lambda: "gpu")
+    monkeypatch.setattr(_choose, "capability", lambda: (9, 0))
+    assert choose("bfloat16", 4096, 768, 3072) == "xla"  # two devices in tests
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    assert choose("bfloat16", 4096, 768, 3072) == "mosaic"
+    assert choose("bfloat16", 100, 768, 3072) == "triton"
+    assert choose("float32", 4096, 768, 3072) == "xla"
+    monkeypatch.setattr(_choose, "capability", lambda: (8, 0))
+    assert choose("bfloat16", 4096, 768, 3072) == "triton"
+    with pytest.raises(ValueError, match="'mosaic' needs a Hopper GPU"):
+        choose("bfloat16", 4096, 768, 3072, "mosaic")
+
+
+def test_errors(monkeypatch):
+    x, w, b = inputs((4,), 3, 2, jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"unknown implementation 'cublas'; choose one of \['auto', 'mosaic', 'triton'"
+    ):
+        linear_gelu(x, w, b, implementation="cublas")
+    with pytest.raises(ValueError, match="'triton' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"):
+        linear_gelu(x, w, b, implementation="triton")
+    with pytest.raises(ValueError, match="expected w and b of x's dtype or float32, got float16, bfloat16, bfloat16"):
+        linear_gelu(x.astype(jnp.float16), w, b)
+    with pytest.raises(ValueError, match="got bfloat16, bfloat16, float16"):
+        linear_relu_squared(x, w, b.astype(jnp.float16))
+    # jaxtyping refuses first under pytest; without it the function itself does.
+    for bad in ((x, w.T, b), (x, w, b[:1]), (x, w[0], b), (x[0, 0], w, b)):
+        with pytest.raises((ValueError, TypeError)):
+            linear_gelu(*bad)
+        with pytest.raises(ValueError, match=r"linear_gelu: expected x \(..., I\), w \(I, O\) and b \(O,\), got"):
+            unchecked(linear_gelu)(*bad)
+    monkeypatch.setattr(_choose, "why_not_mosaic", lambda: None)
+    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
+    with pytest.raises(ValueError, match="'mosaic' takes bfloat16 or float16, not float32"):
+        choose("float32", 4096, 768, 3072, "mosaic")
+    with pytest.raises(ValueError, match="'mosaic' has no tiles that divide N=4000, I=768, O=3072: it takes N of 128"):
+        choose("bfloat16", 4000, 768, 3072, "mosaic")
+    with pytest.raises(ValueError, match="'triton' takes bfloat16 or float16, not float32"):
+        choose("float32", 4096, 768, 3072, "triton")
+
+
+# ------------------------------------------------------------------------------------------------------------------------ GPU
+
+GPU_SHAPES = [
+    ("mosaic", 4096, 768, 3072, jnp.bfloat16, "gelu"),  # GPT-2 124M
+    (
+        "mosaic",
+        768,
+        1600,
+        6400,
+        jnp.bfloat16,
+        "gelu",
+    ),  # GPT-2 XL: the widest, and fewer tiles than multiprocessors below
+    ("mosaic", 256, 256, 384, jnp.float16, "relu_squared"),
+    ("triton", 4096, 768, 3072, jnp.bfloat16, "gelu"),
+    ("triton", 1111, 333, 1001, jnp.bfloat16, "gelu"),  # ragged in every axis
+    ("triton", 1, 1, 1, jnp.float16, "relu_squared"),
+    ("xla", 1111, 333, 1001, jnp.bfloat16, "gelu"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation, n, i, o, dtype, activation", GPU_SHAPES)
+def test_output_and_gradients_on_a_gpu(implementation, n, i, o, dtype, activation):
+    check_all(implementation, (n,), i, o, dtype, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_runs_are_equal(implementation):
+    args = inputs((4096,), 768, 3072, jnp.bfloat16)
+    f = jax.jit(jax.value_and_grad(functools.partial(loss, implementation=implementation), (0, 1)))
+    first = jax.tree.leaves(f(*args))
+    for _ in range(5):
+        for one, other in zip(first, jax.tree.leaves(f(*args)), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False])
+def test_mosaic_over_many_tiles(bias):
+    """Every block has a dozen tiles: an operand overwritten too early shows in one of them."""
+    x, w, b = inputs((65536,), 768, 3072, jnp.bfloat16)
+
+    def gradients(implementation):
+        f = lambda x, w: linear_relu_squared(x, w, b if bias else None, implementation=implementation)
+        y, pull = jax.vjp(f, x, w)
+        return y, *pull(y)
+
+    for ours, theirs in zip(jax.jit(gradients, static_argnums=0)("mosaic"), gradients("xla"), strict=True):
+        ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+        assert jnp.abs(ours - theirs).max() <= 2**-7 * jnp.abs(theirs).max()
+        assert jnp.sqrt(jnp.mean((ours - theirs) ** 2)) <= 2**-7 * jnp.sqrt(jnp.mean(theirs**2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, i, o", [(512, 256, 512), (512, 256, 1024)])
+def test_bias_goes_along_the_right_axis(n, i, o):
+    """XLA once added cuBLASLt's bias along the wrong axis of a square output, and lost a factor on it."""
+    x, w, _ = inputs((n,), i, o, jnp.bfloat16)
+    b = jnp.arange(o, dtype=jnp.float32) / o
+    found = jax.jit(functools.partial(linear_gelu, implementation="xla"))(x, w, b)
+    halved = jax.jit(lambda x, w, b: 0.5 * (jnp.matmul(x, w, preferred_element_type=jnp.float32) + b[None, :]))(x, w, b)
+    np.testing.assert_allclose(found.astype(jnp.float32), reference(x, w, b), rtol=1e-2, atol=1e-2)
+    u = np.asarray(x, np.float64) @ np.asarray(w, np.float64) + np.asarray(b, np.float64)
+    np.testing.assert_allclose(halved, 0.5 * u, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_auto_on_this_gpu():
+    assert choose("bfloat16", 65536, 768, 3072) != "xla" and choose("float32", 65536, 768, 3072) == "xla"
