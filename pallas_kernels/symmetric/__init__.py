@@ -1,0 +1,263 @@
+"""Symmetric products: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a; the products of Polar Express, batched over matrices.
+
+Shapes: M rows, K columns; any leading axes count matrices. Results are symmetric to the last bit: only the tiles on and above
+the diagonal are computed, n(n+1)/2 of n², and each one off it is also written transposed. A sum over k is kept in fp32
+and rounded once, also in b·a + c·a a.
+
+Back ends:
+    mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples of 64.
+    triton: NVIDIA GPUs from Ampere on. bf16 or fp16, any shape.
+    xla: a batched product of all tiles; any device, any dtype. Exactly symmetric only where the library's product is.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _choose
+
+
+def xxt(
+    a: Float[Array, "*batch M K"], *, implementation: str = "auto", precision: jax.lax.PrecisionLike = None
+) -> Float[Array, "*batch M M"]:
+    """a aᵀ of each matrix.
+
+    Args:
+        a: matrices of any floating-point dtype; the result has it too.
+        implementation: "auto", or one of the back ends above.
+        precision: of fp32 products in the `xla` back end (JAX's own default for fp32 on a GPU is TF32).
+
+    Raises:
+        ValueError: `a` is not a matrix, or the named back end cannot run it.
+    """
+    _check("xxt", a)
+    return _xxt(a, choose("xxt", a.dtype, a.shape, implementation), precision)
+
+
+def xtx(
+    a: Float[Array, "*batch M K"], *, implementation: str = "auto", precision: jax.lax.PrecisionLike = None
+) -> Float[Array, "*batch K K"]:
+    """aᵀ a of each matrix, from the layout that `a` has. Arguments and errors as in `xxt`."""
+    _check("xtx", a)
+    return _xtx(a, choose("xtx", a.dtype, a.shape, implementation), precision)
+
+
+def ba_plus_caa(
+    a: Float[Array, "*batch M M"],
+    *,
+    b: float | Float[Array, ""],
+    c: float | Float[Array, ""],
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch M M"]:
+    """b·a + c·a a of each symmetric matrix a, rounded once.
+
+    Args:
+        a: symmetric matrices; of others the result is not defined.
+        b, c: coefficients, kept in fp32.
+        implementation, precision: as in `xxt`.
+
+    Raises:
+        ValueError: `a` is not square, or the named back end cannot run it.
+    """
+    _check("ba_plus_caa", a)
+    bc_2 = jnp.stack([jnp.asarray(b, jnp.float32), jnp.asarray(c, jnp.float32)])
+    return _ba_plus_caa(a, bc_2, choose("ba_plus_caa", a.dtype, a.shape, implementation), precision)
+
+
+def choose(kernel: str, dtype: jax.typing.DTypeLike, shape: tuple[int, ...], implementation: str = "auto") -> str:
+    """The back end that `kernel` ("xxt", "xtx" or "ba_plus_caa") uses for this dtype and shape on the default device.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    dtype = jnp.dtype(dtype)
+    supported = {
+        "mosaic": _why_not_mosaic(dtype, shape),
+        "triton": _why_not_triton(dtype, shape),
+        "xla": None,
+        "reference": None,
+    }
+    if implementation != "auto":
+        return _choose.named(kernel, implementation, supported)
+    if supported["mosaic"] is None and not _is_faster(kernel, shape):
+        return "xla"
+    # Triton is behind: see docs/kernels/symmetric.md.
+    return _choose.auto({name: supported[name] for name in ("mosaic", "xla")})
+
+
+# ------------------------------------------------------------------------------------------------------------- definitions
+
+
+def xxt_reference(a):
+    """a aᵀ in fp32 with true fp32 products, whatever `a` is."""
+    return _matmul(a.astype(jnp.float32), _transposed(a.astype(jnp.float32)), jax.lax.Precision.HIGHEST)
+
+
+def xtx_reference(a):
+    """aᵀ a in fp32 with true fp32 products, whatever `a` is."""
+    return _matmul(_transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST)
+
+
+def ba_plus_caa_reference(a, *, b, c):
+    """b·a + c·a a in fp32 with true fp32 products, whatever `a` is."""
+    a = a.astype(jnp.float32)
+    return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST)
+
+
+# --------------------------------------------------------------------------------------------------------------- gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _xxt(a, backend, precision):
+    return _run(a, None, 2, backend, precision)
+
+
+def _xxt_forward(a, backend, precision):
+    return _xxt(a, backend, precision), a
+
+
+def _xxt_backward(backend, precision, a, g):
+    return (_matmul(g + _transposed(g), a, precision),)
+
+
+_xxt.defvjp(_xxt_forward, _xxt_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _xtx(a, backend, precision):
+    return _run(a, None, 1, backend, precision)
+
+
+def _xtx_forward(a, backend, precision):
+    return _xtx(a, backend, precision), a
+
+
+def _xtx_backward(backend, precision, a, g):
+    return (_matmul(a, g + _transposed(g), precision),)
+
+
+_xtx.defvjp(_xtx_forward, _xtx_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _ba_plus_caa(a, bc_2, backend, precision):
+    return _run(a, bc_2, 2, backend, precision)
+
+
+def _ba_plus_caa_forward(a, bc_2, backend, precision):
+    return _ba_plus_caa(a, bc_2, backend, precision), (a, bc_2)
+
+
+def _ba_plus_caa_backward(backend, precision, saved, g):
+    a, bc_2 = saved
+    product = functools.partial(_matmul, precision=precision, dtype=jnp.float32)
+    a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
+    da = bc_2[0] * g32 + bc_2[1] * (product(g, _transposed(a)) + product(_transposed(a), g))
+    # Unused under jit where the coefficients are constants.
+    dbc_2 = jnp.stack([jnp.sum(g32 * a32), jnp.sum(g32 * product(a, a))])
+    return da.astype(a.dtype), dbc_2
+
+
+_ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
+
+
+# --------------------------------------------------------------------------------------------------------------- back ends
+
+
+def _run(a, bc_2, contract, backend, precision):
+    """a aᵀ (contract=2), aᵀ a (contract=1); with `bc_2`, bc[0]·a + bc[1]·a aᵀ."""
+    if backend == "reference":
+        made = xxt_reference(a) if contract == 2 else xtx_reference(a)
+        return (made if bc_2 is None else bc_2[0] * a.astype(jnp.float32) + bc_2[1] * made).astype(a.dtype)
+    if backend == "xla":
+        if bc_2 is None:
+            x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
+            return _matmul(x, y, precision)
+        aa = _matmul(a, a, precision, dtype=jnp.float32)
+        return (bc_2[0] * a.astype(jnp.float32) + bc_2[1] * aa).astype(a.dtype)
+    a_BXY = a.reshape(-1, *a.shape[-2:])
+    out_BMM = _kernel(backend, contract, bc_2 is not None)(a_BXY, *([] if bc_2 is None else [bc_2]))
+    return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
+
+
+@functools.cache
+def _kernel(backend, contract, scaled):
+    """The kernel, which under vmap sees more matrices."""
+    if backend == "mosaic":
+        from pallas_kernels.symmetric import _mosaic as module
+    else:
+        from pallas_kernels.symmetric import _triton as module
+
+    # Lowered once for each shape, however often a program calls it.
+    product = jax.jit(module.product, static_argnames="contract")
+
+    @jax.custom_batching.custom_vmap
+    def kernel(a_BXY, *bc):
+        return product(a_BXY, *(bc or (None,)), contract=contract)
+
+    @kernel.def_vmap
+    def _(axis_size, in_batched, a_BXY, *bc):
+        if any(in_batched[1:]) or not in_batched[0]:
+            # A coefficient for each: one after the other.
+            pairs = zip([a_BXY, *bc], in_batched, strict=True)
+            args = tuple(x if batched else jnp.broadcast_to(x[None], (axis_size, *x.shape)) for x, batched in pairs)
+            return jax.lax.map(lambda args: kernel(*args), args), True
+        out_BMM = kernel(a_BXY.reshape(-1, *a_BXY.shape[2:]), *bc)
+        return out_BMM.reshape(axis_size, -1, *out_BMM.shape[1:]), True
+
+    return kernel
+
+
+def _matmul(x, y, precision, dtype=None):
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=dtype)
+
+
+def _transposed(x):
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _is_faster(kernel: str, shape: tuple[int, ...]) -> bool:
+    """Whether half of the tiles take `mosaic` less time than all of them take XLA.
+
+    Measured on an H200 (docs/kernels/symmetric.md): it comes down to how many rounds the multiprocessors need. A product of two
+    tiles is one piece of work for one of them; in XLA's kernel the same piece has 128×256 results.
+    """
+    from pallas_kernels import _mosaic
+
+    batch, side = math.prod(shape[:-2]), shape[-1] if kernel == "xtx" else shape[-2]
+    n = math.ceil(side / 128)
+    pieces, all_tiles, at_once = batch * math.ceil(n * (n + 1) / 4), batch * n * n, _mosaic.num_sms()
+    rounds = math.ceil(pieces / at_once)
+    # XLA writes a product and reads it again for b·a + c·a a.
+    return all_tiles / 2 >= (1.0 if kernel == "ba_plus_caa" else 1.15) * rounds * at_once
+
+
+def _why_not_mosaic(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
+    if (why := _choose.why_not_mosaic()) is not None:
+        return why
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, not {dtype.name}"
+    if shape[-1] % 64 or shape[-2] % 64 or 0 in shape:
+        return f"takes matrices whose sides are multiples of 64, not {shape}"
+    return None
+
+
+def _why_not_triton(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
+    if (why := _choose.why_not_triton()) is not None:
+        return why
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, not {dtype.name}"
+    if 0 in shape:
+        return f"takes matrices that are not empty, not {shape}"
+    return None
+
+
+def _check(kernel, a):
+    if a.ndim < 2 or not jnp.issubdtype(a.dtype, jnp.floating):
+        raise ValueError(f"{kernel}: expected floating-point matrices (..., M, K), got {a.dtype} of shape {a.shape}")
+    if kernel == "ba_plus_caa" and a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"ba_plus_caa: expected square matrices (..., M, M), got shape {a.shape}")

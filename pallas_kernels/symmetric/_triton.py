@@ -1,0 +1,117 @@
+"""Symmetric products for NVIDIA GPUs from Ampere on: one program makes one tile on or above the diagonal, and its mirror image."""
+
+import jax
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+
+
+@triton.jit
+def _tile(
+    a_ptr,
+    bc_ptr,
+    out_ptr,
+    m: tl.constexpr,  # constants, or jax-triton's compiler would not know that rows start on 16 bytes
+    k: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # aᵀ a: the sum runs over the rows of a
+    SCALED: tl.constexpr,  # b·a + c·a aᵀ
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    EVEN_M: tl.constexpr = m % TILE == 0
+    EVEN_K: tl.constexpr = k % BLOCK_K == 0
+    N: tl.constexpr = (m + TILE - 1) // TILE
+    per_matrix: tl.constexpr = N * (N + 1) // 2
+    index = tl.program_id(0) % per_matrix
+    matrix = (tl.program_id(0) // per_matrix).to(tl.int64)
+    # Tiles column by column: column j holds j + 1, from number j(j+1)/2 on. The root may be off by one either way.
+    j = ((tl.sqrt(8.0 * index + 1.0) - 1.0) / 2.0).to(tl.int32)
+    j = tl.where(j * (j + 1) // 2 > index, j - 1, j)
+    j = tl.where((j + 1) * (j + 2) // 2 <= index, j + 1, j)
+    i = index - j * (j + 1) // 2
+
+    a_ptr += matrix * m * k
+    out_ptr += matrix * m * m
+    rows = i * TILE + tl.arange(0, TILE)
+    columns = j * TILE + tl.arange(0, TILE)
+    depth = tl.arange(0, BLOCK_K)
+    if TRANSPOSED:
+        left = a_ptr + depth[:, None] * m + rows[None, :]
+        right = a_ptr + depth[:, None] * m + columns[None, :]
+    else:
+        left = a_ptr + rows[:, None] * k + depth[None, :]
+        right = a_ptr + columns[:, None] * k + depth[None, :]
+    acc = tl.full((TILE, TILE), 0.0, tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN_M and EVEN_K:
+            x, y = tl.load(left), tl.load(right)
+        elif TRANSPOSED:
+            x = tl.load(left, mask=(depth < k - start)[:, None] & (rows < m)[None, :], other=0.0)
+            y = tl.load(right, mask=(depth < k - start)[:, None] & (columns < m)[None, :], other=0.0)
+        else:
+            x = tl.load(left, mask=(rows < m)[:, None] & (depth < k - start)[None, :], other=0.0)
+            y = tl.load(right, mask=(columns < m)[:, None] & (depth < k - start)[None, :], other=0.0)
+        if TRANSPOSED:
+            acc = tl.dot(tl.trans(x), y, acc)
+            left += BLOCK_K * m
+            right += BLOCK_K * m
+        else:
+            acc = tl.dot(x, tl.trans(y), acc)
+            left += BLOCK_K
+            right += BLOCK_K
+
+    inside = (rows < m)[:, None] & (columns < m)[None, :]
+    direct = rows[:, None] * m + columns[None, :]
+    if SCALED:
+        own = tl.load(a_ptr + direct) if EVEN_M else tl.load(a_ptr + direct, mask=inside, other=0.0)
+        acc = tl.load(bc_ptr) * own.to(tl.float32) + tl.load(bc_ptr + 1) * acc
+    made = acc.to(out_ptr.dtype.element_ty)
+    mirrored = columns[None, :] * m + rows[:, None]
+    if i == j:
+        # The mirror image of what lies above the diagonal, so that a tile is symmetric however it was added up.
+        tl.store(out_ptr + direct, made, mask=inside & (rows[:, None] <= columns[None, :]))
+        tl.store(out_ptr + mirrored, made, mask=inside & (rows[:, None] < columns[None, :]))
+    elif EVEN_M:
+        tl.store(out_ptr + direct, made)
+        tl.store(out_ptr + mirrored, made)
+    else:
+        tl.store(out_ptr + direct, made, mask=inside)
+        tl.store(out_ptr + mirrored, made, mask=inside)
+
+
+def product(
+    a_BXY: jax.Array,
+    bc_2: jax.Array | None,
+    *,
+    contract: int,
+    tile: int | None = None,
+    block_k: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> jax.Array:
+    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bc_2`, bc[0]·a + bc[1]·a aᵀ."""
+    batch, *sides = a_BXY.shape
+    # Rows that do not start on 16 bytes are read an element at a time, with a pointer for each: big tiles of those spill.
+    defaults = (128, 64, 8, 3) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4, 3)
+    given = (tile, block_k, num_warps, num_stages)
+    tile, block_k, num_warps, num_stages = (d if g is None else g for d, g in zip(defaults, given, strict=True))
+    m, k = (sides[0], sides[1]) if contract == 2 else (sides[1], sides[0])
+    n = triton.cdiv(m, tile)
+    (out_BMM,) = _triton.call(
+        _tile,
+        a_BXY,
+        # Not read where nothing is scaled.
+        a_BXY if bc_2 is None else bc_2,
+        out=[jax.ShapeDtypeStruct((batch, m, m), a_BXY.dtype)],
+        grid=(batch * n * (n + 1) // 2,),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        m=m,
+        k=k,
+        TRANSPOSED=contract == 1,
+        SCALED=bc_2 is not None,
+        TILE=tile,
+        BLOCK_K=block_k,
+    )
+    return out_BMM

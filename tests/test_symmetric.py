@@ -1,0 +1,355 @@
+"""pallas_kernels.symmetric against its references and NumPy, by the 2× rule."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+from kernel_tools import check, lower_for_h200, triton_kernels, unchecked
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels import _choose
+from pallas_kernels.symmetric import ba_plus_caa, ba_plus_caa_reference, choose, xtx, xtx_reference, xxt, xxt_reference
+from pallas_kernels.symmetric._mosaic import schedule
+
+B, C = 0.7, -0.45
+FUNCTIONS = {"xxt": xxt, "xtx": xtx, "ba_plus_caa": functools.partial(ba_plus_caa, b=B, c=C)}
+REFERENCES = {
+    "xxt": xxt_reference,
+    "xtx": xtx_reference,
+    "ba_plus_caa": functools.partial(ba_plus_caa_reference, b=B, c=C),
+}
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+SHAPES = [
+    (2, 16, 8),  # aligned
+    (5, 7),  # no leading axis, odd
+    (2, 3, 9, 4),  # two leading axes
+    (1, 1, 1),
+]
+
+
+def matrices(kernel, shape, dtype, seed=0):
+    """Random matrices of norms near 1; for `ba_plus_caa` symmetric ones, square on the last side."""
+    rng = np.random.default_rng(seed)
+    if kernel != "ba_plus_caa":
+        return jnp.asarray(rng.standard_normal(shape) * max(shape[-2:]) ** -0.5, dtype)
+    a = rng.standard_normal((*shape[:-2], shape[-1], shape[-1])) * (2 * shape[-1]) ** -0.5
+    return jnp.asarray(a + a.swapaxes(-1, -2), dtype)
+
+
+def plain(kernel):
+    """The textbook in the inputs' own dtype, operation by operation."""
+    if kernel == "xxt":
+        return lambda a: jnp.matmul(a, a.swapaxes(-1, -2), precision="highest")
+    if kernel == "xtx":
+        return lambda a: jnp.matmul(a.swapaxes(-1, -2), a, precision="highest")
+    return lambda a: jnp.asarray(B, a.dtype) * a + jnp.asarray(C, a.dtype) * jnp.matmul(a, a, precision="highest")
+
+
+def check_kernel(kernel, shape, dtype, **keywords):
+    a = matrices(kernel, shape, dtype)
+    function = functools.partial(FUNCTIONS[kernel], **keywords)
+    check(function, plain(kernel), REFERENCES[kernel], (a,), names=("a",))
+    out = np.asarray(jax.jit(function)(a), np.float32)
+    assert out.dtype == np.float32 and np.array_equal(out, out.swapaxes(-1, -2))
+
+
+def check_output(kernel, shape, dtype, **keywords):
+    a = matrices(kernel, shape, dtype)
+    found = FUNCTIONS[kernel](a, **keywords)
+    assert found.dtype == dtype
+    for norm in (rms, max_abs):
+        assert_within_twice(found, plain(kernel)(a), REFERENCES[kernel](a), norm=norm)
+    assert bool((found == found.swapaxes(-1, -2)).all())
+
+
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_is_the_definition(kernel, shape):
+    a = matrices(kernel, shape, jnp.bfloat16)
+    x = np.asarray(a, np.float64)
+    exact = {
+        "xxt": lambda: np.einsum("...mk,...nk->...mn", x, x),
+        "xtx": lambda: np.einsum("...mk,...mn->...kn", x, x),
+        "ba_plus_caa": lambda: B * x + C * np.einsum("...mk,...kn->...mn", x, x),
+    }[kernel]()
+    found = REFERENCES[kernel](a)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_xla_output_and_gradient(kernel, shape, dtype):
+    check_kernel(kernel, shape, dtype, implementation="xla", precision="highest")
+
+
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+def test_the_back_end_reference_is_the_reference_rounded(kernel):
+    a = matrices(kernel, (2, 9, 5), jnp.bfloat16)
+    found = FUNCTIONS[kernel](a, implementation="reference")
+    np.testing.assert_array_equal(found, REFERENCES[kernel](a).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_gradient_of_the_coefficients(implementation, request):
+    if implementation == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    a = matrices("ba_plus_caa", (2, 6, 6), jnp.float16)
+    f = lambda of, a, b, c: (of(a, b=b, c=c).astype(jnp.float32) * jnp.cos(jnp.arange(72.0)).reshape(2, 6, 6)).sum()
+    coefficients = (jnp.float32(0.7), jnp.float32(-1.1))
+    found = jax.grad(functools.partial(f, functools.partial(ba_plus_caa, implementation=implementation)), (1, 2))(
+        a, *coefficients
+    )
+    true = jax.grad(functools.partial(f, ba_plus_caa_reference), (1, 2))(a, *coefficients)
+    np.testing.assert_allclose(found, true, rtol=2e-3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- Triton
+
+# Triton's interpreter multiplies bf16 as if it were integers: fp16 here, bf16 on a GPU.
+TRITON_SHAPES = [
+    (2, 128, 64),  # one whole tile
+    (1, 1, 3),  # less than a tile every way
+    (2, 130, 70),  # two rows, six columns past a tile: edges in both
+    (1, 257, 129),  # one past two tiles; tiles off the diagonal
+]
+
+
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+@pytest.mark.parametrize("shape", TRITON_SHAPES)
+def test_triton_output_and_gradient(triton_on_cpu, kernel, shape):
+    check_kernel(kernel, shape, jnp.float16, implementation="triton")
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    kernel=st.sampled_from(list(FUNCTIONS)),
+    batch=st.integers(1, 3),
+    m=st.integers(1, 140),
+    k=st.integers(1, 80),
+    seed=st.integers(0, 9),
+)
+def test_triton_takes_any_shape(kernel, batch, m, k, seed):
+    from kernel_tools import interpret_call
+
+    from pallas_kernels import _triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_triton, "call", interpret_call)
+        patch.setattr(_choose, "why_not_triton", lambda: None)
+        a = matrices(kernel, (batch, m, k), jnp.float16, seed)
+        found = np.asarray(FUNCTIONS[kernel](a, implementation="triton"), np.float32)
+    true = np.asarray(REFERENCES[kernel](a))
+    np.testing.assert_allclose(found, true, rtol=0, atol=1e-3 * np.abs(true).max())
+    np.testing.assert_array_equal(found, found.swapaxes(-1, -2))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("contract, scaled", [(2, False), (2, True), (1, False)], ids=list(FUNCTIONS))
+@pytest.mark.parametrize("side", [768, 1601])
+def test_triton_compiles_without_spills(contract, scaled, side, capability):
+    from pallas_kernels.symmetric import _triton
+
+    a = jax.ShapeDtypeStruct((4, side, side), jnp.bfloat16)
+    bc = jax.ShapeDtypeStruct((2,), jnp.float32) if scaled else None
+    (made,) = triton_kernels(functools.partial(_triton.product, contract=contract), a, bc, capability=capability)
+    assert made.spill_bytes == 0
+    assert ("wgmma" if capability == 90 else "mma.sync") in made.ptx
+
+
+# ----------------------------------------------------------------------------------------------------------------- Mosaic
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 40))
+def test_schedule_has_every_tile_once(n):
+    work = schedule(n)
+    tiles = [tuple(sorted((s, other))) for s, p, q, _ in work for other in (p, q) if other >= 0]
+    assert sorted(tiles) == sorted(itertools.combinations_with_replacement(range(n), 2))
+    # At most one product of two tiles is half empty.
+    assert len(work) == -(-len(tiles) // 2) and (work[:, 2] < 0).sum() <= 1
+    for s, p, q, place in work:
+        assert (p, q, s)[place] == s and place == (0 if p == s else 1 if q == s else 2)
+
+
+MOSAIC_SHAPES = [
+    (2, 128, 64),  # one tile: half of the only product is not stored
+    (1, 384, 192),  # six: also tiles from two rows in one product, and several products for each block of threads
+]
+
+
+# Without gradients: they are the plain products that the other back ends have too, and JAX's interpreter can starve beside them
+# where XLA has only two threads.
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+@pytest.mark.parametrize("shape", MOSAIC_SHAPES)
+def test_mosaic_output(mosaic_on_cpu, capfd, kernel, shape):
+    shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape  # the result has `shape[1]` rows
+    check_output(kernel, shape, jnp.bfloat16, implementation="mosaic")
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(48, 768, 768), (24, 3072, 768), (2, 1600, 1600), (1, 64, 64)])
+def test_mosaic_lowers_for_an_h200(kernel, shape):
+    a = jax.ShapeDtypeStruct(shape if kernel != "ba_plus_caa" else (*shape[:1], shape[2], shape[2]), jnp.bfloat16)
+    assert "mosaic_gpu" in lower_for_h200(functools.partial(FUNCTIONS[kernel], implementation="mosaic"), a)
+
+
+# ------------------------------------------------------------------------------------------------------- transformations
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+def test_vmap_is_one_more_batch_axis(kernel, implementation, request):
+    if implementation == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    a = matrices(kernel, (3, 2, 6, 5), jnp.float16)
+    f = functools.partial(FUNCTIONS[kernel], implementation=implementation)
+    np.testing.assert_array_equal(jax.vmap(f)(a), f(a))
+    np.testing.assert_array_equal(jax.vmap(f, in_axes=1, out_axes=1)(a), f(a))
+    gradient = jax.grad(lambda a: f(a).astype(jnp.float32).sum())
+    np.testing.assert_allclose(jax.vmap(gradient)(a), gradient(a), rtol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_vmap_over_coefficients(implementation, request):
+    if implementation == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    a = matrices("ba_plus_caa", (2, 5, 5), jnp.float16)
+    b_J, c_J = jnp.float32([1, 2, 3]), jnp.float32([-1, 0, 4])
+    f = lambda b, c: ba_plus_caa(a, b=b, c=c, implementation=implementation)
+    np.testing.assert_array_equal(jax.vmap(f)(b_J, c_J), jnp.stack([f(b, c) for b, c in zip(b_J, c_J, strict=True)]))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+def test_checkpoint(kernel, implementation, request):
+    if implementation == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    a = matrices(kernel, (4, 6, 5), jnp.float16)
+    f = functools.partial(FUNCTIONS[kernel], implementation=implementation)
+    total = lambda f: lambda a: f(a).astype(jnp.float32).sum()
+    np.testing.assert_array_equal(jax.grad(total(jax.checkpoint(f)))(a), jax.grad(total(f))(a))
+
+
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+def test_shard_map(kernel):
+    a, f = matrices(kernel, (4, 6, 5), jnp.float16), FUNCTIONS[kernel]
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    spec = PartitionSpec("data")
+    sharded = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    np.testing.assert_array_equal(sharded(a), f(a))
+
+
+def test_an_empty_batch():
+    a = jnp.zeros((0, 4, 3), jnp.bfloat16)
+    assert xxt(a).shape == (0, 4, 4) and xtx(a).shape == (0, 3, 3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_errors():
+    a = matrices("xxt", (2, 4, 3), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"xxt: unknown implementation 'cublas'; choose one of \['auto', 'mosaic', 'triton', 'xla'"
+    ):
+        xxt(a, implementation="cublas")
+    for name in ("mosaic", "triton"):
+        with pytest.raises(
+            ValueError, match=f"xtx: implementation '{name}' needs an NVIDIA GPU, and the default device is a cpu"
+        ):
+            xtx(a, implementation=name)
+    with pytest.raises(ValueError, match=r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)"):
+        unchecked(ba_plus_caa)(a, b=1.0, c=1.0)
+    for bad, said in ((a[0, 0], r"bfloat16 of shape \(3,\)"), (jnp.zeros((2, 2), jnp.int32), "int32 of shape")):
+        with pytest.raises((ValueError, TypeError)):
+            xxt(bad)
+        with pytest.raises(ValueError, match=rf"xxt: expected floating-point matrices \(..., M, K\), got {said}"):
+            unchecked(xxt)(bad)
+
+
+def test_what_the_kernels_cannot_take(triton_on_cpu, mosaic_on_cpu):
+    with pytest.raises(
+        ValueError, match="'triton' takes bfloat16 or float16, not float32; these can run here: .*'xla'"
+    ):
+        choose("xxt", "float32", (2, 128, 128), "triton")
+    with pytest.raises(ValueError, match="'mosaic' takes bfloat16 or float16, not float32"):
+        choose("xxt", "float32", (2, 128, 128), "mosaic")
+    with pytest.raises(
+        ValueError, match=r"'mosaic' takes matrices whose sides are multiples of 64, not \(2, 128, 96\)"
+    ):
+        choose("xxt", "bfloat16", (2, 128, 96), "mosaic")
+    with pytest.raises(ValueError, match=r"'triton' takes matrices that are not empty, not \(0, 8, 8\)"):
+        choose("xxt", "bfloat16", (0, 8, 8), "triton")
+
+
+def test_auto_counts_rounds(mosaic_on_cpu, monkeypatch):
+    monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 132)
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    # As measured on an H200.
+    for batch in (12, 24, 36, 48):
+        assert choose("xxt", "bfloat16", (batch, 768, 768)) == choose("xtx", "bfloat16", (batch, 3072, 768)) == "mosaic"
+    assert choose("xxt", "bfloat16", (2, 6, 1600, 1600)) == "mosaic"
+    assert choose("xxt", "bfloat16", (8, 768, 768)) == choose("xtx", "bfloat16", (6, 3072, 768)) == "xla"
+    assert choose("xxt", "bfloat16", (1, 1024, 1024)) == choose("xxt", "bfloat16", (768, 768)) == "xla"
+    assert choose("xxt", "float32", (48, 768, 768)) == choose("xxt", "bfloat16", (48, 768, 100)) == "xla"
+
+
+def test_auto_on_a_cpu_is_xla():
+    assert choose("xxt", "bfloat16", (48, 768, 768)) == "xla"
+
+
+# ------------------------------------------------------------------------------------------------------------------- GPU
+
+GPU_SHAPES = [
+    (3, 192, 192),  # the last tile is half outside
+    (2, 768, 384),  # six tiles a side, as many as in GPT-2's matrices
+    (140, 128, 128),  # more pieces of work than multiprocessors, one tile each
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_output_on_the_gpu(kernel, shape):
+    shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape
+    for implementation in ("mosaic", "triton"):
+        check_output(kernel, shape, jnp.bfloat16, implementation=implementation)
+
+
+@pytest.mark.gpu
+def test_odd_sides_and_fp16_on_the_gpu():
+    for kernel in FUNCTIONS:
+        check_output(kernel, (2, 131, 131), jnp.bfloat16, implementation="triton")
+    for implementation in ("mosaic", "triton"):
+        check_output("xxt", GPU_SHAPES[0], jnp.float16, implementation=implementation)
+
+
+@pytest.mark.gpu
+def test_gradient_on_the_gpu():
+    check_kernel("ba_plus_caa", GPU_SHAPES[0], jnp.bfloat16, implementation="mosaic")
+
+
+@pytest.mark.gpu
+def test_repeated_runs_are_equal():
+    a = matrices("ba_plus_caa", (48, 768, 768), jnp.bfloat16)
+    f = jax.jit(FUNCTIONS["ba_plus_caa"])
+    first = f(a)
+    assert all(bool((f(a) == first).all()) for _ in range(10))
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu():
+    if _choose.partitioned():
+        pytest.skip("several GPUs: outside a shard_map auto leaves kernels of ours out")
+    for kernel in FUNCTIONS:
+        assert choose(kernel, "bfloat16", (48, 768, 768)) == ("mosaic" if _choose.why_not_mosaic() is None else "xla")
+    assert choose("xxt", "bfloat16", (1, 768, 768)) == choose("xxt", "float32", (48, 768, 768)) == "xla"
