@@ -1,0 +1,55 @@
+"""transpose_copy and transpose_add at the size of GPT-2's LM head: `python -m gptjax.bench kernels transpose`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels import transpose_add, transpose_copy
+
+R, C = 768, 50304
+
+
+def cases() -> list[Case]:
+    bf16, fp32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    return [
+        _copy(bf16, bar="≤ 0.050 ms"),
+        _add(bf16, bf16, bar="≤ 0.090 ms"),
+        _copy(fp32),
+        _add(fp32, fp32),
+        _add(fp32, bf16),
+    ]
+
+
+def _copy(dtype, bar=""):
+    return Case(
+        kernel="transpose_copy",
+        name=f"{R}×{C} {dtype.name}",
+        make=lambda key: (jax.random.normal(key, (R, C), dtype),),
+        run={name: functools.partial(transpose_copy, implementation=name) for name in ("triton", "xla")},
+        torch=_rivals(lambda src: src.t().contiguous()),
+        bytes=2 * R * C * dtype.itemsize,
+        bar=bar,
+    )
+
+
+def _add(dst_dtype, src_dtype, bar=""):
+    def make(key):
+        keys = jax.random.split(key)
+        return jax.random.normal(keys[0], (C, R), dst_dtype), jax.random.normal(keys[1], (R, C), src_dtype)
+
+    return Case(
+        kernel="transpose_add",
+        name=f"{C}×{R} {dst_dtype.name}" + (f" + {src_dtype.name}" if src_dtype != dst_dtype else ""),
+        make=make,
+        run={name: functools.partial(transpose_add, implementation=name) for name in ("triton", "xla")},
+        torch=_rivals(lambda dst, src: dst.add_(src.t())),
+        bytes=R * C * (2 * dst_dtype.itemsize + src_dtype.itemsize),
+        in_place=True,
+        bar=bar,
+    )
+
+
+def _rivals(f):
+    return {"torch": lambda torch: f, "torch.compile": lambda torch: torch.compile(f)}

@@ -1,0 +1,86 @@
+"""Triton kernels of transpose_copy and transpose_add: a program moves one tile, turned round in shared memory."""
+
+import jax
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+
+
+@triton.jit
+def transpose(
+    src_ptr,
+    dst_ptr,
+    out_ptr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    HAS_DST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    # Consecutive programs take the tiles of a column of src: together they write whole rows of the result.
+    down: tl.constexpr = (R + ROWS - 1) // ROWS
+    across: tl.constexpr = (C + COLS - 1) // COLS
+    batch, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
+    start = batch.to(tl.int64) * R * C
+    r, c = tile % down * ROWS + tl.arange(0, ROWS), tile // down * COLS + tl.arange(0, COLS)
+    src_offset = start + (r.to(INDEX)[:, None] * C + c[None, :])
+    src = tl.load(src_ptr + src_offset, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+    offset = start + (c.to(INDEX)[:, None] * R + r[None, :])
+    inside = (c < C)[:, None] & (r < R)[None, :]
+    if HAS_DST:
+        # Asked for before the wait for src.
+        dst = tl.load(dst_ptr + offset, mask=inside, other=0.0)
+    out = tl.trans(src)
+    if HAS_DST:
+        out = dst.to(tl.float32) + out.to(tl.float32)
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_in_place(
+    src_ptr,
+    dst_ptr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    transpose(src_ptr, dst_ptr, dst_ptr, R, C, True, ROWS, COLS, INDEX)
+
+
+# 768×50304, by measurement on an H200 (docs/kernels/transpose.md).
+ROWS, COLS = 64, 64
+# By the size of src's elements.
+WARPS = {2: 4, 4: 8}
+
+
+def transpose_copy(src_BRC, *, dtype):
+    """srcᵀ in `dtype`, shape (B, C, R)."""
+    b, r, c = src_BRC.shape
+    out = [jax.ShapeDtypeStruct((b, c, r), dtype)]
+    return _triton.call(transpose, src_BRC, src_BRC, out=out, HAS_DST=False, **_launch(src_BRC))[0]
+
+
+def transpose_add(dst_BCR, src_BRC, *, in_place):
+    """dst + srcᵀ; over dst itself where it is dead afterwards and `in_place`."""
+    if in_place:
+        return _triton.call(add_in_place, src_BRC, dst_BCR, out=[], in_place=(1,), **_launch(src_BRC))[0]
+    out = [jax.ShapeDtypeStruct(dst_BCR.shape, dst_BCR.dtype)]
+    return _triton.call(transpose, src_BRC, dst_BCR, out=out, HAS_DST=True, **_launch(src_BRC))[0]
+
+
+def _launch(src_BRC):
+    b, r, c = src_BRC.shape
+    return {
+        "grid": (b * triton.cdiv(r, ROWS) * triton.cdiv(c, COLS),),
+        "num_warps": WARPS[src_BRC.dtype.itemsize],
+        "R": r,
+        "C": c,
+        "ROWS": ROWS,
+        "COLS": COLS,
+        # Offsets within one matrix; 64 bits only where they must be.
+        "INDEX": tl.int64 if r * c > 2**31 - 1 else tl.int32,
+    }
