@@ -1,11 +1,32 @@
 """GPU kernels for GPT-2, importable without gptjax.
 
-Each module holds one operation: its mathematics, a plain-JAX `reference()`, its back ends, and a public function whose
+Each module or folder holds one operation: its mathematics, a plain-JAX `reference()`, its back ends, and a public function whose
 `implementation=` argument names the back end. `"auto"` takes the fastest that supports the device, dtype and shape; a named
 one works or raises. This is the one seam through which the model reaches attention and the loss.
 """
 
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
+from pallas_kernels.layer_norm import layer_norm, rms_norm
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_gelu import linear_gelu, linear_relu_squared
+from pallas_kernels.softmax import softmax
+from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
+from pallas_kernels.transpose import transpose_add, transpose_copy
 
-__all__ = ["flash_attention", "linear_cross_entropy"]
+__all__ = [
+    "SigmoidCap",
+    "ba_plus_caa",
+    "flash_attention",
+    "fused_classifier",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_gelu",
+    "linear_relu_squared",
+    "rms_norm",
+    "softmax",
+    "transpose_add",
+    "transpose_copy",
+    "xtx",
+    "xxt",
+]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import unchecked
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import flash_attention
@@ -174,13 +175,6 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
         choose("bfloat16", 65, 64, "cudnn")
     assert choose("bfloat16", 65, 64) == "xla"
     assert choose("bfloat16", 128, 64) != "xla" and choose("float32", 128, 64) == "xla"
-
-
-def unchecked(function):
-    """The function under jaxtyping's and beartype's wrappers."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 # ------------------------------------------------------------------------------------------------------------------ GPU

@@ -435,6 +435,19 @@ def test_bad_config(fields, message):
         GPT2Config(**fields)
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_fused_loss_is_the_plain_one(chunk):
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 7
+    found = {}
+    for loss in ("xla", "fused"):
+        config = config_of(SHAPES["odd"], block_size=12, loss=loss, loss_chunk=chunk)
+        graphdef, params = nnx.split(build(config, random_of(config)), nnx.Param)
+        value = lambda params, graphdef=graphdef: loss_fn(nnx.merge(graphdef, params), tokens, (tokens + 1) % 7)
+        found[loss] = jax.jit(jax.value_and_grad(value))(params)
+    for ours, plain in zip(jax.tree.leaves(found["fused"]), jax.tree.leaves(found["xla"]), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_unknown_options_list_the_choices():
     # The type itself refuses under pytest; without the checker __post_init__ does.
     with pytest.raises((ValueError, TypeError), match="(?s)block.*sublayer"):
@@ -445,8 +458,8 @@ def test_unknown_options_list_the_choices():
     tokens = jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"flash_attention: unknown implementation 'flash'; choose one of \['auto'"):
         build(config, random_of(config))(tokens)
-    config = config_of(SHAPES["odd"], loss="fused")
-    with pytest.raises(ValueError, match=r"unknown implementation 'fused'; choose one of \['auto'"):
+    config = config_of(SHAPES["odd"], loss="sparse")
+    with pytest.raises(ValueError, match=r"unknown implementation 'sparse'; choose one of \['auto'"):
         loss_fn(build(config, random_of(config)), tokens, tokens)
     config = config_of(SHAPES["odd"], loss_chunk=4)
     with pytest.raises(ValueError, match="3 tokens are not a multiple of chunk=4"):

@@ -45,9 +45,9 @@ class GPT2Config:
     attention: str = "auto"
     """Back end of attention: auto, cudnn or xla."""
     loss: str = "auto"
-    """Back end of the head and its loss: auto or xla."""
+    """Back end of the head and its loss: auto, fused or xla."""
     loss_chunk: int | None = None
-    """Tokens whose logits are alive at once; None for all of a micro-batch. Must divide its tokens."""
+    """Tokens whose logits are alive at once; must divide a micro-batch's. None: about 16,384 where loss is fused, all where xla."""
     recompute: Literal["none", "block", "sublayer"] = "none"
     """Activations recomputed in the backward pass: none; all but each block's input; all but each attention's and MLP's input."""
 

@@ -1,0 +1,139 @@
+"""`python -m gptjax.bench kernels`: every kernel against the ceiling, XLA and PyTorch."""
+
+import dataclasses
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from gptjax.bench.harness import Case, Ceilings, ceilings, seconds, torch_seconds
+from gptjax.training.checkpoint import versions
+
+# benchmarks/ beside src/: they are part of the repository and not of the installed package.
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+class BenchError(ValueError):
+    """What was asked for cannot be measured here; the message says why."""
+
+
+def available() -> list[str]:
+    """The kernels that have a benchmark."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if "def cases()" in path.read_text())
+
+
+def load(name: str) -> list[Case]:
+    """The cases of benchmarks/NAME.py.
+
+    Raises:
+        BenchError: there is no such benchmark.
+    """
+    if name not in available():
+        raise BenchError(
+            f"no benchmark named {name!r}; choose from {available()} (they lie in the repository's {FOLDER.name}/)"
+        )
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.cases()
+
+
+def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
+    """A row for each implementation of each case; one that fails is a row with its error."""
+    rows = []
+    for case in cases:
+        runs = [(name, lambda f=f: seconds(f, case)) for name, f in case.run.items()]
+        if torch and case.bar:
+            runs += [(name, lambda f=f: torch_seconds(f, case)) for name, f in case.torch.items()]
+        for name, run in runs:
+            row = {"kernel": case.kernel, "case": case.name, "implementation": name}
+            try:
+                taken = run()
+            except Exception as error:  # one rival that does not run must not cost the others their figures
+                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            else:
+                row |= {"ms": taken * 1e3, "ceiling": limits.seconds(case) / taken}
+                row |= {"GB/s": case.bytes / taken / 1e9} if case.bytes else {}
+                row |= {"TFLOP/s": case.flops / taken / 1e12} if case.flops else {}
+            row |= {"bound": case.bound, "bar": case.bar}
+            rows.append(row)
+            print(_line(row), file=sys.stderr, flush=True)
+            gc.collect()
+    return rows
+
+
+def _line(row: dict) -> str:
+    found = row["error"] if "error" in row else f"{row['ms']:.4f} ms, {row['ceiling']:.1%} of the ceiling"
+    return f"{row['kernel']} · {row['case']} · {row['implementation']}: {found}"
+
+
+def show(rows: list[dict], limits: Ceilings) -> None:
+    title = f"{jax.devices()[0].device_kind}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, bf16 product {limits.flops_per_s / 1e12:.0f} TFLOP/s"
+    table = Table("kernel", "case", "implementation", "ms", "TB/s", "TFLOP/s", "of ceiling", "bar", title=title)
+    last = None
+    for row in rows:
+        head = (row["kernel"], row["case"])
+        if last is not None and head != last:
+            table.add_section()
+        if "error" in row:
+            figures = ["-", "-", "-", row["error"][:60]]
+        else:
+            figures = [
+                f"{row['ms']:.4f}",
+                f"{row['GB/s'] / 1e3:.2f}" if "GB/s" in row else "",
+                f"{row['TFLOP/s']:.0f}" if "TFLOP/s" in row else "",
+                f"{row['ceiling']:.1%}",
+            ]
+        table.add_row(
+            *(head if head != last else ("", "")), row["implementation"], *figures, row["bar"] if head != last else ""
+        )
+        last = head
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def run(names: list[str], *, out: Path | None, torch: bool) -> None:
+    """Measures the named kernels (all where none is named), prints a table for each, and writes OUT/NAME.json for each.
+
+    Raises:
+        BenchError: no GPU, no such kernel, PyTorch asked for and absent; after all is written, an implementation did not run.
+    """
+    failed: list[str] = []
+    cases = {name: load(name) for name in names or available()}
+    if jax.default_backend() != "gpu":
+        raise BenchError("kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e '.[cuda13]'")
+    if torch and importlib.util.find_spec("torch") is None:
+        raise BenchError("PyTorch is not installed: leave it out with --no-torch, or pip install torch")
+    found = versions() | {package: _version(package) for package in ("jax-triton", "triton") + ("torch",) * torch}
+    for name, its_cases in cases.items():
+        limits = ceilings(torch=torch)
+        rows = measure(its_cases, limits, torch=torch)
+        show(rows, limits)
+        failed += [_line(row) for row in rows if "error" in row]
+        if out:
+            result = {
+                "command": f"python -m gptjax.bench kernels {name}" + ("" if torch else " --no-torch"),
+                "date": time.strftime("%Y-%m-%d"),
+                "device": jax.devices()[0].device_kind,
+                "versions": found,
+                "ceilings": dataclasses.asdict(limits),
+                "rows": rows,
+            }
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            print(f"wrote {out / name}.json")
+    if failed:
+        raise BenchError("\n".join(["did not run:", *failed]))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,138 @@
+"""gptjax.bench: the harness runs what it says, reports failures as such, and refuses what it cannot measure."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gptjax.bench import harness, kernels
+from gptjax.bench.__main__ import main
+from gptjax.bench.harness import Case, Ceilings
+
+LIMITS = Ceilings(bytes_per_s=1e9, flops_per_s=1e12)
+
+
+def make(key):
+    return jax.random.normal(key, (64, 64)), jnp.float32(1)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(harness, "SECONDS", 0.001)
+    monkeypatch.setattr(harness, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(harness, "ROTATED_BYTES", 1e5)
+    monkeypatch.setattr(harness, "PROGRAM_SECONDS", 0.0)
+
+
+def case(**how):
+    given = {
+        "kernel": "double",
+        "name": "64×64",
+        "make": make,
+        "run": {"xla": lambda x, one: 2 * x + one},
+        "bytes": 2 * 64 * 64 * 4,
+    }
+    return Case(**given | how)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_time_is_positive_and_the_ceiling_follows_from_the_bytes(in_place):
+    rows = kernels.measure([case(in_place=in_place)], LIMITS, torch=False)
+    (row,) = rows
+    assert row["ms"] > 0
+    assert row["GB/s"] == pytest.approx(32768 / row["ms"] / 1e6)
+    assert row["ceiling"] == pytest.approx(32768 / 1e9 / (row["ms"] / 1e3))
+
+
+def test_the_ceiling_of_a_product_is_its_operations():
+    assert LIMITS.seconds(case(flops=5e9, bound="bf16")) == pytest.approx(5e-3)
+
+
+def test_every_call_is_made_on_inputs_of_its_own():
+    """A compiler that sees the same call twice makes one of it; the sets differ, and each is used."""
+    seen = []
+
+    def record(x, one):
+        jax.debug.callback(lambda value: seen.append(float(value)), x[0, 0])
+        return x + one
+
+    harness.seconds(record, case())
+    sets = len(harness._input_sets(record, case()))
+    assert sets == 4  # 1e5 bytes / (16 kB in, 16 kB out), rounded up
+    assert len(set(seen)) == sets
+
+
+def test_a_program_makes_every_output_of_every_call():
+    """The compiler leaves out what nobody reads: here each output comes from a callback that it may leave out."""
+    made = {"a": [], "b": []}
+
+    def output(name, x):
+        def note(x):
+            made[name].append(float(x[0, 0]))
+            return x
+
+        return jax.pure_callback(note, x, x)
+
+    run = lambda x, one: (output("a", x), output("b", x))
+    harness.seconds(run, case())
+    sets = len(harness._input_sets(run, case()))
+    assert len(made["a"]) == len(made["b"]) and len(made["a"]) % sets == 0
+    assert len(set(made["a"])) == len(set(made["b"])) == sets
+
+
+def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys):
+    def broken(x, one):
+        raise ValueError("no such shape")
+
+    rows = kernels.measure(
+        [case(run={"broken": broken, "xla": lambda x, one: x + one}, bar="≤ 1 ms")], LIMITS, torch=False
+    )
+    assert rows[0]["error"] == "ValueError: no such shape" and "ms" not in rows[0]
+    assert rows[1]["ms"] > 0
+    result = {
+        "rows": rows + [row | {"bar": ""} for row in rows],
+        "device": "a GPU",
+        "date": "2026-01-01",
+        "ceilings": {"bytes_per_s": 1e12, "flops_per_s": 1e14},
+    }
+    results = tmp_path / "results"
+    assert main(["draw", str(results), str(tmp_path / "bars.png")]) == 1
+    assert "no JSON files in" in capsys.readouterr().err
+    results.mkdir()
+    (results / "double.json").write_text(json.dumps(result))
+    assert main(["draw", str(results), str(tmp_path / "bars.png")]) == 0
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+    kernels.show(rows, LIMITS)
+
+
+def test_every_benchmark_can_be_read_and_has_what_its_table_needs():
+    """Bytes for what is bound by memory, operations for what is bound by products; names that differ."""
+    assert {"linear_cross_entropy", "softmax"} <= set(kernels.available())
+    for name in kernels.available():
+        found = kernels.load(name)
+        assert len({(c.kernel, c.name) for c in found}) == len(found)
+        for c in found:
+            assert (c.bytes if c.bound == "memory" else c.flops) > 0, (name, c.name)
+            assert c.bound in ("memory", "bf16") and c.run
+
+
+def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(tmp_path, monkeypatch, capsys):
+    def broken(x, one):
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr(kernels, "load", lambda name: [case(run={"broken": broken, "xla": lambda x, one: x + one})])
+    monkeypatch.setattr(kernels, "ceilings", lambda torch: LIMITS)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["kernels", "double", "--no-torch", "--out", str(tmp_path)]) == 1
+    assert "did not run:\ndouble · 64×64 · broken: ValueError: no such shape" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "double.json").read_text())["rows"]
+    assert rows[1]["ms"] > 0
+
+
+def test_errors(capsys):
+    assert main(["kernels", "nonsense"]) == 1
+    assert "no benchmark named 'nonsense'; choose from [" in capsys.readouterr().err
+    if jax.default_backend() != "gpu":
+        assert main(["kernels", "linear_cross_entropy"]) == 1
+        assert "JAX sees none here" in capsys.readouterr().err
