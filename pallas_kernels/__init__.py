@@ -5,7 +5,7 @@ Each module or folder holds one operation: its mathematics, a plain-JAX `referen
 one works or raises. This is the one seam through which the model reaches attention and the loss.
 """
 
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.flash_attention import flash_attention, flash_attention_qkv
 from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
 from pallas_kernels.layer_norm import layer_norm, rms_norm
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -18,6 +18,7 @@ __all__ = [
     "SigmoidCap",
     "ba_plus_caa",
     "flash_attention",
+    "flash_attention_qkv",
     "fused_classifier",
     "layer_norm",
     "linear_cross_entropy",

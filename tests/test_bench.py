@@ -81,6 +81,23 @@ def test_a_program_makes_every_output_of_every_call():
     assert len(set(made["a"])) == len(set(made["b"])) == sets
 
 
+def test_an_implementation_is_given_what_it_prepared():
+    """Here the residuals of a forward pass: the backward pass alone is timed."""
+    forward = []
+
+    def f(x):
+        jax.debug.callback(lambda: forward.append(1))
+        return jnp.sin(x)
+
+    prepared = case(
+        run={"xla": lambda pull, one: pull(jnp.full((64, 64), one))[0]},
+        prepare={"xla": lambda x, one: (jax.vjp(f, x)[1], one)},
+    )
+    (row,) = kernels.measure([prepared], LIMITS, torch=False)
+    assert row["ms"] > 0
+    assert len(forward) == 4  # once for each set of inputs, whatever the number of rounds
+
+
 def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys):
     def broken(x, one):
         raise ValueError("no such shape")

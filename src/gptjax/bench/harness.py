@@ -38,6 +38,8 @@ class Case:
     """A random key → one set of inputs."""
     run: dict[str, Callable]
     """Name → a jittable function of the inputs, for each implementation in JAX."""
+    prepare: dict[str, Callable] = dataclasses.field(default_factory=dict)
+    """Name → a jittable function of the inputs to those that this implementation gets in their place; it is not timed."""
     torch: dict[str, Callable] = dataclasses.field(default_factory=dict)
     """Name → a function that is given the module torch and returns a function of the same inputs as CUDA tensors."""
     bytes: float | int = 0
@@ -98,9 +100,13 @@ def _torch_copy_seconds(case: Case) -> float:
     return _median_seconds(_torch_runs(torch, lambda: target.copy_(source)))
 
 
-def seconds(f: Callable, case: Case) -> float:
-    """Device time of one call of a JAX implementation."""
-    sets = _input_sets(f, case)
+def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
+    """Device time of one call of a JAX implementation.
+
+    Args:
+        prepare: one of `case.prepare`.
+    """
+    sets = _input_sets(f, case, prepare)
     firsts, rests = [s[0] for s in sets], [s[1:] for s in sets]
     del sets
     call = jax.jit(f)  # lowered once, however often the program calls it
@@ -131,13 +137,14 @@ def seconds(f: Callable, case: Case) -> float:
     return _seconds_of_program(step, calls=len(rests))
 
 
-def _input_sets(f: Callable, case: Case) -> list[tuple]:
-    first = case.make(jax.random.key(0))
+def _input_sets(f: Callable, case: Case, prepare: Callable | None = None) -> list[tuple]:
+    prepare = jax.jit(prepare) if prepare else lambda *inputs: inputs
+    first = prepare(*case.make(jax.random.key(0)))
     size = _nbytes(first) + _nbytes(jax.eval_shape(f, *first))
     once = max(case.bytes / 4.2e12, case.flops / 8e14)
     wanted = max(ROTATED_BYTES / size, PROGRAM_SECONDS / once)
     count = max(1, min(math.ceil(wanted), MOST_SETS, int(MOST_BYTES / size)))
-    return [first] + [case.make(jax.random.key(i)) for i in range(1, count)]
+    return [first] + [prepare(*case.make(jax.random.key(i))) for i in range(1, count)]
 
 
 def _nbytes(tree: Any) -> int:

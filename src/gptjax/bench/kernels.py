@@ -49,7 +49,7 @@ def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
     """A row for each implementation of each case; one that fails is a row with its error."""
     rows = []
     for case in cases:
-        runs = [(name, lambda f=f: seconds(f, case)) for name, f in case.run.items()]
+        runs = [(name, lambda name=name, f=f: seconds(f, case, case.prepare.get(name))) for name, f in case.run.items()]
         if torch and case.bar:
             runs += [(name, lambda f=f: torch_seconds(f, case)) for name, f in case.torch.items()]
         for name, run in runs:
