@@ -114,7 +114,7 @@ def _advance(
 
 def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, start):
     """`block.attn`, over the cache: the query at position start + t sees the positions 0…start + t."""
-    q_BTHD, k_BTHD, v_BTHD = block.attn.qkv(x_BTC)
+    q_BTHD, k_BTHD, v_BTHD = jnp.unstack(block.attn.qkv(x_BTC), axis=2)
     k_BSHD, v_BSHD = (
         jax.lax.dynamic_update_slice_in_dim(old_BSHD, new_BTHD, start, axis=1)
         for old_BSHD, new_BTHD in zip(layer_cache, (k_BTHD, v_BTHD), strict=True)

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gptjax.precision import Precision
-from pallas_kernels import flash_attention, linear_cross_entropy
+from pallas_kernels import flash_attention_qkv, linear_cross_entropy
 from pallas_kernels.flash_attention import choose as choose_attention
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
 
@@ -43,7 +43,7 @@ class GPT2Config:
     precision: Precision = Precision("fp32")
     """Types of storage, products and residual stream."""
     attention: str = "auto"
-    """Back end of attention: auto, cudnn or xla."""
+    """Back end of attention: auto, or one of pallas_kernels.flash_attention's: mosaic, triton, cudnn, xla, reference."""
     loss: str = "auto"
     """Back end of the head and its loss: auto, fused or xla."""
     loss_chunk: int | None = None
@@ -172,15 +172,13 @@ class Attention(nnx.Module):
         self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.config = config
 
-    def qkv(self, x_BTC: Float[Array, "B T C"]) -> tuple[Float[Array, "B T H D"], ...]:
-        """Queries, keys, values of every head, each B·T·H·D."""
-        b, t, _ = x_BTC.shape
-        qkv_BT3HD = self.c_attn(x_BTC).reshape(b, t, 3, self.config.n_head, self.config.head_dim)
-        return qkv_BT3HD[:, :, 0], qkv_BT3HD[:, :, 1], qkv_BT3HD[:, :, 2]
+    def qkv(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T 3 H D"]:
+        """Queries, keys and values of every head, packed."""
+        return self.c_attn(x_BTC).reshape(*x_BTC.shape[:2], 3, self.config.n_head, self.config.head_dim)
 
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        y_BTHD = flash_attention(
-            *self.qkv(x_BTC), implementation=self.config.attention, precision=self.config.precision.matmul
+        y_BTHD = flash_attention_qkv(
+            self.qkv(x_BTC), implementation=self.config.attention, precision=self.config.precision.matmul
         )
         return self.c_proj(y_BTHD.reshape(x_BTC.shape))
 
