@@ -1,0 +1,88 @@
+"""The orthogonal factor of a matrix by matrix products alone: Polar Express, and the Newton–Schulz iteration of Muon.
+
+Both take X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X with coefficients of their own in each step, after X ← X / (‖X‖_F · margin + 1e-6). They
+move every singular value towards 1 and leave the singular vectors as they are: U Σ Vᵀ becomes nearly U Vᵀ.
+
+Amsel, Persson, Musco, Gower, "The Polar Express", 2025; Jordan et al., "Muon", 2024.
+
+Shapes: M×N matrices, any leading axes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import ba_plus_caa, xtx, xxt
+
+# Of modded-nanogpt's record: for singular values down to 1e-3, with a margin of 2 % for bf16.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),)
+
+
+def polar_express(
+    x: Float[Array, "*B M N"],
+    *,
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str = "auto",
+) -> Float[Array, "*B M N"]:
+    """U Vᵀ of each matrix U Σ Vᵀ, nearly: five steps bring singular values of [1e-3, 1] times the norm into 0.859 … 1.141.
+
+    A zero matrix stays zero, and one that holds a NaN becomes NaN.
+
+    Args:
+        x: matrices of any shape, in fp32 or 16 bits.
+        steps: from the sixth on, each repeats the fifth.
+        dtype: of the iteration. The norm, the coefficients and every sum are fp32 in any case, and with float32 so are the products.
+        implementation: back end of the symmetric products (`pallas_kernels.xxt` names them).
+
+    Returns:
+        An array like x.
+
+    Raises:
+        ValueError: x is not a matrix, steps is not positive, or the named back end cannot run here.
+    """
+    return _iterate(x, POLAR_EXPRESS, steps, 1.02, dtype, implementation)
+
+
+def newton_schulz(
+    x: Float[Array, "*B M N"],
+    *,
+    steps: int = 5,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    implementation: str = "auto",
+) -> Float[Array, "*B M N"]:
+    """As `polar_express`, with the one set of coefficients of Muon: singular values end between about 0.7 and 1.2."""
+    return _iterate(x, NEWTON_SCHULZ, steps, 1.0, dtype, implementation)
+
+
+def _iterate(x, coefficients, steps, margin, dtype, implementation):
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"expected matrices (..., M, N) of floating-point numbers, got {x.shape} in {x.dtype}")
+    if steps < 1:
+        raise ValueError(f"expected at least one step, got {steps}")
+    how = {"implementation": implementation, "precision": "highest" if dtype == jnp.float32 else None}
+    wide = x.shape[-2] <= x.shape[-1]
+    x32 = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.square(x32).sum((-2, -1), keepdims=True))
+    y = _rounded(x32 / (norm * margin + 1e-6), dtype)
+    for a, b, c in (coefficients + coefficients[-1:] * steps)[:steps]:
+        # The smaller of the two squares, so that nothing is transposed.
+        gram = _rounded(xxt(y, **how) if wide else xtx(y, **how), dtype)
+        polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, **how), dtype)
+        left, right = (polynomial, y) if wide else (y, polynomial)
+        product = jnp.matmul(left, right, precision=how["precision"], preferred_element_type=jnp.float32)
+        y = _rounded(a * y.astype(jnp.float32) + product, dtype)
+    return y.astype(x.dtype)
+
+
+def _rounded(x, dtype):
+    # XLA would take the unrounded value where it goes on in fp32 and the rounded one in products: the polynomial would be that of one
+    # matrix times another, which cost 2.2 % of error instead of 1.2 (256×1024, on a CPU).
+    return jax.lax.optimization_barrier(x.astype(dtype))
