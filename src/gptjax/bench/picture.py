@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
-COLOURS = {"mosaic": "#1b6ca8", "triton": "#3fa34d", "xla": "#9a9a9a", "torch": "#e07b39", "torch.compile": "#f2b880"}
+COLOURS = {
+    "mosaic": "#1b6ca8",
+    "triton": "#3fa34d",
+    "xla": "#9a9a9a",
+    "cudnn": "#6f6f6f",
+    "torch": "#e07b39",
+    "torch cudnn": "#e07b39",
+    "torch.compile": "#f2b880",
+    "torch flash": "#f2b880",
+}
 OTHER = "#c9b7dd"
 
 

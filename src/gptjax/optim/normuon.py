@@ -1,0 +1,307 @@
+"""NorMuon: momentum, orthogonalised a matrix at a time, with every neuron's update brought to the same size.
+
+For a gradient g of a matrix with I inputs and O outputs, β the momentum, and each line a transformation of its own here:
+
+    m ← βm + (1−β)g,   u = (1−β)g + βm                                      scale_by_nesterov
+    v = polar_express(u)                                                    orthogonalize
+    r = mean of v² over the inputs, or over the outputs where they are fewer
+    V ← β₂V + (1−β₂)r,   s = 1/√max(V, 1e-10)
+    v ← v·s · ‖v‖/‖v·s‖                                                     scale_by_neuron_norm
+    v ← v + wd·p where v·p ≥ 0, else v                                      add_cautious_decay
+    v ← v·√max(1, O/I)                                                      scale_by_matrix_shape
+
+Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025. The constants are those of
+modded-nanogpt's record. The Frobenius norm stays as it is in the third, so that nothing needs a correction for bias.
+
+A parameter holds one matrix in its last two axes, inputs first, as Flax's `kernel` does, or more (leading axes; several side by
+side). `Matrices` says which; every transformation here takes a function from a parameter's path, such as
+"blocks.0.attn.c_attn.kernel", to that. Nothing here knows gptjax's model.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from gptjax.optim.polar_express import polar_express
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """How a parameter holds matrices.
+
+    Attributes:
+        packed: so many of them share the axis of outputs, one after the other (3 for q|k|v).
+        outputs_first: the last two axes are outputs, inputs, as in PyTorch; else inputs, outputs, as in Flax.
+    """
+
+    packed: int = 1
+    outputs_first: bool = False
+
+    def unpacked(self, x: jax.Array, path: str = "") -> jax.Array:
+        """Each matrix by itself: (…, I, packed·O) as (…, packed, I, O), or (…, packed·O, I) as (…, packed, O, I).
+
+        Raises:
+            ValueError: x has fewer than two axes, or its outputs are no multiple of `packed`.
+        """
+        axis = -2 if self.outputs_first else -1
+        if x.ndim < 2 or x.shape[axis] % self.packed:
+            raise ValueError(
+                f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} "
+                f"matri{'x' if self.packed == 1 else 'ces side by side'}; give it to another optimizer"
+            )
+        before, after = x.shape[:axis], x.shape[axis:][1:]
+        x = x.reshape(*before, self.packed, x.shape[axis] // self.packed, *after)
+        return x if self.outputs_first else jnp.moveaxis(x, -2, -3)
+
+    def together(self, x: jax.Array) -> jax.Array:
+        """The inverse of `unpacked`."""
+        x = x if self.outputs_first else jnp.moveaxis(x, -3, -2)
+        shape = (-1, x.shape[-1]) if self.outputs_first else (x.shape[-3], -1)
+        return x.reshape(*x.shape[:-3], *shape)
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """The axes of inputs and outputs of an unpacked array."""
+        return (-1, -2) if self.outputs_first else (-2, -1)
+
+
+Layout = Callable[[str], Matrices]
+
+
+def one_matrix(path: str) -> Matrices:
+    """The layout of a parameter that is one Flax kernel, or a stack of them."""
+    return Matrices()
+
+
+def momentum_schedule(
+    total_steps: int, *, low: float = 0.85, high: float = 0.95, warmup_steps: int = 300, cooldown_steps: int = 50
+) -> optax.Schedule:
+    """Momentum that rises from `low` to `high` over the first steps, and falls back over the last."""
+
+    def momentum(count):
+        step = jnp.asarray(count, jnp.float32)
+        up = jnp.clip(step / max(warmup_steps, 1), 0.0, 1.0)
+        down = jnp.clip((total_steps - step) / max(cooldown_steps, 1), 0.0, 1.0)
+        return low + (high - low) * jnp.minimum(up, down)
+
+    return momentum
+
+
+class NesterovState(NamedTuple):
+    count: jax.Array
+    momentum: optax.Updates
+
+
+def scale_by_nesterov(momentum: optax.ScalarOrSchedule = 0.95) -> optax.GradientTransformation:
+    """m ← βm + (1−β)g;  u = (1−β)g + βm, in fp32 and without a correction for bias.
+
+    Args:
+        momentum: β, a number or a schedule of the update's index.
+    """
+
+    def init(params):
+        return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+
+    def update(updates, state, params=None):
+        del params
+        beta = jnp.asarray(momentum(state.count) if callable(momentum) else momentum, jnp.float32)
+        updates = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+        new = jax.tree.map(lambda g, m: beta * m + (1 - beta) * g, updates, state.momentum)
+        updates = jax.tree.map(lambda g, m: (1 - beta) * g + beta * m, updates, new)
+        return updates, NesterovState(optax.safe_increment(state.count), new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalize(
+    method: Callable[[Float[Array, "N I O"]], Float[Array, "N I O"]] = polar_express, *, layout: Layout = one_matrix
+) -> optax.GradientTransformation:
+    """Replaces every matrix by its orthogonal factor. Matrices of one shape, whatever parameters they are in, go through one call.
+
+    Args:
+        method: of a batch of matrices; `distributed` makes one that is done on several devices.
+    """
+
+    def update(updates, state, params=None):
+        del params
+        paths, leaves, tree = _flat(updates)
+        batches: dict[tuple[int, ...], list[tuple[int, jax.Array]]] = {}
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            matrices = layout(path).unpacked(leaf, path)
+            batches.setdefault(matrices.shape[-2:], []).append((i, matrices))
+        for shape, members in batches.items():
+            made = method(jnp.concatenate([matrices.reshape(-1, *shape) for _, matrices in members]))
+            ends = [0]
+            for i, matrices in members:
+                ends.append(ends[-1] + math.prod(matrices.shape[:-2]))
+                leaves[i] = layout(paths[i]).together(made[ends[-2] : ends[-1]].reshape(matrices.shape))
+        return jax.tree.unflatten(tree, leaves), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def distributed(method: Callable, mesh: Mesh, axis: str = "data") -> Callable:
+    """The method, for a batch of matrices that every device has: each device does its share, and all get the results.
+
+    Args:
+        axis: of the mesh, over which the work is shared.
+    """
+
+    def run(x_NIO):
+        devices, n = mesh.shape[axis], x_NIO.shape[0]
+        if devices == 1:
+            return method(x_NIO)
+        x_NIO = jnp.pad(x_NIO, ((0, -n % devices), (0, 0), (0, 0)))
+        share = PartitionSpec(axis)
+        made = jax.shard_map(method, mesh=mesh, in_specs=share, out_specs=share, check_vma=False)(x_NIO)
+        return jax.lax.with_sharding_constraint(made, jax.sharding.NamedSharding(mesh, PartitionSpec()))[:n]
+
+    return run
+
+
+class NeuronNormState(NamedTuple):
+    variance: optax.Updates
+    """Of the inputs of each output, or the other way round where the outputs are fewer; unpacked."""
+
+
+def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> optax.GradientTransformation:
+    """Divides each neuron's update by the running root mean square of it; the norm of each matrix stays as it is."""
+
+    def reduced(path, x):
+        inputs, outputs = layout(path).axes
+        return inputs if x.shape[outputs] >= x.shape[inputs] else outputs
+
+    def init(params):
+        paths, leaves, tree = _flat(params)
+        sums = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaf)
+            shape = list(x.shape)
+            shape[reduced(path, x)] = 1
+            sums.append(jnp.zeros(shape, jnp.float32))
+        return NeuronNormState(jax.tree.unflatten(tree, sums))
+
+    def update(updates, state, params=None):
+        del params
+        paths, leaves, tree = _flat(updates)
+        made, kept = [], []
+        for path, leaf, variance in zip(paths, leaves, jax.tree.leaves(state.variance), strict=True):
+            v = layout(path).unpacked(leaf.astype(jnp.float32), path)
+            axis = reduced(path, v)
+            squares = jnp.square(v).mean(axis, keepdims=True)
+            variance = b2 * variance + (1 - b2) * squares
+            scale = jax.lax.rsqrt(jnp.maximum(variance, 1e-10))
+            before = jnp.sqrt((squares * v.shape[axis]).sum((-2, -1), keepdims=True))
+            after = jnp.sqrt((squares * v.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True))
+            made.append(layout(path).together(v * (scale * (before / jnp.maximum(after, 1e-10)))))
+            kept.append(variance)
+        return jax.tree.unflatten(tree, made), NeuronNormState(jax.tree.unflatten(tree, kept))
+
+    return optax.GradientTransformation(init, update)
+
+
+class CautiousDecayState(NamedTuple):
+    count: jax.Array
+
+
+def add_cautious_decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """u + wd·p where u and p have the same sign, or one of them is zero; u elsewhere. Stands before the learning rate.
+
+    With a number the decay goes as the learning rate, as in AdamW; with the schedule wd·lr, `lambda count: wd * lr(count)`, it goes
+    as its square, as in modded-nanogpt's record.
+
+    Args:
+        weight_decay: a number, or a schedule of the update's index.
+    """
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        decay = jnp.asarray(weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32)
+
+        def add(u, p):
+            p = p.astype(jnp.float32)
+            return u + jnp.where(u * p >= 0, decay * p, 0.0)
+
+        return jax.tree.map(add, updates, params), CautiousDecayState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update)
+
+
+def scale_by_matrix_shape(
+    *, layout: Layout = one_matrix, factor: Callable[[str], float] | None = None
+) -> optax.GradientTransformation:
+    """Multiplies by √max(1, outputs/inputs) and, by path, by a factor of the learning rate."""
+
+    def update(updates, state, params=None):
+        del params
+        paths, leaves, tree = _flat(updates)
+        for i, path in enumerate(paths):
+            x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaves[i])
+            inputs, outputs = (x.shape[axis] for axis in layout(path).axes)
+            leaves[i] = leaves[i] * (math.sqrt(max(1.0, outputs / inputs)) * (factor(path) if factor else 1.0))
+        return jax.tree.unflatten(tree, leaves), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_normuon(
+    momentum: optax.ScalarOrSchedule = 0.95,
+    b2: float = 0.95,
+    *,
+    method: Callable = polar_express,
+    layout: Layout = one_matrix,
+) -> optax.GradientTransformation:
+    """The direction of NorMuon: `scale_by_nesterov`, `orthogonalize`, `scale_by_neuron_norm`."""
+    return optax.chain(
+        scale_by_nesterov(momentum), orthogonalize(method, layout=layout), scale_by_neuron_norm(b2, layout=layout)
+    )
+
+
+def normuon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    b2: float = 0.95,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    method: Callable = polar_express,
+    layout: Layout = one_matrix,
+    factor: Callable[[str], float] | None = None,
+) -> optax.GradientTransformation:
+    """NorMuon for parameters that are all matrices; `optax.partition` gives the others to another optimizer.
+
+    Args:
+        learning_rate: a number, or a schedule of the update's index.
+        momentum, b2: β and β₂ of the module's equations.
+        weight_decay: as of `add_cautious_decay`.
+        method: of orthogonalisation: `polar_express`, `newton_schulz`, or `distributed(…)`.
+        layout: which matrices a parameter holds, by its path.
+        factor: multiplies the learning rate, by a parameter's path.
+
+    Raises:
+        ValueError: at `init`, a parameter that holds no matrix.
+
+    Example:
+        >>> is_matrix = lambda params: jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "rest", params)
+        >>> tx = optax.partition({"matrix": normuon(0.02), "rest": optax.adam(3e-4)}, is_matrix)
+    """
+    return optax.chain(
+        scale_by_normuon(momentum, b2, method=method, layout=layout),
+        add_cautious_decay(weight_decay),
+        scale_by_matrix_shape(layout=layout, factor=factor),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _flat(tree) -> tuple[list[str], list[jax.Array], jax.tree_util.PyTreeDef]:
+    """Paths, leaves and structure."""
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]
+    return paths, [leaf for _, leaf in with_paths], structure

@@ -1,0 +1,311 @@
+"""gptjax.optim.normuon: each part against its equation in float64, and twenty steps against PyTorch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference.normuon import TorchNorMuon, neuron_norm
+from reference.normuon import polar_express as exact_polar_express
+
+from gptjax.models.gpt2 import GPT2, GPT2Config
+from gptjax.optim import (
+    Matrices,
+    add_cautious_decay,
+    distributed,
+    momentum_schedule,
+    newton_schulz,
+    normuon,
+    orthogonalize,
+    polar_express,
+    scale_by_matrix_shape,
+    scale_by_nesterov,
+    scale_by_neuron_norm,
+    scale_by_normuon,
+)
+
+in_fp32 = functools.partial(polar_express, dtype=jnp.float32)
+# Polar Express in fp32 is known to a few parts in 10⁵ (test_polar_express.py); the rest of the chain adds nothing to that.
+FP32 = 1e-4
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def as_jax(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def run(tx, grads, params=None):
+    """The updates for each of the gradients, with the parameters as they are."""
+    params = as_jax(grads[0]) if params is None else as_jax(params)
+    state, found = tx.init(params), []
+    update = jax.jit(tx.update)
+    for g in grads:
+        updates, state = update(as_jax(g), state, params)
+        found.append(updates)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ parts
+
+
+def test_momentum_rises_and_falls_back():
+    momentum = momentum_schedule(1000)
+    assert [round(float(momentum(step)), 6) for step in (0, 150, 300, 500, 950, 975, 1000, 1200)] == [
+        0.85, 0.9, 0.95, 0.95, 0.95, 0.9, 0.85, 0.85,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("momentum", [0.9, lambda count: 0.5 + 0.1 * jnp.float32(count)])
+def test_nesterov(momentum):
+    grads = [{"a": normal(3, 4, seed=i), "b": normal(2, seed=9 + i)} for i in range(4)]
+    found = run(scale_by_nesterov(momentum), grads)
+    for name in ("a", "b"):
+        m = 0
+        for i, g in enumerate(grads):
+            beta = momentum(i) if callable(momentum) else momentum
+            m = beta * m + (1 - beta) * g[name]
+            np.testing.assert_allclose(found[i][name], (1 - beta) * g[name] + beta * m, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(i=st.integers(1, 12), o=st.integers(1, 12), seed=st.integers(0, 99), b2=st.sampled_from([0.0, 0.5, 0.95]))
+def test_neuron_norm_keeps_the_norm_of_each_matrix(i, o, seed, b2):
+    grads = [{"w": normal(i, o, seed=seed + k)} for k in range(3)]
+    variance = 0
+    for g, found in zip(grads, run(scale_by_neuron_norm(b2), grads), strict=True):
+        wanted, variance = neuron_norm(g["w"], variance, b2)
+        np.testing.assert_allclose(found["w"], wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(found["w"]), np.linalg.norm(g["w"]), rtol=1e-5)
+
+
+def test_neuron_norm_of_a_matrix_and_of_its_transpose_as_pytorch_has_it():
+    grads = [{"w": normal(6, 10, seed=k)} for k in range(3)]
+    turned = [{"w": g["w"].T} for g in grads]
+    outputs_first = scale_by_neuron_norm(layout=lambda path: Matrices(outputs_first=True))
+    for ours, theirs in zip(run(scale_by_neuron_norm(), grads), run(outputs_first, turned), strict=True):
+        np.testing.assert_allclose(ours["w"], theirs["w"].T, rtol=1e-6)
+
+
+def test_the_cautious_mask():
+    params = {"w": np.array([1.0, -1.0, 2.0, -2.0, 0.0, 3.0])}
+    updates = {"w": np.array([0.5, 0.5, -0.5, -0.5, 0.5, 0.0])}
+    (found,) = run(add_cautious_decay(0.1), [updates], params)
+    # Same sign, other sign, other sign, same sign, zero parameter, zero update: that one decays.
+    np.testing.assert_allclose(found["w"], [0.6, 0.5, -0.5, -0.7, 0.5, 0.3], rtol=1e-6)
+
+
+def test_the_cautious_decay_as_the_square_of_the_learning_rate():
+    lr = lambda count: 0.1 * jnp.float32(count + 1)
+    tx = optax.chain(add_cautious_decay(lambda count: 2.0 * lr(count)), optax.scale_by_learning_rate(lr))
+    found = run(tx, [{"w": np.ones(1)}] * 3, {"w": np.full(1, 5.0)})
+    for k, update in enumerate(found):
+        np.testing.assert_allclose(update["w"], -lr(k) * (1 + 2.0 * lr(k) * 5.0), rtol=1e-6)
+
+
+def test_the_learning_rate_follows_the_shape():
+    grads = [{"wide": np.ones((4, 16)), "tall": np.ones((16, 4)), "twice": np.ones((4, 4))}]
+    (found,) = run(scale_by_matrix_shape(factor=lambda path: 2.0 if path == "twice" else 1.0), grads)
+    assert {name: float(x[0, 0]) for name, x in found.items()} == {"wide": 2.0, "tall": 1.0, "twice": 2.0}
+
+
+# --------------------------------------------------------------------------------------------------------------- matrices
+
+
+@pytest.mark.parametrize("outputs_first", [False, True])
+def test_packed_matrices_are_matrices_of_their_own(outputs_first):
+    q, k, v = (normal(6, 8, seed=i) for i in range(3))
+    join = (lambda *x: np.concatenate([y.T for y in x])) if outputs_first else (lambda *x: np.concatenate(x, axis=1))
+    layout = lambda path: Matrices(packed=3, outputs_first=outputs_first)
+    tx = optax.chain(orthogonalize(in_fp32, layout=layout), scale_by_neuron_norm(layout=layout))
+    (found,) = run(tx, [{"qkv": join(q, k, v)}])
+    plain = optax.chain(orthogonalize(in_fp32), scale_by_neuron_norm())
+    alone = [run(plain, [{"w": x}])[0]["w"] for x in (q, k, v)]
+    np.testing.assert_allclose(found["qkv"], join(*map(np.asarray, alone)), atol=FP32)
+
+
+def test_layout_and_its_inverse():
+    for matrices in (Matrices(), Matrices(3), Matrices(3, outputs_first=True)):
+        x = jnp.asarray(normal(2, 6, 9))
+        np.testing.assert_array_equal(matrices.together(matrices.unpacked(x)), x)
+
+
+def test_matrices_of_one_shape_go_through_one_call():
+    calls = []
+
+    def method(x_NIO):
+        calls.append(x_NIO.shape)
+        return in_fp32(x_NIO)
+
+    grads = [
+        {"a": normal(6, 8, seed=1), "b": {"c": normal(3, 6, 8, seed=2), "d": normal(8, 6, seed=3)}, "e": normal(6, 16)}
+    ]
+    layout = lambda path: Matrices(packed=2 if path == "e" else 1)
+    (found,) = run(orthogonalize(method, layout=layout), grads)
+    assert sorted(calls) == [(1, 8, 6), (6, 6, 8)]
+    for ours, g in zip(jax.tree.leaves(found)[:3], jax.tree.leaves(grads[0])[:3], strict=True):
+        np.testing.assert_allclose(ours, exact_polar_express(g), atol=FP32)
+    np.testing.assert_allclose(found["e"][:, 8:], exact_polar_express(grads[0]["e"][:, 8:]), atol=FP32)
+
+
+def test_what_holds_no_matrix_is_named():
+    tx = normuon(0.1)
+    with pytest.raises(
+        ValueError, match=r"block.bias of shape \(3,\) does not hold 1 matrix; give it to another optimizer"
+    ):
+        tx.init({"block": {"bias": jnp.zeros(3)}})
+    with pytest.raises(ValueError, match=r"w of shape \(4, 8\) does not hold 3 matrices side by side"):
+        normuon(0.1, layout=lambda path: Matrices(packed=3)).init({"w": jnp.zeros((4, 8))})
+
+
+def test_the_work_is_shared_by_devices():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shares = []
+
+    def method(x_NIO):
+        shares.append(x_NIO.shape)
+        return in_fp32(x_NIO)
+
+    grads = as_jax({"a": normal(3, 6, 8), "b": normal(2, 6, 8, seed=5)})
+    tx = orthogonalize(distributed(method, mesh))
+    update = jax.jit(lambda g: tx.update(g, tx.init(g))[0], out_shardings=replicated)
+    found = update(jax.device_put(grads, replicated))
+    assert set(shares) == {(3, 6, 8)}  # of five matrices, one more to make them even
+    for name, g in grads.items():
+        assert found[name].sharding.is_fully_replicated
+        np.testing.assert_allclose(found[name], exact_polar_express(g), atol=FP32)
+
+
+# --------------------------------------------------------------------------------------------------------------- the whole
+
+
+@pytest.mark.parametrize("decay_form", ["lr", "lr²"])
+def test_follows_the_equations(decay_form):
+    rng = np.random.default_rng(0)
+    shapes = {"wide": (5, 9), "tall": (9, 5), "square": (6, 6)}
+    params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    grads = [{name: rng.normal(size=shape) for name, shape in shapes.items()} for _ in range(10)]
+    lr, beta = (lambda k: 0.02 * jnp.float32(k + 1)), (lambda k: 0.8 + 0.01 * jnp.float32(k))
+    wd, b2 = 0.3, 0.9
+
+    tx = normuon(
+        lr,
+        momentum=beta,
+        b2=b2,
+        weight_decay=wd if decay_form == "lr" else lambda k: wd * lr(k),
+        method=in_fp32,
+        factor=lambda path: 1.5 if path == "tall" else 1.0,
+    )
+    p = as_jax(params)
+    state = tx.init(p)
+    for g in grads:
+        updates, state = jax.jit(tx.update)(as_jax(g), state, p)
+        p = optax.apply_updates(p, updates)
+
+    for name, (i, o) in shapes.items():
+        w, m, variance = params[name], 0, 0
+        for k, g in enumerate(grads):
+            b = float(beta(k))
+            m = b * m + (1 - b) * g[name]
+            u = (1 - b) * g[name] + b * m
+            v, variance = neuron_norm(exact_polar_express(u), variance, b2)
+            rate = float(lr(k)) * np.sqrt(max(1, o / i)) * (1.5 if name == "tall" else 1.0)
+            decay = wd * (float(lr(k)) if decay_form == "lr²" else 1.0)
+            w = w - w * (v * w >= 0) * decay * rate - v * rate
+        np.testing.assert_allclose(p[name], w, rtol=0, atol=FP32 * 10 * float(lr(9)), err_msg=name)
+
+
+def test_twenty_steps_of_training_follow_pytorch():
+    """A small network, whose gradients depend on what the optimizer did before."""
+    x, y = normal(64, 12, seed=1), normal(64, 5, seed=2)
+    weights = {"up": normal(12, 20, seed=3) * 0.3, "down": normal(20, 5, seed=4) * 0.2}
+    lr = lambda k: 0.05 * (1 - jnp.float32(k) / 40)
+
+    def loss_fn(p, x, y):
+        return jnp.square(jnp.tanh(x @ p["up"]) @ p["down"] - y).mean()
+
+    tx = normuon(lr, momentum=momentum_schedule(10**6), weight_decay=lambda k: 1.2 * lr(k), method=in_fp32)
+    p = as_jax(weights)
+    state, losses = tx.init(p), []
+    for _ in range(20):
+        loss, grads = jax.value_and_grad(loss_fn)(p, as_jax(x), as_jax(y))
+        updates, state = tx.update(grads, state, p)
+        p = optax.apply_updates(p, updates)
+        losses.append(float(loss))
+
+    theirs = {name: torch.tensor(w.T.copy(), dtype=torch.float32) for name, w in weights.items()}
+    optimizers = {name: TorchNorMuon(w, lr, 0.95, 1.2) for name, w in theirs.items()}
+    tx32, ty32 = (torch.tensor(a, dtype=torch.float32) for a in (x, y))
+    wanted = []
+    for k in range(20):
+        leaves = {name: w.clone().requires_grad_(True) for name, w in theirs.items()}
+        loss = (torch.tanh(tx32 @ leaves["up"].T) @ leaves["down"].T - ty32).square().mean()
+        loss.backward()
+        wanted.append(loss.item())
+        for name, optimizer in optimizers.items():
+            optimizer.step(k, leaves[name].grad)
+    assert wanted[-1] < 0.7 * wanted[0]
+    np.testing.assert_allclose(losses, wanted, rtol=2e-4)
+
+
+def test_on_a_foreign_model_and_on_nnx_state():
+    """A flax MLP with biases, and GPT-2's state, each partitioned by the user: no type of gptjax's is needed."""
+
+    class MLP(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)])
+
+        def __call__(self, x):
+            return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+    model = MLP(nnx.Rngs(0))
+    label = lambda params: jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "rest", params)
+    tx = optax.partition({"matrix": normuon(0.05), "rest": optax.sgd(0.05)}, label)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x = as_jax(normal(32, 8))
+    loss_fn = lambda model: jnp.square(model(x)[:, 0] - jnp.sin(x.sum(1))).mean()
+    losses = []
+    for _ in range(30):
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]
+
+    config = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+    params = nnx.split(GPT2(config, rngs=nnx.Rngs(0)), nnx.Param)[1]
+    state = tx.init(params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+def test_state_has_the_shapes_of_its_parameters_and_comes_back_from_a_checkpoint(tmp_path):
+    from gptjax.training.checkpoint import Checkpoints
+
+    tx = scale_by_normuon(layout=lambda path: Matrices(packed=3 if path == "qkv" else 1))
+    params = as_jax({"qkv": normal(6, 18), "tall": normal(8, 4)})
+    state = tx.init(params)
+    assert jax.tree.map(jnp.shape, state[0].momentum) == {"qkv": (6, 18), "tall": (8, 4)}
+    assert jax.tree.map(jnp.shape, state[2].variance) == {"qkv": (3, 1, 6), "tall": (1, 8, 1)}
+    _, state = tx.update(params, state)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(1, like), state)
+    checkpoints.close()
+
+
+def test_newton_schulz_in_its_place():
+    grads = [{"w": normal(6, 10)}]
+    (ours,), (other,) = (run(orthogonalize(f), grads) for f in (newton_schulz, polar_express))
+    np.testing.assert_array_equal(ours["w"], newton_schulz(as_jax(grads[0]["w"])[None])[0])
+    assert not np.allclose(ours["w"], other["w"], atol=0.01)
