@@ -166,6 +166,12 @@ def test_what_holds_no_matrix_is_named():
         normuon(0.1, layout=lambda path: Matrices(packed=3)).init({"w": jnp.zeros((4, 8))})
 
 
+def test_cautious_decay_needs_the_parameters():
+    tx, grads = add_cautious_decay(0.1), {"w": jnp.zeros(3)}
+    with pytest.raises(ValueError, match="add_cautious_decay needs the parameters"):
+        tx.update(grads, tx.init(grads))
+
+
 def test_the_work_is_shared_by_devices():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

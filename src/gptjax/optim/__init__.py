@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules as optax transformations; nothing here knows gptjax's model."""
 
 from gptjax.optim.adamw import adamw, decay_mask
+from gptjax.optim.mantissa import with_mantissa, with_stochastic_rounding
 from gptjax.optim.normuon import (
     Matrices,
     add_cautious_decay,
@@ -33,4 +34,6 @@ __all__ = [
     "scale_by_neuron_norm",
     "scale_by_normuon",
     "schedule",
+    "with_mantissa",
+    "with_stochastic_rounding",
 ]

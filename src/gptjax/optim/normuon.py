@@ -223,7 +223,7 @@ def add_cautious_decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTr
 
     def update(updates, state, params=None):
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError("add_cautious_decay needs the parameters: update(updates, state, params)")
         decay = jnp.asarray(weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32)
 
         def add(u, p):

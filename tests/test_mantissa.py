@@ -1,0 +1,157 @@
+"""gptjax.optim.mantissa: the two halves are an fp32 number, bit for bit; stochastic rounding is right on average."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptjax.optim import normuon
+from gptjax.optim.mantissa import join, split, view, whole, with_mantissa, with_stochastic_rounding
+
+# optax.apply_updates adds an fp32 step to a bf16 parameter, which strict promotion refuses.
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+ROUNDINGS = ["truncate", "nearest"]
+fp32 = st.integers(0, 2**32 - 1).map(lambda bits: np.uint32(bits).view(np.float32))
+
+
+def bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(fp32, min_size=1, max_size=20), rounding=st.sampled_from(ROUNDINGS))
+def test_split_and_join_are_inverse_for_every_pattern_of_bits(values, rounding):
+    x = np.array(values, np.float32)
+    x = x[np.isfinite(x)]
+    np.testing.assert_array_equal(bits(join(*split(jnp.asarray(x), rounding=rounding), rounding=rounding)), bits(x))
+
+
+def test_the_view_is_the_upper_half_or_the_nearest():
+    x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    np.testing.assert_array_equal(bits(split(jnp.asarray(x))[0].astype(jnp.float32)), bits(x) & 0xFFFF0000)
+    np.testing.assert_array_equal(split(jnp.asarray(x), rounding="nearest")[0], x.astype(jnp.bfloat16))
+    smaller = 1 - np.abs(np.asarray(split(jnp.asarray(x))[0], np.float32)).sum() / np.abs(x).sum()
+    assert 0.0025 < smaller < 0.0030
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit(rounding):
+    """The gradients are those at the view, for both."""
+    rng = np.random.default_rng(0)
+    master = {
+        "w": jnp.asarray(rng.standard_normal((12, 20)), jnp.float32),
+        "b": jnp.asarray(rng.standard_normal(7), jnp.float32),
+    }
+    inner = optax.adamw(1e-3, weight_decay=0.1)
+    tx = with_mantissa(inner, rounding=rounding)
+
+    def grads_at(views, noise):
+        return jax.tree.map(lambda v, n: v.astype(jnp.float32) * 0.1 + n, views, noise)
+
+    @jax.jit
+    def run(master):
+        def step(carry, key):
+            params, state, master, master_state = carry
+            noise = jax.tree.map(lambda p: jax.random.normal(key, p.shape), master)
+            updates, state = tx.update(grads_at(params, noise), state, params)
+            params = optax.apply_updates(params, updates)
+            updates, master_state = inner.update(grads_at(view(master, rounding=rounding), noise), master_state, master)
+            return (params, state, optax.apply_updates(master, updates), master_state), None
+
+        carry = (view(master, rounding=rounding), tx.init(master), master, inner.init(master))
+        return jax.lax.scan(step, carry, jax.random.split(jax.random.key(0), 1000))[0]
+
+    params, state, last, _ = run(master)
+    assert not np.array_equal(last["w"], master["w"])
+    for name, p in whole(params, state, rounding=rounding).items():
+        np.testing.assert_array_equal(bits(p), bits(last[name]))
+        np.testing.assert_array_equal(params[name], view(last, rounding=rounding)[name])
+
+
+def test_small_updates_are_not_lost():
+    """A hundred steps of a thousandth of what bf16 can tell apart."""
+    tx = with_mantissa(optax.sgd(1.0))
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    for _ in range(100):
+        updates, state = tx.update({"w": jnp.full(3, -(2.0**-17))}, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(whole(params, state)["w"], np.float32(1 + 100 * 2.0**-17))
+    plain = params = {"w": jnp.ones(3, jnp.bfloat16)}
+    for _ in range(100):
+        plain = optax.apply_updates(plain, {"w": jnp.full(3, 2.0**-17)})
+    np.testing.assert_array_equal(plain["w"], params["w"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), fall=st.integers(-40, 3), near=st.integers(0, 24), rounding=st.sampled_from(ROUNDINGS)
+)
+def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall, near, rounding):
+    """Steps of any size beside the parameter's, and those that take it to almost nothing."""
+    rng = np.random.default_rng(seed)
+    w = (rng.standard_normal(64) * 2.0 ** rng.integers(-20, 20, 64)).astype(np.float32)
+    u = np.concatenate(
+        [w[:32] * 2.0**fall * rng.standard_normal(32), -w[32:] * (1 + rng.standard_normal(32) * 2.0**-near)]
+    )
+    u = u.astype(np.float32)
+    tx = with_mantissa(optax.sgd(-1.0), rounding=rounding)
+    params, state = view(jnp.asarray(w), rounding=rounding), tx.init(jnp.asarray(w))
+    steps, state = tx.update(jnp.asarray(u), state, params)
+    params = optax.apply_updates(params, steps)
+    np.testing.assert_array_equal(bits(whole(params, state, rounding=rounding)), bits(w + u))
+
+
+def test_normuon_on_views():
+    tx = with_mantissa(normuon(0.02, weight_decay=0.1))
+    params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((8, 12)), jnp.float32)}
+    state, params = tx.init(params), view(params)
+    updates, state = jax.jit(tx.update)({"w": jnp.ones((8, 12), jnp.bfloat16)}, state, params)
+    assert optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16 and state.low["w"].dtype == jnp.uint16
+
+
+def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours():
+    tx = with_stochastic_rounding(optax.sgd(1.0))
+    params = {"up": jnp.full(40_000, 1.0, jnp.bfloat16), "down": jnp.full(40_000, -1.0, jnp.bfloat16)}
+    step = 0.3 * 2**-7  # bf16's numbers above 1 are 2⁻⁷ apart
+    updates, state = jax.jit(tx.update)(
+        jax.tree.map(lambda p: jnp.full(p.shape, -step), params), tx.init(params), params
+    )
+    params = optax.apply_updates(params, updates)
+    assert set(np.unique(np.asarray(params["up"], np.float32))) == {1.0, 1 + 2**-7}
+    assert set(np.unique(np.asarray(params["down"], np.float32))) == {-1.0, -1 + 2**-8}
+    # The mean of 40,000 has a standard deviation of 2⁻⁷·√0.21/200.
+    np.testing.assert_allclose(
+        np.asarray(params["up"], np.float64).mean(), 1 + step, rtol=0, atol=5 * 2**-7 * 0.46 / 200
+    )
+    np.testing.assert_allclose(
+        np.asarray(params["down"], np.float64).mean(), -1 + step, rtol=0, atol=5 * 2**-8 * 0.5 / 200
+    )
+    again, _ = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, -step), params), state, params)
+    assert not np.array_equal(again["up"] > 0, updates["up"] > 0)  # other chances in the next step
+
+
+@pytest.mark.parametrize("size", [np.inf, -np.inf, np.nan, 3.3e38])
+def test_stochastic_rounding_of_what_is_hardly_a_number(size):
+    tx = with_stochastic_rounding(optax.sgd(1.0))
+    params = {"w": jnp.zeros(100, jnp.bfloat16)}
+    updates, _ = tx.update({"w": jnp.full(100, -size, jnp.float32)}, tx.init(params), params)
+    found = np.asarray(optax.apply_updates(params, updates)["w"], np.float32)
+    assert np.isnan(found).all() if np.isnan(size) else (np.sign(found) == np.sign(size)).all()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"unknown rounding 'up'; choose one of \['truncate', 'nearest'\]"):
+        with_mantissa(optax.sgd(1.0), rounding="up")
+    with pytest.raises(ValueError, match="with_mantissa: expected float32 or bfloat16, got float16 in block.w"):
+        with_mantissa(optax.sgd(1.0)).init({"block": {"w": jnp.ones(3, jnp.float16)}})
+    for wrap in (with_mantissa, with_stochastic_rounding):
+        tx, params = wrap(optax.sgd(1.0)), {"w": jnp.ones(3)}
+        with pytest.raises(ValueError, match=f"{wrap.__name__}: expected bfloat16 parameters, got float32 in w"):
+            tx.update(params, tx.init(params), params)
+        with pytest.raises(ValueError, match=f"{wrap.__name__} needs the parameters"):
+            tx.update(params, tx.init(params))
