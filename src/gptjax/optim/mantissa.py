@@ -83,8 +83,11 @@ def with_mantissa(tx: optax.GradientTransformation, *, rounding: str = "truncate
 
         def apply(p, w, u):
             new, low = split(w + u.astype(jnp.float32), rounding=rounding)
-            # Exact: where the new number is much smaller than the old one, it is a multiple of the old one's last fp32 bit.
-            return new.astype(jnp.float32) - p.astype(jnp.float32), low
+            p = p.astype(jnp.float32)
+            step = new.astype(jnp.float32) - p
+            # Exact but for one freak: a view that was rounded up to a power of two and crosses zero by less than its last fp32 bit.
+            # What it lands on is then the parameter, and the low half is of another.
+            return step, jnp.where((p + step).astype(jnp.bfloat16) == new, low, jnp.uint16(0))
 
         leaves, structure = jax.tree.flatten(params)
         made = [apply(*x) for x in zip(leaves, jax.tree.leaves(whole), jax.tree.leaves(updates), strict=True)]
