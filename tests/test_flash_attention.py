@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_tools import unchecked
+from kernel_tools import h200, unchecked
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import _choose, flash_attention, flash_attention_qkv
@@ -182,6 +182,30 @@ def test_huge_scores_stay_finite(dtype):
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_no_array_grows_with_the_square_of_time(implementation, monkeypatch):
+    """In the program of O and its gradient, whatever the kernels are."""
+    monkeypatch.setattr(_choose, "why_not_mosaic", lambda: None)
+    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
+
+    def largest(time):
+        qkv = jax.ShapeDtypeStruct((1, time, 3, 2, 64), jnp.bfloat16)
+        f = lambda qkv: flash_attention_qkv(qkv, implementation=implementation).astype(jnp.float32).sum()
+        with h200():
+            return max(sizes(jax.make_jaxpr(jax.grad(f))(qkv).jaxpr))
+
+    assert largest(16384) == 8 * largest(2048) < 16384 * 16384
+
+
+def sizes(jaxpr):
+    """Elements of every array in a program and in what it calls."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.size for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "size"))
+        for parameter in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            if hasattr(inner := getattr(parameter, "jaxpr", parameter), "eqns"):
+                yield from sizes(inner)
+
+
 def test_auto_on_a_cpu_is_xla():
     assert choose("bfloat16", 128, 64) == "xla"
 
@@ -271,6 +295,26 @@ def test_cudnn_output_and_gradients(shape, dtype, mask):
 def test_xla_output_and_gradients_on_the_gpu(shape, dtype):
     f = functools.partial(flash_attention, implementation="xla", precision="highest")
     check(f, shape, dtype, rms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_very_long_sequences_run(implementation):
+    """65,536 tokens, whose weights would fill 8 GiB a head: the last rows of O against their definition."""
+    q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((1, 65536, 2, 64)), jnp.bfloat16) for i in range(3))
+    f = functools.partial(flash_attention, implementation=implementation)
+    out, pull = jax.jit(lambda *qkv: jax.vjp(f, *qkv))(q, k, v)
+    gradients = pull(jnp.ones_like(out))
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in gradients)
+
+    def last_rows(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q[:, -8:], k, precision="highest") / 8
+        visible_TS = np.arange(65536)[None, :] <= np.arange(65528, 65536)[:, None]
+        weights = jax.nn.softmax(jnp.where(visible_TS[None, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
+
+    true = last_rows(*(x.astype(jnp.float32) for x in (q, k, v)))
+    np.testing.assert_allclose(out[:, -8:].astype(jnp.float32), true, rtol=0, atol=2**-8 * float(jnp.abs(true).max()))
 
 
 @pytest.mark.gpu

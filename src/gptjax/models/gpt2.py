@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
 from pallas_kernels import flash_attention_qkv, linear_cross_entropy
 from pallas_kernels.flash_attention import choose as choose_attention
@@ -104,6 +105,15 @@ PRESETS: dict[str, GPT2Config] = {
     "gpt2-large": GPT2Config(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
+
+
+# Which of NorMuon and AdamW takes which parameters, and what decays, for optimizers that tell them apart.
+PARAMETER_GROUPS = (
+    Group(r"blocks\.\d+\.attn\.c_attn\.kernel", Matrices(packed=3)),
+    Group(r"blocks\.\d+\.(attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.kernel", Matrices()),
+    Group(r"wte|wpe"),
+    Group(r".*\.(bias|scale)", weight_decay=0.0),
+)
 
 
 class LayerNorm(nnx.Module):

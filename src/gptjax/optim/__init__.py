@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules as optax transformations; nothing here knows gptjax's model."""
 
 from gptjax.optim.adamw import adamw, decay_mask
+from gptjax.optim.groups import Group, GroupError, normuon_and_adamw
 from gptjax.optim.mantissa import with_mantissa, with_stochastic_rounding
 from gptjax.optim.normuon import (
     Matrices,
@@ -19,6 +20,8 @@ from gptjax.optim.schedules import SCHEDULES, schedule
 
 __all__ = [
     "SCHEDULES",
+    "Group",
+    "GroupError",
     "Matrices",
     "add_cautious_decay",
     "adamw",
@@ -27,6 +30,7 @@ __all__ = [
     "momentum_schedule",
     "newton_schulz",
     "normuon",
+    "normuon_and_adamw",
     "orthogonalize",
     "polar_express",
     "scale_by_matrix_shape",

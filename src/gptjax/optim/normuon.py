@@ -211,7 +211,9 @@ class CautiousDecayState(NamedTuple):
     count: jax.Array
 
 
-def add_cautious_decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+def add_cautious_decay(
+    weight_decay: optax.ScalarOrSchedule, *, factor: Callable[[str], float] | None = None
+) -> optax.GradientTransformation:
     """u + wd·p where u and p have the same sign, or one of them is zero; u elsewhere. Stands before the learning rate.
 
     With a number the decay goes as the learning rate, as in AdamW; with the schedule wd·lr, `lambda count: wd * lr(count)`, it goes
@@ -219,6 +221,7 @@ def add_cautious_decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTr
 
     Args:
         weight_decay: a number, or a schedule of the update's index.
+        factor: multiplies it, by a parameter's path.
     """
 
     def update(updates, state, params=None):
@@ -226,11 +229,12 @@ def add_cautious_decay(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTr
             raise ValueError("add_cautious_decay needs the parameters: update(updates, state, params)")
         decay = jnp.asarray(weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32)
 
-        def add(u, p):
+        paths, leaves, tree = _flat(updates)
+        for i, (path, p) in enumerate(zip(paths, jax.tree.leaves(params), strict=True)):
             p = p.astype(jnp.float32)
-            return u + jnp.where(u * p >= 0, decay * p, 0.0)
-
-        return jax.tree.map(add, updates, params), CautiousDecayState(optax.safe_increment(state.count))
+            its_decay = decay * factor(path) if factor else decay
+            leaves[i] = leaves[i] + jnp.where(leaves[i] * p >= 0, its_decay * p, 0.0)
+        return jax.tree.unflatten(tree, leaves), CautiousDecayState(optax.safe_increment(state.count))
 
     return optax.GradientTransformation(lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update)
 
@@ -274,6 +278,7 @@ def normuon(
     method: Callable = polar_express,
     layout: Layout = one_matrix,
     factor: Callable[[str], float] | None = None,
+    decay_factor: Callable[[str], float] | None = None,
 ) -> optax.GradientTransformation:
     """NorMuon for parameters that are all matrices; `optax.partition` gives the others to another optimizer.
 
@@ -283,7 +288,7 @@ def normuon(
         weight_decay: as of `add_cautious_decay`.
         method: of orthogonalisation: `polar_express`, `newton_schulz`, or `distributed(…)`.
         layout: which matrices a parameter holds, by its path.
-        factor: multiplies the learning rate, by a parameter's path.
+        factor, decay_factor: multiply the learning rate and the weight decay, by a parameter's path.
 
     Raises:
         ValueError: at `init`, a parameter that holds no matrix.
@@ -294,7 +299,7 @@ def normuon(
     """
     return optax.chain(
         scale_by_normuon(momentum, b2, method=method, layout=layout),
-        add_cautious_decay(weight_decay),
+        add_cautious_decay(weight_decay, factor=decay_factor),
         scale_by_matrix_shape(layout=layout, factor=factor),
         optax.scale_by_learning_rate(learning_rate),
     )

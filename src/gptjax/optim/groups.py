@@ -1,0 +1,146 @@
+"""Which optimizer each parameter gets: rules on paths, said in a table, with nothing left to guess.
+
+A path is that of the parameter's tree, such as "blocks.0.attn.c_attn.kernel". A rule names paths by a regular expression that matches
+all of the path; every parameter is matched by exactly one rule, or it is an error.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+
+import jax
+import optax
+
+from gptjax.optim.normuon import Matrices, normuon
+from gptjax.optim.polar_express import polar_express
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters that are treated alike.
+
+    Attributes:
+        paths: regular expression.
+        matrices: how each of them holds matrices, which NorMuon takes; None for those that AdamW takes.
+        learning_rate: multiplies the learning rate of its optimizer.
+        weight_decay: multiplies the weight decay of its optimizer.
+    """
+
+    paths: str
+    matrices: Matrices | None = None
+    learning_rate: float = 1.0
+    weight_decay: float = 1.0
+
+
+class GroupError(ValueError):
+    """Parameters that no rule names, or more than one."""
+
+
+def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
+    """The group of each path.
+
+    Raises:
+        GroupError: a path is matched by no rule, or by several; or a rule matches nothing.
+    """
+    found = {path: [group for group in groups if re.fullmatch(group.paths, path)] for path in paths}
+    wrong = [
+        f"{path}: " + ("no rule" if not matching else "the rules " + " and ".join(repr(g.paths) for g in matching))
+        for path, matching in found.items()
+        if len(matching) != 1
+    ]
+    wrong += [f"the rule {g.paths!r} matches nothing" for g in groups if not any(g in m for m in found.values())]
+    if wrong:
+        raise GroupError("every parameter is matched by exactly one rule, but not these:\n  " + "\n  ".join(wrong))
+    return {path: matching[0] for path, matching in found.items()}
+
+
+def normuon_and_adamw(
+    groups: Sequence[Group],
+    *,
+    matrix_learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
+    matrix_weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay: float = 0.1,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    neuron_b2: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip_norm: float | None = 1.0,
+    method=polar_express,
+) -> optax.GradientTransformation:
+    """NorMuon for the groups that hold matrices, AdamW for the others, after a clip by the global norm of all.
+
+    Args:
+        groups: rules, as in `assign`, which is called at `init`.
+        matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as `normuon` has them (neuron_b2 is its b2).
+        learning_rate, weight_decay, b1, b2, eps, clip_norm: as `adamw` has them.
+
+    Raises:
+        GroupError: at `init`, as in `assign`.
+    """
+    groups = tuple(groups)
+    group_of = functools.partial(_group_of, groups)
+    matrix = normuon(
+        matrix_learning_rate,
+        momentum=momentum,
+        b2=neuron_b2,
+        weight_decay=matrix_weight_decay,
+        method=method,
+        layout=lambda path: group_of(path).matrices,
+        factor=lambda path: group_of(path).learning_rate,
+        decay_factor=lambda path: group_of(path).weight_decay,
+    )
+
+    def scaled(by):
+        return (lambda count: by * learning_rate(count)) if callable(learning_rate) else by * learning_rate
+
+    rest = {
+        str(i): optax.adamw(scaled(g.learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay * g.weight_decay)
+        for i, g in enumerate(groups)
+        if g.matrices is None
+    }
+
+    def labels(params):
+        found = assign(groups, _paths(params))
+        names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()]
+        return jax.tree.unflatten(jax.tree.structure(params), names)
+
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    return optax.chain(clip, optax.partition({"matrix": matrix, **rest}, labels))
+
+
+def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float, float]]:
+    """A row for each kind of parameter: path (numbers as *, how many of them), shape, optimizer, factors of learning rate and decay.
+
+    Args:
+        params: arrays, or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        GroupError: as in `assign`.
+    """
+    found = assign(groups, paths := _paths(params))
+    kinds: dict[tuple, int] = {}
+    for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
+        key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, found[path])
+        kinds[key] = kinds.get(key, 0) + 1
+    rows = []
+    for (path, shape, group), count in kinds.items():
+        packed = group.matrices.packed if group.matrices else 1
+        kind = "adamw" if group.matrices is None else "normuon" + (f", {packed} matrices" if packed > 1 else "")
+        size = " × ".join(map(str, shape))
+        rows.append(
+            (path + (f" (of {count})" if count > 1 else ""), size, kind, group.learning_rate, group.weight_decay)
+        )
+    return rows
+
+
+@functools.cache
+def _group_of(groups, path):
+    return next(group for group in groups if re.fullmatch(group.paths, path))
+
+
+def _paths(params) -> list[str]:
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]

@@ -1,0 +1,370 @@
+"""The backward pass of flash attention on Hopper: in JAX's interpreter for Mosaic GPU, lowered for an H200, and on a GPU."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from kernel_tools import lower_for_h200
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels.flash_attention import _mosaic_backward, flash_attention, flash_attention_qkv, reference
+from pallas_kernels.flash_attention._mosaic_backward import Tiles, backward, why_not_tiles
+
+
+@pytest.fixture
+def interpreter(mosaic_on_cpu, monkeypatch):
+    """The interpreter with what it lacks: left operands of wgmma in registers, and TMA that adds."""
+
+    def content(how, which):
+        """Whose memory an argument is, and which part of it."""
+        key = gpu_callbacks.HostAllocationKey.from_array(how[f"{which}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(how[f"{which}_transforms"])
+        return key, gpu_callbacks._get_shared_memory().access(key, jax.tree.map(int, transforms))
+
+    their_wgmma, their_copy = gpu_callbacks.wgmma, gpu_callbacks.copy_smem_to_gmem
+
+    @gpu_callbacks.fail_on_exception
+    def wgmma(*, a_allocation_key_as_array, **how):
+        if a_allocation_key_as_array.ndim == 1:
+            return their_wgmma(a_allocation_key_as_array=a_allocation_key_as_array, **how)
+        memory = gpu_callbacks._get_shared_memory()
+        log = gpu_callbacks.memory.GPULoggingInfo(how["mesh_location"], how["thread"], how["source_info"])
+        right, _, _ = memory.get_buffer_content(*content(how, "b"), how["thread"], logging_info=log)
+        sums, _, _ = memory.get_buffer_content(*content(how, "acc"), how["thread"], logging_info=log)
+        sums = sums + np.matmul(np.asarray(a_allocation_key_as_array), right, dtype=sums.dtype)
+        memory.store_buffer_content(*content(how, "acc"), sums, how["thread"], logging_info=log)
+        return how["token"]
+
+    class Add(gpu_callbacks.AsyncCopySmemToGmemTask):
+        """A store of what is there already plus the source. Its write counts for races as any other's."""
+
+        def __call__(self, tma_thread_id):
+            memory, logged = gpu_callbacks._get_shared_memory(), {"logging_info": self.logging_info}
+            self.pre_read(tma_thread_id, memory)
+            ours, _, _ = memory.get_buffer_content(self.src_allocation_key, self.src_access, self.thread, **logged)
+            self.post_read(tma_thread_id, memory)
+            shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
+            if (clipped := gpu_callbacks._clip_store_to_shape(self.dst_access, ours, tuple(shape))) is not None:
+                there, _, _ = memory.get_buffer_content(self.dst_allocation_key, clipped[0], self.thread, **logged)
+                store = (self.dst_allocation_key, clipped[0], there + clipped[1], self.thread)
+                memory.store_buffer_content(*store, **logged)
+            self.post_write(tma_thread_id, memory)
+
+    @gpu_callbacks.fail_on_exception
+    def copy_smem_to_gmem(*, reduction_op, **how):
+        if reduction_op is None:
+            return their_copy(reduction_op=None, **how)
+        assert reduction_op == "add"
+        memory = gpu_callbacks._get_shared_memory()
+        shared = {name: how[name] for name in ("mesh_location", "thread", "source_info")}
+        for side in ("src", "dst"):
+            key, access = content(how, side)
+            shared |= {f"{side}_allocation_key": key, f"{side}_access": access}
+        memory.execute_async_task(Add(**shared, clock=memory.incr_clock(how["thread"])))
+        return how["token"]
+
+    monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+    monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", copy_smem_to_gmem)
+
+
+def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, seed=0):
+    """q, k, v, and a direction for the gradient. Scores have a standard deviation of 2: weights are far from uniform."""
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads, heads)]
+    q, k, v, direction = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return q * jnp.asarray(2, dtype), k, v, direction
+
+
+def plain(q, k, v, *, causal=True, scale=None, window=None):
+    """The textbook in the inputs' own dtype; the softmax alone is fp32."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = (jnp.einsum("bthd,bshd->bhts", q, k) * jnp.asarray(scale, q.dtype)).astype(jnp.float32)
+    t, s = jnp.arange(q.shape[1])[:, None], jnp.arange(q.shape[1])[None, :]
+    seen = (s <= t) & (s > t - (window or q.shape[1])) if causal else (s >= 0)
+    scores = jnp.where(seen[None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", weights, v), jax.nn.logsumexp(scores, axis=-1)
+
+
+def gradients(f, operands, direction, dlse):
+    (out, _), pull = jax.vjp(f, *operands)
+    return pull((direction.astype(out.dtype), dlse))
+
+
+def check(q, k, v, direction, tiles=None, *, packed=False, with_lse=False, deterministic=False, **mask):
+    """dq, dk and dv by the 2× rule. Returns them."""
+    true = functools.partial(reference, return_lse=True, **mask)
+    out, lse = true(q, k, v)
+    dlse = jnp.asarray(np.random.default_rng(1).standard_normal(lse.shape) * with_lse, jnp.float32)
+    delta = jnp.einsum("bthd,bthd->bht", direction.astype(jnp.float32), out) - dlse
+    how = {"causal": True, "scale": q.shape[-1] ** -0.5, "window": None} | mask
+    how |= {"deterministic": deterministic, "true_fp32": False, "tiles": tiles}
+    operands = (jnp.stack((q, k, v), axis=2),) if packed else (q, k, v)
+    f = jax.jit(lambda operands, *rest: backward(operands, None, *rest, **how))
+    ours = jax.block_until_ready(f(operands, lse, direction, delta))
+    if gpu_callbacks._races is not None and (deterministic or tiles.whole_heads):
+        assert not gpu_callbacks.get_races().races_found
+    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in operands]
+    ours = tuple(ours[0][:, :, i] for i in range(3)) if packed else ours
+    exact = gradients(true, [x.astype(jnp.float32) for x in (q, k, v)], direction, dlse)
+    theirs = gradients(functools.partial(plain, **mask), (q, k, v), direction, dlse)
+    for name, found, other, right in zip(("dq", "dk", "dv"), ours, theirs, exact, strict=True):
+        for norm in (rms, max_abs):
+            assert_within_twice(found, other, right, norm=norm, name=name)
+    return ours
+
+
+WHOLE, SPLIT = Tiles(whole_heads=True), Tiles(whole_heads=False)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_gradients(interpreter, dtype):
+    check(*inputs(1, 384, 1, dtype=dtype), WHOLE)
+
+
+# Not a multiple of 8; one more than two blocks of keys; two in the last block.
+@pytest.mark.parametrize(("time", "tiles"), [(100, WHOLE), (257, WHOLE), (130, SPLIT)])
+def test_ragged_lengths(interpreter, time, tiles):
+    check(*inputs(1, time, 1), tiles)
+
+
+@pytest.mark.parametrize("time", [1, 7])
+def test_tiny_lengths(interpreter, time):
+    check(*inputs(2, time, 1, dtype=jnp.bfloat16), WHOLE)
+
+
+@pytest.mark.parametrize("tiles", [WHOLE, SPLIT])
+def test_grouped_queries(interpreter, tiles):
+    check(*inputs(2, 136, 4, key_heads=2), tiles)
+
+
+def test_packed_equals_separate(interpreter):
+    args = inputs(1, 200, 2)
+    for one, other in zip(check(*args, WHOLE, packed=True), check(*args, WHOLE), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_packed_split_heads(interpreter):
+    check(*inputs(1, 384, 2), SPLIT, packed=True)
+
+
+@pytest.mark.parametrize("tiles", [WHOLE, SPLIT])
+def test_every_key_seen(interpreter, tiles):
+    check(*inputs(1, 257, 1), tiles, causal=False)
+
+
+# Inside a block; over two blocks, with keys in the middle whose tiles need no mask.
+@pytest.mark.parametrize(("time", "window", "tiles"), [(264, 70, WHOLE), (400, 270, WHOLE), (264, 140, SPLIT)])
+def test_windows(interpreter, time, window, tiles):
+    check(*inputs(1, time, 1), tiles, window=window)
+
+
+def test_a_window_of_one(interpreter):
+    """dq and dk are zero: all that is left is what fp32 rounds, smaller than what the rule lets pass only for small gradients."""
+    q, k, v, direction = inputs(1, 136, 1)
+    check(q, k, v, direction / jnp.float16(16), WHOLE, window=1)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 90}], ids=str)
+def test_head_dimension_128(interpreter, mask):
+    check(*inputs(1, 264, 1, head_dim=128), WHOLE, **mask)
+
+
+def test_head_dimension_128_split_and_grouped(interpreter):
+    check(*inputs(1, 200, 2, key_heads=1, head_dim=128, dtype=jnp.bfloat16), SPLIT)
+
+
+def test_the_gradient_of_lse(interpreter):
+    check(*inputs(1, 136, 1), WHOLE, with_lse=True)
+
+
+def test_a_negative_scale(interpreter):
+    check(*inputs(1, 136, 1), WHOLE, scale=-0.2)
+
+
+def test_very_negative_scores(interpreter):
+    """Far below any exponent: what lies past the end, with scores of 0, would be infinitely more likely than any key."""
+    q, k, v, direction = inputs(1, 100, 1)
+    ours = check(jnp.abs(q) * jnp.float16(8), -jnp.abs(k) * jnp.float16(8), v, direction, WHOLE, causal=False)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in ours)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tiles"),
+    [
+        (64, Tiles(stages=3, whole_heads=True)),
+        (64, Tiles(key_stages=2, whole_heads=True)),
+        (64, Tiles(score_stages=2, whole_heads=False)),
+        (64, Tiles(slots=3, whole_heads=True)),
+        (128, Tiles(score_stages=2, slots=2, whole_heads=True)),
+    ],
+    ids=str,
+)
+def test_options(interpreter, head_dim, tiles):
+    check(*inputs(1, 272, 1, head_dim=head_dim), tiles)
+
+
+def test_which_way_dq_is_summed():
+    sms = 132
+    assert _mosaic_backward.whole_heads_are_faster(64 * 12, 1024, sms)  # six rounds, 97 % busy
+    assert not _mosaic_backward.whole_heads_are_faster(16 * 12, 4096, sms)  # two rounds, 73 % busy
+    assert not _mosaic_backward.whole_heads_are_faster(12, 1024, sms)
+    assert _mosaic_backward.whole_heads_are_faster(60, 64, sms)  # the sums are never more than the first
+
+
+def test_tiles_that_cannot_be():
+    assert why_not_tiles(Tiles(stages=3), 64) is None
+    assert "bytes of shared memory" in why_not_tiles(Tiles(stages=5), 64)
+    assert "bytes of shared memory" in why_not_tiles(Tiles(key_stages=2), 128)
+    assert "at least one" in why_not_tiles(Tiles(stages=0), 64)
+    assert "no more than 3 slots" in why_not_tiles(Tiles(slots=4), 64)
+    q, k, v, direction = inputs(1, 8, 1)
+    with pytest.raises(ValueError, match="cannot be used with head_dim=64: .* shared memory"):
+        check(q, k, v, direction, Tiles(stages=9))
+
+
+# ------------------------------------------------------------------------------------------------------ lowered for an H200
+
+
+def lowered(batch, time, heads, head_dim, *, packed, key_heads=None, causal=True, window=None, **how):
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    q, k = shape(batch, time, heads, head_dim), shape(batch, time, key_heads or heads, head_dim)
+    operands = (shape(batch, time, 3, heads, head_dim),) if packed else (q, k, k)
+    row = shape(batch, heads, time, dtype=jnp.float32)
+    how = {"causal": causal, "scale": 0.1, "window": window, "deterministic": False, "true_fp32": False} | how
+    text = lower_for_h200(lambda o, *rest: backward(o, None, *rest, **how), operands, row, q, row)
+    return re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 4096)])  # whole heads, split heads
+def test_lowers_for_an_h200(batch, time, head_dim, causal):
+    text = lowered(batch, time, 12, head_dim, packed=True, causal=causal)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    # The gradient is written where it belongs. L and D alone are put together.
+    assert "transpose" not in text and text.count("concatenate") == 1
+    assert ("dynamic_update_slice" in text) == (batch == 4)
+
+
+def test_deterministic_means_whole_heads():
+    one = lowered(4, 4096, 12, 64, packed=True, deterministic=True)
+    assert one == lowered(4, 4096, 12, 64, packed=True, tiles=Tiles(key_stages=2, whole_heads=True))
+
+
+def test_lowers_windows_grouped_queries_and_ragged_lengths():
+    lowered(2, 1000, 12, 64, packed=False, key_heads=4, window=256)
+    lowered(2, 1001, 12, 128, packed=False, key_heads=4, window=256)
+
+
+@pytest.mark.parametrize(
+    "tiles", [Tiles(stages=3), Tiles(key_stages=2), Tiles(score_stages=2), Tiles(slots=3)], ids=str
+)
+def test_tiles_that_the_model_lets_through_fit(tiles):
+    """Mosaic itself raises where shared memory does not suffice."""
+    assert why_not_tiles(tiles, 64) is None
+    lowered(2, 1024, 12, 64, packed=True, tiles=tiles)
+
+
+# --------------------------------------------------------------------------------------------------------------- on a GPU
+
+GPU_CASES = [
+    # batch, time, heads, key heads, head dimension, dtype, mask
+    (2, 1024, 12, 12, 64, jnp.bfloat16, {}),
+    (2, 1024, 12, 12, 64, jnp.float16, {}),
+    (2, 100, 3, 3, 64, jnp.bfloat16, {}),
+    (2, 1000, 3, 3, 64, jnp.bfloat16, {}),
+    (1, 4096, 4, 4, 64, jnp.bfloat16, {}),
+    (1, 4096, 4, 4, 128, jnp.bfloat16, {}),
+    (2, 1024, 4, 4, 64, jnp.bfloat16, {"window": 256}),
+    (2, 1024, 4, 4, 128, jnp.float16, {"window": 256}),
+    (2, 1024, 8, 2, 64, jnp.bfloat16, {}),
+    (2, 1024, 8, 2, 128, jnp.bfloat16, {}),
+    (2, 1000, 4, 4, 64, jnp.bfloat16, {"causal": False}),
+    (2, 1024, 4, 4, 128, jnp.bfloat16, {"causal": False}),
+    (24, 1024, 12, 12, 64, jnp.bfloat16, {}),  # whole heads, more than two each
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_on_a_gpu(case, deterministic):
+    batch, time, heads, key_heads, head_dim, dtype, mask = case
+    q, k, v, direction = inputs(batch, time, heads, key_heads, head_dim, dtype)
+
+    def ours(q, k, v):
+        # Memory that the allocator hands out next is full of NaN: what is never written shows.
+        return flash_attention(q, k, v, implementation="mosaic", deterministic=deterministic, return_lse=True, **mask)
+
+    dlse = jnp.asarray(np.random.default_rng(1).standard_normal((batch, heads, time)), jnp.float32)
+    found = jax.jit(functools.partial(gradients, ours))
+    poison = jax.jit(lambda: jnp.full((2 * q.size,), jnp.nan, jnp.float32))
+    poison().block_until_ready()
+    found = found((q, k, v), direction, dlse)
+    exact = gradients(
+        functools.partial(reference, return_lse=True, **mask),
+        [x.astype(jnp.float32) for x in (q, k, v)],
+        direction,
+        dlse,
+    )
+    theirs = gradients(functools.partial(plain, **mask), (q, k, v), direction, dlse)
+    for name, one, other, right in zip(("dq", "dk", "dv"), found, theirs, exact, strict=True):
+        for norm in (rms, max_abs):
+            assert_within_twice(one, other, right, norm=norm, name=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_on_a_gpu(head_dim, deterministic):
+    q, k, v, direction = inputs(2, 1024, 4, head_dim=head_dim, dtype=jnp.bfloat16)
+    how = {"implementation": "mosaic", "deterministic": deterministic}
+
+    def packed(qkv):
+        return jax.vjp(functools.partial(flash_attention_qkv, **how), qkv)[1](direction)[0]
+
+    def separate(q, k, v):
+        return jax.vjp(functools.partial(flash_attention, **how), q, k, v)[1](direction)
+
+    one = jax.jit(packed)(jnp.stack((q, k, v), axis=2))
+    for i, other in enumerate(jax.jit(separate)(q, k, v)):
+        if deterministic or i > 0:
+            np.testing.assert_array_equal(np.asarray(one[:, :, i], np.float32), np.asarray(other, np.float32))
+        else:
+            # The sums' order differs from run to run: a unit in the last place of bf16.
+            np.testing.assert_allclose(
+                np.asarray(one[:, :, i], np.float32), np.asarray(other, np.float32), rtol=2**-7, atol=1e-4
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 1024, 12, 64), (2, 4096, 4, 128)], ids=str)
+def test_deterministic_on_a_gpu(shape):
+    batch, time, heads, head_dim = shape
+    q, k, v, direction = inputs(batch, time, heads, head_dim=head_dim, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def run(q, k, v):
+        f = functools.partial(flash_attention, implementation="mosaic", deterministic=True)
+        return jax.vjp(f, q, k, v)[1](direction)
+
+    first = run(q, k, v)
+    for _ in range(10):
+        for one, other in zip(first, run(q, k, v), strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tiles", [WHOLE, SPLIT, *[Tiles(**{n: 2}) for n in ("key_stages", "score_stages", "slots")]], ids=str
+)
+def test_options_on_a_gpu(tiles):
+    check(*inputs(12, 1024, 12, dtype=jnp.bfloat16), tiles)

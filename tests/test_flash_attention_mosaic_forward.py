@@ -1,0 +1,334 @@
+"""The forward pass of flash attention on Hopper: in JAX's interpreter for Mosaic GPU, lowered for an H200, and on a GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu import core as mosaic_core
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+from jax._src.state import types as state_types
+from kernel_tools import lower_for_h200
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels.flash_attention import _mosaic_forward, flash_attention, flash_attention_qkv, reference
+from pallas_kernels.flash_attention._mosaic_forward import Tiles, forward, key_blocks, schedule, why_not_tiles
+
+SMALL = Tiles(block_kv=64, stages=2, warpgroups=2, q_slots=1)
+
+
+@pytest.fixture
+def interpreter(mosaic_on_cpu, monkeypatch):
+    """The interpreter with what it lacks: left operands of wgmma in registers, and stores to an accumulator."""
+
+    def wgmma(self, eqn, token, get_invals):
+        if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+            return theirs(self, eqn, token, get_invals)
+        acc, left, *rest = get_invals()
+        space = shared_memory.get_memory_space_idx(mosaic_core.MemorySpace.REGS)
+        here = {"mesh_location": self.mesh_location, "thread": self.thread, "source_info": eqn.source_info}
+        token, request = gpu_callbacks.call_make_allocation_request_array(
+            token=token, compute_unit=self.thread, memory_space_id=space, initial_ref_count=1
+        )
+        token, key = gpu_callbacks.call_allocate_buffer(
+            token=token, allocation_request_as_array=request, value=left, **here
+        )
+        token, out = theirs(self, eqn, token, lambda: (acc, key, *rest))
+        return gpu_callbacks.call_deallocate_buffer(token=token, allocation_key_as_array=key, **here), out
+
+    theirs = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
+    monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "_interpret_wgmma_ref_p", wgmma)
+    # An ordinary store, which it knows.
+    accumulator = mosaic_core.WGMMAAbstractAccumulatorRef
+    monkeypatch.setattr(accumulator, "_setitem", state_types.AbstractRef._setitem)
+
+
+def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, seed=0):
+    """q, k, v. Scores have a standard deviation of 2: weights are far from uniform."""
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads)]
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    return q * jnp.asarray(2, dtype), k, v
+
+
+def plain(q, k, v, *, causal=True, scale=None, window=None):
+    """The textbook in the inputs' own dtype; the softmax alone is fp32."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = (jnp.einsum("bthd,bshd->bhts", q, k) * jnp.asarray(scale, q.dtype)).astype(jnp.float32)
+    t, s = jnp.arange(q.shape[1])[:, None], jnp.arange(q.shape[1])[None, :]
+    seen = (s <= t) & (s > t - (window or q.shape[1])) if causal else (s >= 0)
+    scores = jnp.where(seen[None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", weights, v), jax.nn.logsumexp(scores, axis=-1)
+
+
+def run(operands, tiles=None, *, causal=True, scale=None, window=None):
+    scale = operands[0].shape[-1] ** -0.5 if scale is None else scale
+    how = {"causal": causal, "scale": scale, "window": window, "deterministic": False, "true_fp32": False}
+    return forward(operands, None, **how, tiles=tiles)
+
+
+def check(q, k, v, tiles=None, packed=False, **mask):
+    operands = (jnp.stack((q, k, v), axis=2),) if packed else (q, k, v)
+    ours = jax.jit(functools.partial(run, tiles=tiles, **mask))(operands)
+    assert ours[0].dtype == q.dtype and ours[1].dtype == jnp.float32
+    for name, found, theirs, exact in zip(
+        ("out", "lse"), ours, plain(q, k, v, **mask), reference(q, k, v, return_lse=True, **mask), strict=True
+    ):
+        for norm in (rms, max_abs):
+            assert_within_twice(found, theirs, exact, norm=norm, name=name)
+    return ours
+
+
+# ------------------------------------------------------------------------------------------------------------- on the host
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 64, 100, 129])
+@pytest.mark.parametrize("causal", [True, False])
+def test_key_blocks_against_the_mask(causal, window):
+    if window is not None and not causal:
+        return
+    for length, rows, block in [
+        (1, 64, 64),
+        (7, 64, 128),
+        (100, 64, 64),
+        (300, 64, 128),
+        (300, 128, 64),
+        (400, 128, 192),
+    ]:
+        t, s = np.arange(length)[:, None], np.arange(-(-length // block) * block)[None, :]
+        seen = (s < length) & (s <= t if causal else s >= 0) & (s > t - (window or length))
+        for first in range(0, length, rows):
+            found = key_blocks(first, rows, length, block, causal=causal, window=window)
+            traced = jax.jit(lambda n: key_blocks(n, rows, length, block, causal=causal, window=window))(first)  # noqa: B023
+            assert tuple(map(int, traced)) == found
+            start, full_start, full_stop, stop = found
+            assert 0 <= start <= full_start <= full_stop <= stop
+            mine = seen[first : first + rows].reshape(-1, seen.shape[1] // block, block)
+            assert [j for j in range(mine.shape[1]) if mine[:, j].any()] == list(range(start, stop))
+            full = [j for j in range(mine.shape[1]) if mine[:, j].all()]
+            # The queries past the end, which are not there, may cost one block its fullness.
+            assert set(range(full_start, full_stop)) <= set(full)
+            if first + rows <= length:
+                assert full == list(range(full_start, full_stop))
+
+
+@pytest.mark.parametrize(
+    "heads, costs, blocks", [(768, [9.0, 8.0, 6.0, 5.0, 3.0, 2.0], 132), (3, [2.0], 7), (5, [3.0, 1.0], 2)]
+)
+def test_schedule_gives_each_piece_once_and_equal_shares(heads, costs, blocks):
+    table = schedule(heads, costs, blocks)
+    pieces = [list(row[1 : 1 + row[0]]) for row in table]
+    assert sorted(piece for row in pieces for piece in row) == list(range(heads * len(costs)))
+    assert table.shape[1] > 1 + table[:, 0].max()
+    loads = [sum(costs[piece % len(costs)] for piece in row) for row in pieces]
+    assert max(loads) - min(loads) <= max(costs)
+    if heads == 768:
+        assert max(loads) <= 1.02 * sum(costs) * heads / blocks
+        # At any time the blocks are at work on neighbouring heads.
+        middle = [row[len(row) // 2] // len(costs) for row in pieces]
+        assert max(middle) - min(middle) < 150
+
+
+def test_tiles_that_cannot_be_compiled_say_why():
+    assert why_not_tiles(Tiles(), 64) is None
+    for change, head_dim, reason in [
+        ({"block_q": 96}, 64, "block_q is 64 or 128"),
+        ({"block_kv": 80}, 64, "block_kv is a multiple of 64"),
+        ({"warpgroups": 4}, 64, "1 to 3 warpgroups"),
+        ({"warpgroups": 1}, 64, "none to take turns with"),
+        ({"stages": 1}, 64, "two stages"),
+        ({"stages": 8}, 64, "shared memory"),
+        ({"block_q": 128, "warpgroups": 2, "stages": 2, "q_slots": 1}, 64, "registers"),
+        ({"block_kv": 256, "stages": 2}, 64, "registers"),
+    ]:
+        assert reason in why_not_tiles(dataclasses.replace(Tiles(), **change), head_dim)
+    with pytest.raises(ValueError, match="cannot be used with head_dim=64: shared memory"):
+        run(inputs(1, 64, 1), Tiles(stages=8))
+    with pytest.raises(ValueError, match="no sideways tiles for head_dim=64"):
+        _mosaic_forward._choices()["sideways"] = []
+        _mosaic_forward.tiles("sideways", 64, 10, True)
+    del _mosaic_forward._choices()["sideways"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_default_tiles_can_be_compiled(head_dim, causal):
+    for length in (1, 1024, 100000):
+        assert why_not_tiles(Tiles(**_mosaic_forward.tiles("forward", head_dim, length, causal)), head_dim) is None
+
+
+# -------------------------------------------------------------------------------------------------------- in the interpreter
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("time", [1, 7, 128, 257])
+def test_lengths(interpreter, time, dtype):
+    check(*inputs(1, time, 1, dtype=dtype), SMALL)
+
+
+def test_more_work_than_blocks(interpreter):
+    check(*inputs(2, 130, 3), SMALL)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_grouped_heads(interpreter, key_heads):
+    check(*inputs(2, 100, 4, key_heads), SMALL)
+
+
+def test_packed_is_the_same(interpreter):
+    apart = check(*inputs(2, 100, 2), SMALL)
+    packed = check(*inputs(2, 100, 2), SMALL, packed=True)
+    assert all((one == other).all() for one, other in zip(apart, packed, strict=True))
+
+
+@pytest.mark.parametrize("time", [64, 130])
+def test_full(interpreter, time):
+    check(*inputs(1, time, 2), SMALL, causal=False)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+def test_window(interpreter, window):
+    check(*inputs(1, 200, 1), SMALL, window=window)
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2])
+def test_scale(interpreter, scale):
+    check(*inputs(1, 100, 1), SMALL, scale=scale)
+
+
+def test_head_dim_128(interpreter):
+    check(*inputs(1, 130, 2, head_dim=128), dataclasses.replace(SMALL, stages=3))
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(),
+        Tiles(block_kv=64, warpgroups=1, ping_pong=False, q_slots=1, stages=2),
+        Tiles(block_kv=64, warpgroups=2, ping_pong=False, overlap=False, q_slots=1, stages=3),
+        Tiles(block_kv=128, warpgroups=3, ping_pong=True, overlap=False, q_slots=2, stages=2),
+        Tiles(block_kv=192, warpgroups=2, ping_pong=False, q_slots=2, stages=2),
+        Tiles(block_q=128, block_kv=64, warpgroups=2, ping_pong=True, q_slots=1, stages=2),
+    ],
+    ids=lambda tiles: " ".join(map(str, dataclasses.astuple(tiles))),
+)
+@pytest.mark.parametrize("mask", [{}, {"window": 90}], ids=["causal", "window"])
+def test_tiles(interpreter, tiles, mask):
+    assert why_not_tiles(tiles, 64) is None
+    check(*inputs(1, 330, 1), tiles, **mask)
+
+
+def test_public_functions(interpreter):
+    q, k, v = inputs(1, 100, 2)
+    ours = flash_attention(q, k, v, implementation="mosaic", return_lse=True)
+    packed = flash_attention_qkv(jnp.stack((q, k, v), axis=2), implementation="mosaic", return_lse=True)
+    assert all((one == other).all() for one, other in zip(ours, packed, strict=True))
+    for found, theirs, exact in zip(ours, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True):
+        assert_within_twice(found, theirs, exact)
+
+
+# ------------------------------------------------------------------------------------------------------- lowered for an H200
+
+
+def lowered(batch, time, heads, head_dim, *, key_heads=None, packed=True, dtype=jnp.bfloat16, tiles=None, **mask):
+    shapes = [(batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads)]
+    shapes = [(batch, time, 3, heads, head_dim)] if packed else shapes
+    operands = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    assert "mosaic_gpu" in lower_for_h200(lambda *x: run(x, tiles, **mask), *operands)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 256}], ids=str)
+@pytest.mark.parametrize("shape", [(64, 1024, 12, 64), (4, 4096, 16, 128), (2, 1001, 25, 64)], ids=str)
+def test_lowers_for_an_h200(shape, mask, packed):
+    lowered(*shape, packed=packed, **mask)
+
+
+def test_grouped_heads_and_tiny_lengths_lower_for_an_h200():
+    lowered(2, 1000, 8, 64, key_heads=2, packed=False, dtype=jnp.float16)
+    for time in (1, 7, 8, 9):
+        lowered(1, time, 2, 64)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ping_pong", [True, False])
+def test_options_lower_for_an_h200(head_dim, overlap, ping_pong):
+    for sizes in [(64, 3, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128)]:
+        tiles = Tiles(*sizes, stages=2, q_slots=1, overlap=overlap, ping_pong=ping_pong)
+        if why_not_tiles(tiles, head_dim) is None:
+            lowered(2, 1024, 2, head_dim, tiles=tiles)
+
+
+# --------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def poisoned(operands, **mask):
+    """The results where the outputs held NaN before: memory that the allocator gives again."""
+    out, lse = jax.eval_shape(lambda x: run(x, **mask), operands)
+    jax.block_until_ready([jnp.full(o.shape, jnp.nan, o.dtype) for o in (out, lse) for _ in range(2)])
+    return jax.block_until_ready(jax.jit(functools.partial(run, **mask))(operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 256}], ids=str)
+@pytest.mark.parametrize("time", [1, 100, 1000, 1024, 4096])
+def test_on_a_gpu(time, mask, head_dim, dtype):
+    q, k, v = inputs(2, time, 4, head_dim=head_dim, dtype=dtype)
+    exact, theirs = reference(q, k, v, return_lse=True, **mask), plain(q, k, v, **mask)
+    for operands in [(q, k, v), (jnp.stack((q, k, v), axis=2),)]:
+        first, again = poisoned(operands, **mask), poisoned(operands, **mask)
+        for name, found, repeated, plain_one, exact_one in zip(
+            ("out", "lse"), first, again, theirs, exact, strict=True
+        ):
+            assert (found == repeated).all(), f"{name}: two runs differ"
+            for norm in (rms, max_abs):
+                assert_within_twice(found, plain_one, exact_one, norm=norm, name=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_grouped_heads_on_a_gpu(key_heads):
+    q, k, v = inputs(3, 1000, 12, key_heads, dtype=jnp.bfloat16)
+    for found, theirs, exact in zip(
+        poisoned((q, k, v)), plain(q, k, v), reference(q, k, v, return_lse=True), strict=True
+    ):
+        assert_within_twice(found, theirs, exact)
+
+
+@pytest.mark.gpu
+def test_gpt2_on_a_gpu():
+    """B = 16 at GPT-2's shapes: thousands of pieces of work for each launch, a hundred launches, one result."""
+    q, k, v = inputs(16, 1024, 12, dtype=jnp.bfloat16)
+    packed = (jnp.stack((q, k, v), axis=2),)
+    f = jax.jit(run)
+    first = f(packed)
+    for found, theirs, exact in zip(first, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True):
+        assert_within_twice(found, theirs, exact)
+    for _ in range(100):
+        assert all((one == other).all() for one, other in zip(first, f(packed), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_option_on_a_gpu(head_dim):
+    q, k, v = inputs(2, 700, 3, head_dim=head_dim, dtype=jnp.bfloat16)
+    exact, theirs = reference(q, k, v, return_lse=True), plain(q, k, v)
+    for sizes in [(64, 3, 128), (64, 2, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128), (64, 1, 128)]:
+        for stages, q_slots, overlap, ping_pong in [
+            (2, 1, True, True),
+            (3, 2, True, False),
+            (2, 1, False, True),
+            (3, 1, False, False),
+        ]:
+            tiles = Tiles(*sizes, stages, q_slots, overlap, ping_pong)
+            if why_not_tiles(tiles, head_dim) is None:
+                found = jax.jit(functools.partial(run, tiles=tiles))((q, k, v))
+                for ours, plain_one, exact_one in zip(found, theirs, exact, strict=True):
+                    assert_within_twice(ours, plain_one, exact_one, name=str(tiles))

@@ -1,0 +1,439 @@
+"""The Triton back end of pallas_kernels.flash_attention against the equations in fp64, by the 2× rule."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_tools import triton_kernels
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels import flash_attention
+from pallas_kernels.flash_attention import flash_attention_qkv
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def inputs(shape, dtype, segments=None, seed=0):
+    """q, k, v, segment ids, and directions for the gradients of the output and of L; shape = (B, T, H, K, D).
+
+    Scores have a standard deviation of 2: weights are far from uniform.
+    """
+    b, t, h, k, d = shape
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape, dtype=dtype: jnp.asarray(rng.standard_normal(shape), dtype)
+    q = normal(b, t, h, d) * jnp.asarray(2, dtype)
+    ids = rng.integers(0, segments or 1, (b, t))
+    if segments and seed % 2 == 0:
+        ids.sort(axis=1)
+    ids = jnp.asarray(ids, jnp.int32) if segments else None
+    return q, normal(b, t, k, d), normal(b, t, k, d), ids, normal(b, t, h, d), normal(b, h, t, dtype=jnp.float32)
+
+
+def visible(ids, t, causal, window):
+    t_T1, s_1T = np.arange(t)[:, None], np.arange(t)[None, :]
+    seen = np.ones((1, t, t), bool)
+    if causal:
+        seen = seen & (s_1T <= t_T1) & (t_T1 - s_1T < (window or t))
+    if ids is not None:
+        seen = seen & (np.asarray(ids)[:, :, None] == np.asarray(ids)[:, None, :])
+    return seen
+
+
+def equations(q, k, v, ids, dout, dlse, *, dtype=None, product=np.matmul, causal=True, scale=None, window=None):
+    """Output, L and the three gradients from the equations, a head at a time; in fp64.
+
+    With a dtype they are the textbook: fp32, and every product's result rounded to the dtype.
+    """
+    wide = np.float64 if dtype is None else np.float32
+    rounded = (lambda x: x) if dtype is None else (lambda x: x.astype(dtype).astype(np.float32))
+    q, k, v, dout, dlse = (np.asarray(x).astype(wide) for x in (q, k, v, dout, dlse))
+    scale = wide(q.shape[-1] ** -0.5 if scale is None else scale)
+    b, t, heads, _ = q.shape
+    seen = np.broadcast_to(visible(ids, t, causal, window), (b, t, t))
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    lse = np.zeros((b, heads, t), wide)
+    for i, h in np.ndindex(b, heads):
+        g = h // (heads // k.shape[2])
+        scores = np.where(seen[i], scale * rounded(product(q[i, :, h], k[i, :, g].T)), -np.inf)
+        highest = scores.max(-1, keepdims=True)
+        lse[i, h] = highest[:, 0] + np.log(np.exp(scores - highest).sum(-1))
+        weights = np.exp(scores - highest)
+        weights /= weights.sum(-1, keepdims=True)
+        out[i, :, h] = rounded(product(rounded(weights), v[i, :, g]))
+        dweights = rounded(product(dout[i, :, h], v[i, :, g].T))
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True) + dlse[i, h][:, None])
+        dscores = rounded(scale * dscores)
+        dq[i, :, h] = rounded(product(dscores, k[i, :, g]))
+        dk[i, :, g] = rounded(dk[i, :, g] + rounded(product(dscores.T, q[i, :, h])))
+        dv[i, :, g] = rounded(dv[i, :, g] + rounded(product(rounded(weights).T, dout[i, :, h])))
+    return out, lse, dq, dk, dv
+
+
+def xla_product(a, b):
+    """In the default precision of the default device: TF32 on a GPU."""
+    return np.asarray(jnp.matmul(a, b))
+
+
+def with_gradients(f, q, k, v, ids, dout, dlse):
+    (out, lse), pull = jax.vjp(lambda q, k, v: f(q, k, v, ids), q, k, v)
+    return out, lse, *pull((dout, dlse))
+
+
+def attend(q, k, v, ids, **how):
+    how = {"precision": "highest", **how}
+    return flash_attention(q, k, v, segment_ids=ids, return_lse=True, implementation="triton", **how)
+
+
+def attend_packed(q, k, v, ids, **how):
+    how = {"precision": "highest", **how}
+    qkv = jnp.stack([q, k, v], 2)
+    return flash_attention_qkv(qkv, segment_ids=ids, return_lse=True, implementation="triton", **how)
+
+
+def check(shape, dtype=jnp.float32, segments=None, seed=0, f=attend, product=np.matmul, **how):
+    args = inputs(shape, dtype, segments, seed)
+    found = jax.jit(functools.partial(with_gradients, functools.partial(f, **how)))(*args)
+    mask = {name: how[name] for name in ("causal", "scale", "window") if name in how}
+    textbook, exact = equations(*args, dtype=dtype, product=product, **mask), equations(*args, **mask)
+    for name, ours, theirs, true in zip(NAMES, found, textbook, exact, strict=True):
+        assert ours.dtype == (jnp.float32 if name == "lse" else dtype)
+        # The worst of a few fp32 roundings is a matter of luck.
+        for norm in (rms,) if dtype == jnp.float32 else (rms, max_abs):
+            assert_within_twice(ours, theirs, true, norm=norm, name=name)
+
+
+def set_tiles(monkeypatch, m, n, backward="split"):
+    """Blocks so small that a few rows make several of them."""
+    from pallas_kernels.flash_attention import _triton
+
+    tile = {"M": m, "N": n, "TOGETHER": 2, "num_warps": 4, "num_stages": 2}
+    entry = {"backward": backward, **dict.fromkeys(_triton.PASSES, tile)}
+    monkeypatch.setattr(_triton, "tuning", lambda *_: entry)
+
+
+@pytest.fixture
+def small(triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
+
+
+# --------------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 64, 2, 2, 16),  # whole blocks
+        (1, 1, 1, 1, 1),  # one key: the output is v
+        (2, 7, 3, 3, 5),  # less than a block
+        (1, 33, 2, 2, 20),  # one row into a new block, a head dimension between two powers of two
+        (1, 150, 2, 1, 16),  # many blocks, and a part of one
+    ],
+    ids=str,
+)
+def test_output_and_gradients(shape, dtype, small):
+    check(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype, shape", [(jnp.float32, (1, 70, 1, 1, 8)), (jnp.float16, (1, 300, 1, 1, 64))], ids=str)
+def test_the_tiles_of_the_file(dtype, shape, triton_on_cpu):
+    check(shape, dtype)
+
+
+MASKS = [
+    {"causal": False},
+    {"window": 1},
+    {"window": 10},  # within a block
+    {"window": 17},  # over the edge of one
+    {"window": 40},  # whole blocks inside
+    {"scale": -0.7},
+    {"scale": 0.0},
+]
+
+
+@pytest.mark.parametrize("how", MASKS, ids=str)
+@pytest.mark.parametrize("m, n", [(16, 32), (32, 16)])
+@pytest.mark.parametrize("backward", ["split", "fused"])
+def test_masks_over_every_kind_of_block(backward, m, n, how, triton_on_cpu, monkeypatch):
+    """128 rows end with a block, 107 inside one."""
+    set_tiles(monkeypatch, m, n, backward)
+    check((1, 107, 1, 1, 8), **how)
+    if "window" in how or "causal" in how:
+        check((1, 128, 1, 1, 16), **how)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("seed", [0, 1], ids=["contiguous", "shuffled"])
+@pytest.mark.parametrize("how", [{}, {"window": 20}, {"causal": False}], ids=str)
+def test_segments(how, seed, backward, triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16, backward)
+    check((2, 75, 1, 1, 8), segments=4, seed=seed, **how)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("heads, key_heads", [(4, 2), (3, 1)])
+def test_grouped_heads(heads, key_heads, backward, triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16, backward)
+    check((2, 40, heads, key_heads, 8), window=30)
+    check((1, 32, heads, key_heads, 16), jnp.float16)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("head_dim", [5, 20, 64, 80, 128])
+def test_head_dimensions(head_dim, backward, triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 32, 32, backward)
+    check((1, 50, 1, 1, head_dim), jnp.float16)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("shape", [(2, 48, 3, 3, 16), (1, 35, 2, 2, 5)], ids=str)
+def test_packed_is_unpacked(shape, backward, triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16, backward)
+    args = inputs(shape, jnp.float16, segments=3)
+    for one, other in zip(with_gradients(attend, *args), with_gradients(attend_packed, *args), strict=True):
+        np.testing.assert_array_equal(one, other)
+    check(shape, f=attend_packed)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
+    draw = lambda *choices: data.draw(st.sampled_from(choices))
+    set_tiles(monkeypatch, draw(16, 32), draw(16, 32), draw("split", "fused"))
+    key_heads = draw(1, 2)
+    t, d = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    causal = draw(True, False)
+    window = data.draw(st.none() | st.integers(1, 80)) if causal else None
+    shape = (draw(1, 2), t, key_heads * draw(1, 2), key_heads, d)
+    check(shape, draw(jnp.float32, jnp.float16), draw(None, 3), draw(0, 1), causal=causal, window=window)
+
+
+# ------------------------------------------------------------------------------------------------------------ what is not read
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # the interpreter's, about the other sequences
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("how", [{}, {"causal": False}, {"window": 12}], ids=str)
+def test_nothing_leaks_from_the_next_sequence(how, backward, triton_on_cpu, monkeypatch):
+    """What lies behind row T is the next sequence; here all of it is NaN, or infinite."""
+    set_tiles(monkeypatch, 32, 16, backward)
+    q, k, v, _, dout, dlse = inputs((3, 37, 2, 2, 5), jnp.float32)
+    bad = jnp.asarray([1, np.nan, np.inf], jnp.float32)[:, None, None, None]
+    for f in (attend, attend_packed):
+        f = functools.partial(with_gradients, functools.partial(f, **how))
+        clean = f(q[:1], k[:1], v[:1], None, dout[:1], dlse[:1])
+        for one, other in zip(f(q * bad, k * bad, v * bad, None, dout * bad, dlse), clean, strict=True):
+            np.testing.assert_array_equal(one[:1], other)
+
+
+def test_blocks_outside_the_window_are_not_read(small):
+    q, k, v, _, dout, dlse = inputs((1, 96, 1, 1, 8), jnp.float32)
+    f = functools.partial(with_gradients, functools.partial(attend, window=10))
+    far = jnp.asarray(np.arange(96) < 48)[None, :, None, None]
+    found = f(q, jnp.where(far, jnp.nan, k), jnp.where(far, jnp.nan, v), None, dout, dlse)
+    for name, one, other in zip(NAMES, found, f(q, k, v, None, dout, dlse), strict=True):
+        axis = 2 if name == "lse" else 1
+        np.testing.assert_array_equal(*(np.take(x, range(64, 96), axis) for x in (one, other)))
+
+
+def test_rows_of_huge_scores_stay_finite(small):
+    q, k, v, _, dout, dlse = inputs((1, 40, 1, 1, 8), jnp.float16)
+    found = with_gradients(attend, q * jnp.float16(100), k * jnp.float16(100), v, None, dout, dlse)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
+
+
+# ------------------------------------------------------------------------------------------------------------ transformations
+
+
+def test_vmap_checkpoint_and_jit(small):
+    q, k, v, ids, dout, dlse = (jnp.stack([x, x[::-1]]) for x in inputs((2, 20, 2, 1, 8), jnp.float32, segments=2))
+    f = functools.partial(with_gradients, attend)
+    singly = [f(*(x[i] for x in (q, k, v, ids, dout, dlse))) for i in range(2)]
+    want = jax.tree.map(lambda *x: jnp.stack(x), *singly)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.vmap(f))(q, k, v, ids, dout, dlse), want)
+    # One key and value for all.
+    shared = jax.vmap(f, (0, None, None, None, 0, 0))(q, k[0], v[0], ids[0], dout, dlse)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[0], shared), singly[0])
+    again = jax.jit(functools.partial(with_gradients, jax.checkpoint(attend)))
+    jax.tree.map(np.testing.assert_array_equal, again(q[0], k[0], v[0], ids[0], dout[0], dlse[0]), singly[0])
+
+
+# ------------------------------------------------------------------------------------------------------- tiles and kernels
+
+
+def gradients(deterministic=False, **how):
+    def f(q, k, v):
+        out = flash_attention(q, k, v, implementation="triton", deterministic=deterministic, **how)
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(f, (0, 1, 2))
+
+
+def packed_gradients(**how):
+    f = lambda qkv: flash_attention_qkv(qkv, implementation="triton", **how).astype(jnp.float32).sum()
+    return jax.grad(f)
+
+
+def test_deterministic_is_split(monkeypatch):
+    """The names are the only thing that a CPU can tell apart: its interpreter adds in one order."""
+    set_tiles(monkeypatch, 64, 64, "fused")
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    names = lambda deterministic: [k.name for k in triton_kernels(gradients(deterministic), x, x, x)]
+    assert names(True) == ["forward_kernel", "dkv_kernel", "dq_kernel"]
+    assert names(False) == ["forward_kernel", "dkv_kernel", "convert_kernel"]
+
+
+@pytest.mark.parametrize(
+    "capability, listed",
+    [
+        ((8, 0), "8.0"),
+        ((8, 6), "8.6"),
+        ((8, 7), "8.0"),  # 163 KB, as much as 8.0
+        ((8, 9), "8.6"),
+        ((9, 0), "9.0"),
+        ((10, 0), "9.0"),
+        ((12, 0), "8.6"),  # 99 KB
+        ((13, 0), "8.6"),  # unknown: the least
+    ],
+)
+def test_tiles_of_every_gpu(capability, listed):
+    from pallas_kernels.flash_attention import _triton
+
+    for products in ("16", "tf32", "fp32"):
+        entries = _triton._tiles()[listed][products]
+        assert _triton.tuning(capability, products, 5) is entries["64"]
+        assert _triton.tuning(capability, products, 65) is entries["128"]
+
+
+def test_errors_of_tiles(monkeypatch):
+    from pallas_kernels.flash_attention import _triton
+
+    with pytest.raises(ValueError, match=r"for compute capability 7.5 with 99 KB there is no entry; it has \['9.0'"):
+        _triton.tuning((7, 5), "16", 64)
+    good = _triton._tiles()
+    tiles = copy.deepcopy(good)
+    monkeypatch.setattr(_triton, "_tiles", lambda: tiles)
+    with pytest.raises(ValueError, match="entry '9.0' has nothing for '16' and a head dimension of 129"):
+        _triton.tuning((9, 0), "16", 129)
+    entry = tiles["9.0"]["16"]["64"]
+    entry["backward"] = "both"
+    with pytest.raises(ValueError, match="'9.0', '16', '64': 'backward' is 'split' or 'fused', not 'both'"):
+        _triton.tuning((9, 0), "16", 64)
+    entry["backward"] = "split"
+    entry["dq"]["M"] = 48
+    with pytest.raises(ValueError, match="the sides of 'dq' are powers of two from 16 on, not {'M': 48"):
+        _triton.tuning((9, 0), "16", 64)
+    del entry["dq"]["M"]
+    with pytest.raises(ValueError, match="'dq' needs a positive number for each of .*, and has {'N'"):
+        _triton.tuning((9, 0), "16", 64)
+
+
+SHARED_KB = {80: 163, 89: 99, 90: 227}
+
+
+@pytest.mark.parametrize("capability", SHARED_KB)
+@pytest.mark.parametrize(
+    "dtype, head_dim, precision",
+    [(jnp.bfloat16, 64, None), (jnp.bfloat16, 128, None), (jnp.float32, 64, None), (jnp.float32, 64, "highest")],
+    ids=["bf16 64", "bf16 128", "tf32 64", "fp32 64"],
+)
+def test_compiles_without_spills(dtype, head_dim, precision, capability):
+    qkv = jax.ShapeDtypeStruct((64, 1024, 3, 12, head_dim), dtype)
+    kernels = triton_kernels(packed_gradients(precision=precision), qkv, capability=capability)
+    assert [k.name for k in kernels] == ["forward_kernel", "dkv_kernel", "dq_kernel"]
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
+        assert kernel.shared_bytes <= SHARED_KB[capability] * 1024
+        instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
+        assert (instruction in kernel.ptx) == (precision is None)
+        if precision is None:
+            # Tiles go from global to shared memory while others are multiplied.
+            assert "cp.async" in kernel.ptx
+
+
+# ------------------------------------------------------------------------------------------------------------------ GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, "tf32", "fp32"])
+@pytest.mark.parametrize(
+    "shape, how",
+    [
+        ((2, 100, 3, 3, 64), {}),
+        ((2, 1000, 2, 2, 64), {}),
+        ((2, 1024, 12, 12, 64), {}),
+        ((1, 4096, 2, 2, 64), {}),
+        ((1, 1000, 2, 2, 64), {"causal": False}),
+        ((1, 1024, 2, 2, 64), {"window": 256}),
+        ((1, 1000, 2, 2, 64), {"window": 256}),
+        ((1, 1000, 2, 2, 64), {"segments": 5, "seed": 0}),
+        ((1, 1024, 2, 2, 64), {"segments": 5, "seed": 1, "window": 256}),
+        ((1, 1024, 2, 2, 64), {"f": attend_packed}),
+        ((1, 1000, 4, 4, 80), {"f": attend_packed}),
+        ((1, 1024, 8, 2, 64), {}),
+        ((1, 1024, 2, 2, 128), {}),
+        ((1, 1000, 2, 2, 128), {"f": attend_packed}),
+        ((3, 77, 2, 1, 5), {}),
+        ((1, 1, 1, 1, 1), {}),
+    ],
+    ids=str,
+)
+def test_on_the_gpu(shape, how, dtype):
+    if dtype == "tf32":
+        check(shape, jnp.float32, precision=None, product=xla_product, **how)
+    elif dtype == "fp32":
+        check(shape, jnp.float32, **how)
+    else:
+        check(shape, dtype, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, backward, monkeypatch):
+    from pallas_kernels.flash_attention import _triton
+
+    tuning = _triton.tuning
+    monkeypatch.setattr(_triton, "tuning", lambda *where: tuning(*where) | {"backward": backward})
+    for f in (attend, attend_packed):
+        check((2, 1000, 2, 2, 64), dtype, f=f)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 256])
+def test_runs_are_equal(window):
+    q, k, v, *_ = inputs((4, 1024, 12, 12, 64), jnp.bfloat16)
+    f = jax.jit(gradients(deterministic=True, window=window))
+    first, *others = (f(q, k, v) for _ in range(4))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+@pytest.mark.gpu
+def test_packed_is_unpacked_on_the_gpu():
+    args = inputs((2, 1000, 4, 4, 64), jnp.bfloat16)
+    how = {"deterministic": True}
+    found = [with_gradients(functools.partial(f, **how), *args) for f in (attend, attend_packed)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_time():
+    shape = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
+    compiled = jax.jit(gradients()).lower(shape, shape, shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4096 * 4096
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_a_packed_projection_is_not_copied():
+    """dk, dv and dq go into one array: beside it and what attention saves there is no other of its size."""
+    shape = jax.ShapeDtypeStruct((8, 1024, 3, 12, 64), jnp.bfloat16)
+    f = lambda qkv: packed_gradients(deterministic=True)(qkv)
+    compiled = jax.jit(f).lower(shape).compile()
+    out_and_its_gradient = 2 * 8 * 1024 * 12 * 64 * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * out_and_its_gradient

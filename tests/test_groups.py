@@ -1,0 +1,115 @@
+"""gptjax.optim.groups: every parameter has exactly one rule, and gets what its rule says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gptjax.models.gpt2 import PARAMETER_GROUPS, GPT2Config
+from gptjax.optim import Group, Matrices, adamw, normuon, normuon_and_adamw
+from gptjax.optim.groups import GroupError, assign, describe
+from gptjax.training.step import init_state
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+CONFIG = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+GROUPS = [
+    Group("up", Matrices(), learning_rate=2.0, weight_decay=0.5),
+    Group("down", Matrices(2)),
+    Group("bias.*", None, 3.0, 0.0),
+]
+
+
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"up": (4, 6), "down": (6, 8), "bias_1": (6,), "bias_2": (8,)}
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def run(tx, steps=3):
+    p = params()
+    state = tx.init(p)
+    for k in range(steps):
+        grads = jax.tree.map(lambda x, k=k: jnp.sin(x * (k + 1)), p)
+        updates, state = tx.update(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    return p
+
+
+def test_each_group_has_the_optimizer_and_the_factors_of_its_rule():
+    tx = normuon_and_adamw(
+        GROUPS, matrix_learning_rate=0.02, learning_rate=1e-3, matrix_weight_decay=0.4, weight_decay=0.1, clip_norm=None
+    )
+    found = run(tx)
+    only = lambda name, tx: run(
+        optax.partition({True: tx, False: optax.set_to_zero()}, {k: k == name for k in params()})
+    )[name]
+    alone = {
+        "up": normuon(0.04, weight_decay=0.2),
+        "down": normuon(0.02, weight_decay=0.4, layout=lambda path: Matrices(2)),
+        "bias_1": adamw(3e-3, weight_decay=0.0, clip_norm=None),
+        "bias_2": adamw(3e-3, weight_decay=0.0, clip_norm=None),
+    }
+    for name, tx in alone.items():
+        np.testing.assert_allclose(found[name], only(name, tx), rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_the_clip_is_that_of_all_gradients_together():
+    tx = normuon_and_adamw(
+        GROUPS, matrix_learning_rate=0.0, learning_rate=1.0, weight_decay=0.0, eps=1.0, clip_norm=0.5
+    )
+    p = params()
+    grads = jax.tree.map(lambda x: 1e3 * x, p)
+    updates, _ = tx.update(grads, tx.init(p), p)
+    g = np.asarray(grads["bias_1"], np.float64) * 0.5 / float(optax.tree.norm(grads))
+    np.testing.assert_allclose(updates["bias_1"], -3.0 * g / (np.abs(g) + 1), rtol=1e-4)
+
+
+def test_a_schedule_reaches_both():
+    lr = lambda count: jnp.where(count == 0, 0.0, 1.0)
+    tx = normuon_and_adamw(GROUPS, matrix_learning_rate=lr, learning_rate=lr)
+    for old, new in zip(jax.tree.leaves(params()), jax.tree.leaves(run(tx, steps=1)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert all(
+        not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params()), jax.tree.leaves(run(tx, 2)), strict=True)
+    )
+
+
+def test_parameters_without_a_rule_or_with_two_are_errors():
+    with pytest.raises(GroupError, match="not these:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"):
+        assign([Group("bias.*"), Group(".*_1"), Group("a")], ["a", "c", "bias_1"])
+    with pytest.raises(GroupError, match="the rule 'wpe' matches nothing"):
+        assign([Group(".*"), Group("wpe")], ["wte"])
+    with pytest.raises(GroupError, match="up_2: no rule"):
+        normuon_and_adamw(GROUPS, matrix_learning_rate=0.1, learning_rate=0.1).init(
+            params() | {"up_2": jnp.zeros((2, 2))}
+        )
+
+
+def test_gpt2s_parameters():
+    """The block's matrices take NorMuon, with q, k and v apart; embeddings decay, norms and biases do not."""
+    state = jax.eval_shape(lambda: init_state(CONFIG, optax.identity(), 0))
+    rows = {row[0]: row[1:] for row in describe(PARAMETER_GROUPS, state.params)}
+    assert rows == {
+        "blocks.*.attn.c_attn.kernel (of 2)": ("16 × 48", "normuon, 3 matrices", 1.0, 1.0),
+        "blocks.*.attn.c_proj.kernel (of 2)": ("16 × 16", "normuon", 1.0, 1.0),
+        "blocks.*.mlp.c_fc.kernel (of 2)": ("16 × 64", "normuon", 1.0, 1.0),
+        "blocks.*.mlp.c_proj.kernel (of 2)": ("64 × 16", "normuon", 1.0, 1.0),
+        "wte": ("64 × 16", "adamw", 1.0, 1.0),
+        "wpe": ("8 × 16", "adamw", 1.0, 1.0),
+        **{
+            f"blocks.*.{part}.bias (of 2)": (size, "adamw", 1.0, 0.0)
+            for part, size in {
+                "attn.c_attn": "48",
+                "attn.c_proj": "16",
+                "mlp.c_fc": "64",
+                "mlp.c_proj": "16",
+                "ln_1": "16",
+                "ln_2": "16",
+            }.items()
+        },
+        **{f"blocks.*.{part}.scale (of 2)": ("16", "adamw", 1.0, 0.0) for part in ("ln_1", "ln_2")},
+        "ln_f.bias": ("16", "adamw", 1.0, 0.0),
+        "ln_f.scale": ("16", "adamw", 1.0, 0.0),
+    }
