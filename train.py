@@ -21,10 +21,11 @@ from flax import nnx
 from rich.console import Console
 
 from gptjax import config as configuration
-from gptjax import data, devices, optim, sharding
+from gptjax import data, devices, sharding
 from gptjax.config import Config, ConfigError
 from gptjax.plot import plot_runs
 from gptjax.sampling import generate
+from gptjax.training import optimizer
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, versions
 from gptjax.training.compilation import Compiler, compile_to_fit
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
@@ -106,6 +107,8 @@ def train(config: Config, console: Console) -> int:
         f"{config.batch_tokens:,} tokens: {micro_batches} × {config.micro_batch} sequences of {config.sequence_length} "
         f"on each device, recompute {model.recompute}",
     )
+    for i, line in enumerate(optimizer.lines(config)):
+        say("" if i else "optimizer", line)
     say("compiling", "…")
 
     # ------------------------------------------------------------------------------------------------ compile
@@ -113,9 +116,7 @@ def train(config: Config, console: Console) -> int:
     replicated = sharding.replicated(mesh)
     train_sharding, val_sharding = sharding.over_batch(mesh, axis=1), sharding.over_batch(mesh, axis=0)
 
-    learning_rate = config.learning_rate_schedule()
-    o = config.optimizer
-    tx = optim.adamw(learning_rate, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm)
+    o, learning_rate, tx = config.optimizer, config.learning_rate_schedule(), optimizer.build(config, mesh)
     graphdef = graph(config.model)
     compiler = Compiler(config.compilation_cache)
 

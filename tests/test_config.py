@@ -68,7 +68,7 @@ def test_help_shows_every_field_with_its_meaning(capsys):
                 assert f"--{prefix}{field.name.replace('_', '-')}" in shown
     assert (
         "Sequences on each device at a time" in shown
-        and "AdamW, its learning-rate schedule, and when an update is skipped" in shown
+        and "The optimizer, its learning-rate schedule, and when an update is skipped" in shown
     )
 
 

@@ -103,8 +103,8 @@ def losses(config: Config) -> dict[int, tuple]:
 
 def last_state(config: Config) -> list[np.ndarray]:
     """Every array of the newest checkpoint."""
-    schedule = config.learning_rate_schedule()
-    abstract = jax.eval_shape(lambda: train_py.init_state(config.model, train_py.optim.adamw(schedule), config.seed))
+    tx = train_py.optimizer.build(config, train_py.sharding.data_mesh(jax.devices("cpu")[:1]))
+    abstract = jax.eval_shape(lambda: train_py.init_state(config.model, tx, config.seed))
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
     checkpoints = train_py.Checkpoints(config.run_dir / "checkpoints")
@@ -145,8 +145,11 @@ def test_a_run_from_beginning_to_end(config):
     assert code == 0 and "is complete" in shown and (config.run_dir / "log.jsonl").read_bytes() == before
 
 
-def test_a_schedule_with_its_own_end_lets_a_run_be_prolonged(config):
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20))
+@pytest.mark.parametrize("algorithm", ["adamw", "normuon"])
+def test_a_schedule_with_its_own_end_lets_a_run_be_prolonged(config, algorithm):
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20, algorithm=algorithm)
+    )
     whole = dataclasses.replace(config, name="whole")
     run(whole)
     run(dataclasses.replace(config, max_steps=9))

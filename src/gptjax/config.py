@@ -21,10 +21,12 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    algorithm: Literal["adamw", "normuon", "muon"] = "adamw"
+    """What the matrices inside the blocks take: AdamW, NorMuon, or optax's Muon. Everything else takes AdamW."""
     learning_rate: float = 6e-4
-    """Peak learning rate."""
+    """AdamW's peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after the warm-up; wsd decays over the last 20 % of the steps as 1 − √progress."""
     warmup_steps: int = 700
@@ -41,6 +43,24 @@ class OptimizerConfig:
     """Adam's epsilon, outside the square root."""
     weight_decay: float = 0.1
     """Decoupled decay of tensors with two or more dimensions."""
+    matrix_learning_rate: float = 0.035
+    """Peak learning rate of NorMuon and Muon; the schedule has the same shape."""
+    matrix_weight_decay: float = 0.025
+    """Weight decay of NorMuon and Muon, whose own is where update and weight have one sign."""
+    matrix_decay_form: Literal["lr", "lr_squared"] = "lr"
+    """NorMuon's decay goes as the learning rate, or as its square."""
+    momentum: float = 0.95
+    """Momentum of NorMuon and Muon."""
+    momentum_low: float = 0.85
+    """NorMuon's momentum at the first and the last step."""
+    momentum_warmup_steps: int = 300
+    """Steps in which NorMuon's momentum rises."""
+    momentum_cooldown_steps: int = 50
+    """Steps before the schedule's end in which it falls."""
+    neuron_b2: float = 0.95
+    """NorMuon's decay of each neuron's second moment."""
+    orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
+    """NorMuon's way to orthogonal matrices."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None for no clipping."""
     skip_loss_z: float | None = None
@@ -73,7 +93,7 @@ class Config:
     model: GPT2Config = GPT2Config()
     """The model's shape and how it is computed."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW, its learning-rate schedule, and when an update is skipped."""
+    """The optimizer, its learning-rate schedule, and when an update is skipped."""
 
     dataset: str = "auto"
     """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or a folder of .bin shards."""
@@ -145,12 +165,16 @@ class Config:
     def run_dir(self) -> Path:
         return self.runs_dir / self.name
 
-    def learning_rate_schedule(self):
-        """The optax schedule of the learning rate."""
+    def learning_rate_schedule(self, peak: float | None = None):
+        """The optax schedule of the learning rate.
+
+        Args:
+            peak: optimizer.learning_rate when None.
+        """
         o = self.optimizer
         return optim.schedule(
             o.schedule,
-            peak=o.learning_rate,
+            peak=o.learning_rate if peak is None else peak,
             warmup_steps=o.warmup_steps,
             total_steps=o.schedule_steps or self.max_steps,
             final_fraction=o.final_fraction,
@@ -200,12 +224,16 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
-    """What a checkpoint's config and this one disagree on, a line each; operational fields aside."""
+    """What a checkpoint's config and this one disagree on, a line each; operational fields aside.
+
+    An option that is younger than the checkpoint had what is now its default.
+    """
     now, missing = to_json(config), "(no such option)"
+    saved = to_json(Config()) | saved
     return [
-        f"{_flag(name)}: the checkpoint has {saved.get(name, missing)}, now {now.get(name, missing)}"
-        for name in sorted({*saved, *now} - OPERATIONAL)
-        if saved.get(name, missing) != now.get(name, missing)
+        f"{_flag(name)}: the checkpoint has {saved[name]}, now {now.get(name, missing)}"
+        for name in sorted(saved.keys() - OPERATIONAL)
+        if saved[name] != now.get(name, missing)
     ]
 
 

@@ -81,16 +81,16 @@ def normuon_and_adamw(
         GroupError: at `init`, as in `assign`.
     """
     groups = tuple(groups)
-    group_of = functools.partial(_group_of, groups)
+    of = functools.partial(group_of, groups)
     matrix = normuon(
         matrix_learning_rate,
         momentum=momentum,
         b2=neuron_b2,
         weight_decay=matrix_weight_decay,
         method=method,
-        layout=lambda path: group_of(path).matrices,
-        factor=lambda path: group_of(path).learning_rate,
-        decay_factor=lambda path: group_of(path).weight_decay,
+        layout=lambda path: of(path).matrices,
+        factor=lambda path: of(path).learning_rate,
+        decay_factor=lambda path: of(path).weight_decay,
     )
 
     def scaled(by):
@@ -103,7 +103,7 @@ def normuon_and_adamw(
     }
 
     def labels(params):
-        found = assign(groups, _paths(params))
+        found = assign(groups, paths_of(params))
         names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()]
         return jax.tree.unflatten(jax.tree.structure(params), names)
 
@@ -120,7 +120,7 @@ def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float
     Raises:
         GroupError: as in `assign`.
     """
-    found = assign(groups, paths := _paths(params))
+    found = assign(groups, paths := paths_of(params))
     kinds: dict[tuple, int] = {}
     for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
         key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, found[path])
@@ -137,10 +137,12 @@ def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float
 
 
 @functools.cache
-def _group_of(groups, path):
+def group_of(groups: tuple[Group, ...], path: str) -> Group:
+    """The group of one path, of those that `assign` has found to be in order."""
     return next(group for group in groups if re.fullmatch(group.paths, path))
 
 
-def _paths(params) -> list[str]:
+def paths_of(params) -> list[str]:
+    """The path of each leaf."""
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]

@@ -1,0 +1,101 @@
+"""The optimizer that a config describes, and what it does with each parameter, in words."""
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from gptjax import optim
+from gptjax.config import Config
+from gptjax.models.gpt2 import PARAMETER_GROUPS
+from gptjax.optim.groups import describe, group_of, paths_of
+from gptjax.training.step import init_state
+
+
+def build(config: Config, mesh: Mesh) -> optax.GradientTransformation:
+    """The transformation of a run: clip, optimizer, learning rate and decay.
+
+    Args:
+        mesh: the devices of the run; NorMuon shares its matrices out among them.
+    """
+    o, learning_rate = config.optimizer, config.learning_rate_schedule()
+    adam = {"b1": o.b1, "b2": o.b2, "eps": o.eps, "clip_norm": o.clip_norm}
+    if o.algorithm == "adamw":
+        return optim.adamw(learning_rate, weight_decay=o.weight_decay, **adam)
+
+    matrix_rate = config.learning_rate_schedule(peak=o.matrix_learning_rate)
+    if o.algorithm == "muon":
+        return _optax_muon(o, learning_rate, matrix_rate)
+    steps = o.schedule_steps or config.max_steps
+    momentum = optim.momentum_schedule(
+        steps,
+        low=o.momentum_low,
+        high=o.momentum,
+        warmup_steps=o.momentum_warmup_steps,
+        cooldown_steps=o.momentum_cooldown_steps,
+    )
+    squared = o.matrix_decay_form == "lr_squared"
+    return optim.normuon_and_adamw(
+        PARAMETER_GROUPS,
+        matrix_learning_rate=matrix_rate,
+        learning_rate=learning_rate,
+        matrix_weight_decay=(lambda count: o.matrix_weight_decay * matrix_rate(count))
+        if squared
+        else o.matrix_weight_decay,
+        weight_decay=o.weight_decay,
+        momentum=momentum,
+        neuron_b2=o.neuron_b2,
+        method=optim.distributed(getattr(optim, o.orthogonalization), mesh),
+        **adam,
+    )
+
+
+def _optax_muon(o, learning_rate, matrix_rate):
+    def dimensions(params):
+        # Asked for all parameters, and again for those alone that it has said to be matrices.
+        groups = [group_of(PARAMETER_GROUPS, path) for path in paths_of(params)]
+        found = [None if g.matrices is None else optax.contrib.MuonDimensionNumbers(0, 1) for g in groups]
+        return jax.tree.unflatten(jax.tree.structure(params), found)
+
+    clip = optax.identity() if o.clip_norm is None else optax.clip_by_global_norm(o.clip_norm)
+    return optax.chain(
+        clip,
+        optax.contrib.muon(
+            matrix_rate,
+            beta=o.momentum,
+            weight_decay=o.matrix_weight_decay,
+            adam_b1=o.b1,
+            adam_b2=o.b2,
+            adam_weight_decay=o.weight_decay,
+            adam_learning_rate=learning_rate,
+            muon_weight_dimension_numbers=dimensions,
+        ),
+    )
+
+
+def lines(config: Config) -> list[str]:
+    """What the header says of the optimizer: a line, and for NorMuon and Muon a table of the parameters."""
+    o = config.optimizer
+    adam = f"lr {o.learning_rate:g}, decay {o.weight_decay:g}"
+    if o.algorithm == "adamw":
+        return [f"adamw: {adam} (of tensors with two or more axes)"]
+    params = jax.eval_shape(lambda: init_state(config.model, optax.identity(), config.seed)).params
+    rate, decay = o.matrix_learning_rate, o.matrix_weight_decay
+    rows = [("parameter", "shape", "optimizer", "lr", "decay")]
+    for path, shape, kind, rate_factor, decay_factor in describe(PARAMETER_GROUPS, params):
+        of_adam = kind == "adamw"
+        kind = kind if of_adam or o.algorithm == "normuon" else "muon"
+        rows.append(
+            (
+                path,
+                shape,
+                kind,
+                f"{(o.learning_rate if of_adam else rate) * rate_factor:g}",
+                f"{(o.weight_decay if of_adam else decay) * decay_factor:g}",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    form = ", decay goes as lr²" if o.algorithm == "normuon" and o.matrix_decay_form == "lr_squared" else ""
+    how = f", {o.orthogonalization}" if o.algorithm == "normuon" else ", newton_schulz"
+    return [f"{o.algorithm}{how}{form}"] + [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

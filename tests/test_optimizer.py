@@ -1,0 +1,93 @@
+"""gptjax.training.optimizer: a config becomes the optimizer it names, and the header says which."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gptjax import optim, sharding
+from gptjax.config import Config, OptimizerConfig
+from gptjax.models.gpt2 import GPT2Config
+from gptjax.training.optimizer import build, lines
+from gptjax.training.step import graph, init_state, make_train_step
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+MODEL = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16)
+CONFIG = Config(model=MODEL, sequence_length=16, max_steps=30)
+
+
+def config_of(**optimizer):
+    return dataclasses.replace(CONFIG, optimizer=OptimizerConfig(warmup_steps=2, schedule="constant", **optimizer))
+
+
+def mesh(devices=1):
+    return sharding.data_mesh(jax.devices()[:devices])
+
+
+def losses(config, devices=1, steps=30):
+    """Of learning one batch by heart."""
+    tx, schedule = build(config, mesh(devices)), config.learning_rate_schedule()
+    step = jax.jit(make_train_step(graph(MODEL), tx, schedule))
+    state = jax.device_put(init_state(MODEL, tx, 0), sharding.replicated(mesh(devices)))
+    windows = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 4, 17)), jnp.int32)
+    windows = jax.device_put(windows, sharding.over_batch(mesh(devices), axis=1))
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, windows)
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "normuon", "muon"])
+def test_each_algorithm_learns_a_batch(algorithm):
+    found = losses(config_of(algorithm=algorithm, learning_rate=1e-2))
+    assert found[-1] < 0.5 * found[0]
+
+
+def test_normuon_on_two_devices_is_normuon_on_one():
+    config = config_of(algorithm="normuon", learning_rate=1e-2)
+    np.testing.assert_allclose(losses(config, devices=2, steps=5), losses(config, steps=5), rtol=1e-3)
+
+
+def test_normuon_is_what_the_config_says(monkeypatch):
+    given = {}
+    monkeypatch.setattr(optim, "normuon_and_adamw", lambda groups, **how: given.update(how) or optax.identity())
+    adam = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "clip_norm": 0.7, "weight_decay": 0.2, "neuron_b2": 0.8}
+    config = config_of(
+        algorithm="normuon",
+        learning_rate=3e-3,
+        matrix_learning_rate=0.01,
+        matrix_weight_decay=0.3,
+        matrix_decay_form="lr_squared",
+        momentum=0.9,
+        momentum_low=0.5,
+        momentum_warmup_steps=2,
+        momentum_cooldown_steps=4,
+        orthogonalization="newton_schulz",
+        **adam,
+    )
+    build(config, mesh())
+    assert {name: given[name] for name in adam} == adam
+    at = lambda name: [round(float(given[name](count)), 6) for count in (0, 1, 20, 28)]
+    assert at("learning_rate") == [1.5e-3, 3e-3, 3e-3, 3e-3] and at("matrix_learning_rate") == [0.005, 0.01, 0.01, 0.01]
+    assert at("matrix_weight_decay") == [0.0015, 0.003, 0.003, 0.003] and at("momentum") == [0.5, 0.7, 0.9, 0.7]
+    x = jnp.ones((1, 2, 3))
+    np.testing.assert_array_equal(given["method"](x), optim.newton_schulz(x))
+    build(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, matrix_decay_form="lr")), mesh())
+    assert given["matrix_weight_decay"] == 0.3
+
+
+def test_the_header_says_who_gets_what():
+    (line,) = lines(config_of(learning_rate=1e-3))
+    assert line == "adamw: lr 0.001, decay 0.1 (of tensors with two or more axes)"
+    first, *table = lines(config_of(algorithm="normuon", matrix_decay_form="lr_squared"))
+    assert first == "normuon, polar_express, decay goes as lr²"
+    assert table[0].split() == ["parameter", "shape", "optimizer", "lr", "decay"]
+    rows = {line.split("  ")[0]: line.split() for line in table[1:]}
+    assert rows["blocks.*.attn.c_attn.kernel"][-5:] == ["normuon,", "3", "matrices", "0.035", "0.025"]
+    assert rows["wte"][-3:] == ["adamw", "0.0006", "0.1"] and rows["ln_f.scale"][-2:] == ["0.0006", "0"]
+    assert lines(config_of(algorithm="muon"))[0] == "muon, newton_schulz"
