@@ -1,0 +1,80 @@
+"""benchmarks/tune_flash_attention.py finds the fastest tiles that are right, and writes them where the kernels read them."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import _choose
+from pallas_kernels.flash_attention import _mosaic_backward, _mosaic_forward, _triton
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "tune_flash_attention.py"
+SHAPE = ["--shape", "1", "64", "1", "16", "--dtype", "fp16"]
+
+
+@pytest.fixture
+def tune(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("tune_flash_attention", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for file in module.FOLDER.glob("*_tiles.json"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(_choose, "capability", lambda: (9, 0))
+    monkeypatch.setattr(_choose, "platform", lambda: "gpu")
+    return module
+
+
+def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypatch, triton_on_cpu):
+    tried = []
+
+    def seconds(f, case):
+        tile = tried[-1]
+        return 1e-3 * (1 + abs(tile["M"] - 32) + abs(tile["N"] - 64) + abs(tile["num_stages"] - 2))
+
+    run = tune._run
+    monkeypatch.setattr(tune, "seconds", seconds)
+    monkeypatch.setattr(tune, "_run", lambda o, module, tile: tried.append(tile) or run(o, module, tile))
+    # 32 keys at a time come out wrong, whatever they cost.
+    error = tune.error
+    monkeypatch.setattr(tune, "error", lambda o, f: 1.0 if tried[-1]["N"] == 32 else error(o, f))
+    out = tmp_path / "trials.json"
+    how = ["--back-end", "triton", "--kernel", "forward", *SHAPE, "--write", "--out", str(out)]
+    assert tune.main(how) == 0
+    found = json.loads((tmp_path / "triton_tiles.json").read_text())
+    ours = _triton._tiles()
+    padded = min((p for p in ours["9.0"]["16"] if int(p) >= 16), key=int)
+    best = found["9.0"]["16"][padded]["forward"]
+    assert (best["M"], best["N"], best["num_stages"]) == (32, 64, 2)
+    trials = json.loads(out.read_text())
+    assert trials["best"]["tiles"] == best
+    assert any("off by" in t.get("why_not", "") for t in trials["trials"])
+    # Nothing else has changed.
+    found["9.0"]["16"][padded]["forward"] = ours["9.0"]["16"][padded]["forward"]
+    assert found == ours
+
+
+def test_mosaics_space_is_pruned_and_its_file_rewritten(tune, tmp_path):
+    for kernel, module in (("forward", _mosaic_forward), ("backward", _mosaic_backward)):
+        o = tune.Options(back_end="mosaic", kernel=kernel)
+        space = tune.mosaic(o)
+        assert space.why_not(space.start) is None
+        assert set(space.values) <= set(space.start)
+        assert space.why_not(space.start | {"stages": 99}) is not None
+        before = json.loads((tmp_path / "mosaic_tiles.json").read_text())
+        space.write(space.start | {"stages": 77})
+        after = json.loads((tmp_path / "mosaic_tiles.json").read_text())
+        changed = [(a, b) for a, b in zip(before[kernel], after[kernel], strict=True) if a != b]
+        ((old, new),) = changed
+        assert (old["head_dim"], old["causal"]) == (64, True) and new["tiles"] == space.start | {"stages": 77}
+        assert module.Tiles(**old["tiles"]) == module.Tiles(**space.start)
+
+
+def test_errors(tune, monkeypatch, capsys):
+    assert tune.main(["--back-end", "mosaic", "--kernel", "dq"]) == 1
+    assert tune.main(["--back-end", "triton", "--kernel", "backward"]) == 1
+    monkeypatch.setattr(_choose, "capability", lambda: (8, 0))
+    assert tune.main(["--back-end", "mosaic", "--kernel", "forward"]) == 1
+    assert "error: mosaic needs a Hopper GPU (compute capability 9.0), not (8, 0)" in capsys.readouterr().err
