@@ -18,11 +18,19 @@ from pallas_kernels.symmetric import ba_plus_caa, ba_plus_caa_reference, choose,
 from pallas_kernels.symmetric._mosaic import schedule
 
 B, C = 0.7, -0.45
-FUNCTIONS = {"xxt": xxt, "xtx": xtx, "ba_plus_caa": functools.partial(ba_plus_caa, b=B, c=C)}
+D = 1.9
+POLYNOMIAL = "ba_plus_caa, d"
+FUNCTIONS = {
+    "xxt": xxt,
+    "xtx": xtx,
+    "ba_plus_caa": functools.partial(ba_plus_caa, b=B, c=C),
+    POLYNOMIAL: functools.partial(ba_plus_caa, b=B, c=C, d=D),
+}
 REFERENCES = {
     "xxt": xxt_reference,
     "xtx": xtx_reference,
     "ba_plus_caa": functools.partial(ba_plus_caa_reference, b=B, c=C),
+    POLYNOMIAL: functools.partial(ba_plus_caa_reference, b=B, c=C, d=D),
 }
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHAPES = [
@@ -36,7 +44,7 @@ SHAPES = [
 def matrices(kernel, shape, dtype, seed=0):
     """Random matrices of norms near 1; for `ba_plus_caa` symmetric ones, square on the last side."""
     rng = np.random.default_rng(seed)
-    if kernel != "ba_plus_caa":
+    if not kernel.startswith("ba_plus_caa"):
         return jnp.asarray(rng.standard_normal(shape) * max(shape[-2:]) ** -0.5, dtype)
     a = rng.standard_normal((*shape[:-2], shape[-1], shape[-1])) * (2 * shape[-1]) ** -0.5
     return jnp.asarray(a + a.swapaxes(-1, -2), dtype)
@@ -48,7 +56,13 @@ def plain(kernel):
         return lambda a: jnp.matmul(a, a.swapaxes(-1, -2), precision="highest")
     if kernel == "xtx":
         return lambda a: jnp.matmul(a.swapaxes(-1, -2), a, precision="highest")
-    return lambda a: jnp.asarray(B, a.dtype) * a + jnp.asarray(C, a.dtype) * jnp.matmul(a, a, precision="highest")
+
+    def polynomial(a):
+        b, c, d = (jnp.asarray(x, a.dtype) for x in (B, C, D if kernel == POLYNOMIAL else 0))
+        one = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+        return d * one + (b * a + c * jnp.matmul(a, a, precision="highest"))
+
+    return polynomial
 
 
 def check_kernel(kernel, shape, dtype, **keywords):
@@ -77,6 +91,7 @@ def test_reference_is_the_definition(kernel, shape):
         "xxt": lambda: np.einsum("...mk,...nk->...mn", x, x),
         "xtx": lambda: np.einsum("...mk,...mn->...kn", x, x),
         "ba_plus_caa": lambda: B * x + C * np.einsum("...mk,...kn->...mn", x, x),
+        POLYNOMIAL: lambda: D * np.eye(x.shape[-1]) + B * x + C * np.einsum("...mk,...kn->...mn", x, x),
     }[kernel]()
     found = REFERENCES[kernel](a)
     assert found.dtype == jnp.float32
@@ -102,12 +117,14 @@ def test_gradient_of_the_coefficients(implementation, request):
     if implementation == "triton":
         request.getfixturevalue("triton_on_cpu")
     a = matrices("ba_plus_caa", (2, 6, 6), jnp.float16)
-    f = lambda of, a, b, c: (of(a, b=b, c=c).astype(jnp.float32) * jnp.cos(jnp.arange(72.0)).reshape(2, 6, 6)).sum()
-    coefficients = (jnp.float32(0.7), jnp.float32(-1.1))
-    found = jax.grad(functools.partial(f, functools.partial(ba_plus_caa, implementation=implementation)), (1, 2))(
+    f = lambda of, a, b, c, d: (
+        of(a, b=b, c=c, d=d).astype(jnp.float32) * jnp.cos(jnp.arange(72.0)).reshape(2, 6, 6)
+    ).sum()
+    coefficients = (jnp.float32(0.7), jnp.float32(-1.1), jnp.float32(0.3))
+    found = jax.grad(functools.partial(f, functools.partial(ba_plus_caa, implementation=implementation)), (1, 2, 3))(
         a, *coefficients
     )
-    true = jax.grad(functools.partial(f, ba_plus_caa_reference), (1, 2))(a, *coefficients)
+    true = jax.grad(functools.partial(f, ba_plus_caa_reference), (1, 2, 3))(a, *coefficients)
     np.testing.assert_allclose(found, true, rtol=2e-3)
 
 
@@ -152,14 +169,14 @@ def test_triton_takes_any_shape(kernel, batch, m, k, seed):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("contract, scaled", [(2, False), (2, True), (1, False)], ids=list(FUNCTIONS))
+@pytest.mark.parametrize("contract, coefficients", [(2, 0), (1, 0), (2, 2), (2, 3)], ids=list(FUNCTIONS))
 @pytest.mark.parametrize("side", [768, 1601])
-def test_triton_compiles_without_spills(contract, scaled, side, capability):
+def test_triton_compiles_without_spills(contract, coefficients, side, capability):
     from pallas_kernels.symmetric import _triton
 
     a = jax.ShapeDtypeStruct((4, side, side), jnp.bfloat16)
-    bc = jax.ShapeDtypeStruct((2,), jnp.float32) if scaled else None
-    (made,) = triton_kernels(functools.partial(_triton.product, contract=contract), a, bc, capability=capability)
+    bcd = jax.ShapeDtypeStruct((coefficients,), jnp.float32) if coefficients else None
+    (made,) = triton_kernels(functools.partial(_triton.product, contract=contract), a, bcd, capability=capability)
     assert made.spill_bytes == 0
     assert ("wgmma" if capability == 90 else "mma.sync") in made.ptx
 
@@ -198,7 +215,9 @@ def test_mosaic_output(mosaic_on_cpu, capfd, kernel, shape):
 @pytest.mark.parametrize("kernel", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(48, 768, 768), (24, 3072, 768), (2, 1600, 1600), (1, 64, 64)])
 def test_mosaic_lowers_for_an_h200(kernel, shape):
-    a = jax.ShapeDtypeStruct(shape if kernel != "ba_plus_caa" else (*shape[:1], shape[2], shape[2]), jnp.bfloat16)
+    a = jax.ShapeDtypeStruct(
+        shape if not kernel.startswith("ba_plus_caa") else (*shape[:1], shape[2], shape[2]), jnp.bfloat16
+    )
     assert "mosaic_gpu" in lower_for_h200(functools.partial(FUNCTIONS[kernel], implementation="mosaic"), a)
 
 

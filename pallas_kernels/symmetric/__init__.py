@@ -50,22 +50,23 @@ def ba_plus_caa(
     *,
     b: float | Float[Array, ""],
     c: float | Float[Array, ""],
+    d: float | Float[Array, ""] | None = None,
     implementation: str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
-    """b·a + c·a a of each symmetric matrix a, rounded once.
+    """b·a + c·a a of each symmetric matrix a, and d on the diagonal added where there is one; rounded once.
 
     Args:
         a: symmetric matrices; of others the result is not defined.
-        b, c: coefficients, kept in fp32.
+        b, c, d: coefficients, kept in fp32. With d it is the polynomial d·1 + b·a + c·a².
         implementation, precision: as in `xxt`.
 
     Raises:
         ValueError: `a` is not square, or the named back end cannot run it.
     """
     _check("ba_plus_caa", a)
-    bc_2 = jnp.stack([jnp.asarray(b, jnp.float32), jnp.asarray(c, jnp.float32)])
-    return _ba_plus_caa(a, bc_2, choose("ba_plus_caa", a.dtype, a.shape, implementation), precision)
+    bcd = jnp.stack([jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None])
+    return _ba_plus_caa(a, bcd, choose("ba_plus_caa", a.dtype, a.shape, implementation), precision)
 
 
 def choose(kernel: str, dtype: jax.typing.DTypeLike, shape: tuple[int, ...], implementation: str = "auto") -> str:
@@ -102,10 +103,10 @@ def xtx_reference(a):
     return _matmul(_transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST)
 
 
-def ba_plus_caa_reference(a, *, b, c):
-    """b·a + c·a a in fp32 with true fp32 products, whatever `a` is."""
+def ba_plus_caa_reference(a, *, b, c, d=0.0):
+    """b·a + c·a a + d·1 in fp32 with true fp32 products, whatever `a` is."""
     a = a.astype(jnp.float32)
-    return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST)
+    return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST) + d * _ones_on_the_diagonal(a)
 
 
 # --------------------------------------------------------------------------------------------------------------- gradients
@@ -144,22 +145,22 @@ _xtx.defvjp(_xtx_forward, _xtx_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _ba_plus_caa(a, bc_2, backend, precision):
-    return _run(a, bc_2, 2, backend, precision)
+def _ba_plus_caa(a, bcd, backend, precision):
+    return _run(a, bcd, 2, backend, precision)
 
 
-def _ba_plus_caa_forward(a, bc_2, backend, precision):
-    return _ba_plus_caa(a, bc_2, backend, precision), (a, bc_2)
+def _ba_plus_caa_forward(a, bcd, backend, precision):
+    return _ba_plus_caa(a, bcd, backend, precision), (a, bcd)
 
 
 def _ba_plus_caa_backward(backend, precision, saved, g):
-    a, bc_2 = saved
+    a, bcd = saved
     product = functools.partial(_matmul, precision=precision, dtype=jnp.float32)
     a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
-    da = bc_2[0] * g32 + bc_2[1] * (product(g, _transposed(a)) + product(_transposed(a), g))
+    da = bcd[0] * g32 + bcd[1] * (product(g, _transposed(a)) + product(_transposed(a), g))
     # Unused under jit where the coefficients are constants.
-    dbc_2 = jnp.stack([jnp.sum(g32 * a32), jnp.sum(g32 * product(a, a))])
-    return da.astype(a.dtype), dbc_2
+    dbcd = [jnp.sum(g32 * a32), jnp.sum(g32 * product(a, a)), jnp.sum(g32 * _ones_on_the_diagonal(g32))]
+    return da.astype(a.dtype), jnp.stack(dbcd[: len(bcd)])
 
 
 _ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
@@ -168,19 +169,19 @@ _ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
 # --------------------------------------------------------------------------------------------------------------- back ends
 
 
-def _run(a, bc_2, contract, backend, precision):
-    """a aᵀ (contract=2), aᵀ a (contract=1); with `bc_2`, bc[0]·a + bc[1]·a aᵀ."""
+def _run(a, bcd, contract, backend, precision):
+    """a aᵀ (contract=2), aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three."""
+    if backend in ("xla", "reference") and bcd is not None:
+        of = (lambda a: _matmul(a, a, precision, dtype=jnp.float32)) if backend == "xla" else xxt_reference
+        made = bcd[0] * a.astype(jnp.float32) + bcd[1] * of(a)
+        return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(a.dtype)
     if backend == "reference":
-        made = xxt_reference(a) if contract == 2 else xtx_reference(a)
-        return (made if bc_2 is None else bc_2[0] * a.astype(jnp.float32) + bc_2[1] * made).astype(a.dtype)
+        return (xxt_reference(a) if contract == 2 else xtx_reference(a)).astype(a.dtype)
     if backend == "xla":
-        if bc_2 is None:
-            x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
-            return _matmul(x, y, precision)
-        aa = _matmul(a, a, precision, dtype=jnp.float32)
-        return (bc_2[0] * a.astype(jnp.float32) + bc_2[1] * aa).astype(a.dtype)
+        x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
+        return _matmul(x, y, precision)
     a_BXY = a.reshape(-1, *a.shape[-2:])
-    out_BMM = _kernel(backend, contract, bc_2 is not None)(a_BXY, *([] if bc_2 is None else [bc_2]))
+    out_BMM = _kernel(backend, contract, bcd is not None)(a_BXY, *([] if bcd is None else [bcd]))
     return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
 
 
@@ -214,6 +215,10 @@ def _kernel(backend, contract, scaled):
 
 def _matmul(x, y, precision, dtype=None):
     return jnp.matmul(x, y, precision=precision, preferred_element_type=dtype)
+
+
+def _ones_on_the_diagonal(x):
+    return jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
 
 
 def _transposed(x):

@@ -35,17 +35,17 @@ def schedule(n: int) -> np.ndarray:
     return np.array([(s, p, q, 0 if p == s else 1 if q == s else 2) for s, p, q in work], np.int32)
 
 
-def product(a_BXY: jax.Array, bc_2: jax.Array | None, *, contract: int) -> jax.Array:
-    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bc_2`, bc[0]·a + bc[1]·a aᵀ.
+def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Array:
+    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three.
 
     Args:
         a_BXY: bf16 or fp16, X and Y multiples of 64, as Mosaic's swizzled tiles ask. Half of a last tile may lie past the edge:
             TMA reads zeros there, and writes nothing.
-        bc_2: two fp32 numbers, or None; only with contract=2.
+        bcd: two or three fp32 numbers, or None; only with contract=2.
     """
     batch, *sides = a_BXY.shape
     m, k = (sides[0], sides[1]) if contract == 2 else (sides[1], sides[0])
-    scaled = bc_2 is not None
+    scaled = bcd is not None
     slices = pl.cdiv(k, DEPTH)
     # With b·a, the tiles' own part of a follows the operands through the same slots, two of its four pieces at a time.
     steps = slices + 2 * scaled
@@ -55,7 +55,7 @@ def product(a_BXY: jax.Array, bc_2: jax.Array | None, *, contract: int) -> jax.A
     dtype = a_BXY.dtype
 
     def kernel(a_ref, table_ref, *refs):
-        bc_ref, out_ref, operands, direct, mirror, full, empty = refs if scaled else (None, *refs)
+        bcd_ref, out_ref, operands, direct, mirror, full, empty = refs if scaled else (None, *refs)
         me, first = lax.axis_index("warpgroup"), lax.axis_index("block")
         mine = (total - first + blocks - 1) // blocks
 
@@ -182,7 +182,14 @@ def product(a_BXY: jax.Array, bc_2: jax.Array | None, *, contract: int) -> jax.A
                         if j % 2 == 1:
                             plgpu.commit_smem()  # read, before TMA writes there again
                             plgpu.barrier_arrive(empty.at[slot])
-                        piece = bc_ref[0] * own.astype(jnp.float32) + bc_ref[1] * piece
+                        piece = bcd_ref[0] * own.astype(jnp.float32) + bcd_ref[1] * piece
+                    if scaled and len(bcd) == 3:
+                        row, column = (
+                            plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA)
+                            for axis in (0, 1)
+                        )
+                        apart = columns(p, q, j) - s * TILE - me * HALF
+                        piece = jnp.where(row == column + apart, piece + bcd_ref[2], piece)
                     store(b, s, p if j < 2 else q, columns(p, q, j), piece.astype(dtype))
 
             plgpu.wait_smem_to_gmem(0)
@@ -205,4 +212,4 @@ def product(a_BXY: jax.Array, bc_2: jax.Array | None, *, contract: int) -> jax.A
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
     )
-    return run(a_BXY, jnp.asarray(table), *([bc_2] if scaled else []))
+    return run(a_BXY, jnp.asarray(table), *([bcd] if scaled else []))

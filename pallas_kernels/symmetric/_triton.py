@@ -10,12 +10,12 @@ from pallas_kernels import _triton
 @triton.jit
 def _tile(
     a_ptr,
-    bc_ptr,
+    bcd_ptr,
     out_ptr,
     m: tl.constexpr,  # constants, or jax-triton's compiler would not know that rows start on 16 bytes
     k: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # aᵀ a: the sum runs over the rows of a
-    SCALED: tl.constexpr,  # b·a + c·a aᵀ
+    COEFFICIENTS: tl.constexpr,  # 2: b·a + c·a aᵀ; 3: and d on the diagonal
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -63,9 +63,11 @@ def _tile(
 
     inside = (rows < m)[:, None] & (columns < m)[None, :]
     direct = rows[:, None] * m + columns[None, :]
-    if SCALED:
+    if COEFFICIENTS:
         own = tl.load(a_ptr + direct) if EVEN_M else tl.load(a_ptr + direct, mask=inside, other=0.0)
-        acc = tl.load(bc_ptr) * own.to(tl.float32) + tl.load(bc_ptr + 1) * acc
+        acc = tl.load(bcd_ptr) * own.to(tl.float32) + tl.load(bcd_ptr + 1) * acc
+    if COEFFICIENTS == 3:
+        acc = tl.where(rows[:, None] == columns[None, :], acc + tl.load(bcd_ptr + 2), acc)
     made = acc.to(out_ptr.dtype.element_ty)
     mirrored = columns[None, :] * m + rows[:, None]
     if i == j:
@@ -82,7 +84,7 @@ def _tile(
 
 def product(
     a_BXY: jax.Array,
-    bc_2: jax.Array | None,
+    bcd: jax.Array | None,
     *,
     contract: int,
     tile: int | None = None,
@@ -90,7 +92,7 @@ def product(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> jax.Array:
-    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bc_2`, bc[0]·a + bc[1]·a aᵀ."""
+    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three."""
     batch, *sides = a_BXY.shape
     # Rows that do not start on 16 bytes are read an element at a time, with a pointer for each: big tiles of those spill.
     defaults = (128, 64, 8, 3) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4, 3)
@@ -102,7 +104,7 @@ def product(
         _tile,
         a_BXY,
         # Not read where nothing is scaled.
-        a_BXY if bc_2 is None else bc_2,
+        a_BXY if bcd is None else bcd,
         out=[jax.ShapeDtypeStruct((batch, m, m), a_BXY.dtype)],
         grid=(batch * n * (n + 1) // 2,),
         num_warps=num_warps,
@@ -110,7 +112,7 @@ def product(
         m=m,
         k=k,
         TRANSPOSED=contract == 1,
-        SCALED=bc_2 is not None,
+        COEFFICIENTS=0 if bcd is None else len(bcd),
         TILE=tile,
         BLOCK_K=block_k,
     )

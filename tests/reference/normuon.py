@@ -6,11 +6,11 @@ import torch
 from gptjax.optim.polar_express import POLAR_EXPRESS
 
 
-def polar_express(x, coefficients=POLAR_EXPRESS, steps=5, margin=1.02, rounded=lambda x: x, each=lambda x: x):
+def polar_express(x, coefficients=POLAR_EXPRESS, steps=5, margin=1.02, rounded=lambda x: x):
     """The iteration in float64, from the equations, a matrix at a time.
 
     Args:
-        rounded: applied to what a step hands on. each: to products before they are added.
+        rounded: applied to every matrix that is made.
     """
     x = np.asarray(x, np.float64)
     out = np.empty_like(x)
@@ -21,7 +21,8 @@ def polar_express(x, coefficients=POLAR_EXPRESS, steps=5, margin=1.02, rounded=l
         for k in range(steps):
             a, b, c = coefficients[min(k, len(coefficients) - 1)]
             gram = rounded(y @ y.T)
-            y = rounded(a * y + each(rounded(b * gram + c * each(gram @ gram)) @ y))
+            polynomial = rounded(a * np.eye(len(gram)) + b * gram + c * gram @ gram)
+            y = rounded(polynomial @ y)
         out[i] = y.T if tall else y
     return out
 

@@ -75,10 +75,11 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
     for a, b, c in (coefficients + coefficients[-1:] * steps)[:steps]:
         # The smaller of the two squares, so that nothing is transposed.
         gram = _rounded(xxt(y, **how) if wide else xtx(y, **how), dtype)
-        polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, **how), dtype)
+        # a·1 + b·gram + c·gram², one product for the step instead of a product, a·y and their sum: those would take a pass over fp32
+        # results for no less error (docs/normuon.md).
+        polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, d=a, **how), dtype)
         left, right = (polynomial, y) if wide else (y, polynomial)
-        product = jnp.matmul(left, right, precision=how["precision"], preferred_element_type=jnp.float32)
-        y = _rounded(a * y.astype(jnp.float32) + product, dtype)
+        y = _rounded(jnp.matmul(left, right, precision=how["precision"]), dtype)
     return y.astype(x.dtype)
 
 
