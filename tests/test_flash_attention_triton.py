@@ -111,7 +111,7 @@ def set_tiles(monkeypatch, m, n, backward="split"):
     """Blocks so small that a few rows make several of them."""
     from pallas_kernels.flash_attention import _triton
 
-    tile = {"M": m, "N": n, "TOGETHER": 2, "num_warps": 4, "num_stages": 2}
+    tile = {"M": m, "N": n, "rows": 100, "num_warps": 4, "num_stages": 2}
     entry = {"backward": backward, **dict.fromkeys(_triton.PASSES, tile)}
     monkeypatch.setattr(_triton, "tuning", lambda *_: entry)
 
@@ -195,40 +195,43 @@ def test_head_dimensions(head_dim, backward, triton_on_cpu, monkeypatch):
 def test_packed_is_unpacked(shape, backward, triton_on_cpu, monkeypatch):
     set_tiles(monkeypatch, 16, 16, backward)
     args = inputs(shape, jnp.float16, segments=3)
-    for one, other in zip(with_gradients(attend, *args), with_gradients(attend_packed, *args), strict=True):
+    found = [jax.jit(functools.partial(with_gradients, f))(*args) for f in (attend, attend_packed)]
+    for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
     check(shape, f=attend_packed)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
     draw = lambda *choices: data.draw(st.sampled_from(choices))
     set_tiles(monkeypatch, draw(16, 32), draw(16, 32), draw("split", "fused"))
     key_heads = draw(1, 2)
-    t, d = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    t, d = data.draw(st.integers(20, 70)), data.draw(st.integers(1, 40))
     causal = draw(True, False)
     window = data.draw(st.none() | st.integers(1, 80)) if causal else None
     shape = (draw(1, 2), t, key_heads * draw(1, 2), key_heads, d)
-    check(shape, draw(jnp.float32, jnp.float16), draw(None, 3), draw(0, 1), causal=causal, window=window)
+    # Of few numbers, or in fp16, the textbook may be right by luck.
+    check(shape, jnp.float32, draw(None, 3), draw(0, 1), causal=causal, window=window)
 
 
 # ------------------------------------------------------------------------------------------------------------ what is not read
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # the interpreter's, about the other sequences
-@pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("how", [{}, {"causal": False}, {"window": 12}], ids=str)
-def test_nothing_leaks_from_the_next_sequence(how, backward, triton_on_cpu, monkeypatch):
+@pytest.mark.parametrize("f", [attend, attend_packed])
+@pytest.mark.parametrize(
+    "how, backward", [({}, "split"), ({"causal": False}, "split"), ({"window": 12}, "split"), ({}, "fused")], ids=str
+)
+def test_nothing_leaks_from_the_next_sequence(how, backward, f, triton_on_cpu, monkeypatch):
     """What lies behind row T is the next sequence; here all of it is NaN, or infinite."""
     set_tiles(monkeypatch, 32, 16, backward)
-    q, k, v, _, dout, dlse = inputs((3, 37, 2, 2, 5), jnp.float32)
+    q, k, v, _, dout, dlse = inputs((3, 37, 1, 1, 5), jnp.float32)
     bad = jnp.asarray([1, np.nan, np.inf], jnp.float32)[:, None, None, None]
-    for f in (attend, attend_packed):
-        f = functools.partial(with_gradients, functools.partial(f, **how))
-        clean = f(q[:1], k[:1], v[:1], None, dout[:1], dlse[:1])
-        for one, other in zip(f(q * bad, k * bad, v * bad, None, dout * bad, dlse), clean, strict=True):
-            np.testing.assert_array_equal(one[:1], other)
+    f = jax.jit(functools.partial(with_gradients, functools.partial(f, **how)))
+    clean = f(q[:1], k[:1], v[:1], None, dout[:1], dlse[:1])
+    for one, other in zip(f(q * bad, k * bad, v * bad, None, dout * bad, dlse), clean, strict=True):
+        np.testing.assert_array_equal(one[:1], other)
 
 
 def test_blocks_outside_the_window_are_not_read(small):
@@ -239,6 +242,20 @@ def test_blocks_outside_the_window_are_not_read(small):
     for name, one, other in zip(NAMES, found, f(q, k, v, None, dout, dlse), strict=True):
         axis = 2 if name == "lse" else 1
         np.testing.assert_array_equal(*(np.take(x, range(64, 96), axis) for x in (one, other)))
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_far_below_those_of_no_key(causal, backward, triton_on_cpu, monkeypatch):
+    """Rows from T on are read as zeros: their scores of 0 are e^280 times as heavy as those of the keys that there are."""
+    set_tiles(monkeypatch, 16, 32, backward)
+    q, k, v, _, dout, dlse = inputs((1, 37, 1, 1, 8), jnp.float32)
+    q, k = 10 + 0.01 * q, -10 + 0.01 * k
+    f = jax.jit(functools.partial(with_gradients, functools.partial(attend, causal=causal)))
+    for ours, true in zip(
+        f(q, k, v, None, dout, dlse), equations(q, k, v, None, dout, dlse, causal=causal), strict=True
+    ):
+        np.testing.assert_allclose(ours, true, rtol=2e-3, atol=2e-3 * np.abs(true).max())
 
 
 def test_rows_of_huge_scores_stay_finite(small):
@@ -310,27 +327,36 @@ def test_tiles_of_every_gpu(capability, listed):
         assert _triton.tuning(capability, products, 65) is entries["128"]
 
 
-def test_errors_of_tiles(monkeypatch):
+def test_errors_of_tiles():
     from pallas_kernels.flash_attention import _triton
 
-    with pytest.raises(ValueError, match=r"for compute capability 7.5 with 99 KB there is no entry; it has \['9.0'"):
+    with pytest.raises(
+        ValueError, match=r"nothing for compute capability 7.5 with 99 KB of shared memory; it lists \['9.0'"
+    ):
         _triton.tuning((7, 5), "16", 64)
-    good = _triton._tiles()
-    tiles = copy.deepcopy(good)
-    monkeypatch.setattr(_triton, "_tiles", lambda: tiles)
-    with pytest.raises(ValueError, match="entry '9.0' has nothing for '16' and a head dimension of 129"):
+    with pytest.raises(ValueError, match="nothing under '9.0', '16' for a head dimension of 129; it has "):
         _triton.tuning((9, 0), "16", 129)
+    with pytest.raises(ValueError, match="nothing under '9.0', '8' for a head dimension of 64"):
+        _triton.tuning((9, 0), "8", 64)
+    tiles = copy.deepcopy(_triton._tiles())
+    assert _triton._checked(tiles) is tiles
     entry = tiles["9.0"]["16"]["64"]
+    entry["dq"]["M"] = 48
+    with pytest.raises(
+        ValueError, match="'9.0', '16', '64': M and N of 'dq' are powers of two from 16 on, not {'M': 48"
+    ):
+        _triton._checked(tiles)
+    del entry["dq"]["M"]
+    with pytest.raises(
+        ValueError, match="'9.0', '16', '64': 'dq' needs a positive number for each of .*, and has {'N'"
+    ):
+        _triton._checked(tiles)
     entry["backward"] = "both"
     with pytest.raises(ValueError, match="'9.0', '16', '64': 'backward' is 'split' or 'fused', not 'both'"):
-        _triton.tuning((9, 0), "16", 64)
-    entry["backward"] = "split"
-    entry["dq"]["M"] = 48
-    with pytest.raises(ValueError, match="the sides of 'dq' are powers of two from 16 on, not {'M': 48"):
-        _triton.tuning((9, 0), "16", 64)
-    del entry["dq"]["M"]
-    with pytest.raises(ValueError, match="'dq' needs a positive number for each of .*, and has {'N'"):
-        _triton.tuning((9, 0), "16", 64)
+        _triton._checked(tiles)
+    del tiles["9.0"]["shared_kb"]
+    with pytest.raises(ValueError, match="'9.0' needs a number of 'shared_kb'"):
+        _triton._checked(tiles)
 
 
 SHARED_KB = {80: 163, 89: 99, 90: 227}
@@ -420,6 +446,17 @@ def test_packed_is_unpacked_on_the_gpu():
     how = {"deterministic": True}
     found = [with_gradients(functools.partial(f, **how), *args) for f in (attend, attend_packed)]
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_numbers():
+    """The last sequence of many that are equal has the output and the gradient of the first."""
+    qkv = jax.random.normal(jax.random.key(0), (1, 1024, 3, 12, 64), jnp.bfloat16)
+    batch = 2**31 // qkv.size + 2
+    f = lambda qkv: flash_attention_qkv(qkv, implementation="triton", deterministic=True)
+    gradient = jax.jit(lambda qkv: jax.vjp(f, qkv)[1](qkv[:, :, 0])[0])
+    many = gradient(jnp.broadcast_to(qkv, (batch, *qkv.shape[1:])))
+    np.testing.assert_array_equal(many[-1], gradient(qkv)[0])
 
 
 @pytest.mark.gpu
