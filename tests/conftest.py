@@ -4,6 +4,8 @@ import os
 
 # Two CPU devices, before JAX starts: a test of sharding needs more than one.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+# XLA's threads: in the interpreter for Mosaic GPU each warpgroup that waits at a barrier holds one of them, and two hang.
+os.environ.setdefault("NPROC", "32")
 # A test session on a GPU shares it with the training runs that some tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -138,15 +139,104 @@ def triton_on_cpu(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- Mosaic on a CPU
 
 
+# What the interpreter has found of races, for every kernel since the fixture began.
+_RACES: list[Any] = []
+
+
+def forget_races() -> None:
+    """Of kernels in which blocks of threads add to the same memory, in any order, by design."""
+    _RACES.clear()
+
+
 @pytest.fixture
 def mosaic_on_cpu(monkeypatch):
-    """Back end "mosaic" runs on the CPU, in JAX's interpreter for Mosaic GPU, which looks for races between threads."""
+    """Back end "mosaic" runs on the CPU, in JAX's interpreter for Mosaic GPU; a race between threads fails the test.
+
+    The interpreter is given what it lacks: left operands of wgmma in registers, stores to an accumulator, and TMA that adds.
+    """
     from pallas_kernels._mosaic import plgpu
 
     monkeypatch.setattr(_choose, "why_not_mosaic", lambda: None)
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 2)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    _complete_mosaics_interpreter(monkeypatch)
+    _RACES.clear()
+    # Since 0.12 it raises at a race if it is not told otherwise, in a thread for which others then wait.
+    told = {"on_race": "warn"} if "on_race" in inspect.signature(plgpu.InterpretGPUParams).parameters else {}
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **told)):
         yield
+    assert not any(state.races_found for state in _RACES), "the interpreter has found a race, described in the output"
+
+
+def _complete_mosaics_interpreter(monkeypatch):
+    from jax._src.pallas.mosaic_gpu import core as mosaic_core
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+    from jax._src.state.types import AbstractRef
+
+    class Recorded(gpu_callbacks.GPURaceDetectionState):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            _RACES.append(self)
+
+        def check_write(self, thread, clock, buffer_key, *args, **kwargs):
+            # No one else has this thread's registers, though those of another block go by their name.
+            if buffer_key.memory_space_id != registers:
+                super().check_write(thread, clock, buffer_key, *args, **kwargs)
+
+    registers = shared_memory.get_memory_space_idx(mosaic_core.MemorySpace.REGS)
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", Recorded)
+    # An ordinary store, which it knows.
+    monkeypatch.setattr(mosaic_core.WGMMAAbstractAccumulatorRef, "_setitem", AbstractRef._setitem)
+
+    def content(how, which):
+        """Whose memory an argument is, and which part of it."""
+        key = gpu_callbacks.HostAllocationKey.from_array(how[f"{which}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(how[f"{which}_transforms"])
+        return key, gpu_callbacks._get_shared_memory().access(key, jax.tree.map(int, transforms))
+
+    their_wgmma, their_copy = gpu_callbacks.wgmma, gpu_callbacks.copy_smem_to_gmem
+
+    @gpu_callbacks.fail_on_exception
+    def wgmma(*, a_allocation_key_as_array, **how):
+        if a_allocation_key_as_array.ndim == 1:
+            return their_wgmma(a_allocation_key_as_array=a_allocation_key_as_array, **how)
+        memory = gpu_callbacks._get_shared_memory()
+        log = gpu_callbacks.memory.GPULoggingInfo(how["mesh_location"], how["thread"], how["source_info"])
+        right, _, _ = memory.get_buffer_content(*content(how, "b"), how["thread"], logging_info=log)
+        sums, _, _ = memory.get_buffer_content(*content(how, "acc"), how["thread"], logging_info=log)
+        sums = sums + np.matmul(np.asarray(a_allocation_key_as_array), right, dtype=sums.dtype)
+        memory.store_buffer_content(*content(how, "acc"), sums, how["thread"], logging_info=log)
+        return how["token"]
+
+    class Add(gpu_callbacks.AsyncCopySmemToGmemTask):
+        """A store of what is there already plus the source. Its write counts for races as any other's."""
+
+        def __call__(self, tma_thread_id):
+            memory, logged = gpu_callbacks._get_shared_memory(), {"logging_info": self.logging_info}
+            self.pre_read(tma_thread_id, memory)
+            ours, _, _ = memory.get_buffer_content(self.src_allocation_key, self.src_access, self.thread, **logged)
+            self.post_read(tma_thread_id, memory)
+            shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
+            if (clipped := gpu_callbacks._clip_store_to_shape(self.dst_access, ours, tuple(shape))) is not None:
+                there, _, _ = memory.get_buffer_content(self.dst_allocation_key, clipped[0], self.thread, **logged)
+                store = (self.dst_allocation_key, clipped[0], there + clipped[1], self.thread)
+                memory.store_buffer_content(*store, **logged)
+            self.post_write(tma_thread_id, memory)
+
+    @gpu_callbacks.fail_on_exception
+    def copy_smem_to_gmem(*, reduction_op, **how):
+        if reduction_op is None:
+            return their_copy(reduction_op=None, **how)
+        assert reduction_op == "add"
+        memory = gpu_callbacks._get_shared_memory()
+        shared = {name: how[name] for name in ("mesh_location", "thread", "source_info")}
+        for side in ("src", "dst"):
+            key, access = content(how, side)
+            shared |= {f"{side}_allocation_key": key, f"{side}_access": access}
+        memory.execute_async_task(Add(**shared, clock=memory.incr_clock(how["thread"])))
+        return how["token"]
+
+    monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+    monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", copy_smem_to_gmem)
 
 
 def unchecked(function: Callable) -> Callable:

@@ -206,10 +206,9 @@ MOSAIC_SHAPES = [
 # where XLA has only two threads.
 @pytest.mark.parametrize("kernel", FUNCTIONS)
 @pytest.mark.parametrize("shape", MOSAIC_SHAPES)
-def test_mosaic_output(mosaic_on_cpu, capfd, kernel, shape):
+def test_mosaic_output(mosaic_on_cpu, kernel, shape):
     shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape  # the result has `shape[1]` rows
     check_output(kernel, shape, jnp.bfloat16, implementation="mosaic")
-    assert "RACE" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("kernel", FUNCTIONS)
