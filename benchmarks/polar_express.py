@@ -7,7 +7,6 @@ moments, all fp32.
 import functools
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gptjax import optim

@@ -48,7 +48,29 @@ def normal(i: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
 def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
     """Kernel → its back ends that are kernels of ours, the function, and arrays: gradients are taken of floating ones."""
     targets = jax.random.randint(jax.random.key(9), (130,), 0, 1001)
+    attention = tuple(normal(i, 1, 200, heads, 64) for i, heads in enumerate((4, 2, 2)))
     return {
+        "flash_attention": (("mosaic", "triton"), pallas_kernels.flash_attention, attention),
+        "flash_attention, window": (
+            ("mosaic", "triton"),
+            lambda *qkv, **how: pallas_kernels.flash_attention(*qkv, window=70, **how),
+            attention,
+        ),
+        "flash_attention, deterministic": (
+            ("mosaic", "triton"),
+            lambda *qkv, **how: pallas_kernels.flash_attention(*qkv, deterministic=True, **how),
+            attention,
+        ),
+        "flash_attention_qkv": (
+            ("mosaic", "triton"),
+            pallas_kernels.flash_attention_qkv,
+            (normal(0, 1, 200, 3, 2, 64),),
+        ),
+        "flash_attention_qkv, fp32": (
+            ("triton",),
+            pallas_kernels.flash_attention_qkv,
+            (normal(0, 1, 200, 3, 2, 64, dtype=jnp.float32),),
+        ),
         "softmax": (("triton",), pallas_kernels.softmax, (normal(0, 37, 1000),)),
         "softmax, causal": (
             ("triton",),

@@ -133,10 +133,8 @@ def triton(o: Options) -> Space:
         return f"about {registers:.0f} registers a thread are needed" if registers > 230 else None
 
     def run(tile):
-        tiles = tile if o.kernel == "forward" else entry | {
-            "backward": "fused" if o.kernel == "fused" else "split", o.kernel: tile
-        }  # fmt: skip
-        return _run(o, _triton, tiles)
+        form = {} if o.kernel == "forward" else {"backward": "fused" if o.kernel == "fused" else "split"}
+        return _run(o, _triton, entry | form | {o.kernel: tile})
 
     def write(tile):
         path = FOLDER / "triton_tiles.json"
@@ -152,7 +150,7 @@ def triton(o: Options) -> Space:
     values = {
         "M": (16, 32, 64, 128, 256),
         "N": (16, 32, 64, 128, 256),
-        "TOGETHER": (16, 64, 256, 32768),
+        "rows": (8192, 32768, 131072),
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3, 4),
     }

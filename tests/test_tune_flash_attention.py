@@ -36,7 +36,7 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
 
     run = tune._run
     monkeypatch.setattr(tune, "seconds", seconds)
-    monkeypatch.setattr(tune, "_run", lambda o, module, tile: tried.append(tile) or run(o, module, tile))
+    monkeypatch.setattr(tune, "_run", lambda o, module, tiles: tried.append(tiles["forward"]) or run(o, module, tiles))
     # 32 keys at a time come out wrong, whatever they cost.
     error = tune.error
     monkeypatch.setattr(tune, "error", lambda o, f: 1.0 if tried[-1]["N"] == 32 else error(o, f))
