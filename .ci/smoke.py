@@ -1,5 +1,6 @@
 """Smoke test of an installed wheel: a model learns, samples, and survives a round trip through Hugging Face's format."""
 
+import importlib.resources
 import tempfile
 
 import flax
@@ -10,6 +11,7 @@ import optax
 from flax import nnx
 
 import gptjax
+import gptjax.optim
 import pallas_kernels
 
 print(f"gptjax {gptjax.__version__} from {gptjax.__file__}, jax {jax.__version__}, flax {flax.__version__}")
@@ -48,9 +50,11 @@ np.testing.assert_array_equal(again(tokens[:, :-1]), model(tokens[:, :-1]))
 
 q = jnp.ones((1, 4, 2, 8))
 assert pallas_kernels.flash_attention(q, q, q).shape == q.shape
+assert pallas_kernels.flash_attention_qkv(jnp.ones((1, 4, 3, 2, 8))).shape == q.shape
 # Every kernel, without a GPU and without Triton: XLA stands in, and a named kernel says what is missing.
 x, w, b = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.zeros(8)
 for name, args in {
+    "flash_attention": (q, q, q),
     "softmax": (x,),
     "fused_classifier": (x, jnp.zeros(4, jnp.int32)),
     "linear_cross_entropy": (x, w, jnp.zeros(4, jnp.int32)),
@@ -71,4 +75,10 @@ for name, args in {
         assert name in str(error) or "linear_gelu" in str(error), error
     else:
         raise AssertionError(f"{name} ran a Mosaic kernel on a CPU")
+
+# The tiles of attention's kernels are data beside them.
+for file in ("mosaic_tiles.json", "triton_tiles.json"):
+    assert importlib.resources.files("pallas_kernels.flash_attention").joinpath(file).is_file(), file
+orthogonal = gptjax.optim.polar_express(jax.random.normal(jax.random.key(0), (8, 16)))
+assert float(jnp.abs(orthogonal @ orthogonal.T - jnp.eye(8)).max()) < 0.5
 print(f"smoke test passed: loss {losses[0]:.3f} → {losses[-1]:.3f}")
