@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_tools import lower_for_h200
+from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels.flash_attention import _mosaic_forward, flash_attention, flash_attention_qkv, reference
@@ -23,18 +24,6 @@ def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, s
     shapes = [(batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads)]
     q, k, v = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     return q * jnp.asarray(2, dtype), k, v
-
-
-def plain(q, k, v, *, causal=True, scale=None, window=None):
-    """The textbook in the inputs' own dtype; the softmax alone is fp32."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = (jnp.einsum("bthd,bshd->bhts", q, k) * jnp.asarray(scale, q.dtype)).astype(jnp.float32)
-    t, s = jnp.arange(q.shape[1])[:, None], jnp.arange(q.shape[1])[None, :]
-    seen = (s <= t) & (s > t - (window or q.shape[1])) if causal else (s >= 0)
-    scores = jnp.where(seen[None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights, v), jax.nn.logsumexp(scores, axis=-1)
 
 
 def run(operands, tiles=None, *, causal=True, scale=None, window=None):

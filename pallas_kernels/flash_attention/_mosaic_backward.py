@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import pl, plgpu
+from pallas_kernels._mosaic import pl, plgpu, swizzled
 from pallas_kernels.flash_attention import _mosaic_forward
-from pallas_kernels.flash_attention._mosaic_forward import LOG2_E, SHARED_BYTES, operand, padded, swizzled
+from pallas_kernels.flash_attention._mosaic_forward import LOG2_E, SHARED_BYTES, operand, padded
 
 KEYS = 128  # of a piece of work
 HALF = 64  # keys of one multiplying warpgroup, and the sides of what it adds to dQ at a time

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import pl, plgpu
+from pallas_kernels._mosaic import pl, plgpu, swizzled
 
 SHARED_BYTES = 227 * 1024
 LOG2_E = math.log2(math.e)
@@ -110,14 +110,6 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
     if needed > (available := registers(tiles)[0]):
         return f"about {needed} registers a thread are needed, and {tiles.warpgroups} warpgroups have {available} each"
     return None
-
-
-def swizzled(shape: tuple[int, ...], dtype):
-    """Shared memory in the order that wgmma and TMA want."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
-    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def operand(refs, which: int, b, rows, head):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import pl, plgpu
+from pallas_kernels._mosaic import pl, plgpu, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +82,6 @@ def why_not(n: int, i: int, o: int) -> str | None:
     if forward_tiles(n, i, o) is None:
         return f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128"
     return None
-
-
-def swizzled(shape: tuple[int, ...], dtype):
-    """Shared memory in the order that wgmma and TMA want."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
-    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None):
