@@ -48,6 +48,25 @@ def test_each_algorithm_learns_a_batch(algorithm):
     assert found[-1] < 0.5 * found[0]
 
 
+def test_with_muon_the_rest_takes_adamw_as_the_header_says():
+    """Decay for embeddings, none for norms and biases, and no Nesterov momentum."""
+    params = init_state(MODEL, optax.identity(), 0).params
+    config = config_of(algorithm="muon", weight_decay=0.5, eps=1e-3)
+    theirs = optim.adamw(config.learning_rate_schedule(), weight_decay=0.5, eps=1e-3)
+    grads = jax.tree.map(lambda p: jnp.cos(100 * p), params)
+    found = []
+    for tx in (build(config, mesh()), theirs):
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(grads, state, params)
+        found.append(updates)
+    ours, wanted = found
+    for part in ("wte", "wpe", "ln_f"):
+        jax.tree.map(np.testing.assert_array_equal, ours[part], wanted[part])
+    kernel = ours["blocks"][0]["attn"]["c_proj"]["kernel"]
+    assert not np.allclose(kernel, wanted["blocks"][0]["attn"]["c_proj"]["kernel"])
+
+
 def test_normuon_on_two_devices_is_normuon_on_one():
     config = config_of(algorithm="normuon", learning_rate=1e-2)
     np.testing.assert_allclose(losses(config, devices=2, steps=5), losses(config, steps=5), rtol=1e-3)

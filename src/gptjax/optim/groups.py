@@ -80,8 +80,7 @@ def normuon_and_adamw(
     Raises:
         GroupError: at `init`, as in `assign`.
     """
-    groups = tuple(groups)
-    of = functools.partial(group_of, groups)
+    of = functools.partial(group_of, tuple(groups))
     matrix = normuon(
         matrix_learning_rate,
         momentum=momentum,
@@ -92,6 +91,34 @@ def normuon_and_adamw(
         factor=lambda path: of(path).learning_rate,
         decay_factor=lambda path: of(path).weight_decay,
     )
+    return matrices_and_adamw(
+        groups,
+        matrix,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        clip_norm=clip_norm,
+    )
+
+
+def matrices_and_adamw(
+    groups: Sequence[Group],
+    matrix: optax.GradientTransformation,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip_norm: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """The given transformation, its learning rate included, for the groups that hold matrices, AdamW for the others.
+
+    Args and errors as of `normuon_and_adamw`.
+    """
+    groups = tuple(groups)
 
     def scaled(by):
         return (lambda count: by * learning_rate(count)) if callable(learning_rate) else by * learning_rate

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from gptjax import optim
 from gptjax.config import Config
 from gptjax.models.gpt2 import PARAMETER_GROUPS
-from gptjax.optim.groups import describe, group_of, paths_of
+from gptjax.optim.groups import describe, matrices_and_adamw
 from gptjax.training.step import init_state
 
 
@@ -24,7 +24,17 @@ def build(config: Config, mesh: Mesh) -> optax.GradientTransformation:
 
     matrix_rate = config.learning_rate_schedule(peak=o.matrix_learning_rate)
     if o.algorithm == "muon":
-        return _optax_muon(o, learning_rate, matrix_rate)
+        # Its own Adam would be another: with Nesterov momentum, and with decay for all.
+        whole = optax.contrib.MuonDimensionNumbers(0, 1)
+        muon = optax.contrib.muon(
+            matrix_rate,
+            beta=o.momentum,
+            weight_decay=o.matrix_weight_decay,
+            muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: whole, params),
+        )
+        return matrices_and_adamw(
+            PARAMETER_GROUPS, muon, learning_rate=learning_rate, weight_decay=o.weight_decay, **adam
+        )
     steps = o.schedule_steps or config.max_steps
     momentum = optim.momentum_schedule(
         steps,
@@ -46,29 +56,6 @@ def build(config: Config, mesh: Mesh) -> optax.GradientTransformation:
         neuron_b2=o.neuron_b2,
         method=optim.distributed(getattr(optim, o.orthogonalization), mesh),
         **adam,
-    )
-
-
-def _optax_muon(o, learning_rate, matrix_rate):
-    def dimensions(params):
-        # Asked for all parameters, and again for those alone that it has said to be matrices.
-        groups = [group_of(PARAMETER_GROUPS, path) for path in paths_of(params)]
-        found = [None if g.matrices is None else optax.contrib.MuonDimensionNumbers(0, 1) for g in groups]
-        return jax.tree.unflatten(jax.tree.structure(params), found)
-
-    clip = optax.identity() if o.clip_norm is None else optax.clip_by_global_norm(o.clip_norm)
-    return optax.chain(
-        clip,
-        optax.contrib.muon(
-            matrix_rate,
-            beta=o.momentum,
-            weight_decay=o.matrix_weight_decay,
-            adam_b1=o.b1,
-            adam_b2=o.b2,
-            adam_weight_decay=o.weight_decay,
-            adam_learning_rate=learning_rate,
-            muon_weight_dimension_numbers=dimensions,
-        ),
     )
 
 
