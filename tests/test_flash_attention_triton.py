@@ -95,8 +95,8 @@ def attend_packed(q, k, v, ids, **how):
     return flash_attention_qkv(qkv, segment_ids=ids, return_lse=True, implementation="triton", **how)
 
 
-def check(shape, dtype=jnp.float32, segments=None, seed=0, f=attend, product=np.matmul, **how):
-    args = inputs(shape, dtype, segments, seed)
+def check(shape, dtype=jnp.float32, segments=None, seed=0, packed=False, product=np.matmul, **how):
+    args, f = inputs(shape, dtype, segments, seed), attend_packed if packed else attend
     found = jax.jit(functools.partial(with_gradients, functools.partial(f, **how)))(*args)
     mask = {name: how[name] for name in ("causal", "scale", "window") if name in how}
     textbook, exact = equations(*args, dtype=dtype, product=product, **mask), equations(*args, **mask)
@@ -198,7 +198,7 @@ def test_packed_is_unpacked(shape, backward, triton_on_cpu, monkeypatch):
     found = [jax.jit(functools.partial(with_gradients, f))(*args) for f in (attend, attend_packed)]
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
-    check(shape, f=attend_packed)
+    check(shape, packed=True)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -399,11 +399,11 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
         ((1, 1000, 2, 2, 64), {"window": 256}),
         ((1, 1000, 2, 2, 64), {"segments": 5, "seed": 0}),
         ((1, 1024, 2, 2, 64), {"segments": 5, "seed": 1, "window": 256}),
-        ((1, 1024, 2, 2, 64), {"f": attend_packed}),
-        ((1, 1000, 4, 4, 80), {"f": attend_packed}),
+        ((1, 1024, 2, 2, 64), {"packed": True}),
+        ((1, 1000, 4, 4, 80), {"packed": True}),
         ((1, 1024, 8, 2, 64), {}),
         ((1, 1024, 2, 2, 128), {}),
-        ((1, 1000, 2, 2, 128), {"f": attend_packed}),
+        ((1, 1000, 2, 2, 128), {"packed": True}),
         ((3, 77, 2, 1, 5), {}),
         ((1, 1, 1, 1, 1), {}),
     ],
@@ -426,8 +426,8 @@ def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, backward, monkeypatch
 
     tuning = _triton.tuning
     monkeypatch.setattr(_triton, "tuning", lambda *where: tuning(*where) | {"backward": backward})
-    for f in (attend, attend_packed):
-        check((2, 1000, 2, 2, 64), dtype, f=f)
+    for packed in (False, True):
+        check((2, 1000, 2, 2, 64), dtype, packed=packed)
 
 
 @pytest.mark.gpu
