@@ -84,7 +84,9 @@ def mosaic(o: Options) -> Space:
     start = dataclasses.asdict(module.Tiles(**_mosaic_forward.tiles(o.kernel, head_dim, length, o.causal)))
     # Switches of a kernel are on or off; what is None by default chooses by itself.
     switches = {
-        k: (None, True, False) if v is None else (True, False) for k, v in start.items() if v in (None, True, False)
+        k: (None, True, False) if v is None else (True, False)
+        for k, v in start.items()
+        if v is None or isinstance(v, bool)
     }
 
     def write(tiles):

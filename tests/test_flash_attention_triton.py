@@ -301,8 +301,8 @@ def test_deterministic_is_split(monkeypatch):
     set_tiles(monkeypatch, 64, 64, "fused")
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
     names = lambda deterministic: [k.name for k in triton_kernels(gradients(deterministic), x, x, x)]
-    assert names(True) == ["forward_kernel", "dkv_kernel", "dq_kernel"]
-    assert names(False) == ["forward_kernel", "dkv_kernel", "convert_kernel"]
+    assert names(True) == ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
+    assert names(False) == ["forward_kernel", "delta_kernel", "dkv_kernel", "convert_kernel"]
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,21 @@ def backward(
     return dq_BTHD, dk, dv
 
 
+def delta(out_BTHD, dout_BTHD):
+    """Σ_d dO·O for each query, B·H·T in fp32."""
+    b, t, h, d = out_BTHD.shape
+    rows = 128
+    (delta_BHT,) = _triton.call(
+        delta_kernel,
+        out_BTHD,
+        dout_BTHD,
+        out=[jax.ShapeDtypeStruct((b, h, t), jnp.float32)],
+        grid=(triton.cdiv(t, rows) * b * h,),
+        **{"T": t, "H": h, "D": d, "P": _padded(d), "M": rows},
+    )
+    return delta_BHT
+
+
 def _launched(tile: dict[str, int], t: int) -> dict[str, int]:
     """The constants of a launch: the number of heads that run side by side in place of their rows."""
     constants = tile | {"TOGETHER": max(1, tile["rows"] // t)}
@@ -520,6 +535,20 @@ def dq_kernel(
             k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0, True)
         dq_MP = tl.dot(ds_MN, k_NP, dq_MP, input_precision=PRECISION)
     store_rows(dq_ptr + b * T * Q_ROW + h * D, dq_MP * SCALE, t0, Q_ROW, T, D, M, P)
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    # Heads of the same rows run side by side: their rows are one piece of memory.
+    h, block = tl.program_id(0) % H, tl.program_id(0) // H
+    t0, b = block % ((T + M - 1) // M) * M, (block // ((T + M - 1) // M)).to(tl.int64)
+    at = b * T * H * D + h * D
+    out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, T % M != 0, False).to(tl.float32)
+    dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, T % M != 0, False).to(tl.float32)
+    rows_M = t0 + tl.arange(0, M)
+    tl.store(delta_ptr + (b * H + h) * T + rows_M, tl.sum(out_MP * dout_MP, 1), mask=rows_M < T)
 
 
 @triton.jit
