@@ -259,8 +259,35 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
         choose("bfloat16", 64, 64, "cudnn", return_lse=True)
     with pytest.raises(ValueError, match="sums the gradients in any order, and deterministic=True"):
         choose("bfloat16", 64, 64, "cudnn", deterministic=True)
-    assert choose("bfloat16", 65, 64) == "xla"
-    assert choose("bfloat16", 128, 64) != "xla" and choose("float32", 128, 64) == "xla"
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, length, head_dim, how, chosen",
+    [
+        ((9, 0), "bfloat16", 1024, 64, {}, "mosaic"),
+        ((9, 0), "float16", 1024, 64, {"segments": True}, "triton"),
+        ((9, 0), "bfloat16", 1024, 80, {}, "cudnn"),
+        ((9, 0), "bfloat16", 1023, 80, {}, "triton"),
+        ((9, 0), "float32", 1024, 64, {}, "triton"),
+        ((9, 0), "float32", 1024, 64, {"precision": jax.lax.Precision.HIGHEST}, "xla"),
+        ((8, 0), "bfloat16", 1024, 64, {}, "cudnn"),
+        ((8, 0), "bfloat16", 1024, 64, {"deterministic": True}, "triton"),
+        ((8, 0), "float32", 1024, 256, {}, "xla"),
+        ((7, 5), "bfloat16", 1023, 64, {}, "xla"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can_run(capability, dtype, length, head_dim, how, chosen, monkeypatch):
+    monkeypatch.setattr(_choose, "platform", lambda: "gpu")
+    monkeypatch.setattr(_choose, "capability", lambda: capability)
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    assert choose(dtype, length, head_dim, **how) == chosen
+
+
+def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):
+    monkeypatch.setattr(_choose, "platform", lambda: "gpu")
+    monkeypatch.setattr(_choose, "capability", lambda: (9, 0))
+    monkeypatch.setattr(_choose, "partitioned", lambda: True)
+    assert choose("bfloat16", 1024, 64) == "cudnn" and choose("float32", 1024, 64) == "xla"
 
 
 # ------------------------------------------------------------------------------------------------------------------ GPU
@@ -330,4 +357,4 @@ def test_cudnn_memory_is_linear_in_time():
 
 @pytest.mark.gpu
 def test_auto_on_a_gpu_is_not_xla():
-    assert choose("bfloat16", 128, 64) != "xla" and choose("float32", 128, 64) == "xla"
+    assert choose("bfloat16", 128, 64) != "xla" and choose("float32", 128, 64) != "xla"

@@ -24,6 +24,7 @@ mosaic and triton read q, k and v where they lie in the packed projection, and w
 
 import functools
 import importlib
+import math
 from typing import NamedTuple
 
 import jax
@@ -118,11 +119,16 @@ def choose(
     segments: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: jax.lax.PrecisionLike = None,
 ) -> str:
     """The back end that `flash_attention` uses for this dtype, sequence length and head dimension on the default device.
 
+    `auto` takes the first in the order of `FASTEST` that can run here, but no kernel of ours for arrays that the compiler may split
+    over several devices.
+
     Args:
         segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for equal gradients.
+        precision: as of `flash_attention`.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
@@ -136,8 +142,16 @@ def choose(
         "reference": None,
     }
     if implementation == "auto":
-        # Mosaic and Triton come in where they have been measured to be faster.
-        return _choose.auto({name: supported[name] for name in ("cudnn", "xla")})
+        products = "16" if dtype.itemsize == 2 else "fp32" if precision in TRUE_FP32 else "tf32"
+        order = next(
+            row.order
+            for row in FASTEST
+            if row.capability in (None, _choose.capability())
+            and row.products == products
+            and row.head_dim in (None, head_dim)
+            and length <= row.up_to
+        )
+        return _choose.auto({name: supported[name] for name in order})
     return _choose.named("flash_attention", implementation, supported)
 
 
@@ -150,6 +164,31 @@ def reference(
     options = _Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
     out_BTHD, lse_BHT = _materialised(options, q_BTHD, k_BTKD, v_BTKD, segment_ids)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
+
+
+class _Fastest(NamedTuple):
+    """The order of back ends for a kind of GPU and shape; the first row that fits counts."""
+
+    capability: tuple[int, int] | None
+    products: str
+    """"16" (bf16, fp16), "tf32" or "fp32"."""
+    head_dim: int | None
+    up_to: float
+    """The longest sequence."""
+    order: tuple[str, ...]
+
+
+# By the time of forward and backward together in benchmarks/results/kernels/flash_attention.json (H200). GPUs without a row were not
+# measured; there cuDNN comes first, and Triton where cuDNN cannot run.
+FASTEST = (
+    _Fastest((9, 0), "16", 64, 2048, ("mosaic", "triton", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 64, math.inf, ("triton", "mosaic", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 128, math.inf, ("cudnn", "mosaic", "triton", "xla")),
+    _Fastest(None, "16", None, math.inf, ("cudnn", "triton", "xla")),
+    _Fastest(None, "tf32", None, math.inf, ("triton", "xla")),
+    _Fastest(None, "fp32", None, math.inf, ("xla",)),
+)
+TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
 
 class _Options(NamedTuple):
@@ -166,7 +205,7 @@ class _Options(NamedTuple):
     @property
     def true_fp32(self) -> bool:
         """Whether fp32 inputs are multiplied as they are, not as TF32."""
-        return self.precision in (jax.lax.Precision.HIGHEST, "highest", "float32")
+        return self.precision in TRUE_FP32
 
 
 def _attend(operands, segments_BT, causal, scale, window, return_lse, deterministic, implementation, precision):
@@ -180,6 +219,7 @@ def _attend(operands, segments_BT, causal, scale, window, return_lse, determinis
         segments=segments_BT is not None,
         return_lse=return_lse,
         deterministic=deterministic,
+        precision=precision,
     )
     scale = head_dim**-0.5 if scale is None else float(scale)
     window = None if window is None or window >= length else window
