@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import _choose
 from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
 from pallas_kernels.fused_classifier import reference as classifier_reference
+from pallas_kernels.transpose import transpose_copy
 
 # Tokens a chunk where none is named. On an H200 chunks of 16,384 rows reach 780 TFLOP/s in the head's product, and 65,536 rows
 # at once 640–700.
@@ -45,7 +46,9 @@ def linear_cross_entropy(
     """Cross-entropy of each token in nats, in fp32 whatever the inputs are.
 
     Args:
-        x_NC, w_VC: hidden states and head weights of one dtype; the logits have that dtype, the softmax is fp32.
+        x_NC: hidden states; the logits have their dtype, the softmax is fp32.
+        w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. Their gradient has their dtype; it is summed in
+            fp32 in the back end fused.
         targets_N: the right column of each row, in [0, vocab_size); any other gives a loss of NaN.
         vocab_size: real columns; V when None.
         chunk: at most this many rows of logits are alive at once; N must be a multiple. None: about 16,384 in the back end fused,
@@ -66,8 +69,10 @@ def linear_cross_entropy(
             "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) and vocab_size ≤ V, "
             f"got {x_NC.shape}, {w_VC.shape}, {targets_N.shape}, {vocab_size}"
         )
-    if x_NC.dtype != w_VC.dtype:
-        raise ValueError(f"linear_cross_entropy: expected one dtype for x and w, got {x_NC.dtype} and {w_VC.dtype}")
+    if w_VC.dtype not in (x_NC.dtype, jnp.float32):
+        raise ValueError(
+            f"linear_cross_entropy: expected w in x's dtype or float32, got x in {x_NC.dtype} and w in {w_VC.dtype}"
+        )
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
     how = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
@@ -118,7 +123,7 @@ def reference(
 
 
 def _logits(x_KC, w_VC, precision):
-    return jnp.einsum("kc,vc->kv", x_KC, w_VC, precision=precision)
+    return jnp.einsum("kc,vc->kv", x_KC, w_VC.astype(x_KC.dtype), precision=precision)
 
 
 class _Head(NamedTuple):
@@ -154,7 +159,7 @@ def _even_chunk(n: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(head, x_NC, w_VC, targets_N):
-    losses = []
+    w_VC, losses = w_VC.astype(x_NC.dtype), []
     for x_KC, targets_K in head.chunks(x_NC, targets_N):
         x_KC, losses = _after(x_KC, losses)
         losses = [*losses, head.classify(x_KC, w_VC, targets_K)[0]]
@@ -167,14 +172,17 @@ def _after(x_KC, earlier):
 
 
 def _fused_forward(head, x_NC, w_VC, targets_N):
+    saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
+    # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones take any order.
+    w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
     losses, dx, dw_VC = [], [], None
     for x_KC, targets_K in head.chunks(x_NC, targets_N):
         x_KC, dw_VC = _after(x_KC, dw_VC)
         losses_K, dlogits_KV = head.classify(x_KC, w_VC, targets_K)
         losses.append(losses_K)
-        dx.append(jnp.einsum("kv,vc->kc", dlogits_KV, w_VC, precision=head.precision))
+        dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=head.precision))
         dw_VC = _add_dw(head, dw_VC, dlogits_KV, x_KC)
-    return jnp.concatenate(losses), (jnp.concatenate(dx), dw_VC, x_NC, w_VC, targets_N)
+    return jnp.concatenate(losses), (jnp.concatenate(dx), dw_VC, x_NC, saved_VC, targets_N)
 
 
 def _add_dw(head, dw_VC, dlogits_KV, x_KC):

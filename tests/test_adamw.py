@@ -1,5 +1,7 @@
 """AdamW against its equations in NumPy float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 from gptjax.optim import adamw, decay_mask
+from gptjax.optim.adamw import clip_by_global_norm
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -55,6 +58,31 @@ def test_no_clipping_when_clip_norm_is_none():
     clipped, free = (adamw(1.0, clip_norm=c, **settings) for c in (1.0, None))
     a, b = (tx.update(g, tx.init(p), p)[0]["w"] for tx in (clipped, free))
     assert float(jnp.abs(b).max()) > 100 * float(jnp.abs(a).max())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 0.5, 1.0, 3.0, 1e4, np.inf, np.nan])
+def test_clipping_is_optaxs(size):
+    grads = {"a": jnp.float32([3.0, 0.0]) * (size / 5), "b": jnp.float32([[4.0]]) * (size / 5)}
+    ours, theirs = (
+        clip.update(grads, clip.init(grads))[0] for clip in (clip_by_global_norm(1), optax.clip_by_global_norm(1))
+    )
+    for name in grads:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=3e-7, err_msg=name)
+
+
+def test_the_norm_is_computed_once_and_no_clipped_gradient_written():
+    """In the compiled update: a sum of squares for each tensor, and no more results of a tensor's shape than it has new values."""
+    params = {name: jnp.zeros((n, n)) for name, n in (("a", 24), ("b", 32))}
+    tx = adamw(1e-3)
+
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, optax.tree.norm(grads)
+
+    text = jax.jit(step).lower(params, tx.init(params), params).compile().as_text()
+    assert len(re.findall(r" = f32\[\]\S* reduce\(", text)) == len(params)
+    made = re.findall(r" = f32\[32,32\]\S* fusion\(", text[text.index("ENTRY") :])
+    assert len(made) == 3, "parameter and two moments"
 
 
 def test_decay_mask_takes_matrices_and_embeddings_alone():

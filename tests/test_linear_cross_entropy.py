@@ -105,6 +105,21 @@ def test_the_mean_of_the_fused_back_end(dtype):
         assert_within_twice(ours, theirs, right, norm=rms, name=name)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_fp32_weights_beside_bf16_tokens(implementation):
+    """As rounded weights, but for the gradient: it is fp32, and not rounded on the way where the back end sums it."""
+    x, w, targets, _ = inputs(33, 24, 300, 257, jnp.bfloat16)
+    fp32 = w.astype(jnp.float32) * (1 + 2**-11)  # rounds back to w
+    grad = functools.partial(mean_loss, implementation=implementation, chunk=11, vocab_size=257)
+    loss, (dx, dw) = grad(linear_cross_entropy)(x, w, targets)
+    same_loss, (same_dx, finer_dw) = grad(linear_cross_entropy)(x, fp32, targets)
+    assert float(loss) == float(same_loss) and bool((dx == same_dx).all())
+    assert (dx.dtype, dw.dtype, finer_dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(finer_dw, dw.astype(jnp.float32), rtol=2**-7, atol=1e-4)
+    if implementation == "fused":
+        assert bool((finer_dw.astype(jnp.bfloat16) == dw).all()) and bool((finer_dw != dw.astype(jnp.float32)).any())
+
+
 def text_of(f, *args):
     return jax.jit(f).lower(*args).compile().as_text()
 
@@ -244,7 +259,7 @@ def test_errors():
         match=r"linear_cross_entropy: unknown implementation 'triton'; choose one of \['auto', 'fused', 'xla'",
     ):
         linear_cross_entropy(x, w, targets, implementation="triton")
-    with pytest.raises(ValueError, match="expected one dtype for x and w, got float32 and bfloat16"):
+    with pytest.raises(ValueError, match="expected w in x's dtype or float32, got x in float32 and w in bfloat16"):
         linear_cross_entropy(x, w.astype(jnp.bfloat16), targets)
     with pytest.raises(ValueError, match="12 tokens are not a multiple of chunk=0"):
         linear_cross_entropy(x, w, targets, chunk=0)

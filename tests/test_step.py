@@ -1,14 +1,18 @@
-"""The training step: accumulation, sharding, skipping, what it reports."""
+"""The training step: accumulation, sharding, skipping, what it reports, and what it is made of on an H200."""
 
+import collections
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kernel_tools import h200, lower_for_h200
 
-from gptjax import optim, sharding
+from gptjax import Precision, optim, sharding
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.outliers import WINDOW
 from gptjax.training.step import graph, init_state, loss_and_grads, make_eval_step, make_train_step
@@ -124,3 +128,79 @@ def test_one_seed_gives_one_state():
     a, b, c = (state_of(optim.adamw(1e-3), seed=s) for s in (0, 0, 1))
     same = lambda x, y: all(jax.tree.leaves(jax.tree.map(lambda p, q: bool((p == q).all()), x.params, y.params)))  # noqa: E731
     assert same(a, b) and not same(a, c)
+
+
+# ------------------------------------------------------------------------------------------------------- on an H200
+
+
+@pytest.fixture
+def one_h200(monkeypatch):
+    """Programs are lowered as for one H200; Triton's kernels, which need a GPU's plugin, become calls by their names."""
+    from pallas_kernels import _choose, _triton
+
+    def call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+        results = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
+        arrays = [a for a in args if hasattr(a, "dtype")]
+        return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))
+
+    monkeypatch.setattr(_triton, "call", call)
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+
+
+def large_operations(text, elements):
+    """(operation, results' shape and dtype) → how often the program makes an array of so many elements or more."""
+    found = collections.Counter()
+    for line in text.splitlines():
+        operation = re.search(r'= "?stablehlo\.(\w+)|= (call)', line)
+        result = re.search(r"tensor<([\dx]+)x([a-z]\w*)>[^<]*$", line.partition("->")[2] or line)
+        if operation and result and math.prod(map(int, result[1].split("x"))) >= elements:
+            found[operation[1] or operation[2], f"{result[1]} {result[2]}"] += 1
+    return found
+
+
+def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
+    """GPT-2 124M's step in bf16 for 64 sequences: what a layer adds to it, pass by pass over what is as large as the stream."""
+
+    def lowered(layers):
+        config = GPT2Config(n_layer=layers, precision=Precision("bf16"), attention="mosaic")
+        with h200():
+            chosen = config.kernels(1024, 64)
+        assert chosen == {"attention": "mosaic", "norm": "triton", "mlp": "mosaic", "loss": "fused"}
+        tx, rate = optim.adamw(6e-4), optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9)
+        state = jax.eval_shape(lambda: init_state(config, tx, 0))
+        windows = jax.ShapeDtypeStruct((1, 64, 1025), jnp.int32)
+        text = lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
+        kernels = collections.Counter(re.findall(r"custom_call @(\w+)", text))
+        return kernels, large_operations(text, 64 * 1024 * 768)
+
+    kernels, operations = lowered(2)
+    fewer_kernels, fewer_operations = lowered(1)
+    # Four chunks of the head, in the branch for unequal cotangents, which XLA drops, once more.
+    assert fewer_kernels["classifier_kernel"] == kernels["classifier_kernel"] == 8
+    assert kernels["norm_forward"] == kernels["norm_backward"] == 2 * 2 + 1
+    # Attention and the MLP's first half, forward and backward.
+    assert (kernels - fewer_kernels)["mosaic_gpu_v2"] == 4
+    assert (kernels - fewer_kernels)["norm_forward"] == (kernels - fewer_kernels)["norm_backward"] == 2
+
+    a_layer = operations - fewer_operations
+    moved = {key: n for key, n in a_layer.items() if key[0] not in ("reshape", "return", "custom_call", "dot_general")}
+    n = 64 * 1024
+    biases = {("add", f"{n}x768 bf16"): 2, ("add", f"{n}x2304 bf16"): 1}
+    biases |= {("broadcast_in_dim", key): count for (_, key), count in biases.items()}
+    bias_gradients = {("convert", f"{n}x768 f32"): 2, ("convert", f"{n}x2304 f32"): 1}
+    # Each folded by XLA into the product that reads it.
+    of_weight_gradients = {("transpose", f"768x{n} bf16"): 3, ("transpose", f"3072x{n} bf16"): 1}
+    assert moved == biases | bias_gradients | of_weight_gradients
+
+
+@pytest.mark.parametrize("recompute", ["block", "sublayer"])
+def test_recomputation_on_an_h200_runs_the_forward_kernels_again(one_h200, recompute):
+    config = GPT2Config(n_layer=2, precision=Precision("bf16"), attention="mosaic", recompute=recompute)
+    tx = optim.adamw(6e-4)
+    state = jax.eval_shape(lambda: init_state(config, tx, 0))
+    step = make_train_step(graph(config), tx, lambda count: jnp.float32(6e-4))
+    text = lower_for_h200(step, state, jax.ShapeDtypeStruct((2, 4, 1025), jnp.int32))
+    kernels = collections.Counter(re.findall(r"custom_call @(\w+)", text))
+    assert kernels["norm_forward"] == 2 * 2 * 2 + 1 and kernels["norm_backward"] == 2 * 2 + 1
+    # Attention and the MLP's first half: forward, forward again, backward.
+    assert kernels["mosaic_gpu_v2"] == 2 * 2 * 3

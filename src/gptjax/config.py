@@ -157,7 +157,7 @@ class Config:
             ConfigError: a named one does not exist or cannot run here.
         """
         try:
-            return self.model.kernels(self.sequence_length)
+            return self.model.kernels(self.sequence_length, self.micro_batch)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -206,7 +206,8 @@ class Config:
 OPERATIONAL = {
     *("name", "runs_dir", "data_dir", "dataset", "resume", "device", "max_steps", "micro_batch", "log_every"),
     *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
-    *("deterministic", "compilation_cache", "model.attention", "model.loss", "model.loss_chunk", "model.recompute"),
+    *("deterministic", "compilation_cache", "model.attention", "model.norm", "model.mlp", "model.loss"),
+    *("model.loss_chunk", "model.recompute"),
 }
 
 

@@ -71,6 +71,9 @@ def generate(
 @functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
 def _generate(graphdef, params, prompt_BT, temperature, top_k, top_p, key, *, max_new_tokens):
     model = nnx.merge(graphdef, params)
+    for block in model.blocks:
+        # The one that the model names may want more rows than one token of each prompt.
+        block.mlp.implementation = "auto"
     b, t = prompt_BT.shape
 
     def advance_and_choose(cache, tokens_BT, start):
@@ -103,13 +106,14 @@ def _advance(
 
     Returns what `model.hidden` gives at these positions, and the cache with their keys and values in it.
     """
-    x_BTC = model.embed(tokens_BT, start)
+    x_BTC, delta_BTC = model.embed(tokens_BT, start), None
     filled = []
     for block, layer_cache in zip(model.blocks, cache, strict=True):
-        y_BTC, layer_cache = _cached_attention(block, block.ln_1(x_BTC), layer_cache, start)
-        x_BTC = block.add_mlp(x_BTC + y_BTC.astype(x_BTC.dtype))
+        y_BTC, x_BTC = block.ln_1.of_sum(x_BTC, delta_BTC)
+        y_BTC, layer_cache = _cached_attention(block, y_BTC, layer_cache, start)
+        x_BTC, delta_BTC = block.add_mlp(x_BTC, y_BTC.astype(x_BTC.dtype))
         filled.append(layer_cache)
-    return model.ln_f(x_BTC), filled
+    return model.ln_f.of_sum(x_BTC, delta_BTC)[0], filled
 
 
 def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, start):

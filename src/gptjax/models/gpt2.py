@@ -1,6 +1,7 @@
 """GPT-2 as a Flax nnx module (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
 
-Shapes: B batch, T time, C channels (n_embd), H heads, D = C/H, V real vocabulary, P padded vocabulary, N = B·T.
+Shapes: B batch, T time, C channels (n_embd), H heads, D = C/H, F = 4·C, V real vocabulary, P padded vocabulary,
+N = B·T.
 """
 
 import dataclasses
@@ -14,9 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
-from pallas_kernels import flash_attention_qkv, linear_cross_entropy
+from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy, linear_gelu, transpose_copy
 from pallas_kernels.flash_attention import choose as choose_attention
+from pallas_kernels.layer_norm import choose as choose_norm
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
+from pallas_kernels.linear_gelu import choose as choose_mlp
 
 INIT_STD = 0.02
 
@@ -45,6 +48,10 @@ class GPT2Config:
     """Types of storage, products and residual stream."""
     attention: str = "auto"
     """Back end of attention: auto, or one of pallas_kernels.flash_attention's: mosaic, triton, cudnn, xla, reference."""
+    norm: str = "auto"
+    """Back end of LayerNorm and the addition before it: auto, triton, xla or reference."""
+    mlp: str = "auto"
+    """Back end of the MLP's first half, product, bias and GELU: auto, mosaic, triton, xla or reference."""
     loss: str = "auto"
     """Back end of the head and its loss: auto, fused or xla."""
     loss_chunk: int | None = None
@@ -79,14 +86,20 @@ class GPT2Config:
         c = self.n_embd
         return (self.vocab_size + self.block_size) * c + self.n_layer * (12 * c * c + 13 * c) + 2 * c
 
-    def kernels(self, sequence_length: int) -> dict[str, str]:
-        """The back ends that this model uses on the default device: {"attention": "cudnn", "loss": "xla"}.
+    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+        """The back ends that this model uses on the default device: {"attention": "cudnn", "norm": "triton", …}.
+
+        Args:
+            batch: sequences at a time; the kernels of the MLP depend on it.
 
         Raises:
             ValueError: a named one does not exist or cannot run here.
         """
+        dtype, c = self.precision.compute_dtype, self.n_embd
         return {
-            "attention": choose_attention(self.precision.compute_dtype, sequence_length, self.head_dim, self.attention),
+            "attention": choose_attention(dtype, sequence_length, self.head_dim, self.attention),
+            "norm": choose_norm(self.precision.residual_dtype, c, self.norm),
+            "mlp": choose_mlp(dtype, batch * sequence_length, c, 4 * c, self.mlp),
             "loss": choose_loss(self.loss),
         }
 
@@ -117,45 +130,74 @@ PARAMETER_GROUPS = (
 
 
 class LayerNorm(nnx.Module):
-    """y = (x − mean)/√(var + eps) · scale + bias over the last axis; biased variance, statistics in fp32."""
+    """y = (x − mean)/√(var + eps) · scale + bias over the last axis; biased variance, statistics in fp32, y in the compute dtype."""
 
-    def __init__(self, dim: int, *, dtype: jnp.dtype, eps: float = 1e-5):
-        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((dim,), jnp.float32))
-        self.dtype = dtype
-        self.eps = eps
+    def __init__(self, config: GPT2Config, *, eps: float = 1e-5):
+        self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((config.n_embd,), jnp.float32))
+        self.eps, self.out_dtype, self.implementation = eps, config.precision.compute_dtype, config.norm
 
-    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        x = x.astype(jnp.float32)
-        centred = x - x.mean(-1, keepdims=True)
-        variance = jnp.square(centred).mean(-1, keepdims=True)
-        # Indexing by `...` reads a parameter's array; the axes are lined up by hand so that strict rank promotion holds.
-        scale, bias = (p[...].reshape((1,) * (x.ndim - 1) + (-1,)) for p in (self.scale, self.bias))
-        return (centred * jax.lax.rsqrt(variance + self.eps) * scale + bias).astype(self.dtype)
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        return self._norm(x, None)
+
+    def of_sum(
+        self, x: Float[Array, "*B C"], delta: Float[Array, "*B C"] | None
+    ) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
+        """The normalised sum of x and delta, and the sum, from one pass; a delta of None adds nothing."""
+        return (self(x), x) if delta is None else self._norm(x, delta)
+
+    def _norm(self, x, delta):
+        return layer_norm(
+            x,
+            # Indexing by `...` reads a parameter's array.
+            self.scale[...],
+            self.bias[...],
+            residual=delta,
+            eps=self.eps,
+            out_dtype=self.out_dtype,
+            implementation=self.implementation,
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x, kernel_IO, bias_O, precision: jax.lax.Precision):
-    """x W + b in x's dtype, rounded once: product and bias are added in fp32.
+def _linear(x_NI, kernel_IO, bias_O, precision: jax.lax.Precision):
+    """x W + b in x's dtype, rounded once.
 
     Two roundings lose the bias: in bf16 a number near 0.5 does not move when 0.001 is added to it. It made the losses of ten
     steps 2.7 times as far from fp64 as PyTorch's are, on an H200; PyTorch and llm.c round once.
     """
-    y = jnp.matmul(x, kernel_IO.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-    return (y + bias_O.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+    # Hopper's TF32 products want both operands contiguous along what is summed over; others take any order. Few rows, such as
+    # those of a sampled token, would not pay for the copy.
+    copy = precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]
+
+    def add_in(dtype, x_NI, kernel_IO, bias_O):
+        kernel = kernel_IO.astype(x_NI.dtype)
+        kernel, axes = (transpose_copy(kernel), "oi") if copy else (kernel, "io")
+        y_NO = jnp.einsum(f"ni,{axes}->no", x_NI, kernel, precision=precision, preferred_element_type=dtype)
+        return (y_NO + bias_O.astype(dtype)[None]).astype(x_NI.dtype)
+
+    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 product: that is XLA's name for its epilogue, and spares the
+    # fp32 product's way to memory and back. On a CPU the same words round twice.
+    return jax.lax.platform_dependent(
+        x_NI,
+        kernel_IO,
+        bias_O,
+        cuda=functools.partial(add_in, x_NI.dtype),
+        default=functools.partial(add_in, jnp.float32),
+    )
 
 
-def _linear_forward(x, kernel_IO, bias_O, precision):
-    return _linear(x, kernel_IO, bias_O, precision), (x, kernel_IO)
+def _linear_forward(x_NI, kernel_IO, bias_O, precision):
+    return _linear(x_NI, kernel_IO, bias_O, precision), (x_NI, kernel_IO)
 
 
-def _linear_backward(precision, saved, dy):
+def _linear_backward(precision, saved, dy_NO):
     # JAX's own rule would multiply an fp32 gradient by bf16 operands, at the speed of fp32, and sum the bias's in bf16.
-    x, kernel_IO = saved
-    dx = jnp.matmul(dy, kernel_IO.astype(dy.dtype).T, precision=precision)
-    x_NI, dy_NO = (array.reshape(-1, array.shape[-1]) for array in (x, dy))
+    x_NI, kernel_IO = saved
+    dx_NI = jnp.matmul(dy_NO, kernel_IO.astype(dy_NO.dtype).T, precision=precision)
     dkernel_IO = jnp.matmul(x_NI.T, dy_NO, precision=precision, preferred_element_type=jnp.float32)
-    return dx, dkernel_IO, dy_NO.astype(jnp.float32).sum(0)
+    return dx_NI, dkernel_IO, dy_NO.astype(jnp.float32).sum(0)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -170,7 +212,8 @@ class Linear(nnx.Module):
         self.precision = precision
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        return _linear(x, self.kernel[...], self.bias[...], self.precision.matmul)
+        y_NO = _linear(x.reshape(-1, x.shape[-1]), self.kernel[...], self.bias[...], self.precision.matmul)
+        return y_NO.reshape(*x.shape[:-1], y_NO.shape[-1])
 
 
 class Attention(nnx.Module):
@@ -200,34 +243,49 @@ class MLP(nnx.Module):
         c, linear = config.n_embd, functools.partial(Linear, precision=config.precision, rngs=rngs)
         self.c_fc = linear(c, 4 * c, std=INIT_STD)
         self.c_proj = linear(4 * c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
+        self.implementation, self.precision = config.mlp, config.precision
 
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        return self.c_proj(nnx.gelu(self.c_fc(x_BTC), approximate=True))
+        h_BTF = linear_gelu(
+            x_BTC,
+            self.c_fc.kernel[...],
+            self.c_fc.bias[...],
+            implementation=self.implementation,
+            precision=self.precision.matmul,
+        )
+        return self.c_proj(h_BTF)
 
 
 class Block(nnx.Module):
-    """Pre-LN block: x + attention(ln_1(x)), then x + mlp(ln_2(x))."""
+    """Pre-LN block: x + attention(ln_1(x)), then x + mlp(ln_2(x)).
+
+    Its halves carry the residual stream as a pair (x, delta), where delta is still to be added to x, or None: the LayerNorm
+    that reads the sum makes it, in the same pass.
+    """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        self.ln_1 = LayerNorm(config.n_embd, dtype=config.precision.compute_dtype)
+        self.ln_1 = LayerNorm(config)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = LayerNorm(config.n_embd, dtype=config.precision.compute_dtype)
+        self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config, rngs=rngs)
-        self.recompute = config.recompute
 
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        add_attention, add_mlp = Block.add_attention, Block.add_mlp
-        if self.recompute == "sublayer":
-            add_attention, add_mlp = nnx.remat(add_attention), nnx.remat(add_mlp)
-        return add_mlp(self, add_attention(self, x_BTC))
+        x_BTC, delta_BTC = self.add_mlp(*self.add_attention(x_BTC))
+        return x_BTC + delta_BTC
 
-    def add_attention(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """The first half of the block."""
-        return x_BTC + self.attn(self.ln_1(x_BTC)).astype(x_BTC.dtype)
+    def add_attention(
+        self, x_BTC: Float[Array, "B T C"], delta_BTC: Float[Array, "B T C"] | None = None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """The first half."""
+        y_BTC, x_BTC = self.ln_1.of_sum(x_BTC, delta_BTC)
+        return x_BTC, self.attn(y_BTC).astype(x_BTC.dtype)
 
-    def add_mlp(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def add_mlp(
+        self, x_BTC: Float[Array, "B T C"], delta_BTC: Float[Array, "B T C"] | None = None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """The second half."""
-        return x_BTC + self.mlp(self.ln_2(x_BTC)).astype(x_BTC.dtype)
+        y_BTC, x_BTC = self.ln_2.of_sum(x_BTC, delta_BTC)
+        return x_BTC, self.mlp(y_BTC).astype(x_BTC.dtype)
 
 
 class GPT2(nnx.Module):
@@ -247,7 +305,7 @@ class GPT2(nnx.Module):
         self.wte = nnx.Param(jnp.pad(wte_VC, ((0, config.padded_vocab_size - config.vocab_size), (0, 0))))
         self.wpe = nnx.Param(normal(rngs.params(), (config.block_size, config.n_embd), dtype))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
-        self.ln_f = LayerNorm(config.n_embd, dtype=config.precision.compute_dtype)
+        self.ln_f = LayerNorm(config)
         self.config = config
 
     def embed(self, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""] = 0) -> Float[Array, "B T C"]:
@@ -269,11 +327,18 @@ class GPT2(nnx.Module):
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than block_size={self.config.block_size}"
             )
-        x_BTC = self.embed(tokens_BT)
-        run_block = nnx.remat(Block.__call__) if self.config.recompute == "block" else Block.__call__
+        x_BTC, delta_BTC = self.embed(tokens_BT), None
         for block in self.blocks:
-            x_BTC = run_block(block, x_BTC)
-        return self.ln_f(x_BTC)
+            # What is recomputed starts from the sum alone: the pair would be two arrays to keep.
+            match self.config.recompute:
+                case "block":
+                    x_BTC = nnx.remat(Block.__call__)(block, x_BTC)
+                case "sublayer":
+                    for half in (Block.add_attention, Block.add_mlp):
+                        x_BTC = jnp.add(*nnx.remat(half)(block, x_BTC))
+                case _:
+                    x_BTC, delta_BTC = block.add_mlp(*block.add_attention(x_BTC, delta_BTC))
+        return self.ln_f.of_sum(x_BTC, delta_BTC)[0]
 
     def logits(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
         """The tied head over the real vocabulary, in the compute dtype."""
@@ -303,7 +368,7 @@ def loss_fn(model: GPT2, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B
     x_BTC = model.hidden(tokens_BT)
     losses_N = linear_cross_entropy(
         x_BTC.reshape(-1, config.n_embd),
-        model.wte[...].astype(x_BTC.dtype),
+        model.wte[...],
         targets_BT.reshape(-1),
         vocab_size=config.vocab_size,
         chunk=config.loss_chunk,
