@@ -97,7 +97,7 @@ def test_normuon_is_what_the_config_says(monkeypatch):
     x = jnp.ones((1, 2, 3))
     np.testing.assert_array_equal(given["method"](x), optim.newton_schulz(x))
     build(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, matrix_decay_form="lr")), mesh())
-    assert given["matrix_weight_decay"] == 0.3
+    assert float(given["matrix_weight_decay"](20)) == 0.3
 
 
 def test_the_header_says_who_gets_what():

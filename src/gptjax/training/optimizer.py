@@ -1,5 +1,7 @@
 """The optimizer that a config describes, and what it does with each parameter, in words."""
 
+from collections.abc import Mapping
+
 import jax
 import optax
 from jax.sharding import Mesh
@@ -11,48 +13,63 @@ from gptjax.optim.groups import describe, matrices_and_adamw
 from gptjax.training.step import init_state
 
 
-def build(config: Config, mesh: Mesh) -> optax.GradientTransformation:
+def schedules(config: Config) -> dict[str, optax.Schedule]:
+    """What changes in the course of a run, as functions of the update's index: AdamW's learning_rate; the matrix_learning_rate of NorMuon
+    and Muon; NorMuon's matrix_weight_decay and momentum."""
+    o = config.optimizer
+    matrix_rate = config.learning_rate_schedule(peak=o.matrix_learning_rate)
+    squared = o.matrix_decay_form == "lr_squared"
+    return {
+        "learning_rate": config.learning_rate_schedule(),
+        "matrix_learning_rate": matrix_rate,
+        "matrix_weight_decay": lambda count: o.matrix_weight_decay * (matrix_rate(count) if squared else 1.0),
+        "momentum": optim.momentum_schedule(
+            o.schedule_steps or config.max_steps,
+            low=o.momentum_low,
+            high=o.momentum,
+            warmup_steps=o.momentum_warmup_steps,
+            cooldown_steps=o.momentum_cooldown_steps,
+        ),
+    }
+
+
+def build(
+    config: Config, mesh: Mesh, changing: Mapping[str, optax.Schedule] | None = None
+) -> optax.GradientTransformation:
     """The transformation of a run: clip, optimizer, learning rate and decay.
 
     Args:
         mesh: the devices of the run; NorMuon shares its matrices out among them.
+        changing: in place of `schedules(config)`; what they look up may be an argument of the compiled program, so that one program
+            serves runs of any learning rate and length.
     """
-    o, learning_rate = config.optimizer, config.learning_rate_schedule()
-    adam = {"b1": o.b1, "b2": o.b2, "eps": o.eps, "clip_norm": o.clip_norm}
+    o, changing = config.optimizer, changing or schedules(config)
+    adam = {
+        "learning_rate": changing["learning_rate"],
+        "weight_decay": o.weight_decay,
+        "b1": o.b1,
+        "b2": o.b2,
+        "eps": o.eps,
+        "clip_norm": o.clip_norm,
+    }
     if o.algorithm == "adamw":
-        return optim.adamw(learning_rate, weight_decay=o.weight_decay, **adam)
+        return optim.adamw(**adam)
 
-    matrix_rate = config.learning_rate_schedule(peak=o.matrix_learning_rate)
     if o.algorithm == "muon":
         # Its own Adam would be another: with Nesterov momentum, and with decay for all.
         whole = optax.contrib.MuonDimensionNumbers(0, 1)
         muon = optax.contrib.muon(
-            matrix_rate,
+            changing["matrix_learning_rate"],
             beta=o.momentum,
             weight_decay=o.matrix_weight_decay,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: whole, params),
         )
-        return matrices_and_adamw(
-            PARAMETER_GROUPS, muon, learning_rate=learning_rate, weight_decay=o.weight_decay, **adam
-        )
-    steps = o.schedule_steps or config.max_steps
-    momentum = optim.momentum_schedule(
-        steps,
-        low=o.momentum_low,
-        high=o.momentum,
-        warmup_steps=o.momentum_warmup_steps,
-        cooldown_steps=o.momentum_cooldown_steps,
-    )
-    squared = o.matrix_decay_form == "lr_squared"
+        return matrices_and_adamw(PARAMETER_GROUPS, muon, **adam)
     return optim.normuon_and_adamw(
         PARAMETER_GROUPS,
-        matrix_learning_rate=matrix_rate,
-        learning_rate=learning_rate,
-        matrix_weight_decay=(lambda count: o.matrix_weight_decay * matrix_rate(count))
-        if squared
-        else o.matrix_weight_decay,
-        weight_decay=o.weight_decay,
-        momentum=momentum,
+        matrix_learning_rate=changing["matrix_learning_rate"],
+        matrix_weight_decay=changing["matrix_weight_decay"],
+        momentum=changing["momentum"],
         neuron_b2=o.neuron_b2,
         method=optim.distributed(getattr(optim, o.orthogonalization), mesh),
         **adam,
