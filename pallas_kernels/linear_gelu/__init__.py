@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _choose
+from pallas_kernels.products import product, sum_rows, weight_gradient
 
 
 def linear_gelu(
@@ -151,7 +152,7 @@ def backward(how: How, saved: tuple, dy_NO):
     """(dx, dw, db) from the saved (x, w, b, derivative); db is None where b is."""
     x_NI, w_IO, b_O, derivative_NO = saved
     dx_NI, du_NO, db_O = _through_activation(dy_NO, derivative_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None)
-    dw_IO = jnp.matmul(x_NI.T, du_NO, precision=how.precision, preferred_element_type=jnp.float32)
+    dw_IO = weight_gradient(x_NI, du_NO, precision=how.precision)
     return dx_NI, dw_IO.astype(w_IO.dtype), None if b_O is None else db_O.astype(b_O.dtype)
 
 
@@ -162,7 +163,7 @@ def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
     """(y, derivative), or (y,)."""
     w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
     if how.backend == "xla":
-        u_NO = jnp.matmul(x_NI, w_IO, precision=how.precision, preferred_element_type=jnp.float32)
+        u_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
         u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
         return tuple(result.astype(x_NI.dtype) for result in ACTIVATIONS[how.activation](u_NO)[: 1 + save])
 
@@ -196,7 +197,7 @@ def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
         )
     else:
         du_NO = dy_NO.astype(jnp.float32) * derivative_NO.astype(jnp.float32)
-        du_NO, db_O = du_NO.astype(dy_NO.dtype), du_NO.sum(0) if bias else None
+        du_NO, db_O = du_NO.astype(dy_NO.dtype), sum_rows(du_NO) if bias else None
     return jnp.matmul(du_NO, w_IO.T, precision=how.precision), du_NO, db_O
 
 

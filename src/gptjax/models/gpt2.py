@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
-from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy, linear_gelu, transpose_copy
+from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy, linear_gelu
+from pallas_kernels.products import product, sum_rows, weight_gradient
 from pallas_kernels.flash_attention import choose as choose_attention
 from pallas_kernels.layer_norm import choose as choose_norm
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
@@ -167,14 +168,8 @@ def _linear(x_NI, kernel_IO, bias_O, precision: jax.lax.Precision):
     steps 2.7 times as far from fp64 as PyTorch's are, on an H200; PyTorch and llm.c round once.
     """
 
-    # Hopper's TF32 products want both operands contiguous along what is summed over; others take any order. Few rows, such as
-    # those of a sampled token, would not pay for the copy.
-    copy = precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]
-
     def add_in(dtype, x_NI, kernel_IO, bias_O):
-        kernel = kernel_IO.astype(x_NI.dtype)
-        kernel, axes = (transpose_copy(kernel), "oi") if copy else (kernel, "io")
-        y_NO = jnp.einsum(f"ni,{axes}->no", x_NI, kernel, precision=precision, preferred_element_type=dtype)
+        y_NO = product(x_NI, kernel_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
         return (y_NO + bias_O.astype(dtype)[None]).astype(x_NI.dtype)
 
     # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 product: that is XLA's name for its epilogue, and spares the
@@ -196,8 +191,7 @@ def _linear_backward(precision, saved, dy_NO):
     # JAX's own rule would multiply an fp32 gradient by bf16 operands, at the speed of fp32, and sum the bias's in bf16.
     x_NI, kernel_IO = saved
     dx_NI = jnp.matmul(dy_NO, kernel_IO.astype(dy_NO.dtype).T, precision=precision)
-    dkernel_IO = jnp.matmul(x_NI.T, dy_NO, precision=precision, preferred_element_type=jnp.float32)
-    return dx_NI, dkernel_IO, dy_NO.astype(jnp.float32).sum(0)
+    return dx_NI, weight_gradient(x_NI, dy_NO, precision=precision), sum_rows(dy_NO)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
