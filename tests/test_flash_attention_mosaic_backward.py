@@ -11,8 +11,11 @@ from kernel_tools import forget_races, lower_for_h200
 from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
+from pallas_kernels import _choose, _mosaic
 from pallas_kernels.flash_attention import (
+    _backward_of,
     _mosaic_backward,
+    _Options,
     flash_attention,
     flash_attention_qkv,
     reference,
@@ -193,7 +196,7 @@ def lowered(batch, time, heads, head_dim, *, packed, key_heads=None, causal=True
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 4096)])  # whole heads, split heads
+@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 16384)])  # whole heads, split heads
 def test_lowers_for_an_h200(batch, time, head_dim, causal):
     text = lowered(batch, time, 12, head_dim, packed=True, causal=causal)
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -207,7 +210,7 @@ def test_deterministic_means_whole_heads():
     assert one == lowered(4, 4096, 12, 64, packed=True, tiles=Tiles(key_stages=2, whole_heads=True))
 
 
-@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 4096)])
+@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 16384)])
 def test_lowers_inside_of_a_model(batch, time):
     """Under `scan`, `checkpoint` and `vmap`: the sums of split heads are a reference, which not everything takes."""
 
@@ -227,6 +230,15 @@ def test_lowers_inside_of_a_model(batch, time):
 def test_lowers_windows_grouped_queries_and_ragged_lengths():
     lowered(2, 1000, 12, 64, packed=False, key_heads=4, window=256)
     lowered(2, 1001, 12, 128, packed=False, key_heads=4, window=256)
+
+
+@pytest.mark.parametrize("batch, backward", [(64, "_mosaic_backward"), (4, "_triton")])
+def test_few_heads_take_tritons_backward(batch, backward, monkeypatch):
+    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 132)
+    options = _Options("mosaic", True, 0.125, None, False, None)
+    packed = jax.ShapeDtypeStruct((batch, 1024, 3, 12, 64), jnp.bfloat16)
+    assert _backward_of(options, (packed,)).__name__.endswith(backward)
 
 
 @pytest.mark.parametrize(
