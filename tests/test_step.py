@@ -192,7 +192,7 @@ def test_recomputation_on_an_h200_runs_the_forward_kernels_again(one_h200, recom
     tx = optim.adamw(6e-4)
     state = jax.eval_shape(lambda: init_state(config, tx, 0))
     step = make_train_step(graph(config), tx, lambda count: jnp.float32(6e-4))
-    text = lower_for_h200(step, state, jax.ShapeDtypeStruct((2, 4, 1025), jnp.int32))
+    text = lower_for_h200(step, state, jax.ShapeDtypeStruct((2, 64, 1025), jnp.int32))
     kernels = collections.Counter(re.findall(r"custom_call @(\w+)", text))
     assert kernels["norm_forward"] == 2 * 2 * 2 + 1 and kernels["norm_backward"] == 2 * 2 + 1
     # Attention and the MLP's first half: forward, forward again, backward.
