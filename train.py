@@ -5,6 +5,9 @@ again goes on from the newest checkpoint.
 """
 
 import os
+import time
+
+BEGAN = time.perf_counter()
 
 # Before JAX starts: a training run has the GPU to itself, and JAX would leave it a quarter of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -13,7 +16,6 @@ import logging
 import math
 import signal
 import sys
-import time
 
 import jax
 import numpy as np
@@ -23,13 +25,13 @@ from rich.console import Console
 from gptjax import config as configuration
 from gptjax import data, devices, sharding
 from gptjax.config import Config, ConfigError
-from gptjax.plot import plot_runs
 from gptjax.sampling import generate
 from gptjax.training import optimizer
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, versions
 from gptjax.training.compilation import Compiler, compile_to_fit
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.metrics import RunLog, StatusLine, Throughput, mfu
+from gptjax.training.startup import StartUp
 from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
 
 
@@ -39,11 +41,14 @@ class NonFiniteError(RuntimeError):
 
 def train(config: Config, console: Console) -> int:
     # ------------------------------------------------------------------------------------------------ devices, data
+    start_up = StartUp(BEGAN)
+    start_up.mark("imports")
     if config.deterministic:
         devices.make_deterministic()
     found, idle_gpu = devices.select(config.device)
     device, device_count = found[0], len(found)
     micro_batches, kernels = config.micro_batches(device_count), config.kernels()
+    start_up.mark("devices")
 
     dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
     dataset.validate(config.model.vocab_size, config.sequence_length)
@@ -110,6 +115,7 @@ def train(config: Config, console: Console) -> int:
     for i, line in enumerate(optimizer.lines(config)):
         say("" if i else "optimizer", line)
     say("compiling", "…")
+    start_up.mark("data")
 
     # ------------------------------------------------------------------------------------------------ compile
     mesh = sharding.data_mesh(found)
@@ -134,9 +140,11 @@ def train(config: Config, console: Console) -> int:
         shape = (config.batch // (micro_batch * device_count), micro_batch * device_count, config.sequence_length + 1)
         return compiler(train_fn, abstract_state, jax.ShapeDtypeStruct(shape, np.int32, sharding=train_sharding))
 
-    train_step = compile_to_fit(compile_train_step, config, device)
     val_shape = jax.ShapeDtypeStruct((val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding)
-    eval_step = compiler(jax.jit(make_eval_step(graphdef), out_shardings=replicated), abstract_state.params, val_shape)
+    eval_fn = jax.jit(make_eval_step(graphdef), out_shardings=replicated)
+    eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)  # beside the training step
+    train_step, eval_step = compile_to_fit(compile_train_step, config, device), eval_step()
+    start_up.mark("compilation")
     say("compiled", compiler)
     say("memory", f"{needed_bytes(train_step) / GIB:.2f} GiB for a step, of {available_bytes(device) / GIB:.1f} GiB")
 
@@ -146,6 +154,7 @@ def train(config: Config, console: Console) -> int:
     else:
         state = checkpoints.restore(start_step, abstract_state)
     step = start_step or 0
+    start_up.mark("state")
 
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     loader = data.Loader(
@@ -172,6 +181,7 @@ def train(config: Config, console: Console) -> int:
         "event", step, step * config.batch_tokens, event="start", device=device.device_kind, devices=device_count,
         kernels=kernels, versions=versions(), config=configuration.to_json(config),
     )  # fmt: skip
+    start_up.mark("loader and log")
 
     # ------------------------------------------------------------------------------------------------ the loop
     stop = StopRequest()
@@ -180,7 +190,7 @@ def train(config: Config, console: Console) -> int:
     status = StatusLine(config.max_steps, on_gpu=device.platform == "gpu", every=config.log_every, console=console)
     val_loss = None
     pending = None  # the newest step and its metrics, which may still be on their way from the device
-    saved_step = start_step
+    saved_step, first_step = start_step, step + 1
     one_batch = next(loader) if config.overfit_one_batch else None
 
     def report() -> None:
@@ -191,6 +201,13 @@ def train(config: Config, console: Console) -> int:
         done, values = pending
         pending = None
         values = {name: value.item() for name, value in jax.device_get(values).items()}
+        if done == first_step:
+            start_up.mark("first step")
+            log.write(
+                "event", done, done * config.batch_tokens, event="first step", time=time.time(), seconds=start_up.seconds,
+                programs=compiler.programs, cache_hits=compiler.hits, cache_misses=compiler.misses,
+            )  # fmt: skip
+            say("first step", start_up)
         ms = throughput.step(time.perf_counter())
         speed = None if ms is None else config.batch_tokens / ms * 1e3
         share = None if ms is None else mfu(
@@ -251,6 +268,7 @@ def train(config: Config, console: Console) -> int:
         with stop, status:
             if config.val_every and start_step is None:
                 val_loss = validate()
+                start_up.mark("validation")
             while step < config.max_steps and not stop.number:
                 windows = one_batch if one_batch is not None else next(loader)
                 windows = windows.reshape(micro_batches, -1, config.sequence_length + 1)
@@ -295,6 +313,10 @@ def train(config: Config, console: Console) -> int:
     console.print(f"checkpoint  {checkpoints.folder}/{step}")
     console.print(f"log         {log.path}")
     if step:
+        from gptjax.plot import (
+            plot_runs,
+        )  # Matplotlib takes a third of a second, which the first step need not wait for
+
         console.print(f"picture     {plot_runs([config.run_dir], config.run_dir / 'loss.png')}")
     if peak is not None:
         console.print(f"memory      {peak / GIB:.2f} GiB at the most")

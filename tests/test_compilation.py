@@ -1,4 +1,4 @@
-"""What is said when a step does not fit into memory."""
+"""Programs compiled side by side and kept on disk, and what is said when a step does not fit into memory."""
 
 import dataclasses
 
@@ -18,6 +18,56 @@ def compiled_for(n: int) -> jax.stages.Compiled:
 
 def config(micro_batch):
     return dataclasses.replace(Config(), sequence_length=1, batch_tokens=micro_batch, micro_batch=micro_batch)
+
+
+@pytest.fixture
+def cache_settings():
+    """JAX's own settings again afterwards."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def double(x):
+    return 2 * x
+
+
+def square(x):
+    return x * x
+
+
+def test_two_programs_at_once():
+    compiler = compilation.Compiler(None)
+    assert compiler.seconds == 0
+    x = jnp.arange(3.0)
+    begun = [compiler.start(jax.jit(f), x) for f in (double, square)]
+    doubled, squared = (wait()(x) for wait in begun)
+    assert doubled.tolist() == [0, 2, 4] and squared.tolist() == [0, 1, 4]
+    assert sorted(program["name"] for program in compiler.programs) == ["double", "square"]
+    assert all(program["lower"] > 0 and program["compile"] > 0 for program in compiler.programs)
+    assert compiler.seconds > 0 and str(compiler).endswith("s (no cache)")
+
+
+def test_a_program_that_cannot_be_compiled_says_so_where_it_is_waited_for():
+    # The CPU has no such custom call.
+    f = jax.ffi.ffi_call("gptjax_no_such_call", jax.ShapeDtypeStruct((3,), jnp.float32))
+    wait = compilation.Compiler(None).start(jax.jit(lambda x: f(x)), jnp.arange(3.0))
+    with pytest.raises(Exception, match="gptjax_no_such_call"):
+        wait()
+
+
+def test_the_cache_keeps_small_programs_too(tmp_path, cache_settings):
+    """What JAX compiles by itself is found again, also where it compiled in a moment."""
+    cold = compilation.Compiler(tmp_path / "cache")
+    cold(jax.jit(double), jnp.arange(5.0))
+    assert (cold.hits, str(cold).split("(")[1][:4]) == (0, "miss") and cold.misses > 0
+    jnp.full((7, 3), 0.5).sum()
+    kept = cold.misses
+    jax.clear_caches()
+    warm = compilation.Compiler(tmp_path / "cache")
+    warm(jax.jit(double), jnp.arange(5.0))
+    jnp.full((7, 3), 0.5).sum()
+    assert (warm.hits, warm.misses) == (kept, 0) and "(hit, cache " in str(warm)
 
 
 def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(monkeypatch):

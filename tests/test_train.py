@@ -126,7 +126,7 @@ def test_a_run_from_beginning_to_end(config):
     for part in (
         "device",
         "precision",
-        "kernels     attention: xla, loss: xla",
+        "kernels     attention: xla, norm: xla, mlp: xla, loss: xla",
         "parameters",
         "GiB for a step",
         "sample ⟨",

@@ -92,6 +92,8 @@ def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
     return rounds * blocks <= heads * (1 + KEYS / length)
 
 
+# One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
+@functools.partial(jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "tiles"))
 def backward(
     operands,
     segments_BT,

@@ -175,6 +175,8 @@ def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
     return table
 
 
+# One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
+@functools.partial(jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "tiles"))
 def forward(operands, segments_BT, *, causal, scale, window, deterministic, true_fp32, tiles: Tiles | None = None):
     """(out, lse): softmax(scale · q kᵀ) v in the operands' dtype, B·T·H·D, and its log-sum-exp in fp32, B·H·T.
 

@@ -4,6 +4,7 @@ Shapes: N rows, I inputs, O outputs; a tile of the result is M×P, its products 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,8 @@ def why_not(n: int, i: int, o: int) -> str | None:
     return None
 
 
+# One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
+@functools.partial(jax.jit, static_argnames=("epilogue", "save", "tiles"))
 def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None):
     """(y, derivative) = epilogue(x w + b), or y alone; each N×O in x's dtype.
 
@@ -226,6 +229,7 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
     return tuple(f(x_NI, w_IO, b_O))
 
 
+@functools.partial(jax.jit, static_argnames=("bias", "tiles"))
 def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | None = None):
     """(dx, du, db): du = dy · derivative, dx = du wᵀ, db = Σ_N du in fp32 or None.
 

@@ -1,5 +1,7 @@
 """GPT-2 as a Flax nnx module (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
 
+The `jax.named_scope`s are what `python -m gptjax.bench profile` calls the parts by.
+
 Shapes: B batch, T time, C channels (n_embd), H heads, D = C/H, F = 4·C, V real vocabulary, P padded vocabulary,
 N = B·T.
 """
@@ -147,6 +149,7 @@ class LayerNorm(nnx.Module):
         """The normalised sum of x and delta, and the sum, from one pass; a delta of None adds nothing."""
         return (self(x), x) if delta is None else self._norm(x, delta)
 
+    @jax.named_scope("norm")
     def _norm(self, x, delta):
         return layer_norm(
             x,
@@ -223,6 +226,7 @@ class Attention(nnx.Module):
         """Queries, keys and values of every head, packed."""
         return self.c_attn(x_BTC).reshape(*x_BTC.shape[:2], 3, self.config.n_head, self.config.head_dim)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         y_BTHD = flash_attention_qkv(
             self.qkv(x_BTC), implementation=self.config.attention, precision=self.config.precision.matmul
@@ -239,6 +243,7 @@ class MLP(nnx.Module):
         self.c_proj = linear(4 * c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.implementation, self.precision = config.mlp, config.precision
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         h_BTF = linear_gelu(
             x_BTC,
@@ -302,6 +307,7 @@ class GPT2(nnx.Module):
         self.ln_f = LayerNorm(config)
         self.config = config
 
+    @jax.named_scope("embedding")
     def embed(self, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""] = 0) -> Float[Array, "B T C"]:
         """wte[token] + wpe[start + position], in the residual stream's dtype. An id outside the vocabulary gives NaN."""
         # Past the table's end `take` gives NaN; a negative id would wrap, and one in the padding read zeros, without a word.
@@ -360,13 +366,14 @@ def loss_fn(model: GPT2, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B
     """
     config = model.config
     x_BTC = model.hidden(tokens_BT)
-    losses_N = linear_cross_entropy(
-        x_BTC.reshape(-1, config.n_embd),
-        model.wte[...],
-        targets_BT.reshape(-1),
-        vocab_size=config.vocab_size,
-        chunk=config.loss_chunk,
-        implementation=config.loss,
-        precision=config.precision.matmul,
-    )
+    with jax.named_scope("head"):
+        losses_N = linear_cross_entropy(
+            x_BTC.reshape(-1, config.n_embd),
+            model.wte[...],
+            targets_BT.reshape(-1),
+            vocab_size=config.vocab_size,
+            chunk=config.loss_chunk,
+            implementation=config.loss,
+            precision=config.precision.matmul,
+        )
     return losses_N.mean()

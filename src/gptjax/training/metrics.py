@@ -4,10 +4,12 @@ No JAX here: values arrive as numbers, or as arrays of one element, and reading 
 """
 
 import collections
+import contextlib
 import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +148,19 @@ class Throughput:
 Kind = Literal["train", "val", "sample", "event"]
 
 
+@contextlib.contextmanager
+def _without_torch():
+    """Makes `import torch` fail unless torch is there already: tensorboardX imports it where it can, 1.2 s and more, for nothing here."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
 class RunLog:
     """The record of a run: `log.jsonl`, one JSON object a line, and TensorBoard events in the same folder.
 
@@ -166,8 +181,9 @@ class RunLog:
     """
 
     def __init__(self, run_dir: str | Path, resume_step: int | None = None):
-        # tensorboardX imports torch where there is one, 1.5 s that only a training run should pay.
-        from tensorboardX import SummaryWriter
+        # Here, since only a training run should pay for it.
+        with _without_torch():
+            from tensorboardX import SummaryWriter
 
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)

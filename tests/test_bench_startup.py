@@ -1,0 +1,78 @@
+"""gptjax.bench startup: the parts of a start add up, and train.py is measured as its users run it."""
+
+import json
+import time
+
+import pytest
+
+from gptjax.bench import startup
+from gptjax.bench.__main__ import main
+from gptjax.training.startup import StartUp
+
+CARD = """
+from gptjax.config import Config
+from gptjax.models.gpt2 import GPT2Config
+
+model = GPT2Config(vocab_size=256, padded_vocab_size=256, block_size=16, n_layer=1, n_head=1, n_embd=16)
+config = Config(
+    device="cpu", model=model, sequence_length=16, batch_tokens=128, micro_batch=4, val_tokens=128, tokenizer="byte"
+)
+"""
+
+
+def test_the_parts_have_no_gap_between_them(monkeypatch):
+    now = iter([12.0, 15.0, 15.5, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    start_up = StartUp(10.0)
+    for part in ("imports", "data", "imports", "state"):
+        start_up.mark(part)
+    assert start_up.seconds == {"imports": 2.5, "data": 3.0, "state": 0.5}
+    assert str(start_up) == "after 6.0 s: imports 2.5, data 3.0, state 0.5"
+
+
+def test_what_the_log_does_not_know_of_is_pythons_own():
+    first = {
+        "time": 107.0,
+        "seconds": {"imports": 2.0, "state": 4.5},
+        "programs": [],
+        "cache_hits": 3,
+        "cache_misses": 0,
+    }
+    row = startup.row_of("cold", 100.0, first)
+    assert row == {
+        "start": "cold",
+        "total": 7.0,
+        "parts": {"python": 0.5, "imports": 2.0, "state": 4.5},
+        "programs": [],
+        "cache_hits": 3,
+        "cache_misses": 0,
+    }
+
+
+def test_three_starts(tmp_path, capsys):
+    """Cold finds nothing in the cache and warm everything; resumed goes on from the checkpoint, without the first validation."""
+    card, out = tmp_path / "card.py", tmp_path / "results" / "startup.json"
+    card.write_text(CARD)
+    assert main(["startup", "--config", str(card), "--options=--val-tokens 128 --name-of-nothing 1"]) == 1
+    told = capsys.readouterr().err
+    assert "the cold start failed" in told and "name-of-nothing" in told
+
+    assert main(["startup", "--config", str(card), "--options=--val-tokens 128", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "train_step: traced and lowered" in shown and "total" in shown
+    result = json.loads(out.read_text())
+    assert result["command"].endswith("'--options=--val-tokens 128'")
+    cold, warm, resumed = result["rows"]
+    for row in result["rows"]:
+        assert row["total"] == pytest.approx(sum(row["parts"].values()))
+        assert {"imports", "data", "compilation", "state", "first step"} <= row["parts"].keys()
+        assert {program["name"] for program in row["programs"]} == {"train_step", "eval_step"}
+        assert row["device"] == "cpu" and "jax" in row["versions"]
+    assert cold["cache_hits"] == 0 and cold["cache_misses"] == warm["cache_hits"] > 10 and warm["cache_misses"] == 0
+    assert "validation" in warm["parts"] and "validation" not in resumed["parts"]
+
+
+def test_without_the_repository(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(startup, "TRAIN", tmp_path / "train.py")
+    assert main(["startup", "--config", "card.py"]) == 1
+    assert "in a checkout of the repository" in capsys.readouterr().err
