@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py --dataset docs_corpus --out benchmarks/results/learning
 
-1. AdamW at each of its learning rates, one seed; then its best one with every seed.
+1. AdamW at each of its learning rates, one seed; other warm-ups where they are given; then its best with every seed.
 2. NorMuon in a fraction of the steps, its schedule ending there: each matrix learning rate, then each learning rate of the rest at the
    best of those, one seed; then the best pair with every seed.
 3. Whatever else is asked for, with NorMuon's best pair: other lengths, and NorMuon with a part changed.
@@ -14,6 +14,7 @@ there only writes OUT/learning.json and OUT/learning.png, for which no GPU is ne
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import shlex
@@ -73,11 +74,13 @@ class Options:
     """Tokens a step."""
     micro_batch: int = 32
     """Sequences at a time, also in a validation."""
-    adamw_rates: tuple[float, ...] = (6e-4, 1.2e-3, 1.8e-3, 2.4e-3, 3.6e-3)
+    adamw_rates: tuple[float, ...] = (3e-4, 6e-4, 1.2e-3, 1.8e-3, 2.4e-3, 3.6e-3)
     """AdamW's peak learning rates."""
+    adamw_warmups: tuple[float, ...] = ()
+    """Other warm-ups that AdamW may have, as fractions of its steps: each is tried at its best learning rate and at the next higher."""
     matrix_rates: tuple[float, ...] = (0.02, 0.035, 0.05)
     """NorMuon's peak learning rates."""
-    rest_rates: tuple[float, ...] = (2.4e-3, 4.8e-3)
+    rest_rates: tuple[float, ...] = (2.4e-3, 1.2e-3, 4.8e-3)
     """Peak learning rates of the parameters that AdamW has beside NorMuon; the matrix rates are tried at the first."""
     variants: tuple[str, ...] = ()
     """Also train NorMuon with these parts changed, with every seed: names of VARIANTS, "all" for all."""
@@ -119,11 +122,10 @@ class Runs:
 
     def __call__(self, config: Config, label: str) -> dict:
         """The record of a run: settings, [step, loss] of every validation, the loss of every step (null where it is not finite)."""
-        # What it is called and how fast it is make no other run of it.
-        flat = configuration.to_json(config)
-        settings = {name: flat[name] for name in flat if name not in configuration.OPERATIONAL or name == "max_steps"}
-        settings |= {"val_every": self.o.val_every, "val_tokens": self.o.val_tokens, "data": self.dataset.fingerprint()}
-        found = next((record for record in self.known if record["settings"] == settings), None)
+        settings = self.settings(config)
+        # An option that is younger than a record had what is now its default.
+        younger = self.settings(Config())
+        found = next((record for record in self.known if younger | record["settings"] == settings), None)
         if found is None:
             elapsed = time.perf_counter() - STARTED
             if elapsed + 1.1 * self.longest > self.o.limit_s:
@@ -137,6 +139,16 @@ class Runs:
             self.made.append(found)
             print(f"{label}: {shown(final(found))}, {found['ms']} ms a step, at {elapsed_s()} s", flush=True)
         return found
+
+    def settings(self, config: Config) -> dict:
+        """All that makes one run another; not what it is called or how fast it is."""
+        flat = configuration.to_json(config)
+        kept = {name: flat[name] for name in flat if name not in configuration.OPERATIONAL or name == "max_steps"}
+        return kept | {
+            "val_every": self.o.val_every,
+            "val_tokens": self.o.val_tokens,
+            "data": self.dataset.fingerprint(),
+        }
 
     def train(self, config: Config, label: str) -> dict:
         o = self.o
@@ -245,13 +257,15 @@ def config_of(recipe: Config, o: Options, steps: int, seed: int, **changed) -> C
         micro_batch=o.micro_batch,
         optimizer=dataclasses.replace(
             recipe.optimizer,
-            schedule=o.schedule,
-            schedule_steps=None,
-            warmup_steps=round(o.warmup * steps),
-            final_fraction=o.final_fraction,
-            momentum_warmup_steps=round(o.momentum_warmup * steps),
-            momentum_cooldown_steps=round(o.momentum_cooldown * steps),
-            **changed,
+            **{
+                "schedule": o.schedule,
+                "schedule_steps": None,
+                "warmup_steps": round(o.warmup * steps),
+                "final_fraction": o.final_fraction,
+                "momentum_warmup_steps": round(o.momentum_warmup * steps),
+                "momentum_cooldown_steps": round(o.momentum_cooldown * steps),
+            }
+            | changed,
         ),
     )
 
@@ -306,13 +320,16 @@ def compare(o: Options, run: Runs) -> dict:
         raise configuration.ConfigError(f"{o.adamw} and {o.normuon} have different models; they must have one")
     seeds, groups = range(o.seeds), {}
 
-    def adamw(rate, seed=0):
-        config = config_of(recipes["adamw"], o, o.steps, seed, learning_rate=rate)
-        return run(config, f"adamw lr {rate:g} seed {seed}")
+    def adamw(rate, warmup=o.warmup, seed=0):
+        config = config_of(recipes["adamw"], o, o.steps, seed, learning_rate=rate, warmup_steps=round(warmup * o.steps))
+        return run(config, f"adamw lr {rate:g}, warm-up {warmup:g}, seed {seed}")
 
-    tried = {rate: adamw(rate) for rate in o.adamw_rates}
-    rate = min(tried, key=lambda rate: final(tried[rate]))
-    groups["adamw"] = [adamw(rate, seed) for seed in seeds]
+    tried = {(rate, o.warmup): adamw(rate) for rate in o.adamw_rates}
+    rate, _ = min(tried, key=lambda pair: final(tried[pair]))
+    higher = min((r for r in o.adamw_rates if r > rate), default=rate)
+    tried |= {pair: adamw(*pair) for pair in itertools.product((rate, higher), o.adamw_warmups)}
+    chosen = min(tried, key=lambda pair: final(tried[pair]))
+    groups["adamw"] = [adamw(*chosen, seed) for seed in seeds]
 
     def normuon(matrix, rest, seed=0, fraction=o.fractions[0], name="normuon", **changed):
         steps = round(fraction * o.steps)
@@ -330,9 +347,9 @@ def compare(o: Options, run: Runs) -> dict:
     for name in VARIANTS if o.variants == ("all",) else o.variants:
         groups[name] = [normuon(*pair, seed, name=name, **VARIANTS[name]) for seed in seeds]
     return {
-        "adamw_rate": rate,
+        "adamw_chosen": chosen,
         "normuon_rates": pair,
-        "adamw_tuning": [[rate, finite(final(record))] for rate, record in tried.items()],
+        "adamw_tuning": [[*pair, finite(final(record))] for pair, record in tried.items()],
         "normuon_tuning": [[*pair, finite(final(record))] for pair, record in pairs.items()],
         "groups": groups,
     }
@@ -344,7 +361,8 @@ def summary(o: Options, found: dict) -> dict:
     target = float(np.mean([final(record) for record in adamw]))
     result = {
         "adamw": {
-            "learning_rate": found["adamw_rate"],
+            "learning_rate": found["adamw_chosen"][0],
+            "warmup": found["adamw_chosen"][1],
             "steps": o.steps,
             "final": target,
             "seeds": [finite(final(r)) for r in adamw],
@@ -372,7 +390,7 @@ def summary(o: Options, found: dict) -> dict:
 def sentences(o: Options, found: dict, result: dict) -> list[str]:
     adamw, target = result["adamw"], result["adamw"]["final"]
     tried = ", ".join(f"{rate:g}" for rate in o.adamw_rates)
-    best = f"AdamW, best at learning rate {adamw['learning_rate']:g} of {tried}"
+    best = f"AdamW, best at learning rate {adamw['learning_rate']:g} of {tried}, warm-up {adamw['warmup']:g}"
     said = [f"{best}, ends at {target:.4f} after {o.steps} steps (validation loss, mean of {o.seeds} seeds)."]
     for name, its in list(result.items())[1:]:
         reached_it = (
@@ -383,7 +401,7 @@ def sentences(o: Options, found: dict, result: dict) -> list[str]:
         end = "not finite" if its["final"] is None else f"{its['final']:.4f}"
         said.append(f"{name}, {its['steps']} steps, ends at {end} and {reached_it}.")
     for name, chosen, tried in (
-        ("AdamW's learning rate", found["adamw_rate"], o.adamw_rates),
+        ("AdamW's learning rate", found["adamw_chosen"][0], o.adamw_rates),
         ("NorMuon's matrix learning rate", found["normuon_rates"][0], o.matrix_rates),
         ("the learning rate beside NorMuon", found["normuon_rates"][1], o.rest_rates),
     ):
@@ -422,11 +440,13 @@ def draw(o: Options, found: dict, result: dict, path: Path) -> None:
     axes.legend(frameon=False)
 
     adamw, normuon = found["adamw_tuning"], found["normuon_tuning"]
-    tuning.plot(
-        *zip(*[(r, x) for r, x in adamw if x is not None], strict=True), "o-", color="tab:orange", label="adamw"
-    )
+    for i, warmup in enumerate(sorted({warmup for _, warmup, _ in adamw})):
+        points = sorted((r, x) for r, w, x in adamw if w == warmup and x is not None)
+        if points:
+            style = "os^v"[i % 4] + "-"
+            tuning.plot(*zip(*points, strict=True), style, color="tab:orange", label=f"adamw, warm-up {warmup:g}")
     for i, rest in enumerate(sorted({rest for _, rest, _ in normuon})):
-        points = [(m, x) for m, r, x in normuon if r == rest and x is not None]
+        points = sorted((m, x) for m, r, x in normuon if r == rest and x is not None)
         if points:
             tuning.plot(*zip(*points, strict=True), "os^v"[i % 4] + "-", color="C0", label=f"normuon, rest {rest:g}")
     tuning.set_xscale("log")
@@ -452,7 +472,7 @@ def main(o: Options, argv: list[str] | None = None) -> int:
         return 1
     if not all(math.isfinite(final(record)) for record in found["groups"]["adamw"]):
         print(
-            f"AdamW's loss is not finite at learning rate {found['adamw_rate']:g}, its best: give lower --adamw-rates"
+            f"AdamW's loss is not finite at learning rate {found['adamw_chosen'][0]:g}, its best: give lower --adamw-rates"
         )
         return 1
     result = summary(o, found)

@@ -1,30 +1,24 @@
-"""Polar Express over all matrices of GPT-2 124M, and the whole optimizer update: python -m gptjax.bench kernels polar_express
+"""Polar Express over all matrices of GPT-2 124M: python -m gptjax.bench kernels polar_express
 
-TFLOP/s count whole products, though half of a symmetric one is enough. The update reads gradients and moments and writes parameters and
-moments, all fp32.
+TFLOP/s count whole products, though half of a symmetric one is enough. The whole update is in optimizer.py.
 """
 
 import functools
 
 import jax
-import optax
 
 from gptjax import optim
 from gptjax.bench.harness import Case
-from gptjax.models.gpt2 import PARAMETER_GROUPS, GPT2Config
 from gptjax.optim.polar_express import POLAR_EXPRESS
-from gptjax.training.step import init_state
 
 # q, k, v and the attention's output; into and out of the MLP.
 BATCHES = ((48, 768, 768), (12, 768, 3072), (12, 3072, 768))
-RATES = {"matrix_learning_rate": 0.035, "learning_rate": 6e-4, "matrix_weight_decay": 0.025}
 
 
 def cases() -> list[Case]:
     found = [
         _orthogonalization(BATCHES, "124M: 48×768², 12×768×3072, 12×3072×768", bar="≤ 3.0 ms"),
         *(_orthogonalization((shape,), "×".join(map(str, shape))) for shape in BATCHES),
-        _update(),
     ]
     return found
 
@@ -70,38 +64,3 @@ def _in_torch(torch, x):
         left, right = (y, polynomial) if tall else (polynomial, y)
         y = torch.baddbmm(y, left, right, beta=a)
     return y.float()
-
-
-def _update():
-    """Clip, NorMuon and AdamW for all parameters of GPT-2 124M, beside AdamW alone."""
-    optimizers = {
-        "normuon": optim.normuon_and_adamw(PARAMETER_GROUPS, **RATES),
-        "adamw": optim.adamw(6e-4),
-    }
-
-    def make(key):
-        params = init_state(GPT2Config(), optax.identity(), 0).params
-        keys = iter(jax.random.split(key, len(jax.tree.leaves(params))))
-        grads = jax.tree.map(lambda p: 0.01 * jax.random.normal(next(keys), p.shape), params)
-        return grads, params
-
-    def prepare(tx):
-        return lambda grads, params: (grads, tx.init(params), params)
-
-    def run(tx):
-        def step(grads, state, params):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return step
-
-    parameters = GPT2Config().num_params
-    return Case(
-        kernel="normuon",
-        name="update of 124M parameters",
-        make=make,
-        run={name: run(tx) for name, tx in optimizers.items()},
-        prepare={name: prepare(tx) for name, tx in optimizers.items()},
-        bytes=4 * parameters * (3 + 2),  # gradient, momentum and parameter read, the last two written
-        bar="≤ 5.0 ms",
-    )

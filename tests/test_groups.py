@@ -1,5 +1,7 @@
 """gptjax.optim.groups: every parameter has exactly one rule, and gets what its rule says."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,36 @@ def test_the_clip_is_that_of_all_gradients_together():
     updates, _ = tx.update(grads, tx.init(p), p)
     g = np.asarray(grads["bias_1"], np.float64) * 0.5 / float(optax.tree.norm(grads))
     np.testing.assert_allclose(updates["bias_1"], -3.0 * g / (np.abs(g) + 1), rtol=1e-4)
+
+
+def test_adamw_at_every_second_update_takes_the_sum_of_two_gradients():
+    """And the schedule's value at that update, while NorMuon moves at each."""
+    lr = lambda count: 1e-3 * (1.0 + count)
+    how = {"matrix_learning_rate": 0.02, "weight_decay": 0.1, "clip_norm": None}
+    tx, p = normuon_and_adamw(GROUPS, learning_rate=lr, every=2, **how), params()
+    state, grads, history = tx.init(p), [jax.tree.map(lambda x, k=k: jnp.sin(x * (k + 1)), p) for k in range(4)], [p]
+    for g in grads:
+        updates, state = tx.update(g, state, history[-1])
+        history.append(optax.apply_updates(history[-1], updates))
+    alone = adamw(lambda count: 3 * lr(2 * count + 1), weight_decay=0.0, clip_norm=None)
+    bias = {"bias_1": p["bias_1"]}
+    its_state = alone.init(bias)
+    for k in (0, 2):
+        np.testing.assert_array_equal(history[k + 1]["bias_1"], history[k]["bias_1"])
+        summed = {"bias_1": grads[k]["bias_1"] + grads[k + 1]["bias_1"]}
+        updates, its_state = alone.update(summed, its_state, bias)
+        bias = optax.apply_updates(bias, updates)
+        np.testing.assert_allclose(history[k + 2]["bias_1"], bias["bias_1"], rtol=1e-5)
+    assert all(not np.array_equal(a["up"], b["up"]) for a, b in itertools.pairwise(history))
+
+
+def test_a_group_may_have_betas_of_its_own():
+    groups = [*GROUPS[:2], Group("bias_1", b1=0.5, b2=0.6), Group("bias_2", b2=0.7)]
+    found = run(normuon_and_adamw(groups, matrix_learning_rate=0.02, learning_rate=1e-3, b1=0.8, clip_norm=None))
+    for name, b1, b2 in (("bias_1", 0.5, 0.6), ("bias_2", 0.8, 0.7)):
+        tx = optax.adamw(1e-3, b1=b1, b2=b2, weight_decay=0.1)
+        wanted = run(optax.partition({True: tx, False: optax.set_to_zero()}, {k: k == name for k in params()}))
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-7)
 
 
 def test_a_schedule_reaches_both():

@@ -128,7 +128,13 @@ def test_stops_in_time_and_goes_on(learning, options, monkeypatch, capsys):
     assert learning.main(options, []) == 0
     assert len(records(options)) == 6 and len(set(made)) == 6  # the one that was stopped was begun again
     result = json.loads((options.out / "learning.json").read_text())
-    assert result["result"]["adamw"] == {"learning_rate": 0.03, "steps": 8, "final": 3.095, "seeds": [2.97, 3.22]}
+    assert result["result"]["adamw"] == {
+        "learning_rate": 0.03,
+        "warmup": 0.1,
+        "steps": 8,
+        "final": 3.095,
+        "seeds": [2.97, 3.22],
+    }
     normuon = result["result"]["normuon 0.75×"]
     # From 4 at step 4 to 2.615 at step 6 in the mean: 3.095 is reached at 5.307 of 8.
     assert normuon["final"] == pytest.approx(2.615) and normuon["learning_rates"] == [0.02, 0.01]
@@ -141,6 +147,35 @@ def test_stops_in_time_and_goes_on(learning, options, monkeypatch, capsys):
         "The best of AdamW's learning rate",
         "The best of NorMuon's matrix learning rate",
     ]
+
+
+def test_other_warmups_are_tried_at_the_best_rate_and_the_next(learning, options, monkeypatch):
+    def train(self, config, label):
+        o = config.optimizer
+        end = abs(o.learning_rate - (1e-2 if o.warmup_steps == 1 else 3e-2)) + (3.0 if o.warmup_steps == 1 else 2.0)
+        val = [[4, 9.0], [config.max_steps, end]]
+        return {"label": label, "val": val, "train": [], "ms": 1.0, "date": "d", "device": "cpu", "versions": {}}
+
+    monkeypatch.setattr(learning.Runs, "train", train)
+    assert learning.main(dataclasses.replace(options, adamw_warmups=(0.5,), seeds=1), []) == 0
+    result = json.loads((options.out / "learning.json").read_text())
+    assert [pair[:2] for pair in result["adamw_tuning"]] == [[0.01, 0.1], [0.03, 0.1], [0.01, 0.5], [0.03, 0.5]]
+    assert (result["result"]["adamw"]["learning_rate"], result["result"]["adamw"]["warmup"]) == (0.03, 0.5)
+
+
+def test_a_record_that_is_older_than_an_option_counts(learning, options, monkeypatch):
+    def train(self, config, label):
+        val = [[4, 9.0], [config.max_steps, 3.0]]
+        return {"label": label, "val": val, "train": [], "ms": 1.0, "date": "d", "device": "cpu", "versions": {}}
+
+    monkeypatch.setattr(learning.Runs, "train", train)
+    assert learning.main(options, []) == 0
+    older = records(options)
+    for record in older:
+        del record["settings"]["optimizer.neuron_b2"]
+    (options.out / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in older))
+    monkeypatch.setattr(learning.Runs, "train", lambda *_: pytest.fail("made a second time"))
+    assert learning.main(options, []) == 0
 
 
 def test_where_a_curve_reaches_a_loss(learning):

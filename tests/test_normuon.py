@@ -310,6 +310,28 @@ def test_state_has_the_shapes_of_its_parameters_and_comes_back_from_a_checkpoint
     checkpoints.close()
 
 
+def test_sharded_parameters_keep_their_sharding_and_so_does_the_state():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, copied = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in (["data"], []))
+    params = as_jax({"qkv": normal(6, 18), "tall": normal(8, 4)})
+    tx = normuon(0.1, weight_decay=0.2, method=in_fp32, layout=lambda path: Matrices(packed=3 if path == "qkv" else 1))
+
+    def steps(params, state):
+        for _ in range(3):
+            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    wanted, _ = steps(params, tx.init(params))
+    state = tx.init(params)
+    like = jax.tree.map(lambda x: rows if x.shape in ((6, 18), (8, 4)) else copied, (params, state))
+    made, state = jax.jit(steps, out_shardings=like)(*jax.device_put((params, state), like))
+    momentum = optax.tree.get(state, "momentum")
+    for name in params:
+        assert made[name].sharding == momentum[name].sharding == rows
+        np.testing.assert_allclose(made[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
 def test_newton_schulz_in_its_place():
     grads = [{"w": normal(6, 10)}]
     (ours,), (other,) = (run(orthogonalize(f), grads) for f in (newton_schulz, polar_express))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from gptjax import optim, sharding
-from gptjax.config import Config, OptimizerConfig
+from gptjax.config import Config, ConfigError, OptimizerConfig
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.optimizer import build, lines
 from gptjax.training.step import graph, init_state, make_train_step
@@ -74,8 +74,10 @@ def test_normuon_on_two_devices_is_normuon_on_one():
 
 def test_normuon_is_what_the_config_says(monkeypatch):
     given = {}
-    monkeypatch.setattr(optim, "normuon_and_adamw", lambda groups, **how: given.update(how) or optax.identity())
     adam = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "clip_norm": 0.7, "weight_decay": 0.2, "neuron_b2": 0.8}
+    monkeypatch.setattr(
+        optim, "normuon_and_adamw", lambda groups, **how: given.update(how, groups=groups) or optax.identity()
+    )
     config = config_of(
         algorithm="normuon",
         learning_rate=3e-3,
@@ -87,6 +89,9 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         momentum_warmup_steps=2,
         momentum_cooldown_steps=4,
         orthogonalization="newton_schulz",
+        adam_every=2,
+        embedding_b1=0.5,
+        vector_b2=0.99,
         **adam,
     )
     build(config, mesh())
@@ -94,6 +99,8 @@ def test_normuon_is_what_the_config_says(monkeypatch):
     at = lambda name: [round(float(given[name](count)), 6) for count in (0, 1, 20, 28)]
     assert at("learning_rate") == [1.5e-3, 3e-3, 3e-3, 3e-3] and at("matrix_learning_rate") == [0.005, 0.01, 0.01, 0.01]
     assert at("matrix_weight_decay") == [0.0015, 0.003, 0.003, 0.003] and at("momentum") == [0.5, 0.7, 0.9, 0.7]
+    assert given["every"] == 2
+    assert [(g.b1, g.b2) for g in given["groups"]] == [(None, None), (None, None), (0.5, None), (None, 0.99)]
     x = jnp.ones((1, 2, 3))
     np.testing.assert_array_equal(given["method"](x), optim.newton_schulz(x))
     build(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, matrix_decay_form="lr")), mesh())
@@ -110,3 +117,18 @@ def test_the_header_says_who_gets_what():
     assert rows["blocks.*.attn.c_attn.kernel"][-5:] == ["normuon,", "3", "matrices", "0.035", "0.025"]
     assert rows["wte"][-3:] == ["adamw", "0.0006", "0.1"] and rows["ln_f.scale"][-2:] == ["0.0006", "0"]
     assert lines(config_of(algorithm="muon"))[0] == "muon, newton_schulz"
+    own = config_of(algorithm="normuon", adam_every=2, embedding_b1=0.5)
+    wanted = "normuon, polar_express; adamw: every 2 steps, gradients summed; embeddings b1 0.5, b2 0.95"
+    assert lines(own)[0] == wanted
+
+
+def test_the_options_beside_normuon_are_refused_where_there_is_none():
+    with pytest.raises(ConfigError, match="--optimizer.adam-every, .* are of AdamW beside NorMuon or Muon"):
+        config_of(embedding_b2=0.9)
+    with pytest.raises(ConfigError, match="--optimizer.adam-every must be at least 1, got 0"):
+        config_of(algorithm="normuon", adam_every=0)
+
+
+def test_learns_a_batch_with_adamw_at_every_second_step():
+    found = losses(config_of(algorithm="normuon", learning_rate=1e-2, adam_every=2, embedding_b1=0.5))
+    assert found[-1] < 0.5 * found[0]

@@ -61,6 +61,16 @@ class OptimizerConfig:
     """NorMuon's decay of each neuron's second moment."""
     orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
     """NorMuon's way to orthogonal matrices."""
+    adam_every: int = 1
+    """Beside NorMuon and Muon, AdamW moves its parameters at every so many steps only, by the sum of their gradients."""
+    embedding_b1: float | None = None
+    """Beside NorMuon and Muon, the embeddings' own b1; None for b1."""
+    embedding_b2: float | None = None
+    """Their b2."""
+    vector_b1: float | None = None
+    """Beside NorMuon and Muon, the norms' and biases' own b1; None for b1."""
+    vector_b2: float | None = None
+    """Their b2."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None for no clipping."""
     skip_loss_z: float | None = None
@@ -146,6 +156,15 @@ class Config:
             raise ConfigError(
                 f"--deterministic needs --model.attention xla, got {self.model.attention}: "
                 "the backward pass of cuDNN's attention adds in any order"
+            )
+        o = self.optimizer
+        if o.adam_every < 1:
+            raise ConfigError(f"--optimizer.adam-every must be at least 1, got {o.adam_every}")
+        apart = ("adam_every", "embedding_b1", "embedding_b2", "vector_b1", "vector_b2")
+        if o.algorithm == "adamw" and any(getattr(o, name) != getattr(OptimizerConfig, name) for name in apart):
+            raise ConfigError(
+                f"{', '.join(_flag('optimizer.' + name) for name in apart)} are of AdamW beside NorMuon or Muon; "
+                "--optimizer.algorithm adamw treats all parameters alike"
             )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import optax
 
+from gptjax.optim.adamw import clip_by_global_norm
 from gptjax.optim.normuon import Matrices, normuon
 from gptjax.optim.polar_express import polar_express
 
@@ -25,12 +26,15 @@ class Group:
         matrices: how each of them holds matrices, which NorMuon takes; None for those that AdamW takes.
         learning_rate: multiplies the learning rate of its optimizer.
         weight_decay: multiplies the weight decay of its optimizer.
+        b1, b2: AdamW's; None for those of the others.
     """
 
     paths: str
     matrices: Matrices | None = None
     learning_rate: float = 1.0
     weight_decay: float = 1.0
+    b1: float | None = None
+    b2: float | None = None
 
 
 class GroupError(ValueError):
@@ -68,6 +72,7 @@ def normuon_and_adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip_norm: float | None = 1.0,
+    every: int = 1,
     method=polar_express,
 ) -> optax.GradientTransformation:
     """NorMuon for the groups that hold matrices, AdamW for the others, after a clip by the global norm of all.
@@ -76,6 +81,7 @@ def normuon_and_adamw(
         groups: rules, as in `assign`, which is called at `init`.
         matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as `normuon` has them (neuron_b2 is its b2).
         learning_rate, weight_decay, b1, b2, eps, clip_norm: as `adamw` has them.
+        every: AdamW's parameters move at every so many updates, by the sum of their clipped gradients.
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -100,6 +106,7 @@ def normuon_and_adamw(
         b2=b2,
         eps=eps,
         clip_norm=clip_norm,
+        every=every,
     )
 
 
@@ -113,6 +120,7 @@ def matrices_and_adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip_norm: float | None = 1.0,
+    every: int = 1,
 ) -> optax.GradientTransformation:
     """The given transformation, its learning rate included, for the groups that hold matrices, AdamW for the others.
 
@@ -121,20 +129,24 @@ def matrices_and_adamw(
     groups = tuple(groups)
 
     def scaled(by):
-        return (lambda count: by * learning_rate(count)) if callable(learning_rate) else by * learning_rate
+        # AdamW counts its own updates; the schedule is of all.
+        return (lambda n: by * learning_rate(every * n + every - 1)) if callable(learning_rate) else by * learning_rate
 
-    rest = {
-        str(i): optax.adamw(scaled(g.learning_rate), b1=b1, b2=b2, eps=eps, weight_decay=weight_decay * g.weight_decay)
-        for i, g in enumerate(groups)
-        if g.matrices is None
-    }
+    def adam(group):
+        own = {"b1": b1 if group.b1 is None else group.b1, "b2": b2 if group.b2 is None else group.b2}
+        tx = optax.adamw(scaled(group.learning_rate), eps=eps, weight_decay=weight_decay * group.weight_decay, **own)
+        if every == 1:
+            return tx
+        return optax.MultiSteps(tx, every, use_grad_mean=False).gradient_transformation()
+
+    rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
 
     def labels(params):
         found = assign(groups, paths_of(params))
         names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()]
         return jax.tree.unflatten(jax.tree.structure(params), names)
 
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    clip = optax.identity() if clip_norm is None else clip_by_global_norm(clip_norm)
     return optax.chain(clip, optax.partition({"matrix": matrix, **rest}, labels))
 
 

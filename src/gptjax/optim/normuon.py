@@ -19,8 +19,9 @@ side). `Matrices` says which; every transformation here takes a function from a 
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -132,16 +133,9 @@ def orthogonalize(
     def update(updates, state, params=None):
         del params
         paths, leaves, tree = _flat(updates)
-        batches: dict[tuple[int, ...], list[tuple[int, jax.Array]]] = {}
-        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            matrices = layout(path).unpacked(leaf, path)
-            batches.setdefault(matrices.shape[-2:], []).append((i, matrices))
-        for shape, members in batches.items():
-            made = method(jnp.concatenate([matrices.reshape(-1, *shape) for _, matrices in members]))
-            ends = [0]
-            for i, matrices in members:
-                ends.append(ends[-1] + math.prod(matrices.shape[:-2]))
-                leaves[i] = layout(paths[i]).together(made[ends[-2] : ends[-1]].reshape(matrices.shape))
+        for indices, shapes, x_NIO in _batches(paths, leaves, layout):
+            for i, made in zip(indices, _apart(method(x_NIO), shapes), strict=True):
+                leaves[i] = layout(paths[i]).together(made)
         return jax.tree.unflatten(tree, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -191,18 +185,21 @@ def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> op
     def update(updates, state, params=None):
         del params
         paths, leaves, tree = _flat(updates)
-        made, kept = [], []
-        for path, leaf, variance in zip(paths, leaves, jax.tree.leaves(state.variance), strict=True):
-            v = layout(path).unpacked(leaf.astype(jnp.float32), path)
-            axis = reduced(path, v)
-            squares = jnp.square(v).mean(axis, keepdims=True)
-            variance = b2 * variance + (1 - b2) * squares
+        leaves, kept = [leaf.astype(jnp.float32) for leaf in leaves], jax.tree.leaves(state.variance)
+        # In batches, as they were orthogonalised: a few kernels, and not several for every parameter.
+        for indices, shapes, v_NIO in _batches(paths, leaves, layout, apart=lambda path: layout(path).axes):
+            axis = reduced(paths[indices[0]], v_NIO)
+            # XLA would sum the sums below over all of v once more, and read it twice.
+            squares = jax.lax.optimization_barrier(jnp.square(v_NIO).mean(axis, keepdims=True))
+            before = jnp.concatenate([kept[i].reshape(-1, *kept[i].shape[-2:]) for i in indices])
+            variance = b2 * before + (1 - b2) * squares
             scale = jax.lax.rsqrt(jnp.maximum(variance, 1e-10))
-            before = jnp.sqrt((squares * v.shape[axis]).sum((-2, -1), keepdims=True))
-            after = jnp.sqrt((squares * v.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True))
-            made.append(layout(path).together(v * (scale * (before / jnp.maximum(after, 1e-10)))))
-            kept.append(variance)
-        return jax.tree.unflatten(tree, made), NeuronNormState(jax.tree.unflatten(tree, kept))
+            norm = jnp.sqrt((squares * v_NIO.shape[axis]).sum((-2, -1), keepdims=True))
+            scaled = jnp.sqrt((squares * v_NIO.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True))
+            made = _apart(v_NIO * (scale * (norm / jnp.maximum(scaled, 1e-10))), shapes)
+            for i, v, its_variance in zip(indices, made, _apart(variance, shapes), strict=True):
+                leaves[i], kept[i] = layout(paths[i]).together(v), its_variance
+        return jax.tree.unflatten(tree, leaves), NeuronNormState(jax.tree.unflatten(tree, kept))
 
     return optax.GradientTransformation(init, update)
 
@@ -310,3 +307,27 @@ def _flat(tree) -> tuple[list[str], list[jax.Array], jax.tree_util.PyTreeDef]:
     with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]
     return paths, [leaf for _, leaf in with_paths], structure
+
+
+def _batches(
+    paths: list[str], leaves: list[jax.Array], layout: Layout, *, apart: Callable[[str], Hashable] = lambda path: None
+) -> Iterator[tuple[list[int], list[tuple[int, ...]], jax.Array]]:
+    """The matrices of one shape, whatever leaves they are in: those leaves' indices, their shapes unpacked, and the batch.
+
+    Args:
+        apart: leaves for which it differs are not in one batch.
+    """
+    found: dict[tuple, list[tuple[int, jax.Array]]] = {}
+    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        matrices = layout(path).unpacked(leaf, path)
+        found.setdefault((matrices.shape[-2:], apart(path)), []).append((i, matrices))
+    for (shape, _), members in found.items():
+        batch = jnp.concatenate([matrices.reshape(-1, *shape) for _, matrices in members])
+        yield [i for i, _ in members], [matrices.shape for _, matrices in members], batch
+
+
+def _apart(x_NIO: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    """The parts of a batch that `_batches` put together; their last two axes may have changed."""
+    counts = [math.prod(shape[:-2]) for shape in shapes]
+    parts = jnp.split(x_NIO, list(itertools.accumulate(counts[:-1])))
+    return [part.reshape(*shape[:-2], *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,5 +1,6 @@
 """The optimizer that a config describes, and what it does with each parameter, in words."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -33,6 +34,16 @@ def schedules(config: Config) -> dict[str, optax.Schedule]:
     }
 
 
+def parameter_groups(config: Config) -> tuple[optim.Group, ...]:
+    """GPT-2's groups, with the betas that the config gives them."""
+    o = config.optimizer
+    own = {"wte|wpe": (o.embedding_b1, o.embedding_b2), r".*\.(bias|scale)": (o.vector_b1, o.vector_b2)}
+    return tuple(
+        dataclasses.replace(group, b1=own[group.paths][0], b2=own[group.paths][1]) if group.matrices is None else group
+        for group in PARAMETER_GROUPS
+    )
+
+
 def build(
     config: Config, mesh: Mesh, changing: Mapping[str, optax.Schedule] | None = None
 ) -> optax.GradientTransformation:
@@ -55,6 +66,7 @@ def build(
     if o.algorithm == "adamw":
         return optim.adamw(**adam)
 
+    adam["every"], groups = o.adam_every, parameter_groups(config)
     if o.algorithm == "muon":
         # Its own Adam would be another: with Nesterov momentum, and with decay for all.
         whole = optax.contrib.MuonDimensionNumbers(0, 1)
@@ -64,9 +76,9 @@ def build(
             weight_decay=o.matrix_weight_decay,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: whole, params),
         )
-        return matrices_and_adamw(PARAMETER_GROUPS, muon, **adam)
+        return matrices_and_adamw(groups, muon, **adam)
     return optim.normuon_and_adamw(
-        PARAMETER_GROUPS,
+        groups,
         matrix_learning_rate=changing["matrix_learning_rate"],
         matrix_weight_decay=changing["matrix_weight_decay"],
         momentum=changing["momentum"],
@@ -100,6 +112,12 @@ def lines(config: Config) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     form = ", decay goes as lr²" if o.algorithm == "normuon" and o.matrix_decay_form == "lr_squared" else ""
     how = f", {o.orthogonalization}" if o.algorithm == "normuon" else ", newton_schulz"
-    return [f"{o.algorithm}{how}{form}"] + [
+    betas = {"embeddings": (o.embedding_b1, o.embedding_b2), "norms and biases": (o.vector_b1, o.vector_b2)}
+    rest = [f"every {o.adam_every} steps, gradients summed"] if o.adam_every > 1 else []
+    for name, (b1, b2) in betas.items():
+        if (b1, b2) != (None, None):
+            rest.append(f"{name} b1 {o.b1 if b1 is None else b1:g}, b2 {o.b2 if b2 is None else b2:g}")
+    adam = f"; adamw: {'; '.join(rest)}" if rest else ""
+    return [f"{o.algorithm}{how}{form}{adam}"] + [
         "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
