@@ -11,9 +11,17 @@ import tyro
 
 # Both JAX and PyTorch run here, so neither may take the whole GPU at its start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# As in train.py: what fits there fits here.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 from gptjax.bench import kernels
+from gptjax.bench.compare import Compare
+from gptjax.bench.ladder import Ladder
 from gptjax.bench.picture import draw
+from gptjax.bench.profile import Profile
+from gptjax.bench.startup import Startup
+from gptjax.bench.step import Step
+from gptjax.config import ConfigError
 
 _NAMES = tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="(default: all)")
 
@@ -52,7 +60,15 @@ class Draw:
         print(f"wrote {self.picture}")
 
 
-_COMMANDS = Annotated[Kernels, tyro.conf.subcommand("kernels")] | Annotated[Draw, tyro.conf.subcommand("draw")]
+_COMMANDS = (
+    Annotated[Step, tyro.conf.subcommand("step")]
+    | Annotated[Ladder, tyro.conf.subcommand("ladder")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Profile, tyro.conf.subcommand("profile")]
+    | Annotated[Startup, tyro.conf.subcommand("startup")]
+    | Annotated[Kernels, tyro.conf.subcommand("kernels")]
+    | Annotated[Draw, tyro.conf.subcommand("draw")]
+)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -60,7 +76,7 @@ def main(args: list[str] | None = None) -> int:
     command = tyro.cli(_COMMANDS, prog="python -m gptjax.bench", description=__doc__, args=args)
     try:
         command.run()
-    except (kernels.BenchError, OSError) as error:
+    except (kernels.BenchError, ConfigError, OSError) as error:
         print(f"gptjax.bench: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""Bars of every implementation against the ceiling, from the JSON of `python -m gptjax.bench kernels`."""
+"""Pictures from JSON: kernels against the ceiling (`python -m gptjax.bench kernels`), and the ladder (`python -m gptjax.bench ladder`)."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ COLOURS = {
     "torch flash": "#f2b880",
 }
 OTHER = "#c9b7dd"
+LADDERS = {"gptjax": COLOURS["mosaic"], "torch": COLOURS["torch"]}
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -60,6 +61,49 @@ def draw(results: list[dict], path: Path) -> None:
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(handles=[Patch(color=c, label=n) for n, c in used.items()], fontsize=7, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def draw_ladder(result: dict, path: Path) -> None:
+    """A bar of tokens/s for each rung, JAX's ladder above PyTorch's where both were climbed.
+
+    Args:
+        result: what `python -m gptjax.bench ladder --out` wrote.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import StrMethodFormatter
+
+    rows = result["rows"]
+    first, longest = rows[0], max((row.get("tokens/s", 0) for row in rows), default=0) or 1
+    figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.8))
+    y = 0.0
+    for system, title in (("gptjax", "gptjax (JAX)"), ("torch", f"PyTorch {result['versions'].get('torch', '')}")):
+        its = [row for row in rows if row["system"] == system]
+        if its:
+            axes.text(0, y, title, fontsize=9, weight="bold", va="center")
+            y += 1
+        for row in its:
+            speed = row.get("tokens/s", 0)
+            axes.barh(y, speed, height=0.8, color=LADDERS[system])
+            axes.text(-0.01 * longest, y, row["rung"], fontsize=8, va="center", ha="right")
+            factor = f"   {row['factor']:.2f} ×" if row is not its[0] and "factor" in row else ""
+            text = f" {speed:,.0f}{factor}" if "ms" in row else " did not run"
+            axes.text(speed, y, text, fontsize=8, va="center")
+            y += 1
+        y += 0.5
+    axes.set(ylim=(y - 0.5, -1), xlim=(0, 1.22 * longest), yticks=[])
+    axes.set_xlabel("tokens/s of a full training step (× over the rung before)")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_title(
+        f"{result['device']}, {result['date']}: {first['model']}, {first['batch']} × {first['sequence_length']} tokens a step",
+        fontsize=10,
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)

@@ -1,0 +1,185 @@
+"""GPT-2 in PyTorch, written as one would to train it fast, and measured beside ours by `bench step --torch` and `bench ladder`.
+
+It follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss, scaled_dot_product_attention, autocast to bf16, fused
+AdamW with decay of matrices alone, clip by the global norm. Parameters have Hugging Face's names and PyTorch's layout.
+
+Shapes: B batch, T time, C channels, H heads, D = C/H, V rows of the embedding. Padding, where there is some, counts as vocabulary here: the
+loss covers it, as it does in the original.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gptjax.models.gpt2 import INIT_STD, GPT2Config
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What the ladder in PyTorch climbs on."""
+
+    precision: str = "bf16"
+    """fp32, tf32, or bf16 by autocast."""
+    compiled: bool = True
+    """torch.compile of the model and its loss."""
+    flash: bool = True
+    """PyTorch's scaled_dot_product_attention, whichever kernel it takes; otherwise all scores are made."""
+    padded: bool = True
+    """The padded vocabulary, otherwise the real one."""
+    fused: bool = True
+    """AdamW in one kernel."""
+
+    def __str__(self) -> str:
+        parts = ("compile" if self.compiled else "eager", "SDPA" if self.flash else "attention by hand")
+        return ", ".join([*parts, *["padded vocabulary"] * self.padded, *["fused AdamW"] * self.fused])
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPT2Config, flash: bool):
+        super().__init__()
+        self.n_head, self.flash = config.n_head, flash
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        future = torch.ones(config.block_size, config.block_size, dtype=torch.bool).triu(1)
+        self.register_buffer("future", future, persistent=False)
+
+    def forward(self, x_BTC):
+        b, t, c = x_BTC.shape
+        q, k, v = (y.view(b, t, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x_BTC).split(c, dim=-1))
+        if self.flash:
+            y_BHTD = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores_BHTT = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+            y_BHTD = scores_BHTT.masked_fill(self.future[:t, :t], float("-inf")).softmax(-1) @ v
+        return self.c_proj(y_BHTD.transpose(1, 2).reshape(b, t, c))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPT2Config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x_BTC):
+        return self.c_proj(functional.gelu(self.c_fc(x_BTC), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config, flash: bool):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), Attention(config, flash)
+        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
+
+    def forward(self, x_BTC):
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
+        return x_BTC + self.mlp(self.ln_2(x_BTC))
+
+
+class GPT2(nn.Module):
+    """The model with its loss: (tokens_BT, targets_BT) → mean cross-entropy in nats."""
+
+    def __init__(self, config: GPT2Config, how: How):
+        super().__init__()
+        rows = config.padded_vocab_size if how.padded else config.vocab_size
+        self.wte = nn.Parameter(torch.empty(rows, config.n_embd))
+        self.wpe = nn.Parameter(torch.empty(config.block_size, config.n_embd))
+        self.blocks = nn.ModuleList(Block(config, how.flash) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                depth = (2 * config.n_layer) ** 0.5 if "c_proj" in name else 1
+                nn.init.normal_(parameter, std=INIT_STD / depth)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens_BT, targets_BT):
+        x_BTC = functional.embedding(tokens_BT, self.wte) + self.wpe[: tokens_BT.shape[1]]
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits_BTV = functional.linear(self.ln_f(x_BTC), self.wte)
+        return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+class TorchStep:
+    """A training step, or the forward pass alone, on random tokens.
+
+    Args:
+        config: the model's shape; its precision and back ends are not looked at.
+        device: "cuda" or "cpu".
+        forward: the loss alone, without gradients.
+        like: a step that differs in precision or optimizer alone: its model is shared, compiled as it is.
+
+    Attributes:
+        peak: the most bytes that PyTorch held in a step; None before the first `rest`, and on a CPU.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        how: How,
+        *,
+        batch: int,
+        sequence_length: int,
+        device: str,
+        forward: bool = False,
+        like: "TorchStep | None" = None,
+    ):
+        self.how, self.device, self.forward = how, device, forward
+        self.peak: int | None = None
+        with torch.device(device):
+            torch.manual_seed(0)
+            self.model = like.model if like else GPT2(config, how)
+            windows = torch.randint(0, config.vocab_size, (batch, sequence_length + 1))
+        # dynamic=False: a second model of another vocabulary would otherwise be compiled for sizes that it does not know.
+        self.loss = like.loss if like else torch.compile(self.model, dynamic=False) if how.compiled else self.model
+        self.tokens_BT, self.targets_BT = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=how.fused)
+
+    def run(self, steps: int) -> float:
+        """Seconds that so many steps take on the device, one after the other; the first compiles."""
+        # TF32 stays on under autocast, as in the original.
+        torch.set_float32_matmul_precision("highest" if self.how.precision == "fp32" else "high")
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._wait()
+        return time.perf_counter() - started
+
+    def step(self) -> torch.Tensor:
+        """One step; returns the loss before it."""
+        bf16 = torch.autocast(self.device, torch.bfloat16, enabled=self.how.precision == "bf16")
+        with bf16, torch.no_grad() if self.forward else contextlib.nullcontext():
+            loss = self.loss(self.tokens_BT, self.targets_BT)
+        if not self.forward:
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def rest(self) -> None:
+        """Between two turns: notes the peak of one more step, and gives back what is not in use, which JAX could not have."""
+        if self.device != "cuda":
+            return
+        torch.cuda.reset_peak_memory_stats()
+        self.run(1)
+        self.peak = torch.cuda.max_memory_allocated()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def has_room(self) -> bool:
+        """Whether the device has what a step needs beside what is held now; asked after a rest."""
+        return not self.peak or torch.cuda.mem_get_info()[0] >= self.peak - torch.cuda.memory_allocated()
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,338 @@
+"""gptjax.bench step, ladder and compare: what they run is what they say, on a tiny model; failures are rows; files compare."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+from reference.torch_gpt2 import TorchGPT2
+from reference.torch_train import train
+
+from gptjax.bench import ladder, step
+from gptjax.bench.__main__ import main
+from gptjax.bench.compare import compare
+from gptjax.bench.kernels import BenchError
+from gptjax.bench.torch_gpt2 import How, TorchStep
+from gptjax.models.gpt2 import PRESETS, GPT2Config
+from gptjax.precision import Precision
+from gptjax.training.memory import GIB
+
+TINY = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+CARD = """
+from gptjax.config import Config
+from gptjax.models.gpt2 import GPT2Config
+model = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+config = Config(model=model, sequence_length=8, batch_tokens=32, micro_batch=2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(step, "WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(step, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(ladder, "SECONDS", 0.0)
+
+
+@pytest.fixture
+def card(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(CARD)
+    return str(path)
+
+
+# --------------------------------------------------------------------------------------------------------------- PyTorch's side
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_pytorchs_step_is_the_references(flash, fused):
+    """Three steps from the same weights: loss, gradients (through the parameters), clip, decay and AdamW."""
+    how = How(precision="fp32", compiled=False, flash=flash, padded=False, fused=fused)
+    ours = TorchStep(TINY, how, batch=3, sequence_length=7, device="cpu")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    sizes = {name: getattr(TINY, name) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")}
+    reference = TorchGPT2(**sizes)
+    reference.load_state_dict(ours.model.state_dict())
+    for model in (ours.loss, reference.loss):
+        model(ours.tokens_BT, ours.targets_BT).backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in ours.model.named_parameters():
+        np.testing.assert_allclose(parameter.grad, gradients[name], atol=2e-6, err_msg=name)
+    ours.optimizer.zero_grad()
+    expected = train(reference, [(ours.tokens_BT, ours.targets_BT)], [6e-4] * 3)
+    found = [ours.step().item() for _ in range(3)]
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    assert found[0] - found[2] > 1e-3
+    for (name, one), other in zip(ours.model.named_parameters(), reference.parameters(), strict=True):
+        # A bias of the keys changes no softmax: its gradient is rounding, which Adam makes as large as any.
+        parts = slice(None, TINY.n_embd) if name.endswith("c_attn.bias") else slice(None)
+        np.testing.assert_allclose(one.detach()[parts], other.detach()[parts], atol=5e-6, err_msg=name)
+
+
+def test_pytorchs_options():
+    how = How(precision="bf16", compiled=False)
+    ours = TorchStep(TINY, how, batch=1, sequence_length=4, device="cpu", forward=True)
+    assert ours.model.wte.shape == (64, 16) and int(ours.tokens_BT.max()) < 61
+    before = [p.detach().clone() for p in ours.model.parameters()]
+    assert ours.run(2) > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, ours.model.parameters(), strict=True))  # forward alone
+    assert not ours.step().requires_grad
+    trained = TorchStep(
+        TINY, dataclasses.replace(how, fused=False), batch=1, sequence_length=4, device="cpu", like=ours
+    )
+    assert trained.model is ours.model
+    trained.run(1)
+    assert not torch.equal(before[0], trained.model.wte)
+
+
+# ------------------------------------------------------------------------------------------------------------------- the rungs
+
+
+def test_a_ladder_goes_from_plain_fp32_to_the_model_as_it_is():
+    model = dataclasses.replace(PRESETS["gpt2"], recompute="block", precision=Precision("tf32"))
+    found = list(ladder.rungs(model))
+    assert [name for name, _, _ in found] == [
+        *("fp32, no jit", "jit", "TF32", "bf16", "flash attention", "padded vocabulary", "fused classifier"),
+        *("fused norms and MLP", "the rest"),
+    ]
+    assert [jit for _, _, jit in found] == [False] + [True] * 8
+    models = [model for _, model, _ in found]
+    assert models[0] == models[1] and len(set(models[1:])) == 8
+    assert models[0].padded_vocab_size == 50257 and models[0].attention == models[0].mlp == "xla"
+    assert models[-1] == dataclasses.replace(model, precision=Precision("bf16"))
+    # Without anything left for the last rung there is none: no measurement comes twice.
+    assert len(list(ladder.rungs(PRESETS["gpt2"]))) == 8
+
+
+def test_pytorchs_ladder_goes_from_plain_fp32_to_all():
+    hows = [how for _, how in ladder.torch_rungs(compiled=True)]
+    assert len(set(hows)) == 7 and hows[-1] == How()
+    assert not any(how.compiled for _, how in ladder.torch_rungs(compiled=False))
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_every_rung_is_measured_and_one_that_fails_is_named(card, tmp_path, monkeypatch, capsys):
+    rungs = ladder.rungs
+
+    def with_one_that_fails(model):
+        *others, last = rungs(model)
+        yield from others
+        yield "nowhere to run", dataclasses.replace(model, attention="triton"), True
+        yield last
+
+    monkeypatch.setattr(ladder, "rungs", with_one_that_fails)
+    out, picture = tmp_path / "ladder.json", tmp_path / "ladder.png"
+    command = ["ladder", "--config", card, "--batch", "2", "--no-torch", "--out", str(out), "--picture", str(picture)]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert "did not run:\ngptjax · nowhere to run · tiny" in said.err and "needs an NVIDIA GPU" in said.err
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    assert result["command"].endswith("--batch 2 --no-torch") and result["device"] == jax.devices()[0].device_kind
+    assert [row["rung"] for row in rows if "error" in row] == ["nowhere to run"]
+    measured = [row for row in rows if "ms" in row]
+    assert len(measured) == 8 == len(rows) - 1
+    for before, row in itertools.pairwise(measured):
+        assert row["factor"] == pytest.approx(before["ms"] / row["ms"])
+    assert measured[-1]["since_start"] == pytest.approx(measured[0]["ms"] / measured[-1]["ms"])
+    assert all(row["tokens/s"] == pytest.approx(16 / row["ms"] * 1e3) for row in measured)
+    assert picture.stat().st_size > 5000
+
+    again = tmp_path / "again.png"
+    assert main(["ladder", "--draw", str(out), "--picture", str(again)]) == 0
+    assert again.stat().st_size == picture.stat().st_size
+    assert main(["ladder", "--draw", str(out)]) == 1
+    assert "--picture" in capsys.readouterr().err
+
+
+def test_both_ladders_in_one_run(monkeypatch):
+    """PyTorch's ladder on a CPU, where nothing is compiled; ours cut to nothing but a rung that fails."""
+    nowhere = dataclasses.replace(TINY, attention="triton")
+    monkeypatch.setattr(ladder, "rungs", lambda model: [("jit", nowhere, True)])
+    base = step.one_micro_batch(step.base_config(None, None), 2, 8)
+    rows = ladder.climb("tiny", dataclasses.replace(base, model=TINY), step.one_device(), torch=True)
+    assert [row["system"] for row in rows] == ["gptjax"] + ["torch"] * 6
+    assert "error" in rows[0] and all(row["ms"] > 0 for row in rows[1:])
+    assert rows[-1]["since_start"] == pytest.approx(rows[1]["ms"] / rows[-1]["ms"])
+    ladder.show(rows, step.one_device())
+
+
+# ---------------------------------------------------------------------------------------------------------------------- a step
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_a_step_beside_pytorch(card, tmp_path, capsys):
+    out = tmp_path / "step.json"
+    command = ["step", "--config", card, "--batch", "1", "--norm", "xla", "--torch", "--seconds", "0.01"]
+    assert main([*command, "--out", str(out)]) == 0
+    ours, theirs = json.loads(out.read_text())["rows"]
+    assert ours["asked"] == {"norm": "xla"} and ours["kernels"]["attention"] == "xla" and ours["batch"] == 1
+    assert ours["of_torch"] == pytest.approx(theirs["ms"] / ours["ms"])
+    assert ours["needed_gib"] > 0 and ours["program"]["fusions"] > 10 and ours["compile_s"] > 0.05
+    assert theirs["system"] == "torch" and "eager" in theirs["kernels"]
+    assert "gptjax · tiny" in capsys.readouterr().out
+    assert main(["compare", str(out), str(out), "--fail-above", "1.0"]) == 0
+
+
+def test_our_step_trains(card):
+    """The program that is timed is the training step: it updates its state, from call to call."""
+    config = step.one_micro_batch(step.base_config(None, None), 2, 8)
+    config = dataclasses.replace(config, model=TINY)
+    with jax.numpy_dtype_promotion("standard"):
+        ours = step.OurStep(config, step.one_device(), jit=False)
+        ours.run(2)
+    assert int(ours._state.step) == 2 and ours.compiled is None
+
+
+def test_the_largest_forward_pass(card, tmp_path, monkeypatch, capsys):
+    out, asked = tmp_path / "largest.json", []
+    needed = {n: step.needed_bytes(_compiled(n)) for n in (20, 24)}
+    monkeypatch.setattr(step, "available_bytes", lambda device: asked.append(device) or needed[20] + 100)
+    command = ["step", "--config", card, "--forward", "--largest", "--seconds", "0.01", "--out", str(out)]
+    assert main(command) == 0 and asked
+    (row,) = json.loads(out.read_text())["rows"]
+    assert needed[24] > needed[20] + 100
+    assert row["batch"] == 20 and row["needed_gib"] * GIB == needed[20] and row["pass"] == "forward"
+    monkeypatch.setattr(step, "available_bytes", lambda device: 1000)
+    assert main(["step", "--config", card, "--forward"]) == 1
+    assert "nothing was allocated" in capsys.readouterr().err
+
+
+def _compiled(batch):
+    config = dataclasses.replace(step.one_micro_batch(step.base_config(None, None), batch, 8), model=TINY)
+    ours = step.OurStep(config, step.one_device(), forward=True)
+    ours.compile()
+    return ours.compiled
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 15, 16, 17, 40, 333])
+@pytest.mark.parametrize("fixed", [0, 500, 20000])
+def test_the_largest_batch_is_found_in_few_compilations(limit, fixed):
+    asked = []
+
+    def needs(batch):
+        assert batch not in asked
+        asked.append(batch)
+        return fixed + 1000 * batch + 300 * min(batch, 16)  # logits grow up to a chunk
+
+    available = fixed + 1000 * limit + 300 * min(limit, 16)
+    assert step.largest_batch(needs, available) == (limit if limit < 3 else 2 if limit == 3 else limit // 4 * 4)
+    assert len(asked) <= 6
+
+
+def test_nothing_fits():
+    with pytest.raises(BenchError, match="not one sequence fits"):
+        step.largest_batch(lambda batch: 10 * GIB * batch, GIB)
+
+
+def test_rounds_follow_a_warm_up_and_fill_the_time(monkeypatch):
+    monkeypatch.setattr(step, "WARM_UP_SECONDS", 1.0)
+    calls = []
+    found = step.sustained(lambda steps: calls.append(steps) or 0.1 * steps, seconds=3.0)
+    assert calls == [1, 1, 10] + [6] * 5 and found == pytest.approx([0.1] * 5)
+
+
+def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
+    class Side:
+        def __init__(self, name):
+            self.name = name
+
+        def run(self, steps):
+            if self.name == "gptjax" and len(order) > 8:
+                raise RuntimeError("out of memory\nand more")
+            order.append(self.name)
+            return 1.0 * steps
+
+        def rest(self):
+            order.append("rest")
+
+        def has_room(self):
+            return room
+
+    order, room = [], True
+    sides = {"torch": Side("torch"), "gptjax": Side("gptjax")}
+    found = step.take_turns(sides, seconds=1.0)
+    assert [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name] == [
+        "torch",
+        "rest",
+        "gptjax",
+        "torch",
+        "rest",
+    ]
+    assert found["torch"] == [1.0, 1.0] and step.first_line(found["gptjax"]) == "RuntimeError: out of memory"
+    order, room = [], False
+    assert step.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
+
+
+def test_launches_are_counted():
+    text = """
+  %fused_computation (p: f32[2]) -> f32[2] {
+  }
+ENTRY %main {
+  %a = (f32[2], f32[3]) fusion(%p), kind=kLoop, calls=%fused_computation
+  %b = f32[2] custom-call(%a), custom_call_target="__cublas$gemm", backend_config={}
+  %c = f32[2] custom-call(%a), custom_call_target="__cublas$gemm"
+  %d = f32[2] call(%b), to_apply=%command_buffer.1
+}"""
+    assert step.count(text) == {"fusions": 1, "custom_calls": {"__cublas$gemm": 2}, "command_buffers": 1}
+
+
+# --------------------------------------------------------------------------------------------------------------------- compare
+
+
+def result(rows, **versions):
+    rows = [{"system": "gptjax", "model": "gpt2", "batch": 4} | row for row in rows]
+    return {"command": "c", "date": "d", "device": "a GPU", "versions": {"jax": "1"} | versions, "rows": rows}
+
+
+def test_two_results_beside_each_other(tmp_path, capsys):
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    rung = {"rung": "jit", "ms": 10.0}
+    old = [rung | {"asked": {"attention": "xla"}}, {"rung": "gone", "ms": 1.0}, {"rung": "breaks", "ms": 1.0}]
+    new = [rung | {"ms": 10.6}, {"rung": "breaks", "error": "out of memory"}, {"rung": "came", "ms": 2.0}]
+    a.write_text(json.dumps(result(old)))
+    b.write_text(json.dumps(result(new, torch="2")))
+    assert main(["compare", str(a), str(b)]) == 0
+    said = capsys.readouterr().out
+    assert "1.060 ×" in said and said.count("absent") == 3 and "torch: absent → 2" in said
+    assert main(["compare", str(a), str(b), "--fail-above", "1.05"]) == 1
+    said = capsys.readouterr().err
+    assert "jit" in said and "1.060" in said and "breaks · gpt2 · 4: out of memory" in said and "came" not in said
+    b.write_text(json.dumps(result(new[:1])))
+    assert main(["compare", str(a), str(b), "--fail-above", "1.07"]) == 0
+    b.write_text(json.dumps(result([{"rung": "came", "ms": 2.0}])))
+    assert main(["compare", str(a), str(b)]) == 1
+    assert "no measured row in common" in capsys.readouterr().err
+    b.write_text("{}")
+    assert main(["compare", str(a), str(b)]) == 1
+    assert "expected JSON of bench step" in capsys.readouterr().err
+
+
+def test_steps_that_differ_in_an_option_are_not_the_same_row():
+    row = {"system": "gptjax", "ms": 1.0, "asked": {"attention": "xla"}}
+    found = compare([row], [row | {"asked": {}, "ms": 2.0}, row | {"ms": 3.0}])
+    assert [r.get("ratio") for r in found] == [3.0, None]
+
+
+def test_contradictions(card, capsys):
+    for command, word in (
+        (["step", "--config", card, "--preset", "gpt2"], "both name a model"),
+        (["step", "--batch", "4", "--largest"], "give one of them"),
+        (["step", "--forward", "--recompute", "block"], "no backward pass"),
+        (["step", "--config", card, "--sequence-length", "16"], "longer than the model's block size"),
+    ):
+        assert main(command) == 1
+        assert word in capsys.readouterr().err
+
+
+def test_one_gpu_is_measured(monkeypatch, capsys):
+    """Here two CPU devices say that they are GPUs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["step"]) == 1
+    assert "one GPU is measured, and JAX sees 2: CUDA_VISIBLE_DEVICES=0" in capsys.readouterr().err
