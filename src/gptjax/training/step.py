@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from gptjax.models.gpt2 import GPT2, GPT2Config, loss_fn
+from gptjax.optim.adamw import global_norm
 from gptjax.training.outliers import OutlierWindow, observe
 
 
@@ -107,7 +108,7 @@ def make_train_step(
 
     def train_step(state: TrainState, windows_ABT1: Int[Array, "A B T1"]) -> tuple[TrainState, dict]:
         loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
 
