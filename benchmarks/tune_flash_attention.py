@@ -119,11 +119,12 @@ def triton(o: Options) -> Space:
 
     def why_not(tile):
         # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through shared memory as well.
+        tf32 = products == "tf32"  # has some of them both ways
         kept, flying = {
             "forward": (tile["M"], 2 * tile["N"]),
-            "dq": (2 * tile["M"], 2 * tile["N"]),
-            "dkv": (2 * tile["N"], 2 * tile["M"]),
-            "fused": (2 * tile["N"], 2 * tile["M"]),
+            "dq": (2 * tile["M"], (3 if tf32 else 2) * tile["N"]),
+            "dkv": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
+            "fused": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
         }[o.kernel]
         needed = padded * size * (kept + flying * max(1, tile["num_stages"] - 1))
         if needed > shared_kb * 1024:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,18 @@ def _holds_triton_source(module: str) -> bool:
     )
 
 
+def to_tf32(x: np.ndarray) -> np.ndarray:
+    """`cvt.rna.tf32.f32`: fp32 to the nearest of 10 bits of mantissa, ties away from zero."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), (bits + 0x1000) & 0xFFFFE000).view(np.float32)
+
+
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
-    """While a kernel runs: `tl.max` and the like, compiled when Triton was imported, are interpreted too; bf16 is rounded."""
+    """While a kernel runs: `tl.max` and the like, compiled when Triton was imported, are interpreted too; bf16 is rounded.
+
+    Of assembly there is one instruction, the conversion to TF32.
+    """
     import triton
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
@@ -68,6 +78,12 @@ def _interpreter() -> Iterator[None]:
         if (source, target) == (triton.language.float32, triton.language.bfloat16):
             return np.ascontiguousarray(data).view(np.float32).astype(jnp.bfloat16).view(np.uint16)
         return truncating(data, source, target, mode)
+
+    def inline_asm(self, asm, constraints, values, result_types, is_pure, pack):
+        assert asm == "cvt.rna.tf32.f32 $0, $1;", asm
+        (x,) = values
+        result = interpreter.TensorHandle(to_tf32(x.data), x.dtype)
+        return types.SimpleNamespace(get_result=lambda i: result)
 
     def device_call(self, *args, **kwargs):
         # Triton's own leaves its patches in place, and compiles nothing more.
@@ -83,6 +99,7 @@ def _interpreter() -> Iterator[None]:
                 if isinstance(member, triton.JITFunction):
                     patch.setattr(module, name, InterpretedFunction(member.fn))
         patch.setattr(interpreter, "_convert_float", to_nearest)
+        patch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", inline_asm)
         patch.setattr(InterpretedFunction, "__call__", device_call)
         yield
 
@@ -258,6 +275,8 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    serialised: bool
+    """ptxas waits for each `wgmma` before it issues the next."""
 
 
 def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compiled]:
@@ -323,6 +342,7 @@ def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Com
         registers=int(re.search(r"Used (\d+) registers", report)[1]),
         spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)),
         shared_bytes=built.metadata.shared,
+        serialised="are serialized" in report,
     )
 
 
@@ -342,18 +362,26 @@ def _ptxas(ptx: str) -> str:
 
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
-    """Traces and lowers as on a machine whose device is an H200."""
+    """Traces and lowers as on a machine whose device is an H200. Triton's kernels, which need a GPU's plugin, become calls by name."""
+    from pallas_kernels import _triton
+
+    def call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+        results = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
+        arrays = [arg for arg in args if hasattr(arg, "dtype")]
+        return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))
+
     mesh = AbstractMesh(
         (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     )
     with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
         patch.setattr(_choose, "platform", lambda: "gpu")
         patch.setattr(_choose, "capability", lambda: (9, 0))
+        patch.setattr(_triton, "call", call)
         yield
 
 
 def lower_for_h200(f: Callable, *args: Any) -> str:
-    """StableHLO of `f(*args)` lowered for an H200, Mosaic kernels included. Triton's cannot be lowered without a GPU's plugin.
+    """StableHLO of `f(*args)` lowered for an H200, Mosaic kernels included, Triton's by name.
 
     Args:
         args: arrays or `jax.ShapeDtypeStruct`s.

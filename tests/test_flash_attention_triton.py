@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_tools import triton_kernels
+from kernel_tools import to_tf32, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import flash_attention
@@ -74,9 +74,9 @@ def equations(q, k, v, ids, dout, dlse, *, dtype=None, product=np.matmul, causal
     return out, lse, dq, dk, dv
 
 
-def xla_product(a, b):
-    """In the default precision of the default device: TF32 on a GPU."""
-    return np.asarray(jnp.matmul(a, b))
+def tf32_product(a, b):
+    """Of TF32's numbers, without further rounding. XLA multiplies small arrays as they are, also where it has TF32."""
+    return to_tf32(a).astype(np.float64) @ to_tf32(b).astype(np.float64)
 
 
 def with_gradients(f, q, k, v, ids, dout, dlse):
@@ -213,6 +213,84 @@ def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
     shape = (draw(1, 2), t, key_heads * draw(1, 2), key_heads, d)
     # Of few numbers, or in fp16, the textbook may be right by luck.
     check(shape, jnp.float32, draw(None, 3), draw(0, 1), causal=causal, window=window)
+
+
+# ----------------------------------------------------------------------------------------------------------------- TF32
+
+
+@pytest.fixture
+def tensor_cores(triton_on_cpu, monkeypatch):
+    """Products in TF32 leave out the low 13 bits of their operands, and their only NaN is a GPU's."""
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, precision, *args):
+        if not precision.name.startswith("TF32"):
+            return multiply(self, a, b, d, precision, *args)
+        cut = [(np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32) for x in (a, b)]
+        product = np.matmul(*cut) + d.data
+        product.view(np.uint32)[np.isnan(product)] = 0x7FFFFFFF
+        return interpreter.TensorHandle(product, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize(
+    "shape, how",
+    [
+        ((1, 1, 1, 1, 1), {}),
+        ((3, 77, 2, 1, 5), {}),
+        ((1, 64, 2, 2, 16), {"packed": True, "window": 20}),
+        ((1, 50, 2, 2, 20), {"packed": True, "segments": 3}),
+        ((1, 70, 1, 1, 64), {"causal": False, "scale": -0.2}),
+    ],
+    ids=str,
+)
+def test_tf32(shape, how, backward, tensor_cores, monkeypatch):
+    """Without rounding to nearest errors are three times as large."""
+    set_tiles(monkeypatch, 16, 32, backward)
+    check(shape, precision=None, product=tf32_product, **how)
+
+
+def test_tf32_in_the_tiles_of_the_file(tensor_cores):
+    check((1, 150, 1, 1, 64), precision=None, product=tf32_product)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+def test_tf32_is_not_too_small(backward, tensor_cores, monkeypatch):
+    """One operand that is cut off and not rounded makes a product smaller by 2^−11.5 on average."""
+    set_tiles(monkeypatch, 32, 32, backward)
+    args = inputs((1, 150, 2, 2, 64), jnp.float32)
+    found = with_gradients(functools.partial(attend, precision=None), *args)
+    for name, ours, true in zip(NAMES, found, equations(*args), strict=True):
+        size = np.vdot(ours, true) / np.vdot(true, true)
+        assert abs(size - 1) < 2.0**-14, (name, size - 1)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
+def test_not_a_number_stays_so_in_tf32(bits, tensor_cores, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
+    not_a_number(bits)
+
+
+def not_a_number(bits):
+    """Numbers that are rounded by adding to their bits could become finite."""
+    q, k, v, _, dout, dlse = inputs((1, 40, 1, 1, 8), jnp.float32)
+    bad = np.array(q)
+    bad.view(np.uint32)[0, 20, 0, 3] = bits
+    f = jax.jit(functools.partial(with_gradients, functools.partial(attend, precision=None)))
+    rows = np.arange(40)
+    for name, ours, clean in zip(
+        NAMES, f(jnp.asarray(bad), k, v, None, dout, dlse), f(q, k, v, None, dout, dlse), strict=True
+    ):
+        ours, clean = (np.moveaxis(np.asarray(x), 2, 1) if name == "lse" else np.asarray(x) for x in (ours, clean))
+        touched = rows <= 20 if name in ("dk", "dv") else rows == 20
+        assert np.isnan(ours[:, touched]).all(), name
+        if name != "dk":  # there 0·NaN comes through to later keys of the block
+            np.testing.assert_array_equal(ours[:, ~touched], clean[:, ~touched])
 
 
 # ------------------------------------------------------------------------------------------------------------ what is not read
@@ -365,16 +443,25 @@ SHARED_KB = {80: 163, 89: 99, 90: 227}
 @pytest.mark.parametrize("capability", SHARED_KB)
 @pytest.mark.parametrize(
     "dtype, head_dim, precision",
-    [(jnp.bfloat16, 64, None), (jnp.bfloat16, 128, None), (jnp.float32, 64, None), (jnp.float32, 64, "highest")],
-    ids=["bf16 64", "bf16 128", "tf32 64", "fp32 64"],
+    [
+        (jnp.bfloat16, 64, None),
+        (jnp.bfloat16, 128, None),
+        (jnp.float32, 64, None),
+        (jnp.float32, 128, None),
+        (jnp.float32, 64, "highest"),
+    ],
+    ids=["bf16 64", "bf16 128", "tf32 64", "tf32 128", "fp32 64"],
 )
 def test_compiles_without_spills(dtype, head_dim, precision, capability):
     qkv = jax.ShapeDtypeStruct((64, 1024, 3, 12, head_dim), dtype)
     kernels = triton_kernels(packed_gradients(precision=precision), qkv, capability=capability)
-    assert [k.name for k in kernels] == ["forward_kernel", "dkv_kernel", "dq_kernel"]
     for kernel in kernels:
         assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
         assert kernel.shared_bytes <= SHARED_KB[capability] * 1024
+        assert not kernel.serialised, kernel.name
+    multiplying = [k for k in kernels if k.name not in ("delta_kernel", "tf32_kernel")]
+    assert [k.name for k in multiplying] == ["forward_kernel", "dkv_kernel", "dq_kernel"]
+    for kernel in multiplying:
         instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
         assert (instruction in kernel.ptx) == (precision is None)
         if precision is None:
@@ -383,6 +470,18 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
 
 
 # ------------------------------------------------------------------------------------------------------------------ GPU
+
+
+def check_on_the_gpu(shape, dtype, **how):
+    if dtype == "tf32":
+        how = {"precision": None, "product": tf32_product, **how}
+    check(shape, jnp.float32 if dtype in ("tf32", "fp32") else dtype, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
+def test_not_a_number_stays_so_in_tf32_on_the_gpu(bits):
+    not_a_number(bits)
 
 
 @pytest.mark.gpu
@@ -410,24 +509,19 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
     ids=str,
 )
 def test_on_the_gpu(shape, how, dtype):
-    if dtype == "tf32":
-        check(shape, jnp.float32, precision=None, product=xla_product, **how)
-    elif dtype == "fp32":
-        check(shape, jnp.float32, **how)
-    else:
-        check(shape, dtype, **how)
+    check_on_the_gpu(shape, dtype, **how)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "tf32", "fp32"])
 def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, backward, monkeypatch):
     from pallas_kernels.flash_attention import _triton
 
     tuning = _triton.tuning
     monkeypatch.setattr(_triton, "tuning", lambda *where: tuning(*where) | {"backward": backward})
     for packed in (False, True):
-        check((2, 1000, 2, 2, 64), dtype, packed=packed)
+        check_on_the_gpu((2, 1000, 2, 2, 64), dtype, packed=packed)
 
 
 @pytest.mark.gpu

@@ -6,8 +6,12 @@ over its keys and makes dQ; seven products, everything written once, so two runs
 makes dQ's parts as well and adds them into an fp32 array in whatever order they come, and a small one converts that; five products.
 Blocks that no query sees are not read, and only those are masked in which some query does not see some key.
 
+Tensor cores leave out the bits of fp32 that TF32 does not have, and Hopper's read both operands along the axis that they sum over.
+So for TF32 `tf32_kernel` first makes copies that are rounded to nearest, "straight" (B·T·H·D) for sums over D and "turned"
+(B·H·D·T′) for sums over T, and what is read of them goes to the tensor cores as it is.
+
 Shapes, beside those of the package: M queries and N keys of a block, P the head dimension padded to 16, 32, 64 or 128, R rows of
-either kind.
+either kind, T′ the length padded to whole blocks.
 
 triton_tiles.json holds the shapes of the blocks: {compute capability: {"shared_kb": shared memory that one program can have there,
 "16" (bf16, fp16) | "tf32" | "fp32": {the largest P that it is for: {"backward": "split" | "fused",
@@ -54,9 +58,14 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
     shape = _shape(operands, segments_BT, causal, scale, window, true_fp32)
     tile = (tiles or tuning(*_tuned_by(operands, true_fp32)))["forward"]
     b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
+    q, k, v, segments = _inputs(operands, segments_BT)
+    if shape["PRECISION"] == "tf32":
+        k, _ = _tf32(k, "k", shape)
+        _, v = _tf32(v, "v", shape, straight=False, turned=tile["N"])
+        shape |= {"KV_ROW": shape["K"] * d, "K_AT": 0}
     return _triton.call(
         forward_kernel,
-        *_inputs(operands, segments_BT),
+        *(q, k, v, segments),
         out=[jax.ShapeDtypeStruct((b, t, h, d), operands[0].dtype), jax.ShapeDtypeStruct((b, h, t), jnp.float32)],
         grid=(triton.cdiv(t, tile["M"]) * b * h,),
         **shape,
@@ -89,34 +98,45 @@ def backward(
         tiles: as of `forward`; "backward" and the kernels of that form are enough.
     """
     shape = _shape(operands, segments_BT, causal, scale, window, true_fp32)
-    b, t, h, k, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
-    packed, dtype = len(operands) == 1, operands[0].dtype
+    b, t, h, key_heads, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
+    packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
     tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
     fused = tiles["backward"] == "fused" and not deterministic
-    inputs = (*_inputs(operands, segments_BT), dout_BTHD, lse_BHT, delta_BHT)
+    q, k, v, segments = _inputs(operands, segments_BT)
 
     tile = tiles["fused" if fused else "dkv"]
+    q_turned = dout_turned = k_turned = q
+    if tf32:
+        q, q_turned = _tf32(q, "q", shape, turned=tile["M"])
+        dout_BTHD, dout_turned = _tf32(dout_BTHD, "dout", shape, turned=tile["M"])
+        k, k_turned = _tf32(k, "k", shape, turned=None if fused else tiles["dq"]["N"])
+        v, _ = _tf32(v, "v", shape)
+        shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
+    inputs = (q, k, v, segments, dout_BTHD, lse_BHT, delta_BHT)
     if packed:
         like_dkv = [jax.ShapeDtypeStruct(operands[0].shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
     else:
-        like_dkv = [jax.ShapeDtypeStruct((b, t, k, d), dtype)] * 2
+        like_dkv = [jax.ShapeDtypeStruct((b, t, key_heads, d), dtype)] * 2
     *sums_BHTD, dk, dv = _triton.call(
         dkv_kernel,
         *inputs,
+        q_turned,
+        dout_turned,
         jnp.zeros((b, h, t, d), jnp.float32) if fused else delta_BHT,
         out=like_dkv,
-        in_place=(len(inputs),) if fused else (),
-        grid=(triton.cdiv(t, tile["N"]) * b * k,),
+        in_place=(len(inputs) + 2,) if fused else (),
+        grid=(triton.cdiv(t, tile["N"]) * b * key_heads,),
         FUSED=fused,
         PACKED=packed,
         **shape,
         **_launched(tile, t),
     )
 
-    kernel, constants = dq_kernel, shape | _launched(tiles["dq"], t)
+    kernel, inputs, constants = dq_kernel, (*inputs, k_turned), shape | _launched(tiles["dq"], t)
     if fused:
         kernel, inputs = convert_kernel, sums_BHTD
-        constants = {name: shape[name] for name in ("T", "H", "D", "P", "Q_ROW", "SCALE")} | {"M": 64}
+        constants = {name: shape[name] for name in ("T", "H", "D", "P", "SCALE")} | {"M": 64}
+    constants["PACKED"] = packed
     constants["grid"] = (triton.cdiv(t, constants["M"]) * b * h,)
     if packed:
         # dk is dqkv, and dq goes where it belongs in that.
@@ -135,9 +155,54 @@ def delta(out_BTHD, dout_BTHD):
         dout_BTHD,
         out=[jax.ShapeDtypeStruct((b, h, t), jnp.float32)],
         grid=(triton.cdiv(t, rows) * b * h,),
-        **{"T": t, "H": h, "D": d, "P": _padded(d), "M": rows},
+        T=t,
+        H=h,
+        D=d,
+        P=_padded(d),
+        M=rows,
     )
     return delta_BHT
+
+
+def _tf32(x, which, shape, *, straight=True, turned=None):
+    """Copies of q, k, v or dO, rounded to TF32.
+
+    Args:
+        x: what holds it.
+        which: "q", "k", "v" or "dout".
+        straight: make the straight one.
+        turned: make the turned one, for blocks of so many rows.
+
+    Returns:
+        B·T·H·D (of k and v K for H) and B·H·D·T′; one that was not asked for is a single number without meaning.
+    """
+    b, t, d, heads = shape["BATCH"], shape["T"], shape["D"], shape["K" if which in ("k", "v") else "H"]
+    row, at = {
+        "q": (shape["Q_ROW"], 0),
+        "k": (shape["KV_ROW"], shape["K_AT"]),
+        "v": (shape["KV_ROW"], shape["V_AT"]),
+        "dout": (heads * d, 0),
+    }[which]
+    columns, rows = triton.cdiv(t, turned or 1) * (turned or 1), 64
+    return _triton.call(
+        tf32_kernel,
+        x,
+        out=[
+            jax.ShapeDtypeStruct((b, t, heads, d) if straight else (1,), x.dtype),
+            jax.ShapeDtypeStruct((b, heads, d, columns) if turned else (1,), x.dtype),
+        ],
+        grid=(triton.cdiv(columns, rows) * b * heads,),
+        T=t,
+        H=heads,
+        D=d,
+        P=shape["P"],
+        ROW=row,
+        AT=at,
+        COLUMNS=columns,
+        STRAIGHT=straight,
+        TURNED=turned is not None,
+        M=rows,
+    )
 
 
 def _launched(tile: dict[str, int], t: int) -> dict[str, int]:
@@ -275,24 +340,34 @@ def offsets(R: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr):
 @triton.jit
 def load_rows(
     ptr, start, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, CHECKED: tl.constexpr, AGAIN: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows start … start + R−1, with zeros for columns from D on and, if CHECKED, for rows from T on.
-
-    AGAIN makes it another load than the one before of the same rows, which the compiler would take for both.
-    """
-    POLICY: tl.constexpr = "evict_last" if AGAIN else ""
+    """Rows start … start + R−1, with zeros for columns from D on and, if CHECKED, for rows from T on."""
     # The way to the tile in 64 bits, the way inside it in 32.
     at_RP = ptr + tl.cast(start, tl.int64) * ROW + offsets(R, P, ROW)
     row_R1, column_1P = start + tl.arange(0, R)[:, None], tl.arange(0, P)[None, :]
     if CHECKED and D < P:
-        return tl.load(at_RP, mask=(row_R1 < T) & (column_1P < D), other=0.0, eviction_policy=POLICY)
+        return tl.load(at_RP, mask=(row_R1 < T) & (column_1P < D), other=0.0)
     elif CHECKED:
-        return tl.load(at_RP, mask=row_R1 < T, other=0.0, eviction_policy=POLICY)
+        return tl.load(at_RP, mask=row_R1 < T, other=0.0)
     elif D < P:
-        return tl.load(at_RP, mask=column_1P < D, other=0.0, eviction_policy=POLICY)
+        return tl.load(at_RP, mask=column_1P < D, other=0.0)
     else:
-        return tl.load(at_RP, eviction_policy=POLICY)
+        return tl.load(at_RP)
+
+
+@triton.jit
+def turned(head, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """The way to a head in a turned copy for blocks of R."""
+    return tl.cast(head, tl.int64) * (D * ((T + R - 1) // R * R))
+
+
+@triton.jit
+def load_turned(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """What `load_rows` would have given, from a turned copy (with the order of `evens_first`)."""
+    COLUMNS: tl.constexpr = (T + R - 1) // R * R
+    at_PR = ptr + start + offsets(P, R, COLUMNS)
+    return tl.trans(tl.load(at_PR, mask=tl.arange(0, P)[:, None] < D, other=0.0) if D < P else tl.load(at_PR))
 
 
 @triton.jit
@@ -310,6 +385,39 @@ def store_rows(
         tl.store(at_RP, x_RP, mask=column_1P < D)
     else:
         tl.store(at_RP, x_RP)
+
+
+@triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """Anything, rounded to TF32 if that is PRECISION."""
+    if PRECISION == "tf32":
+        return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+    else:
+        return x
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Results of arithmetic as an operand of a product with something of a dtype: rounded to nearest."""
+    if PRECISION == "tf32":
+        # In fewer instructions than `rounded` takes: what is left below the bits of TF32, the tensor cores leave out. The one
+        # NaN that arithmetic makes is 0x7FFFFFFF, which may not become −0.
+        return (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def evens_first(x_RC, PRECISION: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Of 8 columns those with even numbers, then those with odd ones, if PRECISION is "tf32".
+
+    A thread has two neighbours of a product's result, and as left operand of the next gives two that are 4 columns apart. What
+    the next sums over may come in any order, if it is that of the right operand too.
+    """
+    if PRECISION == "tf32":
+        return tl.reshape(tl.permute(tl.reshape(x_RC, (R, C // 8, 4, 2)), (0, 1, 3, 2)), (R, C))
+    else:
+        return x_RC
 
 
 @triton.jit
@@ -395,18 +503,19 @@ def forward_kernel(
     order, head = block_and_head(BLOCKS, BATCH * H, TOGETHER)
     t0 = (BLOCKS - 1 - order) * M
     b, h = (head // H).to(tl.int64), head % H
-    k_ptr += b * T * KV_ROW + h // (H // K) * D + K_AT
-    v_ptr += b * T * KV_ROW + h // (H // K) * D + V_AT
+    k = h // (H // K)
+    k_ptr += b * T * KV_ROW + k * D + K_AT
+    v_ptr += turned(b * K + k, T, D, N) if PRECISION == "tf32" else b * T * KV_ROW + k * D + V_AT
     segments_ptr += b * T
 
-    q_MP = load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0, False)
+    q_MP = rounded(load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0), PRECISION)
     t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
     out_MP = tl.full((M, P), 0.0, tl.float32)
     highest_M = tl.full((M,), LOWEST, tl.float32)
     sum_M = tl.full((M,), 0.0, tl.float32)
     start, end, whole, whole_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
     for s0 in range(start, end, N):
-        k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0, False)
+        k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
         s_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision=PRECISION)
         s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
         if SCALE < 0:
@@ -419,8 +528,16 @@ def forward_kernel(
         p_MN = tl.exp2(s_MN * UNIT - higher_M[:, None])
         shrink_M = tl.exp2(highest_M - higher_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
-        v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0, False)
-        out_MP = tl.dot(p_MN.to(v_NP.dtype), v_NP, out_MP * shrink_M[:, None], input_precision=PRECISION)
+        if PRECISION == "tf32":
+            v_NP = load_turned(v_ptr, s0, T, D, N, P)
+            p_MN = evens_first(operand(p_MN, v_NP.dtype, PRECISION), PRECISION, M, N)
+            # Not added up by the tensor cores: beside a product that still ran, ptxas would not load q, a left operand in
+            # registers, for the next, and would wait for every instruction of both.
+            pv_MP = tl.dot(p_MN, v_NP, input_precision=PRECISION)
+            out_MP = tl.fma(out_MP, tl.broadcast_to(shrink_M[:, None], (M, P)), pv_MP)
+        else:
+            v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
+            out_MP = tl.dot(p_MN.to(v_NP.dtype), v_NP, out_MP * shrink_M[:, None], input_precision=PRECISION)
         highest_M = higher_M
 
     out_MP *= (1.0 / sum_M)[:, None]
@@ -435,7 +552,7 @@ def forward_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, q_turned_ptr, dout_turned_ptr, dq_ptr, dk_ptr, dv_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
@@ -451,8 +568,8 @@ def dkv_kernel(
     kv_at = b * T * KV_ROW + k * D
     segments_ptr += b * T
 
-    k_NP = load_rows(k_ptr + kv_at + K_AT, s0, KV_ROW, T, D, N, P, T % N != 0, False)
-    v_NP = load_rows(v_ptr + kv_at + V_AT, s0, KV_ROW, T, D, N, P, T % N != 0, False)
+    k_NP = load_rows(k_ptr + kv_at + K_AT, s0, KV_ROW, T, D, N, P, T % N != 0)
+    v_NP = load_rows(v_ptr + kv_at + V_AT, s0, KV_ROW, T, D, N, P, T % N != 0)
     s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
     dk_NP = tl.full((N, P), 0.0, tl.float32)
     dv_NP = tl.full((N, P), 0.0, tl.float32)
@@ -466,8 +583,8 @@ def dkv_kernel(
             lse_M = load_each(lse_ptr + numbers, t0, T, M, T % M != 0) * LOG2E
             delta_M = load_each(delta_ptr + numbers, t0, T, M, T % M != 0)
             t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
-            q_MP = load_rows(q_head_ptr, t0, Q_ROW, T, D, M, P, T % M != 0, False)
-            dout_MP = load_rows(dout_head_ptr, t0, H * D, T, D, M, P, T % M != 0, False)
+            q_MP = load_rows(q_head_ptr, t0, Q_ROW, T, D, M, P, T % M != 0)
+            dout_MP = load_rows(dout_head_ptr, t0, H * D, T, D, M, P, T % M != 0)
             # Both products come before the exponentials of the first, which are then made while the second runs.
             s_NM = tl.dot(k_NP, tl.trans(q_MP), input_precision=PRECISION)
             dp_NM = tl.dot(v_NP, tl.trans(dout_MP), input_precision=PRECISION)
@@ -477,51 +594,55 @@ def dkv_kernel(
                 seen_NM = visible(t_1M, s_N1, t_segment_M[None, :], s_segment_N[:, None], T, CAUSAL, WINDOW, SEGMENTS)
                 p_NM = tl.where(seen_NM, p_NM, 0.0)
             if PRECISION == "tf32":
-                # The products above and below want their right operands along different axes, for fp32 in two different
-                # layouts of shared memory. The compiler loads ahead only what has one: so there are two loads.
-                q_MP = load_rows(q_head_ptr, t0, Q_ROW, T, D, M, P, T % M != 0, True)
-                dout_MP = load_rows(dout_head_ptr, t0, H * D, T, D, M, P, T % M != 0, True)
-            dv_NP = tl.dot(p_NM.to(dout_MP.dtype), dout_MP, dv_NP, input_precision=PRECISION)
-            ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MP.dtype)
-            dk_NP = tl.dot(ds_NM, q_MP, dk_NP, input_precision=PRECISION)
+                q_MP = load_turned(q_turned_ptr + turned(b * H + h, T, D, M), t0, T, D, M, P)
+                dout_MP = load_turned(dout_turned_ptr + turned(b * H + h, T, D, M), t0, T, D, M, P)
+            p_left_NM = evens_first(operand(p_NM, dout_MP.dtype, PRECISION), PRECISION, N, M)
+            dv_NP = tl.dot(p_left_NM, dout_MP, dv_NP, input_precision=PRECISION)
+            ds_NM = operand(p_NM * (dp_NM - delta_M[None, :]), q_MP.dtype, PRECISION)
+            dk_NP = tl.dot(evens_first(ds_NM, PRECISION, N, M), q_MP, dk_NP, input_precision=PRECISION)
             if FUSED:
                 dq_MP = tl.dot(tl.trans(ds_NM), k_NP, input_precision=PRECISION)
                 row_M1, column_1P = t0 + tl.arange(0, M)[:, None], tl.arange(0, P)[None, :]
                 at_MP = dq_ptr + (numbers + t0) * D + offsets(M, P, D)
                 tl.atomic_add(at_MP, dq_MP, mask=(row_M1 < T) & (column_1P < D), sem="relaxed")
+    ROW: tl.constexpr = 3 * H * D if PACKED else K * D
+    out_at = b * T * ROW + k * D
     if PACKED:
-        dv_ptr = dk_ptr
-    store_rows(dk_ptr + kv_at + K_AT, dk_NP * SCALE, s0, KV_ROW, T, D, N, P)
-    store_rows(dv_ptr + kv_at + V_AT, dv_NP, s0, KV_ROW, T, D, N, P)
+        dk_ptr += H * D
+        dv_ptr = dk_ptr + H * D
+    store_rows(dk_ptr + out_at, dk_NP * SCALE, s0, ROW, T, D, N, P)
+    store_rows(dv_ptr + out_at, dv_NP, s0, ROW, T, D, N, P)
 
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, k_turned_ptr, dq_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
+    PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    """dQ of a block of queries. PACKED: dq is all of dqkv."""
     BLOCKS: tl.constexpr = (T + M - 1) // M
     order, head = block_and_head(BLOCKS, BATCH * H, TOGETHER)
     t0 = (BLOCKS - 1 - order) * M
     b, h = (head // H).to(tl.int64), head % H
-    k_ptr += b * T * KV_ROW + h // (H // K) * D + K_AT
-    v_ptr += b * T * KV_ROW + h // (H // K) * D + V_AT
+    k = h // (H // K)
+    k_ptr += b * T * KV_ROW + k * D + K_AT
+    v_ptr += b * T * KV_ROW + k * D + V_AT
     segments_ptr += b * T
     numbers = head.to(tl.int64) * T
 
-    q_MP = load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0, False)
-    dout_MP = load_rows(dout_ptr + b * T * H * D + h * D, t0, H * D, T, D, M, P, T % M != 0, False)
+    q_MP = load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0)
+    dout_MP = load_rows(dout_ptr + b * T * H * D + h * D, t0, H * D, T, D, M, P, T % M != 0)
     lse_M = load_each(lse_ptr + numbers, t0, T, M, T % M != 0) * LOG2E
     delta_M = load_each(delta_ptr + numbers, t0, T, M, T % M != 0)
     t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
     dq_MP = tl.full((M, P), 0.0, tl.float32)
     start, end, whole, whole_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
     for s0 in range(start, end, N):
-        k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0, False)
-        v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0, False)
+        k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
+        v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
         s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
         s_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision=PRECISION)
         dp_MN = tl.dot(dout_MP, tl.trans(v_NP), input_precision=PRECISION)
@@ -530,11 +651,12 @@ def dq_kernel(
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
             seen_MN = visible(t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS)
             p_MN = tl.where(seen_MN, p_MN, 0.0)
-        ds_MN = (p_MN * (dp_MN - delta_M[:, None])).to(k_NP.dtype)
-        if PRECISION == "tf32":  # as in `dkv_kernel`
-            k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0, True)
-        dq_MP = tl.dot(ds_MN, k_NP, dq_MP, input_precision=PRECISION)
-    store_rows(dq_ptr + b * T * Q_ROW + h * D, dq_MP * SCALE, t0, Q_ROW, T, D, M, P)
+        ds_MN = operand(p_MN * (dp_MN - delta_M[:, None]), k_NP.dtype, PRECISION)
+        if PRECISION == "tf32":
+            k_NP = load_turned(k_turned_ptr + turned(b * K + k, T, D, N), s0, T, D, N, P)
+        dq_MP = tl.dot(evens_first(ds_MN, PRECISION, M, N), k_NP, dq_MP, input_precision=PRECISION)
+    ROW: tl.constexpr = (3 if PACKED else 1) * H * D
+    store_rows(dq_ptr + b * T * ROW + h * D, dq_MP * SCALE, t0, ROW, T, D, M, P)
 
 
 @triton.jit
@@ -545,20 +667,39 @@ def delta_kernel(
     h, block = tl.program_id(0) % H, tl.program_id(0) // H
     t0, b = block % ((T + M - 1) // M) * M, (block // ((T + M - 1) // M)).to(tl.int64)
     at = b * T * H * D + h * D
-    out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, T % M != 0, False).to(tl.float32)
-    dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, T % M != 0, False).to(tl.float32)
+    out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, T % M != 0).to(tl.float32)
+    dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, T % M != 0).to(tl.float32)
     rows_M = t0 + tl.arange(0, M)
     tl.store(delta_ptr + (b * H + h) * T + rows_M, tl.sum(out_MP * dout_MP, 1), mask=rows_M < T)
 
 
 @triton.jit
+def tf32_kernel(
+    x_ptr, straight_ptr, turned_ptr,
+    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr,
+    COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """Straight and turned copies of B·T·H·D, rounded to TF32. Of the COLUMNS of the turned one those from T on are zero."""
+    h, block = tl.program_id(0) % H, tl.program_id(0) // H
+    t0, b = block % ((COLUMNS + M - 1) // M) * M, (block // ((COLUMNS + M - 1) // M)).to(tl.int64)
+    x_MP = rounded(load_rows(x_ptr + b * T * ROW + h * D + AT, t0, ROW, T, D, M, P, COLUMNS != T or T % M != 0), "tf32")
+    if STRAIGHT:
+        store_rows(straight_ptr + (b * T * H + h) * D, x_MP, t0, H * D, T, D, M, P)
+    if TURNED:
+        column_P1, t_1M = tl.arange(0, P)[:, None], t0 + tl.arange(0, M)[None, :]
+        at_PM = turned_ptr + (b * H + h) * D * COLUMNS + column_P1 * COLUMNS + t_1M
+        tl.store(at_PM, evens_first(tl.trans(x_MP), "tf32", P, M), mask=(column_P1 < D) & (t_1M < COLUMNS))
+
+
+@triton.jit
 def convert_kernel(
     sums_ptr, dq_ptr,
-    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, Q_ROW: tl.constexpr,
-    SCALE: tl.constexpr, M: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    SCALE: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """dQ from its sums in fp32, B·H·T·D."""
     t0, head = tl.program_id(0) % ((T + M - 1) // M) * M, tl.program_id(0) // ((T + M - 1) // M)
     b, h = (head // H).to(tl.int64), head % H
-    dq_MP = load_rows(sums_ptr + head.to(tl.int64) * T * D, t0, D, T, D, M, P, T % M != 0, False)
-    store_rows(dq_ptr + b * T * Q_ROW + h * D, dq_MP * SCALE, t0, Q_ROW, T, D, M, P)
+    dq_MP = load_rows(sums_ptr + head.to(tl.int64) * T * D, t0, D, T, D, M, P, T % M != 0)
+    ROW: tl.constexpr = (3 if PACKED else 1) * H * D
+    store_rows(dq_ptr + b * T * ROW + h * D, dq_MP * SCALE, t0, ROW, T, D, M, P)
