@@ -409,7 +409,7 @@ def trace(step: OurStep, folder: Path) -> dict:
         BenchError: it needs more memory than there is, or the trace shows nothing of it.
     """
     # In a CUDA graph all kernels have one name, that of the graph.
-    step.compile(**({"xla_gpu_enable_command_buffer": ""} if step.device.platform == "gpu" else {}))
+    step.compile(**({"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}))
     step.check_memory()
     text = step.compiled.as_text()
     step.run(WARM_UP)
