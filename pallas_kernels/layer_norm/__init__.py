@@ -1,13 +1,15 @@
 """Layer normalisation and RMS normalisation over the last axis, fused with the addition of a residual.
 
-    total = x + residual                                       (added in fp32, rounded once to x's dtype; x itself without one)
+    total = x + residual + residual_bias                       (added in fp32, rounded once to x's dtype; x itself without them)
     layer_norm:  y = (total − mean) · rstd · scale + bias      mean = Σ total / C,  rstd = 1/√(Σ (total − mean)² / C + eps)
     rms_norm:    y = total · rstd · scale                      rstd = 1/√(Σ total² / C + eps)
 
 and with x̂ = y before scale and bias, g = dy · scale:
 
     dx = dresidual = rstd · (g − Σ g / C − x̂ · Σ (g·x̂) / C) + dtotal      (no Σ g / C in rms_norm)
-    dscale = Σ_n dy · x̂        dbias = Σ_n dy
+    dscale = Σ_n dy · x̂        dbias = Σ_n dy        dresidual_bias = Σ_n dx
+
+residual_bias, which layer_norm alone has, is the bias of the projection whose product the residual is.
 
 Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
@@ -41,6 +43,7 @@ def layer_norm(
     bias: Float[Array, " C"],
     *,
     residual: Float[Array, "*N C"] | None = None,
+    residual_bias: Float[Array, " C"] | None = None,
     eps: float = 1e-5,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str = "auto",
@@ -51,19 +54,25 @@ def layer_norm(
         x: rows of fp32, bf16 or fp16.
         scale, bias: both fp32, or both of x's dtype; their gradients have it too.
         residual: added to x first; of x's shape and dtype.
+        residual_bias: added to every row of x and residual; of scale's dtype. Only beside a residual.
         eps: added to the biased variance.
         out_dtype: of y; x's when None.
         implementation: "auto", or one of the back ends above.
 
     Returns:
-        y; with `residual` (y, total), where total = x + residual in x's dtype.
+        y; with `residual` (y, total), where total is their sum in x's dtype.
 
     Raises:
         ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
     """
-    out_dtype = _check("layer_norm", x, residual, {"scale": scale, "bias": bias}, out_dtype)
+    parameters = {"scale": scale, "bias": bias}
+    if residual_bias is not None:
+        if residual is None:
+            raise ValueError("layer_norm: residual_bias is added beside a residual, and there is none; give both or neither")
+        parameters["residual_bias"] = residual_bias
+    out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
     backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm")
-    return _apply(_Options(eps, True, out_dtype, backend), x, residual, scale, bias)
+    return _apply(_Options(eps, True, out_dtype, backend), x, residual, scale, bias, residual_bias)
 
 
 def rms_norm(
@@ -77,11 +86,11 @@ def rms_norm(
 ) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
     """Divides each row by its root mean square, then scales it where there is a scale.
 
-    Args, returns and errors as of `layer_norm`; `eps` is added to the mean square.
+    Args, returns and errors as of `layer_norm`, but for the biases; `eps` is added to the mean square.
     """
     out_dtype = _check("rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype)
     backend = choose(x.dtype, x.shape[-1], implementation, kernel="rms_norm")
-    return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None)
+    return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
 
 
 def choose(
@@ -100,22 +109,25 @@ def choose(
     return _choose.named(kernel, implementation, supported)
 
 
-def reference(x, scale, bias, *, residual=None, eps=1e-5):
+def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
     """layer_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
-    return _reference(x, residual, scale, bias, eps, centred=True)
+    return _reference(x, residual, scale, bias, residual_bias, eps, centred=True)
 
 
 def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
     """rms_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
-    return _reference(x, residual, scale, None, eps, centred=False)
+    return _reference(x, residual, scale, None, None, eps, centred=False)
 
 
-def _reference(x, residual, scale, bias, eps, *, centred):
-    x, residual, scale, bias = (None if a is None else a.astype(jnp.float32) for a in (x, residual, scale, bias))
+def _reference(x, residual, scale, bias, residual_bias, eps, *, centred):
+    x, residual, scale, bias, residual_bias = (
+        None if a is None else a.astype(jnp.float32) for a in (x, residual, scale, bias, residual_bias)
+    )
     total = x if residual is None else x + residual
+    # The axes are lined up by hand so that strict rank promotion holds.
+    total = total if residual_bias is None else total + jnp.broadcast_to(residual_bias, total.shape)
     y = total - total.mean(-1, keepdims=True) if centred else total
     y = y / jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    # The axes are lined up by hand so that strict rank promotion holds.
     y = y if scale is None else y * jnp.broadcast_to(scale, y.shape)
     y = y if bias is None else y + jnp.broadcast_to(bias, y.shape)
     return y if residual is None else (y, total)
@@ -130,29 +142,29 @@ class _Options:
     backend: str
 
 
-def _apply(options, x, residual, scale, bias):
+def _apply(options, x, residual, scale, bias, residual_bias):
     if options.backend == "reference":
-        found = _reference(x, residual, scale, bias, options.eps, centred=options.centred)
+        found = _reference(x, residual, scale, bias, residual_bias, options.eps, centred=options.centred)
         if residual is None:
             return found.astype(options.out_dtype)
         return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
-    y, total = _norm(options, x, residual, scale, bias)
+    y, total = _norm(options, x, residual, scale, bias, residual_bias)
     return y if residual is None else (y, total)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(options, x, residual, scale_C, bias_C):
-    return _forward(options, x, residual, scale_C, bias_C)[:2]
+def _norm(options, x, residual, scale_C, bias_C, residual_bias_C):
+    return _forward(options, x, residual, scale_C, bias_C, residual_bias_C)[:2]
 
 
 def _norm_forward(options, *primals):
-    x, residual, scale_C, bias_C = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
-    y, total, stats = _forward(options, x, residual, scale_C, bias_C)
-    return (y, total), (x if residual is None else total, stats, scale_C)
+    x, residual, scale_C, bias_C, residual_bias_C = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    y, total, stats = _forward(options, x, residual, scale_C, bias_C, residual_bias_C)
+    return (y, total), (x if residual is None else total, stats, scale_C, residual_bias_C)
 
 
 def _norm_backward(options, saved, cotangents):
-    total, stats, scale_C = saved
+    total, stats, scale_C, residual_bias_C = saved
     dy, dtotal = cotangents
     has_residual = dtotal is not None
     # The last normalisation of a network leaves its total unused: no zeros are read for it.
@@ -160,46 +172,51 @@ def _norm_backward(options, saved, cotangents):
         dtotal = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         dy = jnp.zeros(dy.shape, dy.dtype)
-    dx, dscale_C, dbias_C = _backward(options, dy, dtotal, total, stats, scale_C)
-    return dx, dx if has_residual else None, dscale_C, dbias_C
+    has_bias = residual_bias_C is not None
+    dx, *dparameters_C = _backward(options, dy, dtotal, total, stats, scale_C, residual_bias=has_bias)
+    return dx, dx if has_residual else None, *dparameters_C
 
 
 _norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
-def _forward(options, x, residual, scale_C, bias_C):
+def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
     """(y, total or None, statistics); the statistics of x (..., C) are (S, ...) or (S, N)."""
     static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
     if options.backend == "xla":
-        return _xla_forward(x, residual, scale_C, bias_C, **static)
+        return _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, **static)
     from pallas_kernels.layer_norm import _triton
 
     # A kernel launch has no rule for vmap; a loop over it does.
     kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.forward, **static))
-    y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C)
+    y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C, residual_bias_C)
     return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
 
 
-def _backward(options, dy, dtotal, total, stats, scale_C):
-    """(dx, dscale, dbias)"""
+def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False):
+    """(dx, dscale, dbias, dresidual_bias), where `residual_bias` says whether there is one."""
+    static = {"centred": options.centred, "residual_bias": residual_bias}
     if options.backend == "xla":
-        return _xla_backward(dy, dtotal, total, stats, scale_C, centred=options.centred)
+        return _xla_backward(dy, dtotal, total, stats, scale_C, **static)
     from pallas_kernels.layer_norm import _triton
 
-    kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, centred=options.centred))
-    dx_NC, dscale_C, dbias_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
-    return dx_NC.reshape(total.shape), dscale_C, dbias_C
+    kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, **static))
+    dx_NC, *dparameters_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
+    return dx_NC.reshape(total.shape), *dparameters_C
 
 
 def _rows(x):
     return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _xla_forward(x, residual, scale_C, bias_C, *, eps, centred, out_dtype):
+def _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
     # The axes stay as they are: the compiler may have split them over devices.
     total = x.astype(jnp.float32)
     if residual is not None:
-        total = (total + residual.astype(jnp.float32)).astype(x.dtype)
+        total = total + residual.astype(jnp.float32)
+        if residual_bias_C is not None:
+            total = total + jnp.broadcast_to(residual_bias_C.astype(jnp.float32), total.shape)
+        total = total.astype(x.dtype)
     y = total.astype(jnp.float32)
     mean = y.mean(-1, keepdims=True)
     if centred:
@@ -214,7 +231,7 @@ def _xla_forward(x, residual, scale_C, bias_C, *, eps, centred, out_dtype):
     return y.astype(out_dtype), None if residual is None else total, stats
 
 
-def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred):
+def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
     dy, xhat = dy.astype(jnp.float32), total.astype(jnp.float32)
     if centred:
         xhat = xhat - stats[0][..., None]
@@ -229,7 +246,8 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred):
     rows = tuple(range(dy.ndim - 1))
     dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
     dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
-    return dx.astype(total.dtype), dscale_C, dbias_C
+    dresidual_bias_C = dx.sum(rows).astype(scale_C.dtype) if residual_bias else None
+    return dx.astype(total.dtype), dscale_C, dbias_C, dresidual_bias_C
 
 
 def _why_not_triton(channels: int) -> str | None:

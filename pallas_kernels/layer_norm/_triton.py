@@ -1,7 +1,7 @@
 """Triton kernels of layer_norm (CENTRED: with mean, scale and bias) and rms_norm (without mean and bias).
 
 A row is read once and stays in registers. Forward, a program takes one tile of rows; backward, a few programs walk over all
-tiles and add up dscale and dbias in registers, while the next tiles are being copied to shared memory.
+tiles and add up dscale, dbias and dresidual_bias in registers, while the next tiles are being copied to shared memory.
 
 Shapes: N rows, C channels, P programs. A tile is a tuple of CHUNKS arrays of (ROWS, LANES). One warp has a tile where a row of
 C channels allows it: then the sum over a row needs no barrier.
@@ -20,6 +20,7 @@ from pallas_kernels import _triton
 # and the stages of their pipeline, by the size of total's elements: four-byte rows keep the memory busy without copies ahead.
 FORWARD_ELEMENTS = 24
 BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
+BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
 # What a program may have on every GPU from Ampere on, with room for reductions.
 MAX_SHARED_BYTES = 90_000
 
@@ -62,6 +63,7 @@ def norm_forward(
     residual_ptr,
     scale_ptr,
     bias_ptr,
+    residual_bias_ptr,
     y_ptr,
     total_ptr,
     stats_ptr,
@@ -70,6 +72,7 @@ def norm_forward(
     EPS: tl.constexpr,
     CENTRED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -83,9 +86,14 @@ def norm_forward(
     x = load_tile(x_ptr, first, N, C, ROWS, CHUNKS, LANES)
     if HAS_RESIDUAL:
         residual = load_tile(residual_ptr, first, N, C, ROWS, CHUNKS, LANES)
+        if HAS_RESIDUAL_BIAS:
+            residual_bias = load_tile(residual_bias_ptr, 0, 1, C, 1, CHUNKS, LANES)
         total = ()
         for k in tl.static_range(CHUNKS):
-            total += ((x[k].to(tl.float32) + residual[k].to(tl.float32)).to(total_ptr.dtype.element_ty),)
+            chunk = x[k].to(tl.float32) + residual[k].to(tl.float32)
+            if HAS_RESIDUAL_BIAS:
+                chunk += residual_bias[k].to(tl.float32)
+            total += (chunk.to(total_ptr.dtype.element_ty),)
         for k in tl.static_range(CHUNKS):
             store_chunk(total_ptr, total[k], first, k, N, C, ROWS, LANES)
         x = total
@@ -128,6 +136,7 @@ def norm_backward(
     C: tl.constexpr,
     CENTRED: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
+    HAS_RESIDUAL_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -137,12 +146,14 @@ def norm_backward(
     i = tl.arange(0, ROWS)
     if HAS_SCALE:
         scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
-    dscale, dbias = (), ()
+    dscale, dbias, dresidual_bias = (), (), ()
     for k in tl.static_range(CHUNKS):
         if HAS_SCALE:
             dscale += (tl.zeros((ROWS, LANES), tl.float32),)
         if CENTRED:
             dbias += (tl.zeros((ROWS, LANES), tl.float32),)
+        if HAS_RESIDUAL_BIAS:
+            dresidual_bias += (tl.zeros((ROWS, LANES), tl.float32),)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         dy = load_tile(dy_ptr, first, N, C, ROWS, CHUNKS, LANES)
         total = load_tile(total_ptr, first, N, C, ROWS, CHUNKS, LANES)
@@ -153,8 +164,8 @@ def norm_backward(
         if CENTRED:
             mean = tl.load(stats_ptr + first + i, mask=first + i < N, other=0.0)[:, None]
         sum_g, sum_gx = tl.zeros((ROWS, LANES), tl.float32), tl.zeros((ROWS, LANES), tl.float32)
-        old_dscale, old_dbias = dscale, dbias
-        dscale, dbias = (), ()
+        old_dscale, old_dbias, old_dresidual_bias = dscale, dbias, dresidual_bias
+        dscale, dbias, dresidual_bias = (), (), ()
         for k in tl.static_range(CHUNKS):
             # Outside of the row dy is 0, and with it all that is summed.
             g = dy[k].to(tl.float32)
@@ -181,6 +192,8 @@ def norm_backward(
             dx += g * rstd
             if HAS_DTOTAL:
                 dx += dtotal[k].to(tl.float32)
+            if HAS_RESIDUAL_BIAS:
+                dresidual_bias += (old_dresidual_bias[k] + dx,)
             store_chunk(dx_ptr, dx, first, k, N, C, ROWS, LANES)
     partial_ptr += tl.program_id(0) * C
     for k in tl.static_range(CHUNKS):
@@ -189,13 +202,23 @@ def norm_backward(
         if CENTRED:
             dbias_ptr = partial_ptr + tl.num_programs(0) * C
             store_chunk(dbias_ptr, tl.sum(dbias[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
+        if HAS_RESIDUAL_BIAS:
+            dresidual_bias_ptr = partial_ptr + 2 * tl.num_programs(0) * C
+            store_chunk(dresidual_bias_ptr, tl.sum(dresidual_bias[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
 
 
 @triton.jit
 def sum_partials(
-    partial_ptr, dscale_ptr, dbias_ptr, P: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+    partial_ptr,
+    dscale_ptr,
+    dbias_ptr,
+    dresidual_bias_ptr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """Adds the programs' sums in a fixed order; grid (C / LANES, 2), or (C / LANES, 1) where there is no bias."""
+    """Adds the programs' sums in a fixed order; grid (C / LANES, how many of dscale, dbias, dresidual_bias there are)."""
     c = (tl.program_id(0) * LANES + tl.arange(0, LANES))[None, :]
     partial_ptr += tl.program_id(1) * P * C
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -205,18 +228,20 @@ def sum_partials(
     total = tl.sum(total, 0, keep_dims=True)
     if tl.program_id(1) == 0:
         tl.store(dscale_ptr + c, total.to(dscale_ptr.dtype.element_ty), mask=c < C)
-    else:
+    elif tl.program_id(1) == 1:
         tl.store(dbias_ptr + c, total.to(dbias_ptr.dtype.element_ty), mask=c < C)
+    else:
+        tl.store(dresidual_bias_ptr + c, total.to(dresidual_bias_ptr.dtype.element_ty), mask=c < C)
 
 
-def forward(x_NC, residual_NC, scale_C, bias_C, *, eps, centred, out_dtype):
+def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
     """(y, total, statistics): total is None without `residual_NC`; statistics are mean and rstd, or rstd alone."""
     n, c = x_NC.shape
     tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
         # A pointer is given for what is absent too; nothing goes through it.
-        *(x_NC if array is None else array for array in (x_NC, residual_NC, scale_C, bias_C)),
+        *(x_NC if array is None else array for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)),
         out=[
             jax.ShapeDtypeStruct((n, c), out_dtype),
             jax.ShapeDtypeStruct((1, 1) if residual_NC is None else (n, c), x_NC.dtype),
@@ -226,23 +251,27 @@ def forward(x_NC, residual_NC, scale_C, bias_C, *, eps, centred, out_dtype):
         EPS=eps,
         CENTRED=centred,
         HAS_RESIDUAL=residual_NC is not None,
+        HAS_RESIDUAL_BIAS=residual_bias_C is not None,
         HAS_SCALE=scale_C is not None,
         **tile,
     )
     return y_NC, None if residual_NC is None else total_NC, stats_SN
 
 
-def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred):
-    """(dx, dscale, dbias): dx is the gradient of x and of the residual. `dtotal_NC` is None where nobody read total."""
+def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual_bias):
+    """(dx, dscale, dbias, dresidual_bias): dx is the gradient of x and of the residual; None for what there is not.
+
+    `dtotal_NC` is None where nobody read total.
+    """
     n, c = total_NC.shape
-    elements, warps_per_sm, stages = BACKWARD[total_NC.dtype.itemsize]
+    elements, warps_per_sm, stages = (BACKWARD_WITH_BIAS if residual_bias else BACKWARD)[total_NC.dtype.itemsize]
     tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
     # A CPU device, where the interpreter runs, has no such attribute.
     sms = getattr(jax.devices()[0], "core_count", 1)
     programs = min(triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms)
     bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (1 if dtotal_NC is None else 2)
     copied_ahead = (stages - 1) * tile["ROWS"] * tile["CHUNKS"] * tile["LANES"] * bytes_per_channel
-    sums = 0 if scale_C is None else 2 if centred else 1
+    sums = 0 if scale_C is None else 1 + centred + residual_bias
     dx_NC, partial_SPC = _triton.call(
         norm_backward,
         *(dy_NC if array is None else array for array in (dy_NC, dtotal_NC, total_NC, stats_SN, scale_C)),
@@ -253,16 +282,17 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred):
         grid=(programs,),
         CENTRED=centred,
         HAS_DTOTAL=dtotal_NC is not None,
+        HAS_RESIDUAL_BIAS=residual_bias,
         HAS_SCALE=scale_C is not None,
         STAGES=stages if copied_ahead <= MAX_SHARED_BYTES else 1,
         **tile,
     )
     if scale_C is None:
-        return dx_NC, None, None
-    dscale_C, dbias_C = _triton.call(
+        return dx_NC, None, None, None
+    found = _triton.call(
         sum_partials,
         partial_SPC,
-        out=[jax.ShapeDtypeStruct((c,), scale_C.dtype), jax.ShapeDtypeStruct((c if centred else 1,), scale_C.dtype)],
+        out=[jax.ShapeDtypeStruct((c if row < sums else 1,), scale_C.dtype) for row in range(3)],
         grid=(triton.cdiv(c, 16), sums),
         num_warps=16,
         P=programs,
@@ -270,7 +300,7 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred):
         ROWS=512,
         LANES=16,
     )
-    return dx_NC, dscale_C, dbias_C if centred else None
+    return dx_NC, *(row_C if row < sums else None for row, row_C in enumerate(found))
 
 
 def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:
