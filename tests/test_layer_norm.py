@@ -22,11 +22,12 @@ BACKENDS = ["xla", "triton"]
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """One way to call layer_norm or rms_norm, of the five arrays (x, residual, scale, bias) and two directions."""
+    """One way to call layer_norm or rms_norm, of its arrays (x, residual, scale, bias, residual_bias) and one or two directions."""
 
     centred: bool = True
     scaled: bool = True
     residual: bool = True
+    residual_bias: bool = False
     eps: float = 1e-5
     out_dtype: jnp.dtype | None = None
     parameters: jnp.dtype | None = jnp.float32
@@ -35,7 +36,7 @@ class Norm:
     def names(self) -> tuple[str, ...]:
         """Of the arguments that this call has; y and total come before their gradients."""
         found = ["x"] + ["residual"] * self.residual + ["scale"] * self.scaled + ["bias"] * self.centred
-        return tuple(found)
+        return (*found, *["residual_bias"] * self.residual_bias)
 
     def arrays(self, shape, dtype, seed=0, offset=0.0):
         rng = np.random.default_rng(seed)
@@ -46,6 +47,8 @@ class Norm:
             "scale": jnp.asarray(1 + 0.3 * rng.standard_normal(shape[-1]), parameters),
             "bias": jnp.asarray(rng.standard_normal(shape[-1]), parameters),
         }
+        if self.residual_bias:
+            made["residual_bias"] = jnp.asarray(rng.standard_normal(shape[-1]), parameters)
         directions = [jnp.asarray(rng.standard_normal(shape), self.out_dtype or dtype)]
         directions += [jnp.asarray(rng.standard_normal(shape), dtype)] * self.residual
         return {name: made[name] for name in self.names()}, tuple(directions)
@@ -58,6 +61,7 @@ class Norm:
             x, residual = given["x"], given.get("residual")
             options = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": implementation}
             if self.centred:
+                options["residual_bias"] = given.get("residual_bias")
                 found = layer_norm(x, given["scale"], given["bias"], residual=residual, **options)
             else:
                 found = rms_norm(x, given.get("scale"), residual=residual, **options)
@@ -69,6 +73,10 @@ class Norm:
         """The textbook in the inputs' own dtype; the arithmetic of a row is fp32."""
         given = dict(zip(self.names(), args, strict=True))
         total = given["x"] + given["residual"] if self.residual else given["x"]
+        if self.residual_bias:
+            total = given["x"].astype(jnp.float32) + given["residual"].astype(jnp.float32)
+            total = total + jnp.broadcast_to(given["residual_bias"].astype(jnp.float32), total.shape)
+            total = total.astype(given["x"].dtype)
         y = total.astype(jnp.float32)
         if self.centred:
             y = y - y.mean(-1, keepdims=True)
@@ -84,7 +92,7 @@ class Norm:
         """Outputs and gradients in fp64, from the equations."""
         given = {name: np.asarray(a, np.float64) for name, a in given.items()}
         dy, *dtotal = (np.asarray(d, np.float64) for d in directions)
-        total = given["x"] + given.get("residual", 0)
+        total = given["x"] + given.get("residual", 0) + given.get("residual_bias", 0)
         centred = total - total.mean(-1, keepdims=True) if self.centred else total
         rstd = 1 / np.sqrt((centred**2).mean(-1, keepdims=True) + self.eps)
         xhat, scale = centred * rstd, given.get("scale", 1)
@@ -95,6 +103,7 @@ class Norm:
         dx = dx * rstd + sum(dtotal)
         rows = tuple(range(dy.ndim - 1))
         gradients = {"x": dx, "residual": dx, "scale": (dy * xhat).sum(rows), "bias": dy.sum(rows)}
+        gradients["residual_bias"] = dx.sum(rows)
         outputs = (xhat * scale + given.get("bias", 0), total)[: 1 + self.residual]
         return (*outputs, *(gradients[name] for name in self.names()))
 
@@ -131,8 +140,11 @@ SHAPES = [
     (5, 1),  # one channel: it is its own mean
     (1, 100),  # one row
 ]
+BIASED = Norm(residual_bias=True)
 NORMS = [
     Norm(),
+    BIASED,
+    Norm(residual_bias=True, parameters=None),
     Norm(residual=False),
     Norm(parameters=None),
     Norm(eps=0.1),
@@ -156,11 +168,13 @@ def test_every_form(backend, norm):
 
 def test_an_fp32_residual_stream_with_bf16_output(backend):
     check(Norm(out_dtype=jnp.dtype(jnp.bfloat16)), backend, (5, 96), jnp.float32)
+    check(Norm(out_dtype=jnp.dtype(jnp.bfloat16), residual_bias=True), backend, (5, 96), jnp.float32)
     check(Norm(out_dtype=jnp.dtype(jnp.float32), residual=False), backend, (5, 96), jnp.bfloat16)
 
 
 def test_gpt2s_width_and_more_rows_than_a_program_takes_at_once(backend):
     check(Norm(), backend, (50, 768), jnp.bfloat16)
+    check(BIASED, backend, (50, 768), jnp.bfloat16)
 
 
 def test_a_mean_far_from_zero_costs_no_precision(backend):
@@ -170,6 +184,7 @@ def test_a_mean_far_from_zero_costs_no_precision(backend):
 
 def test_the_reference_as_an_implementation():
     check(Norm(), "reference", (5, 40), jnp.float32)
+    check(BIASED, "reference", (5, 40), jnp.bfloat16)
     check(Norm(centred=False, scaled=False, residual=False), "reference", (5, 40), jnp.bfloat16)
 
 
@@ -179,18 +194,19 @@ def test_any_shape(rows, channels, seed):
     check(Norm(), "xla", (rows, channels), jnp.float32, norms=(rms,), seed=seed)
 
 
+@pytest.mark.parametrize("norm", [Norm(), BIASED], ids=str)
 @pytest.mark.parametrize("rows, channels", [(9, 130), (17, 257), (33, 8)])
-def test_any_shape_in_triton(triton_on_cpu, rows, channels):
-    check(Norm(), "triton", (rows, channels), jnp.bfloat16, seed=rows)
+def test_any_shape_in_triton(triton_on_cpu, rows, channels, norm):
+    check(norm, "triton", (rows, channels), jnp.bfloat16, seed=rows)
 
 
 def test_reference_is_the_definition():
-    for norm, f in [(Norm(), reference), (Norm(centred=False, eps=1e-6), rms_reference)]:
+    for norm, f in [(Norm(), reference), (BIASED, reference), (Norm(centred=False, eps=1e-6), rms_reference)]:
         given, directions = norm.arrays((6, 50), jnp.bfloat16)
-        residual = given.pop("residual")
-        found = f(*given.values(), residual=residual)
+        named = {name: given.pop(name) for name in ("residual", "residual_bias") if name in given}
+        found = f(*given.values(), **named)
         assert all(a.dtype == jnp.float32 for a in found)
-        for ours, true in zip(found, norm.exact(given | {"residual": residual}, directions)[:2], strict=True):
+        for ours, true in zip(found, norm.exact(given | named, directions)[:2], strict=True):
             np.testing.assert_allclose(ours, true, rtol=0, atol=2e-6)
 
 
@@ -201,6 +217,12 @@ def test_total_is_rounded_once_and_normalised_as_rounded(backend):
     y, total = layer_norm(x, one, zero, residual=residual, eps=0.0, implementation=backend)
     np.testing.assert_array_equal(total, [[1.0, 1 + 2.0**-7, 1.0, 1 + 2.0**-7]])
     np.testing.assert_array_equal(y, [[-1, 1, -1, 1]])
+    # Of three numbers too: 2⁻⁹ and 2⁻⁸ are each lost beside 1, their sum is not.
+    bias = jnp.asarray([2.0**-8, 0, 2.0**-8, 0], jnp.float32)
+    how = {"residual_bias": bias, "eps": 0.0, "implementation": backend}
+    y, total = layer_norm(x, one, zero, residual=jnp.full((1, 4), 2.0**-9, jnp.bfloat16), **how)
+    np.testing.assert_array_equal(total, [[1 + 2.0**-7, 1.0, 1 + 2.0**-7, 1.0]])
+    np.testing.assert_array_equal(y, [[1, -1, 1, -1]])
 
 
 def test_rows_have_mean_zero_and_variance_one_and_do_not_see_shift_or_size(backend):
@@ -219,15 +241,16 @@ def test_total_that_nobody_reads_costs_no_array(triton_on_cpu, monkeypatch):
     monkeypatch.setattr(
         _triton, "call", lambda kernel, *a, **k: launched.append((kernel.__name__, k)) or call(kernel, *a, **k)
     )
-    given, _ = Norm().arrays((4, 16), jnp.float32)
+    given, _ = BIASED.arrays((4, 16), jnp.float32)
     for read in (0, 1):
         launched.clear()
-        f = lambda *args, read=read: Norm().call("triton")(*args)[read].sum()
-        gradient = jax.grad(f, argnums=(0, 1))(*given.values())
+        f = lambda *args, read=read: jnp.square(BIASED.call("triton")(*args)[read]).sum()
+        dx, dresidual, dresidual_bias = jax.grad(f, argnums=(0, 1, 4))(*given.values())
         assert [k["HAS_DTOTAL"] for name, k in launched if name == "norm_backward"] == [bool(read)]
-        np.testing.assert_array_equal(*gradient)
+        np.testing.assert_array_equal(dx, dresidual)
+        np.testing.assert_allclose(dresidual_bias, dx.sum(0), rtol=0, atol=1e-5)
         if read:
-            np.testing.assert_array_equal(gradient[0], jnp.ones((4, 16)))
+            np.testing.assert_allclose(dx, 2 * BIASED.call("xla")(*given.values())[1], rtol=0, atol=1e-6)
 
 
 def test_one_array_is_the_gradient_of_both(backend):
@@ -236,8 +259,8 @@ def test_one_array_is_the_gradient_of_both(backend):
     assert jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.outvars[1]
 
 
-def test_transformations(backend):
-    norm = Norm(centred=False)
+@pytest.mark.parametrize("norm", [Norm(centred=False), BIASED], ids=str)
+def test_transformations(backend, norm):
     given, directions = norm.arrays((4, 6, 32), jnp.float32)
     args = tuple(given.values())
     f = norm.call(backend)
@@ -248,8 +271,8 @@ def test_transformations(backend):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
     over_batch = functools.partial(with_gradients, f)
-    mapped = jax.jit(jax.vmap(lambda x, r, d: over_batch((x, r, args[2]), d)))(*args[:2], directions)
-    for a, b in zip((*mapped[:4], mapped[4].sum(0)), expected, strict=True):
+    mapped = jax.jit(jax.vmap(lambda x, r, d: over_batch((x, r, *args[2:]), d)))(*args[:2], directions)
+    for a, b in zip((*mapped[:4], *(gradient.sum(0) for gradient in mapped[4:])), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
     # A gradient without vjp: one of a scalar through grad.
@@ -258,14 +281,13 @@ def test_transformations(backend):
 
 
 def test_on_two_devices(backend):
-    norm = Norm()
+    norm = BIASED
     given, directions = norm.arrays((4, 16), jnp.float32)
     args = tuple(given.values())
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
     f = norm.call(backend)
-    sharded = jax.shard_map(
-        f, mesh=mesh, in_specs=(P("data"), P("data"), P(), P()), out_specs=(P("data"), P("data")), check_vma=False
-    )
+    specs = (P("data"), P("data"), P(), P(), P())
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(P("data"), P("data")), check_vma=False)
     found = jax.jit(functools.partial(with_gradients, sharded))(args, directions)
     for a, b in zip(found, with_gradients(f, args, directions), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
@@ -273,14 +295,18 @@ def test_on_two_devices(backend):
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize("channels", [64, 768, 1600])
-def test_compiled_code_keeps_a_row_in_registers(capability, channels):
-    rows = jax.ShapeDtypeStruct((65536, channels), jnp.bfloat16)
+@pytest.mark.parametrize(
+    "norm, dtype", [(Norm(), jnp.bfloat16), (BIASED, jnp.bfloat16), (BIASED, jnp.float32)], ids=str
+)
+def test_compiled_code_keeps_a_row_in_registers(capability, channels, norm, dtype):
+    rows = jax.ShapeDtypeStruct((65536, channels), dtype)
     parameter = jax.ShapeDtypeStruct((channels,), jnp.float32)
 
     def f(*args):
-        return with_gradients(Norm().call("triton"), args[:4], args[4:])
+        return with_gradients(norm.call("triton"), args[:-2], args[-2:])
 
-    found = triton_kernels(f, rows, rows, parameter, parameter, rows, rows, capability=capability)
+    parameters = [parameter] * (len(norm.names()) - 2)
+    found = triton_kernels(f, rows, rows, *parameters, rows, rows, capability=capability)
     assert [k.name for k in found] == ["norm_forward", "norm_backward", "sum_partials"]
     assert [k.spill_bytes for k in found] == [0, 0, 0]
     for kernel in found[:2]:
@@ -315,6 +341,12 @@ def test_errors():
         ValueError, match="expected scale and bias in float32, or in x's bfloat16, got float32, bfloat16"
     ):
         layer_norm(x, scale, bias.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="residual_bias is added beside a residual, and there is none"):
+        layer_norm(x, scale, bias, residual_bias=bias)
+    with pytest.raises(ValueError, match="expected scale and bias and residual_bias in float32, .* got .*, bfloat16"):
+        layer_norm(x, scale, bias, residual=residual, residual_bias=bias.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"expected residual_bias of shape \(8,\), got \(4,\)"):
+        unchecked(layer_norm)(x, scale, bias, residual=residual, residual_bias=bias[:4])
     with pytest.raises(ValueError, match="got float16, float16"):
         layer_norm(x, scale.astype(jnp.float16), bias.astype(jnp.float16))
     with pytest.raises(ValueError, match="expected out_dtype float32, bfloat16 or float16, got int8"):
@@ -349,6 +381,13 @@ def test_errors():
         (Norm(centred=False), (1000, 64), jnp.bfloat16),  # many rows in a warp
         (Norm(out_dtype=jnp.dtype(jnp.bfloat16)), (500, 768), jnp.float32),  # an fp32 residual stream
         (Norm(residual=False, parameters=None), (500, 768), jnp.bfloat16),
+        (BIASED, (2, 1024, 768), jnp.bfloat16),
+        (BIASED, (999, 1600), jnp.bfloat16),
+        (BIASED, (301, 769), jnp.float16),
+        (BIASED, (3, 8191), jnp.bfloat16),
+        (BIASED, (64, 1280), jnp.float32),
+        (Norm(residual_bias=True, out_dtype=jnp.dtype(jnp.bfloat16)), (500, 768), jnp.float32),
+        (Norm(residual_bias=True, parameters=None), (500, 768), jnp.bfloat16),
         (Norm(centred=False), (500, 1024), jnp.bfloat16),
         (Norm(centred=False, scaled=False, residual=False), (500, 768), jnp.bfloat16),
     ],
@@ -360,8 +399,8 @@ def test_triton_on_the_gpu(norm, shape, dtype):
 
 @pytest.mark.gpu
 def test_repeated_runs_are_bit_equal():
-    given, directions = Norm().arrays((4096, 768), jnp.bfloat16)
-    f = jax.jit(functools.partial(with_gradients, Norm().call("triton")))
+    given, directions = BIASED.arrays((4096, 768), jnp.bfloat16)
+    f = jax.jit(functools.partial(with_gradients, BIASED.call("triton")))
     first = f(tuple(given.values()), directions)
     for _ in range(5):
         for a, b in zip(f(tuple(given.values()), directions), first, strict=True):

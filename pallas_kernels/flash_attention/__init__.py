@@ -24,7 +24,6 @@ mosaic and triton read q, k and v where they lie in the packed projection, and w
 
 import functools
 import importlib
-import math
 from typing import NamedTuple
 
 import jax
@@ -149,7 +148,6 @@ def choose(
             if row.capability in (None, _choose.capability())
             and row.products == products
             and row.head_dim in (None, head_dim)
-            and length <= row.up_to
         )
         return _choose.auto({name: supported[name] for name in order})
     return _choose.named("flash_attention", implementation, supported)
@@ -173,20 +171,17 @@ class _Fastest(NamedTuple):
     products: str
     """"16" (bf16, fp16), "tf32" or "fp32"."""
     head_dim: int | None
-    up_to: float
-    """The longest sequence."""
     order: tuple[str, ...]
 
 
 # By the time of forward and backward together in benchmarks/results/kernels/flash_attention.json (H200). GPUs without a row were not
 # measured; there cuDNN comes first, and Triton where cuDNN cannot run.
 FASTEST = (
-    _Fastest((9, 0), "16", 64, 2048, ("mosaic", "triton", "cudnn", "xla")),
-    _Fastest((9, 0), "16", 64, math.inf, ("triton", "mosaic", "cudnn", "xla")),
-    _Fastest((9, 0), "16", 128, math.inf, ("cudnn", "mosaic", "triton", "xla")),
-    _Fastest(None, "16", None, math.inf, ("cudnn", "triton", "xla")),
-    _Fastest(None, "tf32", None, math.inf, ("triton", "xla")),
-    _Fastest(None, "fp32", None, math.inf, ("xla",)),
+    _Fastest((9, 0), "16", 64, ("mosaic", "triton", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 128, ("cudnn", "mosaic", "triton", "xla")),
+    _Fastest(None, "16", None, ("cudnn", "triton", "xla")),
+    _Fastest(None, "tf32", None, ("triton", "xla")),
+    _Fastest(None, "fp32", None, ("xla",)),
 )
 TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
 

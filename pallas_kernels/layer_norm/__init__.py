@@ -68,7 +68,9 @@ def layer_norm(
     parameters = {"scale": scale, "bias": bias}
     if residual_bias is not None:
         if residual is None:
-            raise ValueError("layer_norm: residual_bias is added beside a residual, and there is none; give both or neither")
+            raise ValueError(
+                "layer_norm: residual_bias is added beside a residual, and there is none; give both or neither"
+            )
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
     backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm")
@@ -246,8 +248,10 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
     rows = tuple(range(dy.ndim - 1))
     dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
     dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
-    dresidual_bias_C = dx.sum(rows).astype(scale_C.dtype) if residual_bias else None
-    return dx.astype(total.dtype), dscale_C, dbias_C, dresidual_bias_C
+    dx = dx.astype(total.dtype)
+    # Of dx as it is written, which XLA may then read rather than make again.
+    dresidual_bias_C = dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
+    return dx, dscale_C, dbias_C, dresidual_bias_C
 
 
 def _why_not_triton(channels: int) -> str | None:

@@ -106,14 +106,14 @@ def _advance(
 
     Returns what `model.hidden` gives at these positions, and the cache with their keys and values in it.
     """
-    x_BTC, delta_BTC = model.embed(tokens_BT, start), None
+    x_BTC, delta = model.embed(tokens_BT, start), None
     filled = []
     for block, layer_cache in zip(model.blocks, cache, strict=True):
-        y_BTC, x_BTC = block.ln_1.of_sum(x_BTC, delta_BTC)
-        y_BTC, layer_cache = _cached_attention(block, y_BTC, layer_cache, start)
-        x_BTC, delta_BTC = block.add_mlp(x_BTC, y_BTC.astype(x_BTC.dtype))
+        y_BTC, x_BTC = block.ln_1.of_sum(x_BTC, delta)
+        delta, layer_cache = _cached_attention(block, y_BTC, layer_cache, start)
+        x_BTC, delta = block.add_mlp(x_BTC, delta)
         filled.append(layer_cache)
-    return model.ln_f.of_sum(x_BTC, delta_BTC)[0], filled
+    return model.ln_f.of_sum(x_BTC, delta)[0], filled
 
 
 def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, start):
@@ -129,7 +129,7 @@ def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, s
     scores_BHTS = jnp.where(visible_TS[None, None], scores_BHTS * q_BTHD.shape[-1] ** -0.5, -jnp.inf)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BSHD.dtype)
     y_BTHD = jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BSHD, precision=precision)
-    return block.attn.c_proj(y_BTHD.reshape(x_BTC.shape)), (k_BSHD, v_BSHD)
+    return block.attn.c_proj.delta(y_BTHD.reshape(x_BTC.shape)), (k_BSHD, v_BSHD)
 
 
 def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int[Array, " B"]:

@@ -8,7 +8,7 @@ N = B·T.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
 from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy, linear_gelu
-from pallas_kernels.products import product, sum_rows, weight_gradient
 from pallas_kernels.flash_attention import choose as choose_attention
 from pallas_kernels.layer_norm import choose as choose_norm
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
 from pallas_kernels.linear_gelu import choose as choose_mlp
+from pallas_kernels.products import product, sum_rows, weight_gradient
 
 INIT_STD = 0.02
 
@@ -132,6 +132,21 @@ PARAMETER_GROUPS = (
 )
 
 
+class Delta(NamedTuple):
+    """What is still to be added to the residual stream: a projection's product and its bias.
+
+    They are apart so that LayerNorm can add both. Its backward pass then has the bias's gradient without reading a thing for it.
+    """
+
+    product_BTC: Float[Array, "B T C"]
+    bias_C: Float[Array, " C"]
+
+    def added_to(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """x + product + bias, added in fp32 and rounded once to x's dtype."""
+        sum_BTC = x_BTC.astype(jnp.float32) + self.product_BTC.astype(jnp.float32)
+        return (sum_BTC + self.bias_C.astype(jnp.float32)[None, None]).astype(x_BTC.dtype)
+
+
 class LayerNorm(nnx.Module):
     """y = (x − mean)/√(var + eps) · scale + bias over the last axis; biased variance, statistics in fp32, y in the compute dtype."""
 
@@ -141,31 +156,33 @@ class LayerNorm(nnx.Module):
         self.eps, self.out_dtype, self.implementation = eps, config.precision.compute_dtype, config.norm
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-        return self._norm(x, None)
+        return self._norm(x)
 
     def of_sum(
-        self, x: Float[Array, "*B C"], delta: Float[Array, "*B C"] | None
-    ) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
+        self, x_BTC: Float[Array, "B T C"], delta: Delta | None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """The normalised sum of x and delta, and the sum, from one pass; a delta of None adds nothing."""
-        return (self(x), x) if delta is None else self._norm(x, delta)
+        if delta is None:
+            return self(x_BTC), x_BTC
+        return self._norm(x_BTC, residual=delta.product_BTC.astype(x_BTC.dtype), residual_bias=delta.bias_C)
 
     @jax.named_scope("norm")
-    def _norm(self, x, delta):
+    def _norm(self, x, **added):
         return layer_norm(
             x,
             # Indexing by `...` reads a parameter's array.
             self.scale[...],
             self.bias[...],
-            residual=delta,
             eps=self.eps,
             out_dtype=self.out_dtype,
             implementation=self.implementation,
+            **added,
         )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x_NI, kernel_IO, bias_O, precision: jax.lax.Precision):
-    """x W + b in x's dtype, rounded once.
+    """x W + b in x's dtype, rounded once; x W where the bias is None.
 
     Two roundings lose the bias: in bf16 a number near 0.5 does not move when 0.001 is added to it. It made the losses of ten
     steps 2.7 times as far from fp64 as PyTorch's are, on an H200; PyTorch and llm.c round once.
@@ -173,7 +190,9 @@ def _linear(x_NI, kernel_IO, bias_O, precision: jax.lax.Precision):
 
     def add_in(dtype, x_NI, kernel_IO, bias_O):
         y_NO = product(x_NI, kernel_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
-        return (y_NO + bias_O.astype(dtype)[None]).astype(x_NI.dtype)
+        if bias_O is not None:
+            y_NO = y_NO + bias_O.astype(dtype)[None]
+        return y_NO.astype(x_NI.dtype)
 
     # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 product: that is XLA's name for its epilogue, and spares the
     # fp32 product's way to memory and back. On a CPU the same words round twice.
@@ -187,14 +206,15 @@ def _linear(x_NI, kernel_IO, bias_O, precision: jax.lax.Precision):
 
 
 def _linear_forward(x_NI, kernel_IO, bias_O, precision):
-    return _linear(x_NI, kernel_IO, bias_O, precision), (x_NI, kernel_IO)
+    return _linear(x_NI, kernel_IO, bias_O, precision), (x_NI, kernel_IO, bias_O)
 
 
 def _linear_backward(precision, saved, dy_NO):
     # JAX's own rule would multiply an fp32 gradient by bf16 operands, at the speed of fp32, and sum the bias's in bf16.
-    x_NI, kernel_IO = saved
+    x_NI, kernel_IO, bias_O = saved
     dx_NI = jnp.matmul(dy_NO, kernel_IO.astype(dy_NO.dtype).T, precision=precision)
-    return dx_NI, weight_gradient(x_NI, dy_NO, precision=precision), sum_rows(dy_NO)
+    dbias_O = None if bias_O is None else sum_rows(dy_NO)
+    return dx_NI, weight_gradient(x_NI, dy_NO, precision=precision), dbias_O
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -209,12 +229,22 @@ class Linear(nnx.Module):
         self.precision = precision
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        y_NO = _linear(x.reshape(-1, x.shape[-1]), self.kernel[...], self.bias[...], self.precision.matmul)
+        return self._apply(x, self.bias[...])
+
+    def delta(self, x_BTI: Float[Array, "B T I"]) -> Delta:
+        """x W in x's dtype, and b beside it."""
+        return Delta(self._apply(x_BTI, None), self.bias[...])
+
+    def _apply(self, x, bias_O):
+        y_NO = _linear(x.reshape(-1, x.shape[-1]), self.kernel[...], bias_O, self.precision.matmul)
         return y_NO.reshape(*x.shape[:-1], y_NO.shape[-1])
 
 
 class Attention(nnx.Module):
-    """Causal multi-head self-attention; q, k, v come packed in that order from one projection."""
+    """Causal multi-head self-attention; q, k, v come packed in that order from one projection.
+
+    Gives what is to be added to the stream.
+    """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         c, linear = config.n_embd, functools.partial(Linear, precision=config.precision, rngs=rngs)
@@ -227,15 +257,15 @@ class Attention(nnx.Module):
         return self.c_attn(x_BTC).reshape(*x_BTC.shape[:2], 3, self.config.n_head, self.config.head_dim)
 
     @jax.named_scope("attention")
-    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Delta:
         y_BTHD = flash_attention_qkv(
             self.qkv(x_BTC), implementation=self.config.attention, precision=self.config.precision.matmul
         )
-        return self.c_proj(y_BTHD.reshape(x_BTC.shape))
+        return self.c_proj.delta(y_BTHD.reshape(x_BTC.shape))
 
 
 class MLP(nnx.Module):
-    """C → 4C → C with the tanh form of GELU."""
+    """C → 4C → C with the tanh form of GELU. Gives what is to be added to the stream."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         c, linear = config.n_embd, functools.partial(Linear, precision=config.precision, rngs=rngs)
@@ -244,7 +274,7 @@ class MLP(nnx.Module):
         self.implementation, self.precision = config.mlp, config.precision
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Delta:
         h_BTF = linear_gelu(
             x_BTC,
             self.c_fc.kernel[...],
@@ -252,7 +282,7 @@ class MLP(nnx.Module):
             implementation=self.implementation,
             precision=self.precision.matmul,
         )
-        return self.c_proj(h_BTF)
+        return self.c_proj.delta(h_BTF)
 
 
 class Block(nnx.Module):
@@ -269,22 +299,20 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        x_BTC, delta_BTC = self.add_mlp(*self.add_attention(x_BTC))
-        return x_BTC + delta_BTC
+        x_BTC, delta = self.add_mlp(*self.add_attention(x_BTC))
+        return delta.added_to(x_BTC)
 
     def add_attention(
-        self, x_BTC: Float[Array, "B T C"], delta_BTC: Float[Array, "B T C"] | None = None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        self, x_BTC: Float[Array, "B T C"], delta: Delta | None = None
+    ) -> tuple[Float[Array, "B T C"], Delta]:
         """The first half."""
-        y_BTC, x_BTC = self.ln_1.of_sum(x_BTC, delta_BTC)
-        return x_BTC, self.attn(y_BTC).astype(x_BTC.dtype)
+        y_BTC, x_BTC = self.ln_1.of_sum(x_BTC, delta)
+        return x_BTC, self.attn(y_BTC)
 
-    def add_mlp(
-        self, x_BTC: Float[Array, "B T C"], delta_BTC: Float[Array, "B T C"] | None = None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+    def add_mlp(self, x_BTC: Float[Array, "B T C"], delta: Delta | None = None) -> tuple[Float[Array, "B T C"], Delta]:
         """The second half."""
-        y_BTC, x_BTC = self.ln_2.of_sum(x_BTC, delta_BTC)
-        return x_BTC, self.mlp(y_BTC).astype(x_BTC.dtype)
+        y_BTC, x_BTC = self.ln_2.of_sum(x_BTC, delta)
+        return x_BTC, self.mlp(y_BTC)
 
 
 class GPT2(nnx.Module):
@@ -327,7 +355,7 @@ class GPT2(nnx.Module):
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than block_size={self.config.block_size}"
             )
-        x_BTC, delta_BTC = self.embed(tokens_BT), None
+        x_BTC, delta = self.embed(tokens_BT), None
         for block in self.blocks:
             # What is recomputed starts from the sum alone: the pair would be two arrays to keep.
             match self.config.recompute:
@@ -335,10 +363,11 @@ class GPT2(nnx.Module):
                     x_BTC = nnx.remat(Block.__call__)(block, x_BTC)
                 case "sublayer":
                     for half in (Block.add_attention, Block.add_mlp):
-                        x_BTC = jnp.add(*nnx.remat(half)(block, x_BTC))
+                        x_BTC, half_delta = nnx.remat(half)(block, x_BTC)
+                        x_BTC = half_delta.added_to(x_BTC)
                 case _:
-                    x_BTC, delta_BTC = block.add_mlp(*block.add_attention(x_BTC, delta_BTC))
-        return self.ln_f.of_sum(x_BTC, delta_BTC)[0]
+                    x_BTC, delta = block.add_mlp(*block.add_attention(x_BTC, delta))
+        return self.ln_f.of_sum(x_BTC, delta)[0]
 
     def logits(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
         """The tied head over the real vocabulary, in the compute dtype."""
