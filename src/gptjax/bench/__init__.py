@@ -1,1 +1,1 @@
-"""Measuring: `python -m gptjax.bench kernels`."""
+"""Measuring: `python -m gptjax.bench`, whose commands --help lists."""
