@@ -13,7 +13,6 @@ from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import _choose, _mosaic
 from pallas_kernels.flash_attention import (
-    _backward_of,
     _mosaic_backward,
     _Options,
     flash_attention,
@@ -232,15 +231,6 @@ def test_lowers_inside_of_a_model(batch, time):
 def test_lowers_windows_grouped_queries_and_ragged_lengths():
     lowered(2, 1000, 12, 64, packed=False, key_heads=4, window=256)
     lowered(2, 1001, 12, 128, packed=False, key_heads=4, window=256)
-
-
-@pytest.mark.parametrize("batch, backward", [(64, "_mosaic_backward"), (4, "_triton")])
-def test_few_heads_take_tritons_backward(batch, backward, monkeypatch):
-    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
-    monkeypatch.setattr(_mosaic, "num_sms", lambda: 132)
-    options = _Options("mosaic", True, 0.125, None, False, None)
-    packed = jax.ShapeDtypeStruct((batch, 1024, 3, 12, 64), jnp.bfloat16)
-    assert _backward_of(options, (packed,)).__name__.endswith(backward)
 
 
 @pytest.mark.parametrize(

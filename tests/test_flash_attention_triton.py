@@ -429,6 +429,10 @@ def test_errors_of_tiles():
         ValueError, match="'9.0', '16', '64': 'dq' needs a positive number for each of .*, and has {'N'"
     ):
         _triton._checked(tiles)
+    fp32 = copy.deepcopy(_triton._tiles())
+    fp32["9.0"]["fp32"]["64"]["products"] = "tf32"
+    with pytest.raises(ValueError, match="'9.0', 'fp32', '64': 'products' is 'ieee' or 'tf32x3', not 'tf32'"):
+        _triton._checked(fp32)
     entry["backward"] = "both"
     with pytest.raises(ValueError, match="'9.0', '16', '64': 'backward' is 'split' or 'fused', not 'both'"):
         _triton._checked(tiles)
@@ -463,7 +467,8 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
     assert [k.name for k in multiplying] == ["forward_kernel", "dkv_kernel", "dq_kernel"]
     for kernel in multiplying:
         instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
-        assert (instruction in kernel.ptx) == (precision is None)
+        # True fp32 has products in threes on Hopper's tensor cores, and on the plain cores elsewhere.
+        assert (instruction in kernel.ptx) == (precision is None or capability == 90)
         if precision is None:
             # Tiles go from global to shared memory while others are multiplied.
             assert "cp.async" in kernel.ptx

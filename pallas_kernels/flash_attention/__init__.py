@@ -115,6 +115,7 @@ def choose(
     head_dim: int,
     implementation: str = "auto",
     *,
+    window: int | None = None,
     segments: bool = False,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -126,6 +127,7 @@ def choose(
     over several devices.
 
     Args:
+        window: as of `flash_attention`.
         segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for equal gradients.
         precision: as of `flash_attention`.
 
@@ -148,6 +150,7 @@ def choose(
             if row.capability in (None, _choose.capability())
             and row.products == products
             and row.head_dim in (None, head_dim)
+            and row.narrow in (None, window is not None and 8 * window <= length)
         )
         return _choose.auto({name: supported[name] for name in order})
     return _choose.named("flash_attention", implementation, supported)
@@ -171,17 +174,21 @@ class _Fastest(NamedTuple):
     products: str
     """"16" (bf16, fp16), "tf32" or "fp32"."""
     head_dim: int | None
+    narrow: bool | None
+    """Whether a query sees an eighth of the keys or fewer."""
     order: tuple[str, ...]
 
 
 # By the time of forward and backward together in benchmarks/results/kernels/flash_attention.json (H200). GPUs without a row were not
 # measured; there cuDNN comes first, and Triton where cuDNN cannot run.
 FASTEST = (
-    _Fastest((9, 0), "16", 64, ("mosaic", "triton", "cudnn", "xla")),
-    _Fastest((9, 0), "16", 128, ("cudnn", "mosaic", "triton", "xla")),
-    _Fastest(None, "16", None, ("cudnn", "triton", "xla")),
-    _Fastest(None, "tf32", None, ("triton", "xla")),
-    _Fastest(None, "fp32", None, ("xla",)),
+    _Fastest((9, 0), "16", 64, True, ("triton", "mosaic", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 64, None, ("mosaic", "triton", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 128, None, ("mosaic", "cudnn", "triton", "xla")),
+    _Fastest(None, "16", None, None, ("cudnn", "triton", "xla")),
+    _Fastest(None, "tf32", None, None, ("triton", "xla")),
+    _Fastest((9, 0), "fp32", 64, None, ("triton", "xla")),
+    _Fastest(None, "fp32", None, None, ("xla",)),
 )
 TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
@@ -211,6 +218,7 @@ def _attend(operands, segments_BT, causal, scale, window, return_lse, determinis
         length,
         head_dim,
         implementation,
+        window=window,
         segments=segments_BT is not None,
         return_lse=return_lse,
         deterministic=deterministic,
@@ -287,7 +295,7 @@ def _kernel(options, name):
         delta_BHT = _delta(out_BTHD, dout_BTHD=args[-1])
         if dlse_BHT is not None:
             delta_BHT = delta_BHT - dlse_BHT
-        return _backward_of(options, args[0]).backward(*args, delta_BHT, **static)
+        return module.backward(*args, delta_BHT, **static)
 
     @kernel.def_vmap
     def _larger_batch(size, batched, *args):
@@ -300,23 +308,6 @@ def _kernel(options, name):
         return unfolded, jax.tree.map(lambda _: True, unfolded)
 
     return kernel
-
-
-def _backward_of(options, operands):
-    """The module of the backward pass.
-
-    Where heads are too few to give each of Hopper's multiprocessors whole ones, mosaic's dQ is zeroed, added to and converted in passes of
-    their own. Triton's kernels, which take blocks of queries and write each dQ once, are then faster at D = 64 (H200, bf16: 2.7 ms against
-    3.1 for 16×4096×12×64), but not at 65,536 tokens.
-    """
-    name, (batch, length), (key_heads, head_dim) = options.backend, operands[0].shape[:2], operands[-1].shape[-2:]
-    if name == "mosaic" and head_dim == 64 and length <= 8192 and _choose.why_not_triton() is None:
-        from pallas_kernels._mosaic import num_sms
-        from pallas_kernels.flash_attention._mosaic_backward import whole_heads_are_faster
-
-        if not whole_heads_are_faster(batch * key_heads, length, num_sms()):
-            name = "triton"
-    return importlib.import_module(f"pallas_kernels.flash_attention.{_MODULES[name, 'backward']}")
 
 
 def _delta(out_BTHD, dout_BTHD):

@@ -10,12 +10,15 @@ Tensor cores leave out the bits of fp32 that TF32 does not have, and Hopper's re
 So for TF32 `tf32_kernel` first makes copies that are rounded to nearest, "straight" (B·T·H·D) for sums over D and "turned"
 (B·H·D·T′) for sums over T, and what is read of them goes to the tensor cores as it is.
 
+fp32 with all its bits is multiplied on the plain cores ("ieee"), or, where the registers suffice, by Triton's "tf32x3": each operand is
+split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁ leaves out 2⁻²² of a product. PyTorch's fp32 attention does the same.
+
 Shapes, beside those of the package: M queries and N keys of a block, P the head dimension padded to 16, 32, 64 or 128, R rows of
 either kind, T′ the length padded to whole blocks.
 
 triton_tiles.json holds the shapes of the blocks: {compute capability: {"shared_kb": shared memory that one program can have there,
-"16" (bf16, fp16) | "tf32" | "fp32": {the largest P that it is for: {"backward": "split" | "fused",
-"forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}. Heads of so many rows in all run side by side,
+"16" (bf16, fp16) | "tf32" | "fp32": {the largest P that it is for: {"backward": "split" | "fused", in "fp32" "products": "ieee" |
+"tf32x3", "forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}. Heads of so many rows in all run side by side,
 so that what they read stays in the L2 cache while their blocks, the longest first, go through it.
 """
 
@@ -49,14 +52,15 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
         segments_BT: integers, or None.
         window: how many keys a causal query sees, or None.
         deterministic: without meaning here.
-        true_fp32: multiply fp32 as it is and not as TF32.
+        true_fp32: multiply fp32 with all its bits, not as TF32.
         tiles: what triton_tiles.json has for a P, in place of that; a "forward" is enough.
 
     Returns:
         (out_BTHD in the operands' dtype, lse_BHT in fp32)
     """
-    shape = _shape(operands, segments_BT, causal, scale, window, true_fp32)
-    tile = (tiles or tuning(*_tuned_by(operands, true_fp32)))["forward"]
+    tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
+    shape = _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles)
+    tile = tiles["forward"]
     b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
     q, k, v, segments = _inputs(operands, segments_BT)
     if shape["PRECISION"] == "tf32":
@@ -97,10 +101,10 @@ def backward(
         deterministic: make the split form, whatever the tiles say.
         tiles: as of `forward`; "backward" and the kernels of that form are enough.
     """
-    shape = _shape(operands, segments_BT, causal, scale, window, true_fp32)
+    tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
+    shape = _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles)
     b, t, h, key_heads, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
     packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
-    tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
     fused = tiles["backward"] == "fused" and not deterministic
     q, k, v, segments = _inputs(operands, segments_BT)
 
@@ -218,7 +222,7 @@ def _inputs(operands, segments_BT):
     return q, k, v, q if segments_BT is None else segments_BT.astype(jnp.int32)
 
 
-def _shape(operands, segments_BT, causal, scale, window, true_fp32) -> dict[str, Any]:
+def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> dict[str, Any]:
     """Constants of every kernel. All of them are: of a number that it is only given, jax-triton does not say that 16 divides it."""
     if len(operands) == 1:
         batch, t, _, h, d = operands[0].shape
@@ -239,7 +243,7 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32) -> dict[str,
         "WINDOW": t if window is None else min(window, t),
         "SEGMENTS": segments_BT is not None,
         "SCALE": scale,
-        "PRECISION": "tf32" if operands[0].dtype == jnp.float32 and not true_fp32 else "ieee",
+        "PRECISION": "ieee" if operands[0].dtype != jnp.float32 else tiles["products"] if true_fp32 else "tf32",
     }
 
 
@@ -298,6 +302,8 @@ def _checked(tiles: dict[str, Any]) -> dict[str, Any]:
             where = f"triton_tiles.json: {name!r}, {products!r}, {head_dim!r}"
             if entry.get("backward") not in ("split", "fused"):
                 raise ValueError(f"{where}: 'backward' is 'split' or 'fused', not {entry.get('backward')!r}")
+            if products == "fp32" and entry.get("products") not in ("ieee", "tf32x3"):
+                raise ValueError(f"{where}: 'products' is 'ieee' or 'tf32x3', not {entry.get('products')!r}")
             for kernel in PASSES:
                 tile = entry.get(kernel, {})
                 if sorted(tile) != sorted(TILE) or not all(isinstance(n, int) and n > 0 for n in tile.values()):
