@@ -137,8 +137,11 @@ class Runs:
                 file.write(json.dumps(found, allow_nan=False) + "\n")
         if found not in self.made:
             self.made.append(found)
-            print(f"{label}: {shown(final(found))}, {found['ms']} ms a step, at {elapsed_s()} s", flush=True)
+            print(f"{label}: {self.outcome(found)}, {found['ms']} ms a step, at {elapsed_s()} s", flush=True)
         return found
+
+    def outcome(self, record: dict) -> str:
+        return shown(final(record))
 
     def settings(self, config: Config) -> dict:
         """All that makes one run another; not what it is called or how fast it is."""
@@ -159,15 +162,8 @@ class Runs:
         state = jax.device_put(
             init_state(config.model, optimizer.build(config, mesh), config.seed), sharding.replicated(mesh)
         )
-        loader = data.Loader(
-            self.dataset.train,
-            sequence_length=config.sequence_length,
-            batch=config.batch,
-            seed=config.seed,
-            vocab_size=config.model.vocab_size,
-        )
         val, train, paused = [], [], 0.0
-        with loader:
+        with self.loader(config) as loader:
             for done in range(1, config.max_steps + 1):
                 windows = next(loader).reshape(config.micro_batches(1), -1, config.sequence_length + 1)
                 state, metrics = step(state, sharding.put(sharding.over_batch(mesh, axis=1), windows), tables)
@@ -203,7 +199,6 @@ class Runs:
     def programs(self, config: Config):
         """Mesh, training step, evaluation step and validation windows. The step takes the schedules as tables, so that one compiled program
         serves every learning rate and length."""
-        o = self.o
         mesh = sharding.data_mesh(self.device)
         graphdef = graph(config.model)
 
@@ -213,15 +208,28 @@ class Runs:
             tx = optimizer.build(config, mesh, changing)
             return make_train_step(graphdef, tx, changing["learning_rate"])(state, windows_ABT1)
 
-        windows = data.fixed_batches(
-            self.dataset.val,
-            sequence_length=o.sequence_length,
-            batch=o.micro_batch,
-            count=math.ceil(o.val_tokens / (o.micro_batch * o.sequence_length)),
+        return mesh, step, jax.jit(make_eval_step(graphdef)), self.windows_of_val(config, mesh)
+
+    def loader(self, config: Config) -> data.Loader:
+        """The training batches of the config's seed."""
+        return data.Loader(
+            self.dataset.train,
+            sequence_length=config.sequence_length,
+            batch=config.batch,
+            seed=config.seed,
             vocab_size=config.model.vocab_size,
         )
-        windows = [sharding.put(sharding.over_batch(mesh, axis=0), w) for w in windows]
-        return mesh, step, jax.jit(make_eval_step(graphdef)), windows
+
+    def windows_of_val(self, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+        """A validation's windows, on the device; the same for every seed."""
+        windows = data.fixed_batches(
+            self.dataset.val,
+            sequence_length=config.sequence_length,
+            batch=config.micro_batch,
+            count=math.ceil(self.o.val_tokens / (config.micro_batch * config.sequence_length)),
+            vocab_size=config.model.vocab_size,
+        )
+        return [sharding.put(sharding.over_batch(mesh, axis=0), w) for w in windows]
 
     @functools.cached_property
     def device(self) -> list[jax.Device]:
