@@ -1,10 +1,12 @@
-"""linear_gelu and linear_relu_squared: forward and backward at GPT-2's widths.
+"""linear_gelu, linear_relu_squared and mlp: forward and backward at GPT-2's widths.
 
     python -m gptjax.bench kernels linear_gelu
 
-Forward writes y and the derivative that the backward pass reads, but for the column "nothing saved". Backward makes dx, dw and db
-from dy, the saved derivative, x and w. "product" and "two products" are XLA's bare matrix products (cuBLASLt). PyTorch saves the
-pre-activation instead; its backward takes the same array for that.
+Forward writes y and the derivative that the backward pass reads (Triton in fp32: the product in its place), but for the column
+"nothing saved". Backward makes dx, dw and db from dy, the saved derivative, x and w. "product" and "two products" are XLA's bare
+matrix products (cuBLASLt). PyTorch saves the pre-activation instead; its backward takes the same array for that.
+
+fp32 is multiplied as TF32: precision HIGH, and PyTorch's "high". XLA's bare product then does without the transposed copy of w.
 """
 
 import functools
@@ -13,21 +15,24 @@ import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
-from pallas_kernels.linear_gelu import How, backward, forward
+from pallas_kernels.linear_gelu import How, backward, forward, linear_gelu, mlp
 
 # N, I, O
 SHAPES = [(65536, 768, 3072), (16384, 1280, 5120), (16384, 1600, 6400), (4096, 768, 3072)]
 BACKENDS = ("mosaic", "triton", "xla")
+TF32 = (32768, 768, 3072)
+TF32_BACKENDS = ("triton", "xla")
+HIGH = jax.lax.Precision.HIGH
 
 
-def normal(key, *shapes):
+def normal(key, *shapes, dtype=jnp.bfloat16):
     keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
 
 
-def forward_inputs(key, *, n, i, o):
-    x, w, b = normal(key, (n, i), (i, o), (o,))
-    return x, w * jnp.bfloat16(i**-0.5), b
+def forward_inputs(key, *, n, i, o, dtype=jnp.bfloat16):
+    x, w, b = normal(key, (n, i), (i, o), (o,), dtype=dtype)
+    return x, w * dtype(i**-0.5), b
 
 
 def backward_inputs(key, *, n, i, o):
@@ -35,12 +40,15 @@ def backward_inputs(key, *, n, i, o):
     return dy, derivative, x, w
 
 
-def forward_case(n, i, o, activation) -> Case:
+def forward_case(n, i, o, activation, *, tf32=False) -> Case:
+    precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
+
     def run(backend, x, w, b, *, save=True):
-        return forward(x, w, b if activation == "gelu" else None, How(activation, backend, None), save=save)
+        return forward(x, w, b if activation == "gelu" else None, How(activation, backend, precision), save=save)
 
     def torch_forward(torch):
         f = torch.nn.functional
+        torch.set_float32_matmul_precision("high")
 
         def eager(x, w, b):
             u = torch.addmm(b, x, w) if activation == "gelu" else x @ w
@@ -50,16 +58,16 @@ def forward_case(n, i, o, activation) -> Case:
 
     return Case(
         kernel="linear_gelu",
-        name=f"linear_{activation} forward {n}×{i}×{o} bf16",
-        make=functools.partial(forward_inputs, n=n, i=i, o=o),
+        name=f"linear_{activation} forward {n}×{i}×{o} {'fp32 as TF32' if tf32 else 'bf16'}",
+        make=functools.partial(forward_inputs, n=n, i=i, o=o, dtype=dtype),
         run={
-            **{backend: functools.partial(run, backend) for backend in BACKENDS},
+            **{backend: functools.partial(run, backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
             "xla, nothing saved": functools.partial(run, "xla", save=False),
-            "mosaic, nothing saved": functools.partial(run, "mosaic", save=False),
-            "product": lambda x, w, b: x @ w,
+            **({} if tf32 else {"mosaic, nothing saved": functools.partial(run, "mosaic", save=False)}),
+            "product": lambda x, w, b: jnp.matmul(x, w, precision=precision),
         },
         torch={"torch": torch_forward, "torch.compile": lambda torch: torch.compile(torch_forward(torch))},
-        bytes=2 * (n * i + i * o + o + 2 * n * o),
+        bytes=(4 if tf32 else 2) * (n * i + i * o + o + 2 * n * o),
         flops=2 * n * i * o,
         bound="bf16",
         bar="≤ 0.56 ms" if (n, i) == (65536, 768) else "",
@@ -97,7 +105,58 @@ def backward_case(n, i, o, activation) -> Case:
     )
 
 
+def tf32_inputs(key, *, n, i, o, c):
+    """dy, x, w, b, and w2 where there are C outputs of a second product."""
+    dy, x, w, b, w2 = normal(key, (n, c or o), (n, i), (i, o), (o,), (o, c or 1), dtype=jnp.float32)
+    return (dy, x, w * i**-0.5, b, *([w2 * o**-0.5] if c else []))
+
+
+def tf32_case(f, n, i, o, c=None) -> Case:
+    """Forward and backward of `linear_gelu`, or of `mlp` with C outputs, in fp32."""
+
+    def run(backend, dy, *args):
+        y, pull = jax.vjp(functools.partial(f, implementation=backend, precision=HIGH), *args)
+        return y, *pull(dy)
+
+    def in_torch(torch, *, compiled):
+        torch.set_float32_matmul_precision("high")
+
+        def forward(x, w, b, *w2):
+            y = torch.nn.functional.gelu(torch.addmm(b, x, w), approximate="tanh")
+            return y @ w2[0] if w2 else y
+
+        apply = torch.compile(forward) if compiled else forward
+
+        def both(dy, *args):
+            args = [a.requires_grad_(True) for a in args]
+            y = apply(*args)
+            return y.detach(), *torch.autograd.grad(y, args, dy)
+
+        return both
+
+    sizes = [n * i, i * o, o, *([o * c] if c else [])]
+    return Case(
+        kernel="linear_gelu",
+        name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} fp32 as TF32",
+        make=functools.partial(tf32_inputs, n=n, i=i, o=o, c=c),
+        run={backend: functools.partial(run, backend) for backend in TF32_BACKENDS},
+        torch={
+            "torch": functools.partial(in_torch, compiled=False),
+            "torch.compile": functools.partial(in_torch, compiled=True),
+        },
+        bytes=4 * 2 * (sum(sizes) + n * (c or o)),
+        flops=6 * n * o * (i + (c or 0)),
+        bound="bf16",
+    )
+
+
 def cases() -> list[Case]:
-    """Every width for GELU, GPT-2 124M's for the squared ReLU."""
+    """Every width for GELU, GPT-2 124M's for the squared ReLU and in fp32."""
     made = [case(*shape, "gelu") for case in (forward_case, backward_case) for shape in SHAPES]
-    return made + [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
+    made += [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
+    return [
+        *made,
+        forward_case(*TF32, "gelu", tf32=True),
+        tf32_case(linear_gelu, *TF32),
+        tf32_case(mlp, *TF32, TF32[1]),
+    ]

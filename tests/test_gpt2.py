@@ -13,6 +13,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
+from kernel_tools import h200
 from reference.torch_gpt2 import (
     assert_within_twice,
     computing,
@@ -196,11 +197,24 @@ def test_a_model_of_references_is_the_plain_one(name, recompute):
         assert rms(found[2][key] - grad) < 2**-5 * rms(grad) + 1e-6, key
 
 
+@pytest.mark.parametrize("recompute", ["none", "sublayer"])
+@pytest.mark.parametrize("name", ["tf32", "fp32"])
+def test_parity_of_the_mlps_passes(triton_on_cpu, name, recompute):
+    """Triton's kernels around XLA's products, which on a CPU are fp32 whatever is asked for: fp32 parity for tf32 too."""
+    shape = SHAPES["odd"]
+    config = config_of(shape, precision=Precision(name), mlp="triton", recompute=recompute, attention="xla", norm="xla")
+    assert_parity(config, shape[-1], norm=rms)
+
+
 def test_kernels_names_the_back_end_of_each_part():
     config = config_of(SHAPES["odd"])
     assert config.kernels(7) == dict.fromkeys(("attention", "norm", "mlp", "loss"), "xla")
     named = dataclasses.replace(config, attention="reference", norm="reference", mlp="reference", loss="fused")
     assert named.kernels(7, batch=2) == dict.fromkeys(("attention", "norm", "mlp"), "reference") | {"loss": "fused"}
+    with h200():
+        found = GPT2Config(precision=Precision("tf32")).kernels(1024, 32)
+    # Two devices here: nothing is given to a kernel whose work the compiler cannot split.
+    assert found["mlp"] == "xla"
     for field in ("norm", "mlp"):
         with pytest.raises(ValueError, match="implementation 'triton' needs an NVIDIA GPU"):
             dataclasses.replace(config, **{field: "triton"}).kernels(7)

@@ -1,7 +1,9 @@
 """pallas_kernels.linear_gelu and linear_relu_squared against NumPy in fp64 and against `reference()`, by the 2× rule."""
 
+import collections
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from kernel_tools import check, lower_for_h200, triton_kernels, unchecked
+from kernel_tools import check, h200, lower_for_h200, triton_kernels, unchecked
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import _choose
-from pallas_kernels.linear_gelu import ACTIVATIONS, choose, linear_gelu, linear_relu_squared, reference
+from pallas_kernels.linear_gelu import ACTIVATIONS, choose, linear_gelu, linear_relu_squared, mlp, reference
 
 FUNCTIONS = {"gelu": linear_gelu, "relu_squared": linear_relu_squared}
+HIGH, HIGHEST = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
 # (leading axes of x, I, O)
 SHAPES = [
     ((2, 8), 16, 32),  # aligned
@@ -36,9 +39,9 @@ def inputs(lead, i, o, dtype, bias_dtype=None, seed=0):
     return x, w, b
 
 
-def plain(x, w, b, *, activation="gelu"):
+def plain(x, w, b, *, activation="gelu", precision=HIGHEST):
     """The textbook in the inputs' own dtype."""
-    u = jnp.matmul(x, w, precision="highest") + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    u = jnp.matmul(x, w, precision=precision) + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
     return jax.nn.gelu(u, approximate=True) if activation == "gelu" else jnp.square(jax.nn.relu(u))
 
 
@@ -55,10 +58,10 @@ def check_all(implementation, lead, i, o, dtype, activation="gelu", bias_dtype=N
     )
 
 
-def exact(x, w, b, dy, activation):
-    """y, dx, dw, db in fp64, from the equations; x is N×I."""
-    x, w, b, dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
-    u = x @ w + b
+def exact_passes(product, b, dy, activation):
+    """y, du, and its sum over rows in fp64, from the equations."""
+    product, b, dy = (np.asarray(a, np.float64) for a in (product, b, dy))
+    u = product + b
     if activation == "gelu":
         c = np.sqrt(2 / np.pi)
         t = np.tanh(c * (u + 0.044715 * u**3))
@@ -67,7 +70,67 @@ def exact(x, w, b, dy, activation):
     else:
         y, slope = np.maximum(u, 0) ** 2, 2 * np.maximum(u, 0)
     du = dy * slope
-    return y, du @ w.T, x.T @ du, du.sum(0)
+    return y, du, du.sum(0)
+
+
+def exact(x, w, b, dy, activation):
+    """y, dx, dw, db in fp64; x is N×I."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    y, du, db = exact_passes(x @ w, b, dy, activation)
+    return y, du @ w.T, x.T @ du, db
+
+
+def exact_mlp(x, w, b, w2, dy):
+    """y, dx, dw, db, dw2 in fp64."""
+    x, w, b, w2, dy = (np.asarray(a, np.float64) for a in (x, w, b, w2, dy))
+    h, *gradients = exact(x, w, b, dy @ w2.T, "gelu")
+    return h @ w2, *gradients, h.T @ dy
+
+
+def check_fp32(f, plain, exact, args, *, norms=(rms, max_abs), seed=1):
+    """Output and gradients by the 2× rule. Against fp64: the reference is fp32 itself."""
+    dy = jnp.asarray(np.random.default_rng(seed).standard_normal(jax.eval_shape(f, *args).shape), jnp.float32)
+
+    def with_gradients(f, *args):
+        y, pull = jax.vjp(f, *args)
+        return y, *pull(dy)
+
+    ours, theirs = jax.jit(functools.partial(with_gradients, f))(*args), with_gradients(plain, *args)
+    names = ("y", "dx", "dw", "db", "dw2")[: 1 + len(args)]
+    for name, *arrays in zip(names, ours, theirs, exact(*args, dy), strict=True):
+        for norm in norms:
+            assert_within_twice(*arrays, norm=norm, name=name)
+
+
+def check_linear_fp32(implementation, n, i, o, activation, precision, **norms):
+    how = {"precision": precision}
+    check_fp32(
+        functools.partial(FUNCTIONS[activation], implementation=implementation, **how),
+        functools.partial(plain, activation=activation, **how),
+        functools.partial(exact, activation=activation),
+        inputs((n,), i, o, jnp.float32),
+        **norms,
+    )
+
+
+def mlp_inputs(n, i, o, c, dtype=jnp.float32):
+    x, w, b = inputs((n,), i, o, dtype)
+    return x, w, b, jnp.asarray(np.random.default_rng(2).standard_normal((o, c)) / o**0.5, dtype)
+
+
+def plain_mlp(x, w, b, w2, *, precision=HIGHEST):
+    return jnp.matmul(plain(x, w, b, precision=precision), w2, precision=precision)
+
+
+def check_mlp_fp32(implementation, n, i, o, c, precision, **norms):
+    how = {"precision": precision}
+    check_fp32(
+        functools.partial(mlp, implementation=implementation, **how),
+        functools.partial(plain_mlp, **how),
+        exact_mlp,
+        mlp_inputs(n, i, o, c),
+        **norms,
+    )
 
 
 @pytest.mark.parametrize("activation", FUNCTIONS)
@@ -102,19 +165,29 @@ def test_xla_output_and_gradients_in_fp16():
 @pytest.mark.parametrize("n, i, o", [(15, 7, 9), (1, 1, 1), (257, 33, 65)])
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_xla_output_and_gradients_in_fp32(n, i, o, activation):
-    """Against fp64: the reference is fp32 itself."""
-    args = inputs((n,), i, o, jnp.float32)
-    dy = jnp.asarray(np.random.default_rng(1).standard_normal((n, o)), jnp.float32)
-    f = functools.partial(FUNCTIONS[activation], precision="highest")
+    check_linear_fp32("xla", n, i, o, activation, HIGHEST)
 
-    def with_gradients(f):
-        y, pull = jax.vjp(f, *args)
-        return y, *pull(dy)
 
-    ours, theirs = with_gradients(f), with_gradients(functools.partial(plain, activation=activation))
-    for name, *arrays in zip(("y", "dx", "dw", "db"), ours, theirs, exact(*args, dy, activation), strict=True):
-        for norm in (rms, max_abs):
-            assert_within_twice(*arrays, norm=norm, name=name)
+@pytest.mark.parametrize("precision", [HIGH, HIGHEST])
+def test_mlp_in_fp32(precision):
+    check_mlp_fp32("xla", 37, 7, 29, 11, precision)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_mlp_is_linear_gelu_and_a_product(implementation):
+    x, w, b, w2 = mlp_inputs(12, 7, 9, 5, jnp.bfloat16)
+    found = mlp(x.reshape(3, 4, 7), w, b.astype(jnp.float32), w2.astype(jnp.float32), implementation=implementation)
+    h = linear_gelu(x, w, b, implementation=implementation)
+    np.testing.assert_array_equal(
+        found.reshape(12, 5), jnp.matmul(h, w2, preferred_element_type=jnp.float32).astype(x.dtype)
+    )
+    gradients = jax.grad(lambda *a: mlp(*a, implementation=implementation).astype(jnp.float32).sum(), (0, 3))(
+        x, w, b, w2.astype(jnp.float32)
+    )
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_allclose(
+        gradients[1], np.asarray(h, np.float32).sum(0)[:, None].repeat(5, 1), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_fp32_parameters_have_fp32_gradients():
@@ -210,6 +283,101 @@ def test_triton_on_a_cpu(triton_on_cpu, lead, i, o, activation):
     check_all("triton", lead, i, o, jnp.float16, activation)
 
 
+# N, O against the tiles of the two passes, 8×512 and 64×64; the wide one has two columns of both.
+FP32_SHAPES = [(64, 8, 64), (129, 5, 70), (3, 7, 530), (1, 1, 1)]
+# Triton's interpreter adds up a column number by number, a GPU and XLA in a tree: the worst of its sums is worse than they would be.
+INTERPRETED = {"norms": (rms,)}
+
+
+@pytest.mark.parametrize("precision", [HIGH, HIGHEST])
+@pytest.mark.parametrize("n, i, o", FP32_SHAPES)
+def test_triton_in_fp32_on_a_cpu(triton_on_cpu, n, i, o, precision):
+    for activation in FUNCTIONS:
+        check_linear_fp32("triton", n, i, o, activation, precision, **INTERPRETED)
+
+
+@pytest.mark.parametrize("precision", [HIGH, HIGHEST])
+@pytest.mark.parametrize("n, i, o", FP32_SHAPES[1:])
+def test_triton_mlp_on_a_cpu(triton_on_cpu, n, i, o, precision):
+    check_mlp_fp32("triton", n, i, o, 11, precision, **INTERPRETED)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_the_pass_backward_is_its_definition(triton_on_cpu, activation):
+    """Every output by itself, more tiles down than one group holds, and nothing made that was not asked for."""
+    from pallas_kernels.linear_gelu import _triton
+
+    n, o = 64 * 17 + 5, 67
+    rng = np.random.default_rng(0)
+    dy, product = (jnp.asarray(rng.standard_normal((n, o)), jnp.float32) for _ in range(2))
+    b = jnp.asarray(rng.standard_normal(o), jnp.float32)
+    y, du, db = exact_passes(product, b, dy, activation)
+    how = {"activation": activation, "du_across": True, "y_across": True}
+    found = _triton.through_activation(dy, product, b, **how)
+    for ours, true in zip(found, (du, du.T, y.T, db), strict=True):
+        np.testing.assert_allclose(ours, true, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found[1], found[0].T)
+    bare = _triton.through_activation(dy, product, None, activation=activation, du_across=False, y_across=False)
+    assert bare[1:] == (None, None, None)
+    np.testing.assert_allclose(bare[0], exact_passes(product, 0 * b, dy, activation)[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("u", [-1e12, -100, -12, 0, 12, 100, 1e12])
+def test_triton_in_the_tails(triton_on_cpu, u):
+    w = jnp.ones((1, 1), jnp.float32)
+    y, pull = jax.vjp(
+        functools.partial(linear_gelu, implementation="triton"), jnp.full((1, 1), u, jnp.float32), w, w[0] * 0
+    )
+    np.testing.assert_allclose(y, jnp.maximum(u, 0).reshape(1, 1), rtol=1e-6)
+    np.testing.assert_allclose(pull(w)[2], [np.heaviside(u, 0.5)], rtol=1e-6)
+
+
+def test_triton_vmap_in_fp32(triton_on_cpu):
+    x, w, b, w2 = mlp_inputs(8, 16, 20, 12)
+    loss = lambda x, w, b, w2: mlp(x, w, b, w2, implementation="triton", precision=HIGH).sum()
+    f = jax.value_and_grad(loss, (0, 1, 2, 3))
+    found = jax.vmap(f, (0, None, None, None))(jnp.stack([x, -x]), w, b, w2)
+    for batched, single in zip(jax.tree.leaves(found), jax.tree.leaves(f(-x, w, b, w2)), strict=True):
+        np.testing.assert_allclose(batched[1], single, rtol=1e-5, atol=1e-5)
+
+
+def saved(f, *args):
+    """Shapes of what the backward pass keeps of the forward pass."""
+    return sorted(leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)))
+
+
+def test_in_tf32_the_hidden_layer_is_not_saved(triton_on_cpu):
+    """But its product before bias and activation, from which it is made again."""
+    args = mlp_inputs(16, 4, 20, 6)
+    weights = [(4, 20), (20,), (20, 6)]
+    kept = lambda precision: saved(functools.partial(mlp, implementation="triton", precision=precision), *args)
+    assert kept(HIGH) == sorted([(16, 4), *weights, (16, 20)])
+    assert kept(HIGHEST) == sorted([(16, 4), *weights, (16, 20), (16, 20)])
+
+
+@pytest.mark.parametrize("precision, transposes", [(HIGH, 4), (HIGHEST, 0)])
+def test_what_moves_the_hidden_layer_on_an_h200(monkeypatch, precision, transposes):
+    """Two products and two passes make all that is as large: no sum, no transpose, no elementwise pass of XLA's beside them."""
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 768), (768, 3072), (3072,), (3072, 768))]
+    with h200():
+        assert choose("float32", 4096, 768, 3072) == "triton"
+    text = lower_for_h200(
+        jax.value_and_grad(lambda *args: jnp.sum(mlp(*args, precision=precision)), (0, 1, 2, 3)), *args
+    )
+    calls = collections.Counter(re.findall(r"custom_call @(\w+)", text))
+    # Of w and w2 forward; x and dy backward.
+    assert calls == {"activate_forward": 1, "activate_backward": 1} | ({"transpose": transposes} if transposes else {})
+    large = [line for line in text.splitlines() if re.search(r"-> .*tensor<(4096x3072|3072x4096)xf32>", line)]
+    made = collections.Counter(
+        re.search(r"(dot_general|custom_call @\w+|\w+)", line.split("stablehlo.")[-1])[1] for line in large
+    )
+    passes = {"custom_call @activate_forward": 1, "custom_call @activate_backward": 1}
+    # In true fp32 the product for dw2 reads the hidden layer across where it is.
+    assert made == {"dot_general": 2} | passes | ({} if transposes else {"transpose": 1}), large
+    assert not [line for line in text.splitlines() if "stablehlo.reduce" in line and "tensor<4096x3072xf32>" in line]
+
+
 def test_triton_vmap(triton_on_cpu):
     x, w, b = inputs((2, 16), 16, 16, jnp.float16)
     f = jax.value_and_grad(functools.partial(loss, implementation="triton"), (0, 1, 2))
@@ -234,6 +402,24 @@ def test_triton_compiles_without_spills(capability):
     for kernel in kernels:
         assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
         assert kernel.shared_bytes <= (99 if capability == 89 else 163 if capability == 80 else 227) * 1024
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("precision", [HIGH, HIGHEST])
+def test_the_passes_read_and_write_16_bytes_at_a_time(capability, precision):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32768, 768), (768, 3072), (3072,), (3072, 768))]
+    loss = lambda *args: mlp(*args, implementation="triton", precision=precision).sum()
+    kernels = triton_kernels(jax.grad(loss, (0, 1, 2, 3)), *shapes, capability=capability)
+    kernels = {kernel.name: kernel for kernel in kernels if kernel.name != "transpose"}
+    assert sorted(kernels) == ["activate_backward", "activate_forward"]
+    for kernel in kernels.values():
+        assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
+        loads, stores = (re.findall(rf"{way}\.global\S*", kernel.ptx) for way in ("ld", "st"))
+        assert {"v4" in load for load in loads} == {True}, loads
+        # A row of 64 sums is less than 16 bytes a thread.
+        assert sum("v4" not in store for store in stores) == (kernel.name == "activate_backward"), stores
+        # Three blocks of 256 threads on a multiprocessor.
+        assert kernel.registers <= 80, (kernel.name, kernel.registers)
 
 
 # --------------------------------------------------------------------------------------------------------------------- Mosaic
@@ -283,7 +469,8 @@ def test_auto_on_a_gpu(monkeypatch):
     monkeypatch.setattr(_choose, "partitioned", lambda: False)
     assert choose("bfloat16", 4096, 768, 3072) == "mosaic"
     assert choose("bfloat16", 100, 768, 3072) == "triton"
-    assert choose("float32", 4096, 768, 3072) == "xla"
+    assert choose("float32", 4096, 768, 3072) == choose("float32", 1, 1, 1) == "triton"
+    assert choose("float32", 0, 768, 3072) == choose("float64", 4096, 768, 3072) == "xla"
     monkeypatch.setattr(_choose, "capability", lambda: (8, 0))
     assert choose("bfloat16", 4096, 768, 3072) == "triton"
     with pytest.raises(ValueError, match="'mosaic' needs a Hopper GPU"):
@@ -314,8 +501,14 @@ def test_errors(monkeypatch):
         choose("float32", 4096, 768, 3072, "mosaic")
     with pytest.raises(ValueError, match="'mosaic' has no tiles that divide N=4000, I=768, O=3072: it takes N of 128"):
         choose("bfloat16", 4000, 768, 3072, "mosaic")
-    with pytest.raises(ValueError, match="'triton' takes bfloat16 or float16, not float32"):
-        choose("float32", 4096, 768, 3072, "triton")
+    with pytest.raises(ValueError, match="'triton' takes float32, bfloat16 or float16, not float64"):
+        choose("float64", 4096, 768, 3072, "triton")
+    with pytest.raises(ValueError, match="'triton' takes at least one row"):
+        choose("float32", 0, 768, 3072, "triton")
+    w2 = jnp.zeros((2, 3), jnp.bfloat16)
+    for bad in (w2.T, w2[0], w2.astype(jnp.float16)):
+        with pytest.raises(ValueError, match=r"mlp: expected w2 \(O, C\) with O=2, of x's dtype or float32, got"):
+            unchecked(mlp)(x, w, b, bad)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ GPU
@@ -387,4 +580,80 @@ def test_bias_goes_along_the_right_axis(n, i, o):
 
 @pytest.mark.gpu
 def test_auto_on_this_gpu():
-    assert choose("bfloat16", 65536, 768, 3072) != "xla" and choose("float32", 65536, 768, 3072) == "xla"
+    assert choose("bfloat16", 65536, 768, 3072) != "xla" and choose("float32", 65536, 768, 3072) == "triton"
+
+
+# GPT-2 124M's, and ragged in every axis. In TF32 still whole 16 bytes: with others cuBLAS need not take the tensor cores on both sides.
+GPU_FP32_CASES = [
+    (4096, 768, 3072, HIGH),
+    (1108, 332, 1004, HIGH),
+    (4096, 768, 3072, HIGHEST),
+    (1111, 333, 1001, HIGHEST),
+    (1, 3, 5, HIGHEST),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, i, o, precision", GPU_FP32_CASES)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_triton_in_fp32_on_a_gpu(n, i, o, precision, activation):
+    check_linear_fp32("triton", n, i, o, activation, precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, i, o, precision", GPU_FP32_CASES)
+def test_triton_mlp_on_a_gpu(n, i, o, precision):
+    check_mlp_fp32("triton", n, i, o, i, precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n, o", [(4096, 3072), (1111, 1001), (65, 4), (1, 1)])
+def test_the_passes_on_a_gpu(n, o, bias, activation):
+    """Without products beside them: they are true fp32, whatever those are. Transposes are exact."""
+    from pallas_kernels.linear_gelu import _triton
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    dy, product = (2 * jax.random.normal(key, (n, o)) for key in keys[:2])
+    b = jax.random.normal(keys[2], (o,)) if bias else jnp.zeros(o)
+    y, du, _ = exact_passes(product, b, dy, activation)
+
+    @jax.jit
+    def passes(product, b, dy):
+        how = {"activation": activation}
+        b = b if bias else None
+        back = _triton.through_activation(dy, product, b, du_across=True, y_across=True, **how)
+        return _triton.activated(product, b, **how), *back
+
+    plain = jax.nn.gelu if activation == "gelu" else lambda u: jnp.square(jax.nn.relu(u))
+    their_y, pull = jax.vjp(lambda u: plain(u), product + b[None])
+    # What the outputs are written to was full of NaN before.
+    for _ in range(3):
+        shapes = [(n, o), (o, n), (-(-n // 64), o)]
+        poison = [jnp.full(shape, jnp.nan, jnp.float32) for shape in shapes for _ in range(4)]
+        jax.block_until_ready(poison)
+        del poison
+        found_y, found_du, du_across, y_across, found_db = passes(product, b, dy)
+        np.testing.assert_array_equal(du_across, found_du.T)
+        np.testing.assert_array_equal(y_across, found_y.T)
+    (their_du,) = pull(dy)
+    for name, *arrays in (("y", found_y, their_y, y), ("du", found_du, their_du, du)):
+        for norm in (rms, max_abs):
+            assert_within_twice(*arrays, norm=norm, name=name)
+    assert bias or found_db is None
+    if bias:
+        # Of what was written: the rounding of an fp32 sum of so many numbers.
+        written = np.asarray(found_du, np.float64)
+        assert (np.abs(found_db - written.sum(0)) <= 2e-6 * np.abs(written).sum(0)).all()
+
+
+@pytest.mark.gpu
+def test_a_tf32_mlp_gives_the_same_every_time():
+    args = mlp_inputs(4096, 768, 3072, 768)
+    f = jax.jit(jax.grad(lambda *args: jnp.square(mlp(*args, precision=HIGH)).sum(), (0, 1, 2, 3)))
+    first = f(*args)
+    for _ in range(5):
+        for one, other in zip(first, f(*args), strict=True):
+            assert np.isfinite(one).all()
+            np.testing.assert_array_equal(one, other)

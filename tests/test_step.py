@@ -197,6 +197,43 @@ def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
     assert moved == biases | bias_gradients | of_weight_gradients
 
 
+def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must(one_h200):
+    """GPT-2 124M's step in TF32 for 32 sequences: the passes that a layer adds over what is as large as the stream."""
+
+    def lowered(layers):
+        config = GPT2Config(n_layer=layers, precision=Precision("tf32"))
+        with h200():
+            chosen = config.kernels(1024, 32)
+        assert chosen == {"attention": "triton", "norm": "triton", "mlp": "triton", "loss": "fused"}
+        tx, rate = optim.adamw(6e-4), optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9)
+        state = jax.eval_shape(lambda: init_state(config, tx, 0))
+        windows = jax.ShapeDtypeStruct((1, 32, 1025), jnp.int32)
+        text = lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
+        return (
+            collections.Counter(re.findall(r"custom_call @(\w+)", text)),
+            large_operations(text, 32 * 1024 * 768),
+            text,
+        )
+
+    kernels, operations, text_of_two = lowered(2)
+    fewer_kernels, fewer_operations, _ = lowered(1)
+    a_layer = kernels - fewer_kernels
+    passes = {"activate_forward": 1, "activate_backward": 1, "norm_forward": 2, "norm_backward": 2, "transpose_sum": 1}
+    assert {name: a_layer[name] for name in passes} == passes
+    # The four weights; the inputs of c_attn, attention's c_proj and c_fc, and the gradients of both projections into the stream.
+    # What is left for weight gradients comes out of transpose_sum, and of activate_backward for the four times wider hidden layer.
+    assert a_layer["transpose"] == 4 + 3 + 2
+
+    moved = {
+        key: n
+        for key, n in (operations - fewer_operations).items()
+        if key[0] not in ("reshape", "return", "custom_call", "call", "dot_general")
+    }
+    # XLA's own passes: qkv's bias. No sum of rows, no transpose, nothing of the hidden layer.
+    assert moved == {("add", "32768x2304 f32"): 1, ("broadcast_in_dim", "32768x2304 f32"): 1}
+    assert not re.search(r"stablehlo\.reduce\(.*\(tensor<32768x(2304|3072)xf32>", text_of_two)
+
+
 @pytest.mark.parametrize("recompute", ["block", "sublayer"])
 def test_recomputation_on_an_h200_runs_the_forward_kernels_again(one_h200, recompute):
     config = GPT2Config(n_layer=2, precision=Precision("bf16"), attention="mosaic", recompute=recompute)

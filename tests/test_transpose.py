@@ -1,6 +1,7 @@
 """pallas_kernels.transpose_copy and transpose_add: a transpose is exact, a sum is rounded once."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_tools import triton_kernels, unchecked
 
 from pallas_kernels import _choose, _triton
-from pallas_kernels.transpose import choose, reference, transpose_add, transpose_copy
+from pallas_kernels.transpose import choose, reference, transpose_add, transpose_copy, transpose_sum_rows
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
@@ -91,6 +92,29 @@ def test_two_dtypes(backend, dst, src):
 
 def test_out_of_place(backend):
     check(backend, (33, 65), jnp.bfloat16, jnp.bfloat16, in_place=False)
+
+
+def check_sum(backend, shape, dtype):
+    """The transpose bit for bit; the sums against fp64, by the rounding of an fp32 sum of so many numbers."""
+    src = arrays(shape, dtype, dtype)[1]
+    out, sums = jax.jit(functools.partial(transpose_sum_rows, implementation=backend))(src)
+    assert out.dtype == dtype and sums.dtype == jnp.float32
+    np.testing.assert_array_equal(out, turned(src))
+    size = np.abs(np.asarray(src, np.float64)).sum(-2)
+    assert (np.abs(sums - np.asarray(src, np.float64).sum(-2)) <= 2e-6 * size).all()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (200, 150), (64, 1), (1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_transpose_and_its_sums(backend, shape, dtype):
+    check_sum(backend, shape, dtype)
+
+
+def test_a_transpose_and_its_sums_under_vmap(backend):
+    src = arrays((3, 9, 70), jnp.float32, jnp.float32)[1]
+    out, sums = jax.vmap(functools.partial(transpose_sum_rows, implementation=backend))(src)
+    np.testing.assert_array_equal(out, turned(src))
+    np.testing.assert_allclose(sums, np.asarray(src).sum(1), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=5, deadline=None)
@@ -188,6 +212,16 @@ def test_compiled_code(capability, dtype):
         assert "ld.global.v4" in kernel.ptx and "st.global.v4" in kernel.ptx and "global.b16" not in kernel.ptx
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_code_with_sums(capability):
+    f = lambda src: transpose_sum_rows(src, implementation="triton")
+    (kernel,) = triton_kernels(f, jax.ShapeDtypeStruct((32768, 2304), jnp.float32), capability=capability)
+    assert kernel.name == "transpose_sum" and kernel.spill_bytes == 0
+    assert re.findall(r"ld\.global\S*", kernel.ptx) == re.findall(r"ld\.global\.v4\S*", kernel.ptx)
+    # But for the tile's row of sums.
+    assert sum("v4" not in store for store in re.findall(r"st\.global\S*", kernel.ptx)) == 1
+
+
 def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
     assert choose() == "xla"
     monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
@@ -239,6 +273,15 @@ def test_errors():
 )
 def test_triton_on_the_gpu(shape, dst, src, in_place):
     check("triton", shape, dst, src, in_place=in_place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(32768, 2304), (301, 1003), (3, 65, 200), (1, 7)], ids=str)
+def test_a_transpose_and_its_sums_on_the_gpu(shape):
+    """What the outputs are written to was full of NaN before."""
+    for _ in range(3):
+        jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.float32) for _ in range(4)])
+        check_sum("triton", shape, jnp.float32)
 
 
 @pytest.mark.gpu

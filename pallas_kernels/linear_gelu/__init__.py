@@ -1,4 +1,4 @@
-"""A linear layer and its activation in one kernel: y = gelu(x w + b), and y = relu(x w + b)².
+"""A linear layer and its activation: y = gelu(x w + b), and y = relu(x w + b)². `mlp` goes on with a second product, y w₂.
 
 gelu is the tanh form, u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))), which is u·σ(2√(2/π)·(u + 0.044715·u³)).
 
@@ -6,15 +6,18 @@ Shapes: N rows (all leading axes of x), I inputs, O outputs. Products, bias and 
 
 The forward pass saves the activation's derivative at u = x w + b, in x's dtype, for the backward pass, which then is
 du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. It comes with the activation for a few operations more, takes the
-memory that u would, and makes the backward pass a plain product.
+memory that u would, and makes the backward pass a plain product. `triton` in fp32 saves the product x w in its place: it lies in
+memory already.
 
 Back ends:
     mosaic: Hopper's TMA and wgmma; bf16 or fp16, sizes that its tiles divide.
-    triton: NVIDIA GPUs from Ampere on; bf16 or fp16, any size.
+    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the product is XLA's, and bias and activation
+        are a pass over it.
     xla: any device, any dtype.
     reference: the definition in fp32 with true fp32 products.
 Backward, `mosaic` forms du on the way into the product for dx, and writes it for the one for dw (where its tiles divide I; else it
-goes XLA's way); `triton` forms du and db in a pass of their own.
+goes XLA's way); `triton` forms du and db in a pass of their own. That pass writes duᵀ too where a precision of HIGH asks for TF32,
+for dw's product (pallas_kernels.products), and in `mlp` yᵀ, for dw₂'s.
 """
 
 import dataclasses
@@ -25,7 +28,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _choose
-from pallas_kernels.products import product, sum_rows, weight_gradient
+from pallas_kernels.products import linear, product, sum_rows, weight_gradient, weight_gradient_of_transposed
+from pallas_kernels.transpose import transpose_copy
 
 
 def linear_gelu(
@@ -63,8 +67,42 @@ def linear_relu_squared(
     return _linear("relu_squared", x, w, b, implementation, precision)
 
 
+def mlp(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "I O"],
+    b: Float[Array, " O"],
+    w2: Float[Array, "O C"],
+    *,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*B C"]:
+    """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
+
+    The second product is XLA's. With back end `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer
+    again, transposed as dw₂ wants it, where it goes over the saved product for du: nothing as large is saved beside that.
+
+    Args:
+        w2: as w.
+
+    Others and errors as of `linear_gelu`.
+    """
+    _check("gelu", x, w, b)
+    if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
+        raise ValueError(
+            f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} in {w2.dtype}"
+        )
+    n = x.size // x.shape[-1] if x.size else 0
+    x_NI = x.reshape(n, x.shape[-1])
+    how = How("gelu", choose(x.dtype, n, *w.shape, implementation), precision)
+    if how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH:
+        y_NC = _mlp(x_NI, w, b, w2, how)
+    else:
+        y_NC = linear(_linear("gelu", x_NI, w, b, how.backend, precision), w2, None, precision)
+    return y_NC.reshape(*x.shape[:-1], w2.shape[1])
+
+
 def choose(dtype: jax.typing.DTypeLike, n: int, i: int, o: int, implementation: str = "auto") -> str:
-    """The back end that `linear_gelu` and `linear_relu_squared` use for N, I, O on the default device.
+    """The back end that `linear_gelu`, `linear_relu_squared` and `mlp`'s first half use for N, I, O on the default device.
 
     `auto` takes mosaic, triton, xla, in that order, but no kernel for arrays that the compiler may split over several devices.
 
@@ -74,7 +112,9 @@ def choose(dtype: jax.typing.DTypeLike, n: int, i: int, o: int, implementation: 
     dtype = jnp.dtype(dtype)
     supported = {
         "mosaic": _choose.why_not_mosaic() or _why_not_16_bit(dtype) or _why_not_tiles(n, i, o),
-        "triton": _choose.why_not_triton() or _why_not_16_bit(dtype) or (None if n else "takes at least one row"),
+        "triton": _choose.why_not_triton()
+        or (None if dtype == jnp.float32 else _why_not_16_bit(dtype, "float32, "))
+        or (None if n else "takes at least one row"),
         "xla": None,
         "reference": None,
     }
@@ -127,6 +167,10 @@ class How:
     backend: str
     precision: jax.lax.PrecisionLike
 
+    def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Whether Triton's kernels go over a product of XLA's: in fp32. In other dtypes they make it themselves."""
+        return self.backend == "triton" and dtype == jnp.float32
+
 
 def _linear(activation, x, w, b, implementation, precision):
     _check(activation, x, w, b)
@@ -144,14 +188,16 @@ def _activated(x_NI, w_IO, b_O, how: How):
 
 
 def _activated_forward(x_NI, w_IO, b_O, how):
-    y_NO, derivative_NO = forward(x_NI, w_IO, b_O, how, save=True)
-    return y_NO, (x_NI, w_IO, b_O, derivative_NO)
+    y_NO, saved_NO = forward(x_NI, w_IO, b_O, how, save=True)
+    return y_NO, (x_NI, w_IO, b_O, saved_NO)
 
 
 def backward(how: How, saved: tuple, dy_NO):
-    """(dx, dw, db) from the saved (x, w, b, derivative); db is None where b is."""
-    x_NI, w_IO, b_O, derivative_NO = saved
-    dx_NI, du_NO, db_O = _through_activation(dy_NO, derivative_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None)
+    """(dx, dw, db) from (x, w, b) and what `forward` saved; db is None where b is."""
+    x_NI, w_IO, b_O, saved_NO = saved
+    if how.in_passes(dy_NO.dtype):
+        return _backward_passes(how, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
+    dx_NI, du_NO, db_O = _through_activation(dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None)
     dw_IO = weight_gradient(x_NI, du_NO, precision=how.precision)
     return dx_NI, dw_IO.astype(w_IO.dtype), None if b_O is None else db_O.astype(b_O.dtype)
 
@@ -159,9 +205,50 @@ def backward(how: How, saved: tuple, dy_NO):
 _activated.defvjp(_activated_forward, backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mlp(x_NI, w_IO, b_O, w2_OC, how: How):
+    return _mlp_forward(x_NI, w_IO, b_O, w2_OC, how)[0]
+
+
+def _mlp_forward(x_NI, w_IO, b_O, w2_OC, how):
+    y_NO, product_NO = forward(x_NI, w_IO, b_O, how, save=True)
+    y_NC = product(y_NO, w2_OC, precision=how.precision, dtype=y_NO.dtype)
+    return y_NC, (x_NI, w_IO, b_O, w2_OC, product_NO)
+
+
+def _mlp_backward(how, saved, dy_NC):
+    x_NI, w_IO, b_O, w2_OC, product_NO = saved
+    dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=how.precision)
+    dx_NI, dw_IO, db_O, y_ON = _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, y_across=True)
+    return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
+    """(dx, dw, db, yᵀ) where `how.in_passes`; yᵀ is None where it is not asked for."""
+    from pallas_kernels.linear_gelu import _triton
+
+    tf32 = how.precision == jax.lax.Precision.HIGH
+    kernel = functools.partial(_triton.through_activation, activation=how.activation, du_across=tf32, y_across=y_across)
+    du_NO, du_ON, y_ON, db_O = jax.custom_batching.sequential_vmap(kernel)(dy_NO, product_NO, b_O)
+    dx_NI = jnp.matmul(du_NO, w_IO.T, precision=how.precision)
+    if tf32:
+        return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
+    return dx_NI, weight_gradient(x_NI, du_NO, precision=how.precision), db_O, y_ON
+
+
 def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
-    """(y, derivative), or (y,)."""
+    """(y, what `backward` wants saved), or (y,). That is the derivative, or the product x w where `how.in_passes`."""
     w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
+    if how.in_passes(x_NI.dtype):
+        from pallas_kernels.linear_gelu import _triton
+
+        product_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
+        kernel = functools.partial(_triton.activated, activation=how.activation)
+        y_NO = jax.custom_batching.sequential_vmap(kernel)(product_NO, b_O)
+        return (y_NO, product_NO) if save else (y_NO,)
     if how.backend == "xla":
         u_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
         u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
@@ -201,8 +288,8 @@ def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
     return jnp.matmul(du_NO, w_IO.T, precision=how.precision), du_NO, db_O
 
 
-def _why_not_16_bit(dtype: jnp.dtype) -> str | None:
-    return None if dtype in (jnp.bfloat16, jnp.float16) else f"takes bfloat16 or float16, not {dtype.name}"
+def _why_not_16_bit(dtype: jnp.dtype, others: str = "") -> str | None:
+    return None if dtype in (jnp.bfloat16, jnp.float16) else f"takes {others}bfloat16 or float16, not {dtype.name}"
 
 
 def _why_not_tiles(n: int, i: int, o: int) -> str | None:

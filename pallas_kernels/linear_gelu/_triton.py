@@ -1,6 +1,9 @@
 """The portable back end: Triton, from Ampere on, any shape.
 
-Shapes: N rows, I inputs, O outputs. A program makes a tile of M rows; `tl.dot` runs over K at a time.
+bf16 and fp16: `linear_forward` makes product, bias and activation, `scale` the way back through it. fp32: `activate_forward` and
+`activate_backward` go over a product that XLA made.
+
+Shapes: N rows, I inputs, O outputs. A program makes a tile of M rows and P columns; `tl.dot` runs over K at a time.
 """
 
 import jax
@@ -19,9 +22,11 @@ def activate(u, ACTIVATION: tl.constexpr):
     """The activation and its derivative, both fp32."""
     if ACTIVATION == "gelu":
         u2 = u * u
-        s = 1.0 / (1.0 + tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR)))
+        e = tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR))
+        s = 1.0 / (1.0 + e)
         y = u * s
-        return y, (y - y * s) * (u2 * (3 * CUBIC) + LINEAR) + s
+        # 1 − s is e·s: a difference would lose its digits where s is near 1. e may be infinite, where s is 0.
+        return y, (y * (u2 * (3 * CUBIC) + LINEAR) * tl.minimum(e, 2.0**126) + 1.0) * s
     r = tl.maximum(u, 0.0)
     return r * r, 2.0 * r
 
@@ -95,6 +100,54 @@ def scale(
         tl.store(db_ptr + row.to(tl.int64) * o + columns, tl.sum(sums, axis=0), mask=columns < o)
 
 
+@triton.jit
+def activate_forward(
+    product_ptr, b_ptr, y_ptr, n: tl.constexpr, o: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0) // ((o + P - 1) // P), tl.program_id(0) % ((o + P - 1) // P)
+    rows, columns = row * M + tl.arange(0, M), column * P + tl.arange(0, P)
+    # The tile's corner in 64 bits, the way from there in 32.
+    corner = (row * M).to(tl.int64) * o + column * P
+    offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P)[None, :]
+    mask = (rows < n)[:, None] & (columns < o)[None, :]
+    u = tl.load(product_ptr + corner + offsets, mask=mask, other=0.0)
+    if BIAS:
+        u += tl.load(b_ptr + columns, mask=columns < o, other=0.0)[None, :]
+    y, _ = activate(u, ACTIVATION)
+    tl.store(y_ptr + corner + offsets, y, mask=mask)
+
+
+@triton.jit
+def activate_backward(
+    dy_ptr, product_ptr, b_ptr, du_ptr, du_across_ptr, y_across_ptr, db_ptr, n: tl.constexpr, o: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DU_ACROSS: tl.constexpr, Y_ACROSS: tl.constexpr,
+    M: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """du = dy · y'(product + b), its sums over M rows, and duᵀ and yᵀ where they are wanted, in one pass."""
+    row, column = tile_of(tl.program_id(0), (n + M - 1) // M, (o + P - 1) // P, GROUP)
+    rows, columns = row * M + tl.arange(0, M), column * P + tl.arange(0, P)
+    corner = (row * M).to(tl.int64) * o + column * P
+    offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P)[None, :]
+    mask = (rows < n)[:, None] & (columns < o)[None, :]
+    dy = tl.load(dy_ptr + corner + offsets, mask=mask, other=0.0)
+    u = tl.load(product_ptr + corner + offsets, mask=mask, other=0.0)
+    if BIAS:
+        u += tl.load(b_ptr + columns, mask=columns < o, other=0.0)[None, :]
+    y, derivative = activate(u, ACTIVATION)
+    du = dy * derivative
+    tl.store(du_ptr + corner + offsets, du, mask=mask)
+    if BIAS:
+        tl.store(db_ptr + row.to(tl.int64) * o + columns, tl.sum(du, axis=0), mask=columns < o)
+    across = (column * P).to(tl.int64) * n + row * M
+    offsets_across = tl.arange(0, P)[:, None] * n + tl.arange(0, M)[None, :]
+    mask_across = (columns < o)[:, None] & (rows < n)[None, :]
+    if DU_ACROSS:
+        tl.store(du_across_ptr + across + offsets_across, tl.trans(du), mask=mask_across)
+    if Y_ACROSS:
+        tl.store(y_across_ptr + across + offsets_across, tl.trans(y), mask=mask_across)
+
+
 def forward(x_NI, w_IO, b_O, activation: str, *, save: bool):
     """(y, derivative), or (y,); b_O fp32 or None."""
     (n, i), o = x_NI.shape, w_IO.shape[1]
@@ -142,6 +195,62 @@ def scaled(dy_NO, derivative_NO, *, bias: bool):
         num_warps=8,
     )
     return du_NO, db_TO.sum(0) if bias else None
+
+
+def activated(product_NO, b_O, *, activation: str):
+    """y = activation(product + b) in fp32; b_O fp32 or None."""
+    n, o = product_NO.shape
+    m, p = 8, 512
+    (y_NO,) = _triton.call(
+        activate_forward,
+        product_NO,
+        product_NO if b_O is None else b_O,
+        out=[jax.ShapeDtypeStruct((n, o), jnp.float32)],
+        grid=(triton.cdiv(n, m) * triton.cdiv(o, p),),
+        n=n,
+        o=o,
+        ACTIVATION=activation,
+        BIAS=b_O is not None,
+        M=m,
+        P=p,
+        num_warps=4,
+    )
+    return y_NO
+
+
+def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bool, y_across: bool):
+    """(du, duᵀ, yᵀ, db), each fp32, or None where it is not wanted; db where there is a b.
+
+    Args:
+        dy_NO, product_NO: fp32; y was activation(product + b).
+        b_O: fp32 or None.
+    """
+    n, o = dy_NO.shape
+    # As transpose_copy's tiles of 4-byte types. 16 tiles down, then across: what runs at a time fills long pieces of rows both ways.
+    m, p = 64, 64
+    parts = triton.cdiv(n, m)
+    wanted = (True, du_across, y_across, b_O is not None)
+    shapes = ((n, o), (o, n), (o, n), (parts, o))
+    made = _triton.call(
+        activate_backward,
+        dy_NO,
+        product_NO,
+        product_NO if b_O is None else b_O,
+        out=[jax.ShapeDtypeStruct(s if want else (1,), jnp.float32) for s, want in zip(shapes, wanted, strict=True)],
+        grid=(parts * triton.cdiv(o, p),),
+        n=n,
+        o=o,
+        ACTIVATION=activation,
+        BIAS=b_O is not None,
+        DU_ACROSS=du_across,
+        Y_ACROSS=y_across,
+        M=m,
+        P=p,
+        GROUP=16,
+        num_warps=8,
+    )
+    du_NO, du_ON, y_ON, db_SO = (array if want else None for array, want in zip(made, wanted, strict=True))
+    return du_NO, du_ON, y_ON, None if db_SO is None else db_SO.sum(0)
 
 
 def tuning(rows: int, columns: int) -> dict[str, int]:

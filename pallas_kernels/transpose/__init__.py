@@ -1,7 +1,9 @@
 """Transposition of matrices that are written out: transpose_copy = srcᵀ, transpose_add = dst + srcᵀ.
 
+`transpose_sum_rows` gives srcᵀ and Σ_r src from one read; a backward pass wants both of the gradient of a linear layer's output.
+
 Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. The sum is fp32, rounded once to dst's dtype.
-Gradients: a transpose, and for dst the cotangent itself.
+Gradients: a transpose, and for dst the cotangent itself; transpose_sum_rows has none.
 
 A transpose next to a matrix product needs neither: the product reads its operand in either order. These are for arrays that
 are kept in the other order, such as an LM head whose gradient is added to an embedding's.
@@ -61,8 +63,25 @@ def transpose_add(
     return _add(backend, in_place, src.dtype, *flat).reshape(dst.shape)
 
 
+def transpose_sum_rows(
+    src: Float[Array, "*B R C"], *, implementation: str = "auto"
+) -> tuple[Float[Array, "*B C R"], Float[Array, "*B C"]]:
+    """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32. Arguments and errors as of `transpose_copy`."""
+    _check("transpose_sum_rows", src)
+    backend = choose(implementation, kernel="transpose_sum_rows")
+    src_BRC = src.reshape(-1, *src.shape[-2:])
+    if backend == "triton":
+        from pallas_kernels.transpose import _triton
+
+        out_BCR, sums_BC = _vmappable(lambda src_BRC: _triton.transpose_sum_rows(src_BRC))(src_BRC)
+    else:
+        out_BCR, sums_BC = _copy(backend, src.dtype, src_BRC), src_BRC.astype(jnp.float32).sum(1)
+    lead, (r, c) = src.shape[:-2], src.shape[-2:]
+    return out_BCR.reshape(*lead, c, r), sums_BC.reshape(*lead, c)
+
+
 def choose(implementation: str = "auto", *, kernel: str = "transpose_copy") -> str:
-    """The back end that `transpose_copy` and `transpose_add` use on the default device.
+    """The back end that the functions of this module use on the default device.
 
     `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
 

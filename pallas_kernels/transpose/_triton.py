@@ -1,4 +1,4 @@
-"""Triton kernels of transpose_copy and transpose_add: a program moves one tile, turned round in shared memory."""
+"""Triton kernels that transpose: a program moves one tile, turned round in shared memory."""
 
 import jax
 import triton
@@ -8,7 +8,7 @@ from pallas_kernels import _triton
 
 
 @triton.jit
-def transpose(
+def move_tile(
     src_ptr,
     dst_ptr,
     out_ptr,
@@ -19,6 +19,7 @@ def transpose(
     COLS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
+    """Returns the tile of src, which is 0 outside."""
     # Consecutive programs take the tiles of a column of src: together they write whole rows of the result.
     down: tl.constexpr = (R + ROWS - 1) // ROWS
     across: tl.constexpr = (C + COLS - 1) // COLS
@@ -36,6 +37,22 @@ def transpose(
     if HAS_DST:
         out = dst.to(tl.float32) + out.to(tl.float32)
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+    return src
+
+
+@triton.jit
+def transpose(
+    src_ptr,
+    dst_ptr,
+    out_ptr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    HAS_DST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    move_tile(src_ptr, dst_ptr, out_ptr, R, C, HAS_DST, ROWS, COLS, INDEX)
 
 
 @triton.jit
@@ -48,7 +65,28 @@ def add_in_place(
     COLS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    transpose(src_ptr, dst_ptr, dst_ptr, R, C, True, ROWS, COLS, INDEX)
+    move_tile(src_ptr, dst_ptr, dst_ptr, R, C, True, ROWS, COLS, INDEX)
+
+
+@triton.jit
+def transpose_sum(
+    src_ptr,
+    out_ptr,
+    sums_ptr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """srcᵀ, and the sums over each ROWS rows of src."""
+    src = move_tile(src_ptr, src_ptr, out_ptr, R, C, False, ROWS, COLS, INDEX)
+    down: tl.constexpr = (R + ROWS - 1) // ROWS
+    across: tl.constexpr = (C + COLS - 1) // COLS
+    batch, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
+    c = tile // down * COLS + tl.arange(0, COLS)
+    sums_ptr += (batch * down + tile % down).to(tl.int64) * C
+    tl.store(sums_ptr + c, tl.sum(src.to(tl.float32), axis=0), mask=c < C)
 
 
 # 768×50304, by measurement on an H200 (docs/kernels/transpose.md).
@@ -62,6 +100,21 @@ def transpose_copy(src_BRC, *, dtype):
     b, r, c = src_BRC.shape
     out = [jax.ShapeDtypeStruct((b, c, r), dtype)]
     return _triton.call(transpose, src_BRC, src_BRC, out=out, HAS_DST=False, **_launch(src_BRC))[0]
+
+
+def transpose_sum_rows(src_BRC):
+    """srcᵀ, and the sum of src's rows in fp32, shape (B, C)."""
+    b, r, c = src_BRC.shape
+    out_BCR, sums_BSC = _triton.call(
+        transpose_sum,
+        src_BRC,
+        out=[
+            jax.ShapeDtypeStruct((b, c, r), src_BRC.dtype),
+            jax.ShapeDtypeStruct((b, triton.cdiv(r, ROWS), c), "float32"),
+        ],
+        **_launch(src_BRC),
+    )
+    return out_BCR, sums_BSC.sum(1)
 
 
 def transpose_add(dst_BCR, src_BRC, *, in_place):

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
-from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy, linear_gelu
+from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy
 from pallas_kernels.flash_attention import choose as choose_attention
 from pallas_kernels.layer_norm import choose as choose_norm
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
 from pallas_kernels.linear_gelu import choose as choose_mlp
-from pallas_kernels.products import product, sum_rows, weight_gradient
+from pallas_kernels.linear_gelu import mlp
+from pallas_kernels.products import linear
 
 INIT_STD = 0.02
 
@@ -54,7 +55,7 @@ class GPT2Config:
     norm: str = "auto"
     """Back end of LayerNorm and the addition before it: auto, triton, xla or reference."""
     mlp: str = "auto"
-    """Back end of the MLP's first half, product, bias and GELU: auto, mosaic, triton, xla or reference."""
+    """Back end of the MLP's product, bias and GELU: auto, mosaic, triton (in fp32 after XLA's product), xla or reference."""
     loss: str = "auto"
     """Back end of the head and its loss: auto, fused or xla."""
     loss_chunk: int | None = None
@@ -180,46 +181,6 @@ class LayerNorm(nnx.Module):
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x_NI, kernel_IO, bias_O, precision: jax.lax.Precision):
-    """x W + b in x's dtype, rounded once; x W where the bias is None.
-
-    Two roundings lose the bias: in bf16 a number near 0.5 does not move when 0.001 is added to it. It made the losses of ten
-    steps 2.7 times as far from fp64 as PyTorch's are, on an H200; PyTorch and llm.c round once.
-    """
-
-    def add_in(dtype, x_NI, kernel_IO, bias_O):
-        y_NO = product(x_NI, kernel_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
-        if bias_O is not None:
-            y_NO = y_NO + bias_O.astype(dtype)[None]
-        return y_NO.astype(x_NI.dtype)
-
-    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 product: that is XLA's name for its epilogue, and spares the
-    # fp32 product's way to memory and back. On a CPU the same words round twice.
-    return jax.lax.platform_dependent(
-        x_NI,
-        kernel_IO,
-        bias_O,
-        cuda=functools.partial(add_in, x_NI.dtype),
-        default=functools.partial(add_in, jnp.float32),
-    )
-
-
-def _linear_forward(x_NI, kernel_IO, bias_O, precision):
-    return _linear(x_NI, kernel_IO, bias_O, precision), (x_NI, kernel_IO, bias_O)
-
-
-def _linear_backward(precision, saved, dy_NO):
-    # JAX's own rule would multiply an fp32 gradient by bf16 operands, at the speed of fp32, and sum the bias's in bf16.
-    x_NI, kernel_IO, bias_O = saved
-    dx_NI = jnp.matmul(dy_NO, kernel_IO.astype(dy_NO.dtype).T, precision=precision)
-    dbias_O = None if bias_O is None else sum_rows(dy_NO)
-    return dx_NI, weight_gradient(x_NI, dy_NO, precision=precision), dbias_O
-
-
-_linear.defvjp(_linear_forward, _linear_backward)
-
-
 class Linear(nnx.Module):
     """x W + b in x's dtype; kernel (in, out) and bias (out,) are stored in fp32, and so are their gradients."""
 
@@ -236,7 +197,7 @@ class Linear(nnx.Module):
         return Delta(self._apply(x_BTI, None), self.bias[...])
 
     def _apply(self, x, bias_O):
-        y_NO = _linear(x.reshape(-1, x.shape[-1]), self.kernel[...], bias_O, self.precision.matmul)
+        y_NO = linear(x.reshape(-1, x.shape[-1]), self.kernel[...], bias_O, self.precision.matmul)
         return y_NO.reshape(*x.shape[:-1], y_NO.shape[-1])
 
 
@@ -275,14 +236,15 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Delta:
-        h_BTF = linear_gelu(
+        y_BTC = mlp(
             x_BTC,
             self.c_fc.kernel[...],
             self.c_fc.bias[...],
+            self.c_proj.kernel[...],
             implementation=self.implementation,
             precision=self.precision.matmul,
         )
-        return self.c_proj.delta(h_BTF)
+        return Delta(y_BTC, self.c_proj.bias[...])
 
 
 class Block(nnx.Module):
