@@ -23,6 +23,8 @@ import tyro
 
 import pallas_kernels
 from gptjax.training.checkpoint import versions
+from pallas_kernels.linear_gelu import mlp
+from pallas_kernels.products import linear
 
 TOOLS = ("memcheck", "racecheck")
 
@@ -71,6 +73,11 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
             pallas_kernels.flash_attention_qkv,
             (normal(0, 1, 200, 3, 2, 64, dtype=jnp.float32),),
         ),
+        "flash_attention_qkv, true fp32": (
+            ("triton",),
+            lambda qkv, **how: pallas_kernels.flash_attention_qkv(qkv, precision="highest", **how),
+            (normal(0, 1, 200, 3, 2, 64, dtype=jnp.float32),),
+        ),
         "softmax": (("triton",), pallas_kernels.softmax, (normal(0, 37, 1000),)),
         "softmax, causal": (
             ("triton",),
@@ -85,12 +92,11 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
         ),
         "layer_norm": (
             ("triton",),
-            lambda x, r, s, b, **how: pallas_kernels.layer_norm(x, s, b, residual=r, **how),
+            lambda x, r, s, b, c, **how: pallas_kernels.layer_norm(x, s, b, residual=r, residual_bias=c, **how),
             (
                 normal(0, 67, 768),
                 normal(1, 67, 768),
-                normal(2, 768, dtype=jnp.float32),
-                normal(3, 768, dtype=jnp.float32),
+                *(normal(i, 768, dtype=jnp.float32) for i in (2, 3, 4)),
             ),
         ),
         "rms_norm": (("triton",), pallas_kernels.rms_norm, (normal(0, 67, 768),)),
@@ -104,6 +110,11 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
             pallas_kernels.linear_relu_squared,
             (normal(0, 256, 768), normal(1, 768, 1024)),
         ),
+        "linear_gelu.mlp, fp32 as TF32": (
+            ("triton",),
+            lambda *args, **how: mlp(*args, precision=jax.lax.Precision.HIGH, **how),
+            tuple(normal(i, *n, dtype=jnp.float32) for i, n in enumerate(((68, 96), (96, 132), (132,), (132, 96)))),
+        ),
         "xxt": (("mosaic", "triton"), pallas_kernels.xxt, (normal(0, 2, 256, 384),)),
         "xtx": (("mosaic", "triton"), pallas_kernels.xtx, (normal(0, 2, 384, 256),)),
         "ba_plus_caa": (
@@ -112,6 +123,12 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
             (normal(0, 2, 256, 256),),
         ),
         "transpose_copy": (("triton",), pallas_kernels.transpose_copy, (normal(0, 131, 97),)),
+        "products.linear, fp32 as TF32": (
+            ("triton",),
+            # Its backward pass has transpose_sum_rows.
+            lambda *args, implementation: linear(*args, jax.lax.Precision.HIGH),
+            tuple(normal(i, *n, dtype=jnp.float32) for i, n in enumerate(((68, 96), (96, 132), (132,)))),
+        ),
         "transpose_add": (("triton",), pallas_kernels.transpose_add, (normal(0, 97, 131), normal(1, 131, 97))),
     }
 
