@@ -176,6 +176,8 @@ def _run(o: Options, module, tiles):
     }  # fmt: skip
     if o.kernel == "forward":
         return lambda qkv, out, lse, dout, delta: module.forward((qkv,), None, **how)
+    if o.back_end == "triton":
+        return lambda qkv, out, lse, dout, delta: module.backward((qkv,), None, lse, dout, out, None, **how)
     return lambda qkv, out, lse, dout, delta: module.backward((qkv,), None, lse, dout, delta, **how)
 
 

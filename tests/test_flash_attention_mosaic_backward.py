@@ -11,10 +11,8 @@ from kernel_tools import forget_races, lower_for_h200
 from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
-from pallas_kernels import _choose, _mosaic
 from pallas_kernels.flash_attention import (
     _mosaic_backward,
-    _Options,
     flash_attention,
     flash_attention_qkv,
     reference,

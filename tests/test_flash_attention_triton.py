@@ -112,7 +112,7 @@ def set_tiles(monkeypatch, m, n, backward="split"):
     from pallas_kernels.flash_attention import _triton
 
     tile = {"M": m, "N": n, "rows": 100, "num_warps": 4, "num_stages": 2}
-    entry = {"backward": backward, **dict.fromkeys(_triton.PASSES, tile)}
+    entry = {"backward": backward, "products": "ieee", **dict.fromkeys(_triton.PASSES, tile)}
     monkeypatch.setattr(_triton, "tuning", lambda *_: entry)
 
 
@@ -267,6 +267,40 @@ def test_tf32_is_not_too_small(backward, tensor_cores, monkeypatch):
     for name, ours, true in zip(NAMES, found, equations(*args), strict=True):
         size = np.vdot(ours, true) / np.vdot(true, true)
         assert abs(size - 1) < 2.0**-14, (name, size - 1)
+
+
+def turned(x_BTHD, rows):
+    """Rounded, B·H·D·T′ with zeros from T on, and of 8 columns the even ones first."""
+    b, t, h, d = x_BTHD.shape
+    x_BHDT = np.zeros((b, h, d, -(-t // rows) * rows), np.float32)
+    x_BHDT[..., :t] = to_tf32(np.asarray(x_BTHD)).transpose(0, 2, 3, 1)
+    return x_BHDT.reshape(b, h, d, -1, 4, 2).swapaxes(-1, -2).reshape(x_BHDT.shape)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("t, d", [(128, 16), (70, 5), (1, 20)])
+def test_copies_in_tf32(t, d, packed, triton_on_cpu):
+    """Blocks are of 64 rows there; those of 128 and 16 rows, for which the turned copies are, end elsewhere."""
+    from pallas_kernels.flash_attention._triton_tf32 import tf32_copies, tf32_copies_of_dout
+    from pallas_kernels.flash_attention._triton import _inputs, _shape
+
+    q, k, v, _, dout, _ = inputs((2, t, 4, 4 if packed else 2, d), jnp.float32)
+    operands = (jnp.stack([q, k, v], 2),) if packed else (q, k, v)
+    shape = _shape(operands, None, True, 1.0, None, False, {})
+    held = _inputs(operands, None)[:3]
+    backward = sum(tf32_copies(*held, shape, straight="qkv", turned={"q": 128, "k": 16}), ())[:5]
+    _, k_straight, _, _, _, v_turned = sum(tf32_copies(*held, shape, straight="k", turned={"v": 16}), ())
+    dout_straight, dout_turned, delta = tf32_copies_of_dout(dout, q, shape, turned=128)
+    found = (*backward, k_straight, v_turned, dout_straight, dout_turned)
+    wanted = [to_tf32(np.asarray(x)) for x in (q, k, v)]
+    wanted += [turned(q, 128), turned(k, 16), to_tf32(np.asarray(k)), turned(v, 16)]
+    wanted += [to_tf32(np.asarray(dout)), turned(dout, 128)]
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # Of numbers that are not rounded: those would be off by 2^−12 or so of the largest products.
+    products = np.asarray(dout, np.float64) * np.asarray(q, np.float64)
+    error = np.abs(delta - products.sum(-1).swapaxes(1, 2))
+    assert (error <= d * 2.0**-24 * np.abs(products).sum(-1).swapaxes(1, 2)).all()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
@@ -463,9 +497,14 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
         assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
         assert kernel.shared_bytes <= SHARED_KB[capability] * 1024
         assert not kernel.serialised, kernel.name
-    multiplying = [k for k in kernels if k.name not in ("delta_kernel", "tf32_kernel")]
-    assert [k.name for k in multiplying] == ["forward_kernel", "dkv_kernel", "dq_kernel"]
-    for kernel in multiplying:
+    names = ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
+    if dtype == jnp.float32 and precision is None:
+        # Copies of k and v; of q, k and v; and of dO, with delta.
+        names = ["tf32_kernel", "forward_kernel", "tf32_kernel", "tf32_dout_kernel", "dkv_kernel", "dq_kernel"]
+    assert [k.name for k in kernels] == names
+    for kernel in kernels:
+        if kernel.name not in ("forward_kernel", "dkv_kernel", "dq_kernel"):
+            continue
         instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
         # True fp32 has products in threes on Hopper's tensor cores, and on the plain cores elsewhere.
         assert (instruction in kernel.ptx) == (precision is None or capability == 90)

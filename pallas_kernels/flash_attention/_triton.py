@@ -6,9 +6,8 @@ over its keys and makes dQ; seven products, everything written once, so two runs
 makes dQ's parts as well and adds them into an fp32 array in whatever order they come, and a small one converts that; five products.
 Blocks that no query sees are not read, and only those are masked in which some query does not see some key.
 
-Tensor cores leave out the bits of fp32 that TF32 does not have, and Hopper's read both operands along the axis that they sum over.
-So for TF32 `tf32_kernel` first makes copies that are rounded to nearest, "straight" (B·T·H·D) for sums over D and "turned"
-(B·H·D·T′) for sums over T, and what is read of them goes to the tensor cores as it is.
+For TF32, rounded copies of q, k, v and dO are made first, "straight" (B·T·H·D) and "turned" (B·H·D·T′): _triton_tf32.py says why, and
+has what only TF32 needs.
 
 fp32 with all its bits is multiplied on the plain cores ("ieee"), or, where the registers suffice, by Triton's "tf32x3": each operand is
 split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁ leaves out 2⁻²² of a product. PyTorch's fp32 attention does the same.
@@ -33,6 +32,15 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _choose, _triton
+from pallas_kernels.flash_attention._triton_tf32 import (
+    evens_first,
+    load_turned,
+    operand,
+    rounded,
+    tf32_copies,
+    tf32_copies_of_dout,
+    turned,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Below every fp32 and above −∞, so that −∞ − LOWEST is −∞: a row that has seen no key yet needs no guard against ∞ − ∞.
@@ -64,8 +72,7 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
     b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
     q, k, v, segments = _inputs(operands, segments_BT)
     if shape["PRECISION"] == "tf32":
-        k, _ = _tf32(k, "k", shape)
-        _, v = _tf32(v, "v", shape, straight=False, turned=tile["N"])
+        (_, k, _), (_, _, v) = tf32_copies(q, k, v, shape, straight="k", turned={"v": tile["N"]})
         shape |= {"KV_ROW": shape["K"] * d, "K_AT": 0}
     return _triton.call(
         forward_kernel,
@@ -82,7 +89,8 @@ def backward(
     segments_BT,
     lse_BHT,
     dout_BTHD,
-    delta_BHT,
+    out_BTHD,
+    dlse_BHT,
     *,
     causal,
     scale,
@@ -95,9 +103,9 @@ def backward(
 
     Args:
         operands, segments_BT, causal, scale, window, true_fp32: as of `forward`.
-        lse_BHT: as `forward` returns it.
+        out_BTHD, lse_BHT: as `forward` returns them.
         dout_BTHD: gradient of the output, in its dtype.
-        delta_BHT: Σ_d dout·out − dlse, fp32.
+        dlse_BHT: gradient of the log-sum-exp, or None.
         deterministic: make the split form, whatever the tiles say.
         tiles: as of `forward`; "backward" and the kernels of that form are enough.
     """
@@ -111,11 +119,14 @@ def backward(
     tile = tiles["fused" if fused else "dkv"]
     q_turned = dout_turned = k_turned = q
     if tf32:
-        q, q_turned = _tf32(q, "q", shape, turned=tile["M"])
-        dout_BTHD, dout_turned = _tf32(dout_BTHD, "dout", shape, turned=tile["M"])
-        k, k_turned = _tf32(k, "k", shape, turned=None if fused else tiles["dq"]["N"])
-        v, _ = _tf32(v, "v", shape)
+        blocks = {"q": tile["M"]} if fused else {"q": tile["M"], "k": tiles["dq"]["N"]}
+        (q, k, v), (q_turned, k_turned, _) = tf32_copies(q, k, v, shape, straight="qkv", turned=blocks)
+        dout_BTHD, dout_turned, delta_BHT = tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, turned=tile["M"])
         shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
+    else:
+        delta_BHT = delta(out_BTHD, dout_BTHD)
+    if dlse_BHT is not None:
+        delta_BHT = delta_BHT - dlse_BHT
     inputs = (q, k, v, segments, dout_BTHD, lse_BHT, delta_BHT)
     if packed:
         like_dkv = [jax.ShapeDtypeStruct(operands[0].shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
@@ -166,47 +177,6 @@ def delta(out_BTHD, dout_BTHD):
         M=rows,
     )
     return delta_BHT
-
-
-def _tf32(x, which, shape, *, straight=True, turned=None):
-    """Copies of q, k, v or dO, rounded to TF32.
-
-    Args:
-        x: what holds it.
-        which: "q", "k", "v" or "dout".
-        straight: make the straight one.
-        turned: make the turned one, for blocks of so many rows.
-
-    Returns:
-        B·T·H·D (of k and v K for H) and B·H·D·T′; one that was not asked for is a single number without meaning.
-    """
-    b, t, d, heads = shape["BATCH"], shape["T"], shape["D"], shape["K" if which in ("k", "v") else "H"]
-    row, at = {
-        "q": (shape["Q_ROW"], 0),
-        "k": (shape["KV_ROW"], shape["K_AT"]),
-        "v": (shape["KV_ROW"], shape["V_AT"]),
-        "dout": (heads * d, 0),
-    }[which]
-    columns, rows = triton.cdiv(t, turned or 1) * (turned or 1), 64
-    return _triton.call(
-        tf32_kernel,
-        x,
-        out=[
-            jax.ShapeDtypeStruct((b, t, heads, d) if straight else (1,), x.dtype),
-            jax.ShapeDtypeStruct((b, heads, d, columns) if turned else (1,), x.dtype),
-        ],
-        grid=(triton.cdiv(columns, rows) * b * heads,),
-        T=t,
-        H=heads,
-        D=d,
-        P=shape["P"],
-        ROW=row,
-        AT=at,
-        COLUMNS=columns,
-        STRAIGHT=straight,
-        TURNED=turned is not None,
-        M=rows,
-    )
 
 
 def _launched(tile: dict[str, int], t: int) -> dict[str, int]:
@@ -363,20 +333,6 @@ def load_rows(
 
 
 @triton.jit
-def turned(head, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """The way to a head in a turned copy for blocks of R."""
-    return tl.cast(head, tl.int64) * (D * ((T + R - 1) // R * R))
-
-
-@triton.jit
-def load_turned(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """What `load_rows` would have given, from a turned copy (with the order of `evens_first`)."""
-    COLUMNS: tl.constexpr = (T + R - 1) // R * R
-    at_PR = ptr + start + offsets(P, R, COLUMNS)
-    return tl.trans(tl.load(at_PR, mask=tl.arange(0, P)[:, None] < D, other=0.0) if D < P else tl.load(at_PR))
-
-
-@triton.jit
 def store_rows(
     ptr, x_RP, start, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
@@ -391,39 +347,6 @@ def store_rows(
         tl.store(at_RP, x_RP, mask=column_1P < D)
     else:
         tl.store(at_RP, x_RP)
-
-
-@triton.jit
-def rounded(x, PRECISION: tl.constexpr):
-    """Anything, rounded to TF32 if that is PRECISION."""
-    if PRECISION == "tf32":
-        return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-    else:
-        return x
-
-
-@triton.jit
-def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Results of arithmetic as an operand of a product with something of a dtype: rounded to nearest."""
-    if PRECISION == "tf32":
-        # In fewer instructions than `rounded` takes: what is left below the bits of TF32, the tensor cores leave out. The one
-        # NaN that arithmetic makes is 0x7FFFFFFF, which may not become −0.
-        return (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000).to(tl.float32, bitcast=True)
-    else:
-        return x.to(DTYPE)
-
-
-@triton.jit
-def evens_first(x_RC, PRECISION: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Of 8 columns those with even numbers, then those with odd ones, if PRECISION is "tf32".
-
-    A thread has two neighbours of a product's result, and as left operand of the next gives two that are 4 columns apart. What
-    the next sums over may come in any order, if it is that of the right operand too.
-    """
-    if PRECISION == "tf32":
-        return tl.reshape(tl.permute(tl.reshape(x_RC, (R, C // 8, 4, 2)), (0, 1, 3, 2)), (R, C))
-    else:
-        return x_RC
 
 
 @triton.jit
@@ -677,24 +600,6 @@ def delta_kernel(
     dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, T % M != 0).to(tl.float32)
     rows_M = t0 + tl.arange(0, M)
     tl.store(delta_ptr + (b * H + h) * T + rows_M, tl.sum(out_MP * dout_MP, 1), mask=rows_M < T)
-
-
-@triton.jit
-def tf32_kernel(
-    x_ptr, straight_ptr, turned_ptr,
-    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr,
-    COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Straight and turned copies of B·T·H·D, rounded to TF32. Of the COLUMNS of the turned one those from T on are zero."""
-    h, block = tl.program_id(0) % H, tl.program_id(0) // H
-    t0, b = block % ((COLUMNS + M - 1) // M) * M, (block // ((COLUMNS + M - 1) // M)).to(tl.int64)
-    x_MP = rounded(load_rows(x_ptr + b * T * ROW + h * D + AT, t0, ROW, T, D, M, P, COLUMNS != T or T % M != 0), "tf32")
-    if STRAIGHT:
-        store_rows(straight_ptr + (b * T * H + h) * D, x_MP, t0, H * D, T, D, M, P)
-    if TURNED:
-        column_P1, t_1M = tl.arange(0, P)[:, None], t0 + tl.arange(0, M)[None, :]
-        at_PM = turned_ptr + (b * H + h) * D * COLUMNS + column_P1 * COLUMNS + t_1M
-        tl.store(at_PM, evens_first(tl.trans(x_MP), "tf32", P, M), mask=(column_P1 < D) & (t_1M < COLUMNS))
 
 
 @triton.jit

@@ -99,9 +99,9 @@ class GPT2Config:
         Raises:
             ValueError: a named one does not exist or cannot run here.
         """
-        dtype, c = self.precision.compute_dtype, self.n_embd
+        dtype, c, precision = self.precision.compute_dtype, self.n_embd, self.precision.matmul
         return {
-            "attention": choose_attention(dtype, sequence_length, self.head_dim, self.attention),
+            "attention": choose_attention(dtype, sequence_length, self.head_dim, self.attention, precision=precision),
             "norm": choose_norm(self.precision.residual_dtype, c, self.norm),
             "mlp": choose_mlp(dtype, batch * sequence_length, c, 4 * c, self.mlp),
             "loss": choose_loss(self.loss),
