@@ -62,7 +62,7 @@ class Space:
     values: dict[str, tuple]
     why_not: Callable[[dict], str | None]
     run: Callable[[dict], Callable]
-    """Tiles → a function of (qkv, out, lse, dout, delta)."""
+    """Tiles → a function of (qkv, out, lse, dout)."""
     write: Callable[[dict], Path]
 
 
@@ -175,10 +175,8 @@ def _run(o: Options, module, tiles):
         "true_fp32": o.true_fp32, "tiles": tiles,
     }  # fmt: skip
     if o.kernel == "forward":
-        return lambda qkv, out, lse, dout, delta: module.forward((qkv,), None, **how)
-    if o.back_end == "triton":
-        return lambda qkv, out, lse, dout, delta: module.backward((qkv,), None, lse, dout, out, None, **how)
-    return lambda qkv, out, lse, dout, delta: module.backward((qkv,), None, lse, dout, delta, **how)
+        return lambda qkv, out, lse, dout: module.forward((qkv,), None, **how)
+    return lambda qkv, out, lse, dout: module.backward((qkv,), None, lse, dout, out, None, **how)
 
 
 def make(o: Options, run_forward: Callable, key: jax.Array) -> tuple:
@@ -186,9 +184,8 @@ def make(o: Options, run_forward: Callable, key: jax.Array) -> tuple:
     keys = jax.random.split(key)
     qkv = jax.random.normal(keys[0], (b, t, 3, h, d), DTYPES[o.dtype])
     dout = jax.random.normal(keys[1], (b, t, h, d), DTYPES[o.dtype])
-    out, lse = run_forward(qkv, None, None, None, None)
-    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
-    return qkv, out, lse, dout, delta
+    out, lse = run_forward(qkv, None, None, None)
+    return qkv, out, lse, dout
 
 
 def error(o: Options, f: Callable) -> float:
@@ -206,8 +203,7 @@ def error(o: Options, f: Callable) -> float:
     wanted = (out, lse)
     if o.kernel != "forward":
         wanted = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
-    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out)
-    found = jax.jit(f)(qkv, out.astype(qkv.dtype), lse, dout, delta)
+    found = jax.jit(f)(qkv, out.astype(qkv.dtype), lse, dout)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max(float(np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()) for x, y in pairs)
 

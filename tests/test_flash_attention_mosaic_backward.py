@@ -11,13 +11,14 @@ from kernel_tools import forget_races, lower_for_h200
 from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
+from pallas_kernels import _choose
 from pallas_kernels.flash_attention import (
     _mosaic_backward,
     flash_attention,
     flash_attention_qkv,
     reference,
 )
-from pallas_kernels.flash_attention._mosaic_backward import Tiles, backward, why_not_tiles
+from pallas_kernels.flash_attention._mosaic_backward import Tiles, _of_each_query, backward, why_not_tiles
 
 
 def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, seed=0):
@@ -52,13 +53,12 @@ def check(q, k, v, direction, tiles=None, *, packed=False, with_lse=False, deter
     true = functools.partial(reference, return_lse=True, **mask)
     out, lse = true(q, k, v)
     dlse = jnp.asarray(np.random.default_rng(1).standard_normal(lse.shape) * with_lse, jnp.float32)
-    delta = jnp.einsum("bthd,bthd->bht", direction.astype(jnp.float32), out) - dlse
     how = {"causal": True, "scale": q.shape[-1] ** -0.5, "window": None} | mask
     how |= {"deterministic": deterministic, "true_fp32": False, "tiles": tiles}
     operands = (jnp.stack((q, k, v), axis=2),) if packed else (q, k, v)
     f = jax.jit(lambda operands, *rest: backward(operands, None, *rest, **how))
     # Not while products of XLA are under way: they and the interpreter can wait for each other's threads.
-    args = jax.block_until_ready((operands, lse, direction, delta))
+    args = jax.block_until_ready((operands, lse, direction, out.astype(q.dtype), dlse if with_lse else None))
     ours = jax.block_until_ready(f(*args))
     if not (deterministic or (tiles and tiles.whole_heads)):
         forget_races()
@@ -165,6 +165,25 @@ def test_which_way_dq_is_summed():
     assert _mosaic_backward.whole_heads_are_faster(60, 64, sms)  # the sums are never more than the first
 
 
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("length, head_dim, sums", [(300, 64, True), (256, 128, True), (77, 128, False)])
+def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim, sums, with_dlse):
+    """By Triton as by XLA, zeros past the end included."""
+    _, _, out, dout = inputs(2, length, 3, head_dim=head_dim)
+    lse, dlse = (jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, length)), jnp.float32) for i in (5, 6))
+    make = functools.partial(_of_each_query, lse, dout, out, dlse if with_dlse else None, sums=sums)
+    rows, zeros = make()
+    monkeypatch.setattr(_choose, "why_not_triton", lambda: "not here")
+    rows_of_xla, zeros_of_xla = make()
+    queries = 8192 // head_dim
+    assert rows.shape == (2, 3, 2, -(-length // queries) * queries)
+    np.testing.assert_allclose(rows, rows_of_xla, atol=1e-4)
+    assert not np.asarray(rows[..., length:]).any()
+    if sums:
+        assert zeros.shape == zeros_of_xla.shape == (2, length + -length % 8, 3, head_dim)
+        assert not np.asarray(zeros).any()
+
+
 def test_tiles_that_cannot_be():
     assert why_not_tiles(Tiles(stages=3), 64) is None
     assert "bytes of shared memory" in why_not_tiles(Tiles(stages=5), 64)
@@ -187,7 +206,7 @@ def lowered(batch, time, heads, head_dim, *, packed, key_heads=None, causal=True
     operands = (shape(batch, time, 3, heads, head_dim),) if packed else (q, k, k)
     row = shape(batch, heads, time, dtype=jnp.float32)
     how = {"causal": causal, "scale": 0.1, "window": window, "deterministic": False, "true_fp32": False} | how
-    text = lower_for_h200(lambda o, *rest: backward(o, None, *rest, **how), operands, row, q, row)
+    text = lower_for_h200(lambda o, *rest: backward(o, None, *rest, None, **how), operands, row, q, q)
     return re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
 
 
@@ -197,8 +216,9 @@ def lowered(batch, time, heads, head_dim, *, packed, key_heads=None, causal=True
 def test_lowers_for_an_h200(batch, time, head_dim, causal):
     text = lowered(batch, time, 12, head_dim, packed=True, causal=causal)
     assert text.count("custom_call @mosaic_gpu") == 1
-    # The gradient is written where it belongs. L and D alone are put together.
-    assert "transpose" not in text and text.count("concatenate") == 1
+    # The gradient is written where it belongs; D comes with L, and with zeros for dQ, from one launch.
+    assert "transpose" not in text and "concatenate" not in text and text.count("@delta_kernel") == 1
+    assert "dense<0.000000e+00>" not in text
     assert ("dynamic_update_slice" in text) == (batch == 4)
 
 

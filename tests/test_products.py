@@ -76,6 +76,25 @@ def test_rows_are_summed_in_fp32(n, dtype):
     np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (100, 300), (4096, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_few_rows_are_summed_by_a_kernel(triton_on_cpu, monkeypatch, shape, dtype):
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, *shape)), dtype)
+    found = jax.vmap(sum_rows)(x)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(100, 300), (4096, 2304)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_few_rows_are_summed_on_the_gpu(shape, dtype):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    assert "sum_some_rows" in jax.jit(sum_rows).lower(x).as_text()
+    np.testing.assert_allclose(jax.jit(sum_rows)(x), np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_tf32_reads_the_gradient_once_on_an_h200(monkeypatch, split):
     """Its transpose and its sum come out of one kernel, unless the compiler may split arrays over devices: then of XLA."""

@@ -291,10 +291,6 @@ def _kernel(options, name):
     def kernel(*args):
         if name == "forward":
             return module.forward(*args, **static)
-        if options.backend == "mosaic":
-            # It is given Σ_d dO·O − dL, which triton makes itself: in TF32 while it copies dO.
-            *args, out_BTHD, dlse_BHT = args
-            args = *args, _delta(out_BTHD, dout_BTHD=args[-1], dlse_BHT=dlse_BHT)
         return module.backward(*args, **static)
 
     @kernel.def_vmap
@@ -308,17 +304,6 @@ def _kernel(options, name):
         return unfolded, jax.tree.map(lambda _: True, unfolded)
 
     return kernel
-
-
-def _delta(out_BTHD, dout_BTHD, dlse_BHT):
-    """Σ_d dO·O − dL, in fp32."""
-    if _choose.why_not_triton() is None:
-        delta_BHT = importlib.import_module("pallas_kernels.flash_attention._triton").delta(out_BTHD, dout_BTHD)
-    else:
-        delta_BHT = jnp.einsum("bthd,bthd->bht", dout_BTHD.astype(jnp.float32), out_BTHD.astype(jnp.float32))
-        # XLA would make it part of what puts it beside L, which then reads rows with one thread each: 0.4 ms for 64×1024×12×64 on an H200.
-        delta_BHT = jax.lax.optimization_barrier(delta_BHT)
-    return delta_BHT if dlse_BHT is None else delta_BHT - dlse_BHT
 
 
 # ------------------------------------------------------------------------------------------------------------ cudnn and xla

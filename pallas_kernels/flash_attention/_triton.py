@@ -124,7 +124,7 @@ def backward(
         dout_BTHD, dout_turned, delta_BHT = tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, turned=tile["M"])
         shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
     else:
-        delta_BHT = delta(out_BTHD, dout_BTHD)
+        delta_BHT, _ = delta(out_BTHD, dout_BTHD)
     if dlse_BHT is not None:
         delta_BHT = delta_BHT - dlse_BHT
     inputs = (q, k, v, segments, dout_BTHD, lse_BHT, delta_BHT)
@@ -160,23 +160,39 @@ def backward(
     return dq_BTHD, dk, dv
 
 
-def delta(out_BTHD, dout_BTHD):
-    """Σ_d dO·O for each query, B·H·T in fp32."""
+def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0):
+    """What the backward pass needs of each query, and room for sums, in fp32 and one launch.
+
+    Args:
+        lse_BHT: for the two numbers that mosaic wants, or None.
+        rows: queries, with those past T, of which mosaic wants them.
+        zeros: queries of which there shall be sums.
+
+    Returns:
+        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; and zeros, B·zeros·H·D, or one number without
+        meaning.
+    """
     b, t, h, d = out_BTHD.shape
-    rows = 128
-    (delta_BHT,) = _triton.call(
+    m = 128
+    return _triton.call(
         delta_kernel,
         out_BTHD,
         dout_BTHD,
-        out=[jax.ShapeDtypeStruct((b, h, t), jnp.float32)],
-        grid=(triton.cdiv(t, rows) * b * h,),
+        dout_BTHD if lse_BHT is None else lse_BHT,
+        out=[
+            jax.ShapeDtypeStruct((b, h, t) if lse_BHT is None else (b, h, 2, rows), jnp.float32),
+            jax.ShapeDtypeStruct((b, zeros, h, d) if zeros else (1,), jnp.float32),
+        ],
+        grid=(triton.cdiv(max(t, rows, zeros), m) * b * h,),
         T=t,
         H=h,
         D=d,
         P=_padded(d),
-        M=rows,
+        ROWS=0 if lse_BHT is None else rows,
+        ZEROS=zeros,
+        BLOCKS=triton.cdiv(max(t, rows, zeros), m),
+        M=m,
     )
-    return delta_BHT
 
 
 def _launched(tile: dict[str, int], t: int) -> dict[str, int]:
@@ -590,16 +606,29 @@ def dq_kernel(
 
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, delta_ptr, T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, zeros_ptr,
+    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     # Heads of the same rows run side by side: their rows are one piece of memory.
     h, block = tl.program_id(0) % H, tl.program_id(0) // H
-    t0, b = block % ((T + M - 1) // M) * M, (block // ((T + M - 1) // M)).to(tl.int64)
+    t0, b = block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
     at = b * T * H * D + h * D
-    out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, T % M != 0).to(tl.float32)
-    dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, T % M != 0).to(tl.float32)
+    CHECKED: tl.constexpr = T < BLOCKS * M
+    out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, CHECKED).to(tl.float32)
+    dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, CHECKED).to(tl.float32)
     rows_M = t0 + tl.arange(0, M)
-    tl.store(delta_ptr + (b * H + h) * T + rows_M, tl.sum(out_MP * dout_MP, 1), mask=rows_M < T)
+    delta_M = tl.sum(out_MP * dout_MP, 1)
+    if ROWS:
+        lse_M = load_each(lse_ptr + (b * H + h) * T, t0, T, M, CHECKED)
+        delta_ptr += (b * H + h) * (2 * ROWS)
+        tl.store(delta_ptr + rows_M, lse_M * LOG2E, mask=rows_M < ROWS)
+        tl.store(delta_ptr + ROWS + rows_M, -delta_M, mask=rows_M < ROWS)
+    else:
+        tl.store(delta_ptr + (b * H + h) * T + rows_M, delta_M, mask=rows_M < T)
+    if ZEROS:
+        zeros_ptr += b * ZEROS * H * D + h * D
+        store_rows(zeros_ptr, tl.full((M, P), 0.0, tl.float32), t0, H * D, ZEROS, D, M, P)
 
 
 @triton.jit

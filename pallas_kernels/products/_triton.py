@@ -1,0 +1,45 @@
+"""Sums over the rows of a matrix: a program sums a few rows of some columns, and XLA what the programs have."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+
+# Rows and columns that a program has at a time, and how many programs there are at the most, one below the other.
+M, P, PARTS = 32, 256, 64
+
+
+@triton.jit
+def sum_some_rows(
+    x_ptr, sums_ptr, n: tl.constexpr, o: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Sums of TIMES·M rows."""
+    ACROSS: tl.constexpr = (o + P - 1) // P
+    part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
+    sums_MP = tl.full((M, P), 0.0, tl.float32)
+    for time in range(TIMES):
+        rows = (part * TIMES + time) * M + tl.arange(0, M)
+        mask = (rows < n)[:, None] & (columns < o)[None, :]
+        sums_MP += tl.load(x_ptr + rows.to(tl.int64)[:, None] * o + columns[None, :], mask=mask, other=0.0)
+    tl.store(sums_ptr + part.to(tl.int64) * o + columns, tl.sum(sums_MP, axis=0), mask=columns < o)
+
+
+def sum_rows(x_NO):
+    """Σ_n x in fp32."""
+    n, o = x_NO.shape
+    times = triton.cdiv(n, M * PARTS)
+    parts = triton.cdiv(n, M * times)
+    (sums_SO,) = _triton.call(
+        sum_some_rows,
+        x_NO,
+        out=[jax.ShapeDtypeStruct((parts, o), jnp.float32)],
+        grid=(parts * triton.cdiv(o, P),),
+        n=n,
+        o=o,
+        TIMES=times,
+        M=M,
+        P=P,
+    )
+    return sums_SO.sum(0)
