@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -159,10 +160,11 @@ def main(options: Options) -> None:
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0",
     }
+    asked = ["--kernels", *options.kernels] if options.kernels else []
     found, started = {}, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         logs = {tool: Path(folder) / tool for tool in TOOLS}
-        command = [sys.executable, __file__, "--inside", *(["--kernels", *options.kernels] if options.kernels else [])]
+        command = [sys.executable, __file__, "--inside", *asked]
         processes = {
             tool: subprocess.Popen(
                 [sanitizer, "--tool", tool, "--error-exitcode", "1", *command],
@@ -191,7 +193,7 @@ def main(options: Options) -> None:
             print(tool, json.dumps(found[tool], indent=1, ensure_ascii=False), *complaints[:40], sep="\n", flush=True)
     if options.out:
         result = {
-            "command": "python benchmarks/sanitize.py",
+            "command": shlex.join(["python", "benchmarks/sanitize.py", *asked]),
             "date": time.strftime("%Y-%m-%d"),
             "device": jax.devices()[0].device_kind,
             "versions": versions(),

@@ -91,7 +91,7 @@ def test_few_rows_are_summed_by_a_kernel(triton_on_cpu, monkeypatch, shape, dtyp
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_few_rows_are_summed_on_the_gpu(shape, dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
-    assert "sum_some_rows" in jax.jit(sum_rows).lower(x).as_text()
+    assert "triton_kernel_call" in jax.jit(sum_rows).lower(x).as_text()
     np.testing.assert_allclose(jax.jit(sum_rows)(x), np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-4)
 
 
