@@ -27,6 +27,7 @@ from reference.torch_gpt2 import (
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, generate, loss_fn
 from gptjax.models.gpt2 import LayerNorm, Linear
+from pallas_kernels import _choose
 
 torch.set_num_threads(2)
 
@@ -218,6 +219,18 @@ def test_kernels_names_the_back_end_of_each_part():
     for field in ("norm", "mlp"):
         with pytest.raises(ValueError, match="implementation 'triton' needs an NVIDIA GPU"):
             dataclasses.replace(config, **{field: "triton"}).kernels(7)
+
+
+@pytest.mark.parametrize(
+    "precision, width, attention",
+    [("fp32", 128, "triton"), ("fp32", 256, "xla"), ("tf32", 256, "triton"), ("bf16", 256, "mosaic")],
+)
+def test_named_kernels_know_the_precision(precision, width, attention, monkeypatch):
+    """True fp32 has a back end of its own: heads 128 wide go through XLA, though TF32's and bf16's do not."""
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    config = GPT2Config(n_head=2, n_embd=width, precision=Precision(precision))
+    with h200():
+        assert config.kernels(1024)["attention"] == attention
 
 
 def test_sampling_needs_no_whole_tiles():
