@@ -1,5 +1,6 @@
 """gptjax.bench: the harness runs what it says, reports failures as such, and refuses what it cannot measure."""
 
+import dataclasses
 import json
 
 import jax
@@ -145,6 +146,20 @@ def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(tmp_path
     assert "did not run:\ndouble · 64×64 · broken: ValueError: no such shape" in capsys.readouterr().err
     rows = json.loads((tmp_path / "double.json").read_text())["rows"]
     assert rows[1]["ms"] > 0
+
+
+def test_one_case_of_a_kernel(tmp_path, monkeypatch, capsys):
+    cases = [dataclasses.replace(case(), name=name) for name in ("64×64 bf16", "64×64 fp32 as TF32")]
+    monkeypatch.setattr(kernels, "load", lambda name: cases)
+    monkeypatch.setattr(kernels, "ceilings", lambda torch: LIMITS)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["kernels", "double", "--no-torch", "--case", "TF32"]) == 0
+    measured = capsys.readouterr().err
+    assert "fp32 as TF32" in measured and "bf16" not in measured
+    assert main(["kernels", "double", "--no-torch", "--case", "fp8"]) == 1
+    assert "no case of ['double'] has 'fp8' in its name" in capsys.readouterr().err
+    assert main(["kernels", "double", "--no-torch", "--case", "TF32", "--out", str(tmp_path)]) == 1
+    assert "--out holds all cases" in capsys.readouterr().err
 
 
 def test_errors(capsys):

@@ -205,13 +205,10 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
     def kernel(*refs):
         inputs, refs = refs[: len(operands)], refs[len(operands) :]
         dout_gmem, rows_gmem, *refs = refs
-        table_gmem = None
-        if not whole:
-            table_gmem, *refs = refs
         if whole:
             gradients, sums_gmem, refs = refs[: len(operands)], refs[len(operands)], refs[len(operands) + 1 :]
         else:
-            sums_gmem, *refs = refs
+            table_gmem, sums_gmem, *refs = refs
             gradients, refs = (refs[:1], refs[1:]) if packed else ((None, *refs[:2]), refs[2:])
         q_smem, dout_smem, rows_smem, k_smem, v_smem, ds_smem, sum_smem, out_smem, columns_smem, *barriers = refs
         filled, consumed, keys_filled, keys_consumed, ds_filled, ds_consumed, sum_filled = barriers

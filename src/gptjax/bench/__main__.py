@@ -34,11 +34,13 @@ class Kernels:
     """Kernels, by the stem of their file in benchmarks/."""
     torch: bool = True
     """Measure PyTorch, eager and compiled, in the same run, in the cases that have a bar to reach."""
+    case: str = ""
+    """Only cases with this in their name, such as TF32; without --out."""
     out: Path | None = None
     """Folder for the results, a JSON file for each kernel; made if it is not there."""
 
     def run(self) -> None:
-        kernels.run(list(self.names), out=self.out, torch=self.torch)
+        kernels.run(list(self.names), out=self.out, torch=self.torch, part=self.case)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

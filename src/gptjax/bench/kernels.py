@@ -98,20 +98,30 @@ def show(rows: list[dict], limits: Ceilings) -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
-def run(names: list[str], *, out: Path | None, torch: bool) -> None:
+def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> None:
     """Measures the named kernels (all where none is named), prints a table for each, and writes OUT/NAME.json for each.
 
+    Args:
+        part: of a case's name; others are left out.
+
     Raises:
-        BenchError: no GPU, no such kernel, PyTorch asked for and absent; after all is written, an implementation did not run.
+        BenchError: no GPU, no such kernel or case, PyTorch asked for and absent, a part of the cases for a file of all; after all
+            is written, an implementation did not run.
     """
     failed: list[str] = []
-    cases = {name: load(name) for name in names or available()}
+    cases = {name: [case for case in load(name) if part in case.name] for name in names or available()}
+    if part and out:
+        raise BenchError("--out holds all cases of a kernel: leave out --case")
+    if not any(cases.values()):
+        raise BenchError(f"no case of {sorted(cases)} has {part!r} in its name")
     if jax.default_backend() != "gpu":
         raise BenchError("kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e '.[cuda13]'")
     if torch and importlib.util.find_spec("torch") is None:
         raise BenchError("PyTorch is not installed: leave it out with --no-torch, or pip install torch")
     found = versions() | {package: _version(package) for package in ("jax-triton", "triton") + ("torch",) * torch}
     for name, its_cases in cases.items():
+        if not its_cases:
+            continue
         limits = ceilings(torch=torch)
         rows = measure(its_cases, limits, torch=torch)
         show(rows, limits)
