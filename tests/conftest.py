@@ -1,6 +1,7 @@
 """What every test runs under: strict JAX, checked array shapes, two CPU devices, and the GPU only where it is asked for."""
 
 import os
+from pathlib import Path
 
 # Two CPU devices, before JAX starts: a test of sharding needs more than one.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
@@ -11,6 +12,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jaxtyping
+import numpy as np
 import pytest
 
 pytest_plugins = ["kernel_tools"]
@@ -49,3 +51,16 @@ def optax_promotion():
     """For tests that run an optax optimizer: optax's Adam itself mixes int32 and float, which strict promotion refuses."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """A folder with a shard for training and one for validation, 4,000 tokens each of a vocabulary of 61."""
+    from gptjax.data.shards import write_shard  # after the hook above
+
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        write_shard(folder / f"x_{split}_000000.bin", rng.zipf(1.5, 4000).clip(max=61).astype(np.uint16) - 1)
+    return folder

@@ -11,7 +11,6 @@ import pytest
 
 from gptjax import config as configuration
 from gptjax import data, sharding
-from gptjax.data.shards import write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import optimizer
 from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
@@ -41,17 +40,12 @@ def bench(monkeypatch):
 
 
 @pytest.fixture
-def options(bench, tmp_path):
+def options(bench, corpus, tmp_path):
     (tmp_path / "card.py").write_text(CARD)
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        write_shard(folder / f"x_{split}_000000.bin", rng.zipf(1.5, 4000).clip(max=61).astype(np.uint16) - 1)
     return bench.Options(
         out=tmp_path / "out",
         card=tmp_path / "card.py",
-        dataset=str(folder),
+        dataset=str(corpus),
         device="cpu",
         seeds=2,
         steps=8,

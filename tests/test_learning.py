@@ -12,7 +12,6 @@ import pytest
 
 from gptjax import config as configuration
 from gptjax import data, sharding
-from gptjax.data.shards import write_shard
 from gptjax.training import optimizer
 from gptjax.training.step import graph, init_state, make_train_step
 
@@ -39,19 +38,14 @@ def learning():
 
 
 @pytest.fixture
-def options(learning, tmp_path):
+def options(learning, corpus, tmp_path):
     for name in ("adamw", "normuon"):
         (tmp_path / f"{name}.py").write_text(RECIPE.format(name))
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        write_shard(folder / f"x_{split}_000000.bin", rng.zipf(1.5, 4000).clip(max=61).astype(np.uint16) - 1)
     return learning.Options(
         out=tmp_path / "out",
         adamw=tmp_path / "adamw.py",
         normuon=tmp_path / "normuon.py",
-        dataset=str(folder),
+        dataset=str(corpus),
         device="cpu",
         seeds=2,
         steps=8,

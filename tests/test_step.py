@@ -159,6 +159,14 @@ def large_operations(text, elements):
     return found
 
 
+def lowered_step(config, batch):
+    """AdamW's step on so many sequences of 1,024 tokens."""
+    tx, rate = optim.adamw(6e-4), optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9)
+    state = jax.eval_shape(lambda: init_state(config, tx, 0))
+    windows = jax.ShapeDtypeStruct((1, batch, 1025), jnp.int32)
+    return lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
+
+
 def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
     """GPT-2 124M's step in bf16 for 64 sequences: what a layer adds to it, pass by pass over what is as large as the stream."""
 
@@ -167,10 +175,7 @@ def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
         with h200():
             chosen = config.kernels(1024, 64)
         assert chosen == {"attention": "mosaic", "norm": "triton", "mlp": "mosaic", "loss": "fused"}
-        tx, rate = optim.adamw(6e-4), optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9)
-        state = jax.eval_shape(lambda: init_state(config, tx, 0))
-        windows = jax.ShapeDtypeStruct((1, 64, 1025), jnp.int32)
-        text = lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
+        text = lowered_step(config, 64)
         return kernels_of(text), large_operations(text, 64 * 1024 * 768)
 
     kernels, operations = lowered(2)
@@ -205,10 +210,7 @@ def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must(one_h200):
         with h200():
             chosen = config.kernels(1024, 32)
         assert chosen == {"attention": "triton", "norm": "triton", "mlp": "triton", "loss": "fused"}
-        tx, rate = optim.adamw(6e-4), optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9)
-        state = jax.eval_shape(lambda: init_state(config, tx, 0))
-        windows = jax.ShapeDtypeStruct((1, 32, 1025), jnp.int32)
-        text = lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
+        text = lowered_step(config, 32)
         return (
             collections.Counter(re.findall(r"custom_call @(\w+)", text)),
             large_operations(text, 32 * 1024 * 768),
