@@ -8,12 +8,13 @@ import optax
 def global_norm(tree: optax.Updates) -> jax.Array:
     """‖g‖ of all tensors together, fp32.
 
-    Vectors are laid end to end first: one sum, where 98 biases and LayerNorm parameters of GPT-2 124M would each launch a kernel.
+    A kernel for each matrix sums its rows, and the rows' sums and the vectors are then laid end to end for one sum over all: on a GPU
+    53 kernels for the 148 tensors of GPT-2 124M. A sum of one matrix at once takes two, and each vector's by itself one more.
     """
-    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
-    vectors = [leaf.ravel() for leaf in leaves if leaf.ndim < 2]
-    tensors = [leaf for leaf in leaves if leaf.ndim >= 2] + ([jnp.concatenate(vectors)] if vectors else [])
-    return jnp.sqrt(sum(jnp.sum(jnp.square(tensor)) for tensor in tensors))
+    squares = [jnp.square(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    rows = [jnp.sum(s, -1).ravel() if s.ndim >= 2 else s.ravel() for s in squares]
+    # XLA would take the sum of what is laid end to end apart again, into a sum of each.
+    return jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.concatenate(rows)))) if rows else jnp.zeros(())
 
 
 def clip_by_global_norm(largest: float | int) -> optax.GradientTransformation:
