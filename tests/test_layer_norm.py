@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,14 @@ def test_any_shape_in_triton(triton_on_cpu, rows, channels, norm):
     check(norm, "triton", (rows, channels), jnp.bfloat16, seed=rows)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_as_many_rows_are_walked_over(triton_on_cpu, monkeypatch, dtype):
+    """The programs that walk over many rows, on a few."""
+    # `pallas_kernels.layer_norm` is also the name of the function in it.
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.layer_norm._triton"), "FEW_ROWS", 0)
+    check(BIASED, "triton", (33, 257), dtype)
+
+
 def test_reference_is_the_definition():
     for norm, f in [(Norm(), reference), (BIASED, reference), (Norm(centred=False, eps=1e-6), rms_reference)]:
         given, directions = norm.arrays((6, 50), jnp.bfloat16)
@@ -294,12 +303,12 @@ def test_on_two_devices(backend):
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
-@pytest.mark.parametrize("channels", [64, 768, 1600])
+@pytest.mark.parametrize("n, channels", [(65536, 64), (65536, 768), (65536, 1600), (4096, 768), (4096, 1600)])
 @pytest.mark.parametrize(
     "norm, dtype", [(Norm(), jnp.bfloat16), (BIASED, jnp.bfloat16), (BIASED, jnp.float32)], ids=str
 )
-def test_compiled_code_keeps_a_row_in_registers(capability, channels, norm, dtype):
-    rows = jax.ShapeDtypeStruct((65536, channels), dtype)
+def test_compiled_code_keeps_a_row_in_registers(capability, n, channels, norm, dtype):
+    rows = jax.ShapeDtypeStruct((n, channels), dtype)
     parameter = jax.ShapeDtypeStruct((channels,), jnp.float32)
 
     def f(*args):
@@ -383,6 +392,8 @@ def test_errors():
         (Norm(residual=False, parameters=None), (500, 768), jnp.bfloat16),
         (BIASED, (2, 1024, 768), jnp.bfloat16),
         (BIASED, (999, 1600), jnp.bfloat16),
+        (BIASED, (9000, 768), jnp.bfloat16),  # more than the table's few
+        (BIASED, (9000, 768), jnp.float32),
         (BIASED, (301, 769), jnp.float16),
         (BIASED, (3, 8191), jnp.bfloat16),
         (BIASED, (64, 1280), jnp.float32),

@@ -22,6 +22,8 @@ FORWARD_ELEMENTS = 24
 BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
 # With one more sum in registers: no spills at GPT-2's widths. Reckoned from the registers, not measured.
 BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
+# Up to so many rows the programs' sums are as much to write and read as the rows: half as many programs, of both dtypes.
+FEW_ROWS, BACKWARD_OF_FEW = 8192, (24, 4, 2)
 # What a program may have on every GPU from Ampere on, with room for reductions.
 MAX_SHARED_BYTES = 90_000
 
@@ -265,7 +267,8 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     `dtotal_NC` is None where nobody read total.
     """
     n, c = total_NC.shape
-    elements, warps_per_sm, stages = (BACKWARD_WITH_BIAS if residual_bias else BACKWARD)[total_NC.dtype.itemsize]
+    table = BACKWARD_WITH_BIAS if residual_bias else BACKWARD
+    elements, warps_per_sm, stages = BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
     tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
     # A CPU device, where the interpreter runs, has no such attribute.
     sms = getattr(jax.devices()[0], "core_count", 1)

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# Rows and columns that a program has at a time, and how many programs there are at the most, one below the other.
-M, P, PARTS = 32, 256, 64
+# Rows and columns that a program has at a time, how many programs there are at the most, one below the other, and their warps.
+M, P, PARTS, WARPS = 16, 256, 64, 2
 
 
 @triton.jit
@@ -41,5 +41,6 @@ def sum_rows(x_NO):
         TIMES=times,
         M=M,
         P=P,
+        num_warps=WARPS,
     )
     return sums_SO.sum(0)
