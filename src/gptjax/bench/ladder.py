@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from concurrent import futures
@@ -62,6 +63,10 @@ class Ladder:
             return
         if self.config and self.preset:
             raise BenchError("--config and --preset both name a model: give one of them")
+        # The rung without jit compiles each operation by itself, with XLA's own options: it would write every product in Triton, too, and
+        # time the variants, for minutes. The other rungs leave that out as a training run does. JAX reads it at its first use.
+        flag = "--xla_gpu_enable_triton_gemm=false"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         device = steps.one_device()
         torch = self.torch and device.platform == "gpu" and steps.has_torch(device)
         if self.torch and not torch:
