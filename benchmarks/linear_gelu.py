@@ -105,18 +105,24 @@ def backward_case(n, i, o, activation) -> Case:
     )
 
 
-def tf32_inputs(key, *, n, i, o, c):
+def whole_inputs(key, *, n, i, o, c, dtype):
     """dy, x, w, b, and w2 where there are C outputs of a second product."""
-    dy, x, w, b, w2 = normal(key, (n, c or o), (n, i), (i, o), (o,), (o, c or 1), dtype=jnp.float32)
-    return (dy, x, w * i**-0.5, b, *([w2 * o**-0.5] if c else []))
+    dy, x, w, b, w2 = normal(key, (n, c or o), (n, i), (i, o), (o,), (o, c or 1), dtype=dtype)
+    return (dy, x, w * dtype(i**-0.5), b, *([w2 * dtype(o**-0.5)] if c else []))
 
 
-def tf32_case(f, n, i, o, c=None) -> Case:
-    """Forward and backward of `linear_gelu`, or of `mlp` with C outputs, in fp32."""
+def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
+    """Forward and backward of `linear_gelu`, or of `mlp` with C outputs."""
+    precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
 
     def run(backend, dy, *args):
-        y, pull = jax.vjp(functools.partial(f, implementation=backend, precision=HIGH), *args)
+        y, pull = jax.vjp(functools.partial(f, implementation=backend, precision=precision), *args)
         return y, *pull(dy)
+
+    def six_products(dy, x, w, b, w2):
+        h = x @ w
+        dh = dy @ w2.T
+        return h @ w2, dh @ w.T, x.T @ dh, h.T @ dy
 
     def in_torch(torch, *, compiled):
         torch.set_float32_matmul_precision("high")
@@ -137,26 +143,30 @@ def tf32_case(f, n, i, o, c=None) -> Case:
     sizes = [n * i, i * o, o, *([o * c] if c else [])]
     return Case(
         kernel="linear_gelu",
-        name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} fp32 as TF32",
-        make=functools.partial(tf32_inputs, n=n, i=i, o=o, c=c),
-        run={backend: functools.partial(run, backend) for backend in TF32_BACKENDS},
+        name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} {'fp32 as TF32' if tf32 else 'bf16'}",
+        make=functools.partial(whole_inputs, n=n, i=i, o=o, c=c, dtype=dtype),
+        run={
+            **{backend: functools.partial(run, backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
+            **({"six products": six_products} if c and not tf32 else {}),
+        },
         torch={
             "torch": functools.partial(in_torch, compiled=False),
             "torch.compile": functools.partial(in_torch, compiled=True),
         },
-        bytes=4 * 2 * (sum(sizes) + n * (c or o)),
+        bytes=(4 if tf32 else 2) * 2 * (sum(sizes) + n * (c or o)),
         flops=6 * n * o * (i + (c or 0)),
         bound="bf16",
     )
 
 
 def cases() -> list[Case]:
-    """Every width for GELU, GPT-2 124M's for the squared ReLU and in fp32."""
+    """Every width for GELU and the whole MLP, GPT-2 124M's for the squared ReLU and in fp32."""
     made = [case(*shape, "gelu") for case in (forward_case, backward_case) for shape in SHAPES]
     made += [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
+    made += [whole_case(mlp, *shape, shape[1]) for shape in SHAPES]
     return [
         *made,
         forward_case(*TF32, "gelu", tf32=True),
-        tf32_case(linear_gelu, *TF32),
-        tf32_case(mlp, *TF32, TF32[1]),
+        whole_case(linear_gelu, *TF32, tf32=True),
+        whole_case(mlp, *TF32, TF32[1], tf32=True),
     ]

@@ -85,6 +85,7 @@ class CompileError(RuntimeError):
 def programs() -> dict[str, tuple[Callable, tuple]]:
     """Name → a function and the shapes of its arguments, GPT-2 124M's. Gradients have the forward kernel first, then the backward one."""
     import pallas_kernels as pk
+    from pallas_kernels.linear_gelu import mlp
 
     def bf16(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -93,12 +94,13 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         return jax.grad(lambda *args: f(*args, implementation="mosaic").astype(jnp.float32).sum(), argnums)
 
     packed = {"D=64": bf16(64, 1024, 3, 12, 64), "D=128": bf16(64, 1024, 3, 6, 128), "T=4096": bf16(4, 4096, 3, 12, 64)}
-    mlp = (bf16(65536, 768), bf16(768, 3072), bf16(3072))
+    layer = (bf16(65536, 768), bf16(768, 3072), bf16(3072))
     found = {f"flash_attention {name}": (gradient(pk.flash_attention_qkv, 0), (x,)) for name, x in packed.items()}
     windowed = functools.partial(pk.flash_attention_qkv, window=256)
     return found | {
         "flash_attention window 256": (gradient(windowed, 0), (packed["T=4096"],)),
-        "linear_gelu": (gradient(pk.linear_gelu, (0, 1, 2)), mlp),
+        "linear_gelu": (gradient(pk.linear_gelu, (0, 1, 2)), layer),
+        "mlp": (gradient(mlp, (0, 1, 2, 3)), (*layer, bf16(3072, 768))),
         "xxt": (functools.partial(pk.xxt, implementation="mosaic"), (bf16(48, 768, 768),)),
         "xtx": (functools.partial(pk.xtx, implementation="mosaic"), (bf16(24, 3072, 768),)),
         "ba_plus_caa": (functools.partial(pk.ba_plus_caa, b=2.0, c=0.5, implementation="mosaic"), (bf16(48, 768, 768),)),

@@ -122,6 +122,18 @@ def plain_mlp(x, w, b, w2, *, precision=HIGHEST):
     return jnp.matmul(plain(x, w, b, precision=precision), w2, precision=precision)
 
 
+def check_mlp(implementation, n, i, o, c, dtype):
+    """Output and the four gradients."""
+    check(
+        functools.partial(mlp, implementation=implementation),
+        plain_mlp,
+        lambda x, w, b, w2: jnp.matmul(reference(x, w, b), w2.astype(jnp.float32), precision=HIGHEST),
+        mlp_inputs(n, i, o, c, dtype),
+        argnums=(0, 1, 2, 3),
+        names=("x", "w", "b", "w2"),
+    )
+
+
 def check_mlp_fp32(implementation, n, i, o, c, precision, **norms):
     how = {"precision": precision}
     check_fp32(
@@ -447,12 +459,44 @@ def test_mosaic_on_a_cpu(mosaic_on_cpu, small_tiles, n, i, o, dtype, activation)
     check_all("mosaic", (n,), i, o, dtype, activation)
 
 
-# No tiles of the backward pass divide 1600.
+@pytest.mark.parametrize(
+    "n, i, o, c, columns, slots, dtype",
+    [
+        (256, 128, 192, 64, 64, 1, jnp.bfloat16),  # pairs of blocks that share w2; each warpgroup has several tiles
+        (192, 64, 256, 128, 128, 1, jnp.bfloat16),  # single blocks, two parts a tile through one slot
+        (128, 64, 384, 64, 192, 2, jnp.float16),  # three parts through two slots
+    ],
+)
+def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c, columns, slots, dtype):
+    from pallas_kernels.linear_gelu import _mosaic
+
+    forward = tuple(dataclasses.replace(tiles, columns=columns, slots=slots) for tiles in _mosaic.FORWARD)
+    monkeypatch.setattr(_mosaic, "FORWARD", forward)
+    check_mlp("mosaic", n, i, o, c, dtype)
+
+
+def test_mosaic_mlp_without_gradients_saves_nothing(mosaic_on_cpu, small_tiles, monkeypatch):
+    from pallas_kernels.linear_gelu import _mosaic
+
+    saved, forward = [], _mosaic.forward
+    monkeypatch.setattr(_mosaic, "forward", lambda *a, save: saved.append(save) or forward(*a, save=save))
+    args = mlp_inputs(64, 64, 64, 64, jnp.bfloat16)
+    f = functools.partial(mlp, implementation="mosaic")
+    jax.eval_shape(f, *args)
+    assert saved == [False]
+    jax.eval_shape(jax.grad(lambda *args: f(*args).astype(jnp.float32).sum()), *args)
+    assert saved[-1] is True
+
+
+# No tiles of linear_gelu's own backward pass divide 1600.
 @pytest.mark.parametrize("width, kernels", [(768, 2), (1024, 2), (1280, 2), (1600, 1)])
 def test_gpt2_widths_lower_for_an_h200(width, kernels):
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, width), (width, 4 * width), (4 * width,))]
     gradients = jax.grad(functools.partial(loss, implementation="mosaic"), (0, 1, 2))
     assert lower_for_h200(gradients, *shapes).count("custom_call @mosaic_gpu") == kernels
+    gradients = jax.grad(lambda *args: mlp(*args, implementation="mosaic").astype(jnp.float32).sum(), (0, 1, 2, 3))
+    shapes.append(jax.ShapeDtypeStruct((4 * width, width), jnp.bfloat16))
+    assert lower_for_h200(gradients, *shapes).count("custom_call @mosaic_gpu") == 2
 
 
 # --------------------------------------------------------------------------------------------------------------------- choice
@@ -545,6 +589,33 @@ def test_runs_are_equal(implementation):
     first = jax.tree.leaves(f(*args))
     for _ in range(5):
         for one, other in zip(first, jax.tree.leaves(f(*args)), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, i, o", [(4096, 768, 3072), (768, 1600, 6400), (256, 256, 384)])
+def test_mosaic_mlp_on_a_gpu(n, i, o):
+    check_mlp("mosaic", n, i, o, i, jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, i, o", [(65536, 768, 3072), (16384, 1280, 5120)])
+def test_mosaic_mlp_over_many_tiles_and_again(n, i, o):
+    """Every block has a dozen tiles or more, and what is left of a race shows as a difference between runs."""
+    args = mlp_inputs(n, i, o, i, jnp.bfloat16)
+
+    def gradients(implementation):
+        y, pull = jax.vjp(functools.partial(mlp, implementation=implementation), *args)
+        return y, *pull(y)
+
+    f = jax.jit(gradients, static_argnums=0)
+    found = f("mosaic")
+    for ours, theirs in zip(found, f("xla"), strict=True):
+        ours, theirs = ours.astype(jnp.float32), theirs.astype(jnp.float32)
+        assert jnp.abs(ours - theirs).max() <= 2**-7 * jnp.abs(theirs).max()
+        assert jnp.sqrt(jnp.mean((ours - theirs) ** 2)) <= 2**-7 * jnp.sqrt(jnp.mean(theirs**2))
+    for _ in range(5):
+        for one, other in zip(f("mosaic"), found, strict=True):
             np.testing.assert_array_equal(one, other)
 
 

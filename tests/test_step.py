@@ -144,7 +144,7 @@ def kernels_of(text):
     """How often the program launches each Triton kernel, by name, and Mosaic's, which are lowered once each and called."""
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
     found = collections.Counter(re.findall(r"custom_call @(\w+)", text))
-    found["mosaic"] = len(re.findall(r"call @(?:forward|backward)\w*\(", text))
+    found["mosaic"] = len(re.findall(r"call @(?:forward|backward|through_product)\w*\(", text))
     return found
 
 
@@ -183,7 +183,7 @@ def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
     # Four chunks of the head, in the branch for unequal cotangents, which XLA drops, once more.
     assert fewer_kernels["classifier_kernel"] == kernels["classifier_kernel"] == 8
     assert kernels["norm_forward"] == kernels["norm_backward"] == 2 * 2 + 1
-    # Attention and the MLP's first half, forward and backward.
+    # Attention; the MLP's first product with what follows it, and the one before it backward.
     assert (kernels - fewer_kernels)["mosaic"] == 4
     assert (kernels - fewer_kernels)["norm_forward"] == (kernels - fewer_kernels)["norm_backward"] == 2
 
@@ -194,7 +194,7 @@ def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
         if key[0] not in ("reshape", "return", "custom_call", "call", "dot_general")
     }
     n = 64 * 1024
-    # Of qkv alone: linear_gelu's kernels add and sum c_fc's, LayerNorm's those of both projections into the stream.
+    # Of qkv alone: the MLP's kernels add and sum c_fc's, LayerNorm's those of both projections into the stream.
     biases = {("add", f"{n}x2304 bf16"): 1, ("broadcast_in_dim", f"{n}x2304 bf16"): 1}
     bias_gradients = {("convert", f"{n}x2304 f32"): 1}
     # Each folded by XLA into the product that reads it.

@@ -15,8 +15,9 @@ Back ends:
         are a pass over it.
     xla: any device, any dtype.
     reference: the definition in fp32 with true fp32 products.
-Backward, `mosaic` forms du on the way into the product for dx, and writes it for the one for dw (where its tiles divide I; else it
-goes XLA's way); `triton` forms du and db in a pass of their own. That pass writes duᵀ too where a precision of HIGH asks for TF32,
+Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel with its sums for db; the products
+for dx and dw are XLA's. `linear_gelu` by itself has no such product: there `mosaic` forms du on the way into the product for dx,
+and writes it for the one for dw (where its tiles divide I; else it goes XLA's way); `triton` forms du and db in a pass of their own. That pass writes duᵀ too where a precision of HIGH asks for TF32,
 for dw's product (pallas_kernels.products), and in `mlp` yᵀ, for dw₂'s.
 """
 
@@ -78,7 +79,7 @@ def mlp(
 ) -> Float[Array, "*B C"]:
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    The second product is XLA's. With back end `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer
+    The second product is XLA's, and with back end `mosaic` its gradient a kernel that goes on through the activation. With back end `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer
     again, transposed as dw₂ wants it, where it goes over the saved product for du: nothing as large is saved beside that.
 
     Args:
@@ -94,7 +95,7 @@ def mlp(
     n = x.size // x.shape[-1] if x.size else 0
     x_NI = x.reshape(n, x.shape[-1])
     how = How("gelu", choose(x.dtype, n, *w.shape, implementation), precision)
-    if how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH:
+    if how.backend == "mosaic" or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
         y_NC = _mlp(x_NI, w, b, w2, how)
     else:
         y_NC = linear(_linear("gelu", x_NI, w, b, how.backend, precision), w2, None, precision)
@@ -207,20 +208,35 @@ _activated.defvjp(_activated_forward, backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mlp(x_NI, w_IO, b_O, w2_OC, how: How):
-    return _mlp_forward(x_NI, w_IO, b_O, w2_OC, how)[0]
+    (y_NO,) = forward(x_NI, w_IO, b_O, how, save=False)
+    return product(y_NO, w2_OC.astype(y_NO.dtype), precision=how.precision, dtype=y_NO.dtype)
 
 
 def _mlp_forward(x_NI, w_IO, b_O, w2_OC, how):
-    y_NO, product_NO = forward(x_NI, w_IO, b_O, how, save=True)
-    y_NC = product(y_NO, w2_OC, precision=how.precision, dtype=y_NO.dtype)
-    return y_NC, (x_NI, w_IO, b_O, w2_OC, product_NO)
+    y_NO, saved_NO = forward(x_NI, w_IO, b_O, how, save=True)
+    y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=how.precision, dtype=y_NO.dtype)
+    # Where the backward pass makes y again it is not kept.
+    return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if how.backend == "mosaic" else None)
 
 
 def _mlp_backward(how, saved, dy_NC):
-    x_NI, w_IO, b_O, w2_OC, product_NO = saved
+    x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO = saved
+    if how.backend == "mosaic":
+        du_NO, db_O = _through_product(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
+        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T)
+        dw_IO, dw2_OC = (weight_gradient(*pair, precision=how.precision) for pair in ((x_NI, du_NO), (y_NO, dy_NC)))
+        return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
     dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=how.precision)
-    dx_NI, dw_IO, db_O, y_ON = _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, y_across=True)
+    dx_NI, dw_IO, db_O, y_ON = _backward_passes(how, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True)
     return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
+
+
+@jax.custom_batching.sequential_vmap
+def _through_product(dy_NC, w2_OC, derivative_NO):
+    """(du, db)."""
+    from pallas_kernels.linear_gelu import _mosaic
+
+    return _mosaic.through_product(dy_NC, w2_OC, derivative_NO, bias=True)
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)

@@ -39,6 +39,14 @@ class Tiles:
     def divide(self, n: int, i: int, o: int) -> bool:
         return n > 0 and n % (self.rows * self.cluster) == 0 and i % self.depth == 0 and o % self.columns == 0
 
+    def parts(self) -> list[tuple[slice, slice]]:
+        """Rows and columns of each part of a tile."""
+        return [
+            (slice(m, m + self.part_rows), slice(p, p + self.part_columns))
+            for m in range(0, self.rows, self.part_rows)
+            for p in range(0, self.columns, self.part_columns)
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiles:
@@ -90,25 +98,156 @@ def why_not(n: int, i: int, o: int) -> str | None:
 def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None):
     """(y, derivative) = epilogue(x w + b), or y alone; each N×O in x's dtype.
 
-    Each of the two warpgroups has its own tiles: one activates and writes while the other's products run. Both eat from one ring
-    of operands, in the order of the tiles.
-
     Args:
         b_O: fp32.
         epilogue: fp32 tile → the two fp32 tiles.
         save: whether the derivative is written too.
     """
-    n, i = x_NI.shape
-    o = w_IO.shape[1]
-    dtype = x_NI.dtype
-    tiles = tiles or forward_tiles(n, i, o)
-    row_tiles, column_tiles, steps = n // (tiles.rows * tiles.cluster), o // tiles.columns, i // tiles.depth
+    n, o, dtype = x_NI.shape[0], w_IO.shape[1], x_NI.dtype
+    tiles = tiles or forward_tiles(*x_NI.shape, o)
     outputs = 1 + save
+
+    def begin(at, refs):
+        b_gmem, *_, b_smem, _, filled = refs
+        plgpu.copy_gmem_to_smem(b_gmem.at[at.columns], b_smem.at[at.wg], filled.at[at.wg])
+
+    def finish(at, acc_MP, refs):
+        _, *out_gmem, b_smem, out_smem, filled = refs
+        plgpu.barrier_wait(filled.at[at.wg])
+        for part, (rows, columns) in enumerate(tiles.parts()):
+            b_P = plgpu.load(b_smem.at[at.wg, columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            part_MP = acc_MP[rows, columns]
+            results = epilogue(part_MP + lax.broadcast_in_dim(b_P, part_MP.shape, [1]))[:outputs]
+            slot = part % tiles.slots
+            plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
+            for which, result in enumerate(results):
+                out_smem[at.wg, slot, which] = result.astype(dtype)
+            plgpu.commit_smem()
+            for which in range(outputs):
+                plgpu.copy_smem_to_gmem(
+                    out_smem.at[at.wg, slot, which],
+                    out_gmem[which].at[at.rows, at.columns].at[rows, columns],
+                    commit_group=which == outputs - 1,
+                )
+
+    return _product(
+        x_NI,
+        w_IO,
+        b_O,
+        tiles=tiles,
+        begin=begin,
+        finish=finish,
+        out_type=[jax.ShapeDtypeStruct((n, o), dtype)] * outputs,
+        scratch_types=[
+            plgpu.SMEM((2, tiles.columns), jnp.float32),
+            swizzled((2, tiles.slots, outputs, tiles.part_rows, tiles.part_columns), dtype),
+            plgpu.Barrier(num_barriers=2),
+        ],
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("bias", "tiles"))
+def through_product(dy_NC, w2_OC, derivative_NO, *, bias: bool, tiles: Tiles | None = None):
+    """(du, db): du = (dy w₂ᵀ) · derivative, N×O in dy's dtype, and db = Σ_N du in fp32 or None.
+
+    The product is `forward`'s, with the multiplication behind it in place of the activation. A warpgroup reads each part of du
+    across, out of the shared memory that it is written from: so a sum over its rows stays inside of a warp.
+    """
+    n, o, dtype = dy_NC.shape[0], w2_OC.shape[0], dy_NC.dtype
+    tiles = tiles or forward_tiles(*dy_NC.shape, o)
+    parts = tiles.parts()
+    part_shape = (2, tiles.slots, tiles.part_rows, tiles.part_columns)
+
+    def fetch(at, refs, part):
+        g_gmem, g_smem, filled = refs[0], refs[-4], refs[-1]
+        slot = part % tiles.slots
+        plgpu.copy_gmem_to_smem(
+            g_gmem.at[at.rows, at.columns].at[parts[part]], g_smem.at[at.wg, slot], filled.at[at.wg, slot]
+        )
+
+    def begin(at, refs):
+        for part in range(min(tiles.slots, len(parts))):
+            fetch(at, refs, part)
+
+    def finish(at, acc_MP, refs):
+        _, du_gmem, db_gmem, g_smem, out_smem, db_smem, filled = refs
+        sums = {}
+        for part, (rows, columns) in enumerate(parts):
+            slot = part % tiles.slots
+            out, g = out_smem.at[at.wg, slot], g_smem.at[at.wg, slot]
+            plgpu.barrier_wait(filled.at[at.wg, slot])
+            du_MP = acc_MP[rows, columns] * plgpu.load(g, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
+            out[...] = du_MP.astype(dtype)
+            # Behind this the whole warpgroup has read the derivative, too.
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, du_gmem.at[at.rows, at.columns].at[rows, columns])
+            if part + tiles.slots < len(parts):
+                fetch(at, refs, part + tiles.slots)
+            if bias:
+                du_PM = plgpu.load(out.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+                sum_P = du_PM.astype(jnp.float32).sum(1)
+                sums[columns.start] = sums[columns.start] + sum_P if columns.start in sums else sum_P
+        if bias:
+            # The last tile's sums have left: all but `slots` of the copies since then are done.
+            for first, sum_P in sums.items():
+                db_smem[at.wg, first : first + tiles.part_columns] = sum_P
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(db_smem.at[at.wg], db_gmem.at[at.row_tile, at.columns])
+
+    du_NO, db_RO = _product(
+        dy_NC,
+        w2_OC,
+        derivative_NO,
+        tiles=tiles,
+        transposed=True,
+        begin=begin,
+        finish=finish,
+        out_type=[
+            jax.ShapeDtypeStruct((n, o), dtype),
+            jax.ShapeDtypeStruct((n // tiles.rows, o) if bias else (1, 1), jnp.float32),
+        ],
+        scratch_types=[
+            swizzled(part_shape, dtype),
+            swizzled(part_shape, dtype),
+            plgpu.SMEM((2, tiles.columns), jnp.float32),
+            plgpu.Barrier(num_barriers=(2, tiles.slots)),
+        ],
+    )
+    return du_NO, db_RO.sum(0) if bias else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Which tile a warpgroup has: its rows and columns as slices, and its rows as an index of tiles."""
+
+    wg: jax.Array
+    rows: pl.Slice
+    columns: pl.Slice
+    row_tile: jax.Array
+
+
+def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_types, transposed: bool = False):
+    """Runs over the tiles of x w.
+
+    Each of the two warpgroups has its own tiles: one finishes and writes while the other's products run. Both eat from one ring of
+    operands, in the order of the tiles.
+
+    Args:
+        w: I×O, or O×I where `transposed`.
+        other: one more array, for `begin` and `finish`.
+        begin: (tile, refs) → nothing: starts copies of what `finish` wants. The refs are those of `other`, the outputs and
+            `scratch_types`.
+        finish: (tile, fp32 product, refs) → nothing.
+    """
+    (n, i), dtype = x_NI.shape, x_NI.dtype
+    o = w.shape[0 if transposed else 1]
+    row_tiles, column_tiles, steps = n // (tiles.rows * tiles.cluster), o // tiles.columns, i // tiles.depth
     clusters = _mosaic.num_sms() // tiles.cluster
     total = row_tiles * column_tiles
 
-    def kernel(x_gmem, w_gmem, b_gmem, *refs):
-        out_gmem, (x_smem, w_smem, b_smem, out_smem, filled, consumed, b_filled) = refs[:outputs], refs[outputs:]
+    def kernel(x_gmem, w_gmem, *refs):
+        *refs, x_smem, w_smem, filled, consumed = refs
         wg = lax.axis_index("wg")
         cluster, peer = lax.axis_index("cluster"), lax.axis_index("peer")
         # Tiles cluster, cluster + clusters, … of the whole are this block's; warpgroup 0 takes the first, 1 the second, …
@@ -116,8 +255,9 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
 
         def position(tile):
             index = tile * clusters + cluster
-            row = (lax.div(index, jnp.int32(column_tiles)) * tiles.cluster + peer) * tiles.rows
-            return pl.ds(row, tiles.rows), pl.ds(lax.rem(index, jnp.int32(column_tiles)) * tiles.columns, tiles.columns)
+            row = lax.div(index, jnp.int32(column_tiles)) * tiles.cluster + peer
+            column = lax.rem(index, jnp.int32(column_tiles))
+            return _Tile(wg, pl.ds(row * tiles.rows, tiles.rows), pl.ds(column * tiles.columns, tiles.columns), row)
 
         def slot_of(step):
             return lax.rem(step, jnp.int32(tiles.stages))
@@ -129,7 +269,7 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
             @pl.loop(0, local * steps)
             def _step(step):
                 slot, tile, k = slot_of(step), lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
-                rows, columns = position(tile)
+                at = position(tile)
                 depth = pl.ds(k * tiles.depth, tiles.depth)
 
                 @pl.when(step >= tiles.stages)
@@ -137,9 +277,9 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
                     plgpu.barrier_wait(consumed.at[slot])
 
                 barrier = filled.at[lax.rem(tile, jnp.int32(2)), slot]
-                plgpu.copy_gmem_to_smem(x_gmem.at[rows, depth], x_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(x_gmem.at[at.rows, depth], x_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(
-                    w_gmem.at[depth, columns],
+                    w_gmem.at[at.columns, depth] if transposed else w_gmem.at[depth, at.columns],
                     w_smem.at[slot],
                     barrier,
                     collective_axes="peer" if tiles.cluster > 1 else None,
@@ -157,8 +297,8 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
             @pl.loop(0, lax.div(local - wg + 1, jnp.int32(2)))
             def _tile(turn):
                 tile = turn * 2 + wg
-                rows, columns = position(tile)
-                plgpu.copy_gmem_to_smem(b_gmem.at[columns], b_smem.at[wg], b_filled.at[wg])
+                at = position(tile)
+                begin(at, refs)
 
                 def products(acc_ref):
                     first = tile * steps
@@ -166,7 +306,8 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
                     def step(k, _):
                         slot = slot_of(first + k)
                         plgpu.barrier_wait(filled.at[wg, slot])
-                        plgpu.wgmma(acc_ref, x_smem.at[slot], w_smem.at[slot])
+                        w_KP = w_smem.at[slot].transpose((1, 0)) if transposed else w_smem.at[slot]
+                        plgpu.wgmma(acc_ref, x_smem.at[slot], w_KP)
                         # This step's product runs while the last one's operands are given back.
                         plgpu.wgmma_wait(1)
 
@@ -179,27 +320,7 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
 
                 acc_MP = pl.run_scoped(products, plgpu.ACC((tiles.rows, tiles.columns), jnp.float32))
                 plgpu.barrier_arrive(consumed.at[slot_of(tile * steps + steps - 1)])
-
-                plgpu.barrier_wait(b_filled.at[wg])
-                part = 0
-                for m in range(0, tiles.rows, tiles.part_rows):
-                    for p in range(0, tiles.columns, tiles.part_columns):
-                        m_slice, p_slice = slice(m, m + tiles.part_rows), slice(p, p + tiles.part_columns)
-                        b_P = plgpu.load(b_smem.at[wg, p_slice], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                        part_MP = acc_MP[m_slice, p_slice]
-                        results = epilogue(part_MP + lax.broadcast_in_dim(b_P, part_MP.shape, [1]))[:outputs]
-                        slot = part % tiles.slots
-                        part += 1
-                        plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
-                        for which, result in enumerate(results):
-                            out_smem[wg, slot, which] = result.astype(dtype)
-                        plgpu.commit_smem()
-                        for which in range(outputs):
-                            plgpu.copy_smem_to_gmem(
-                                out_smem.at[wg, slot, which],
-                                out_gmem[which].at[rows, columns].at[m_slice, p_slice],
-                                commit_group=which == outputs - 1,
-                            )
+                finish(at, acc_MP, refs)
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -208,15 +329,15 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
         consumed = plgpu.ClusterBarrier(collective_axes=("peer",), num_barriers=tiles.stages)
     f = plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((n, o), dtype)] * outputs,
+        out_type=out_type,
         scratch_types=[
+            *scratch_types,
             swizzled((tiles.stages, tiles.rows, tiles.depth), dtype),
-            swizzled((tiles.stages, tiles.depth, tiles.columns), dtype),
-            plgpu.SMEM((2, tiles.columns), jnp.float32),
-            swizzled((2, tiles.slots, outputs, tiles.part_rows, tiles.part_columns), dtype),
+            swizzled(
+                (tiles.stages, *((tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns))), dtype
+            ),
             plgpu.Barrier(num_arrivals=2, num_barriers=(2, tiles.stages)),
             consumed,
-            plgpu.Barrier(num_barriers=2),
         ],
         grid=(clusters,),
         grid_names=("cluster",),
@@ -224,9 +345,10 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
         cluster_names=("peer",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Sums stay inside of a warp.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
-    return tuple(f(x_NI, w_IO, b_O))
+    return tuple(f(x_NI, w, other))
 
 
 @functools.partial(jax.jit, static_argnames=("bias", "tiles"))
