@@ -156,7 +156,9 @@ def test_both_ladders_in_one_run(monkeypatch):
     nowhere = dataclasses.replace(TINY, attention="triton")
     monkeypatch.setattr(ladder, "rungs", lambda model: [("jit", nowhere, True)])
     base = step.one_micro_batch(step.base_config(None, None), 2, 8)
-    rows = ladder.climb("tiny", dataclasses.replace(base, model=TINY), step.one_device(), torch=True)
+    climbed = list(ladder.climb("tiny", dataclasses.replace(base, model=TINY), step.one_device(), torch=True))
+    assert [len(rows) for rows in climbed] == list(range(1, 8)), "after each rung all so far"
+    rows = climbed[-1]
     assert [row["system"] for row in rows] == ["gptjax"] + ["torch"] * 6
     assert "error" in rows[0] and all(row["ms"] > 0 for row in rows[1:])
     assert rows[-1]["since_start"] == pytest.approx(rows[1]["ms"] / rows[-1]["ms"])

@@ -16,9 +16,9 @@ Back ends:
     xla: any device, any dtype.
     reference: the definition in fp32 with true fp32 products.
 Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel with its sums for db; the products
-for dx and dw are XLA's. `linear_gelu` by itself has no such product: there `mosaic` forms du on the way into the product for dx,
-and writes it for the one for dw (where its tiles divide I; else it goes XLA's way); `triton` forms du and db in a pass of their own. That pass writes duᵀ too where a precision of HIGH asks for TF32,
-for dw's product (pallas_kernels.products), and in `mlp` yᵀ, for dw₂'s.
+for dx and dw are XLA's. `linear_gelu` by itself has no such product: there `mosaic` forms du on the way into the product for dx, and
+writes it for the one for dw (where its tiles divide I; else it goes XLA's way). `triton` forms du and db in a pass of their own, which
+writes duᵀ too where a precision of HIGH asks for TF32, for dw's product (pallas_kernels.products), and in `mlp` yᵀ, for dw₂'s.
 """
 
 import dataclasses
@@ -79,8 +79,9 @@ def mlp(
 ) -> Float[Array, "*B C"]:
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    The second product is XLA's, and with back end `mosaic` its gradient a kernel that goes on through the activation. With back end `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer
-    again, transposed as dw₂ wants it, where it goes over the saved product for du: nothing as large is saved beside that.
+    The second product is XLA's; with back end `mosaic` its gradient is a kernel that goes on through the activation. With back end
+    `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer again, transposed as dw₂ wants it, where it
+    goes over the saved product for du: nothing as large is saved beside that.
 
     Args:
         w2: as w.

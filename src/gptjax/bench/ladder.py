@@ -7,6 +7,7 @@ measured as `bench step` does, for about a second.
 
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import os
@@ -74,11 +75,13 @@ class Ladder:
         base = steps.base_config(self.config, self.preset)
         base = steps.one_micro_batch(base, self.batch, self.sequence_length or base.sequence_length)
         name = self.config.stem if self.config else self.preset or "gpt2"
-        rows = climb(name, base, device, torch=torch)
+        for rows in climb(name, base, device, torch=torch):
+            result = steps.result(steps.command_line("ladder", self), rows, device, torch=torch)
+            if self.out:  # who ends it before the top keeps the rungs so far
+                steps.write(self.out, result)
         show(rows, device)
-        result = steps.result(steps.command_line("ladder", self), rows, device, torch=torch)
         if self.out:
-            steps.write(self.out, result)
+            print(f"wrote {self.out}")
         if self.picture:
             draw_ladder(result, self.picture)
             print(f"wrote {self.picture}")
@@ -129,8 +132,8 @@ def torch_rungs(*, compiled: bool):
             yield name, last
 
 
-def climb(name: str, base: Config, device: jax.Device, *, torch: bool) -> list[dict]:
-    """A row for each rung; one that fails is a row with its error.
+def climb(name: str, base: Config, device: jax.Device, *, torch: bool) -> Iterator[list[dict]]:
+    """After each rung a row for every one so far, ours first; one that fails is a row with its error.
 
     Args:
         name: of the model, for the rows.
@@ -143,13 +146,14 @@ def climb(name: str, base: Config, device: jax.Device, *, torch: bool) -> list[d
         row = steps.describe(name, config, forward=False) | {"rung": rung}
         ours.append((row, OurStep(config, device, jit=jit)))
     # PyTorch goes first: it hands its memory back, and JAX does not.
-    rows = list(_climb_torch(name, base, device, [step for _, step in ours])) if torch else []
-    for row, step in ours:
-        rows.append(_measure_ours(row, step))
-        steps.say(_line(rows[-1]))
-    for system in ("gptjax", "torch"):
-        _compare([row for row in rows if row["system"] == system])
-    return sorted(rows, key=lambda row: row["system"])
+    theirs = _climb_torch(name, base, device, [step for _, step in ours]) if torch else ()
+    found: dict[str, list[dict]] = {"gptjax": [], "torch": []}
+    for row in itertools.chain(theirs, (_measure_ours(row, step) for row, step in ours)):
+        steps.say(_line(row))
+        rows = found[row["system"]]
+        rows.append(row)
+        _compare(rows)
+        yield found["gptjax"] + found["torch"]
 
 
 def _measure_ours(row: dict, step: OurStep) -> dict:
@@ -200,7 +204,6 @@ def _climb_torch(name: str, base: Config, device: jax.Device, ours: list[OurStep
             except Exception as error:
                 row["error"], side = steps.first_line(error), None
             futures.wait(jobs)
-            steps.say(_line(row))
             yield row
 
 

@@ -99,6 +99,7 @@ class Step:
         show(rows, device)
         if self.out:
             write(self.out, result(command_line("step", self), rows, device, torch=self.torch))
+            print(f"wrote {self.out}")
         raise_failures(rows)
 
     def configs(self) -> list[Config]:
@@ -557,7 +558,6 @@ def result(command: str, rows: list[dict], device: jax.Device, *, torch: bool) -
 def write(path: Path, result: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"wrote {path}")
 
 
 def _is_installed(package: str) -> bool:
