@@ -93,7 +93,7 @@ def train(config: Config, console: Console) -> int:
 
     # ------------------------------------------------------------------------------------------------ say what was chosen
     def say(name: str, text: object) -> None:
-        console.print(f"{name:<11} {text}")
+        console.print(f"{name:<11} {text}", markup=False)
 
     model, epochs = config.model, config.max_steps * config.batch_tokens / dataset.train_tokens
     say(
@@ -124,12 +124,16 @@ def train(config: Config, console: Console) -> int:
 
     o, learning_rate, tx = config.optimizer, config.learning_rate_schedule(), optimizer.build(config, mesh)
     graphdef = graph(config.model)
-    compiler = Compiler(config.compilation_cache)
+    compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))
 
     def abstract(tree, sharding):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    abstract_state = abstract(jax.eval_shape(lambda: init_state(config.model, tx, config.seed)), replicated)
+    def first_state(seed):
+        return init_state(config.model, tx, seed)
+
+    seed = np.uint32(config.seed % 2**32)  # which is what JAX takes of it, too
+    abstract_state = abstract(jax.eval_shape(first_state, seed), replicated)
     train_fn = jax.jit(
         make_train_step(graphdef, tx, learning_rate, skip_loss_z=o.skip_loss_z, skip_grad_norm_z=o.skip_grad_norm_z),
         donate_argnums=0,
@@ -142,15 +146,20 @@ def train(config: Config, console: Console) -> int:
 
     val_shape = jax.ShapeDtypeStruct((val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding)
     eval_fn = jax.jit(make_eval_step(graphdef), out_shardings=replicated)
-    eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)  # beside the training step
+    # Both beside the training step.
+    eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)
+    make_state = compiler.start(jax.jit(first_state, out_shardings=replicated), seed) if start_step is None else None
     train_step, eval_step = compile_to_fit(compile_train_step, config, device), eval_step()
+    make_state = make_state and make_state()
     start_up.mark("compilation")
     say("compiled", compiler)
+    for note in compiler.notes:
+        say("", note)
     say("memory", f"{needed_bytes(train_step) / GIB:.2f} GiB for a step, of {available_bytes(device) / GIB:.1f} GiB")
 
     # ------------------------------------------------------------------------------------------------ state, loaders, log
     if start_step is None:
-        state = jax.device_put(init_state(config.model, tx, config.seed), replicated)
+        state = make_state(seed)
     else:
         state = checkpoints.restore(start_step, abstract_state)
     step = start_step or 0

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from kernel_tools import h200, lower_for_h200
 
 from gptjax import Precision, optim, sharding
+from gptjax.models import gpt2
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.outliers import WINDOW
 from gptjax.training.step import graph, init_state, loss_and_grads, make_eval_step, make_train_step
@@ -29,6 +31,34 @@ def windows(*shape, seed=0):
 
 def state_of(tx, config=CONFIG, seed=0):
     return init_state(config, tx, seed)
+
+
+def check_the_first_state(monkeypatch, config, seed):
+    """`init_state`, compiled and not, against the model made operation by operation with Flax's own sampler."""
+    schedule = optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10)
+    tx = optim.adamw(schedule)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2, "normal", nnx.initializers.normal)
+        params = nnx.to_pure_dict(nnx.split(gpt2.GPT2(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
+    expected = {"params": params, "opt_state": tx.init(params), "rng": jax.random.key_data(jax.random.key(seed))}
+    compiled = jax.jit(lambda seed: init_state(config, tx, seed))(np.uint32(seed % 2**32))
+    for state in (compiled, init_state(config, tx, seed)):
+        found = {name: getattr(state, name) for name in expected}
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for (path, a), b in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape) and np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+        rest = (state.step, state.loss_window, state.grad_norm_window)
+        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(rest))
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**40 + 3])
+def test_the_first_state_is_the_model_of_its_seed_bit_for_bit(monkeypatch, seed):
+    check_the_first_state(monkeypatch, dataclasses.replace(CONFIG, n_layer=3), seed)
+
+
+@pytest.mark.gpu
+def test_the_first_state_is_the_model_of_its_seed_bit_for_bit_on_a_gpu(monkeypatch):
+    check_the_first_state(monkeypatch, GPT2Config(n_layer=3), 7)
 
 
 @pytest.mark.parametrize("split", [(2, 4), (4, 2), (8, 1)])

@@ -14,17 +14,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from gptjax import devices
-from gptjax.config import Config, ConfigError, OptimizerConfig
+from gptjax.config import OUTSIDE_PROGRAMS, Config, ConfigError, OptimizerConfig
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.training import compilation
+from gptjax.training import compilation, programs
+from gptjax.training import step as step_module
+from pallas_kernels import _choose
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
 train_py = importlib.util.module_from_spec(spec)
+sys.modules["train"] = train_py  # its source is part of its programs' keys, as that of the running script is
 spec.loader.exec_module(train_py)
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -209,6 +213,61 @@ def test_a_step_is_dispatched_before_the_metrics_of_the_one_before_are_read(conf
     ]
 
 
+@pytest.mark.parametrize("device_count", [1, 2])
+def test_a_second_run_finds_its_programs_and_learns_the_same(config, tmp_path, monkeypatch, device_count):
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:device_count], None))
+    monkeypatch.setattr(programs, "_process_began", lambda: np.inf)  # sources may be edited while tests run
+    compilation_cache.reset_cache()  # of other tests' folder
+    first = dataclasses.replace(config, compilation_cache=tmp_path / "cache", max_steps=4, val_every=0, sample_every=0)
+    second = dataclasses.replace(first, name="second", checkpoint_every=0, val_every=2, log_every=1)
+    other_seed = dataclasses.replace(second, name="seed", seed=1)
+    other_rate = dataclasses.replace(config.optimizer, learning_rate=2e-2)
+    assert "(0 of 3 programs found whole, miss" in run(first)[1]
+    traced = []
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "loss_fn", lambda *_: traced.append("loss"))
+        for config in (second, other_seed):
+            shown = run(config)[1]
+            assert "(3 of 3 programs found whole, hit" in shown and not traced, re.findall("compiled .*", shown)
+    assert losses(first) == losses(second) and losses(other_seed)[1] != losses(first)[1]
+    assert all(np.array_equal(a, b) for a, b in zip(last_state(first), last_state(second), strict=True))
+    shown = run(dataclasses.replace(first, name="rate", optimizer=other_rate))[1]
+    assert "(0 of 3 programs found whole" in shown
+
+
+def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
+    """All the fields that `made_into_programs` leaves out, changed at once, change nothing that XLA is given."""
+
+    def lowered(config: Config) -> list[str]:
+        texts = []
+
+        class Recorder(compilation.Compiler):
+            def start(self, lowerable, *abstract):
+                texts.append(lowerable.lower(*abstract).as_text())
+                return super().start(lowerable, *abstract)
+
+        monkeypatch.setattr(train_py, "Compiler", Recorder)
+        run(config)
+        return texts
+
+    plain = dataclasses.replace(config, max_steps=2, val_every=1, checkpoint_every=0, compilation_cache=None)
+    plain = dataclasses.replace(plain, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20))
+    changes = {
+        "name": "other", "runs_dir": config.runs_dir / "other", "max_steps": 3, "resume": "never", "seed": 5,
+        "dataset": "words", "data_dir": Path(config.dataset).parent, "tokenizer": "byte", "overfit_one_batch": True,
+        "val_every": 2, "val_tokens": 512, "sample_every": 2, "sample_tokens": 4, "checkpoint_every": 2, "keep_last": 1,
+        "keep_every": 2, "log_every": 1, "compilation_cache": config.compilation_cache,
+    }  # fmt: skip
+    (Path(config.dataset).parent / "words").symlink_to(config.dataset)
+    assert changes.keys() == OUTSIDE_PROGRAMS
+    assert all(getattr(plain, name) != value for name, value in changes.items())
+    expected = lowered(plain)
+    assert len(expected) == 3
+    assert lowered(dataclasses.replace(plain, **changes)) == expected
+    other = dataclasses.replace(plain.optimizer, learning_rate=3e-2)
+    assert lowered(dataclasses.replace(plain, name="rate", optimizer=other)) != expected
+
+
 # ---------------------------------------------------------------------------------------------------- interruptions
 
 
@@ -315,6 +374,40 @@ def test_a_deterministic_run_on_a_gpu_goes_on_bit_for_bit(config, tmp_path, prec
     command("--max-steps", "6")
     command()
     assert losses(config) == losses(dataclasses.replace(config, name="alone")) and steps_kept(config)[-1] == 12
+
+
+@pytest.mark.gpu
+def test_a_second_process_finds_its_programs_on_a_gpu(config, tmp_path):
+    """With kernels by hand in them, which a process that lowers nothing must still be able to call."""
+    model = GPT2Config(vocab_size=257, padded_vocab_size=384, block_size=256, n_layer=2, n_head=2, n_embd=128)
+    config = dataclasses.replace(config, model=model)
+    options = ["--device", "gpu", "--model.precision", "bf16", "--sequence-length", "256", "--batch-tokens", "4096"]
+    options += [
+        "--val-every",
+        "2",
+        "--val-tokens",
+        "2048",
+        "--max-steps",
+        "4",
+        "--compilation-cache",
+        str(tmp_path / "cache"),
+    ]
+
+    def shown_by(name: str) -> str:
+        command = command_line(config, tmp_path, *options, "--name", name)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    first, second = shown_by("first"), shown_by("second")
+    assert "triton" in first and ("mosaic" in first or _choose.capability() != (9, 0))
+    assert "(0 of 3 programs found whole, miss" in first and "(3 of 3 programs found whole, hit" in second, (
+        first + second
+    )
+    first, second = (losses(dataclasses.replace(config, name=name)) for name in ("first", "second"))
+    assert first[1][0] == second[1][0]
+    # The backward pass adds in any order.
+    assert [loss for loss, *_ in first.values()] == pytest.approx([loss for loss, *_ in second.values()], rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------- mistakes

@@ -141,7 +141,7 @@ class Config:
     """Repeat bit for bit on a GPU, by XLA's deterministic operations; needs --model.attention xla, and is slow. A CPU always
     repeats."""
     compilation_cache: Path | None = Path(".jax_cache")
-    """Folder of compiled programs; None to compile anew at each start."""
+    """Folder of compiled programs, found again where nothing that they are made from has changed; None to compile anew at each start."""
 
     def __post_init__(self):
         for field in ("max_steps", "sequence_length", "batch_tokens", "micro_batch", "keep_last", "log_every"):
@@ -228,6 +228,29 @@ OPERATIONAL = {
     *("deterministic", "compilation_cache", "model.attention", "model.norm", "model.mlp", "model.loss"),
     *("model.loss_chunk", "model.recompute"),
 }
+
+
+# Fields that no compiled program depends on. max_steps is where a schedule ends that has no end of its own, and that is in
+# optimizer.schedule_steps as `to_json` fills it in; of val_tokens a program has the shape alone.
+OUTSIDE_PROGRAMS = {
+    *("name", "runs_dir", "max_steps", "resume", "seed", "dataset", "data_dir", "tokenizer", "overfit_one_batch"),
+    *(
+        "val_every",
+        "val_tokens",
+        "sample_every",
+        "sample_tokens",
+        "checkpoint_every",
+        "keep_last",
+        "keep_every",
+        "log_every",
+    ),
+    "compilation_cache",
+}
+
+
+def made_into_programs(config: Config) -> dict[str, Any]:
+    """What of the config the compiled programs are made from, as flat JSON."""
+    return {name: value for name, value in to_json(config).items() if name not in OUTSIDE_PROGRAMS}
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
@@ -133,6 +133,19 @@ PARAMETER_GROUPS = (
 )
 
 
+def normal(std: float) -> nnx.initializers.Initializer:
+    """Samples of N(0, std²): std times N(0, 1)'s, rounded after each of the two products.
+
+    Without the barrier a compiled program would multiply std with a constant of the sampler's first, and a run would start from other
+    last bits than one whose weights were made operation by operation.
+    """
+
+    def init(key, shape, dtype):
+        return jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype)) * jnp.array(std, dtype)
+
+    return init
+
+
 class Delta(NamedTuple):
     """What is still to be added to the residual stream: a projection's product and its bias.
 
@@ -185,7 +198,7 @@ class Linear(nnx.Module):
     """x W + b in x's dtype; kernel (in, out) and bias (out,) are stored in fp32, and so are their gradients."""
 
     def __init__(self, in_dim: int, out_dim: int, *, std: float, precision: Precision, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(nnx.initializers.normal(std)(rngs.params(), (in_dim, out_dim), precision.param_dtype))
+        self.kernel = nnx.Param(normal(std)(rngs.params(), (in_dim, out_dim), precision.param_dtype))
         self.bias = nnx.Param(jnp.zeros((out_dim,), precision.param_dtype))
         self.precision = precision
 
@@ -289,10 +302,10 @@ class GPT2(nnx.Module):
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        normal, dtype = nnx.initializers.normal(INIT_STD), config.precision.param_dtype
-        wte_VC = normal(rngs.params(), (config.vocab_size, config.n_embd), dtype)
+        embedding, dtype = normal(INIT_STD), config.precision.param_dtype
+        wte_VC = embedding(rngs.params(), (config.vocab_size, config.n_embd), dtype)
         self.wte = nnx.Param(jnp.pad(wte_VC, ((0, config.padded_vocab_size - config.vocab_size), (0, 0))))
-        self.wpe = nnx.Param(normal(rngs.params(), (config.block_size, config.n_embd), dtype))
+        self.wpe = nnx.Param(embedding(rngs.params(), (config.block_size, config.n_embd), dtype))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
         self.ln_f = LayerNorm(config)
         self.config = config
@@ -343,6 +356,29 @@ class GPT2(nnx.Module):
             ValueError: more tokens than block_size.
         """
         return self.logits(self.hidden(tokens_BT))
+
+
+def init_params(config: GPT2Config, seed: int | Integer[Array, ""]) -> dict:
+    """The parameters of GPT2(config, rngs=nnx.Rngs(seed)), bit for bit, as a dict of arrays; made for `jax.jit`.
+
+    A loop makes the blocks, so that XLA compiles one: GPT-2 XL's 194 random matrices, side by side in a program, took it 131 s on an
+    H200. Until they are taken apart they exist twice, which is no more than the parameters and gradients of a step.
+    """
+
+    def params_of(module: nnx.Module) -> dict:
+        return nnx.to_pure_dict(nnx.split(module, nnx.Param)[1])
+
+    def block(keys_drawn) -> dict:
+        rngs = nnx.Rngs(key)
+        rngs.default.count[...] = keys_drawn
+        return params_of(Block(config, rngs=rngs))
+
+    key = jax.random.key(seed)
+    # wte and wpe draw two keys, then each block four.
+    keys_drawn_L = 2 + 4 * jnp.arange(config.n_layer, dtype=jnp.uint32)
+    stacked = jax.lax.map(block, keys_drawn_L)
+    blocks = {i: jax.tree.map(lambda x: x[i], stacked) for i in range(config.n_layer)}
+    return params_of(GPT2(dataclasses.replace(config, n_layer=1), rngs=nnx.Rngs(key))) | {"blocks": blocks}
 
 
 def loss_fn(model: GPT2, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]) -> Float[Array, ""]:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from gptjax.models.gpt2 import GPT2, GPT2Config, loss_fn
+from gptjax.models.gpt2 import GPT2, GPT2Config, init_params, loss_fn
 from gptjax.optim.adamw import global_norm
 from gptjax.training.outliers import OutlierWindow, observe
 
@@ -39,13 +39,9 @@ def graph(config: GPT2Config) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
 
-def init_state(config: GPT2Config, tx: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first step, on the default device; one seed gives one state.
-
-    Not meant for `jax.jit`: compiled as one program, the random tensors of GPT-2 XL took 131 s to compile on an H200 and
-    those of 124M 5 s. Run one by one, each shape compiles once.
-    """
-    params = nnx.to_pure_dict(nnx.split(GPT2(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
+def init_state(config: GPT2Config, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]) -> TrainState:
+    """The state before the first step; one seed gives one state, in `jax.jit` and outside."""
+    params = init_params(config, seed)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

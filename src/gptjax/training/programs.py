@@ -1,0 +1,232 @@
+"""Compiled programs kept whole on disk, so that a start neither traces nor lowers them.
+
+JAX's own cache looks a program up by its lowered text, and making that text is most of a warm start: Python traces the model, and Triton
+and Mosaic compile their kernels. Here the key is a hash of all that the text is made from.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import pickle
+import platform
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+# Programs that stay in the folder: the three of eight configs.
+NEWEST = 24
+PACKAGES = ("gptjax", "pallas_kernels")
+# Beginnings of the names of variables that XLA, CUDA's libraries, Triton, Mosaic or JAX read.
+ENVIRONMENT = ("CUBLAS", "CUDA", "CUDNN", "JAX", "LD_LIBRARY_PATH", "LIBTPU", "LLVM", "MLIR", "MOSAIC", "NCCL", "NPROC")
+ENVIRONMENT += ("NVIDIA", "OMP", "PTXAS", "TF_", "TRITON", "XLA")
+# They choose a folder, and devices that are described by what they are.
+HARMLESS = {"CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR"}
+# A loaded program must find what it calls. Triton's call is registered by `import jax` and Mosaic's is inside the CUDA plugin. But Mosaic
+# compiles its kernels once more where they are loaded, with libraries whose paths this module puts into the environment.
+NEEDED = ("jax.experimental.mosaic.gpu",)
+
+_IMPORTED = time.time()
+
+
+class NoKey(ValueError):
+    """It cannot be told what a program is made from."""
+
+
+class Programs:
+    """A folder of compiled programs.
+
+    A program is found again only where nothing that it depends on has changed: the files of both packages, of the running script and of
+    each loaded module that is not installed; the versions of all that is; the devices; JAX's configuration; the environment that reaches
+    it; the compiler's options; the arguments' shapes, dtypes and shardings; and `made_from`.
+
+    Files are Python pickles: whoever can write into the folder can run code in the processes that read it.
+
+    Args:
+        folder: made when the first program is kept.
+        made_from: all values that the functions close over, or that their `jax.jit` options depend on; JSON.
+    """
+
+    def __init__(self, folder: Path, made_from: Any):
+        self.folder = folder
+        self._sources = source_files()
+        # JAX itself sets some of its cache's options when it first uses it.
+        self._config = sorted(name for name in jax.config.values if "_cache_" not in name)
+        self._fixed = {
+            "made from": made_from,
+            "sources": {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in self._sources},
+            "installed": _installed(),
+            "python": sys.version,
+            "processor": _processor(),
+            "devices": [_of_device(device) for device in jax.devices()],
+            "runtime": jax.devices()[0].client.platform_version,
+            "environment": {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(ENVIRONMENT) and name not in HARMLESS
+            },
+        }
+
+    def _check_sources(self) -> None:
+        """What was hashed is the file, what runs is what it was when Python read it."""
+        began = _process_began()
+        for file in self._sources:
+            if not file.exists() or file.stat().st_mtime > began:
+                raise NoKey(f"{file} has changed since this process began")
+
+    def key(self, function: Callable, abstract: tuple, options: dict[str, Any]) -> str:
+        """The name of the program's file.
+
+        Args:
+            function: from `jax.jit`.
+            abstract: its arguments: arrays, or only their shapes, dtypes and shardings.
+            options: the compiler's.
+
+        Raises:
+            NoKey: a source file has changed since this process began, or the function is in none, such as one that was typed in.
+        """
+        self._check_sources()
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is None or Path(code.co_filename).resolve() not in self._sources:
+            raise NoKey("its source is in no file that was read")
+        leaves, tree = jax.tree.flatten(abstract)
+        config = jax.config.values
+        everything = self._fixed | {
+            "function": [code.co_filename, code.co_firstlineno, code.co_qualname],
+            "arguments": [str(tree), *map(_of_argument, leaves)],
+            "options": options,
+            # Now and not once: some of it holds inside of a `with` only. But no option that a kernel's module has added since.
+            "config": {name: repr(config[name]) for name in self._config},
+            "mesh": repr(jax.sharding.get_abstract_mesh()),
+        }
+        text = json.dumps(everything, sort_keys=True)
+        return f"{function.__name__}-{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def has(self, key: str) -> bool:
+        return (self.folder / key).is_file()
+
+    def read(self, key: str) -> jax.stages.Compiled:
+        """A kept program, ready to run.
+
+        Raises:
+            Exception: of any kind, where the file is damaged or this machine cannot run it.
+        """
+        contents = (self.folder / key).read_bytes()
+        digest, body = contents[:32], contents[32:]
+        # XLA's reader trusts what it reads.
+        if hashlib.sha256(body).digest() != digest:
+            raise ValueError("its checksum is wrong")
+        kept = pickle.loads(body)
+        for module in kept["needed"]:
+            importlib.import_module(module)
+        devices = {device.id: device for device in jax.devices(kept["platform"])}
+        compiled = serialize_executable.deserialize_and_load(
+            *kept["program"],
+            backend=kept["platform"],
+            execution_devices=[devices[id] for id in kept["devices"]],
+        )
+        os.utime(self.folder / key)  # the newest are those that were used last
+        return compiled
+
+    def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
+        """Writes a program under its key: whole, or not at all. Only the `NEWEST` stay.
+
+        Raises:
+            Exception: of any kind, where XLA cannot serialize it or the disk cannot take it.
+        """
+        self._check_sources()  # again: lowering has imported the kernels' modules
+        devices = compiled.runtime_executable().local_devices()
+        kept = {
+            "program": serialize_executable.serialize(compiled),
+            "platform": devices[0].platform,
+            "devices": [device.id for device in devices],
+            "needed": [module for module in NEEDED if module in sys.modules],
+        }
+        body = pickle.dumps(kept)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{key}-{os.getpid()}-{threading.get_ident()}"
+        try:
+            temporary.write_bytes(hashlib.sha256(body).digest() + body)
+            temporary.replace(self.folder / key)
+        finally:
+            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process does the same
+            files = sorted(self.folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+            for file in files[NEWEST:]:
+                file.unlink()
+
+
+def source_files() -> set[Path]:
+    """Every file of both packages, the running script, and each loaded module that is neither installed nor Python's own."""
+    files = set()
+    for package in PACKAGES:
+        folder = Path(importlib.import_module(package).__file__).parent
+        files |= {file for file in folder.rglob("*") if "__pycache__" not in file.parts}
+    elsewhere = (*_folders_of_installed(), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
+    elsewhere = tuple(str(Path(folder).resolve()) + os.sep for folder in elsewhere)
+    for name, module in list(sys.modules.items()):
+        # Not `module.__file__`: a module that is loaded on its first use would be.
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if file and (name == "__main__" or not str(Path(file).resolve()).startswith(elsewhere)):
+            files.add(Path(file))
+    return {file.resolve() for file in files if file.is_file()}
+
+
+def _folders_of_installed() -> list[str]:
+    return [folder for folder in sys.path if os.path.isdir(folder) and _named(folder)]
+
+
+def _named(folder: str) -> list[str]:
+    """The packages installed in a folder, with their versions."""
+    return [entry for entry in os.listdir(folder) if entry.endswith((".dist-info", ".egg-info"))]
+
+
+def _installed() -> list[str]:
+    return sorted({entry for folder in _folders_of_installed() for entry in _named(folder)})
+
+
+def _processor() -> str:
+    """What XLA compiles for where the device is the CPU."""
+    told = [platform.machine()]
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in iter(file.readline, "\n"):  # up to the second core
+            if not line:
+                break
+            if line.startswith(("model name", "flags", "CPU part", "Features")):
+                told.append(line)
+    return "".join(told)
+
+
+def _of_device(device: jax.Device) -> list:
+    details = [getattr(device, name, None) for name in ("compute_capability", "core_count")]
+    return [device.platform, device.device_kind, device.id, device.process_index, *map(str, details)]
+
+
+def _of_argument(leaf: Any) -> list:
+    if not hasattr(leaf, "dtype"):
+        return [repr(leaf)]
+    sharding = getattr(leaf, "sharding", None)
+    devices = [] if sharding is None else sorted(device.id for device in sharding.device_set)
+    # A mesh does not show the order of its devices.
+    mesh = getattr(sharding, "mesh", None)
+    order = [device.id for device in mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
+    return [list(leaf.shape), str(leaf.dtype), getattr(leaf, "weak_type", False), repr(sharding), devices, order]
+
+
+def _process_began() -> float:
+    """Seconds since the epoch; where the kernel does not tell, until this module was imported."""
+    try:
+        after_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):  # no Linux
+        return _IMPORTED
+    return boot + after_boot if after_boot else _IMPORTED

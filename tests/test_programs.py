@@ -1,0 +1,294 @@
+"""Programs kept whole: found without running their Python, and only where nothing that they are made from has changed."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gptjax.training import programs
+from gptjax.training.compilation import Compiler
+from gptjax.training.memory import needed_bytes
+from gptjax.training.programs import Programs
+
+HERE = Path(__file__).resolve()
+traced = []
+
+
+def double(x):
+    traced.append("double")
+    return 2 * x
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A source file beside this one, in place of all others."""
+    file = tmp_path / "source.py"
+    file.write_text("x = 1")
+    monkeypatch.setattr(programs, "source_files", lambda: {HERE, file})
+    monkeypatch.setattr(programs, "_process_began", lambda: np.inf)
+    yield file
+    # JAX's own settings again.
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+@pytest.fixture
+def cache(tmp_path, source):
+    return tmp_path / "cache"
+
+
+def kept(cache) -> list[Path]:
+    return sorted((cache / "programs").glob("*")) if (cache / "programs").exists() else []
+
+
+def test_found_without_running_its_python(cache):
+    traced.clear()
+    x = jnp.arange(5.0)
+    cold, warm = Compiler(cache, "made from this"), Compiler(cache, "made from this")
+    first = cold(jax.jit(double), x)
+    assert traced == ["double"] and cold.programs[0]["found"] == "no" and (cold.hits, cold.misses) == (0, 1)
+    jax.clear_caches()
+    second = warm(jax.jit(double), x)
+    assert traced == ["double"]
+    assert second(x).tolist() == first(x).tolist() == [0, 2, 4, 6, 8]
+    (program,) = warm.programs
+    assert program["found"] == "whole" and program["lower"] == 0 and program["compile"] > 0
+    assert (warm.hits, warm.misses) == (1, 0) and "(1 of 1 programs found whole, hit, cache" in str(warm)
+    assert cold.notes == warm.notes == [] and len(kept(cache)) == 1
+    # JAX's own cache has no second copy.
+    assert not list(cache.glob("*double*"))
+
+
+def key(folder, function=double, arguments=None, options=None, made_from=1):
+    arguments = (jnp.arange(3.0),) if arguments is None else arguments
+    return Programs(folder, made_from).key(jax.jit(function), arguments, options or {})
+
+
+def on(device: int, order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+    """Something on one CPU device, or split over several."""
+    devices = np.array([jax.devices("cpu")[i] for i in order or (device,)])
+    return jax.ShapeDtypeStruct((2,), jnp.float32, sharding=NamedSharding(Mesh(devices, ("d",)), PartitionSpec("d")))
+
+
+def test_what_changes_a_program_changes_its_key(tmp_path, source, monkeypatch):
+    keys = {"base": key(tmp_path)}
+    assert key(tmp_path) == key(tmp_path / "another folder") == keys["base"]
+    keys["made from"] = key(tmp_path, made_from={"learning_rate": 2})
+    keys["options"] = key(tmp_path, options={"xla_gpu_enable_triton_gemm": False})
+
+    def double(x):
+        return 2 * x
+
+    keys["a function of this name"] = key(tmp_path, function=double)
+    for name, argument in {
+        "shape": jnp.arange(4.0),
+        "dtype": jnp.arange(3),
+        "tree": [jnp.arange(3.0)],
+        "device 0": on(0),
+        "device 1": on(1),
+        "devices": on(0, (0, 1)),
+        "their order": on(0, (1, 0)),
+    }.items():
+        keys[name] = key(tmp_path, arguments=(argument,))
+    with jax.default_matmul_precision("highest"):
+        keys["in a with statement"] = key(tmp_path)
+    for variable in ("XLA_FLAGS", "TRITON_PTXAS_PATH", "NVIDIA_TF32_OVERRIDE", "LD_LIBRARY_PATH"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "--xla_gpu_deterministic_ops=true")
+            keys[variable] = key(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "_installed", lambda: ["jax-0.0.1.dist-info"])
+        keys["versions"] = key(tmp_path)
+        patch.undo()
+        patch.setattr(programs, "_of_device", lambda device: "another GPU")
+        keys["device kind"] = key(tmp_path)
+    for variable in ("HOME", "CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH"):
+        monkeypatch.setenv(variable, "elsewhere")
+    assert key(tmp_path) == keys["base"]
+    source.write_text("x = 2")
+    keys["a source file"] = key(tmp_path)
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_the_values_of_arguments_do_not_matter(tmp_path, source):
+    assert key(tmp_path, arguments=(np.uint32(5),)) == key(tmp_path, arguments=(np.uint32(6),))
+    abstract = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.arange(3.0).sharding)
+    assert key(tmp_path, arguments=(abstract,)) == key(tmp_path)
+
+
+def test_every_source_is_read():
+    files = programs.source_files()
+    root = HERE.parent.parent
+    assert HERE in files and root / "tests" / "conftest.py" in files
+    for name in (
+        "src/gptjax/models/gpt2.py",
+        "pallas_kernels/_triton.py",
+        "pallas_kernels/flash_attention/mosaic_tiles.json",
+    ):
+        assert root / name in files, name
+    assert not any("site-packages" in file.parts or "__pycache__" in file.parts for file in files)
+    assert Path(os.__file__).resolve() not in files
+
+
+def test_versions_of_what_is_installed():
+    names = " ".join(programs._installed())
+    for package in ("jax", "jaxlib", "flax", "optax"):
+        assert f" {package}-{importlib.metadata.version(package)}.dist-info" in " " + names
+
+
+def test_a_changed_source_is_compiled_again(cache, source):
+    Compiler(cache, 1)(jax.jit(double), jnp.arange(3.0))
+    source.write_text("x = 2")
+    again = Compiler(cache, 1)
+    again(jax.jit(double), jnp.arange(3.0))
+    assert again.programs[0]["found"] == "no" and len(kept(cache)) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut off", "a bit", "empty"])
+def test_a_damaged_file_is_named_and_compiled_again(cache, damage):
+    x = jnp.arange(3.0)
+    Compiler(cache, 1)(jax.jit(double), x)
+    (file,) = kept(cache)
+    good = file.read_bytes()
+    bad = bytearray(good)
+    bad[len(bad) // 2] ^= 1
+    file.write_bytes({"cut off": good[:-100], "a bit": bytes(bad), "empty": b""}[damage])
+    traced.clear()
+    jax.clear_caches()
+    again = Compiler(cache, 1)
+    assert again(jax.jit(double), x)(x).tolist() == [0, 2, 4] and traced == ["double"]
+    assert again.notes == [f"double is compiled again, {file} cannot be read: ValueError: its checksum is wrong"]
+    after = Compiler(cache, 1)
+    after(jax.jit(double), x)
+    assert after.programs[0]["found"] == "whole" and not after.notes
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_donation_shardings_and_memory_are_those_of_the_compiled_program(cache, devices):
+    mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("data",))
+    split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+
+    def update(state, x):
+        return {"w": state["w"] + x.sum(), "n": state["n"] + 1}, x.mean()
+
+    step = jax.jit(update, donate_argnums=0, out_shardings=whole)
+    abstract = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=whole)}
+    abstract["n"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    windows = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=split)
+    made = [Compiler(cache, 1)(step, abstract, windows) for _ in range(2)]
+    assert len(kept(cache)) == 1
+    results = []
+    for program in made:
+        state = jax.device_put({"w": np.zeros(1000, np.float32), "n": np.int32(0)}, whole)
+        for i in range(3):
+            before = state
+            state, mean = program(state, jax.device_put(np.full((8, 4), i, np.float32), split))
+            assert before["w"].is_deleted() and before["n"].is_deleted()
+            assert state["w"].sharding.is_equivalent_to(whole, 1) and len(state["w"].devices()) == devices
+        results.append([state["w"].tolist(), int(state["n"]), float(mean)])
+    assert results[0] == results[1] == [[96.0] * 1000, 3, 2.0]
+    compiled, loaded = (program.memory_analysis() for program in made)
+    assert loaded.alias_size_in_bytes == compiled.alias_size_in_bytes >= 4000
+    assert needed_bytes(made[0]) == needed_bytes(made[1])
+
+
+def test_only_the_newest_stay_and_reading_counts(cache, monkeypatch):
+    monkeypatch.setattr(programs, "NEWEST", 3)
+
+    def age():
+        """All files of now become older than what comes."""
+        for file in kept(cache):
+            os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 10))
+
+    for n in (1, 2, 3, 1, 4):
+        Compiler(cache, 1)(jax.jit(double), jnp.zeros(n))
+        age()
+    found = {}
+    for n in (1, 2, 3, 4):
+        compiler = Compiler(cache, 1)
+        found[n] = compiler._kept.has(compiler._kept.key(jax.jit(double), (jnp.zeros(n),), {}))
+    assert found == {1: True, 2: False, 3: True, 4: True} and len(kept(cache)) == 3
+
+
+def test_a_file_is_whole_or_not_there(cache, monkeypatch):
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    compiler = Compiler(cache, 1)
+    assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
+    assert kept(cache) == [] and "double is not kept whole: OSError: [Errno 28] No space left" in compiler.notes[0]
+
+
+def test_a_source_that_changed_after_it_was_loaded_is_no_key(cache, source, monkeypatch):
+    monkeypatch.setattr(programs, "_process_began", lambda: HERE.stat().st_mtime + 1)
+    os.utime(source, (0, HERE.stat().st_mtime + 2))
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(double), jnp.arange(2.0))
+    assert compiler.notes == [f"double is not kept whole: {source} has changed since this process began"]
+    assert kept(cache) == []
+
+
+def test_nor_is_one_that_changed_before_the_program_was_kept(cache, source, monkeypatch):
+    began = max(file.stat().st_mtime for file in (HERE, source))
+    monkeypatch.setattr(programs, "_process_began", lambda: began)
+
+    def edit(x):
+        os.utime(source, (0, began + 1))
+        return x
+
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(edit), jnp.arange(2.0))
+    assert compiler.notes == [f"edit is not kept whole: NoKey: {source} has changed since this process began"]
+    assert kept(cache) == []
+
+
+def test_when_a_process_began():
+    code = (
+        "import time; now = time.time(); from gptjax.training import programs; print(now - programs._process_began())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert -0.1 < float(done.stdout) < 5
+
+
+def test_what_was_typed_in_has_no_key(tmp_path, source):
+    names = {}
+    exec("def typed(x):\n    return x", names)
+    with pytest.raises(programs.NoKey, match="its source is in no file"):
+        key(tmp_path, function=names["typed"])
+
+
+def test_what_jaxs_cache_had_is_not_kept_and_that_is_said(cache):
+    Compiler(cache)(jax.jit(double), jnp.arange(6.0))
+    jax.clear_caches()
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(double), jnp.arange(6.0))
+    assert compiler.programs[0]["found"] == "text" and kept(cache) == []
+    assert "double is not kept whole" in compiler.notes[0] and "came from JAX's cache" in compiler.notes[0]
+
+
+def test_several_processes_keep_nothing_whole(cache, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(double), jnp.arange(2.0))
+    assert kept(cache) == [] and compiler.programs[0]["found"] == "no"
+
+
+def test_modules_that_a_program_needs_are_imported_before_it_is_read(cache, tmp_path, monkeypatch):
+    (tmp_path / "needed_by_a_program.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(programs, "NEEDED", ("needed_by_a_program", "not_imported_when_it_was_kept"))
+    importlib.import_module("needed_by_a_program")
+    Compiler(cache, 1)(jax.jit(double), jnp.arange(3.0))
+    monkeypatch.delitem(sys.modules, "needed_by_a_program")
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(double), jnp.arange(3.0))
+    assert compiler.programs[0]["found"] == "whole"
+    assert "needed_by_a_program" in sys.modules and "not_imported_when_it_was_kept" not in sys.modules
