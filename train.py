@@ -12,6 +12,7 @@ BEGAN = time.perf_counter()
 # Before JAX starts: a training run has the GPU to itself, and JAX would leave it a quarter of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+import functools
 import logging
 import math
 import signal
@@ -140,16 +141,18 @@ def train(config: Config, console: Console) -> int:
         out_shardings=replicated,
     )
 
-    def compile_train_step(micro_batch: int):
+    @functools.cache
+    def start_train_step(micro_batch: int):
         shape = (config.batch // (micro_batch * device_count), micro_batch * device_count, config.sequence_length + 1)
-        return compiler(train_fn, abstract_state, jax.ShapeDtypeStruct(shape, np.int32, sharding=train_sharding))
+        return compiler.start(train_fn, abstract_state, jax.ShapeDtypeStruct(shape, np.int32, sharding=train_sharding))
 
     val_shape = jax.ShapeDtypeStruct((val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding)
     eval_fn = jax.jit(make_eval_step(graphdef), out_shardings=replicated)
-    # Both beside the training step.
+    start_train_step(config.micro_batch)  # first: it compiles longest, and the others are lowered meanwhile
     eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)
     make_state = compiler.start(jax.jit(first_state, out_shardings=replicated), seed) if start_step is None else None
-    train_step, eval_step = compile_to_fit(compile_train_step, config, device), eval_step()
+    train_step = compile_to_fit(lambda micro_batch: start_train_step(micro_batch)(), config, device)
+    eval_step = eval_step()
     make_state = make_state and make_state()
     start_up.mark("compilation")
     say("compiled", compiler)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gptjax.training import programs
@@ -33,6 +34,7 @@ def source(tmp_path, monkeypatch):
     file.write_text("x = 1")
     monkeypatch.setattr(programs, "source_files", lambda: {HERE, file})
     monkeypatch.setattr(programs, "_process_began", lambda: np.inf)
+    compilation_cache.reset_cache()  # of other tests' folder
     yield file
     # JAX's own settings again.
     jax.config.update("jax_compilation_cache_dir", None)
