@@ -34,11 +34,14 @@ def state_of(tx, config=CONFIG, seed=0):
 
 
 def check_the_first_state(monkeypatch, config, seed):
-    """`init_state`, compiled and not, against the model made operation by operation with Flax's own sampler."""
+    """`init_state`, compiled and not, against the model made operation by operation.
+
+    Not with `jax.nn.initializers.normal`: since JAX 0.12 that is one compiled program, which rounds otherwise.
+    """
     schedule = optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10)
     tx = optim.adamw(schedule)
     with monkeypatch.context() as patch:
-        patch.setattr(gpt2, "normal", nnx.initializers.normal)
+        patch.setattr(gpt2, "normal", lambda std: lambda key, *of: jax.random.normal(key, *of) * jnp.array(std, of[1]))
         params = nnx.to_pure_dict(nnx.split(gpt2.GPT2(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
     expected = {"params": params, "opt_state": tx.init(params), "rng": jax.random.key_data(jax.random.key(seed))}
     compiled = jax.jit(lambda seed: init_state(config, tx, seed))(np.uint32(seed % 2**32))
