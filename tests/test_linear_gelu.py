@@ -464,7 +464,8 @@ def test_mosaic_on_a_cpu(mosaic_on_cpu, small_tiles, n, i, o, dtype, activation)
     [
         (256, 128, 192, 64, 64, 1, jnp.bfloat16),  # pairs of blocks that share w2; each warpgroup has several tiles
         (192, 64, 256, 128, 128, 1, jnp.bfloat16),  # single blocks, two parts a tile through one slot
-        (128, 64, 384, 64, 192, 2, jnp.float16),  # three parts through two slots
+        (128, 64, 384, 64, 192, 3, jnp.float16),  # three parts through as many slots
+        (128, 64, 512, 64, 128, 2, jnp.bfloat16),  # two parts, and more tiles than warpgroups
     ],
 )
 def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c, columns, slots, dtype):
@@ -473,6 +474,13 @@ def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c
     forward = tuple(dataclasses.replace(tiles, columns=columns, slots=slots) for tiles in _mosaic.FORWARD)
     monkeypatch.setattr(_mosaic, "FORWARD", forward)
     check_mlp("mosaic", n, i, o, c, dtype)
+
+
+def test_slots_that_the_next_tile_would_find_taken():
+    from pallas_kernels.linear_gelu import _mosaic
+
+    with pytest.raises(ValueError, match="2 slots do not divide the 3 parts of a tile"):
+        _mosaic.Tiles(rows=64, columns=192)
 
 
 def test_mosaic_mlp_without_gradients_saves_nothing(mosaic_on_cpu, small_tiles, monkeypatch):

@@ -237,7 +237,7 @@ def _through_product(dy_NC, w2_OC, derivative_NO):
     """(du, db)."""
     from pallas_kernels.linear_gelu import _mosaic
 
-    return _mosaic.through_product(dy_NC, w2_OC, derivative_NO, bias=True)
+    return _mosaic.through_product(dy_NC, w2_OC, derivative_NO)
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)

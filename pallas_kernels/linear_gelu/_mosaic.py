@@ -24,7 +24,8 @@ class Tiles:
         stages: steps that shared memory holds.
         cluster: blocks, one below another, that share each tile of w.
         part_rows, part_columns: of the tile are activated and written at a time.
-        slots: parts that wait to be written, for each warpgroup.
+        slots: parts that wait to be written, for each warpgroup. They divide the parts of a tile: so the next tile's first part finds
+            its slot free when all but the newest `slots` − 1 copies are done.
     """
 
     rows: int = 128
@@ -35,6 +36,10 @@ class Tiles:
     part_rows: int = 64
     part_columns: int = 64
     slots: int = 2
+
+    def __post_init__(self):
+        if len(self.parts()) % self.slots:
+            raise ValueError(f"linear_gelu: {self.slots} slots do not divide the {len(self.parts())} parts of a tile")
 
     def divide(self, n: int, i: int, o: int) -> bool:
         return n > 0 and n % (self.rows * self.cluster) == 0 and i % self.depth == 0 and o % self.columns == 0
@@ -146,9 +151,9 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
     )
 
 
-@functools.partial(jax.jit, static_argnames=("bias", "tiles"))
-def through_product(dy_NC, w2_OC, derivative_NO, *, bias: bool, tiles: Tiles | None = None):
-    """(du, db): du = (dy w₂ᵀ) · derivative, N×O in dy's dtype, and db = Σ_N du in fp32 or None.
+@functools.partial(jax.jit, static_argnames="tiles")
+def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
+    """(du, db): du = (dy w₂ᵀ) · derivative, N×O in dy's dtype, and db = Σ_N du in fp32.
 
     The product is `forward`'s, with the multiplication behind it in place of the activation. A warpgroup reads each part of du
     across, out of the shared memory that it is written from: so a sum over its rows stays inside of a warp.
@@ -184,16 +189,14 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, bias: bool, tiles: Tiles | N
             plgpu.copy_smem_to_gmem(out, du_gmem.at[at.rows, at.columns].at[rows, columns])
             if part + tiles.slots < len(parts):
                 fetch(at, refs, part + tiles.slots)
-            if bias:
-                du_PM = plgpu.load(out.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
-                sum_P = du_PM.astype(jnp.float32).sum(1)
-                sums[columns.start] = sums[columns.start] + sum_P if columns.start in sums else sum_P
-        if bias:
-            # The last tile's sums have left: all but `slots` of the copies since then are done.
-            for first, sum_P in sums.items():
-                db_smem[at.wg, first : first + tiles.part_columns] = sum_P
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(db_smem.at[at.wg], db_gmem.at[at.row_tile, at.columns])
+            du_PM = plgpu.load(out.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+            sum_P = du_PM.astype(jnp.float32).sum(1)
+            sums[columns.start] = sums[columns.start] + sum_P if columns.start in sums else sum_P
+        # The last tile's sums have left: all but `slots` of the copies since then are done.
+        for first, sum_P in sums.items():
+            db_smem[at.wg, first : first + tiles.part_columns] = sum_P
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(db_smem.at[at.wg], db_gmem.at[at.row_tile, at.columns])
 
     du_NO, db_RO = _product(
         dy_NC,
@@ -205,7 +208,7 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, bias: bool, tiles: Tiles | N
         finish=finish,
         out_type=[
             jax.ShapeDtypeStruct((n, o), dtype),
-            jax.ShapeDtypeStruct((n // tiles.rows, o) if bias else (1, 1), jnp.float32),
+            jax.ShapeDtypeStruct((n // tiles.rows, o), jnp.float32),
         ],
         scratch_types=[
             swizzled(part_shape, dtype),
@@ -214,7 +217,7 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, bias: bool, tiles: Tiles | N
             plgpu.Barrier(num_barriers=(2, tiles.slots)),
         ],
     )
-    return du_NO, db_RO.sum(0) if bias else None
+    return du_NO, db_RO.sum(0)
 
 
 @dataclasses.dataclass(frozen=True)
