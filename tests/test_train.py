@@ -382,16 +382,8 @@ def test_a_second_process_finds_its_programs_on_a_gpu(config, tmp_path):
     model = GPT2Config(vocab_size=257, padded_vocab_size=384, block_size=256, n_layer=2, n_head=2, n_embd=128)
     config = dataclasses.replace(config, model=model)
     options = ["--device", "gpu", "--model.precision", "bf16", "--sequence-length", "256", "--batch-tokens", "4096"]
-    options += [
-        "--val-every",
-        "2",
-        "--val-tokens",
-        "2048",
-        "--max-steps",
-        "4",
-        "--compilation-cache",
-        str(tmp_path / "cache"),
-    ]
+    options += ["--val-every", "2", "--val-tokens", "2048", "--max-steps", "4"]
+    options += ["--compilation-cache", str(tmp_path / "cache")]
 
     def shown_by(name: str) -> str:
         command = command_line(config, tmp_path, *options, "--name", name)

@@ -234,17 +234,8 @@ OPERATIONAL = {
 # optimizer.schedule_steps as `to_json` fills it in; of val_tokens a program has the shape alone.
 OUTSIDE_PROGRAMS = {
     *("name", "runs_dir", "max_steps", "resume", "seed", "dataset", "data_dir", "tokenizer", "overfit_one_batch"),
-    *(
-        "val_every",
-        "val_tokens",
-        "sample_every",
-        "sample_tokens",
-        "checkpoint_every",
-        "keep_last",
-        "keep_every",
-        "log_every",
-    ),
-    "compilation_cache",
+    *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
+    *("log_every", "compilation_cache"),
 }
 
 
