@@ -460,18 +460,20 @@ def test_mosaic_on_a_cpu(mosaic_on_cpu, small_tiles, n, i, o, dtype, activation)
 
 
 @pytest.mark.parametrize(
-    "n, i, o, c, columns, slots, dtype",
+    "n, i, o, c, rows, columns, slots, dtype",
     [
-        (256, 128, 192, 64, 64, 1, jnp.bfloat16),  # pairs of blocks that share w2; each warpgroup has several tiles
-        (192, 64, 256, 128, 128, 1, jnp.bfloat16),  # single blocks, two parts a tile through one slot
-        (128, 64, 384, 64, 192, 3, jnp.float16),  # three parts through as many slots
-        (128, 64, 512, 64, 128, 2, jnp.bfloat16),  # two parts, and more tiles than warpgroups
+        (256, 128, 192, 64, 64, 64, 1, jnp.bfloat16),  # pairs of blocks that share w2; each warpgroup has several tiles
+        (192, 64, 256, 128, 64, 128, 1, jnp.bfloat16),  # single blocks, two parts a tile through one slot
+        (128, 64, 384, 64, 64, 192, 1, jnp.float16),  # three parts
+        (128, 64, 1280, 64, 64, 192, 1, jnp.bfloat16),  # the last tile is cut
+        (256, 64, 1344, 64, 128, 128, 2, jnp.bfloat16),  # and its parts go through two slots
     ],
 )
-def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c, columns, slots, dtype):
+def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c, rows, columns, slots, dtype):
     from pallas_kernels.linear_gelu import _mosaic
 
-    forward = tuple(dataclasses.replace(tiles, columns=columns, slots=slots) for tiles in _mosaic.FORWARD)
+    sizes = {"rows": rows, "columns": columns, "slots": slots}
+    forward = tuple(dataclasses.replace(tiles, **sizes) for tiles in _mosaic.FORWARD)
     monkeypatch.setattr(_mosaic, "FORWARD", forward)
     check_mlp("mosaic", n, i, o, c, dtype)
 
@@ -479,7 +481,7 @@ def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c
 def test_slots_that_the_next_tile_would_find_taken():
     from pallas_kernels.linear_gelu import _mosaic
 
-    with pytest.raises(ValueError, match="2 slots do not divide the 3 parts of a tile"):
+    with pytest.raises(ValueError, match="2 slots do not divide the 1 parts of a column"):
         _mosaic.Tiles(rows=64, columns=192)
 
 
