@@ -10,6 +10,7 @@ from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
 from pallas_kernels.layer_norm import layer_norm, rms_norm
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_gelu import linear_gelu, linear_relu_squared
+from pallas_kernels.projected_attention import projected_attention
 from pallas_kernels.softmax import softmax
 from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
 from pallas_kernels.transpose import transpose_add, transpose_copy
@@ -24,6 +25,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_gelu",
     "linear_relu_squared",
+    "projected_attention",
     "rms_norm",
     "softmax",
     "transpose_add",

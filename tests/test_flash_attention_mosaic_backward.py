@@ -171,10 +171,15 @@ def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim
     """By Triton as by XLA, zeros past the end included."""
     _, _, out, dout = inputs(2, length, 3, head_dim=head_dim)
     lse, dlse = (jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, length)), jnp.float32) for i in (5, 6))
-    make = functools.partial(_of_each_query, lse, dout, out, dlse if with_dlse else None, sums=sums)
-    rows, zeros = make()
+    make = functools.partial(_of_each_query, lse, dout, out, dlse if with_dlse else None, sums=sums, bias=with_dlse)
+    rows, zeros, total = make()
     monkeypatch.setattr(_choose, "why_not_triton", lambda: "not here")
-    rows_of_xla, zeros_of_xla = make()
+    rows_of_xla, zeros_of_xla, total_of_xla = make()
+    if with_dlse:
+        np.testing.assert_allclose(total, np.asarray(dout, np.float64).sum((0, 1)), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(total, total_of_xla, rtol=0, atol=1e-4)
+    else:
+        assert total is None and total_of_xla is None
     queries = 8192 // head_dim
     assert rows.shape == (2, 3, 2, -(-length // queries) * queries)
     np.testing.assert_allclose(rows, rows_of_xla, atol=1e-4)
@@ -182,6 +187,38 @@ def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim
     if sums:
         assert zeros.shape == zeros_of_xla.shape == (2, length + -length % 8, 3, head_dim)
         assert not np.asarray(zeros).any()
+
+
+@pytest.mark.parametrize("length, heads, head_dim", [(8, 3, 64), (2056, 2, 128), (8200, 1, 64)])
+def test_sums_become_dq_where_it_lies(triton_on_cpu, length, heads, head_dim):
+    """More columns than a program has; more rows than one time of every program."""
+    from pallas_kernels.flash_attention import _triton
+
+    rng = np.random.default_rng(0)
+    sums = jnp.asarray(rng.standard_normal((2, length, heads, head_dim)), jnp.float32)
+    dqkv = jnp.asarray(rng.standard_normal((2, length, 3, heads, head_dim)), jnp.bfloat16)
+    found, total = jax.jit(functools.partial(_triton.into_packed, scale=0.125))(sums, dqkv)
+    np.testing.assert_array_equal(found[:, :, 0], (sums * 0.125).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(found[:, :, 1:], dqkv[:, :, 1:])
+    np.testing.assert_allclose(total, np.asarray(sums, np.float64).sum((0, 1)) / 8, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("time, tiles", [(200, WHOLE), (130, SPLIT)])
+def test_sums_for_a_bias(mosaic_on_cpu, time, tiles):
+    """Of dq as it is written, and of dO; and the sum of dk is what rounding leaves of 0, that of dv the sum of dO."""
+    q, k, v, direction = inputs(2, time, 2)
+    out, lse = reference(q, k, v, return_lse=True)
+    args = ((jnp.stack((q, k, v), axis=2),), None, lse, direction, out.astype(q.dtype), None)
+    how = {"causal": True, "scale": 0.125, "window": None, "deterministic": False, "true_fp32": False, "tiles": tiles}
+    f = jax.jit(lambda *args: backward(*args, **how, bias=True))
+    (dqkv,), dq_sum, dout_sum = jax.block_until_ready(f(*jax.block_until_ready(args)))
+    if not tiles.whole_heads:
+        forget_races()
+    sums = np.asarray(dqkv, np.float64).sum((0, 1))
+    rounded = 2e-3 * np.abs(np.asarray(dqkv, np.float64)).sum((0, 1))
+    assert (np.abs(dq_sum - sums[0]) <= rounded[0]).all()
+    assert (np.abs(sums[1]) <= rounded[1]).all() and (np.abs(dout_sum - sums[2]) <= rounded[2]).all()
+    np.testing.assert_allclose(dout_sum, np.asarray(direction, np.float64).sum((0, 1)), rtol=0, atol=1e-3)
 
 
 def test_tiles_that_cannot_be():

@@ -95,7 +95,9 @@ def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
 
 
 # One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
-@functools.partial(jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "tiles"))
+@functools.partial(
+    jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "bias", "tiles")
+)
 def backward(
     operands,
     segments_BT,
@@ -109,9 +111,10 @@ def backward(
     window: int | None,
     deterministic: bool,
     true_fp32: bool,
+    bias: bool = False,
     tiles: Tiles | None = None,
 ):
-    """Gradients, a tuple shaped like `operands`.
+    """Gradients, a tuple shaped like `operands`; with `bias` (gradients, Σ dQ), the sum over all queries, H·D in fp32, and Σ dO.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
@@ -120,6 +123,7 @@ def backward(
         dout_BTHD, dlse_BHT: their gradients; that of L is None where nothing asked for it.
         deterministic: whole heads only. The same five products, but no more than B·K blocks of threads have work.
         true_fp32: no matter here.
+        bias: of packed operands alone.
         tiles: those of mosaic_tiles.json where None.
 
     Raises:
@@ -136,9 +140,9 @@ def backward(
         whole = whole_heads_are_faster(batch * key_heads, length, _mosaic.num_sms())
     whole = whole or deterministic
 
-    rows_BHRT, zeros_BTHD = _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole)
+    rows_BHRT, zeros_BTHD, dout_HD = _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole, bias=bias)
     *operands, dout_BTHD = map(padded, (*operands, dout_BTHD))
-    gradients = _gradients(
+    gradients, dq_HD = _gradients(
         tuple(operands),
         rows_BHRT,
         dout_BTHD,
@@ -148,13 +152,17 @@ def backward(
         scale=scale,
         window=window,
         whole=whole,
+        bias=bias,
         tiles=tiles,
     )
-    return tuple(x[:, :length] for x in gradients)
+    gradients = tuple(x[:, :length] for x in gradients)
+    return (gradients, dq_HD, dout_HD) if bias else gradients
 
 
-def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums):
-    """(log2(e)·L, −D), zero past the end, where dO is zero too, and so is all that comes of them; and zeros for dQ where `sums`."""
+def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
+    """(log2(e)·L, −D), zero past the end, where dO is zero too, and so is all that comes of them; zeros for dQ where `sums`; and Σ dO
+    where `bias`.
+    """
     batch, length, heads, head_dim = dout_BTHD.shape
     rows = length + -length % queries_in_a_block(head_dim)
     zeros = length + -length % 8
@@ -163,18 +171,26 @@ def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums):
 
         # One pass. XLA makes D beside L with one thread a row, 0.4 ms for 64×1024×12×64 on an H200, and zeros once for all layers, of
         # which each then has a copy.
-        rows_BHRT, zeros_BTHD = _triton.delta(out_BTHD, dout_BTHD, lse_BHT, rows=rows, zeros=zeros if sums else 0)
+        rows_BHRT, zeros_BTHD, dout_HD = _triton.delta(
+            out_BTHD, dout_BTHD, lse_BHT, rows=rows, zeros=zeros if sums else 0, sums=bias
+        )
     else:
         delta_BHT = jnp.einsum("bthd,bthd->bht", dout_BTHD.astype(jnp.float32), out_BTHD.astype(jnp.float32))
         rows_BHRT = jnp.stack([lse_BHT * jnp.float32(LOG2_E), -lax.optimization_barrier(delta_BHT)], axis=2)
         rows_BHRT = jnp.pad(rows_BHRT, [(0, 0), (0, 0), (0, 0), (0, rows - length)])
         zeros_BTHD = jnp.zeros((batch, zeros, heads, head_dim), jnp.float32) if sums else None
+        dout_HD = _over_queries(dout_BTHD) if bias else None
     if dlse_BHT is not None:
         rows_BHRT = rows_BHRT.at[:, :, 1, :length].add(dlse_BHT)
-    return rows_BHRT, zeros_BTHD
+    return rows_BHRT, zeros_BTHD, dout_HD
 
 
-def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, scale, window, whole, tiles):
+def _over_queries(x_BTHD):
+    return x_BTHD.astype(jnp.float32).sum((0, 1))
+
+
+def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, scale, window, whole, bias, tiles):
+    """Those of the padded operands, and Σ dQ where `bias`, else None."""
     batch, padded_length, query_heads, head_dim = dout_BTHD.shape
     packed = len(operands) == 1
     key_heads = operands[-1].shape[-2]
@@ -496,10 +512,17 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
         ),
     )
     if whole:
-        return tuple(f(*operands, dout_BTHD, rows_BHRT)[:-1])
+        gradients = tuple(f(*operands, dout_BTHD, rows_BHRT)[:-1])
+        return gradients, _over_queries(gradients[0][:, :, 0]) if bias else None
     sums = jax.new_ref(zeros_BTHD)
     gradients = f(*operands, dout_BTHD, rows_BHRT, jnp.asarray(table), sums)
+    if bias and _choose.why_not_triton() is None:
+        from pallas_kernels.flash_attention import _triton
+
+        dqkv_BT3HD, dq_HD = _triton.into_packed(jax.freeze(sums), gradients[0], scale=scale)
+        return (dqkv_BT3HD,), dq_HD
     dq_BTHD = (jax.freeze(sums) * jnp.float32(scale)).astype(dtype)
+    dq_HD = _over_queries(dq_BTHD) if bias else None
     if packed:
-        return (lax.dynamic_update_slice(gradients[0], dq_BTHD[:, :, None], (0, 0, 0, 0, 0)),)
-    return (dq_BTHD, *gradients)
+        return (lax.dynamic_update_slice(gradients[0], dq_BTHD[:, :, None], (0, 0, 0, 0, 0)),), dq_HD
+    return (dq_BTHD, *gradients), dq_HD

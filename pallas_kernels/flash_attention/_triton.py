@@ -124,7 +124,7 @@ def backward(
         dout_BTHD, dout_turned, delta_BHT = tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, turned=tile["M"])
         shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
     else:
-        delta_BHT, _ = delta(out_BTHD, dout_BTHD)
+        delta_BHT, *_ = delta(out_BTHD, dout_BTHD)
     if dlse_BHT is not None:
         delta_BHT = delta_BHT - dlse_BHT
     inputs = (q, k, v, segments, dout_BTHD, lse_BHT, delta_BHT)
@@ -160,21 +160,23 @@ def backward(
     return dq_BTHD, dk, dv
 
 
-def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0):
+def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, sums: bool = False):
     """What the backward pass needs of each query, and room for sums, in fp32 and one launch.
 
     Args:
         lse_BHT: for the two numbers that mosaic wants, or None.
         rows: queries, with those past T, of which mosaic wants them.
         zeros: queries of which there shall be sums.
+        sums: whether dO is summed over all queries.
 
     Returns:
-        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; and zeros, B·zeros·H·D, or one number without
-        meaning.
+        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; zeros, B·zeros·H·D, or one number without
+        meaning; and the sum of dO, H·D, or None.
     """
     b, t, h, d = out_BTHD.shape
     m = 128
-    return _triton.call(
+    blocks = triton.cdiv(max(t, rows, zeros), m)
+    delta, zeros_BTHD, sums_PHD = _triton.call(
         delta_kernel,
         out_BTHD,
         dout_BTHD,
@@ -182,17 +184,44 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0):
         out=[
             jax.ShapeDtypeStruct((b, h, t) if lse_BHT is None else (b, h, 2, rows), jnp.float32),
             jax.ShapeDtypeStruct((b, zeros, h, d) if zeros else (1,), jnp.float32),
+            jax.ShapeDtypeStruct((b * blocks, h, d) if sums else (1,), jnp.float32),
         ],
-        grid=(triton.cdiv(max(t, rows, zeros), m) * b * h,),
+        grid=(blocks * b * h,),
         T=t,
         H=h,
         D=d,
         P=_padded(d),
         ROWS=0 if lse_BHT is None else rows,
         ZEROS=zeros,
-        BLOCKS=triton.cdiv(max(t, rows, zeros), m),
+        SUMS=sums,
+        BLOCKS=blocks,
         M=m,
     )
+    return delta, zeros_BTHD, sums_PHD.sum(0) if sums else None
+
+
+def into_packed(sums_BTHD, dqkv_BT3HD, *, scale: float):
+    """(dqkv, Σ dq over all queries, H·D in fp32): dqkv with scale · sums in the place of dq, written where it lies."""
+    b, t, h, d = sums_BTHD.shape
+    rows, columns, parts = 16, 256, 256
+    times = triton.cdiv(b * t, rows * parts)
+    parts = triton.cdiv(b * t, rows * times)
+    dqkv_BT3HD, sums_SHD = _triton.call(
+        into_packed_kernel,
+        sums_BTHD,
+        dqkv_BT3HD,
+        in_place=(1,),
+        out=[jax.ShapeDtypeStruct((parts, h, d), jnp.float32)],
+        grid=(parts * triton.cdiv(h * d, columns),),
+        num_warps=2,
+        N=b * t,
+        O=h * d,
+        SCALE=scale,
+        TIMES=times,
+        M=rows,
+        P=columns,
+    )
+    return dqkv_BT3HD, sums_SHD.sum(0)
 
 
 def _launched(tile: dict[str, int], t: int) -> dict[str, int]:
@@ -606,9 +635,9 @@ def dq_kernel(
 
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, delta_ptr, zeros_ptr,
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, zeros_ptr, sums_ptr,
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, ZEROS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     # Heads of the same rows run side by side: their rows are one piece of memory.
     h, block = tl.program_id(0) % H, tl.program_id(0) // H
@@ -629,6 +658,28 @@ def delta_kernel(
     if ZEROS:
         zeros_ptr += b * ZEROS * H * D + h * D
         store_rows(zeros_ptr, tl.full((M, P), 0.0, tl.float32), t0, H * D, ZEROS, D, M, P)
+    if SUMS:
+        columns_P = tl.arange(0, P)
+        tl.store(sums_ptr + block.to(tl.int64) * (H * D) + h * D + columns_P, tl.sum(dout_MP, 0), mask=columns_P < D)
+
+
+@triton.jit
+def into_packed_kernel(
+    sums_ptr, dqkv_ptr, parts_ptr,
+    N: tl.constexpr, O: tl.constexpr,
+    SCALE: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """dQ from its sums in fp32, N·O, into N·3O, and its sums over TIMES·M rows."""
+    ACROSS: tl.constexpr = (O + P - 1) // P
+    part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
+    total_MP = tl.full((M, P), 0.0, tl.float32)
+    for time in range(TIMES):
+        rows = ((part * TIMES + time) * M + tl.arange(0, M)).to(tl.int64)
+        mask = (rows < N)[:, None] & (columns < O)[None, :]
+        dq_MP = tl.load(sums_ptr + rows[:, None] * O + columns[None, :], mask=mask, other=0.0) * SCALE
+        tl.store(dqkv_ptr + rows[:, None] * (3 * O) + columns[None, :], dq_MP.to(dqkv_ptr.dtype.element_ty), mask=mask)
+        total_MP += dq_MP
+    tl.store(parts_ptr + part.to(tl.int64) * O + columns, tl.sum(total_MP, axis=0), mask=columns < O)
 
 
 @triton.jit

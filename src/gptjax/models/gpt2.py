@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
-from pallas_kernels import flash_attention_qkv, layer_norm, linear_cross_entropy
+from pallas_kernels import layer_norm, linear_cross_entropy, projected_attention
 from pallas_kernels.flash_attention import choose as choose_attention
 from pallas_kernels.layer_norm import choose as choose_norm
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
@@ -232,8 +232,13 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTC: Float[Array, "B T C"]) -> Delta:
-        y_BTHD = flash_attention_qkv(
-            self.qkv(x_BTC), implementation=self.config.attention, precision=self.config.precision.matmul
+        y_BTHD = projected_attention(
+            x_BTC,
+            self.c_attn.kernel[...],
+            self.c_attn.bias[...],
+            heads=self.config.n_head,
+            implementation=self.config.attention,
+            precision=self.config.precision.matmul,
         )
         return self.c_proj.delta(y_BTHD.reshape(x_BTC.shape))
 
