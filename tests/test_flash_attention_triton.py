@@ -121,6 +121,20 @@ def small(triton_on_cpu, monkeypatch):
     set_tiles(monkeypatch, 16, 16)
 
 
+@pytest.mark.parametrize(
+    "heads, t, together",
+    [(48, 1024, 24), (384, 1024, 32), (33, 1024, 17), (5, 1024, 5), (1, 1024, 1), (3, 40_000, 1), (768, 700, 46)],
+)
+def test_groups_of_heads_are_even(heads, t, together):
+    """As few as may be of at most 32,768 rows, the last no more than a few heads smaller than the others."""
+    from pallas_kernels.flash_attention import _triton
+
+    tile = {"M": 64, "N": 64, "rows": 32768, "num_warps": 4, "num_stages": 3}
+    found = _triton._launched(tile, t, heads)
+    assert found == {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3, "TOGETHER": together}
+    assert -(-heads // together) == -(-heads // max(1, 32768 // t))
+
+
 # --------------------------------------------------------------------------------------------------------------- numbers
 
 
