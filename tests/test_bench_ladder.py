@@ -246,7 +246,7 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
             self.name = name
 
         def run(self, steps):
-            if self.name == "gptjax" and len(order) > 8:
+            if self.name == "gptjax" and len(order) > 9:
                 raise RuntimeError("out of memory\nand more")
             order.append(self.name)
             return 1.0 * steps
@@ -255,20 +255,27 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
             order.append("rest")
 
         def has_room(self):
-            return room
+            return fits
 
-    order, room = [], True
+        room = 7
+
+        def make_room(self, needed):
+            assert (self.name, needed) == ("torch", 7)
+            order.append("makes room")
+
+    order, fits = [], True
     sides = {"torch": Side("torch"), "gptjax": Side("gptjax")}
     found = step.take_turns(sides, seconds=1.0)
     assert [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name] == [
         "torch",
         "rest",
+        "makes room",
         "gptjax",
         "torch",
         "rest",
     ]
     assert found["torch"] == [1.0, 1.0] and step.first_line(found["gptjax"]) == "RuntimeError: out of memory"
-    order, room = [], False
+    order, fits = [], False
     assert step.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
 
 

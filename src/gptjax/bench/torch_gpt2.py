@@ -176,8 +176,19 @@ class TorchStep:
         gc.collect()
         torch.cuda.empty_cache()
 
+    def make_room(self, needed: int) -> None:
+        """Lets go of the model and its optimizer where the device has less than so many bytes beside them. No step runs after that."""
+        if self.device == "cuda" and torch.cuda.mem_get_info()[0] < needed:
+            self.model = self.loss = self.optimizer = None
+            # The compiled functions hold the parameters, too.
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def has_room(self) -> bool:
-        """Whether the device has what a step needs beside what is held now; asked after a rest."""
+        """Whether a step can run: the device has what it needs beside what is held now. Asked after a rest."""
+        if self.model is None:
+            return False
         return not self.peak or torch.cuda.mem_get_info()[0] >= self.peak - torch.cuda.memory_allocated()
 
     def _wait(self) -> None:
