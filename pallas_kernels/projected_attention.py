@@ -60,8 +60,9 @@ class _How(NamedTuple):
 
 
 def _projection(x_BTC, w_CO, b_O, how):
-    qkv_NO = linear(x_BTC.reshape(-1, x_BTC.shape[2]), w_CO, b_O, how.precision)
-    return qkv_NO.reshape(*x_BTC.shape[:2], 3, how.heads, -1)
+    batch, length, channels = x_BTC.shape
+    qkv_NO = linear(x_BTC.reshape(batch * length, channels), w_CO, b_O, how.precision)
+    return qkv_NO.reshape(batch, length, 3, how.heads, b_O.size // (3 * how.heads))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

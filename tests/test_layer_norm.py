@@ -209,6 +209,14 @@ def test_as_many_rows_are_walked_over(triton_on_cpu, monkeypatch, dtype):
     check(BIASED, "triton", (33, 257), dtype)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
+def test_nothing_stays_nothing(backend, shape):
+    x, one = jnp.zeros(shape, jnp.bfloat16), jnp.ones(8)
+    f = lambda x, scale: layer_norm(x, scale, one, residual=x, implementation=backend)[0].astype(jnp.float32).sum()
+    dx, dscale = jax.grad(f, (0, 1))(x, one)
+    assert dx.shape == shape and not dscale.any()
+
+
 def test_reference_is_the_definition():
     for norm, f in [(Norm(), reference), (BIASED, reference), (Norm(centred=False, eps=1e-6), rms_reference)]:
         given, directions = norm.arrays((6, 50), jnp.bfloat16)

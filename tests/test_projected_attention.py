@@ -66,6 +66,14 @@ def test_a_bias_of_the_keys_has_no_gradient(mosaic_on_cpu):
     assert not of_k.any() and of_q.any() and of_v.any()
 
 
+@pytest.mark.parametrize("batch, time", [(0, 8), (2, 0)])
+def test_nothing_stays_nothing(batch, time):
+    x, w, b = jnp.zeros((batch, time, 16), jnp.bfloat16), jnp.ones((16, 48), jnp.bfloat16), jnp.ones(48, jnp.bfloat16)
+    f = lambda *args: projected_attention(*args, heads=1).astype(jnp.float32).sum()
+    dx, dw, db = jax.grad(f, (0, 1, 2))(x, w, b)
+    assert dx.shape == x.shape and not dw.any() and not db.any()
+
+
 def test_parameters_may_be_fp32():
     x, w, b = inputs(1, 8, 16, 1, head_dim=16)
     f = functools.partial(projected_attention, heads=1)

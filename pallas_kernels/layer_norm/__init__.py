@@ -150,6 +150,8 @@ def _apply(options, x, residual, scale, bias, residual_bias):
         if residual is None:
             return found.astype(options.out_dtype)
         return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
+    if not x.size:
+        options = dataclasses.replace(options, backend="xla")  # a kernel has no grid for nothing
     y, total = _norm(options, x, residual, scale, bias, residual_bias)
     return y if residual is None else (y, total)
 

@@ -276,7 +276,9 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
         warps_per_sm = FOUR_WARPS_A_ROW
     # A CPU device, where the interpreter runs, has no such attribute.
     sms = getattr(jax.devices()[0], "core_count", 1)
-    programs = min(triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms)
+    tiles, most = triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms
+    # As few as take no more turns: 4,096 rows by 512 programs, not 528, whose sums are a second turn for `sum_partials`.
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, most))
     bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (1 if dtotal_NC is None else 2)
     copied_ahead = (stages - 1) * tile["ROWS"] * tile["CHUNKS"] * tile["LANES"] * bytes_per_channel
     sums = 0 if scale_C is None else 1 + centred + residual_bias
