@@ -100,7 +100,10 @@ def backward_tiles(n: int, i: int, o: int) -> BackwardTiles | None:
 def why_not(n: int, i: int, o: int) -> str | None:
     """None where there are tiles for the forward pass, else the reason."""
     if forward_tiles(n, i, o) is None:
-        return f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128"
+        return (
+            f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128, or N of 256 and O of 64 "
+            f"a little below a multiple of {FORWARD[0].columns}"
+        )
     return None
 
 
