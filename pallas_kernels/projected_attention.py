@@ -42,7 +42,13 @@ def projected_attention(
     Raises:
         ValueError: inputs disagree in shape, or the named back end cannot run them.
     """
-    if x_BTC.ndim != 3 or w_CO.shape != (x_BTC.shape[2], *b_O.shape) or b_O.ndim != 1 or b_O.size % (3 * heads):
+    if (
+        heads < 1
+        or x_BTC.ndim != 3
+        or w_CO.shape != (x_BTC.shape[2], *b_O.shape)
+        or b_O.ndim != 1
+        or b_O.size % (3 * heads)
+    ):
         raise ValueError(
             f"projected_attention: expected x (B, T, C), W (C, 3·H·D) and b (3·H·D,) with H={heads}, "
             f"got {x_BTC.shape}, {w_CO.shape}, {b_O.shape}"
@@ -81,7 +87,7 @@ def _projected_backward(how, saved, dout_BTHD):
     dqkv_BT3HD, dq_HD, dout_HD = _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
     db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
     x_NC, dqkv_NO = x_BTC.reshape(-1, x_BTC.shape[2]), dqkv_BT3HD.reshape(-1, b_O.size)
-    dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T)
+    dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=how.precision)
     dw_CO = weight_gradient(x_NC, dqkv_NO, precision=how.precision)
     return dx_NC.reshape(x_BTC.shape), dw_CO.astype(w_CO.dtype), db_3HD.reshape(-1).astype(b_O.dtype)
 

@@ -91,6 +91,23 @@ def test_pytorchs_options():
     assert not torch.equal(before[0], trained.model.wte)
 
 
+def test_pytorch_gives_up_its_memory_where_it_must(monkeypatch):
+    how = How(precision="fp32", compiled=False)
+    theirs = TorchStep(TINY, how, batch=1, sequence_length=4, device="cpu")
+    assert theirs.run(1) > 0
+    theirs.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
+    theirs.make_room(1000)
+    theirs.peak = 1300
+    assert theirs.model is not None and theirs.has_room()
+    theirs.peak = 1301
+    assert not theirs.has_room()
+    theirs.peak = 1300
+    theirs.make_room(1001)
+    assert theirs.model is None and not theirs.has_room()
+
+
 # ------------------------------------------------------------------------------------------------------------------- the rungs
 
 
@@ -275,6 +292,12 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
         "rest",
     ]
     assert found["torch"] == [1.0, 1.0] and step.first_line(found["gptjax"]) == "RuntimeError: out of memory"
+    # Nor does an error between two turns cost what was measured.
+    order = []
+    monkeypatch.setattr(Side, "make_room", lambda *_: 1 / 0)
+    found = step.take_turns(sides, seconds=1.0)
+    assert found["torch"] == [1.0, 1.0] and isinstance(found["gptjax"], ZeroDivisionError)
+    monkeypatch.setattr(Side, "make_room", lambda *_: None)
     order, fits = [], False
     assert step.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
 

@@ -467,6 +467,7 @@ def test_mosaic_on_a_cpu(mosaic_on_cpu, small_tiles, n, i, o, dtype, activation)
         (128, 64, 384, 64, 64, 192, 1, jnp.float16),  # three parts
         (128, 64, 1280, 64, 64, 192, 1, jnp.bfloat16),  # the last tile is cut
         (256, 64, 1344, 64, 128, 128, 2, jnp.bfloat16),  # and its parts go through two slots
+        (512, 64, 448, 64, 128, 192, 2, jnp.bfloat16),  # the same warpgroup goes on with another tile
     ],
 )
 def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c, rows, columns, slots, dtype):
@@ -475,7 +476,20 @@ def test_mosaic_mlp_on_a_cpu(mosaic_on_cpu, small_tiles, monkeypatch, n, i, o, c
     sizes = {"rows": rows, "columns": columns, "slots": slots}
     forward = tuple(dataclasses.replace(tiles, **sizes) for tiles in _mosaic.FORWARD)
     monkeypatch.setattr(_mosaic, "FORWARD", forward)
+    monkeypatch.setattr(_mosaic, "MOST_WASTED", 0.5)
     check_mlp("mosaic", n, i, o, c, dtype)
+
+
+@pytest.mark.parametrize(
+    "n, o, columns",
+    [(256, 3072, 192), (256, 4096, 192), (256, 6400, 192), (128, 4096, 128), (256, 256, 128), (256, 320, None)],
+)
+def test_tiles_for_a_width(n, o, columns):
+    """192 columns, up to 5 % of them past the end; else 128, which must divide O."""
+    from pallas_kernels.linear_gelu import _mosaic
+
+    tiles = _mosaic.forward_tiles(n, 64, o)
+    assert (tiles and tiles.columns) == columns
 
 
 def test_slots_that_the_next_tile_would_find_taken():
@@ -496,6 +510,13 @@ def test_mosaic_mlp_without_gradients_saves_nothing(mosaic_on_cpu, small_tiles, 
     assert saved == [False]
     jax.eval_shape(jax.grad(lambda *args: f(*args).astype(jnp.float32).sum()), *args)
     assert saved[-1] is True
+
+
+def test_mlp_for_any_width_of_its_result():
+    """No tiles divide 96: the gradient of the second product is XLA's, and linear_gelu's kernel goes on from there."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 768), (768, 3072), (3072,), (3072, 96))]
+    gradients = jax.grad(lambda *args: mlp(*args, implementation="mosaic").astype(jnp.float32).sum(), (0, 1, 2, 3))
+    assert lower_for_h200(gradients, *shapes).count("custom_call @mosaic_gpu") == 2
 
 
 # No tiles of linear_gelu's own backward pass divide 1600.

@@ -59,6 +59,37 @@ def test_mosaic_on_a_cpu(mosaic_on_cpu, monkeypatch, time, whole):
     forget_races()
 
 
+@pytest.mark.parametrize("time, heads, whole", [(67, 2, False), (67, 2, True)])
+def test_mosaic_and_triton_on_a_cpu(mosaic_on_cpu, triton_on_cpu, monkeypatch, time, heads, whole):
+    """With Triton's passes around Mosaic's kernel, as on a GPU."""
+    from pallas_kernels.flash_attention import _mosaic_backward
+
+    monkeypatch.setattr(_mosaic_backward, "whole_heads_are_faster", lambda *sizes: whole)
+    # The backward pass is traced once for these shapes, whatever was patched then.
+    jax.clear_caches()
+    check_all("mosaic", 2, time, 64, heads=heads)
+    forget_races()
+    jax.clear_caches()
+
+
+def test_vmap(mosaic_on_cpu, triton_on_cpu):
+    x, w, b = inputs(3, 40, 64, 1)
+    f = lambda x, w, b: projected_attention(x, w, b, heads=1, implementation="mosaic").astype(jnp.float32)
+    loss = lambda *args: jnp.sin(f(*args)).sum()
+    together = jax.grad(lambda w, b: jnp.sin(jax.vmap(f, (0, None, None))(x[:, None], w, b)).sum(), (0, 1))(w, b)
+    for ours, theirs in zip(together, jax.grad(loss, (1, 2))(x, w, b), strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=0.02, atol=0.1)
+
+
+def test_vmap_lowers_for_an_h200(monkeypatch):
+    """Triton's kernels have no rule for vmap."""
+    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+    f = lambda x, w, b: projected_attention(x, w, b, heads=12, implementation="mosaic").astype(jnp.float32).sum()
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 4, 1024, 768), (768, 2304), (2304,))]
+    text = lower_for_h200(jax.vmap(jax.grad(f, (0, 1, 2)), (0, None, None)), *args)
+    assert text.count("custom_call @delta_kernel") == 1
+
+
 def test_a_bias_of_the_keys_has_no_gradient(mosaic_on_cpu):
     x, w, b = inputs(1, 64, 64, 2)
     f = lambda b: jnp.sin(projected_attention(x, w, b, heads=2, implementation="mosaic").astype(jnp.float32)).sum()
@@ -102,6 +133,8 @@ def test_what_is_launched_on_an_h200(monkeypatch, batch, extra):
 
 def test_errors():
     x, w, b = inputs(1, 8, 16, 1, head_dim=16)
+    with pytest.raises(ValueError, match="with H=0"):
+        projected_attention(x, w, b, heads=0)
     for bad in ((x[0], w, b), (x, w[:8], b), (x, w, b[:-1]), (x, w[:, :-1], b[:-1])):
         with pytest.raises(
             ValueError, match=r"projected_attention: expected x \(B, T, C\), W \(C, 3·H·D\) and b .* with H=1, got"

@@ -123,7 +123,7 @@ def backward(
         dout_BTHD, dlse_BHT: their gradients; that of L is None where nothing asked for it.
         deterministic: whole heads only. The same five products, but no more than B·K blocks of threads have work.
         true_fp32: no matter here.
-        bias: of packed operands alone.
+        bias: of packed operands alone. Σ dQ is of dQ as it is written, or, where sums of several blocks become dQ in Triton, of these.
         tiles: those of mosaic_tiles.json where None.
 
     Raises:

@@ -79,7 +79,8 @@ def mlp(
 ) -> Float[Array, "*B C"]:
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    The second product is XLA's; with back end `mosaic` its gradient is a kernel that goes on through the activation. With back end
+    The second product is XLA's; with back end `mosaic`, where C is a multiple of 64, its gradient is a kernel that goes on through the
+    activation. With back end
     `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer again, transposed as dw₂ wants it, where it
     goes over the saved product for du: nothing as large is saved beside that.
 
@@ -96,7 +97,8 @@ def mlp(
     n = x.size // x.shape[-1] if x.size else 0
     x_NI = x.reshape(n, x.shape[-1])
     how = How("gelu", choose(x.dtype, n, *w.shape, implementation), precision)
-    if how.backend == "mosaic" or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
+    through_product = how.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
+    if through_product or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
         y_NC = _mlp(x_NI, w, b, w2, how)
     else:
         y_NC = linear(_linear("gelu", x_NI, w, b, how.backend, precision), w2, None, precision)
@@ -224,7 +226,7 @@ def _mlp_backward(how, saved, dy_NC):
     x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO = saved
     if how.backend == "mosaic":
         du_NO, db_O = _through_product(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
-        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T)
+        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=how.precision)
         dw_IO, dw2_OC = (weight_gradient(*pair, precision=how.precision) for pair in ((x_NI, du_NO), (y_NO, dy_NC)))
         return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
     dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=how.precision)

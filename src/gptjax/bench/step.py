@@ -147,7 +147,7 @@ class Step:
             row["error"] = first_line(error)
         rows = [row]
         if self.torch:
-            from gptjax.bench.torch_gpt2 import How
+            from gptjax.bench.torch_gpt2 import How, free_torch
 
             how = How(precision=config.model.precision.name.split("_")[0], compiled=device.platform == "gpu")
             asked = {key: row[key] for key in ("model", "precision", "batch", "sequence_length", "pass")}
@@ -160,6 +160,9 @@ class Step:
                 sides = {"torch": theirs} | sides
             except Exception as error:
                 rows[1]["error"] = first_line(error)
+            if "torch" not in sides:
+                theirs = None  # what it holds, JAX could not have
+                free_torch()
         found = take_turns(sides, seconds=self.seconds)
         rows = [complete(row, config, sides.get(row["system"]), found.get(row["system"])) for row in rows]
         if len(rows) == 2 and all("ms" in row for row in rows):
@@ -178,7 +181,7 @@ class Step:
 
         available = available_bytes(device)
         if self.torch:
-            # PyTorch's parameters and moments stay on the device while JAX has its turn, and the CUDA contexts take 1 GiB.
+            # PyTorch's step needs more than ours: its parameters and moments, say, and the CUDA contexts 1 GiB.
             available -= 3 * 4 * config.model.num_params + GIB
         return made[largest_batch(needs, available)]
 
@@ -265,9 +268,11 @@ class OurStep:
 
     @property
     def room(self) -> int:
-        """Bytes that the device must have for the program. JAX's allocator takes memory in pieces, which do not fit without a gap: a program
-        that needed 106.6 GiB, 89 of them in one piece, found no room in some 119."""
-        return round(1.15 * needed_bytes(self.compiled))
+        """Bytes that the device must have for the program, beside those that JAX has already. JAX's allocator takes memory in pieces, which
+        do not fit without a gap: a program that needed 106.6 GiB, 89 of them in one piece, found no room in some 119."""
+        stats = self.device.memory_stats() or {}
+        held = stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0)
+        return round(1.15 * needed_bytes(self.compiled)) - max(held, 0)
 
     @property
     def peak(self) -> int | None:
@@ -427,11 +432,11 @@ def take_turns(
                 continue
             if turn and name == "torch" and not side.has_room():
                 return found
-            if not turn and name == "gptjax" and "torch" in sides:
-                sides["torch"].make_room(side.room)
             say(f"{name}: measuring, turn {turn + 1} of {turns}")
             time.sleep(REST_SECONDS)
             try:
+                if not turn and name == "gptjax" and "torch" in sides:
+                    sides["torch"].make_room(side.room)
                 found[name] += sustained(side.run, seconds=seconds)
                 if name == "torch":
                     side.rest()

@@ -105,6 +105,13 @@ class GPT2(nn.Module):
         return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
+def free_torch() -> None:
+    """Gives back what PyTorch holds on the device and nobody uses."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class TorchStep:
     """A training step, or the forward pass alone, on random tokens.
 
@@ -173,8 +180,7 @@ class TorchStep:
         torch.cuda.reset_peak_memory_stats()
         self.run(1)
         self.peak = torch.cuda.max_memory_allocated()
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_torch()
 
     def make_room(self, needed: int) -> None:
         """Lets go of the model and its optimizer where the device has less than so many bytes beside them. No step runs after that."""
@@ -182,8 +188,7 @@ class TorchStep:
             self.model = self.loss = self.optimizer = None
             # The compiled functions hold the parameters, too.
             torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_torch()
 
     def has_room(self) -> bool:
         """Whether a step can run: the device has what it needs beside what is held now. Asked after a rest."""
