@@ -192,12 +192,12 @@ def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim
 @pytest.mark.parametrize("length, heads, head_dim", [(8, 3, 64), (2056, 2, 128), (8200, 1, 64)])
 def test_sums_become_dq_where_it_lies(triton_on_cpu, length, heads, head_dim):
     """More columns than a program has; more rows than one time of every program."""
-    from pallas_kernels.flash_attention import _triton
+    from pallas_kernels.flash_attention import _triton_passes
 
     rng = np.random.default_rng(0)
     sums = jnp.asarray(rng.standard_normal((2, length, heads, head_dim)), jnp.float32)
     dqkv = jnp.asarray(rng.standard_normal((2, length, 3, heads, head_dim)), jnp.bfloat16)
-    found, total = jax.jit(functools.partial(_triton.into_packed, scale=0.125))(sums, dqkv)
+    found, total = jax.jit(functools.partial(_triton_passes.into_packed, scale=0.125))(sums, dqkv)
     np.testing.assert_array_equal(found[:, :, 0], (sums * 0.125).astype(jnp.bfloat16))
     np.testing.assert_array_equal(found[:, :, 1:], dqkv[:, :, 1:])
     np.testing.assert_allclose(total, np.asarray(sums, np.float64).sum((0, 1)) / 8, rtol=0, atol=1e-4)

@@ -167,11 +167,11 @@ def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
     rows = length + -length % queries_in_a_block(head_dim)
     zeros = length + -length % 8
     if _choose.why_not_triton() is None:
-        from pallas_kernels.flash_attention import _triton
+        from pallas_kernels.flash_attention import _triton_passes
 
         # One pass. XLA makes D beside L with one thread a row, 0.4 ms for 64×1024×12×64 on an H200, and zeros once for all layers, of
         # which each then has a copy.
-        rows_BHRT, zeros_BTHD, dout_HD = _triton.delta(
+        rows_BHRT, zeros_BTHD, dout_HD = _triton_passes.delta(
             out_BTHD, dout_BTHD, lse_BHT, rows=rows, zeros=zeros if sums else 0, sums=bias
         )
     else:
@@ -517,9 +517,9 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
     sums = jax.new_ref(zeros_BTHD)
     gradients = f(*operands, dout_BTHD, rows_BHRT, jnp.asarray(table), sums)
     if bias and _choose.why_not_triton() is None:
-        from pallas_kernels.flash_attention import _triton
+        from pallas_kernels.flash_attention import _triton_passes
 
-        dqkv_BT3HD, dq_HD = _triton.into_packed(jax.freeze(sums), gradients[0], scale=scale)
+        dqkv_BT3HD, dq_HD = _triton_passes.into_packed(jax.freeze(sums), gradients[0], scale=scale)
         return (dqkv_BT3HD,), dq_HD
     dq_BTHD = (jax.freeze(sums) * jnp.float32(scale)).astype(dtype)
     dq_HD = _over_queries(dq_BTHD) if bias else None

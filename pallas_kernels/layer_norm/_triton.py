@@ -272,7 +272,7 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     table = BACKWARD_WITH_BIAS if residual_bias else BACKWARD
     elements, warps_per_sm, stages = BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
     tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
-    if table is BACKWARD_WITH_BIAS and n > FEW_ROWS and total_NC.dtype.itemsize == 2 and tile["num_warps"] == 4:
+    if residual_bias and n > FEW_ROWS and total_NC.dtype.itemsize == 2 and tile["num_warps"] == 4:
         warps_per_sm = FOUR_WARPS_A_ROW
     # A CPU device, where the interpreter runs, has no such attribute.
     sms = getattr(jax.devices()[0], "core_count", 1)

@@ -287,8 +287,9 @@ def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_t
             index = tile * clusters + cluster
             row = lax.div(index, jnp.int32(column_tiles)) * tiles.cluster + peer
             column = lax.rem(index, jnp.int32(column_tiles))
-            rows, columns = (pl.ds(i * size, size) for i, size in ((row, tiles.rows), (column, tiles.columns)))
-            return _Tile(wg, rows, columns, row, o - column * tiles.columns if o % tiles.columns else None)
+            first_row, first_column = row * tiles.rows, column * tiles.columns
+            rows, columns = pl.ds(first_row, tiles.rows), pl.ds(first_column, tiles.columns)
+            return _Tile(wg, rows, columns, row, o - first_column if o % tiles.columns else None)
 
         def slot_of(step):
             return lax.rem(step, jnp.int32(tiles.stages))
