@@ -110,6 +110,14 @@ def test_a_transpose_and_its_sums(backend, shape, dtype):
     check_sum(backend, shape, dtype)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 5)])
+def test_empty_arrays(backend, shape):
+    check(backend, shape, jnp.float32, jnp.bfloat16)
+    out, sums = transpose_sum_rows(jnp.zeros(shape), implementation=backend)
+    assert out.shape == (*shape[:-2], shape[-1], shape[-2])
+    assert sums.shape == (*shape[:-2], shape[-1]) and not sums.any()
+
+
 def test_a_transpose_and_its_sums_under_vmap(backend):
     src = arrays((3, 9, 70), jnp.float32, jnp.float32)[1]
     out, sums = jax.vmap(functools.partial(transpose_sum_rows, implementation=backend))(src)

@@ -15,6 +15,7 @@ Back ends:
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,8 @@ def transpose_copy(src: Float[Array, "*B R C"], *, implementation: str = "auto")
         ValueError: another dtype, fewer than two axes, or the named back end cannot run here.
     """
     _check("transpose_copy", src)
-    backend = choose(implementation, kernel="transpose_copy")
-    src_BRC = src.reshape(-1, *src.shape[-2:])
+    backend = _chosen("transpose_copy", implementation, src)
+    src_BRC = _flat(src)
     return _copy(backend, src.dtype, src_BRC).reshape(*src.shape[:-2], src.shape[-1], src.shape[-2])
 
 
@@ -58,9 +59,8 @@ def transpose_add(
         ValueError: another dtype, shapes that are not each other's transpose, or the named back end cannot run here.
     """
     _check("transpose_add", dst, src)
-    backend = choose(implementation, kernel="transpose_add")
-    flat = (x.reshape(-1, *x.shape[-2:]) for x in (dst, src))
-    return _add(backend, in_place, src.dtype, *flat).reshape(dst.shape)
+    backend = _chosen("transpose_add", implementation, src)
+    return _add(backend, in_place, src.dtype, _flat(dst), _flat(src)).reshape(dst.shape)
 
 
 def transpose_sum_rows(
@@ -68,8 +68,8 @@ def transpose_sum_rows(
 ) -> tuple[Float[Array, "*B C R"], Float[Array, "*B C"]]:
     """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32. Arguments and errors as of `transpose_copy`."""
     _check("transpose_sum_rows", src)
-    backend = choose(implementation, kernel="transpose_sum_rows")
-    src_BRC = src.reshape(-1, *src.shape[-2:])
+    backend = _chosen("transpose_sum_rows", implementation, src)
+    src_BRC = _flat(src)
     if backend == "triton":
         from pallas_kernels.transpose import _triton
 
@@ -131,6 +131,15 @@ _add.defvjp(
 
 # A kernel launch has no rule for vmap; a loop over it does.
 _vmappable = jax.custom_batching.sequential_vmap
+
+
+def _chosen(kernel, implementation, src):
+    backend = choose(implementation, kernel=kernel)
+    return backend if src.size else "xla"  # nothing to launch
+
+
+def _flat(x):
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
 def _check(kernel, *arrays):
