@@ -80,9 +80,8 @@ def mlp(
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
     The second product is XLA's; with back end `mosaic`, where C is a multiple of 64, its gradient is a kernel that goes on through the
-    activation. With back end
-    `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer again, transposed as dw₂ wants it, where it
-    goes over the saved product for du: nothing as large is saved beside that.
+    activation. With back end `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer again, transposed as
+    dw₂ wants it, where it goes over the saved product for du: nothing as large is saved beside that.
 
     Args:
         w2: as w.
