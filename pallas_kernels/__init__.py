@@ -9,7 +9,8 @@ from pallas_kernels.flash_attention import flash_attention, flash_attention_qkv
 from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
 from pallas_kernels.layer_norm import layer_norm, rms_norm
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.linear_gelu import linear_gelu, linear_relu_squared
+from pallas_kernels.linear_gelu import linear_gelu, linear_relu_squared, mlp
+from pallas_kernels.products import linear
 from pallas_kernels.projected_attention import projected_attention
 from pallas_kernels.softmax import softmax
 from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
@@ -22,9 +23,11 @@ __all__ = [
     "flash_attention_qkv",
     "fused_classifier",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "linear_gelu",
     "linear_relu_squared",
+    "mlp",
     "projected_attention",
     "rms_norm",
     "softmax",

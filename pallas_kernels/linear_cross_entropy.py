@@ -11,7 +11,8 @@ Back ends:
         are not, the backward pass makes dW anew from the logits, chunk by chunk. XLA sees at compile time that the g_n of a mean
         are equal and leaves that branch out.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward pass.
-    reference: the definition, all of it in fp32.
+    reference: the definition, all of it in fp32, its gradients by JAX: forward mode and higher derivatives work.
+fused and xla are differentiable once, in reverse mode.
 """
 
 import functools
@@ -19,10 +20,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import _choose
-from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
+from pallas_kernels import _calls, _choose
+from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier, to_int32
 from pallas_kernels.fused_classifier import reference as classifier_reference
 from pallas_kernels.transpose import transpose_copy
 
@@ -34,7 +35,7 @@ CHUNK = 16384
 def linear_cross_entropy(
     x_NC: Float[Array, "N C"],
     w_VC: Float[Array, "V C"],
-    targets_N: Int[Array, " N"],
+    targets_N: Integer[Array, " N"],
     *,
     vocab_size: int | None = None,
     chunk: int | None = None,
@@ -46,22 +47,22 @@ def linear_cross_entropy(
     """Cross-entropy of each token in nats, in fp32 whatever the inputs are.
 
     Args:
-        x_NC: hidden states; the logits have their dtype, the softmax is fp32.
+        x_NC: hidden states in fp32, bf16 or fp16; the logits have their dtype, the softmax is fp32.
         w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. Their gradient has their dtype; it is summed in
             fp32 in the back end fused.
-        targets_N: the right column of each row, in [0, vocab_size); any other gives a loss of NaN.
+        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other gives a loss of NaN.
         vocab_size: real columns; V when None.
         chunk: at most this many rows of logits are alive at once; N must be a multiple. None: about 16,384 in the back end fused,
             all of them in the others.
         softcap: as in `fused_classifier`.
         ignore_index: tokens with this target have loss 0 and no gradient.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
         precision: of an fp32 matrix product (JAX's own default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: shapes or dtypes disagree, N is not a multiple of `chunk`, no such back end.
     """
-    backend = choose(implementation)
+    backend = choose(implementation, arrays=(x_NC, w_VC, targets_N))
     n, v = x_NC.shape[0], w_VC.shape[0]
     vocab_size = v if vocab_size is None else vocab_size
     if x_NC.shape[1] != w_VC.shape[1] or targets_N.shape != (n,) or not 0 < vocab_size <= v:
@@ -69,10 +70,13 @@ def linear_cross_entropy(
             "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) and vocab_size ≤ V, "
             f"got {x_NC.shape}, {w_VC.shape}, {targets_N.shape}, {vocab_size}"
         )
-    if w_VC.dtype not in (x_NC.dtype, jnp.float32):
+    if x_NC.dtype not in _choose.DTYPES or w_VC.dtype not in (x_NC.dtype, jnp.float32):
         raise ValueError(
-            f"linear_cross_entropy: expected w in x's dtype or float32, got x in {x_NC.dtype} and w in {w_VC.dtype}"
+            "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype or float32, "
+            f"got x in {x_NC.dtype} and w in {w_VC.dtype}"
         )
+    if not jnp.issubdtype(targets_N.dtype, jnp.integer):
+        raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
     how = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
@@ -80,30 +84,27 @@ def linear_cross_entropy(
         return reference(x_NC, w_VC, targets_N, **how)
     if backend == "fused":
         head = _Head(chunk or _even_chunk(n), precision, **how)
-        return _fused(head, x_NC, w_VC, targets_N.astype(jnp.int32))
-
-    def losses(x_KC, targets_K):
-        return fused_classifier(_logits(x_KC, w_VC, precision), targets_K, implementation="xla", **how)[0]
-
-    if chunk is None or chunk == n:
-        return losses(x_NC, targets_N)
-    chunks = (x_NC.reshape(n // chunk, chunk, -1), targets_N.reshape(n // chunk, chunk))
-    return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
+        return _calls.differentiable("linear_cross_entropy", _fused, head, x_NC, w_VC, to_int32(targets_N))
+    head = _Head(chunk or n, precision, **how)
+    return _calls.differentiable("linear_cross_entropy", _in_xla, head, x_NC, w_VC, targets_N)
 
 
-def choose(implementation: str = "auto") -> str:
+def choose(implementation: str = "auto", *, arrays: tuple = ()) -> str:
     """The back end that `linear_cross_entropy` uses on the default device.
 
-    `auto` takes fused where its classifier is a kernel of its own, and where this process has one device or is inside a
-    `jax.shard_map`: what is split over devices by the compiler cannot be cut into chunks without moving it.
+    `auto` takes fused where its classifier is a kernel of its own, and the compiler does not split the arrays over devices: such
+    arrays cannot be cut into chunks without moving them.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: no such back end.
     """
     supported = {"fused": None, "xla": None, "reference": None}
     if implementation == "auto":
-        return "fused" if _choose.why_not_triton() is None and not _choose.partitioned() else "xla"
-    return _choose.named("linear_cross_entropy", implementation, supported)
+        return "fused" if _choose.why_not_triton() is None and not _choose.partitioned(arrays) else "xla"
+    return _choose.named("linear_cross_entropy", implementation, supported, arrays)
 
 
 def reference(
@@ -135,7 +136,7 @@ class _Head(NamedTuple):
     softcap: float | int | SigmoidCap | None
     ignore_index: int | None
 
-    def classify(self, x_KC, w_VC, targets_K):
+    def classify(self, x_KC, w_VC, targets_K, implementation="auto"):
         """losses_K and dlogits_KV of a chunk."""
         return fused_classifier(
             _logits(x_KC, w_VC, self.precision),
@@ -143,6 +144,7 @@ class _Head(NamedTuple):
             vocab_size=self.vocab_size,
             softcap=self.softcap,
             ignore_index=self.ignore_index,
+            implementation=implementation,
         )
 
     def chunks(self, *arrays):
@@ -155,6 +157,17 @@ def _even_chunk(n: int) -> int:
     """The rows of a chunk where n rows are cut into equal parts of at most `CHUNK`, a multiple of 128 where there are several."""
     parts = -(-n // CHUNK)
     return n if parts == 1 else -(-n // (parts * 128)) * 128
+
+
+def _in_xla(head, x_NC, w_VC, targets_N):
+    def losses(x_KC, targets_K):
+        return head.classify(x_KC, w_VC, targets_K, "xla")[0]
+
+    n = x_NC.shape[0]
+    if n == head.chunk:
+        return losses(x_NC, targets_N)
+    chunks = (x_NC.reshape(n // head.chunk, head.chunk, -1), targets_N.reshape(n // head.chunk, head.chunk))
+    return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -172,6 +185,7 @@ def _after(x_KC, earlier):
 
 
 def _fused_forward(head, x_NC, w_VC, targets_N):
+    x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
     # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones take any order.
     w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
@@ -192,7 +206,8 @@ def _add_dw(head, dw_VC, dlogits_KV, x_KC):
 
 def _fused_backward(head, saved, g_N):
     dx_NC, dw_VC, x_NC, w_VC, targets_N = saved
-    g_N = g_N.astype(jnp.float32)
+    # `bits_N` below has no derivative.
+    g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
     dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
     # As integers, so that XLA may take a number for equal to itself: of a mean's cotangent, one number broadcast, it then knows
     # the answer when it compiles, and the branch below is gone.

@@ -9,7 +9,8 @@ A sum over all of dqkv reads three arrays as large as the stream; here none is r
 Shapes: B batch, T time, C channels, H heads, D head dimension; N = B·T.
 
 Back ends: those of `flash_attention_qkv`. `mosaic` takes the sums from its passes; with the others the bias is the projection's, and its
-gradient the sum over dqkv.
+gradient the sum over dqkv. With `reference` the projection is that of `linear`, too: forward mode and higher derivatives work. The others
+are differentiable once, in reverse mode.
 """
 
 import functools
@@ -19,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import _calls, _choose
 from pallas_kernels.flash_attention import choose, flash_attention_qkv
-from pallas_kernels.products import linear, weight_gradient
+from pallas_kernels.products import checked_linear, weight_gradient
 
 
 def projected_attention(
@@ -35,12 +37,13 @@ def projected_attention(
     """flash_attention_qkv(x W + b), causal, with O = 3·H·D: all queries, all keys, all values.
 
     Args:
-        w_CO, b_O: of x's dtype, or fp32, which is rounded to it as in `pallas_kernels.products.linear`. Their gradients have their dtype
-            and are summed in fp32.
+        x_BTC: fp32, bf16 or fp16.
+        w_CO, b_O: of x's dtype, or fp32, which is rounded to it as in `pallas_kernels.linear`. Their gradients have their dtype and are
+            summed in fp32.
         implementation, precision: as of `flash_attention_qkv`; precision is that of the projection, too.
 
     Raises:
-        ValueError: inputs disagree in shape, or the named back end cannot run them.
+        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
     """
     if (
         heads < 1
@@ -53,10 +56,16 @@ def projected_attention(
             f"projected_attention: expected x (B, T, C), W (C, 3·H·D) and b (3·H·D,) with H={heads}, "
             f"got {x_BTC.shape}, {w_CO.shape}, {b_O.shape}"
         )
-    length, head_dim = x_BTC.shape[1], b_O.size // (3 * heads)
-    if choose(x_BTC.dtype, length, head_dim, implementation, precision=precision) == "mosaic" and x_BTC.size:
-        return _projected(x_BTC, w_CO, b_O, _How(heads, precision))
-    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, _How(heads, precision))
+    if x_BTC.dtype not in _choose.DTYPES or any(a.dtype not in (x_BTC.dtype, jnp.float32) for a in (w_CO, b_O)):
+        raise ValueError(
+            "projected_attention: expected x in float32, bfloat16 or float16, W and b in x's dtype or float32, "
+            f"got {x_BTC.dtype}, {w_CO.dtype}, {b_O.dtype}"
+        )
+    length, head_dim, arrays = x_BTC.shape[1], b_O.size // (3 * heads), (x_BTC, w_CO, b_O)
+    backend = choose(x_BTC.dtype, length, head_dim, implementation, precision=precision, arrays=arrays)
+    if backend == "mosaic" and x_BTC.size:
+        return _calls.differentiable("projected_attention", _projected, *arrays, _How(heads, precision))
+    qkv_BT3HD = _projection(*arrays, _How(heads, precision), "reference" if backend == "reference" else "xla")
     return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
 
 
@@ -65,10 +74,9 @@ class _How(NamedTuple):
     precision: jax.lax.PrecisionLike
 
 
-def _projection(x_BTC, w_CO, b_O, how):
-    batch, length, channels = x_BTC.shape
-    qkv_NO = linear(x_BTC.reshape(batch * length, channels), w_CO, b_O, how.precision)
-    return qkv_NO.reshape(batch, length, 3, how.heads, b_O.size // (3 * how.heads))
+def _projection(x_BTC, w_CO, b_O, how, implementation="xla"):
+    qkv_BTO = checked_linear("projected_attention", x_BTC, w_CO, b_O, implementation, how.precision)
+    return qkv_BTO.reshape(*x_BTC.shape[:2], 3, how.heads, b_O.size // (3 * how.heads))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -95,23 +103,16 @@ def _projected_backward(how, saved, dout_BTHD):
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
-@jax.custom_batching.sequential_vmap
 def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
     """(dqkv, Σ dq, Σ do)."""
     from pallas_kernels.flash_attention import _mosaic_backward
 
-    (dqkv_BT3HD,), dq_HD, dout_HD = _mosaic_backward.backward(
-        (qkv_BT3HD,),
-        None,
-        lse_BHT,
-        dout_BTHD,
-        out_BTHD,
-        None,
-        causal=True,
-        scale=qkv_BT3HD.shape[-1] ** -0.5,
-        window=None,
-        deterministic=False,
-        true_fp32=False,
-        bias=True,
+    @jax.custom_batching.sequential_vmap
+    def kernel(qkv_BT3HD, *others):
+        how = {"causal": True, "scale": qkv_BT3HD.shape[-1] ** -0.5, "window": None, "deterministic": False}
+        return _mosaic_backward.backward((qkv_BT3HD,), None, *others, None, **how, true_fp32=False, bias=True)
+
+    (dqkv_BT3HD,), dq_HD, dout_HD = _calls.launch("projected_attention", kernel)(
+        qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD
     )
     return dqkv_BT3HD, dq_HD, dout_HD

@@ -3,6 +3,8 @@
 import types
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import _choose
@@ -56,25 +58,114 @@ def test_without_jax_triton_the_reason_says_what_to_install(device, monkeypatch)
     assert _choose.why_not_mosaic() is None
 
 
-def test_several_devices_are_partitioned_but_inside_shard_map():
-    assert _choose.partitioned()  # tests run on two CPU devices
+AUTO = jax.sharding.AxisType.Auto
+ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+
+def mesh_of(devices, axis_type=AUTO):
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(axis_type,), devices=devices)
+
+
+def on_mesh(mesh, spec=ROWS):
+    return jax.device_put(jnp.ones((4, 4)), jax.sharding.NamedSharding(mesh, spec))
+
+
+def seen_by(transformed, *args):
+    """What `partitioned` says of x, and of arrays computed from it, where transformed(f)(*args) traces f."""
+    seen = []
+
+    def f(x):
+        seen.extend(_choose.partitioned(a) for a in (x, x @ x, x.reshape(-1), (x[0], None, jnp.zeros(3))))
+        return x.sum()
+
+    transformed(f)(*args)
+    assert len(set(seen)) == 1, "arrays of one origin differ"
+    return seen[0]
+
+
+TRANSFORMATIONS = [
+    lambda f: f,
+    jax.jit,
+    jax.grad,
+    lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f))),
+    lambda f: jax.jit(lambda x: jax.lax.scan(lambda carry, _: (carry, f(carry)), x, length=2)[1]),
+    lambda f: jax.vmap(lambda x: f(jnp.stack([x, x, x, x]))),
+]
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMATIONS)
+def test_arrays_of_one_device_are_not_partitioned(transformed):
+    """However many devices there are; tests run on two."""
+    assert len(jax.devices()) == 2
+    one = jax.device_put(jnp.ones((4, 4)), jax.devices()[1])
+    for x in (jnp.ones((4, 4)), one, on_mesh(mesh_of(jax.devices()[1:])), np.ones((4, 4), np.float32)):
+        assert not seen_by(transformed, x)
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMATIONS)
+@pytest.mark.parametrize("spec", [ROWS, WHOLE], ids=["split", "replicated"])
+def test_arrays_of_a_mesh_are_partitioned(transformed, spec):
+    assert seen_by(transformed, on_mesh(mesh_of(jax.devices()), spec))
+
+
+def test_the_mesh_of_a_program_that_is_only_lowered():
+    mesh = mesh_of(jax.devices())
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, ROWS))
+    assert seen_by(lambda f: jax.jit(f).lower, shape)
+    assert seen_by(jax.jit, on_mesh(mesh_of(jax.devices(), jax.sharding.AxisType.Explicit), WHOLE))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert _choose.partitioned()
+    with jax.sharding.use_abstract_mesh(mesh_of(jax.devices()[:1]).abstract_mesh):
+        assert not _choose.partitioned()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_arrays_inside_shard_map_are_local(check_vma):
+    mesh, how = mesh_of(jax.devices()), {"in_specs": ROWS, "out_specs": ROWS, "check_vma": check_vma}
+    outside = on_mesh(mesh)
     seen = []
 
     def inside(x):
-        seen.append(_choose.partitioned())
+        seen.append(_choose.partitioned(x) or _choose.partitioned(x, outside))
         return x
 
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole = jax.sharding.PartitionSpec()
-    jax.shard_map(inside, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(jax.numpy.ones(2))
+    jax.shard_map(inside, mesh=mesh, **how)(outside)
     assert seen == [False]
 
 
-def test_auto_takes_the_first_that_runs_and_no_kernel_where_arrays_may_be_split(monkeypatch):
+def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler():
+    mesh = jax.make_mesh((1, 2), ("a", "b"), axis_types=(AUTO, AUTO))
+    seen = []
+
+    def inside(x):
+        seen.append(_choose.partitioned(x))
+        return x
+
+    spec = jax.sharding.PartitionSpec("a")
+    jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}))(jnp.ones(2))
+    assert seen == [True]
+
+
+def test_auto_takes_the_first_that_runs_and_no_kernel_where_arrays_may_be_split():
     supported = {"mosaic": "needs luck", "triton": None, "xla": None}
-    assert _choose.auto(supported) == "xla"  # tests run on two CPU devices
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
-    assert _choose.auto(supported) == "triton"
+    split = on_mesh(mesh_of(jax.devices()))
+    assert _choose.auto(supported) == _choose.auto(supported, jnp.ones(3), None) == "triton"
+    assert _choose.auto(supported, split) == _choose.auto(supported, (jnp.ones(3), [split])) == "xla"
+
+
+def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather():
+    supported = {"mosaic": "needs luck", "triton": None, "cudnn": None, "xla": None}
+    split = on_mesh(mesh_of(jax.devices()))
+    assert _choose.named("softmax", "triton", supported, jnp.ones(3)) == "triton"
+    assert _choose.named("softmax", "cudnn", supported, split) == "cudnn"
+    message = (
+        r"softmax: implementation 'triton' needs arrays of one device.*gather.*jax\.shard_map; "
+        r"these can run here: \['cudnn', 'xla'\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda x: _choose.named("softmax", "triton", supported, x) and x)(split)
+    with pytest.raises(ValueError, match="'mosaic' needs luck"):
+        _choose.named("softmax", "mosaic", supported, split)
 
 
 def test_named():

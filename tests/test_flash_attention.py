@@ -284,14 +284,13 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
 def test_auto_takes_the_fastest_that_can_run(capability, dtype, length, head_dim, how, chosen, monkeypatch):
     monkeypatch.setattr(_choose, "platform", lambda: "gpu")
     monkeypatch.setattr(_choose, "capability", lambda: capability)
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
     assert choose(dtype, length, head_dim, **how) == chosen
 
 
 def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):
     monkeypatch.setattr(_choose, "platform", lambda: "gpu")
     monkeypatch.setattr(_choose, "capability", lambda: (9, 0))
-    monkeypatch.setattr(_choose, "partitioned", lambda: True)
+    monkeypatch.setattr(_choose, "partitioned", lambda *arrays: True)
     assert choose("bfloat16", 1024, 64) == "cudnn" and choose("float32", 1024, 64) == "xla"
 
 

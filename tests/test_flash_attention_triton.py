@@ -295,8 +295,8 @@ def turned(x_BTHD, rows):
 @pytest.mark.parametrize("t, d", [(128, 16), (70, 5), (1, 20)])
 def test_copies_in_tf32(t, d, packed, triton_on_cpu):
     """Blocks are of 64 rows there; those of 128 and 16 rows, for which the turned copies are, end elsewhere."""
-    from pallas_kernels.flash_attention._triton_tf32 import tf32_copies, tf32_copies_of_dout
     from pallas_kernels.flash_attention._triton import _inputs, _shape
+    from pallas_kernels.flash_attention._triton_tf32 import tf32_copies, tf32_copies_of_dout
 
     q, k, v, _, dout, _ = inputs((2, t, 4, 4 if packed else 2, d), jnp.float32)
     operands = (jnp.stack([q, k, v], 2),) if packed else (q, k, v)

@@ -267,8 +267,6 @@ def test_errors():
 def test_auto(monkeypatch):
     assert choose("bfloat16", 50304) == "xla"
     monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
-    assert choose("bfloat16", 50304) == "xla"  # the two devices of the tests
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
     assert choose("bfloat16", 50304) == "triton"
 
 

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_tools import check
 
 import pallas_kernels as pk
+from gptjax.models.gpt2 import GPT2, GPT2Config, loss_fn
+from gptjax.precision import Precision
 from pallas_kernels import symmetric
 from pallas_kernels.fused_classifier import reference as classifier_reference
 from pallas_kernels.layer_norm import reference as layer_norm_reference
@@ -136,3 +139,38 @@ def test_every_output_is_written(kernel, implementation):
         del poison
         for array in jax.tree.leaves(compiled(*args)):
             assert np.isfinite(np.asarray(array, np.float32)).all()
+
+
+@pytest.mark.gpu
+def test_two_gpus():
+    """Arrays on one GPU keep their kernels beside an idle second one, arrays on two lose them, and a shard_map has the same gradient."""
+    gpus = jax.devices("gpu")
+    if len(gpus) < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    config = GPT2Config(vocab_size=500, block_size=128, n_layer=2, n_head=2, n_embd=128, precision=Precision("bf16"))
+    graphdef, params = nnx.split(GPT2(config, rngs=nnx.Rngs(0)), nnx.Param)
+    tokens = jax.random.randint(jax.random.key(1), (4, 129), 0, 500)
+
+    def grad(params, tokens):
+        return jax.grad(lambda p: loss_fn(nnx.merge(graphdef, p), tokens[:, :-1], tokens[:, 1:]))(params)
+
+    one = jax.device_put((params, tokens), gpus[1])
+    lowered = jax.jit(grad).lower(*one)
+    assert "triton" in lowered.as_text()
+    expected = jax.device_get(lowered.compile()(*one))
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=gpus[:2])
+    everywhere, split = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
+    two = jax.device_put(params, everywhere), jax.device_put(tokens, split)
+    assert "triton" not in jax.jit(grad).lower(*two).as_text()
+
+    def mean_grad(params, tokens):
+        return jax.lax.pmean(grad(params, tokens), "data")
+
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    with pytest.raises(ValueError, match="Pass check_vma=False"):
+        jax.jit(jax.shard_map(mean_grad, mesh=mesh, **specs)).lower(*two)
+    mapped = jax.jit(jax.shard_map(mean_grad, mesh=mesh, check_vma=False, **specs))
+    assert "triton" in mapped.lower(*two).as_text()
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.device_get(mapped(*two))), strict=True):
+        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(a) + 1e-6

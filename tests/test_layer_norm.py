@@ -335,11 +335,12 @@ def test_compiled_code_keeps_a_row_in_registers(capability, n, channels, norm, d
 def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
     assert choose("bfloat16", 768) == "xla"
     monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
     assert choose("bfloat16", 768) == "triton"
     assert choose("bfloat16", 100_000) == "xla"
-    monkeypatch.setattr(_choose, "partitioned", lambda: True)
-    assert choose("bfloat16", 768) == "xla" and choose("bfloat16", 768, "triton") == "triton"
+    monkeypatch.setattr(_choose, "partitioned", lambda *arrays: True)
+    assert choose("bfloat16", 768) == "xla"
+    with pytest.raises(ValueError, match="layer_norm: implementation 'triton' needs arrays of one device"):
+        choose("bfloat16", 768, "triton")
     with pytest.raises(ValueError, match="layer_norm: implementation 'triton' takes at most 8192 channels, not 100000"):
         choose("bfloat16", 100_000, "triton")
 
@@ -440,4 +441,4 @@ def test_under_vmap_and_checkpoint_on_the_gpu():
 
 @pytest.mark.gpu
 def test_auto_on_a_gpu_is_triton():
-    assert choose("bfloat16", 768) == ("xla" if _choose.partitioned() else "triton")
+    assert choose("bfloat16", 768) == "triton"

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from kernel_tools import lower_for_h200
+
 from pallas_kernels import _choose
 from pallas_kernels.products import linear, product, sum_rows, weight_and_bias_gradient, weight_gradient
 
@@ -49,7 +49,7 @@ def test_weight_and_bias_gradient(triton_on_cpu, monkeypatch, n, precision):
     """With the kernel that reads dy once, and without."""
     x, _, dy = arrays(n, 24, 70)
     for split in (True, False):
-        monkeypatch.setattr(_choose, "partitioned", lambda split=split: split)
+        monkeypatch.setattr(_choose, "partitioned", lambda *arrays, split=split: split)
         dw, db = weight_and_bias_gradient(x, dy, precision=precision)
         np.testing.assert_allclose(dw, np.asarray(x).T @ dy, atol=1e-4)
         np.testing.assert_allclose(db, np.asarray(dy, np.float64).sum(0), atol=1e-4)
@@ -78,8 +78,7 @@ def test_rows_are_summed_in_fp32(n, dtype):
 
 @pytest.mark.parametrize("shape", [(1, 3), (100, 300), (4096, 40)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_few_rows_are_summed_by_a_kernel(triton_on_cpu, monkeypatch, shape, dtype):
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
+def test_few_rows_are_summed_by_a_kernel(triton_on_cpu, shape, dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, *shape)), dtype)
     found = jax.vmap(sum_rows)(x)
     assert found.dtype == jnp.float32
@@ -98,7 +97,7 @@ def test_few_rows_are_summed_on_the_gpu(shape, dtype):
 @pytest.mark.parametrize("split", [False, True])
 def test_tf32_reads_the_gradient_once_on_an_h200(monkeypatch, split):
     """Its transpose and its sum come out of one kernel, unless the compiler may split arrays over devices: then of XLA."""
-    monkeypatch.setattr(_choose, "partitioned", lambda: split)
+    monkeypatch.setattr(_choose, "partitioned", lambda *arrays: split)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16384, 64), (16384, 96))]
 
     def operations(precision):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from kernel_tools import check, forget_races, lower_for_h200, unchecked
 
-from pallas_kernels import _choose
 from pallas_kernels.flash_attention import flash_attention_qkv, reference
 from pallas_kernels.projected_attention import projected_attention
 
@@ -81,9 +80,8 @@ def test_vmap(mosaic_on_cpu, triton_on_cpu):
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=0.02, atol=0.1)
 
 
-def test_vmap_lowers_for_an_h200(monkeypatch):
+def test_vmap_lowers_for_an_h200():
     """Triton's kernels have no rule for vmap."""
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
     f = lambda x, w, b: projected_attention(x, w, b, heads=12, implementation="mosaic").astype(jnp.float32).sum()
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 4, 1024, 768), (768, 2304), (2304,))]
     text = lower_for_h200(jax.vmap(jax.grad(f, (0, 1, 2)), (0, None, None)), *args)
@@ -116,9 +114,8 @@ def test_parameters_may_be_fp32():
 
 
 @pytest.mark.parametrize("batch, extra", [(64, []), (4, ["into_packed_kernel"])])
-def test_what_is_launched_on_an_h200(monkeypatch, batch, extra):
+def test_what_is_launched_on_an_h200(batch, extra):
     """Whole heads at B = 64; split ones at 4. Nothing reads all of dqkv but the two products."""
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
     shapes = [(batch, 1024, 768), (768, 2304), (2304,)]
     args = [
         jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, (jnp.bfloat16, jnp.float32, jnp.float32))

@@ -17,8 +17,10 @@ Back ends:
     mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper.
     triton: NVIDIA GPUs from Ampere on; the only one here with fp32 in TF32, O(T) memory and segment ids at once.
     cudnn: cuDNN's fused attention through `jax.nn.dot_product_attention`. bf16 or fp16.
-    xla: S is materialised; any device, any dtype. Softmax statistics are fp32 in every dtype.
-    reference: the definition in fp32, materialised.
+    xla: S is materialised; any device. Softmax statistics are fp32 in every dtype.
+    reference: the definition in fp32, materialised; any device.
+Every back end takes fp32, bf16 and fp16 alone, or fewer. mosaic, triton and cudnn are differentiable once, in reverse mode; xla and
+reference also in forward mode and to any order.
 mosaic and triton read q, k and v where they lie in the packed projection, and write its gradient as one array.
 """
 
@@ -28,11 +30,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import _choose
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+from pallas_kernels import _calls, _choose
+from pallas_kernels._choose import DTYPES
 
 
 def flash_attention(
@@ -43,7 +44,7 @@ def flash_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str = "auto",
@@ -56,10 +57,10 @@ def flash_attention(
         causal: query t sees keys 0…t; otherwise all.
         scale: multiplies Q·K; 1/√D when None.
         window: query t sees only its last `window` keys, t−window+1…t. Needs `causal`.
-        segment_ids: a query sees only keys of its own id (documents packed into one sequence). In any order.
+        segment_ids: a query sees only keys of its own id (documents packed into one sequence). In any order, in any integer type.
         return_lse: return the log-sum-exp L too.
         deterministic: the gradients of two runs are equal bit for bit; a back end that cannot promise it is not taken.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "xla" or "reference".
         precision: of matrix products in fp32, as in `jax.lax.dot`; None is TF32 on a GPU, "highest" is true fp32.
 
     Returns:
@@ -88,7 +89,7 @@ def flash_attention_qkv(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str = "auto",
@@ -120,6 +121,7 @@ def choose(
     return_lse: bool = False,
     deterministic: bool = False,
     precision: jax.lax.PrecisionLike = None,
+    arrays: tuple = (),
 ) -> str:
     """The back end that `flash_attention` uses for this dtype, sequence length and head dimension on the default device.
 
@@ -130,6 +132,7 @@ def choose(
         window: as of `flash_attention`.
         segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for equal gradients.
         precision: as of `flash_attention`.
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
@@ -152,8 +155,8 @@ def choose(
             and row.head_dim in (None, head_dim)
             and row.narrow in (None, window is not None and 8 * window <= length)
         )
-        return _choose.auto({name: supported[name] for name in order})
-    return _choose.named("flash_attention", implementation, supported)
+        return _choose.auto({name: supported[name] for name in order}, arrays)
+    return _choose.named("flash_attention", implementation, supported, arrays)
 
 
 def reference(
@@ -223,12 +226,13 @@ def _attend(operands, segments_BT, causal, scale, window, return_lse, determinis
         return_lse=return_lse,
         deterministic=deterministic,
         precision=precision,
+        arrays=(operands, segments_BT),
     )
     scale = head_dim**-0.5 if scale is None else float(scale)
     window = None if window is None or window >= length else window
     options = _Options(backend, causal, scale, window, deterministic, precision)
     if backend in ("mosaic", "triton") and operands[0].size:
-        out_BTHD, lse_BHT = _flash(options, operands, segments_BT)
+        out_BTHD, lse_BHT = _calls.differentiable("flash_attention", _flash, options, operands, segments_BT)
     elif backend == "cudnn":
         return _in_cudnn(options, *_split(operands))
     elif backend == "reference":
@@ -303,7 +307,7 @@ def _kernel(options, name):
         unfolded = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), found)
         return unfolded, jax.tree.map(lambda _: True, unfolded)
 
-    return kernel
+    return _calls.launch("flash_attention", kernel)
 
 
 # ------------------------------------------------------------------------------------------------------------ cudnn and xla

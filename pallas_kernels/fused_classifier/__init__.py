@@ -10,7 +10,8 @@ The gradient is that of each row's own loss, and it overwrites the logits: whoev
 Back ends:
     triton: one program a row; the row comes from HBM once, is read again from the cache, and is overwritten. sm_80 and later.
     xla: plain JAX with fp32 statistics; any device.
-    reference: the definition, in fp32, its gradient by JAX.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives work, through both results. Any device.
+triton and xla are differentiable once, in reverse mode, and in the losses alone.
 """
 
 import functools
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import _choose
+from pallas_kernels import _calls, _choose
 
 Number = float | int
 
@@ -46,11 +47,13 @@ def fused_classifier(
     """Cross-entropy of each row in nats, and its gradient with respect to that row's logits.
 
     The gradient takes the logits' buffer where that is free (an intermediate of a jitted function, or a donated argument);
-    XLA copies the logits first where it is not. Differentiable in the losses; not in the gradient that it returns.
+    XLA copies the logits first where it is not. Differentiable once in the losses; in the gradient that it returns, or twice, only with
+    implementation "reference".
 
     Args:
         logits_NV: fp32, bf16 or fp16.
-        targets_N: the right column of each row, in [0, vocab_size); any other gives that row a loss and a gradient of NaN.
+        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other gives that row a loss and a
+            gradient of NaN.
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
         ignore_index: rows with this target have a loss and a gradient of exactly 0.
@@ -68,24 +71,41 @@ def fused_classifier(
     _check(logits_NV, targets_N, vocab_size, softcap)
     if softcap is not None and not isinstance(softcap, SigmoidCap):
         softcap = float(softcap)
-    backend = choose(logits_NV.dtype, v, implementation)
+    backend = choose(logits_NV.dtype, v, implementation, arrays=(logits_NV, targets_N))
     if logits_NV.size == 0:  # nothing to launch
         return jnp.zeros(targets_N.shape, jnp.float32), logits_NV
-    return _classify(_Options(backend, vocab_size, softcap, ignore_index), logits_NV, targets_N)
+    options = _Options(backend, vocab_size, softcap, ignore_index)
+    if backend == "reference":
+        losses_N, dlogits_NV = reference(logits_NV, targets_N, **options.of_the_loss)
+        return losses_N, dlogits_NV.astype(logits_NV.dtype)
+    return _calls.differentiable("fused_classifier", _classify, options, logits_NV, to_int32(targets_N))
 
 
-def choose(dtype: jax.typing.DTypeLike, columns: int, implementation: str = "auto") -> str:
+def to_int32(ids):
+    """Integer ids in int32. An id that int32 does not hold becomes the nearest that it does, which is no column either."""
+    held, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
+    if held.max > wanted.max:
+        ids = ids.clip(max(held.min, wanted.min), wanted.max)
+    return ids.astype(jnp.int32)
+
+
+def choose(
+    dtype: jax.typing.DTypeLike, columns: int, implementation: str = "auto", *, arrays: tuple = ()
+) -> str:
     """The back end that `fused_classifier` uses for logits of this dtype and width on the default device.
 
     `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
     """
     supported = {"triton": _choose.why_not_triton(), "xla": None, "reference": None}
     if implementation == "auto":
-        return _choose.auto(supported)
-    return _choose.named("fused_classifier", implementation, supported)
+        return _choose.auto(supported, arrays)
+    return _choose.named("fused_classifier", implementation, supported, arrays)
 
 
 def reference(
@@ -97,24 +117,23 @@ def reference(
     ignore_index: int | None = None,
 ):
     """The definition, in fp32 whatever the logits are. Returns fp32 losses_N and dlogits_NV."""
-
-    def losses(real_NV):
-        log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
-        # A target that is no column finds NaN, and gives its row a gradient of NaN below.
-        return -jnp.take_along_axis(log_probs_NV, targets_N[:, None], axis=-1, mode="fill")[:, 0]
-
     v = logits_NV.shape[1]
     vocab_size = v if vocab_size is None else vocab_size
+    targets_N = to_int32(targets_N)
     known_N = (targets_N >= 0) & (targets_N < vocab_size)
-    losses_N, pull = jax.vjp(losses, logits_NV[:, :vocab_size].astype(jnp.float32))
-    (dreal_NV,) = pull(jnp.ones_like(losses_N))
-    losses_N = jnp.where(known_N, losses_N, jnp.nan)
-    dreal_NV = jnp.where(known_N[:, None], dreal_NV, jnp.nan)
-    if ignore_index is not None:
-        ignored_N = targets_N.astype(jnp.int32) == ignore_index
-        losses_N = jnp.where(ignored_N, 0.0, losses_N)
-        dreal_NV = jnp.where(ignored_N[:, None], 0.0, dreal_NV)
-    return losses_N, jnp.pad(dreal_NV, ((0, 0), (0, v - vocab_size)))
+    ignored_N = jnp.zeros_like(known_N) if ignore_index is None else targets_N == ignore_index
+
+    def losses(logits_NV):
+        real_NV = logits_NV[:, :vocab_size].astype(jnp.float32)
+        log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
+        columns_N = jnp.where(known_N, targets_N, 0)
+        losses_N = -jnp.take_along_axis(log_probs_NV, columns_N[:, None], axis=-1)[:, 0]
+        # A factor of NaN, because `where` would give the row of a target that is no column a gradient of 0.
+        losses_N = losses_N * jnp.where(known_N | ignored_N, 1.0, jnp.nan)
+        return jnp.where(ignored_N, 0.0, losses_N)
+
+    losses_N, pull = jax.vjp(losses, logits_NV.astype(jnp.float32))
+    return losses_N, pull(jnp.ones_like(losses_N))[0]
 
 
 def apply_softcap(x, softcap: Number | SigmoidCap | None):
@@ -136,18 +155,25 @@ class _Options(NamedTuple):
     softcap: Number | SigmoidCap | None
     ignore_index: int | None
 
+    @property
+    def of_the_loss(self) -> dict:
+        return {"vocab_size": self.vocab_size, "softcap": self.softcap, "ignore_index": self.ignore_index}
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _classify(options, logits_NV, targets_N):
+    return _run(options, logits_NV, targets_N)
+
+
+def _run(options, logits_NV, targets_N):
     if options.backend == "triton":
         return _in_triton(options, logits_NV, targets_N)
-    how = {"vocab_size": options.vocab_size, "softcap": options.softcap, "ignore_index": options.ignore_index}
-    losses_N, dlogits_NV = {"xla": _in_xla, "reference": reference}[options.backend](logits_NV, targets_N, **how)
+    losses_N, dlogits_NV = _in_xla(logits_NV, targets_N, **options.of_the_loss)
     return losses_N, dlogits_NV.astype(logits_NV.dtype)
 
 
 def _classify_forward(options, logits_NV, targets_N):
-    losses_N, dlogits_NV = _classify(options, logits_NV.value, targets_N.value)
+    losses_N, dlogits_NV = _run(options, logits_NV.value, targets_N.value)
     return (losses_N, dlogits_NV), dlogits_NV
 
 
@@ -156,7 +182,7 @@ def _classify_backward(options, dlogits_NV, cotangents):
     if not isinstance(g_of_gradient, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
             "fused_classifier: the gradient that it returns cannot itself be differentiated; "
-            "use only the losses in what is differentiated, or stop_gradient(dlogits)"
+            "use only the losses in what is differentiated, or stop_gradient(dlogits), or implementation='reference'"
         )
     if isinstance(g_N, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros_like(dlogits_NV), None
@@ -183,14 +209,13 @@ def _in_triton(options, logits_NV, targets_N):
         losses, dlogits = classify(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
         return (losses.reshape(targets.shape), dlogits.reshape(logits.shape)), (True, True)
 
-    return classify(logits_NV, targets_N)
+    return _calls.launch("fused_classifier", classify, overwrites=True)(logits_NV, targets_N)
 
 
 def _in_xla(logits_NV, targets_N, *, vocab_size, softcap, ignore_index):
     x_NV = logits_NV.astype(jnp.float32)
     z_NV = apply_softcap(x_NV, softcap)
     column_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None, :]
-    targets_N = targets_N.astype(jnp.int32)
     if vocab_size < logits_NV.shape[1]:
         z_NV = jnp.where(column_1V < vocab_size, z_NV, -jnp.inf)
     hit_NV = column_1V == targets_N[:, None]
@@ -226,7 +251,7 @@ def _check(logits_NV, targets_N, vocab_size, softcap):
             "fused_classifier: expected logits (N, V), targets (N,) and 0 < vocab_size ≤ V, "
             f"got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
         )
-    if logits_NV.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if logits_NV.dtype not in _choose.DTYPES:
         raise ValueError(f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}")
     if not jnp.issubdtype(targets_N.dtype, jnp.integer):
         raise ValueError(f"fused_classifier: expected integer targets, got {targets_N.dtype}")

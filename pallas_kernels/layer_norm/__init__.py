@@ -19,7 +19,8 @@ arithmetic are fp32 in every dtype. Saved for the backward pass: total, and the 
 Back ends:
     triton: forward and backward are one pass each over memory, plus a sum of C-vectors. NVIDIA GPUs from Ampere on.
     xla: plain JAX with the same saved arrays; any device.
-    reference: fp32 from end to end.
+    reference: fp32 from end to end; any device. Its gradients are JAX's: forward mode and higher derivatives work.
+triton and xla are differentiable once, in reverse mode.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _choose
+from pallas_kernels import _calls, _choose
+from pallas_kernels._choose import DTYPES
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_CHANNELS = 8192
 """Of the Triton kernels: above it a row no longer fits in the registers of a program."""
 
@@ -57,7 +58,7 @@ def layer_norm(
         residual_bias: added to every row of x and residual; of scale's dtype. Only beside a residual.
         eps: added to the biased variance.
         out_dtype: of y; x's when None.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
 
     Returns:
         y; with `residual` (y, total), where total is their sum in x's dtype.
@@ -73,7 +74,8 @@ def layer_norm(
             )
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
-    backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm")
+    arrays = (x, residual, scale, bias, residual_bias)
+    backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm", arrays=arrays)
     return _apply(_Options(eps, True, out_dtype, backend), x, residual, scale, bias, residual_bias)
 
 
@@ -91,24 +93,32 @@ def rms_norm(
     Args, returns and errors as of `layer_norm`, but for the biases; `eps` is added to the mean square.
     """
     out_dtype = _check("rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype)
-    backend = choose(x.dtype, x.shape[-1], implementation, kernel="rms_norm")
+    backend = choose(x.dtype, x.shape[-1], implementation, kernel="rms_norm", arrays=(x, residual, scale))
     return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
 
 
 def choose(
-    dtype: jax.typing.DTypeLike, channels: int, implementation: str = "auto", *, kernel: str = "layer_norm"
+    dtype: jax.typing.DTypeLike,
+    channels: int,
+    implementation: str = "auto",
+    *,
+    kernel: str = "layer_norm",
+    arrays: tuple = (),
 ) -> str:
     """The back end that `layer_norm` and `rms_norm` use for this dtype and number of channels on the default device.
 
     `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
     """
     supported = {"triton": _why_not_triton(channels), "xla": None, "reference": None}
     if implementation == "auto":
-        return _choose.auto(supported)
-    return _choose.named(kernel, implementation, supported)
+        return _choose.auto(supported, arrays)
+    return _choose.named(kernel, implementation, supported, arrays)
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
@@ -143,6 +153,11 @@ class _Options:
     out_dtype: jnp.dtype
     backend: str
 
+    @property
+    def kernel(self) -> str:
+        """The public function, for errors."""
+        return "layer_norm" if self.centred else "rms_norm"
+
 
 def _apply(options, x, residual, scale, bias, residual_bias):
     if options.backend == "reference":
@@ -152,7 +167,7 @@ def _apply(options, x, residual, scale, bias, residual_bias):
         return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
     if not x.size:
         options = dataclasses.replace(options, backend="xla")  # a kernel has no grid for nothing
-    y, total = _norm(options, x, residual, scale, bias, residual_bias)
+    y, total = _calls.differentiable(options.kernel, _norm, options, x, residual, scale, bias, residual_bias)
     return y if residual is None else (y, total)
 
 
@@ -192,7 +207,9 @@ def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
     from pallas_kernels.layer_norm import _triton
 
     # A kernel launch has no rule for vmap; a loop over it does.
-    kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.forward, **static))
+    kernel = _calls.launch(
+        options.kernel, jax.custom_batching.sequential_vmap(functools.partial(_triton.forward, **static))
+    )
     y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C, residual_bias_C)
     return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
 
@@ -204,7 +221,9 @@ def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False
         return _xla_backward(dy, dtotal, total, stats, scale_C, **static)
     from pallas_kernels.layer_norm import _triton
 
-    kernel = jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, **static))
+    kernel = _calls.launch(
+        options.kernel, jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, **static))
+    )
     dx_NC, *dparameters_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
     return dx_NC.reshape(total.shape), *dparameters_C
 

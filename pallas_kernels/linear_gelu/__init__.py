@@ -13,8 +13,10 @@ Back ends:
     mosaic: Hopper's TMA and wgmma; bf16 or fp16, sizes that its tiles divide.
     triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the product is XLA's, and bias and activation
         are a pass over it.
-    xla: any device, any dtype.
-    reference: the definition in fp32 with true fp32 products.
+    xla: any device.
+    reference: the definition in fp32 with true fp32 products, its gradients by JAX: forward mode and higher derivatives work. Any
+        device.
+mosaic, triton and xla are differentiable once, in reverse mode.
 Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel with its sums for db; the products
 for dx and dw are XLA's. `linear_gelu` by itself has no such product: there `mosaic` forms du on the way into the product for dx, and
 writes it for the one for dw (where its tiles divide I; else it goes XLA's way). `triton` forms du and db in a pass of their own, which
@@ -28,8 +30,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _choose
-from pallas_kernels.products import linear, product, sum_rows, weight_gradient, weight_gradient_of_transposed
+from pallas_kernels import _calls, _choose
+from pallas_kernels.products import checked_linear, product, sum_rows, weight_gradient, weight_gradient_of_transposed
 from pallas_kernels.transpose import transpose_copy
 
 
@@ -44,16 +46,16 @@ def linear_gelu(
     """gelu(x w + b), tanh form, in x's dtype.
 
     Args:
-        x: any floating dtype.
+        x: fp32, bf16 or fp16.
         w, b: of that dtype, or fp32, which is rounded to x's dtype (w) or not at all (b). Their gradients have their dtype and
             are summed in fp32.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
         precision: of the fp32 matrix products in the `xla` back end (JAX's own default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
     """
-    return _linear("gelu", x, w, b, implementation, precision)
+    return _linear("linear_gelu", "gelu", x, w, b, implementation, precision)
 
 
 def linear_relu_squared(
@@ -65,7 +67,7 @@ def linear_relu_squared(
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
     """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021); arguments and errors as of `linear_gelu`."""
-    return _linear("relu_squared", x, w, b, implementation, precision)
+    return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, precision)
 
 
 def mlp(
@@ -88,26 +90,41 @@ def mlp(
 
     Others and errors as of `linear_gelu`.
     """
-    _check("gelu", x, w, b)
+    _check("mlp", x, w, b)
     if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
             f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} in {w2.dtype}"
         )
     n = x.size // x.shape[-1] if x.size else 0
     x_NI = x.reshape(n, x.shape[-1])
-    how = How("gelu", choose(x.dtype, n, *w.shape, implementation), precision)
+    how = How("gelu", choose(x.dtype, n, *w.shape, implementation, kernel="mlp", arrays=(x, w, b, w2)), precision)
     through_product = how.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
     if through_product or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
-        y_NC = _mlp(x_NI, w, b, w2, how)
+        y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, how)
     else:
-        y_NC = linear(_linear("gelu", x_NI, w, b, how.backend, precision), w2, None, precision)
+        y_NO = _linear("mlp", "gelu", x_NI, w, b, how.backend, precision)
+        second = "reference" if how.backend == "reference" else "xla"
+        y_NC = checked_linear("mlp", y_NO, w2, None, second, precision)
     return y_NC.reshape(*x.shape[:-1], w2.shape[1])
 
 
-def choose(dtype: jax.typing.DTypeLike, n: int, i: int, o: int, implementation: str = "auto") -> str:
+def choose(
+    dtype: jax.typing.DTypeLike,
+    n: int,
+    i: int,
+    o: int,
+    implementation: str = "auto",
+    *,
+    kernel: str = "linear_gelu",
+    arrays: tuple = (),
+) -> str:
     """The back end that `linear_gelu`, `linear_relu_squared` and `mlp`'s first half use for N, I, O on the default device.
 
     `auto` takes mosaic, triton, xla, in that order, but no kernel for arrays that the compiler may split over several devices.
+
+    Args:
+        kernel: the function, for errors.
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
@@ -122,8 +139,8 @@ def choose(dtype: jax.typing.DTypeLike, n: int, i: int, o: int, implementation: 
         "reference": None,
     }
     if implementation == "auto":
-        return _choose.auto(supported)
-    return _choose.named("linear_gelu", implementation, supported)
+        return _choose.auto(supported, arrays)
+    return _choose.named(kernel, implementation, supported, arrays)
 
 
 def reference(x, w, b=None, *, activation: str = "gelu"):
@@ -170,18 +187,24 @@ class How:
     backend: str
     precision: jax.lax.PrecisionLike
 
+    @property
+    def kernel(self) -> str:
+        """The public function, for errors."""
+        return f"linear_{self.activation}"
+
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
         """Whether Triton's kernels go over a product of XLA's: in fp32. In other dtypes they make it themselves."""
         return self.backend == "triton" and dtype == jnp.float32
 
 
-def _linear(activation, x, w, b, implementation, precision):
-    _check(activation, x, w, b)
+def _linear(kernel, activation, x, w, b, implementation, precision):
+    _check(kernel, x, w, b)
     n = x.size // x.shape[-1] if x.size else 0
-    backend = choose(x.dtype, n, *w.shape, implementation)
+    backend = choose(x.dtype, n, *w.shape, implementation, kernel=kernel, arrays=(x, w, b))
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)
-    y_NO = _activated(x.reshape(n, x.shape[-1]), w, b, How(activation, backend, precision))
+    how = How(activation, backend, precision)
+    y_NO = _calls.differentiable(kernel, _activated, x.reshape(n, x.shape[-1]), w, b, how)
     return y_NO.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -233,12 +256,16 @@ def _mlp_backward(how, saved, dy_NC):
     return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
 
 
-@jax.custom_batching.sequential_vmap
 def _through_product(dy_NC, w2_OC, derivative_NO):
     """(du, db)."""
     from pallas_kernels.linear_gelu import _mosaic
 
-    return _mosaic.through_product(dy_NC, w2_OC, derivative_NO)
+    return _kernel("mlp", _mosaic.through_product)(dy_NC, w2_OC, derivative_NO)
+
+
+def _kernel(name, f):
+    # A kernel launch has no rule for vmap; a loop over it does.
+    return _calls.launch(name, jax.custom_batching.sequential_vmap(f))
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -250,7 +277,7 @@ def _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False)
 
     tf32 = how.precision == jax.lax.Precision.HIGH
     kernel = functools.partial(_triton.through_activation, activation=how.activation, du_across=tf32, y_across=y_across)
-    du_NO, du_ON, y_ON, db_O = jax.custom_batching.sequential_vmap(kernel)(dy_NO, product_NO, b_O)
+    du_NO, du_ON, y_ON, db_O = _kernel(how.kernel, kernel)(dy_NO, product_NO, b_O)
     dx_NI = jnp.matmul(du_NO, w_IO.T, precision=how.precision)
     if tf32:
         return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
@@ -265,14 +292,13 @@ def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
 
         product_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
         kernel = functools.partial(_triton.activated, activation=how.activation)
-        y_NO = jax.custom_batching.sequential_vmap(kernel)(product_NO, b_O)
+        y_NO = _kernel(how.kernel, kernel)(product_NO, b_O)
         return (y_NO, product_NO) if save else (y_NO,)
     if how.backend == "xla":
         u_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
         u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
         return tuple(result.astype(x_NI.dtype) for result in ACTIVATIONS[how.activation](u_NO)[: 1 + save])
 
-    @jax.custom_batching.sequential_vmap
     def kernel(x_NI, w_IO, b_O):
         if how.backend == "mosaic":
             from pallas_kernels.linear_gelu import _mosaic
@@ -283,7 +309,7 @@ def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
 
         return _triton.forward(x_NI, w_IO, b_O, how.activation, save=save)
 
-    return kernel(x_NI, w_IO, b_O)
+    return _kernel(how.kernel, kernel)(x_NI, w_IO, b_O)
 
 
 def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
@@ -292,14 +318,12 @@ def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
         from pallas_kernels.linear_gelu import _mosaic
 
         if _mosaic.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
-            kernel = jax.custom_batching.sequential_vmap(functools.partial(_mosaic.backward, bias=bias))
+            kernel = _kernel(how.kernel, functools.partial(_mosaic.backward, bias=bias))
             return kernel(dy_NO, derivative_NO, w_IO)
     if how.backend == "triton":
         from pallas_kernels.linear_gelu import _triton
 
-        du_NO, db_O = jax.custom_batching.sequential_vmap(functools.partial(_triton.scaled, bias=bias))(
-            dy_NO, derivative_NO
-        )
+        du_NO, db_O = _kernel(how.kernel, functools.partial(_triton.scaled, bias=bias))(dy_NO, derivative_NO)
     else:
         du_NO = dy_NO.astype(jnp.float32) * derivative_NO.astype(jnp.float32)
         du_NO, db_O = du_NO.astype(dy_NO.dtype), sum_rows(du_NO) if bias else None
@@ -316,14 +340,13 @@ def _why_not_tiles(n: int, i: int, o: int) -> str | None:
     return _mosaic.why_not(n, i, o)
 
 
-def _check(activation, x, w, b):
-    name = f"linear_{activation}"
+def _check(name, x, w, b):
     if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (b is not None and b.shape != w.shape[1:]):
         raise ValueError(
             f"{name}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, {None if b is None else b.shape}"
         )
-    if any(a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)):
+    if x.dtype not in _choose.DTYPES or any(a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)):
         raise ValueError(
-            f"{name}: expected w and b of x's dtype or float32, "
+            f"{name}: expected x in float32, bfloat16 or float16, w and b in x's dtype or float32, "
             f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
         )

@@ -10,7 +10,8 @@ Back ends:
     triton: a short row stays in registers between its only read and its only write; a long one is read again from the cache.
         sm_80 and later.
     xla: plain JAX; any device.
-    reference: the definition, in fp32, its gradient by JAX.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives work. Any device.
+triton and xla are differentiable once, in reverse mode.
 """
 
 import functools
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _choose
+from pallas_kernels import _calls, _choose
 
 Number = float | int
 
@@ -35,20 +36,20 @@ def softmax(
         x: fp32, bf16 or fp16.
         scale: a Python number.
         causal: the last two axes are a square, and row t sees the columns 0…t.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
 
     Raises:
         ValueError: a shape, dtype or scale that does not fit, or the named back end cannot run here.
     """
     _check(x, scale, causal)
-    backend = choose(x.dtype, implementation)
+    backend = choose(x.dtype, implementation, arrays=(x,))
     if x.size == 0:
         return x
     if backend == "reference":
         return reference(x, scale=scale, causal=causal).astype(x.dtype)
     if scale <= 0:  # the kernels take the maximum before they scale
         x, scale = (-x, -scale) if scale < 0 else (x * 0, 1)
-    return _softmax(_Options(backend, float(scale), causal), x)
+    return _calls.differentiable("softmax", _softmax, _Options(backend, float(scale), causal), x)
 
 
 def gradient(
@@ -71,22 +72,25 @@ def gradient(
     _check(y, scale, causal)
     if y.shape != dy.shape or y.dtype != dy.dtype:
         raise ValueError(f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}")
-    options = _Options(choose(y.dtype, implementation), float(scale), causal)
+    options = _Options(choose(y.dtype, implementation, arrays=(y, dy)), float(scale), causal)
     return y if y.size == 0 else _softmax_backward(options, y, dy)[0]
 
 
-def choose(dtype: jax.typing.DTypeLike, implementation: str = "auto") -> str:
+def choose(dtype: jax.typing.DTypeLike, implementation: str = "auto", *, arrays: tuple = ()) -> str:
     """The back end that `softmax` uses for this dtype on the default device.
 
     `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
     """
     supported = {"triton": _choose.why_not_triton(), "xla": None, "reference": None}
     if implementation == "auto":
-        return _choose.auto(supported)
-    return _choose.named("softmax", implementation, supported)
+        return _choose.auto(supported, arrays)
+    return _choose.named("softmax", implementation, supported, arrays)
 
 
 def reference(x, *, scale: Number = 1.0, causal: bool = False):
@@ -137,7 +141,7 @@ def _in_triton(options, name):
         full = [x if b else jnp.broadcast_to(x[None], (size, *x.shape)) for x, b in zip(arrays, batched, strict=True)]
         return kernel(*full), True
 
-    return kernel
+    return _calls.launch("softmax", kernel)
 
 
 def _in_xla(options, x):
@@ -159,7 +163,7 @@ def _visible(x):
 
 
 def _check(x, scale, causal):
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if x.dtype not in _choose.DTYPES:
         raise ValueError(f"softmax: expected float32, bfloat16 or float16, got {x.dtype}")
     if x.ndim == 0 or (causal and (x.ndim < 2 or x.shape[-2] != x.shape[-1])):
         expected = "(..., T, T) for a causal softmax" if causal else "(..., S)"

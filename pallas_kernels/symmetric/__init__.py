@@ -7,7 +7,10 @@ and rounded once, also in b·a + c·a a.
 Back ends:
     mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples of 64.
     triton: NVIDIA GPUs from Ampere on. bf16 or fp16, any shape.
-    xla: a batched product of all tiles; any device, any dtype. Exactly symmetric only where the library's product is.
+    xla: a batched product of all tiles; any device. Exactly symmetric only where the library's product is.
+    reference: the definition in fp32 with true fp32 products; any device. Its gradients are JAX's: forward mode and higher derivatives
+        work.
+mosaic, triton and xla are differentiable once, in reverse mode.
 """
 
 import functools
@@ -17,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _choose
+from pallas_kernels import _calls, _choose
 
 
 def xxt(
@@ -26,15 +29,18 @@ def xxt(
     """a aᵀ of each matrix.
 
     Args:
-        a: matrices of any floating-point dtype; the result has it too.
-        implementation: "auto", or one of the back ends above.
+        a: matrices in fp32, bf16 or fp16; the result has this dtype too.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
         precision: of fp32 products in the `xla` back end (JAX's own default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: `a` is not a matrix, or the named back end cannot run it.
     """
     _check("xxt", a)
-    return _xxt(a, choose("xxt", a.dtype, a.shape, implementation), precision)
+    backend = choose("xxt", a.dtype, a.shape, implementation, arrays=(a,))
+    if backend == "reference":
+        return xxt_reference(a).astype(a.dtype)
+    return _calls.differentiable("xxt", _xxt, a, backend, precision)
 
 
 def xtx(
@@ -42,7 +48,10 @@ def xtx(
 ) -> Float[Array, "*batch K K"]:
     """aᵀ a of each matrix, from the layout that `a` has. Arguments and errors as in `xxt`."""
     _check("xtx", a)
-    return _xtx(a, choose("xtx", a.dtype, a.shape, implementation), precision)
+    backend = choose("xtx", a.dtype, a.shape, implementation, arrays=(a,))
+    if backend == "reference":
+        return xtx_reference(a).astype(a.dtype)
+    return _calls.differentiable("xtx", _xtx, a, backend, precision)
 
 
 def ba_plus_caa(
@@ -65,12 +74,27 @@ def ba_plus_caa(
         ValueError: `a` is not square, or the named back end cannot run it.
     """
     _check("ba_plus_caa", a)
-    bcd = jnp.stack([jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None])
-    return _ba_plus_caa(a, bcd, choose("ba_plus_caa", a.dtype, a.shape, implementation), precision)
+    bcd = [jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None]
+    backend = choose("ba_plus_caa", a.dtype, a.shape, implementation, arrays=(a, bcd))
+    if backend == "reference":
+        return ba_plus_caa_reference(a, **dict(zip("bcd", bcd, strict=False))).astype(a.dtype)
+    return _calls.differentiable("ba_plus_caa", _ba_plus_caa, a, jnp.stack(bcd), backend, precision)
 
 
-def choose(kernel: str, dtype: jax.typing.DTypeLike, shape: tuple[int, ...], implementation: str = "auto") -> str:
+def choose(
+    kernel: str,
+    dtype: jax.typing.DTypeLike,
+    shape: tuple[int, ...],
+    implementation: str = "auto",
+    *,
+    arrays: tuple = (),
+) -> str:
     """The back end that `kernel` ("xxt", "xtx" or "ba_plus_caa") uses for this dtype and shape on the default device.
+
+    `auto` takes mosaic where it is faster than xla, but not for arrays that the compiler may split over several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
@@ -83,11 +107,11 @@ def choose(kernel: str, dtype: jax.typing.DTypeLike, shape: tuple[int, ...], imp
         "reference": None,
     }
     if implementation != "auto":
-        return _choose.named(kernel, implementation, supported)
+        return _choose.named(kernel, implementation, supported, arrays)
     if supported["mosaic"] is None and not _is_faster(kernel, shape):
         return "xla"
     # Triton is behind: see docs/kernels/symmetric.md.
-    return _choose.auto({name: supported[name] for name in ("mosaic", "xla")})
+    return _choose.auto({name: supported[name] for name in ("mosaic", "xla")}, arrays)
 
 
 # ------------------------------------------------------------------------------------------------------------- definitions
@@ -171,17 +195,16 @@ _ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
 
 def _run(a, bcd, contract, backend, precision):
     """a aᵀ (contract=2), aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three."""
-    if backend in ("xla", "reference") and bcd is not None:
-        of = (lambda a: _matmul(a, a, precision, dtype=jnp.float32)) if backend == "xla" else xxt_reference
-        made = bcd[0] * a.astype(jnp.float32) + bcd[1] * of(a)
+    if backend == "xla" and bcd is not None:
+        made = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
         return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(a.dtype)
-    if backend == "reference":
-        return (xxt_reference(a) if contract == 2 else xtx_reference(a)).astype(a.dtype)
     if backend == "xla":
         x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
         return _matmul(x, y, precision)
     a_BXY = a.reshape(-1, *a.shape[-2:])
-    out_BMM = _kernel(backend, contract, bcd is not None)(a_BXY, *([] if bcd is None else [bcd]))
+    name = "ba_plus_caa" if bcd is not None else "xxt" if contract == 2 else "xtx"
+    kernel = _calls.launch(name, _kernel(backend, contract, bcd is not None))
+    out_BMM = kernel(a_BXY, *([] if bcd is None else [bcd]))
     return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
 
 
@@ -262,7 +285,9 @@ def _why_not_triton(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
 
 
 def _check(kernel, a):
-    if a.ndim < 2 or not jnp.issubdtype(a.dtype, jnp.floating):
-        raise ValueError(f"{kernel}: expected floating-point matrices (..., M, K), got {a.dtype} of shape {a.shape}")
+    if a.ndim < 2 or a.dtype not in _choose.DTYPES:
+        raise ValueError(
+            f"{kernel}: expected matrices (..., M, K) in float32, bfloat16 or float16, got {a.dtype} of shape {a.shape}"
+        )
     if kernel == "ba_plus_caa" and a.shape[-1] != a.shape[-2]:
         raise ValueError(f"ba_plus_caa: expected square matrices (..., M, M), got shape {a.shape}")

@@ -3,7 +3,7 @@
 `transpose_sum_rows` gives srcᵀ and Σ_r src from one read; a backward pass wants both of the gradient of a linear layer's output.
 
 Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. The sum is fp32, rounded once to dst's dtype.
-Gradients: a transpose, and for dst the cotangent itself; transpose_sum_rows has none.
+Gradients: a transpose, and for dst the cotangent itself; transpose_sum_rows has none of a kernel.
 
 A transpose next to a matrix product needs neither: the product reads its operand in either order. These are for arrays that
 are kept in the other order, such as an LM head whose gradient is added to an embedding's.
@@ -11,7 +11,8 @@ are kept in the other order, such as an LM head whose gradient is added to an em
 Back ends:
     triton: one pass over memory in tiles. NVIDIA GPUs from Ampere on.
     xla: plain JAX; any device. The compiler may leave the transpose to whoever reads the result.
-    reference: plain JAX with the sum in fp32; the result is fp32.
+    reference: the same.
+triton is differentiable once, in reverse mode; xla and reference also in forward mode and to any order.
 """
 
 import functools
@@ -21,23 +22,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _choose
+from pallas_kernels import _calls, _choose
 
 
 def transpose_copy(src: Float[Array, "*B R C"], *, implementation: str = "auto") -> Float[Array, "*B C R"]:
     """srcᵀ of the last two axes, written out.
 
     Args:
-        src: matrices in a floating-point type of 2 or 4 bytes.
+        src: matrices in fp32, bf16 or fp16.
         implementation: "auto", or one of the back ends above.
 
     Raises:
         ValueError: another dtype, fewer than two axes, or the named back end cannot run here.
     """
     _check("transpose_copy", src)
-    backend = _chosen("transpose_copy", implementation, src)
-    src_BRC = _flat(src)
-    return _copy(backend, src.dtype, src_BRC).reshape(*src.shape[:-2], src.shape[-1], src.shape[-2])
+    if _chosen("transpose_copy", implementation, src) != "triton":
+        return jnp.swapaxes(src, -1, -2)
+    out_BCR = _calls.differentiable("transpose_copy", _copy, src.dtype, _flat(src))
+    return out_BCR.reshape(*src.shape[:-2], src.shape[-1], src.shape[-2])
 
 
 def transpose_add(
@@ -50,7 +52,7 @@ def transpose_add(
     """dst + srcᵀ in dst's dtype.
 
     Args:
-        dst, src: floating-point types of 2 or 4 bytes, not necessarily the same.
+        dst, src: fp32, bf16 or fp16, not necessarily the same.
         in_place: the sum is written over dst, which costs a copy of dst where it is still needed (or is an argument of the
             compiled function that was not donated). False: into a new array.
         implementation: "auto", or one of the back ends above.
@@ -59,8 +61,10 @@ def transpose_add(
         ValueError: another dtype, shapes that are not each other's transpose, or the named back end cannot run here.
     """
     _check("transpose_add", dst, src)
-    backend = _chosen("transpose_add", implementation, src)
-    return _add(backend, in_place, src.dtype, _flat(dst), _flat(src)).reshape(dst.shape)
+    if _chosen("transpose_add", implementation, src, dst) != "triton":
+        return reference(src, dst).astype(dst.dtype)
+    args = (in_place, src.dtype, _flat(dst), _flat(src))
+    return _calls.differentiable("transpose_add", _add, *args).reshape(dst.shape)
 
 
 def transpose_sum_rows(
@@ -73,25 +77,28 @@ def transpose_sum_rows(
     if backend == "triton":
         from pallas_kernels.transpose import _triton
 
-        out_BCR, sums_BC = _vmappable(lambda src_BRC: _triton.transpose_sum_rows(src_BRC))(src_BRC)
+        out_BCR, sums_BC = _kernel("transpose_sum_rows", lambda src_BRC: _triton.transpose_sum_rows(src_BRC))(src_BRC)
     else:
-        out_BCR, sums_BC = _copy(backend, src.dtype, src_BRC), src_BRC.astype(jnp.float32).sum(1)
+        out_BCR, sums_BC = jnp.swapaxes(src_BRC, -1, -2), src_BRC.astype(jnp.float32).sum(1)
     lead, (r, c) = src.shape[:-2], src.shape[-2:]
     return out_BCR.reshape(*lead, c, r), sums_BC.reshape(*lead, c)
 
 
-def choose(implementation: str = "auto", *, kernel: str = "transpose_copy") -> str:
+def choose(implementation: str = "auto", *, kernel: str = "transpose_copy", arrays: tuple = ()) -> str:
     """The back end that the functions of this module use on the default device.
 
     `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
 
     Raises:
         ValueError: the named back end does not exist or cannot run here.
     """
     supported = {"triton": _choose.why_not_triton(), "xla": None, "reference": None}
     if implementation == "auto":
-        return _choose.auto(supported)
-    return _choose.named(kernel, implementation, supported)
+        return _choose.auto(supported, arrays)
+    return _choose.named(kernel, implementation, supported, arrays)
 
 
 def reference(src, dst=None):
@@ -100,42 +107,40 @@ def reference(src, dst=None):
     return transposed if dst is None else dst.astype(jnp.float32) + transposed
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copy(dtype, src_BRC):
+    """srcᵀ in `dtype`, by Triton."""
+    from pallas_kernels.transpose import _triton
+
+    return _kernel("transpose_copy", functools.partial(_triton.transpose_copy, dtype=dtype))(src_BRC)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _copy(backend, dtype, src_BRC):
-    """srcᵀ in `dtype`."""
-    if backend == "triton":
-        from pallas_kernels.transpose import _triton
+def _add(in_place, src_dtype, dst_BCR, src_BRC):
+    from pallas_kernels.transpose import _triton
 
-        return _vmappable(functools.partial(_triton.transpose_copy, dtype=dtype))(src_BRC)
-    return jnp.swapaxes(src_BRC, -1, -2).astype(dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _add(backend, in_place, src_dtype, dst_BCR, src_BRC):
-    if backend == "triton":
-        from pallas_kernels.transpose import _triton
-
-        return _vmappable(functools.partial(_triton.transpose_add, in_place=in_place))(dst_BCR, src_BRC)
-    return reference(src_BRC, dst_BCR).astype(dst_BCR.dtype)
+    add = functools.partial(_triton.transpose_add, in_place=in_place)
+    return _kernel("transpose_add", add, overwrites=in_place)(dst_BCR, src_BRC)
 
 
 _copy.defvjp(
-    lambda backend, dtype, src_BRC: (_copy(backend, dtype, src_BRC), jnp.zeros((), src_BRC.dtype)),
-    lambda backend, dtype, like, d_BCR: (_copy(backend, like.dtype, d_BCR),),
+    lambda dtype, src_BRC: (_copy(dtype, src_BRC), jnp.zeros((), src_BRC.dtype)),
+    lambda dtype, like, d_BCR: (_copy(like.dtype, d_BCR),),
 )
 _add.defvjp(
-    lambda backend, in_place, src_dtype, dst_BCR, src_BRC: (_add(backend, in_place, src_dtype, dst_BCR, src_BRC), None),
-    lambda backend, in_place, src_dtype, _, d_BCR: (d_BCR, _copy(backend, src_dtype, d_BCR)),
+    lambda in_place, src_dtype, dst_BCR, src_BRC: (_add(in_place, src_dtype, dst_BCR, src_BRC), None),
+    lambda in_place, src_dtype, _, d_BCR: (d_BCR, _copy(src_dtype, d_BCR)),
 )
 
 
-# A kernel launch has no rule for vmap; a loop over it does.
-_vmappable = jax.custom_batching.sequential_vmap
+def _kernel(name, f, *, overwrites=False):
+    # A kernel launch has no rule for vmap; a loop over it does.
+    return _calls.launch(name, jax.custom_batching.sequential_vmap(f), overwrites=overwrites)
 
 
-def _chosen(kernel, implementation, src):
-    backend = choose(implementation, kernel=kernel)
-    return backend if src.size else "xla"  # nothing to launch
+def _chosen(kernel, implementation, *arrays):
+    backend = choose(implementation, kernel=kernel, arrays=arrays)
+    return backend if arrays[0].size else "xla"  # nothing to launch
 
 
 def _flat(x):
@@ -144,10 +149,9 @@ def _flat(x):
 
 def _check(kernel, *arrays):
     for x in arrays:
-        if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in (2, 4):
+        if x.ndim < 2 or x.dtype not in _choose.DTYPES:
             raise ValueError(
-                f"{kernel}: expected matrices (…, rows, columns) of a floating-point type of 2 or 4 bytes, "
-                f"got {x.shape} in {x.dtype}"
+                f"{kernel}: expected matrices (…, rows, columns) in float32, bfloat16 or float16, got {x.shape} in {x.dtype}"
             )
     if len({arrays[0].shape, *((*x.shape[:-2], x.shape[-1], x.shape[-2]) for x in arrays[1:])}) > 1:
         raise ValueError(
