@@ -1,5 +1,6 @@
 """AdamW against its equations in NumPy float64."""
 
+import math
 import re
 
 import jax
@@ -97,6 +98,58 @@ def test_the_norm_is_computed_once_and_no_clipped_gradient_written():
     assert sorted(re.findall(r" = f32\[(\d+)\]\S* reduce\(", text)) == ["24", "32"]
     made = re.findall(r" = f32\[32,32\]\S* fusion\(", text[text.index("ENTRY") :])
     assert len(made) == 3, "parameter and two moments"
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+def test_the_first_updates_are_exact(b2):
+    """optax.adamw is off by 1e-5 at the second update with b2 = 0.999."""
+    rng = np.random.default_rng(0)
+    lr, steps, p = 1e-3, 1000, np.float32(rng.normal(size=64))
+    update = jax.jit((tx := adamw(lr, b1=0.9, b2=b2, weight_decay=0.0, clip_norm=None)).update)
+    state, m, v = tx.init(p), 0.0, 0.0
+    for t in range(1, steps + 1):
+        # Gradients of one sign: a mean near 0 would lose digits in m itself.
+        g = np.float32(rng.uniform(0.5, 1.5, size=64))
+        updates, state = update(g, state, p)
+        m, v = 0.9 * m + 0.1 * np.float64(g), b2 * v + (1 - b2) * np.float64(g) ** 2
+        if t <= 20 or t == steps:
+            wanted = -lr * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - b2**t)) + 1e-8)
+            np.testing.assert_allclose(updates, wanted, rtol=1e-6, atol=0, err_msg=f"update {t}")
+
+
+def test_the_state_is_optaxs():
+    """Checkpoints of runs with optax.adamw restore: the same structure, shapes and dtypes."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3, jnp.bfloat16)}
+    ours = adamw(1e-3).init(params)
+    theirs = optax.chain(optax.identity(), optax.adamw(1e-3, mask=decay_mask)).init(params)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), ours) == jax.tree.map(lambda x: (x.shape, x.dtype), theirs)
+
+
+def test_betas_of_zero_take_the_gradients_sign():
+    p, g = jnp.zeros(3), jnp.float32([0.5, -2.0, 1e-3])
+    tx = adamw(1.0, b1=0.0, b2=0.0, eps=0.0, weight_decay=0.0, clip_norm=None)
+    np.testing.assert_allclose(tx.update(g, tx.init(p), p)[0], [-1.0, 1.0, -1.0], rtol=1e-6)
+
+
+def test_betas_may_be_arrays():
+    """As under `optax.inject_hyperparams`."""
+    p, g = {"w": jnp.ones((2, 2))}, {"w": jnp.float32([[1.0, -2.0], [0.5, 3.0]])}
+    injected, plain = optax.inject_hyperparams(adamw)(1e-3, b2=0.9), adamw(1e-3, b2=0.9)
+    found, wanted = (jax.jit(tx.update)(g, tx.init(p), p)[0]["w"] for tx in (injected, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"learning_rate": -1e-3}, {"learning_rate": math.nan}, {"learning_rate": math.inf}, {"b1": 1.5}, {"b2": -0.1}]
+    + [{"b2": 0.999999999}]
+    + [{"eps": -1.0}, {"weight_decay": -100.0}, {"clip_norm": 0.0}, {"clip_norm": -1.0}, {"clip_norm": math.nan}],
+)
+def test_numbers_out_of_range_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+        adamw(**{"learning_rate": 1e-3} | options)
 
 
 def test_decay_mask_takes_matrices_and_embeddings_alone():

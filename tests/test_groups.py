@@ -119,6 +119,37 @@ def test_parameters_without_a_rule_or_with_two_are_errors():
         )
 
 
+@pytest.mark.parametrize(
+    "options", [{"b1": 1.0}, {"eps": -1.0}, {"clip_norm": -1.0}, {"every": 0}, {"neuron_b2": 1.5}, {"momentum": -0.1}]
+)
+def test_numbers_out_of_range_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name.removeprefix('neuron_')} must be .*, got {value}"):
+        normuon_and_adamw(GROUPS, matrix_learning_rate=0.1, learning_rate=0.1, **options)
+
+
+def test_a_groups_factors_are_checked():
+    with pytest.raises(ValueError, match=r"Group\('wte'\): learning_rate must be finite and at least 0, got -1.0"):
+        Group("wte", learning_rate=-1.0)
+    with pytest.raises(ValueError, match=r"Group\('wte'\): b2 must be in \[0, 1\), got 1.0"):
+        Group("wte", b2=1.0)
+
+
+def test_the_table_shows_the_matrices_of_named_axes():
+    groups = [
+        Group("conv", Matrices(inputs=(0, 1, 2), outputs=(3,))),
+        Group("stack", Matrices(inputs=(1,), outputs=(2,))),
+    ]
+    shapes = {
+        "conv": jax.ShapeDtypeStruct((3, 3, 2, 8), jnp.float32),
+        "stack": jax.ShapeDtypeStruct((5, 4, 6), jnp.float32),
+    }
+    assert [row[2] for row in describe(groups, shapes)] == [
+        "normuon, 1 matrix of 18 × 8",
+        "normuon, 5 matrices of 4 × 6",
+    ]
+
+
 def test_gpt2s_parameters():
     """The block's matrices take NorMuon, with q, k and v apart; embeddings decay, norms and biases do not."""
     state = jax.eval_shape(lambda: init_state(CONFIG, optax.identity(), 0))

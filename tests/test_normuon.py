@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reference.normuon import TorchNorMuon, neuron_norm
 from reference.normuon import polar_express as exact_polar_express
 
-from gptjax.models.gpt2 import GPT2, GPT2Config
+from gptjax.models.gpt2 import GPT2, PARAMETER_GROUPS, GPT2Config
 from gptjax.optim import (
     Matrices,
     add_cautious_decay,
@@ -22,6 +22,7 @@ from gptjax.optim import (
     momentum_schedule,
     newton_schulz,
     normuon,
+    normuon_and_adamw,
     orthogonalize,
     polar_express,
     scale_by_matrix_shape,
@@ -133,9 +134,60 @@ def test_packed_matrices_are_matrices_of_their_own(outputs_first):
 
 
 def test_layout_and_its_inverse():
-    for matrices in (Matrices(), Matrices(3), Matrices(3, outputs_first=True)):
-        x = jnp.asarray(normal(2, 6, 9))
-        np.testing.assert_array_equal(matrices.together(matrices.unpacked(x)), x)
+    for matrices, shape in [
+        (Matrices(), (6, 9)),
+        (Matrices(3), (6, 9)),
+        (Matrices(3, outputs_first=True), (6, 9)),
+        (Matrices(inputs=(-2,), outputs=(-1,)), (2, 6, 9)),
+        (Matrices(2, inputs=(3, 1), outputs=(0, 4)), (2, 3, 4, 5, 6)),
+    ]:
+        x = jnp.asarray(normal(*shape))
+        np.testing.assert_array_equal(matrices.together(matrices.unpacked(x), shape), x)
+
+
+@pytest.mark.parametrize(
+    "shape, matrices, as_matrices",
+    [
+        # Flax's attention: query kernel (C, H, D), then out kernel (H, D, C).
+        ((12, 3, 2), Matrices(inputs=(0,), outputs=(1, 2)), lambda x: x.reshape(12, 6)),
+        ((3, 2, 12), Matrices(inputs=(0, 1), outputs=(2,)), lambda x: x.reshape(6, 12)),
+        # A convolution (kh, kw, in, out).
+        ((3, 3, 2, 8), Matrices(inputs=(0, 1, 2), outputs=(3,)), lambda x: x.reshape(18, 8)),
+    ],
+)
+def test_several_axes_are_one_matrix_where_the_layout_names_them(shape, matrices, as_matrices):
+    """The update is that of the same matrix stored with two axes."""
+    g, p = normal(*shape), normal(*shape, seed=1)
+    how = {"weight_decay": 0.1, "method": in_fp32}
+    (found,) = run(normuon(0.1, layout=lambda path: matrices, **how), [{"w": g}], {"w": p})
+    (wanted,) = run(normuon(0.1, **how), [{"w": as_matrices(g)}], {"w": as_matrices(p)})
+    np.testing.assert_allclose(as_matrices(np.asarray(found["w"])), wanted["w"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(64, 4, 16), (3, 3, 2, 8)])
+def test_more_than_two_axes_without_a_layout_are_refused(shape):
+    with pytest.raises(ValueError, match=r"attn.query.kernel of shape .* ambiguous.*Matrices\(inputs=\(0,\), outputs="):
+        normuon(0.1).init({"attn": {"query": {"kernel": jnp.zeros(shape)}}})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"inputs": (0,)}, r"got inputs=\(0,\), outputs=\(\)"),
+        ({"inputs": (0,), "outputs": (0, 1)}, "different axes"),
+        ({"inputs": (0,), "outputs": (1,), "outputs_first": True}, "outputs_first"),
+        ({"packed": 0}, "packed must be at least 1, got 0"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Matrices(**options)
+
+
+@pytest.mark.parametrize("inputs, outputs", [((0,), (3,)), ((0,), (-3,)), ((-4,), (1,))])
+def test_axes_that_a_parameter_lacks_are_refused(inputs, outputs):
+    with pytest.raises(ValueError, match=r"w of shape \(2, 3, 4\): inputs=.* do not name different axes"):
+        Matrices(inputs=inputs, outputs=outputs).unpacked(jnp.zeros((2, 3, 4)), "w")
 
 
 def test_matrices_of_one_shape_go_through_one_call():
@@ -148,7 +200,8 @@ def test_matrices_of_one_shape_go_through_one_call():
     grads = [
         {"a": normal(6, 8, seed=1), "b": {"c": normal(3, 6, 8, seed=2), "d": normal(8, 6, seed=3)}, "e": normal(6, 16)}
     ]
-    layout = lambda path: Matrices(packed=2 if path == "e" else 1)
+    stacked = Matrices(inputs=(1,), outputs=(2,))
+    layout = lambda path: stacked if path == "b.c" else Matrices(packed=2 if path == "e" else 1)
     (found,) = run(orthogonalize(method, layout=layout), grads)
     assert sorted(calls) == [(1, 8, 6), (6, 6, 8)]
     for ours, g in zip(jax.tree.leaves(found)[:3], jax.tree.leaves(grads[0])[:3], strict=True):
@@ -159,7 +212,7 @@ def test_matrices_of_one_shape_go_through_one_call():
 def test_what_holds_no_matrix_is_named():
     tx = normuon(0.1)
     with pytest.raises(
-        ValueError, match=r"block.bias of shape \(3,\) does not hold 1 matrix; give it to another optimizer"
+        ValueError, match=r"block.bias of shape \(3,\) does not hold a matrix; give it to another optimizer"
     ):
         tx.init({"block": {"bias": jnp.zeros(3)}})
     with pytest.raises(ValueError, match=r"w of shape \(4, 8\) does not hold 3 matrices side by side"):
@@ -182,7 +235,7 @@ def test_the_work_is_shared_by_devices():
         return in_fp32(x_NIO)
 
     grads = as_jax({"a": normal(3, 6, 8), "b": normal(2, 6, 8, seed=5)})
-    tx = orthogonalize(distributed(method, mesh))
+    tx = orthogonalize(distributed(method, mesh), layout=lambda path: Matrices(inputs=(1,), outputs=(2,)))
     update = jax.jit(lambda g: tx.update(g, tx.init(g))[0], out_shardings=replicated)
     found = update(jax.device_put(grads, replicated))
     assert set(shares) == {(3, 6, 8)}  # of five matrices, one more to make them even
@@ -330,6 +383,45 @@ def test_sharded_parameters_keep_their_sharding_and_so_does_the_state():
     for name in params:
         assert made[name].sharding == momentum[name].sharding == rows
         np.testing.assert_allclose(made[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_under_nnx_optimizer_gpt2s_groups_apply():
+    """`nnx.Optimizer` gives `init` Flax's variables and `update` their arrays: two updates equal those of the plain arrays."""
+    config = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    tx = normuon_and_adamw(
+        PARAMETER_GROUPS, matrix_learning_rate=0.02, learning_rate=1e-3, matrix_weight_decay=0.1, method=in_fp32
+    )
+    optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param), tx.init(params)
+    for k in range(2):
+        grads = jax.tree.map(lambda p, k=k: jnp.cos(p * (k + 1)), nnx.state(model, nnx.Param))
+        optimizer.update(model, grads)
+        updates, state = tx.update(nnx.to_pure_dict(nnx.as_pure(grads)), state, params)
+        params = optax.apply_updates(params, updates)
+    found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": -0.1},
+        {"learning_rate": float("nan")},
+        {"momentum": 1.0},
+        {"b2": 1.5},
+        {"weight_decay": -1.0},
+    ],
+)
+def test_numbers_out_of_range_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"normuon: {name} must be .*, got {value}"):
+        normuon(**{"learning_rate": 0.1} | options)
+
+
+def test_momentum_schedule_refuses_a_momentum_of_one_or_more():
+    with pytest.raises(ValueError, match=r"momentum_schedule: high must be in \[0, 1\), got 1.5"):
+        momentum_schedule(100, high=1.5)
 
 
 def test_newton_schulz_in_its_place():

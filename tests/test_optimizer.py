@@ -125,7 +125,7 @@ def test_the_header_says_who_gets_what():
 def test_the_options_beside_normuon_are_refused_where_there_is_none():
     with pytest.raises(ConfigError, match="--optimizer.adam-every, .* are of AdamW beside NorMuon or Muon"):
         config_of(embedding_b2=0.9)
-    with pytest.raises(ConfigError, match="--optimizer.adam-every must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="--optimizer.adam-every must be at least 1 and at most .*, got 0"):
         config_of(algorithm="normuon", adam_every=0)
 
 

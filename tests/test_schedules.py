@@ -55,3 +55,14 @@ def test_stays_between_zero_and_the_peak(name, warmup, total, step, final):
 def test_unknown_name_lists_the_choices():
     with pytest.raises(ValueError, match=r"unknown schedule 'cos'.*cosine.*linear.*constant.*wsd"):
         schedule("cos", peak=1.0, warmup_steps=0, total_steps=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"peak": -1.0}, {"peak": math.nan}, {"warmup_steps": -1}, {"total_steps": -5}, {"final_fraction": 50.0}]
+    + [{"final_fraction": -3.0}],
+)
+def test_numbers_out_of_range_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"schedule: {name} must be .*, got {value}"):
+        schedule("cosine", **{"peak": 1.0, "warmup_steps": 0, "total_steps": 10} | options)

@@ -6,14 +6,17 @@ all of the path; every parameter is matched by exactly one rule, or it is an err
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from gptjax.optim.adamw import clip_by_global_norm
-from gptjax.optim.normuon import Matrices, normuon
+from gptjax.optim._ranges import check_range
+from gptjax.optim.adamw import adam_with_decay, clip_or_identity
+from gptjax.optim.normuon import Matrices, flatten, normuon
 from gptjax.optim.polar_express import polar_express
 
 
@@ -36,9 +39,14 @@ class Group:
     b1: float | None = None
     b2: float | None = None
 
+    def __post_init__(self):
+        where = f"Group({self.paths!r})"
+        check_range(where, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+        check_range(where, below=1, b1=self.b1, b2=self.b2)
+
 
 class GroupError(ValueError):
-    """Parameters that no rule names, or more than one."""
+    """A parameter that no rule names, or more than one."""
 
 
 def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
@@ -127,6 +135,7 @@ def matrices_and_adamw(
     Args and errors as of `normuon_and_adamw`.
     """
     groups = tuple(groups)
+    check_range("normuon_and_adamw", at_least=1, every=every)
 
     def scaled(by):
         # AdamW counts its own updates; the schedule is of all.
@@ -134,7 +143,8 @@ def matrices_and_adamw(
 
     def adam(group):
         own = {"b1": b1 if group.b1 is None else group.b1, "b2": b2 if group.b2 is None else group.b2}
-        tx = optax.adamw(scaled(group.learning_rate), eps=eps, weight_decay=weight_decay * group.weight_decay, **own)
+        decay = weight_decay * group.weight_decay
+        tx = adam_with_decay(scaled(group.learning_rate), eps=eps, weight_decay=decay, **own)
         if every == 1:
             return tx
         return optax.MultiSteps(tx, every, use_grad_mean=False).gradient_transformation()
@@ -146,8 +156,8 @@ def matrices_and_adamw(
         names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()]
         return jax.tree.unflatten(jax.tree.structure(params), names)
 
-    clip = optax.identity() if clip_norm is None else clip_by_global_norm(clip_norm)
-    return optax.chain(clip, optax.partition({"matrix": matrix, **rest}, labels))
+    parts = optax.partition({"matrix": matrix, **rest}, labels)
+    return optax.chain(clip_or_identity(clip_norm), parts)
 
 
 def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float, float]]:
@@ -166,13 +176,24 @@ def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float
         kinds[key] = kinds.get(key, 0) + 1
     rows = []
     for (path, shape, group), count in kinds.items():
-        packed = group.matrices.packed if group.matrices else 1
-        kind = "adamw" if group.matrices is None else "normuon" + (f", {packed} matrices" if packed > 1 else "")
+        matrices = group.matrices
+        kind = "adamw" if matrices is None else f"normuon{_in_words(matrices, path, shape)}"
         size = " × ".join(map(str, shape))
         rows.append(
             (path + (f" (of {count})" if count > 1 else ""), size, kind, group.learning_rate, group.weight_decay)
         )
     return rows
+
+
+def _in_words(matrices: Matrices, path: str, shape: tuple[int, ...]) -> str:
+    """The number of matrices if there are several, and their size if the layout names the axes."""
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    unpacked = jax.eval_shape(lambda x: matrices.unpacked(x, path), leaf).shape
+    count = math.prod(unpacked[:-2])
+    words = f"{count} matri{'x' if count == 1 else 'ces'}"
+    if matrices.inputs:
+        return f", {words} of {unpacked[-2]} × {unpacked[-1]}"
+    return f", {words}" if count > 1 else ""
 
 
 @functools.cache
@@ -182,6 +203,5 @@ def group_of(groups: tuple[Group, ...], path: str) -> Group:
 
 
 def paths_of(params) -> list[str]:
-    """The path of each leaf."""
-    with_paths = jax.tree_util.tree_leaves_with_path(params)
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]
+    """The path of each leaf, without the `.value` of a Flax variable."""
+    return flatten(params)[0]

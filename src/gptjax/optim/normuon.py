@@ -13,9 +13,10 @@ For a gradient g of a matrix with I inputs and O outputs, β the momentum, and e
 Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025. The constants are those of
 modded-nanogpt's record. The Frobenius norm stays as it is in the third, so that nothing needs a correction for bias.
 
-A parameter holds one matrix in its last two axes, inputs first, as Flax's `kernel` does, or more (leading axes; several side by
-side). `Matrices` says which; every transformation here takes a function from a parameter's path, such as
-"blocks.0.attn.c_attn.kernel", to that. Nothing here knows gptjax's model.
+A parameter of two axes holds one matrix, inputs first, as Flax's `kernel` does, or several side by
+side. With more axes, `Matrices` must name the inputs and the outputs. Every transformation here
+calls a function that maps a parameter's path, such as "blocks.0.attn.c_attn.kernel", to its
+`Matrices`. Nothing here knows gptjax's model.
 """
 
 import dataclasses
@@ -30,61 +31,133 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from gptjax.optim._ranges import check_range
 from gptjax.optim.polar_express import polar_express
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """How a parameter holds matrices.
+    """Layout of the matrices in a parameter.
 
     Attributes:
-        packed: so many of them share the axis of outputs, one after the other (3 for q|k|v).
-        outputs_first: the last two axes are outputs, inputs, as in PyTorch; else inputs, outputs, as in Flax.
+        packed: number of matrices that share the outputs, one after the other (3 for q|k|v).
+        outputs_first: for two axes: outputs, inputs, as in PyTorch; else inputs, outputs, as in
+            Flax.
+        inputs, outputs: axes of inputs and of outputs, for a parameter of any number of axes.
+            Several axes are merged in the given order. Each remaining axis holds separate matrices.
+
+    Example:
+        >>> # Flax's attention, query kernel (C, H, D): one C × H·D matrix
+        >>> Matrices(inputs=(0,), outputs=(1, 2))
+        >>> # Flax's attention, out kernel (H, D, C): one H·D × C matrix
+        >>> Matrices(inputs=(0, 1), outputs=(2,))
+        >>> # convolution (kh, kw, in, out): one kh·kw·in × out matrix
+        >>> Matrices(inputs=(0, 1, 2), outputs=(3,))
+        >>> # stacked layers (L, in, out): L matrices
+        >>> Matrices(inputs=(1,), outputs=(2,))
+
+    Raises:
+        ValueError: packed below 1; only one of inputs and outputs; an axis named twice;
+            outputs_first with named axes.
     """
 
     packed: int = 1
     outputs_first: bool = False
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        named = (*self.inputs, *self.outputs)
+        if self.packed < 1:
+            raise ValueError(f"Matrices: packed must be at least 1, got {self.packed}")
+        if bool(self.inputs) != bool(self.outputs) or len(set(named)) != len(named):
+            raise ValueError(
+                "Matrices: expected inputs and outputs to name different axes, such as "
+                "inputs=(0,), outputs=(1, 2), "
+                f"got inputs={self.inputs}, outputs={self.outputs}"
+            )
+        if self.outputs_first and named:
+            raise ValueError("Matrices: leave out outputs_first where inputs and outputs are named")
 
     def unpacked(self, x: jax.Array, path: str = "") -> jax.Array:
-        """Each matrix by itself: (…, I, packed·O) as (…, packed, I, O), or (…, packed·O, I) as (…, packed, O, I).
+        """Return each matrix by itself: (…, packed, I, O), or (…, packed, O, I) with outputs_first.
 
         Raises:
-            ValueError: x has fewer than two axes, or its outputs are no multiple of `packed`.
+            ValueError: x has fewer than two axes; x has more and the layout does not name them; an
+                axis is out of range; the number of outputs is not a multiple of `packed`.
         """
-        axis = -2 if self.outputs_first else -1
-        if x.ndim < 2 or x.shape[axis] % self.packed:
+        batch, inputs, outputs = self._axes_of(x.shape, path)
+        n_in, n_out = (math.prod(x.shape[axis] for axis in axes) for axes in (inputs, outputs))
+        if n_out % self.packed:
             raise ValueError(
-                f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} "
-                f"matri{'x' if self.packed == 1 else 'ces side by side'}; give it to another optimizer"
+                f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} matrices "
+                f"side by side: {n_out} outputs are no multiple of {self.packed}; give it to another "
+                "optimizer"
             )
-        before, after = x.shape[:axis], x.shape[axis:][1:]
-        x = x.reshape(*before, self.packed, x.shape[axis] // self.packed, *after)
-        return x if self.outputs_first else jnp.moveaxis(x, -2, -3)
+        lead = tuple(x.shape[axis] for axis in batch)
+        if self.outputs_first:
+            return x.reshape(*lead, self.packed, n_out // self.packed, n_in)
+        x = jnp.transpose(x, (*batch, *inputs, *outputs))
+        return jnp.moveaxis(x.reshape(*lead, n_in, self.packed, n_out // self.packed), -2, -3)
 
-    def together(self, x: jax.Array) -> jax.Array:
-        """The inverse of `unpacked`."""
-        x = x if self.outputs_first else jnp.moveaxis(x, -3, -2)
-        shape = (-1, x.shape[-1]) if self.outputs_first else (x.shape[-3], -1)
-        return x.reshape(*x.shape[:-3], *shape)
+    def together(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the parameter of this shape from its matrices: the inverse of `unpacked`."""
+        if self.outputs_first:
+            return x.reshape(shape)
+        order = tuple(itertools.chain(*self._axes_of(shape)))
+        x = jnp.moveaxis(x, -3, -2).reshape(tuple(shape[axis] for axis in order))
+        return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
 
     @property
     def axes(self) -> tuple[int, int]:
         """The axes of inputs and outputs of an unpacked array."""
         return (-1, -2) if self.outputs_first else (-2, -1)
 
+    def _axes_of(self, shape: tuple[int, ...], path: str = "") -> tuple[tuple[int, ...], ...]:
+        """The remaining axes of a parameter, the axes of inputs, and the axes of outputs."""
+        n, name = len(shape), path or "a parameter"
+        if n < 2:
+            raise ValueError(
+                f"{name} of shape {shape} does not hold a matrix; give it to another optimizer"
+            )
+        if not self.inputs:
+            if n > 2:
+                raise ValueError(
+                    f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} axes "
+                    "are inputs and which are outputs. Name them in its layout, such as "
+                    "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
+                    "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
+                )
+            return ((), (1,), (0,)) if self.outputs_first else ((), (0,), (1,))
+        named = [axis + n if axis < 0 else axis for axis in (*self.inputs, *self.outputs)]
+        if not set(named) <= set(range(n)) or len(set(named)) != len(named):
+            raise ValueError(
+                f"{name} of shape {shape}: inputs={self.inputs} and outputs={self.outputs} do not "
+                "name different axes of it"
+            )
+        batch, k = tuple(axis for axis in range(n) if axis not in named), len(self.inputs)
+        return batch, tuple(named[:k]), tuple(named[k:])
+
 
 Layout = Callable[[str], Matrices]
 
 
 def one_matrix(path: str) -> Matrices:
-    """The layout of a parameter that is one Flax kernel, or a stack of them."""
+    """The layout of a parameter that is one Flax kernel of two axes."""
     return Matrices()
 
 
 def momentum_schedule(
     total_steps: int, *, low: float = 0.85, high: float = 0.95, warmup_steps: int = 300, cooldown_steps: int = 50
 ) -> optax.Schedule:
-    """Momentum that rises from `low` to `high` over the first steps, and falls back over the last."""
+    """Momentum that rises from `low` to `high` over the first steps, and falls back over the last.
+
+    Raises:
+        ValueError: low or high outside [0, 1); a negative number of steps.
+    """
+    check_range("momentum_schedule", below=1, low=low, high=high)
+    steps = {"warmup_steps": warmup_steps, "cooldown_steps": cooldown_steps}
+    check_range("momentum_schedule", total_steps=total_steps, **steps)
 
     def momentum(count):
         step = jnp.asarray(count, jnp.float32)
@@ -106,6 +179,8 @@ def scale_by_nesterov(momentum: optax.ScalarOrSchedule = 0.95) -> optax.Gradient
     Args:
         momentum: β, a number or a schedule of the update's index.
     """
+
+    check_range("normuon", below=1, momentum=momentum)
 
     def init(params):
         return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
@@ -132,10 +207,10 @@ def orthogonalize(
 
     def update(updates, state, params=None):
         del params
-        paths, leaves, tree = _flat(updates)
+        paths, leaves, tree = flatten(updates)
         for indices, shapes, x_NIO in _batches(paths, leaves, layout):
             for i, made in zip(indices, _apart(method(x_NIO), shapes), strict=True):
-                leaves[i] = layout(paths[i]).together(made)
+                leaves[i] = layout(paths[i]).together(made, leaves[i].shape)
         return jax.tree.unflatten(tree, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -167,13 +242,14 @@ class NeuronNormState(NamedTuple):
 
 def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> optax.GradientTransformation:
     """Divides each neuron's update by the running root mean square of it; the norm of each matrix stays as it is."""
+    check_range("normuon", below=1, b2=b2)
 
     def reduced(path, x):
         inputs, outputs = layout(path).axes
         return inputs if x.shape[outputs] >= x.shape[inputs] else outputs
 
     def init(params):
-        paths, leaves, tree = _flat(params)
+        paths, leaves, tree = flatten(params)
         sums = []
         for path, leaf in zip(paths, leaves, strict=True):
             x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaf)
@@ -184,7 +260,7 @@ def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> op
 
     def update(updates, state, params=None):
         del params
-        paths, leaves, tree = _flat(updates)
+        paths, leaves, tree = flatten(updates)
         leaves, kept = [leaf.astype(jnp.float32) for leaf in leaves], jax.tree.leaves(state.variance)
         # In batches, as they were orthogonalised: a few kernels, and not several for every parameter.
         for indices, shapes, v_NIO in _batches(paths, leaves, layout, apart=lambda path: layout(path).axes):
@@ -198,7 +274,7 @@ def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> op
             scaled = jnp.sqrt((squares * v_NIO.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True))
             made = _apart(v_NIO * (scale * (norm / jnp.maximum(scaled, 1e-10))), shapes)
             for i, v, its_variance in zip(indices, made, _apart(variance, shapes), strict=True):
-                leaves[i], kept[i] = layout(paths[i]).together(v), its_variance
+                leaves[i], kept[i] = layout(paths[i]).together(v, leaves[i].shape), its_variance
         return jax.tree.unflatten(tree, leaves), NeuronNormState(jax.tree.unflatten(tree, kept))
 
     return optax.GradientTransformation(init, update)
@@ -226,7 +302,7 @@ def add_cautious_decay(
             raise ValueError("add_cautious_decay needs the parameters: update(updates, state, params)")
         decay = jnp.asarray(weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32)
 
-        paths, leaves, tree = _flat(updates)
+        paths, leaves, tree = flatten(updates)
         for i, (path, p) in enumerate(zip(paths, jax.tree.leaves(params), strict=True)):
             p = p.astype(jnp.float32)
             its_decay = decay * factor(path) if factor else decay
@@ -243,7 +319,7 @@ def scale_by_matrix_shape(
 
     def update(updates, state, params=None):
         del params
-        paths, leaves, tree = _flat(updates)
+        paths, leaves, tree = flatten(updates)
         for i, path in enumerate(paths):
             x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaves[i])
             inputs, outputs = (x.shape[axis] for axis in layout(path).axes)
@@ -288,12 +364,15 @@ def normuon(
         factor, decay_factor: multiply the learning rate and the weight decay, by a parameter's path.
 
     Raises:
-        ValueError: at `init`, a parameter that holds no matrix.
+        ValueError: a number outside its range; at `init`, a parameter that holds no matrix, or one
+            of more than two axes whose layout does not name inputs and outputs.
 
     Example:
-        >>> is_matrix = lambda params: jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "rest", params)
-        >>> tx = optax.partition({"matrix": normuon(0.02), "rest": optax.adam(3e-4)}, is_matrix)
+        >>> label = lambda p: "matrix" if p.ndim >= 2 else "rest"
+        >>> parts = {"matrix": normuon(0.02), "rest": optax.adam(3e-4)}
+        >>> tx = optax.partition(parts, lambda params: jax.tree.map(label, params))
     """
+    check_range("normuon", learning_rate=learning_rate, weight_decay=weight_decay)
     return optax.chain(
         scale_by_normuon(momentum, b2, method=method, layout=layout),
         add_cautious_decay(weight_decay, factor=decay_factor),
@@ -302,11 +381,17 @@ def normuon(
     )
 
 
-def _flat(tree) -> tuple[list[str], list[jax.Array], jax.tree_util.PyTreeDef]:
-    """Paths, leaves and structure."""
+def flatten(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+    """Return the leaves' paths, such as "blocks.0.attn.c_attn.kernel", the leaves, the structure.
+
+    The last key of a leaf inside a Flax variable is `.value`, which is left out: `nnx.Optimizer`
+    calls `init` with variables and `update` with their arrays, and both must have one path.
+    """
     with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in with_paths]
-    return paths, [leaf for _, leaf in with_paths], structure
+    value = jax.tree_util.GetAttrKey("value")
+    paths = [path[:-1] if path[-1:] == (value,) else path for path, _ in with_paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    return names, [leaf for _, leaf in with_paths], structure
 
 
 def _batches(

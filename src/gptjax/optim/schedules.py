@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import optax
 
+from gptjax.optim._ranges import check_range
+
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 WSD_DECAY_FRACTION = 0.2
@@ -23,8 +25,11 @@ def schedule(
                   (warmup, stable, decay: Hägele et al., 2024)
 
     Raises:
-        ValueError: an unknown name (the message lists them).
+        ValueError: an unknown name (the message lists them); a number outside its range.
     """
+    check_range("schedule", peak=peak, warmup_steps=warmup_steps, total_steps=total_steps)
+    if not 0 <= final_fraction <= 1:
+        raise ValueError(f"schedule: final_fraction must be in [0, 1], got {final_fraction}")
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {list(SCHEDULES)}")
 
