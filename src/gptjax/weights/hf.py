@@ -5,9 +5,12 @@ padding; on the way in it is padded with zero rows to a multiple of 128.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+import reprlib
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +18,24 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from gptjax.models.gpt2 import GPT2, GPT2Config
+from gptjax.models.gpt2 import GPT2, PRESETS, GPT2Config
 from gptjax.precision import Precision
-from gptjax.weights._params import BLOCK_TENSORS, FP32, Key, arrays, build, replacing, shapes
+from gptjax.terminal import printable
+from gptjax.weights._params import (
+    FP32,
+    SIZES,
+    Key,
+    WeightsError,
+    arrays,
+    build,
+    check_options,
+    few,
+    file_size,
+    kinds,
+    reason,
+    replacing,
+    shown,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,6 +44,8 @@ HEAD = "lm_head.weight"
 # Causal masks that old versions of transformers stored beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 FLOATS = ("F32", "F16", "BF16", "F64")
+# The header of a GPT-2 of 1,000 layers takes 2 MB. JSON takes many times its length in memory.
+MAX_JSON_BYTES = 16 << 20
 
 # What config.json must say for its model to be the one that gptjax computes; a field that is left out has the first value.
 _REQUIRED: dict[str, tuple] = {
@@ -37,7 +57,6 @@ _REQUIRED: dict[str, tuple] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-_SIZES = ("vocab_size", "n_layer", "n_head", "n_embd")
 
 
 def load_hf(
@@ -59,16 +78,22 @@ def load_hf(
         **how: other fields of `GPT2Config` that the folder does not decide: attention, loss, loss_chunk, recompute.
 
     Raises:
-        FileNotFoundError: config.json or the weights are not there.
-        ValueError: a model that is not GPT-2 as gptjax computes it, or tensors that do not fit config.json; says what was
-            expected, what is there and what to do.
+        WeightsError: config.json or the weights are not there; a model that is not GPT-2 as gptjax
+            computes it; tensors that do not fit config.json.
+        ValueError: a wrong option.
     """
+    check_options("load_hf", "config.json", precision, how)
     path = Path(path)
-    folder = path if path.is_dir() else path.parent
-    config = _read_config(folder / "config.json", precision, padded_vocab_size, how)
     with contextlib.ExitStack() as stack:
-        files = _find(stack, path, config)
-        return build(config, _tensors(files, config))
+        try:
+            folder = path if path.is_dir() else path.parent
+            if not path.is_dir():
+                file_size(path, missing=_how_to_get(path))
+            config = _read_config(folder / "config.json", precision, padded_vocab_size, how)
+            tensors = _check(_find(stack, path), config)
+        except OSError as error:
+            raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
+        return build(config, _read(tensors, config))
 
 
 def save_hf(model: GPT2, path: str | os.PathLike) -> None:
@@ -79,26 +104,28 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
     Args:
         model: any GPT2, on any number of devices of this process.
         path: the folder, made where it is missing.
+
+    Raises:
+        WeightsError: the folder or a file cannot be written, for example because the disk is full.
     """
     folder, config = Path(path), model.config
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightsError(
+            f"{shown(folder)}: the folder cannot be created: {reason(error)}"
+        ) from error
     params = arrays(model)
     params[("wte",)] = params[("wte",)][: config.vocab_size]
     tensors = {
-        PREFIX + name: np.ascontiguousarray(params[key], np.float32) for key, name in _names(config.n_layer).items()
+        PREFIX + name: np.ascontiguousarray(params[key], np.float32)
+        for kind in kinds(config)
+        for key, name in kind.each()
     }
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     with replacing(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(_config_json(config), indent=2) + "\n")
-
-
-def _names(n_layer: int) -> dict[Key, str]:
-    """Our key of every tensor → its name in the file, without the prefix."""
-    names: dict[Key, str] = {("wte",): "wte.weight", ("wpe",): "wpe.weight"}
-    for layer in range(n_layer):
-        names |= {("blocks", layer, *key): f"h.{layer}.{name}" for key, name in BLOCK_TENSORS}
-    return names | {("ln_f", "scale"): "ln_f.weight", ("ln_f", "bias"): "ln_f.bias"}
 
 
 def _config_json(config: GPT2Config) -> dict[str, Any]:
@@ -132,43 +159,78 @@ def _config_json(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _how_to_get(path: Path) -> str:
+    folder = path.parent if path.suffix else path
+    name = folder.name if folder.name in PRESETS else "gpt2"
+    return (
+        f"load_hf reads a folder on disk. To download {name}: pip install huggingface_hub, then "
+        f"hf download openai-community/{name} config.json model.safetensors --local-dir "
+        f"{printable(shlex.quote(str(folder)))}"
+    )
+
+
+def _read_json(file: Path, missing: str) -> dict[str, Any]:
+    if (size := file_size(file, missing=missing)) > MAX_JSON_BYTES:
+        raise WeightsError(
+            f"{shown(file)}: expected at most {MAX_JSON_BYTES} bytes of JSON, found {size}"
+        )
     try:
-        found = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{file}: not there. Give the folder of a Hugging Face GPT-2 on disk, or a .safetensors file beside config.json"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{file}: expected JSON: {error}. Download or export the model again") from error
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{shown(file)}: expected JSON: {reason(error)}. Download or export the model again"
+        ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 (the file is wrong, not an argument)
+        raise WeightsError(f"{shown(file)}: expected a JSON object, found {type(found).__name__}")
     return found
 
 
-def _read_config(file: Path, precision: Precision, padded_vocab_size: int | None, how: Mapping[str, Any]) -> GPT2Config:
-    found = _read_json(file)
+def _read_config(
+    file: Path, precision: Precision, padded_vocab_size: int | None, how: dict[str, Any]
+) -> GPT2Config:
+    found = _read_json(
+        file,
+        "Give the folder of a Hugging Face GPT-2 on disk, or a .safetensors file beside this file",
+    )
     for field, allowed in _REQUIRED.items():
-        if (value := found.get(field, allowed[0])) not in allowed:
-            raise ValueError(
-                f"{file}: expected {field} to be {' or '.join(map(repr, allowed))}, found {value!r}: gptjax does not "
-                "compute this model. Use a model of the original GPT-2 architecture"
+        value = found.get(field, allowed[0])
+        if not any(value == choice and type(value) is type(choice) for choice in allowed):
+            raise WeightsError(
+                f"{shown(file)}: expected {field} to be {' or '.join(map(repr, allowed))}, found "
+                f"{reprlib.repr(value)}: gptjax does not compute this model. Use a model of the "
+                "original GPT-2 architecture"
             )
-    missing = [name for name in _SIZES if name not in found]
-    positions = found.get("n_positions", found.get("n_ctx"))
-    if missing or positions is None:
-        raise ValueError(f"{file}: expected {[*_SIZES, 'n_positions']}, missing {missing or ['n_positions']}")
-    sizes = {name: found[name] for name in _SIZES} | {"block_size": positions}
-    if found.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        raise ValueError(
-            f"{file}: expected n_inner to be null or 4·n_embd = {4 * sizes['n_embd']}, found {found['n_inner']}: "
-            "gptjax's MLP is four times as wide as its residual stream"
-        )
-    if decided := sorted(set(how) & set(sizes)):
-        raise ValueError(f"load_hf: config.json decides {decided}; leave them out")
+    sizes = _sizes(file, found)
+    try:
+        config = GPT2Config(**sizes, precision=precision, **how)
+    except ValueError as error:
+        raise WeightsError(f"{shown(file)}: no GPT-2: {error}") from error
     if padded_vocab_size is None:
-        padded_vocab_size = -(-sizes["vocab_size"] // 128) * 128
-    return GPT2Config(**sizes, padded_vocab_size=padded_vocab_size, precision=precision, **how)
+        return config
+    return dataclasses.replace(config, padded_vocab_size=padded_vocab_size)
+
+
+def _sizes(file: Path, found: dict[str, Any]) -> dict[str, int]:
+    """The sizes in config.json, each of them a positive integer."""
+    positions = "n_positions" if "n_positions" in found else "n_ctx"
+    names = {name: positions if name == "block_size" else name for name in SIZES}
+    if missing := [name for name in names.values() if name not in found]:
+        raise WeightsError(f"{shown(file)}: expected {[*names.values()]}, missing {missing}")
+    for name in names.values():
+        value = found[name]
+        # type(): a bool is an int. The upper bound keeps messages short.
+        if type(value) is not int or not 1 <= value < 2**63:
+            raise WeightsError(
+                f"{shown(file)}: expected {name} to be a positive integer, "
+                f"found {reprlib.repr(value)}"
+            )
+    width, inner = 4 * found["n_embd"], found.get("n_inner")
+    if inner is not None and (type(inner) is not int or inner != width):
+        raise WeightsError(
+            f"{shown(file)}: expected n_inner to be null or 4·n_embd = {width}, found "
+            f"{reprlib.repr(inner)}: gptjax's MLP is four times as wide as its residual stream"
+        )
+    return {field: found[name] for field, name in names.items()}
 
 
 class _Stored(NamedTuple):
@@ -178,76 +240,117 @@ class _Stored(NamedTuple):
     opened: Any
     name: str
 
+    def check(self, shape: tuple[int, ...]) -> None:
+        tensor = self.opened.get_slice(self.name)
+        found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        if found != shape or dtype not in FLOATS:
+            raise WeightsError(
+                f"{shown(self.file)}: expected {printable(self.name)} of shape {shape} and a type "
+                f"of {FLOATS}, found {found} {dtype}. Check that config.json belongs to these weights"
+            )
+
     def read(self) -> np.ndarray:
-        return self.opened.get_tensor(self.name).astype(np.float32)
-
-
-def _find(stack: contextlib.ExitStack, path: Path, config: GPT2Config) -> dict[str, _Stored]:
-    """Every tensor of the model, by its name without the prefix; all are there and of the right shape."""
-    paths = _weight_files(path)
-    files: dict[str, _Stored] = {}
-    for file in paths:
         try:
-            opened = stack.enter_context(safe_open(file, framework="numpy"))
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file}: expected a safetensors file: {error}. Download or export the model again"
+            # An fp64 number beyond fp32 would become infinite.
+            with np.errstate(over="raise", invalid="ignore"):
+                return self.opened.get_tensor(self.name).astype(np.float32)
+        except FloatingPointError:
+            raise WeightsError(
+                f"{shown(self.file)}: expected {printable(self.name)} to hold numbers of fp32's "
+                "range, found larger ones"
+            ) from None
+
+
+def _find(stack: contextlib.ExitStack, path: Path) -> dict[str, _Stored]:
+    """Open the files and return every tensor, by its name without the prefix."""
+    tensors: dict[str, _Stored] = {}
+    for file in _weight_files(path):
+        try:
+            opened = _open(stack, file)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(
+                f"{shown(file)}: expected a safetensors file: {reason(error)}. "
+                "Download or export the model again"
             ) from error
         names_in_file = opened.keys()  # not a mapping: it has keys() and nothing to iterate over
-        files |= {name.removeprefix(PREFIX): _Stored(file, opened, name) for name in names_in_file}
-    files = {name: where for name, where in files.items() if not name.endswith(BUFFERS)}
+        for name in names_in_file:
+            if (short := name.removeprefix(PREFIX)) in tensors:
+                raise WeightsError(
+                    f"{shown(file)}: expected one tensor {printable(short)}, found two"
+                )
+            tensors[short] = _Stored(file, opened, name)
+    return {name: stored for name, stored in tensors.items() if not name.endswith(BUFFERS)}
 
-    ours, names = shapes(config), _names(config.n_layer)
-    missing = sorted(set(names.values()) - set(files))
-    unexpected = sorted(set(files) - set(names.values()) - {HEAD})
+
+def _open(stack: contextlib.ExitStack, file: Path) -> Any:
+    length = file_size(file)
+    with open(file, "rb") as raw:
+        header = int.from_bytes(raw.read(8), "little")
+    if length < 8 or header > min(length - 8, MAX_JSON_BYTES):
+        raise SafetensorError(f"a header of {header} bytes in a file of {length}")
+    return stack.enter_context(safe_open(file, framework="numpy"))
+
+
+def _check(tensors: dict[str, _Stored], config: GPT2Config) -> dict[str, _Stored]:
+    """Compare the tensors with the config, before anything of its sizes is built."""
+    files = ", ".join(sorted({shown(stored.file) for stored in tensors.values()}))
+    count = sum(kind.layers or 1 for kind in kinds(config))
+    expected = f"{files}: expected the {count} tensors of a GPT-2 of {config.n_layer} layers"
+    what_to_do = "Check that config.json belongs to these weights"
+    if config.n_layer > len(tensors):
+        raise WeightsError(f"{expected}, found {len(tensors)}. {what_to_do}")
+    shapes = {name: kind.shape for kind in kinds(config) for _, name in kind.each()}
+    missing, unexpected = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys() - {HEAD}
     if missing or unexpected:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: expected the {len(names)} tensors of a GPT-2 of {config.n_layer} layers; "
-            f"missing {_few(missing)}, unexpected {_few(unexpected)}. Check that config.json belongs to these weights"
+        raise WeightsError(
+            f"{expected}; missing {few(missing)}, unexpected {few(unexpected)}. {what_to_do}"
         )
-    for key, name in names.items():
-        stored = files[name]
-        expected = (config.vocab_size, config.n_embd) if key == ("wte",) else ours[key]
-        tensor = stored.opened.get_slice(stored.name)
-        if tuple(tensor.get_shape()) != expected or tensor.get_dtype() not in FLOATS:
-            raise ValueError(
-                f"{stored.file}: expected {stored.name} of shape {expected} and a type of {FLOATS}, found "
-                f"{tuple(tensor.get_shape())} {tensor.get_dtype()}. Check that config.json belongs to these weights"
-            )
-    if HEAD in files and not np.array_equal(files[HEAD].read(), files["wte.weight"].read()):
-        raise ValueError(
-            f"{files[HEAD].file}: expected {HEAD} to be the same tensor as wte.weight, found other numbers: "
-            "gptjax's head is tied to the token embedding. Use a model with a tied head"
+    # The file's vocabulary is without padding.
+    shapes["wte.weight"] = (config.vocab_size, config.n_embd)
+    shapes |= {HEAD: shapes["wte.weight"]} if HEAD in tensors else {}
+    for name, shape in shapes.items():
+        tensors[name].check(shape)
+    if HEAD in tensors and not np.array_equal(tensors[HEAD].read(), tensors["wte.weight"].read()):
+        raise WeightsError(
+            f"{shown(tensors[HEAD].file)}: expected {HEAD} to be the same tensor as wte.weight, "
+            "found other numbers: gptjax's head is tied to the token embedding. "
+            "Use a model with a tied head"
         )
-    return files
+    return tensors
 
 
 def _weight_files(path: Path) -> list[Path]:
     if not path.is_dir():
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: not there. Give a folder with {WEIGHTS}, or the file itself")
         return [path]
     if (path / WEIGHTS).exists():
         return [path / WEIGHTS]
     if not (path / INDEX).exists():
-        found = sorted(file.name for file in path.iterdir())
-        raise FileNotFoundError(
-            f"{path}: expected {WEIGHTS} or {INDEX}, found {_few(found)}. Save a pickled model again with "
+        raise WeightsError(
+            f"{shown(path)}: expected {WEIGHTS} or {INDEX}, found "
+            f"{few(file.name for file in path.iterdir())}. Save a pickled model again with "
             "save_pretrained(path, safe_serialization=True)"
         )
-    shards = sorted({path / name for name in _read_json(path / INDEX)["weight_map"].values()})
-    if gone := [shard.name for shard in shards if not shard.exists()]:
-        raise FileNotFoundError(f"{path}: {INDEX} names {_few(gone)}, which are not there. Download them")
-    return shards
+    weight_map = _read_json(path / INDEX, "").get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    for name in names:
+        if not isinstance(weight_map, dict) or not _is_file_name(name):
+            raise WeightsError(
+                f"{shown(path / INDEX)}: expected weight_map to give each tensor the name of a "
+                f"file in this folder, found {reprlib.repr(name)}"
+            )
+    for name in sorted(set(names)):
+        file_size(path / name, missing=f"{INDEX} names it; download it")
+    return [path / name for name in sorted(set(names))]
 
 
-def _tensors(files: dict[str, _Stored], config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
-    for key, name in _names(config.n_layer).items():
-        tensor = files[name].read()
-        if key == ("wte",):
-            tensor = np.pad(tensor, ((0, config.padded_vocab_size - config.vocab_size), (0, 0)))
-        yield key, tensor
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
-def _few(names: list[str]) -> str:
-    return f"{names[:6]}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+def _read(tensors: dict[str, _Stored], config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
+    for kind in kinds(config):
+        for key, name in kind.each():
+            tensor = tensors[name].read()
+            if key == ("wte",):
+                tensor = np.pad(tensor, ((0, config.padded_vocab_size - config.vocab_size), (0, 0)))
+            yield key, tensor

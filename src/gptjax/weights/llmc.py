@@ -21,7 +21,21 @@ import numpy as np
 
 from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.precision import Precision
-from gptjax.weights._params import BLOCK_TENSORS, FP32, Key, arrays, build, replacing, shapes
+from gptjax.weights._params import (
+    FP32,
+    SIZES,
+    Key,
+    Kind,
+    WeightsError,
+    arrays,
+    build,
+    check_options,
+    file_size,
+    kinds,
+    reason,
+    replacing,
+    shown,
+)
 
 MAGIC = 20240326
 HEADER_INTS = 256
@@ -45,22 +59,19 @@ def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **how: An
         **how: other fields of `GPT2Config` that the file does not decide: attention, loss, loss_chunk, recompute.
 
     Raises:
-        ValueError: not such a file, or one that is cut short or too long; says where, what was expected and what is there.
+        WeightsError: not such a file, or one that is cut short or too long; says where.
+        ValueError: a wrong option.
     """
+    check_options("load_llmc", "the file", precision, how)
     path = Path(path)
-    header, config = _read_header(path, precision=precision, how=how)
-    dtype = DTYPES[int(header[1])]
-    layout = _layout(config)
-    expected = HEADER_BYTES + dtype.itemsize * sum(int(np.prod(shape)) for _, shape in layout)
-    if (found := path.stat().st_size) != expected:
-        at = _where(layout, dtype.itemsize, found) if found < expected else f"the last tensor ends at {expected}"
-        raise ValueError(
-            f"{path}: expected {expected} bytes for this header ({config.n_layer} layers, {config.n_embd} channels, "
-            f"{dtype.name}), found {found}: {'cut short' if found < expected else 'too long'}, {at}. "
-            "Copy or export the file again"
-        )
-    numbers = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
-    return build(config, _tensors(numbers, layout))
+    try:
+        length = file_size(path)
+        version, config = _read_header(path, precision=precision, how=how)
+        _check_length(path, config, DTYPES[version], length)
+        numbers = np.memmap(path, dtype=DTYPES[version], mode="r", offset=HEADER_BYTES)
+    except OSError as error:
+        raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
+    return build(config, _tensors(numbers, config))
 
 
 def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> None:
@@ -73,6 +84,8 @@ def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> N
 
     Raises:
         ValueError: an unknown dtype.
+        WeightsError: the file cannot be written, for example because its folder does not exist or
+            the disk is full.
     """
     if dtype not in VERSIONS:
         raise ValueError(f"save_llmc: unknown dtype {dtype!r}; choose one of {list(VERSIONS)}")
@@ -90,64 +103,84 @@ def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> N
     )
     with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
         file.write(header.tobytes())
-        for key, _ in _layout(config):
-            tensor = params[key].T if _is_matrix(key) else params[key]
-            file.write(tensor.astype(DTYPES[VERSIONS[dtype]]).tobytes())
-
-
-def _layout(config: GPT2Config) -> list[tuple[Key, tuple[int, ...]]]:
-    """Every tensor of the file in its order, with its shape in the file."""
-    keys: list[Key] = [("wte",), ("wpe",)]
-    keys += [("blocks", layer, *key) for key, _ in BLOCK_TENSORS for layer in range(config.n_layer)]
-    keys += [("ln_f", "scale"), ("ln_f", "bias")]
-    ours = shapes(config)
-    return [(key, ours[key][::-1] if _is_matrix(key) else ours[key]) for key in keys]
+        for kind in kinds(config):
+            for key, _ in kind.each():
+                tensor = params[key].T if _is_matrix(key) else params[key]
+                file.write(tensor.astype(DTYPES[VERSIONS[dtype]]).tobytes())
 
 
 def _is_matrix(key: Key) -> bool:
     return key[-1] == "kernel"
 
 
-def _tensors(numbers: np.ndarray, layout) -> Iterator[tuple[Key, np.ndarray]]:
+def _tensors(numbers: np.ndarray, config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
     at = 0
-    for key, shape in layout:
-        tensor = numbers[at : at + int(np.prod(shape))].reshape(shape).astype(np.float32)
-        at += tensor.size
-        yield key, tensor.T if _is_matrix(key) else tensor
+    for kind in kinds(config):
+        for key, _ in kind.each():
+            tensor = numbers[at : at + kind.size].astype(np.float32)
+            at += kind.size
+            tensor = (
+                tensor.reshape(kind.shape[::-1]).T
+                if _is_matrix(key)
+                else tensor.reshape(kind.shape)
+            )
+            yield key, tensor
 
 
-def _read_header(path: Path, *, precision: Precision, how: dict[str, Any]) -> tuple[np.ndarray, GPT2Config]:
+def _read_header(
+    path: Path, *, precision: Precision, how: dict[str, Any]
+) -> tuple[int, GPT2Config]:
     with open(path, "rb") as file:
         raw = file.read(HEADER_BYTES)
-    header = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
-    if header.size and header[0] != MAGIC:
-        kind = _OTHER_FILES.get(int(header[0]), "not a file of llm.c's")
-        raise ValueError(
-            f"{path}: expected the magic {MAGIC} of an llm.c model at offset 0, found {header[0]} ({kind})"
+    header = [int(number) for number in np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")]
+    if header and header[0] != MAGIC:
+        kind = _OTHER_FILES.get(header[0], "not a file of llm.c's")
+        raise WeightsError(
+            f"{shown(path)}: expected the magic {MAGIC} of an llm.c model at offset 0, found "
+            f"{header[0]} ({kind})"
         )
     if len(raw) < HEADER_BYTES:
-        raise ValueError(f"{path}: expected a header of {HEADER_BYTES} bytes, found a file of {len(raw)}")
+        raise WeightsError(
+            f"{shown(path)}: expected a header of {HEADER_BYTES} bytes, found a file of {len(raw)}"
+        )
     if header[1] not in DTYPES:
-        raise ValueError(
-            f"{path}: expected version 3 (fp32) or 5 (bf16) at offset 4, found {header[1]}. "
+        raise WeightsError(
+            f"{shown(path)}: expected version 3 (fp32) or 5 (bf16) at offset 4, found {header[1]}. "
             "Export the model again with a newer llm.c"
         )
-    names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")
-    sizes = dict(zip(names, map(int, header[2:8]), strict=True))
-    decided = sorted(set(how) & set(sizes))
-    if decided:
-        raise ValueError(f"load_llmc: the file decides {decided}; leave them out")
+    sizes = dict(zip((*SIZES, "padded_vocab_size"), header[2:8], strict=True))
     try:
-        return header, GPT2Config(**sizes, precision=precision, **how)
+        return header[1], GPT2Config(**sizes, precision=precision, **how)
     except ValueError as error:
-        raise ValueError(f"{path}: the header at offset 8 … 31 says {sizes}, which is no GPT-2: {error}") from error
+        raise WeightsError(
+            f"{shown(path)}: the header at offset 8 … 31 says {sizes}, which is no GPT-2: {error}"
+        ) from error
 
 
-def _where(layout, itemsize: int, size: int) -> str:
-    """The tensor in which a file of `size` bytes ends."""
-    end = HEADER_BYTES
-    for key, shape in layout:
-        start, end = end, end + itemsize * int(np.prod(shape))
-        if size < end:
-            return f"inside {'.'.join(map(str, key))}, which is at offset {start} … {end - 1}"
-    raise AssertionError("a file of the full size was called short")
+def _check_length(path: Path, config: GPT2Config, dtype: np.dtype, found: int) -> None:
+    """Compare the file's length with the header, before anything of the header's sizes is built."""
+    start, end, at = HEADER_BYTES, HEADER_BYTES, None
+    for kind in kinds(config):
+        start, end = end, end + dtype.itemsize * kind.size * (kind.layers or 1)
+        if at is None and found < end:
+            at = _where(kind, dtype.itemsize * kind.size, start, found)
+    if found != end:
+        raise WeightsError(
+            f"{shown(path)}: expected {end} bytes for this header ({config.n_layer} layers, "
+            f"{config.n_embd} channels, {dtype.name}), found {found}: "
+            f"{at or f'too long, the last tensor ends at {end}'}. Copy or export the file again"
+        )
+
+
+def _where(kind: Kind, length: int, start: int, found: int) -> str:
+    """Name the tensor in which a file of `found` bytes ends.
+
+    Args:
+        length: bytes of each tensor of the kind.
+        start: offset of the first of them.
+    """
+    layer = (found - start) // length
+    start += layer * length
+    key = kind.key if kind.layers is None else ("blocks", layer, *kind.key)
+    name, last = ".".join(map(str, key)), start + length - 1
+    return f"cut short, inside {name}, which is at offset {start} … {last}"
