@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+import re
 import sysconfig
 import urllib.error
 import urllib.request
@@ -99,12 +100,32 @@ def test_jsonl_gives_the_field_of_every_line(tmp_path):
         ),
         (b"[1]", r"a.jsonl, line 3: expected an object with the field 'text', found b'\[1\]"),
         (b'{"text": 5}', "a.jsonl, line 3: expected text in the field 'text', found int; .*--field"),
+        (b'{"text": null}', "a.jsonl, line 3: expected text in .*'text', found null; .*--field .*--skip-bad-lines"),
+        (b"[" * 200_000, r"a.jsonl, line 3: expected a JSON object, found b'\[\[\["),
     ],
 )
-def test_a_bad_line_is_said_with_its_number(tmp_path, line, says):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+def test_a_bad_line_is_said_with_its_number_before_any_text_is_used(tmp_path, line, says):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "two"}\n{oops')
     with pytest.raises(CorpusError, match=says):
-        texts(corpora.jsonl([tmp_path / "a.jsonl"]))
+        corpora.jsonl([tmp_path / "a.jsonl"]).measure()
+    said = []
+    corpus = corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=said.append)
+    assert texts(corpus) == ["fine", "two"]
+    assert said[0].startswith("NOTE: skipped 2 bad lines, kept 2; the first: ") and re.search(says, said[0])
+    assert corpus.measure().tolist() == [len('{"text": "fine"}'), len('{"text": "two"}')]
+
+
+def test_jsonl_of_bad_lines_only_is_said(tmp_path):
+    (tmp_path / "a.jsonl").write_text("1\n2\n")
+    with pytest.raises(CorpusError, match="a.jsonl: expected lines of JSON, found only bad lines"):
+        corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=str).measure()
+
+
+def test_the_digest_of_the_documents_tells_texts_apart():
+    same = corpora.digest(iter(["one", "two"]))
+    assert same == corpora.digest(iter(["one", "two"]))
+    others = [["onetwo"], ["one", "twO"], ["two", "one"], ["one", "two", ""], ["one\ud800", "two"]]
+    assert len({same, *(corpora.digest(iter(other)) for other in others)}) == 6
 
 
 def test_jsonl_without_lines_is_said(tmp_path):
@@ -121,7 +142,11 @@ def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch)
     fetched = []
     monkeypatch.setattr(corpora, "_TINYSHAKESPEARE_SHA256", hashlib.sha256(play).hexdigest())
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: fetched.append(url) or io.BytesIO(play))
-    assert texts(corpora.tinyshakespeare()) == [play.decode()]
+    downloaded = corpora.tinyshakespeare()
+    # Known without the download, and equal to the file's.
+    assert downloaded.digest == corpora.digest(corpora.tinyshakespeare(tmp_path / "input.txt").documents())
+    assert not fetched
+    assert texts(downloaded) == [play.decode()]
     assert len(fetched) == 1 and "karpathy/char-rnn" in fetched[0]
 
 

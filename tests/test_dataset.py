@@ -1,14 +1,21 @@
 import dataclasses
+import errno
+import hashlib
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gptjax.data import DatasetError, ShardError, find_dataset, get_tokenizer, write_shard
+from gptjax.data import DataError, DatasetError, ShardError, few_tokens_note, find_dataset, get_tokenizer, write_shard
 from gptjax.data import dataset as module
+from gptjax.data import sidecar as sidecar_module
+
+KINDS = {"byte": {"vocab_size": 257, "eot": 256}, "gpt2": {"vocab_size": 50257, "eot": 50256}}
 
 
-def make_folder(folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar=True, **extra):
+def make_folder(folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar=True, version=2, **extra):
     """A dataset folder with the given shard sizes, by hand."""
     folder.mkdir(parents=True)
     shards = {}
@@ -17,7 +24,10 @@ def make_folder(folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar
             file = f"some_{split}_{number:06d}.bin"
             write_shard(folder / file, np.arange(size, dtype=np.uint16) % 200)
             shards[file] = {"tokens": size, "max_token": min(size - 1, 199)}
-    said = {"format": 1, "tokenizer": tokenizer, "vocab_size": 257, "eot": 256, "source": "test", "shards": shards}
+            if version == 2:
+                digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+                shards[file] |= {"sha256": digest, "sample": digest}
+    said = {"format": version, "tokenizer": tokenizer, **KINDS[tokenizer], "source": "test", "shards": shards}
     if sidecar:
         (folder / "dataset.json").write_text(json.dumps(said | extra))
     return folder
@@ -173,19 +183,126 @@ def test_a_listed_shard_that_is_gone_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "JSONDecodeError"),
-        ('{"format": 2}', "ValueError: format 2"),
-        ('{"format": 1}', "KeyError: 'tokenizer'"),
-        ("[]", "TypeError"),
+        (b"{", "JSONDecodeError"),
+        (b"[" * 200_000, "RecursionError"),
+        (b'{"format": ' + b"9" * 5000 + b"}", "ValueError: Exceeds the limit"),
+        (b'{"format": 1e999}', "ValueError: format inf instead of an integer in 1..2"),
+        (b'{"a": "\xe9"}', "UnicodeDecodeError"),
+        (b"", "JSONDecodeError"),
+        (b"[]", "ValueError: list instead of an object for the file"),
+        (b" " * 3000, "ValueError: more than 2000 bytes"),
     ],
 )
-def test_a_dataset_json_that_cannot_be_understood_is_said(tmp_path, content, says):
+def test_a_dataset_json_that_cannot_be_understood_is_said(tmp_path, monkeypatch, content, says):
+    if content.isspace():
+        monkeypatch.setattr(sidecar_module, "_MAX_BYTES", 2000)
     folder = make_folder(tmp_path / "mine")
-    (folder / "dataset.json").write_text(content)
+    (folder / "dataset.json").write_bytes(content)
+    says = f"dataset.json: expected a description of shards, format 1 or 2, found {says}.*; restore"
+    with pytest.raises(DatasetError, match=says):
+        find_dataset("mine", tmp_path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": 3}, "format 3 instead of an integer in 1..2"),
+        ({"format": True}, "format True instead"),
+        ({"tokenizer": "gpt4"}, "tokenizer 'gpt4'; known are gpt2, byte"),
+        ({"tokenizer": "gpt2"}, "vocab_size 257 instead of 50257"),
+        ({"tokenizer": ["byte"]}, r"tokenizer \['byte'\] instead of a text"),
+        ({"tokenizer": "\x1b[31mred"}, r"tokenizer '\\x1b\[31mred'"),
+        ({"vocab_size": 257.0}, "vocab_size 257.0 instead of 257"),
+        ({"eot": None}, "eot None instead of 256"),
+        ({"source": 5}, "source 5 instead of a text"),
+        ({"source_digest": "abc"}, "source_digest 'abc' instead of 64 hexadecimal digits"),
+        ({"shards": None}, "NoneType instead of an object for shards"),
+        ({"shards": [1]}, "list instead of an object for shards"),
+        ({"tokens": -5}, "tokens -5 instead of an integer in 1..2147483647"),
+        ({"tokens": 10**400}, "tokens 1000.* instead of an integer"),
+        ({"tokens": "100"}, "tokens '100' instead"),
+        ({"tokens": True}, "tokens True instead"),
+        ({"tokens": 100.0}, "tokens 100.0 instead"),
+        ({"tokens": float("nan")}, "tokens nan instead"),
+        ({"max_token": -1}, "max_token -1 instead of an integer in 0..256"),
+        ({"max_token": 300}, "max_token 300 instead of an integer in 0..256"),
+        ({"sha256": "g" * 64}, "sha256 'ggg.* instead of 64 hexadecimal digits"),
+        ({"sample": None}, "sample None instead of a text"),
+    ],
+)
+def test_a_field_of_dataset_json_of_a_wrong_type_or_range_is_said(tmp_path, change, says):
+    folder = make_folder(tmp_path / "mine")
+    said = json.loads((folder / "dataset.json").read_text())
+    (name, value) = next(iter(change.items()))
+    where = said["shards"]["some_train_000001.bin"] if name in ("tokens", "max_token", "sha256", "sample") else said
+    where[name] = value
+    (folder / "dataset.json").write_text(json.dumps(said))
     with pytest.raises(
-        DatasetError, match=f"dataset.json: expected a description of shards, format 1, found {says}.*; remove"
+        DatasetError, match=f"dataset.json: expected a description of shards.* found ValueError: {says}"
     ):
         find_dataset("mine", tmp_path, "auto")
+
+
+@pytest.mark.parametrize("name", ["../some_train_000001.bin", "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"])
+def test_a_listed_name_that_is_no_shard_of_the_folder_is_said_without_control_characters(tmp_path, name):
+    folder = make_folder(tmp_path / "mine")
+    said = json.loads((folder / "dataset.json").read_text())
+    said["shards"][name] = said["shards"]["some_train_000001.bin"]
+    (folder / "dataset.json").write_text(json.dumps(said))
+    with pytest.raises(DatasetError, match="expected the 4 shards .* missing; remove") as error:
+        find_dataset("mine", tmp_path, "auto")
+    assert "\x1b" not in str(error.value) and name.replace("\x1b", "\ufffd") in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["dataset.json", "some_train_000001.bin"])
+@pytest.mark.parametrize(
+    ("replace", "says"),
+    [
+        (os.mkdir, "a directory instead of a regular file"),
+        (os.mkfifo, "a FIFO instead of a regular file"),  # opening a FIFO waits for a writer
+        (lambda path: os.symlink("/dev/zero", path), "a device instead of a regular file"),
+        (lambda path: os.symlink(path, path), "Too many levels of symbolic links"),
+    ],
+)
+def test_a_file_that_is_no_regular_file_is_refused(tmp_path, file, replace, says):
+    folder = make_folder(tmp_path / "mine")
+    (folder / file).unlink()
+    replace(folder / file)
+    with pytest.raises(DataError, match=rf"{file}: .*found .*{says}.*; "):
+        find_dataset("mine", tmp_path, "auto").validate(257, 4)
+
+
+@pytest.mark.parametrize("file", ["dataset.json", "some_train_000001.bin"])
+def test_a_file_without_permission_is_said(tmp_path, monkeypatch, file):
+    """The permission is taken away in `os.open`, because tests may run as root."""
+    folder, real = make_folder(tmp_path / "mine"), os.open
+
+    def refuse(path, *rest):
+        if Path(path) == folder / file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DataError, match=f"{file}: .*found .*Permission denied"):
+        find_dataset("mine", tmp_path, "auto").validate(257, 4)
+
+
+def test_a_folder_that_cannot_be_read_is_said(tmp_path, monkeypatch):
+    make_folder(tmp_path / "mine")
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(DatasetError, match="dataset 'mine' in .* found .*Permission denied.*choose another --dataset"):
+        find_dataset("mine", tmp_path, "auto")
+    with pytest.raises(DatasetError, match="File name too long"):
+        find_dataset("m" * 400, tmp_path, "auto")
+
+
+def test_control_characters_of_a_folder_do_not_reach_the_note(tmp_path):
+    folder = make_folder(tmp_path / "red\x1b[31m", sidecar=False)
+    assert "red\ufffd[31m has no dataset.json" in find_dataset(str(folder), tmp_path, "auto").note
 
 
 def test_the_fingerprint_survives_json_and_tells_datasets_apart(tmp_path):
@@ -199,14 +316,119 @@ def test_the_fingerprint_survives_json_and_tells_datasets_apart(tmp_path):
     assert prints[0] == prints[1] and prints[0] != prints[2] and prints[0] != prints[3]
 
 
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_changed_tokens_under_the_same_names_and_counts_are_other_data(tmp_path, sidecar):
+    """Without dataset.json, the checkpoint's digest is all that tells them apart."""
+    folder = make_folder(tmp_path / "mine", sidecar=sidecar)
+    dataset = find_dataset("mine", tmp_path, "auto")
+    saved = json.loads(json.dumps(dataset.fingerprint()))
+    assert dataset.differences(saved) == [] == find_dataset("mine", tmp_path, "auto").differences(saved)
+    write_shard(folder / "some_train_000002.bin", np.arange(60, dtype=np.uint16) + 1)
+    changed = find_dataset("mine", tmp_path, "auto")
+    (line,) = changed.differences(saved)
+    assert line.startswith("some_train_000002.bin: expected SHA-256 of a sample '")
+    assert changed.fingerprint() != saved
+    assert dataset.fingerprint() == saved  # the files are read once, at the start
+
+
+def test_a_digest_of_dataset_json_that_changed_outside_of_the_sample_is_other_data(tmp_path):
+    folder = make_folder(tmp_path / "mine")
+    saved = find_dataset("mine", tmp_path, "auto").fingerprint()
+    said = json.loads((folder / "dataset.json").read_text())
+    said["shards"]["some_val_000000.bin"]["sha256"] = "0" * 64
+    (folder / "dataset.json").write_text(json.dumps(said))
+    dataset = find_dataset("mine", tmp_path, "auto")
+    (line,) = dataset.differences(saved)
+    assert line.startswith("some_val_000000.bin: expected SHA-256 in dataset.json '")
+    assert dataset.differences({name: saved[name] for name in saved if name != "sha256"}) == []
+
+
+def test_many_differences_are_cut_short(tmp_path):
+    make_folder(tmp_path / "mine", train=(9,) * 30)
+    dataset = find_dataset("mine", tmp_path, "auto")
+    lines = dataset.differences(dataset.fingerprint() | {"train": {}})
+    assert len(lines) == 10 and lines[-1] == "and 21 more"
+
+
+def test_a_fingerprint_of_an_older_version_has_names_and_counts_only(tmp_path):
+    make_folder(tmp_path / "mine")
+    dataset = find_dataset("mine", tmp_path, "auto")
+    saved = {name: dataset.fingerprint()[name] for name in ("tokenizer", "train", "val")}
+    assert dataset.differences(saved) == []
+    saved["train"] = {"some_train_000001.bin": 99, "gone_train_000002.bin": 60}
+    assert dataset.differences(saved) == [
+        "gone_train_000002.bin: expected this shard, which the checkpoint was trained on, found none",
+        "some_train_000001.bin: expected tokens 99, found 100",
+        "some_train_000002.bin: expected no such shard in the train shards, "
+        + "found one that the checkpoint was not trained on",
+    ]
+    assert dataset.differences(saved | {"tokenizer": "gpt2"})[0] == "tokenizer: expected 'gpt2', found 'byte'"
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [None, 5, "x", [], {}, {"train": 5}, {"train": {"\x1b[2J": None}}, {"samples": None}, {"samples": {"a": []}}],
+)
+def test_a_malformed_fingerprint_differs_and_never_raises(tmp_path, saved):
+    make_folder(tmp_path / "mine")
+    dataset = find_dataset("mine", tmp_path, "auto")
+    if isinstance(saved, dict) and "samples" in saved:
+        saved = dataset.fingerprint() | saved
+    lines = dataset.differences(saved)
+    assert lines and "\x1b" not in "".join(lines)
+
+
 def test_validate_accepts_what_fits_exactly(tmp_path):
     make_folder(tmp_path / "mine")
     find_dataset("mine", tmp_path, "auto").validate(100, 49)
 
 
+def test_validate_refuses_a_shard_that_is_not_the_listed_one(tmp_path):
+    folder = make_folder(tmp_path / "mine", train=(100, 100))
+    dataset = find_dataset("mine", tmp_path, "auto")
+    first, second = (folder / f"some_train_00000{number}.bin" for number in (1, 2))
+    whole = first.read_bytes()
+    first.write_bytes(whole[:1100] + bytes([whole[1100] ^ 1]) + whole[1101:])
+    says = r"some_train_000001.bin: at byte 8: expected content of digest .*, as dataset.json lists, found .*; "
+    with pytest.raises(ShardError, match=says + ".*python -m gptjax.data check"):
+        dataset.validate(257, 4)
+    first.write_bytes(whole)
+    dataset.validate(257, 4)
+    write_shard(second, np.zeros(100, dtype=np.uint16))
+    with pytest.raises(ShardError, match="some_train_000002.bin: at byte 8: expected content of digest"):
+        dataset.validate(257, 4)
+
+
+def test_a_sample_reads_the_same_blocks_of_a_large_shard_the_first_and_last_bytes_among_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sidecar_module, "_SAMPLE_WHOLE", 4000)
+    monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCKS", 3)
+    monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCK_BYTES", 100)
+    write_shard(tmp_path / "a.bin", np.arange(4000, dtype=np.uint16))
+    content = (tmp_path / "a.bin").read_bytes()  # 9024 bytes
+    expected = hashlib.sha256(content[:100] + content[4462:4562] + content[-100:]).hexdigest()
+    assert sidecar_module.sample(module.Shard(tmp_path / "a.bin")) == expected
+
+
+def test_an_older_dataset_json_without_digests_is_read_and_that_is_said(tmp_path):
+    folder = make_folder(tmp_path / "mine", version=1)
+    before = (folder / "dataset.json").read_bytes()
+    dataset = find_dataset("mine", tmp_path, "auto")
+    assert "older format without digests" in dataset.note and "--overwrite" in dataset.note
+    dataset.validate(257, 49)
+    assert dataset.fingerprint()["sha256"] == {} and len(dataset.fingerprint()["samples"]) == 3
+    assert (folder / "dataset.json").read_bytes() == before
+
+
+def test_shards_that_dataset_json_does_not_list_are_said(tmp_path):
+    folder = make_folder(tmp_path / "mine")
+    write_shard(folder / "other_train_000001.bin", np.arange(9, dtype=np.uint16))
+    note = find_dataset("mine", tmp_path, "auto").note
+    assert "has 1 shards that dataset.json does not list (other_train_000001.bin)" in note
+
+
 @pytest.mark.parametrize("file", ["some_train_000002.bin", "some_val_000000.bin"])
 def test_validate_refuses_a_shard_too_short_for_a_window(tmp_path, file):
-    folder = make_folder(tmp_path / "mine")
+    folder = make_folder(tmp_path / "mine", sidecar=False)
     write_shard(folder / file, np.zeros(40, dtype=np.uint16))
     dataset = find_dataset("mine", tmp_path, "auto")
     dataset.validate(257, 39)
@@ -225,7 +447,7 @@ def test_validate_refuses_a_bad_header(tmp_path):
 
 @pytest.mark.parametrize("sidecar", [True, False])
 def test_validate_names_the_first_id_outside_the_vocabulary(tmp_path, sidecar, monkeypatch):
-    monkeypatch.setattr(module, "_SCAN_TOKENS", 16)
+    monkeypatch.setattr("gptjax.data.shards._CHUNK_TOKENS", 16)
     make_folder(tmp_path / "mine", tokenizer="gpt2", sidecar=sidecar)
     dataset = find_dataset("mine", tmp_path, "auto")
     dataset.validate(100, 4)
@@ -238,11 +460,22 @@ def test_validate_reads_only_what_the_sidecar_does_not_vouch_for(tmp_path, monke
     folder = make_folder(tmp_path / "mine")
     dataset = find_dataset("mine", tmp_path, "auto")
     scanned = []
-    real = module._scan
-    monkeypatch.setattr(module, "_scan", lambda path, *rest: scanned.append(path.name) or real(path, *rest))
+    real = module.scan_ids
+    monkeypatch.setattr(module, "scan_ids", lambda shard, *rest: scanned.append(shard.path.name) or real(shard, *rest))
     dataset.validate(257, 4)
     assert scanned == []
-    write_shard(folder / "some_train_000002.bin", np.full(61, 300, dtype=np.uint16))  # not what the sidecar lists
-    with pytest.raises(ShardError, match="some_train_000002.bin: at byte 1024: .* found id 300"):
-        dataset.validate(257, 4)
-    assert scanned == ["some_train_000002.bin"]
+    write_shard(folder / "some_train_000003.bin", np.full(61, 300, dtype=np.uint16))  # the sidecar does not list it
+    with pytest.raises(ShardError, match="some_train_000003.bin: at byte 1024: .* found id 300"):
+        find_dataset("mine", tmp_path, "auto").validate(257, 4)
+    assert scanned == ["some_train_000003.bin"]
+
+
+@pytest.mark.parametrize(("epochs", "shards"), [(8.5, 1), (2e6, 4), (1e12, 103)])
+def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_data(tmp_path, epochs, shards):
+    make_folder(tmp_path / "mine")  # 160 tokens
+    dataset = find_dataset("mine", tmp_path, "auto")
+    note = few_tokens_note(dataset, epochs)
+    assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
+    assert note.endswith(f"python -m gptjax.data fineweb10B --shards {shards}")
+    assert few_tokens_note(dataset, epochs, tmp_path).endswith(f"--shards {shards} --data-dir {tmp_path}")
+    assert few_tokens_note(dataset, 8.0) is None

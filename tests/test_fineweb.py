@@ -1,3 +1,5 @@
+import hashlib
+import json
 import sys
 
 import huggingface_hub
@@ -72,6 +74,32 @@ def test_a_truncated_shard_is_fetched_again(tmp_path, hub):
     hub.fetched.clear()
     fetch(tmp_path, 2)
     assert hub.fetched == [FIRST] and open_shard(made / FIRST).size == 50
+
+
+def test_dataset_json_has_the_digests_of_the_downloads(tmp_path, hub):
+    made, _ = fetch(tmp_path, 2)
+    said = json.loads((made / "dataset.json").read_text())["shards"]
+    for file in (VAL, FIRST, SECOND):
+        assert said[file]["sha256"] == hashlib.sha256((made / file).read_bytes()).hexdigest() == said[file]["sample"]
+
+
+def test_a_changed_shard_is_fetched_again(tmp_path, hub):
+    made, _ = fetch(tmp_path, 2)
+    write_shard(made / FIRST, np.zeros(50, dtype=np.uint16))
+    hub.fetched.clear()
+    fetch(tmp_path, 2)
+    assert hub.fetched == [FIRST] and open_shard(made / FIRST)[1] != 0
+    find_dataset("fineweb10B", tmp_path, "gpt2").validate(50257, 49)
+
+
+def test_shards_listed_without_digests_get_them(tmp_path, hub):
+    made, _ = fetch(tmp_path, 1)
+    said = json.loads((made / "dataset.json").read_text())
+    shards = {file: {"tokens": 50, "max_token": info["max_token"]} for file, info in said["shards"].items()}
+    (made / "dataset.json").write_text(json.dumps(said | {"format": 1, "shards": shards}))
+    hub.fetched.clear()
+    fetch(tmp_path, 1)
+    assert hub.fetched == [] and json.loads((made / "dataset.json").read_text()) == said
 
 
 def test_an_interrupted_download_is_no_dataset_and_goes_on_where_it_stopped(tmp_path, hub):

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from gptjax.data import Loader, ShardError, fixed_batches, write_shard
+from gptjax.data.loader import Windows
 
 VOCAB = 65536
 
@@ -153,7 +155,9 @@ def test_a_far_start_is_as_fast_as_a_near_one(stream):
         ({"batch": 3, "process_count": 2}, "that 2 processes can share equally, found 3; take a multiple of 2"),
         ({"batch": 0}, "expected a batch .* found 0"),
         ({"process_index": 2, "process_count": 2}, "expected process_index in 0..process_count-1, found 2 of 2"),
-        ({"start": -1}, "expected start .* found -1"),
+        ({"start": -1}, r"expected start .* in 0..2\*\*53-1, found -1"),
+        ({"start": 2**70}, f"found {2**70}"),
+        ({"start": True}, "found True"),
         ({"seed": -1}, r"expected a seed in 0..4294967295, found -1"),
         ({"sequence_length": 0}, "expected a sequence_length of at least 1, found 0"),
         (
@@ -183,6 +187,38 @@ def test_a_token_outside_the_vocabulary_is_said_with_its_place_and_ends_the_load
     assert loader.position == 0
     with pytest.raises(ValueError, match="closed"):
         next(loader)
+
+
+@pytest.mark.parametrize("offset", [0, 30])
+def test_a_shard_truncated_while_it_is_used_is_an_error_of_the_next_batch(stream, offset):
+    loader = make(stream, batch=25)
+    next(loader)
+    os.truncate(stream[2], 1024 + offset)
+    with pytest.raises(
+        ShardError, match=rf"count_train_000003.bin: at byte \d+: .* found a file of {1024 + offset} bytes"
+    ):
+        for _ in range(100):  # some batches were made before
+            next(loader)
+    with pytest.raises(ShardError, match=f"count_train_000003.bin: at byte {1024 + offset}: expected 1144 bytes"):
+        fixed(stream)
+
+
+def test_a_shard_that_is_opened_again_must_be_the_same(stream, monkeypatch):
+    """More shards than files may be open: those that were closed must not have changed."""
+    monkeypatch.setattr("gptjax.data.loader._OPEN_SHARDS", 1)
+    os.utime(stream[0], ns=(0, 0))
+    windows = Windows(stream, 4)
+    assert windows[0].tolist() == [0, 1, 2, 3, 4] and windows[24].tolist() == [96, 97, 98, 99, 100]
+    write_shard(stream[0], np.zeros(30, dtype=np.uint16))
+    with pytest.raises(ShardError, match="count_train_000001.bin: .*found a file of 1084 bytes that was written to"):
+        windows[0]
+
+
+def test_a_shard_that_is_replaced_while_it_is_open_stays_as_it_was(stream):
+    windows = Windows(stream, 4)
+    before = windows[0].tolist()
+    write_shard(stream[0], np.zeros(30, dtype=np.uint16))
+    assert windows[0].tolist() == before
 
 
 def test_close_ends_the_threads(stream):

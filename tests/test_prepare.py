@@ -1,3 +1,5 @@
+import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -82,11 +84,15 @@ def test_the_sidecar_says_what_the_shards_are(texts, tmp_path):
     made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=10_000)
     said = json.loads((made / "dataset.json").read_text())
     shards = said.pop("shards")
-    assert said == {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": f"text: {texts[0]}"}
+    # The SHA-256 of the documents' SHA-256 digests.
+    documents = [hashlib.sha256(content.encode()).digest() for content in texts[1]]
+    assert said.pop("source_digest") == hashlib.sha256(b"".join(documents)).hexdigest()
+    assert said == {"format": 2, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": f"text: {texts[0]}"}
     assert sorted(shards) == sorted(path.name for path in made.glob("*.bin"))
     for name, info in shards.items():
         tokens = open_shard(made / name)
-        assert info == {"tokens": tokens.size, "max_token": tokens.max()}
+        digest = hashlib.sha256((made / name).read_bytes()).hexdigest()
+        assert info == {"tokens": tokens.size, "max_token": tokens.max(), "sha256": digest, "sample": digest}
 
 
 @given(st.integers(2, 12), st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
@@ -198,14 +204,42 @@ def test_what_is_prepared_is_not_made_again_unless_overwritten(texts, tmp_path):
     folder, _ = texts
     made = prepare_texts(folder, tmp_path / "data")
     before = (made / "dataset.json").stat().st_mtime_ns
-    (folder / "00.txt").write_text("now something else")
     lines = []
     options = Options(data_dir=tmp_path / "data", tokenizer="byte")
     prepare_corpus("mine", corpora.text([folder]), options, log=lines.append)
     assert (made / "dataset.json").stat().st_mtime_ns == before
-    assert len(lines) == 1 and "already prepared; --overwrite" in lines[0]
+    assert len(lines) == 1 and "already prepared from the same text; --overwrite" in lines[0]
+    text = (folder / "00.txt").read_text(encoding="utf-8")
+    (folder / "00.txt").write_text(text.replace("document", "DOCUMENT"), encoding="utf-8")  # of the same length
+    with pytest.raises(PrepareError, match="mine_byte was prepared from other text: .*--overwrite, or .*--name"):
+        prepare_corpus("mine", corpora.text([folder]), options)
+    assert (made / "dataset.json").stat().st_mtime_ns == before
     prepare_texts(folder, tmp_path / "data", overwrite=True)
-    assert "now something else" in documents_of(made, "train") + documents_of(made, "val")
+    assert "DOCUMENT 0" in "".join(documents_of(made, "train") + documents_of(made, "val"))
+
+
+def test_a_dataset_without_a_digest_of_its_text_stays_and_that_is_said(texts, tmp_path):
+    made = prepare_texts(texts[0], tmp_path / "data")
+    said = json.loads((made / "dataset.json").read_text())
+    del said["source_digest"]
+    (made / "dataset.json").write_text(json.dumps(said))
+    lines = []
+    options = Options(data_dir=tmp_path / "data", tokenizer="byte")
+    prepare_corpus("mine", corpora.text([texts[0]]), options, log=lines.append)
+    assert len(lines) == 1 and "dataset.json has no digest of its text" in lines[0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_text_that_changes_during_preparation_is_said(tmp_path, count):
+    rows = [json.dumps({"text": f"document {number}\n" * 9}) for number in range(count)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    corpus = corpora.jsonl([tmp_path / "a.jsonl"])
+    sizes = corpus.measure()
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, rows[0]]))
+    changed = dataclasses.replace(corpus, measure=lambda: sizes)
+    with pytest.raises(PrepareError, match="found another number: the text changed during preparation"):
+        prepare_corpus("mine", changed, Options(data_dir=tmp_path / "data", tokenizer="byte"))
+    assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
 
 
 def test_another_text_under_the_same_name_is_refused(texts, tmp_path):
@@ -316,7 +350,7 @@ def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
         prepared_by_the_first = data / "mine"
         assert not prepared_by_the_first.exists()
         with staged(prepared_by_the_first) as partial:
-            Sidecar("byte", 257, 256, f"text: {texts[0]}", {}).write(partial)
+            Sidecar("byte", 257, 256, f"text: {texts[0]}", None, {}).write(partial)
     said, _ = second.communicate(timeout=30)
     assert second.returncode == 0 and b"already prepared" in said
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from gptjax.data import ShardError, open_shard, write_shard
 from gptjax.data import shards as module
+from gptjax.data.shards import Shard
 
 TOKENS = np.array([50256, 0, 1, 65535, 7], dtype=np.uint16)
 
@@ -141,3 +142,87 @@ def test_an_interrupted_write_keeps_the_old_shard_and_leaves_no_other(path, monk
     monkeypatch.undo()
     np.testing.assert_array_equal(open_shard(path), TOKENS)
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_shard_is_read_by_position_in_one_piece_or_in_chunks(path, monkeypatch):
+    path.write_bytes(shard_bytes())
+    shard = Shard(path)
+    assert shard.size == 5
+    assert shard.read(1, 3).tolist() == [0, 1, 65535] and shard.read(1, 3).dtype == np.uint16
+    monkeypatch.setattr(module, "_CHUNK_TOKENS", 2)
+    chunks = [(begin, tokens.tolist()) for begin, tokens in shard.chunks()]
+    assert chunks == [(0, [50256, 0]), (2, [1, 65535]), (4, [7])]
+
+
+def test_a_read_that_returns_less_than_was_asked_for_is_continued(path, monkeypatch):
+    """Linux returns at most 2 GiB."""
+    path.write_bytes(shard_bytes())
+    shard, real = Shard(path), os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: real(descriptor, min(count, 3), offset))
+    np.testing.assert_array_equal(shard.read(0, 5), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda path: os.truncate(path, 1030),
+            "at byte 1030: expected the file of 1034 bytes .*, found .* 1030 bytes;",
+        ),
+        (lambda path: os.truncate(path, 0), "at byte 1024: .*, found a file of 0 bytes; .*same command again"),
+        (lambda path: os.truncate(path, 1035), "at byte 1024: .*, found a file of 1035 bytes that was written to"),
+        (lambda path: path.write_bytes(shard_bytes(TOKENS[::-1])), "found a file of 1034 bytes that was written to"),
+    ],
+)
+def test_a_shard_that_changes_while_it_is_open_is_an_error(path, change, says):
+    """A memory map of a truncated file would end the process with SIGBUS."""
+    path.write_bytes(shard_bytes())
+    os.utime(path, ns=(0, 0))  # the time's resolution is some milliseconds
+    shard = Shard(path)
+    shard.read(0, 5)
+    change(path)
+    with pytest.raises(ShardError, match="docs_train_000001.bin: .*" + says):
+        shard.read(0, 5)
+
+
+def test_a_read_error_is_said_with_its_place(path, monkeypatch):
+    path.write_bytes(shard_bytes())
+    shard = Shard(path)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ShardError, match="at byte 1028: expected a readable shard, found Input/output error"):
+        shard.read(2, 1)
+
+
+@pytest.mark.parametrize("open_", [open_shard, Shard])
+def test_what_is_no_regular_file_is_refused_without_waiting(path, open_):
+    os.mkfifo(path)
+    with pytest.raises(ShardError, match="found a FIFO instead of a regular file"):
+        open_(path)
+    with pytest.raises(ShardError, match="found a directory instead"):
+        open_(path.parent)
+    with pytest.raises(ShardError, match="found a device instead"):
+        open_("/dev/zero")
+    with pytest.raises(ShardError, match="expected a readable shard, found embedded null byte"):
+        open_("a\0b")
+
+
+def test_a_shard_closes_its_file(path):
+    path.write_bytes(shard_bytes())
+    before = len(os.listdir("/proc/self/fd"))
+    shard = Shard(path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del shard
+    path.write_bytes(b"no shard")
+    with pytest.raises(ShardError):
+        Shard(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(tmp_path):
+    with pytest.raises(ShardError) as error:
+        open_shard(tmp_path / "red\x1b[31m.bin")
+    assert "red\ufffd[31m.bin" in str(error.value)

@@ -3,8 +3,10 @@
 Stands on its own: numpy, and grain once a `Loader` is made.
 """
 
+from gptjax.data.check import check_dataset
 from gptjax.data.corpora import CorpusError
-from gptjax.data.dataset import Dataset, find_dataset
+from gptjax.data.dataset import Dataset, few_tokens_note, find_dataset
+from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.folders import PrepareError
 from gptjax.data.loader import Loader, fixed_batches
@@ -15,6 +17,7 @@ from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_token
 
 __all__ = [
     "CorpusError",
+    "DataError",
     "Dataset",
     "DatasetError",
     "Loader",
@@ -23,7 +26,9 @@ __all__ = [
     "ShardError",
     "Tokenizer",
     "TokenizerUnavailable",
+    "check_dataset",
     "choose_tokenizer",
+    "few_tokens_note",
     "find_dataset",
     "fixed_batches",
     "get_tokenizer",

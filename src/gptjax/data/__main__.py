@@ -1,6 +1,8 @@
 """python -m gptjax.data: prepare token shards."""
 
 import dataclasses
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,12 +10,14 @@ from typing import Annotated
 import tyro
 
 from gptjax.data import corpora
+from gptjax.data.check import check_dataset
+from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.folders import PrepareError
 from gptjax.data.prepare import Options, prepare_corpus
-from gptjax.data.shards import ShardError
 from gptjax.data.sidecar import DatasetError
-from gptjax.data.tokenizers import TokenizerChoice, TokenizerUnavailable
+from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.terminal import printable
 
 _PATHS = tyro.conf.arg(metavar="PATH...", help_behavior_hint="(at least one)")
 type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], _PATHS]]
@@ -80,9 +84,12 @@ class Jsonl(_Common):
     """Files, folders (all files in them, at any depth) and globs such as 'dumps/*.jsonl'."""
     field: str = "text"
     """The field of each line's object that holds the text."""
+    skip_bad_lines: bool = False
+    """Leave out lines that are no JSON object with a text in that field; their number and the first are printed."""
 
     def run(self) -> None:
-        prepare_corpus("jsonl", corpora.jsonl(_some(self.paths), self.field), self.options())
+        corpus = corpora.jsonl(_some(self.paths), self.field, skip_bad_lines=self.skip_bad_lines)
+        prepare_corpus("jsonl", corpus, self.options())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,12 +107,26 @@ class FineWeb:
         prepare_fineweb(self.data_dir, shards=self.shards, name=self.name)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """Read every shard of a prepared dataset and compare it with dataset.json. Exit code 1 if one is damaged."""
+
+    folder: tyro.conf.Positional[Path]
+    """The dataset's folder, such as data/fineweb10B."""
+
+    def run(self) -> None:
+        if problems := check_dataset(self.folder):
+            raise DatasetError(f"{self.folder}: {len(problems)} damaged shards:\n  " + "\n  ".join(problems))
+        print(f"{printable(str(self.folder))}: all shards are intact")
+
+
 type _Command = (
     Annotated[Stdlib, tyro.conf.subcommand("stdlib")]
     | Annotated[TinyShakespeare, tyro.conf.subcommand("tinyshakespeare")]
     | Annotated[Text, tyro.conf.subcommand("text")]
     | Annotated[Jsonl, tyro.conf.subcommand("jsonl")]
     | Annotated[FineWeb, tyro.conf.subcommand("fineweb10B")]
+    | Annotated[Check, tyro.conf.subcommand("check")]
 )
 
 
@@ -117,23 +138,35 @@ def _some(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    command = tyro.cli(
-        _Command,
-        prog="python -m gptjax.data",
-        description="Prepare a text as token shards in llm.c's .bin format. "
-        "A dataset is complete or not there: interrupt and repeat as you like.",
-        args=args,
-    )
     try:
-        command.run()
-    except (PrepareError, corpora.CorpusError, DatasetError, ShardError, TokenizerUnavailable, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        try:
+            command = tyro.cli(
+                _Command,
+                prog="python -m gptjax.data",
+                description="Prepare a text as token shards in llm.c's .bin format. "
+                "A dataset is complete or not there: interrupt and repeat as you like.",
+                args=args,
+            )
+            command.run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has ended; also without a second error at the exit's flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (DataError, OSError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted; nothing half-made is left", file=sys.stderr)
-        return 130
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     return 0
 
 
+def _terminate(number: int, _: object) -> None:
+    """End as Ctrl-C does, which removes what is half-made."""
+    raise KeyboardInterrupt(number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(main())

@@ -4,6 +4,7 @@ A `Corpus` can measure every document before it gives any of them, so that the s
 decided up front, and gives the texts one by one, so that a corpus never has to fit in memory.
 """
 
+import array
 import dataclasses
 import functools
 import glob
@@ -18,14 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
+from gptjax.data.errors import DataError
+
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+_MEND = "correct or remove the line, or leave out such lines with --skip-bad-lines"
 
 # Not part of every installation of Python (tests, tools), not its own (site-packages).
 _STDLIB_WITHOUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
-class CorpusError(ValueError):
+class CorpusError(DataError, ValueError):
     """Text that is not there or cannot be read as text."""
 
 
@@ -37,11 +42,28 @@ class Corpus:
         source: where they come from, in words; goes into dataset.json.
         measure: gives the bytes of each document, int64 of shape (documents,), at least one and all above 0.
         documents: gives a fresh iterator over the documents' texts, as many as `measure` counts.
+        digest: `digest` of the documents where it is known without reading them, else None.
     """
 
     source: str
     measure: Callable[[], np.ndarray]
     documents: Callable[[], Iterator[str]]
+    digest: str | None = None
+
+
+def digest(documents: Iterator[str]) -> str:
+    """Return the SHA-256 of the SHA-256 digests of all documents, in order."""
+    total = hashlib.sha256()
+    for _ in hashed(documents, total):
+        pass
+    return total.hexdigest()
+
+
+def hashed(documents: Iterator[str], total: "hashlib._Hash") -> Iterator[str]:
+    """Pass on each document, and update `total` with the document's SHA-256."""
+    for document in documents:
+        total.update(hashlib.sha256(document.encode(errors="surrogatepass")).digest())
+        yield document
 
 
 def stdlib() -> Corpus:
@@ -67,7 +89,12 @@ def tinyshakespeare(file: str | os.PathLike | None = None) -> Corpus:
     if file is not None:
         return dataclasses.replace(text([file]), source="tinyshakespeare")
     download = functools.cache(_download_tinyshakespeare)
-    return Corpus("tinyshakespeare", lambda: np.array([len(download())]), lambda: iter([download().decode()]))
+    return Corpus(
+        "tinyshakespeare",
+        lambda: np.array([len(download())]),
+        lambda: iter([download().decode()]),
+        digest=hashlib.sha256(bytes.fromhex(_TINYSHAKESPEARE_SHA256)).hexdigest(),
+    )
 
 
 def _download_tinyshakespeare() -> bytes:
@@ -105,27 +132,53 @@ def text(paths: Sequence[str | os.PathLike]) -> Corpus:
     return _files("text: " + " ".join(os.fspath(path) for path in paths), list(files))
 
 
-def jsonl(paths: Sequence[str | os.PathLike], field: str = "text") -> Corpus:
+def jsonl(
+    paths: Sequence[str | os.PathLike],
+    field: str = "text",
+    *,
+    skip_bad_lines: bool = False,
+    log: Callable[[str], object] = print,
+) -> Corpus:
     """JSON lines, a line a document; blank lines are skipped.
 
     Args:
         paths: files, folders and globs, as for `text`.
         field: which field of each line's object holds the text.
+        skip_bad_lines: leave out lines without a text in that field. `measure` logs their number and the first one.
+            Without it the first bad line is a CorpusError of `measure`, before anything is tokenised.
+        log: called with a line for the user.
     """
     files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
     shown = " ".join(map(os.fspath, paths))
+    source = f"jsonl: {shown} (field {field!r}{', without bad lines' if skip_bad_lines else ''})"
+
+    def rows() -> Iterator[tuple[int, str | CorpusError]]:
+        for path, number, line in _lines(files):
+            try:
+                text = _field_of(line, field, f"{path}, line {number}")
+            except CorpusError as error:
+                if not skip_bad_lines:
+                    raise
+                text = error
+            yield len(line), text
 
     def measure() -> np.ndarray:
-        sizes = np.fromiter((len(line) for _, _, line in _lines(files)), dtype=np.int64)
-        if not sizes.size:
-            raise CorpusError(f"{shown}: expected lines of JSON, found only empty files")
-        return sizes
+        sizes, bad, first_bad = array.array("q"), 0, None
+        for size, text in rows():
+            if isinstance(text, str):
+                sizes.append(size)
+            else:
+                bad, first_bad = bad + 1, first_bad or text
+        if bad:
+            log(f"NOTE: skipped {bad:,} bad lines, kept {len(sizes):,}; the first: {first_bad}")
+        if not sizes:
+            raise CorpusError(f"{shown}: expected lines of JSON, found only {'bad lines' if bad else 'empty files'}")
+        return np.array(sizes)
 
     def documents() -> Iterator[str]:
-        for path, number, line in _lines(files):
-            yield _field_of(line, field, f"{path}, line {number}")
+        return (text for _, text in rows() if isinstance(text, str))
 
-    return Corpus(f"jsonl: {shown} (field {field!r})", measure, documents)
+    return Corpus(source, measure, documents)
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
@@ -172,18 +225,17 @@ def _lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
 def _field_of(line: bytes, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise CorpusError(
-            f"{where}: expected a JSON object, found {line[:60]!r} ({error}); mend or remove it"
-        ) from error
+    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
+        raise CorpusError(f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_MEND}") from error
     if not isinstance(row, dict) or field not in row:
-        found = f"the fields {', '.join(map(repr, row))}" if isinstance(row, dict) else f"{line[:60]!r}"
+        found = f"the fields {', '.join(map(repr, row))[:200]}" if isinstance(row, dict) else f"{line[:60]!r}"
         raise CorpusError(
-            f"{where}: expected an object with the field {field!r}, found {found}; name another: --field NAME"
+            f"{where}: expected an object with the field {field!r}, found {found}; name another with --field NAME, "
+            f"or {_MEND}"
         )
     if not isinstance(row[field], str):
+        kind = "null" if row[field] is None else type(row[field]).__name__
         raise CorpusError(
-            f"{where}: expected text in the field {field!r}, found {type(row[field]).__name__}; "
-            "name another: --field NAME"
+            f"{where}: expected text in the field {field!r}, found {kind}; name another with --field NAME, or {_MEND}"
         )
     return row[field]

@@ -1,19 +1,27 @@
 """Which shards a run trains on: found by name, prepared on the spot if they are the embedded ones, checked up front."""
 
 import dataclasses
+import fnmatch
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gptjax.data.fineweb import ALL_SHARDS
 from gptjax.data.folders import is_partial
 from gptjax.data.prepare import prepare_stdlib
-from gptjax.data.shards import open_shard, shard_error, token_offset
-from gptjax.data.sidecar import SIDECAR, DatasetError, read_sidecar
+from gptjax.data.shards import Shard, shard_error, token_offset
+from gptjax.data.sidecar import SIDECAR, DatasetError, ShardInfo, Sidecar, read_sidecar, sample
 from gptjax.data.tokenizers import TOKENIZERS, choose_tokenizer
+from gptjax.terminal import printable
 
-_FINEWEB = "fineweb10B"
-_SCAN_TOKENS = 1 << 24  # at a time, so that a scan needs 32 MB whatever the shard
+_FINEWEB, _FINEWEB_SHARD_TOKENS = "fineweb10B", 100_000_000
+_CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
+_MANY_EPOCHS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Dataset:
         train, val: the shards of each split, at least one each.
         tokenizer: what made them.
         note: something the user should be told, or None.
+        listed: the shards that dataset.json describes, by file name.
     """
 
     name: str
@@ -34,53 +43,134 @@ class Dataset:
     val: tuple[Path, ...]
     tokenizer: str
     note: str | None = None
+    listed: dict[str, ShardInfo] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    # Tokens and sample of each shard, as `validate` or `fingerprint` read them first.
+    _seen: dict[Path, tuple[int, str]] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def train_tokens(self) -> int:
-        return sum(open_shard(path).size for path in self.train)
+        return sum(Shard(path).size for path in self.train)
 
     @property
     def val_tokens(self) -> int:
-        return sum(open_shard(path).size for path in self.val)
+        return sum(Shard(path).size for path in self.val)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its data; JSON gives back an equal dict. Two runs on the same data agree."""
+        """What a checkpoint remembers of its data; JSON gives back an equal dict. Two runs on the same data agree.
+
+        The files are read once: a later call returns what `validate` or the first call found.
+        """
+        paths = (*self.train, *self.val)
+        for path in paths:
+            if path not in self._seen:
+                shard = Shard(path)
+                self._seen[path] = shard.size, sample(shard)
+        listed = {path.name: self.listed[path.name].sha256 for path in paths if path.name in self.listed}
         return {
             "tokenizer": self.tokenizer,
-            "train": {path.name: int(open_shard(path).size) for path in self.train},
-            "val": {path.name: int(open_shard(path).size) for path in self.val},
+            "train": {path.name: self._seen[path][0] for path in self.train},
+            "val": {path.name: self._seen[path][0] for path in self.val},
+            "samples": {path.name: self._seen[path][1] for path in paths},
+            "sha256": {name: digest for name, digest in listed.items() if digest is not None},
         }
+
+    def differences(self, saved: Any) -> list[str]:
+        """Compare this dataset with the fingerprint that a checkpoint remembers.
+
+        Args:
+            saved: any value that JSON can hold. Digests are compared where the fingerprint has them: older ones have
+                names and token counts only.
+
+        Returns:
+            A sentence for each shard that differs, at most 10; empty if the data are the same.
+        """
+        now, saved = self.fingerprint(), saved if isinstance(saved, dict) else {}
+        differ = []
+        if saved.get("tokenizer") != now["tokenizer"]:
+            differ.append(("tokenizer", f"expected {saved.get('tokenizer')!r:.60}, found {now['tokenizer']!r}"))
+        for split in ("train", "val"):
+            differ += _entries_that_differ(f"{split} shards", saved.get(split), now[split], "tokens")
+        if "samples" in saved:
+            differ += _entries_that_differ("samples", saved["samples"], now["samples"], "SHA-256 of a sample")
+        if isinstance(saved.get("sha256"), dict):  # only of shards that dataset.json described then and now
+            both = {name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]}
+            before = {name: saved["sha256"][name] for name in both}
+            differ += _entries_that_differ("digests", before, both, f"SHA-256 in {SIDECAR}")
+        first = dict(reversed(differ))  # a shard of another count has another digest, too
+        lines = [printable(f"{name}: {first[name]}") for name in dict.fromkeys(name for name, _ in differ)]
+        return [*lines[:9], f"and {len(lines) - 9} more"] if len(lines) > 10 else lines
 
     def validate(self, vocab_size: int, sequence_length: int) -> None:
         """Look at every shard before the run starts rather than in its third hour.
 
-        A shard that dataset.json lists with the same token count is taken at its word about its largest id; any other
-        is read from end to end.
+        A shard that dataset.json describes must have the described token count and sample (1 MiB of a large shard,
+        all of one up to 32 MiB), and its largest id is believed. Any other shard's ids are read completely.
 
         Raises:
-            ShardError: a bad header or length, fewer than sequence_length + 1 tokens, or an id that is not below
-                vocab_size.
+            ShardError: a bad header or length, a shard that is not the described one, fewer than sequence_length + 1
+                tokens, or an id that is not below vocab_size.
         """
-        sidecar = read_sidecar(self.path)
-        listed = sidecar.shards if sidecar else {}
-        for path in (*self.train, *self.val):
-            tokens = open_shard(path)
-            if tokens.size < sequence_length + 1:
-                raise shard_error(
-                    path,
-                    8,
-                    expected=f"at least {sequence_length + 1} tokens (one window of sequence length {sequence_length})",
-                    found=f"{tokens.size}",
-                    do="train with a shorter sequence, or prepare more text or longer shards (--shard-tokens)",
-                )
-            info = listed.get(path.name)
-            if info is None or info.tokens != tokens.size or info.max_token >= vocab_size:
-                _scan(path, tokens, vocab_size)
+        paths = (*self.train, *self.val)
+        with ThreadPoolExecutor(_CHECK_THREADS) as pool:
+            seen = pool.map(lambda path: _check(path, self.listed.get(path.name), vocab_size, sequence_length), paths)
+            self._seen.update(zip(paths, seen, strict=True))
 
 
-def _scan(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    for begin in range(0, tokens.size, _SCAN_TOKENS):
-        check_ids(path, begin, tokens[begin : begin + _SCAN_TOKENS], vocab_size)
+def _entries_that_differ(what: str, saved: Any, now: dict[str, Any], unit: str) -> Iterator[tuple[str, str]]:
+    """Name and difference of each entry."""
+    if not isinstance(saved, dict):
+        yield what, f"expected a list of shards in the checkpoint, found {type(saved).__name__}"
+        return
+    for name in sorted({*saved, *now}):
+        if name not in now:
+            yield name, "expected this shard, which the checkpoint was trained on, found none"
+        elif name not in saved:
+            yield name, f"expected no such shard in the {what}, found one that the checkpoint was not trained on"
+        elif saved[name] != now[name]:
+            yield name, f"expected {unit} {saved[name]!r:.70}, found {now[name]!r}"
+
+
+def _check(path: Path, info: ShardInfo | None, vocab_size: int, sequence_length: int) -> tuple[int, str]:
+    """Return the tokens and the sample of a shard that can be trained on; raise ShardError for any other."""
+    shard = Shard(path)
+    sampled = sample(shard)
+    if info is not None:
+        check_listed(shard, info, sampled)
+    if shard.size < sequence_length + 1:
+        raise shard_error(
+            path,
+            8,
+            expected=f"at least {sequence_length + 1} tokens (one window of sequence length {sequence_length})",
+            found=f"{shard.size}",
+            do="train with a shorter sequence, or prepare more text or longer shards (--shard-tokens)",
+        )
+    if info is None or info.max_token >= vocab_size:
+        scan_ids(shard, vocab_size)
+    return shard.size, sampled
+
+
+def check_listed(shard: Shard, info: ShardInfo, sampled: str) -> None:
+    """Raise ShardError if a shard is not the one that dataset.json describes: `info`."""
+    if info.tokens != shard.size:
+        expected, found = f"{info.tokens} tokens", f"{shard.size}"
+    elif info.sample not in (None, sampled):
+        expected, found = f"content of digest {info.sample:.12}…", f"{sampled:.12}…"
+    else:
+        return
+    raise shard_error(
+        shard.path,
+        8,
+        expected=f"{expected}, as {SIDECAR} lists",
+        found=found,
+        do="the shard was changed or damaged: restore it, or prepare the dataset again; "
+        f"`python -m gptjax.data check {shard.path.parent}` reads all shards completely",
+    )
+
+
+def scan_ids(shard: Shard, vocab_size: int) -> None:
+    """Raise ShardError if an id of the shard is not below `vocab_size`."""
+    for begin, tokens in shard.chunks():
+        check_ids(shard.path, begin, tokens, vocab_size)
 
 
 def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> None:
@@ -112,6 +202,16 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
         DatasetError: not prepared, incomplete, or made with another tokenizer.
         TokenizerUnavailable: "stdlib" has to be prepared with "gpt2", and its files cannot be had.
     """
+    try:
+        return _find(dataset, data_dir, tokenizer)
+    except OSError as error:
+        raise DatasetError(
+            f"dataset {dataset!r} in {data_dir}: expected files and folders that can be read and written, "
+            f"found {error}; correct that, or choose another --dataset or --data-dir"
+        ) from error
+
+
+def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
     if not dataset:
         raise DatasetError("expected a dataset (auto, stdlib, a prepared name or a folder), found an empty name")
     if tokenizer not in ("auto", *TOKENIZERS):
@@ -130,7 +230,7 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
             prepare_stdlib(data_dir, chosen.name)
     if folder is None:
         raise DatasetError(_not_prepared(dataset, data_dir, tokenizer))
-    return _open_folder(folder, tokenizer, note)
+    return open_folder(folder, tokenizer, note)
 
 
 def _named_folder(dataset: str, data_dir: Path, tokenizer: str) -> Path | None:
@@ -144,15 +244,22 @@ def _named_folder(dataset: str, data_dir: Path, tokenizer: str) -> Path | None:
     return next((folder for folder in candidates if folder.is_dir()), None)
 
 
-def _open_folder(folder: Path, tokenizer: str, note: str | None) -> Dataset:
+def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) -> Dataset:
+    """Return the dataset in `folder`. Raises DatasetError as `find_dataset`, and OSError."""
     if is_partial(folder):
         raise DatasetError(
             f"{folder}: expected a dataset, found one that is being prepared or was interrupted; wait for it, "
             "or run its `python -m gptjax.data` command again"
         )
+    names = sorted(os.listdir(folder))
     # llm.c's smallest datasets have no number in their names.
     train, val = (
-        tuple(sorted({*folder.glob(f"*_{split}_*.bin"), *folder.glob(f"*_{split}.bin")})) for split in ("train", "val")
+        tuple(
+            folder / name
+            for name in names
+            if fnmatch.fnmatchcase(name, f"*_{split}_*.bin") or name.endswith(f"_{split}.bin")
+        )
+        for split in ("train", "val")
     )
     if not train or not val:
         missing = " and ".join(f"*_{split}_*.bin" for split, shards in (("train", train), ("val", val)) if not shards)
@@ -161,25 +268,57 @@ def _open_folder(folder: Path, tokenizer: str, note: str | None) -> Dataset:
             "make a dataset with `python -m gptjax.data` (--help lists the kinds)"
         )
     sidecar = read_sidecar(folder)
-    if sidecar is None:
-        made_with = "gpt2"
-        said = f"{folder} has no {SIDECAR}: its shards are taken to be GPT-2 BPE, as llm.c's and modded-nanogpt's are"
-        note = f"{note}\n{said}" if note else said
-    else:
-        made_with = sidecar.tokenizer
-        lost = sorted(set(sidecar.shards) - {path.name for path in (*train, *val)})
-        if lost:
-            raise DatasetError(
-                f"{folder}: expected the {len(sidecar.shards)} shards that {SIDECAR} lists, "
-                f"found {', '.join(lost[:5])} missing; "
-                "remove the folder and prepare it again with `python -m gptjax.data`"
-            )
+    lost = sorted(set(sidecar.shards if sidecar else ()) - {path.name for path in (*train, *val)})
+    if lost:
+        raise DatasetError(
+            f"{folder}: expected the {len(sidecar.shards)} shards that {SIDECAR} lists, "
+            f"found {', '.join(lost[:5])} missing; "
+            "remove the folder and prepare it again with `python -m gptjax.data`"
+        )
+    made_with = sidecar.tokenizer if sidecar else "gpt2"
     if tokenizer not in ("auto", made_with):
         raise DatasetError(
             f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}; "
             f"ask for tokenizer 'auto' or {made_with!r}, or prepare the text again with --tokenizer {tokenizer}"
         )
-    return Dataset(folder.name, folder, train, val, made_with, note)
+    notes = [
+        *([note] if note else []),
+        *_notes(folder, sidecar, [path.name for path in (*train, *val)]),
+    ]
+    listed = sidecar.shards if sidecar else {}
+    return Dataset(folder.name, folder, train, val, made_with, printable("\n".join(notes)) or None, listed)
+
+
+def _notes(folder: Path, sidecar: Sidecar | None, names: list[str]) -> Iterator[str]:
+    if sidecar is None:
+        yield f"{folder} has no {SIDECAR}: its shards are taken to be GPT-2 BPE, as llm.c's and modded-nanogpt's are"
+        return
+    if any(info.sha256 is None for info in sidecar.shards.values()):
+        yield (
+            f"{folder / SIDECAR} is of an older format without digests: a shard that was damaged before this run is "
+            "not noticed; prepare the dataset again with --overwrite to list them"
+        )
+    if extra := [name for name in names if name not in sidecar.shards]:
+        yield f"{folder} has {len(extra)} shards that {SIDECAR} does not list ({extra[0]}): they are used as they are"
+
+
+def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data")) -> str | None:
+    """Return a warning if a run repeats its training tokens more than a few times, else None.
+
+    Args:
+        dataset: the training data.
+        epochs: times that the run reads the training split.
+        data_dir: folder of prepared datasets, for the command in the warning.
+    """
+    if epochs <= _MANY_EPOCHS:
+        return None
+    shards = min(ALL_SHARDS, math.ceil(epochs * dataset.train_tokens / _FINEWEB_SHARD_TOKENS))
+    where = "" if data_dir == Path("data") else f" --data-dir {data_dir}"
+    return printable(
+        f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training tokens of {dataset.name} "
+        f"{epochs:,.0f} times, so the model memorizes them. Prepare more data first: "
+        f"python -m gptjax.data fineweb10B --shards {shards}{where}"
+    )
 
 
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:

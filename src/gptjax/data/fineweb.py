@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptjax.data.folders import PrepareError, commit, dataset_folder, locked, partial_folder
-from gptjax.data.shards import ShardError, open_shard
-from gptjax.data.sidecar import ShardInfo, Sidecar, read_sidecar
+from gptjax.data.shards import Shard, ShardError
+from gptjax.data.sidecar import ShardInfo, Sidecar, read_sidecar, sample
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 ALL_SHARDS = 103
@@ -59,7 +59,8 @@ def prepare_fineweb(
                 fetched += 1
             known = known | {file: info}
 
-        sidecar = Sidecar("gpt2", _GPT2_VOCABULARY, _GPT2_EOT, f"{REPOSITORY} on the Hugging Face Hub", known)
+        source = f"{REPOSITORY} on the Hugging Face Hub"
+        sidecar = Sidecar("gpt2", _GPT2_VOCABULARY, _GPT2_EOT, source, None, known)
         if partial.exists():
             shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's notes on its downloads
         if not final.exists():
@@ -76,15 +77,22 @@ def prepare_fineweb(
 
 
 def _info(path: Path, known: dict[str, ShardInfo], must: bool = False) -> ShardInfo | None:
-    """What a whole shard holds, or None where there is none; with `must` that is an error."""
+    """Describe a whole shard, or return None if it is missing or damaged; with `must` that is an error.
+
+    Args:
+        path: the file.
+        known: shards of dataset.json. A shard whose sample differs from the listed one is damaged.
+    """
     try:
-        tokens = open_shard(path)
+        shard = Shard(path)
+        info = known.get(path.name)
+        if info is None or info.sample is None:
+            return ShardInfo.of(shard)
+        return info if info.sample == sample(shard) else None
     except ShardError as error:
         if must:
             raise PrepareError(f"the download is not a good shard: {error}. Run the same command again") from error
         return None
-    info = known.get(path.name)
-    return info if info and info.tokens == tokens.size else ShardInfo.of(tokens)
 
 
 def _download(huggingface_hub, file: str, folder: Path) -> None:

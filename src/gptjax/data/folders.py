@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gptjax.data.errors import DataError
 from gptjax.data.sidecar import SIDECAR
 
 
-class PrepareError(ValueError):
+class PrepareError(DataError, ValueError):
     """A dataset that cannot be prepared as asked."""
 
 

@@ -12,17 +12,24 @@ all that a resume needs.
 Axes: B windows of a process's part of a batch, T + 1 tokens of a window.
 """
 
+import bisect
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from gptjax.data.dataset import check_ids
-from gptjax.data.shards import ShardError, open_shard
+from gptjax.data.shards import Shard, ShardError
 
 # Batches that are made ahead of the step that wants them, and the threads that make them.
 _PREFETCH_BATCHES = 8
 _PREFETCH_THREADS = 4
+
+# Files that are open at a time: below the usual limit of 1,024 for a process, whatever the number of shards.
+_OPEN_SHARDS = 128
+_MAX_START = 2**53  # windows: no run is longer, and JSON keeps the number exactly
 
 
 class Windows:
@@ -33,12 +40,13 @@ class Windows:
             raise ValueError(f"expected a sequence_length of at least 1, found {sequence_length}")
         if not shards:
             raise ValueError("expected at least one shard, found none")
-        self._paths = list(shards)
-        # Views as plain arrays: slicing a np.memmap costs ten times as much.
-        self._shards = [np.asarray(open_shard(path)) for path in self._paths]
-        self._begins = np.cumsum([0, *(shard.size for shard in self._shards)])  # in the stream, and its end
+        self._paths = paths = list(shards)
+        sizes, stamps = zip(*((shard.size, shard.stamp) for shard in map(Shard, paths)), strict=True)
+        # A file is closed when its Shard is in neither the cache nor a thread.
+        self._open = functools.lru_cache(_OPEN_SHARDS)(lambda number: Shard(paths[number], stamps[number]))
+        self._begins = [0, *itertools.accumulate(sizes)]  # in the stream, and its end
         self._length, self._vocab_size = sequence_length, vocab_size
-        tokens = int(self._begins[-1])
+        tokens = self._begins[-1]
         if tokens < sequence_length + 1:
             raise ShardError(
                 f"{self._paths[0]}{' and the shards after it' if len(self._paths) > 1 else ''}: expected at least "
@@ -51,16 +59,17 @@ class Windows:
         return self._count
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Raises ShardError if an id is not below the vocabulary's size."""
+        """Raises ShardError if an id is not below the vocabulary's size, or a shard's file has changed."""
         if not 0 <= index < self._count:
             raise IndexError(f"expected a window in 0..{self._count - 1}, found {index}")
         window = np.empty(self._length + 1, dtype=np.int32)
         filled = 0
-        at = index * self._length
-        shard = int(np.searchsorted(self._begins, at, side="right")) - 1
+        at = int(index) * self._length
+        shard = bisect.bisect_right(self._begins, at) - 1
         while filled < window.size:  # once, or once more for each shard boundary inside the window
-            begin = at + filled - int(self._begins[shard])
-            part = self._shards[shard][begin : begin + window.size - filled]
+            begin = at + filled - self._begins[shard]
+            count = min(window.size - filled, self._begins[shard + 1] - at - filled)
+            part = self._open(shard).read(begin, count)
             if self._vocab_size is not None:
                 check_ids(self._paths[shard], begin, part, self._vocab_size)
             window[filled : filled + part.size] = part
@@ -84,7 +93,7 @@ class Loader:
     Raises:
         ValueError: the numbers do not fit together.
         ShardError: a shard is bad, or all of them together hold no window; from `next()`: an id is not below
-            vocab_size.
+            vocab_size, or a shard's file was truncated or written to since the loader was made.
     """
 
     def __init__(
@@ -102,8 +111,8 @@ class Loader:
         import grain  # imports JAX, which `python -m gptjax.data` must not wait for
 
         rows = _rows_of_a_process(batch, process_index, process_count)
-        if start < 0:
-            raise ValueError(f"expected start (windows consumed so far) of at least 0, found {start}")
+        if type(start) is not int or not 0 <= start < _MAX_START:
+            raise ValueError(f"expected start (windows consumed so far) as an integer in 0..2**53-1, found {start}")
         if not 0 <= seed < 2**32:
             raise ValueError(f"expected a seed in 0..{2**32 - 1}, found {seed}")
         windows = Windows(shards, sequence_length, vocab_size)

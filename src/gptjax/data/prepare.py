@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import itertools
 import os
 import re
 import sys
@@ -16,9 +18,10 @@ import numpy as np
 from gptjax.data import corpora
 from gptjax.data.corpora import Corpus
 from gptjax.data.folders import PrepareError, dataset_folder, locked, staged
-from gptjax.data.shards import MAX_TOKENS, write_shard
+from gptjax.data.shards import MAX_TOKENS, Shard, write_shard
 from gptjax.data.sidecar import SIDECAR, ShardInfo, Sidecar, read_sidecar
 from gptjax.data.tokenizers import Tokenizer, choose_tokenizer
+from gptjax.terminal import printable
 
 TRAIN, VAL = 0, 1
 _SPLIT_NAMES = ("train", "val")
@@ -101,16 +104,21 @@ def prepare_corpus(corpus_name: str, corpus: Corpus, options: Options, *, log: C
         log(note)
     final = dataset_folder(options.data_dir, options.name or f"{corpus_name}_{tokenizer.name}")
     with locked(final, log):
-        if final.exists() and not _must_be_made(final, corpus.source, tokenizer, options.overwrite):
-            log(f"{final} is already prepared; --overwrite makes it again")
+        if final.exists() and (ready := _already_prepared(final, corpus, tokenizer, options.overwrite)):
+            log(printable(ready))
             return final
         start = time.perf_counter()
         with staged(final) as partial:
-            train, val = _write_shards(partial, final.name, corpus, tokenizer, options, log)
-            Sidecar(tokenizer.name, tokenizer.vocab_size, tokenizer.eot, corpus.source, train | val).write(partial)
+            digest = hashlib.sha256()
+            hashed = dataclasses.replace(corpus, documents=lambda: corpora.hashed(corpus.documents(), digest))
+            train, val = _write_shards(partial, final.name, hashed, tokenizer, options, log)
+            kind = tokenizer.name, tokenizer.vocab_size, tokenizer.eot
+            Sidecar(*kind, corpus.source, digest.hexdigest(), train | val).write(partial)
     log(
-        f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_sum_up(train)} for training, {_sum_up(val)} for "
-        f"validation ({time.perf_counter() - start:.1f} s)"
+        printable(
+            f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_sum_up(train)} for training, {_sum_up(val)} for "
+            f"validation ({time.perf_counter() - start:.1f} s)"
+        )
     )
     return final
 
@@ -120,19 +128,30 @@ def _sum_up(shards: dict[str, ShardInfo]) -> str:
     return f"{tokens:,} tokens in {len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
 
 
-def _must_be_made(final: Path, source: str, tokenizer: Tokenizer, overwrite: bool) -> bool:
-    """False if `final` is what is asked for. Raises PrepareError if it is something else that should stay."""
+def _already_prepared(final: Path, corpus: Corpus, tokenizer: Tokenizer, overwrite: bool) -> str | None:
+    """Return a line for the user if `final` is the requested dataset, None if it is to be made again.
+
+    Raises:
+        PrepareError: the folder holds something else, or was made before the text changed.
+    """
     sidecar = read_sidecar(final)
     if sidecar is None:
         raise PrepareError(f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name")
     if overwrite:
-        return True
-    if (sidecar.source, sidecar.tokenizer) != (source, tokenizer.name):
+        return None
+    if (sidecar.source, sidecar.tokenizer) != (corpus.source, tokenizer.name):
         raise PrepareError(
-            f"{final} holds something else: expected {source!r} with tokenizer {tokenizer.name}, "
+            f"{final} holds something else: expected {corpus.source!r} with tokenizer {tokenizer.name}, "
             f"found {sidecar.source!r} with {sidecar.tokenizer}; choose another --name, or replace it with --overwrite"
         )
-    return False
+    if sidecar.source_digest is None:
+        return f"{final} is already prepared, but {SIDECAR} has no digest of its text; --overwrite makes it again"
+    if sidecar.source_digest != (corpus.digest or corpora.digest(corpus.documents())):
+        raise PrepareError(
+            f"{final} was prepared from other text: expected the documents that {corpus.source!r} had then, "
+            "found changed ones; replace the dataset with --overwrite, or choose another --name"
+        )
+    return f"{final} is already prepared from the same text; --overwrite makes it again"
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
@@ -180,13 +199,18 @@ class _Piece:
 
 def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Piece]:
     """The corpus in order, long documents in several pieces."""
+    texts = corpus.documents()
     if sizes.size == 1:
-        (whole,) = corpus.documents()
-        texts = iter(_split_text(whole, options.val_fraction))
+        texts = itertools.chain.from_iterable(_split_text(text, options.val_fraction) for text in texts)
         sizes, splits = np.repeat(sizes // 2, 2), np.array([False, True])
     else:
-        texts, splits = corpus.documents(), choose_validation(sizes, options.val_fraction, options.seed)
-    for text, size, is_val in zip(texts, sizes, splits, strict=True):
+        splits = choose_validation(sizes, options.val_fraction, options.seed)
+    for text, size, is_val in itertools.zip_longest(texts, sizes, splits):
+        if text is None or size is None:
+            raise PrepareError(
+                f"nothing prepared: expected {splits.size} documents in {corpus.source!r} as at the start, "
+                "found another number: the text changed during preparation; run the same command again"
+            )
         begin = 0
         while begin < len(text):
             cut = _CUT.search(text, begin + _PIECE_CHARACTERS)
@@ -261,7 +285,7 @@ class _SplitWriter:
     def _write(self, count: int) -> None:
         file = f"{self._name}_{_SPLIT_NAMES[self._split]}_{_FIRST_NUMBER[self._split] + len(self.shards):06d}.bin"
         write_shard(self._folder / file, self._buffer[:count])
-        self.shards[file] = ShardInfo.of(self._buffer[:count])
+        self.shards[file] = ShardInfo.of(Shard(self._folder / file))
         rest = self._used - count
         self._buffer[:rest] = self._buffer[count : self._used]
         self._used = rest

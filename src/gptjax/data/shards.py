@@ -3,15 +3,20 @@
     bytes 0 .. 1023     256 little-endian int32: magic 20240520, version 1, token count, then zeros
     bytes 1024 ..       the tokens, little-endian uint16
 
-`open_shard` maps a file without reading it, `write_shard` makes one so that a half-written file is never seen.
-Everything that can be wrong with a file is a `ShardError` that says which file, at which byte, what was expected,
-what was found, and what to do.
+`Shard` reads a file by position, `open_shard` maps a file without reading it, and `write_shard` makes one so that a
+half-written file is never seen. Everything that can be wrong with a file is a `ShardError` that says which file, at
+which byte, what was expected, what was found, and what to do.
 """
 
+import errno
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+from gptjax.data.errors import DataError
 
 MAGIC = 20240520
 VERSION = 1
@@ -21,9 +26,10 @@ MAX_TOKENS = 2**31 - 1  # the count is an int32
 
 _LLAMA3_MAGIC = 20240801  # llm.c's shards of uint32 tokens, for vocabularies above 65536
 _REMAKE = "make the shard again, for instance with `python -m gptjax.data`"
+_CHUNK_TOKENS = 1 << 24  # 32 MB at a time, whatever the shard's size
 
 
-class ShardError(ValueError):
+class ShardError(DataError, ValueError):
     """A token shard that cannot be read, written or trained on."""
 
 
@@ -37,22 +43,114 @@ def token_offset(index: int) -> int:
     return HEADER_BYTES + TOKEN_BYTES * index
 
 
+def open_regular(path: str | os.PathLike) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises:
+        OSError: the file cannot be opened, or is a directory, FIFO or device. Opening a FIFO otherwise waits for a
+            writer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    kind = "a directory" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device"
+    raise OSError(errno.EINVAL, f"{kind} instead of a regular file", os.fspath(path))
+
+
+class Shard:
+    """A shard's tokens, read by position.
+
+    The training path uses no memory map: reading a map of a file that was truncated ends the process with SIGBUS.
+
+    Attributes:
+        path: the file.
+        size: number of tokens.
+        stamp: length in bytes and modification time. A read raises ShardError once the file's are different.
+    """
+
+    def __init__(self, path: str | os.PathLike, stamp: tuple[int, int] | None = None) -> None:
+        """Open a shard and check its header.
+
+        Args:
+            path: the file.
+            stamp: `stamp` of an earlier Shard of this file, which must not have changed since.
+
+        Raises:
+            ShardError: the file is missing, is not such a shard, is empty, or its length is not what its header says.
+        """
+        self.path, self._descriptor = Path(path), -1
+        try:
+            self._descriptor = open_regular(self.path)
+            status = os.fstat(self._descriptor)
+            head = os.pread(self._descriptor, HEADER_BYTES, 0)
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            raise _unreadable(self.path, 0, error) from error
+        self.size = _token_count(self.path, head, status.st_size)
+        self.stamp = stamp or (status.st_size, status.st_mtime_ns)
+
+    def __del__(self, close=os.close) -> None:
+        if self._descriptor >= 0:
+            close(self._descriptor)
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """Read tokens begin .. begin + count - 1, read-only uint16 of shape (count,).
+
+        Raises:
+            ShardError: the file cannot be read, or has changed since it was opened.
+        """
+        return np.frombuffer(self.read_bytes(token_offset(begin), TOKEN_BYTES * count), dtype="<u2")
+
+    def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """All tokens in order: the number of the first token of each chunk, and the chunk."""
+        for begin in range(0, self.size, _CHUNK_TOKENS):
+            yield begin, self.read(begin, min(_CHUNK_TOKENS, self.size - begin))
+
+    def read_bytes(self, offset: int, count: int) -> bytes:
+        """Read bytes offset .. offset + count - 1 of the file. Raises ShardError as `read`."""
+        try:
+            content = os.pread(self._descriptor, count, offset)
+            while len(content) < count:  # a read returns at most 2 GiB
+                more = os.pread(self._descriptor, count - len(content), offset + len(content))
+                if not more:
+                    break
+                content += more
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise _unreadable(self.path, offset, error) from error
+        if len(content) == count and (status.st_size, status.st_mtime_ns) == self.stamp:
+            return content
+        short = len(content) < count
+        raise shard_error(
+            self.path,
+            offset + len(content) if short else offset,
+            expected=f"the file of {self.stamp[0]} bytes that was opened, unchanged",
+            found=f"a file of {status.st_size} bytes" + ("" if short else " that was written to since"),
+            do="nothing may write to a shard that is in use: restore it, then run the same command again",
+        )
+
+
 def open_shard(path: str | os.PathLike) -> np.ndarray:
     """Map a shard's tokens.
 
     Returns:
-        A read-only memory-mapped uint16 array of shape (tokens,). Nothing but the header has been read.
+        A read-only memory-mapped uint16 array of shape (tokens,). Nothing but the header has been read. Reading the
+        array after the file was truncated ends the process with SIGBUS; `Shard` raises an error instead.
 
     Raises:
         ShardError: the file is missing, is not such a shard, is empty, or its length is not what its header says.
     """
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-    except OSError as error:
-        raise shard_error(path, 0, expected="a readable shard", found=error.strerror or str(error)) from error
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(Shard(path).size,))
+
+
+def _unreadable(path: Path, offset: int, error: OSError | ValueError) -> ShardError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return shard_error(path, offset, expected="a readable shard", found=reason or str(error))
+
+
+def _token_count(path: Path, head: bytes, size: int) -> int:
+    """Check the first bytes of a file of `size` bytes; return the header's number of tokens."""
     if len(head) < HEADER_BYTES:
         raise shard_error(path, len(head), expected=f"a header of {HEADER_BYTES} bytes", found=f"a file of {size}")
 
@@ -82,7 +180,7 @@ def open_shard(path: str | os.PathLike) -> np.ndarray:
             expected=f"{token_offset(count)} bytes for the {count} tokens of the header",
             found=f"a file of {size} bytes ({'cut short' if size < token_offset(count) else 'too long'})",
         )
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+    return count
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:

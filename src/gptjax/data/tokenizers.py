@@ -11,6 +11,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from gptjax.data.errors import DataError
+
 EOT_TEXT = "<|endoftext|>"
 TOKENIZERS = ("gpt2", "byte")
 type TokenizerChoice = Literal["auto", "gpt2", "byte"]
@@ -20,7 +22,7 @@ type TokenizerChoice = Literal["auto", "gpt2", "byte"]
 _LOAD_SECONDS = 15.0
 
 
-class TokenizerUnavailable(RuntimeError):
+class TokenizerUnavailable(DataError, RuntimeError):
     """The BPE files of a tokenizer are neither cached nor to be had from the network."""
 
 
@@ -75,6 +77,10 @@ class GPT2Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._bpe.decode(_checked(ids, self).tolist(), errors="replace")
+
+
+# Number of ids and end-of-text id by tokenizer: known without loading GPT-2's files.
+VOCABULARIES = {kind.name: (kind.vocab_size, kind.eot) for kind in (GPT2Tokenizer, ByteTokenizer)}
 
 
 def get_tokenizer(name: str) -> Tokenizer:

@@ -1,0 +1,64 @@
+"""Complete check of a prepared dataset: every byte of every shard."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from gptjax.data.dataset import check_listed, open_folder, scan_ids
+from gptjax.data.shards import Shard, ShardError, shard_error
+from gptjax.data.sidecar import SIDECAR, DatasetError, ShardInfo
+from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.terminal import printable
+
+
+def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = print) -> list[str]:
+    """Read every shard of a dataset and compare it with dataset.json.
+
+    Checked are headers, lengths, ids below the tokenizer's vocabulary, and the digests that dataset.json lists.
+
+    Args:
+        folder: the dataset's folder.
+        log: called with a line for each shard.
+
+    Returns:
+        A sentence for each damaged shard; empty if the dataset is intact.
+
+    Raises:
+        DatasetError: no dataset, or an incomplete one.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DatasetError(f"{folder}: expected the folder of a prepared dataset, found no folder")
+    dataset = open_folder(folder)
+    if dataset.note:
+        log(dataset.note)
+    problems, paths = [], (*dataset.train, *dataset.val)
+    for number, path in enumerate(paths, start=1):
+        try:
+            result = _check(path, dataset.listed.get(path.name), VOCABULARIES[dataset.tokenizer][0])
+        except ShardError as error:
+            problems.append(str(error))
+            result = "DAMAGED"
+        log(printable(f"{number}/{len(paths)} {path.name}: {result}"))
+    return problems
+
+
+def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
+    """Describe a shard that is intact. Raises ShardError for any other."""
+    shard = Shard(path)
+    info = ShardInfo.of(shard)
+    if listed is not None:
+        check_listed(shard, listed, info.sample)
+        if listed.sha256 not in (None, info.sha256):
+            raise shard_error(
+                path,
+                0,
+                expected=f"a file of SHA-256 {listed.sha256}, as {SIDECAR} lists",
+                found=info.sha256,
+                do="the shard was changed or damaged: restore it, or prepare the dataset again",
+            )
+    if info.max_token >= vocab_size:
+        scan_ids(shard, vocab_size)
+    known = listed is not None and listed.sha256 is not None
+    verdict = f"as {SIDECAR} lists" if known else "no digest to compare with"
+    return f"{shard.size:,} tokens, ids up to {info.max_token}, SHA-256 {info.sha256:.12}…, {verdict}"
