@@ -3,17 +3,19 @@
 import dataclasses
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
-from kernel_tools import h200
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from kernel_tools import h200, lower_for_h200
 from reference.torch_gpt2 import (
     assert_within_twice,
     computing,
@@ -27,7 +29,6 @@ from reference.torch_gpt2 import (
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, generate, loss_fn
 from gptjax.models.gpt2 import LayerNorm, Linear
-from pallas_kernels import _choose
 
 torch.set_num_threads(2)
 
@@ -213,9 +214,12 @@ def test_kernels_names_the_back_end_of_each_part():
     named = dataclasses.replace(config, attention="reference", norm="reference", mlp="reference", loss="fused")
     assert named.kernels(7, batch=2) == dict.fromkeys(("attention", "norm", "mlp"), "reference") | {"loss": "fused"}
     with h200():
-        found = GPT2Config(precision=Precision("tf32")).kernels(1024, 32)
-    # Two devices here: nothing is given to a kernel whose work the compiler cannot split.
-    assert found["mlp"] == "xla"
+        tf32 = GPT2Config(precision=Precision("tf32"))
+        assert tf32.kernels(1024, 32) == dict.fromkeys(("attention", "norm", "mlp"), "triton") | {"loss": "fused"}
+        with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",))):
+            assert tf32.kernels(1024, 32) == dict.fromkeys(("attention", "norm", "mlp", "loss"), "xla")
+            with pytest.raises(ValueError, match="layer_norm: implementation 'triton' needs arrays of one device"):
+                dataclasses.replace(tf32, norm="triton").kernels(1024, 32)
     for field in ("norm", "mlp"):
         with pytest.raises(ValueError, match="implementation 'triton' needs an NVIDIA GPU"):
             dataclasses.replace(config, **{field: "triton"}).kernels(7)
@@ -225,9 +229,8 @@ def test_kernels_names_the_back_end_of_each_part():
     "precision, width, attention",
     [("fp32", 128, "triton"), ("fp32", 256, "xla"), ("tf32", 256, "triton"), ("bf16", 256, "mosaic")],
 )
-def test_named_kernels_know_the_precision(precision, width, attention, monkeypatch):
+def test_named_kernels_know_the_precision(precision, width, attention):
     """True fp32 has a back end of its own: heads 128 wide go through XLA, though TF32's and bf16's do not."""
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
     config = GPT2Config(n_head=2, n_embd=width, precision=Precision(precision))
     with h200():
         assert config.kernels(1024)["attention"] == attention
@@ -453,6 +456,31 @@ def test_an_id_beyond_the_table_gives_nan(where, token):
     assert np.isnan(jax.jit(loss_fn)(model, jnp.asarray(tokens), jnp.asarray(targets)))
 
 
+INTEGERS = [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32]
+
+
+@pytest.mark.parametrize("vocab, dtype", [*((61, dtype) for dtype in INTEGERS), (256, jnp.uint8), (65536, jnp.uint16)])
+def test_tokens_of_any_integer_type(vocab, dtype):
+    """Types that hold every id, though not the number of rows."""
+    config = GPT2Config(vocab_size=vocab, block_size=8, n_layer=1, n_head=1, n_embd=4)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[1, 5, 60, 0, vocab - 1, 7, 2, 3]], jnp.int32) % min(vocab, jnp.iinfo(dtype).max + 1)
+    forward, loss = jax.jit(GPT2.__call__), jax.jit(loss_fn)
+    np.testing.assert_array_equal(forward(model, tokens.astype(dtype)), forward(model, tokens))
+    np.testing.assert_array_equal(loss(model, *[tokens.astype(dtype)] * 2), loss(model, tokens, tokens))
+
+
+@pytest.mark.parametrize("where", ["tokens", "targets"])
+@pytest.mark.parametrize(
+    "dtype, token", [(jnp.uint8, 61), (jnp.int8, -1), (jnp.uint32, 2**31), (jnp.uint32, 2**32 - 1)]
+)
+def test_an_id_beyond_the_vocabulary_in_any_type_gives_nan(where, dtype, token):
+    config = config_of(SHAPES["odd"], n_layer=1)
+    inputs = {name: jnp.ones((1, 7), dtype) for name in ("tokens", "targets")}
+    inputs[where] = inputs[where].at[0, 3].set(token)
+    assert np.isnan(jax.jit(loss_fn)(build(config, random_of(config)), *inputs.values()))
+
+
 # -------------------------------------------------------------------------------------------------- recompute, memory
 
 
@@ -519,6 +547,35 @@ def test_batch_sharded_over_two_devices():
         np.testing.assert_allclose(grad[: len(exact)], exact, rtol=0, atol=2e-6 * max_abs(exact), err_msg=name)
 
 
+@pytest.mark.parametrize("devices, where", [(1, "jit"), (2, "jit"), (2, "shard_map")])
+def test_kernels_are_for_arrays_of_one_device(devices, where):
+    """Lowered for an H200: no kernel of ours where the compiler splits arrays over a mesh, which it would gather for one."""
+    config = config_of(SHAPES["tiny gpt2"], n_layer=1, precision=Precision("tf32"))
+    graph, params = split(config)
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    everywhere, by_batch = PartitionSpec(), PartitionSpec("data")
+    of = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    tokens = of(jax.ShapeDtypeStruct((4, 64), jnp.int32), by_batch)
+    step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x))
+    if where == "shard_map":
+        specs = {"in_specs": (everywhere, by_batch), "out_specs": everywhere}
+        checked, step = (jax.shard_map(step, mesh=mesh, check_vma=check, **specs) for check in (True, False))
+        with pytest.raises(
+            ValueError, match="fused_classifier: its kernel overwrites an argument.*Pass check_vma=False"
+        ):
+            lower_for_h200(checked, jax.tree.map(lambda x: of(x, everywhere), params), tokens)
+    text = lower_for_h200(step, jax.tree.map(lambda x: of(x, everywhere), params), tokens)
+    kernels = set(re.findall(r"custom_call @(\w+)", text)) - {
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+    }
+    ours = {"norm_forward", "norm_backward", "classifier_kernel", "forward_kernel"}
+    assert ours <= kernels if (devices, where) != (2, "jit") else not kernels, kernels
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -531,12 +588,86 @@ def test_a_sequence_longer_than_the_block():
         loss_fn(model, jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8), jnp.int32))
 
 
+@pytest.fixture
+def unchecked_types():
+    """Without jaxtyping and beartype, which under pytest refuse wrong types before the code itself does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    "tokens, got",
+    [
+        (jnp.arange(3), r"\(3,\) in int32"),
+        (jnp.zeros((1, 3)), r"\(1, 3\) in float32"),
+        (jnp.ones((1, 3), bool), r"\(1, 3\) in bool"),
+        ([[1, 2]], "a list"),
+        (None, "a NoneType"),
+    ],
+)
+def test_tokens_that_are_no_ids(unchecked_types, tokens, got):
+    model = GPT2(config_of(SHAPES["odd"], n_layer=1), rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=rf"GPT2: expected an array of integer ids of shape \(batch, time\).*got {got}"
+    ):
+        model(tokens)
+    for pair in ((tokens, jnp.ones((1, 3), int)), (jnp.ones((1, 3), int), tokens)):
+        with pytest.raises(ValueError, match=rf"loss_fn: expected an array of integer ids .*got {got}"):
+            loss_fn(model, *pair)
+
+
+def test_targets_of_another_shape(unchecked_types):
+    model = GPT2(config_of(SHAPES["odd"], n_layer=1), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"a target for each token, got tokens \(4, 5\) and targets \(5, 4\)"):
+        loss_fn(model, jnp.zeros((4, 5), jnp.int32), jnp.zeros((5, 4), jnp.int32))
+
+
+def test_a_model_of_no_config_or_no_rngs(unchecked_types):
+    config = config_of(SHAPES["odd"])
+    with pytest.raises(TypeError, match=r"GPT2: expected rngs=flax.nnx.Rngs\(seed\), got a int"):
+        GPT2(config, rngs=0)
+    with pytest.raises(TypeError, match="GPT2: expected a gptjax.GPT2Config, got a dict"):
+        GPT2(vars(config), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", np.int64(2), None, 0, -1])
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "padded_vocab_size", "block_size", "n_layer", "n_head", "n_embd", "loss_chunk"]
+)
+def test_sizes_are_whole_numbers(unchecked_types, name, value):
+    if value is None and name in ("padded_vocab_size", "loss_chunk"):
+        return
+    with pytest.raises(
+        ValueError, match=f"GPT2Config: {name} must be an int of at least 1, got .*{type(value).__name__}"
+    ):
+        GPT2Config(**{name: value})
+
+
+def test_padding_is_the_next_multiple_of_128():
+    for vocab, rows in ((1, 128), (128, 128), (256, 256), (257, 384), (50257, 50304), (65536, 65536)):
+        assert GPT2Config(vocab_size=vocab).padded_vocab_size == rows
+    config = GPT2Config(vocab_size=250, block_size=8, n_layer=2, n_head=1, n_embd=4)
+    allocated = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split(config)[1]))
+    assert config.num_allocated_params == allocated == config.num_params + 6 * 4
+    assert GPT2Config() == GPT2Config(padded_vocab_size=50304) and GPT2Config().num_allocated_params == 124_475_904
+
+
+def test_the_padding_of_another_vocabulary_is_refused():
+    """The 50,304 rows of a config whose vocabulary alone was changed."""
+    message = (
+        r"at most 1023 rows of padding, got padded_vocab_size=50304 for vocab_size=256; give padded_vocab_size=256"
+    )
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(GPT2Config(), vocab_size=256)
+    smaller = dataclasses.replace(GPT2Config(), vocab_size=256, padded_vocab_size=None)
+    assert smaller == GPT2Config(vocab_size=256) == dataclasses.replace(smaller, n_layer=12)
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
-        ({"block_size": -1}, "block_size must be at least 1, got -1"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"n_layer": 0}, "n_layer must be an int of at least 1, got 0"),
         ({"n_embd": 770}, "n_embd=770 is not a multiple of n_head=12"),
         ({"padded_vocab_size": 50256}, "padded_vocab_size=50256 is below vocab_size=50257"),
     ],

@@ -1,6 +1,7 @@
 """Sampling: the cache changes nothing, the filters keep what they promise, and draws follow the softmax."""
 
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -222,13 +223,13 @@ def test_a_model_spread_over_devices_gives_the_same_tokens():
     "change, message",
     [
         ({"max_new_tokens": 20}, r"4 prompt tokens and 20 new ones are 24.*block_size=23.*at most 19"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"temperature": -0.1}, "temperature .* got -0.1"),
         ({"temperature": float("nan")}, "temperature .* got nan"),
         ({"temperature": float("inf")}, "temperature .* got inf"),
-        ({"top_k": 0}, "top_k must be at least 1.* got 0"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\].* got 0.0"),
-        ({"top_p": 1.01}, r"top_p must lie in \(0, 1\].* got 1.01"),
+        ({"top_k": 0}, "top_k must be .* at least 1.* got 0"),
+        ({"top_p": 0.0}, r"top_p must be a number in \(0, 1\].* got 0.0"),
+        ({"top_p": 1.01}, r"top_p must be a number in \(0, 1\].* got 1.01"),
         ({"prompt_BT": np.zeros((2, 0), np.int32)}, r"the prompt is empty, shape \(2, 0\)"),
         ({"prompt_BT": np.zeros((0, 3), np.int32)}, r"the prompt is empty, shape \(0, 3\)"),
         ({"prompt_BT": np.full((1, 4), 61)}, r"prompt ids must lie in \[0, 61\), got 61…61"),
@@ -241,8 +242,50 @@ def test_errors_state_the_numbers(change, message):
         generate(make_model(**ODD), **kwargs)
 
 
-@pytest.mark.parametrize("prompt", [np.ones(4, np.int32), np.ones((1, 4), np.float32)])
-def test_a_prompt_of_the_wrong_kind_is_named(prompt):
-    unchecked = inspect.unwrap(generate)  # outside pytest no annotation is checked
-    with pytest.raises(ValueError, match=r"integer ids and shape \(batch, time\), got"):
-        unchecked(make_model(**ODD), prompt, max_new_tokens=2, key=KEY)
+@pytest.fixture
+def unchecked(monkeypatch):
+    """`generate` as it is outside pytest, where no annotation is checked; it fails where it begins to compile."""
+    monkeypatch.setattr(sampling, "_generate", lambda *_, **__: pytest.fail("compiled"))
+    return inspect.unwrap(generate)
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        (np.ones(4, np.int32), r"integer ids and shape \(batch, time\), got int32 of shape \(4,\)"),
+        (np.ones((1, 4), np.float32), r"integer ids and shape \(batch, time\), got float32"),
+        (np.ones((1, 4), bool), r"integer ids and shape \(batch, time\), got bool"),
+        ([1, 2], r"integer ids and shape \(batch, time\), got int64 of shape \(2,\)"),
+        ([[1, 2], [3]], "rows have one length"),
+        ([[]], r"the prompt is empty, shape \(1, 0\)"),
+        ("hello", r"integer ids and shape \(batch, time\)"),
+    ],
+    ids=["1-D", "float", "bool", "list", "ragged", "empty", "text"],
+)
+def test_a_prompt_of_the_wrong_kind_is_named(unchecked, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        unchecked(make_model(**SMALL), prompt, max_new_tokens=2, key=KEY)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("max_new_tokens", 2.0), ("max_new_tokens", "2"), ("max_new_tokens", None), ("max_new_tokens", True)]
+    + [("max_new_tokens", -3), ("temperature", "0.7"), ("temperature", None), ("temperature", True)]
+    + [("top_k", 2.5), ("top_k", "5"), ("top_p", "0.9"), ("top_p", float("nan"))]
+    + [("key", None), ("key", 0), ("key", jnp.zeros(2)), ("key", jax.random.split(KEY, 2))],
+)
+def test_an_argument_of_a_wrong_type_is_named(unchecked, name, value):
+    kwargs = {"max_new_tokens": 2, "key": KEY} | {name: value}
+    with pytest.raises(ValueError, match=f"generate: {name} must be .*, got "):
+        unchecked(make_model(**SMALL), np.ones((1, 2), np.int32), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int64"])
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_a_prompt_of_any_integer_type_gives_the_same_tokens(dtype, array):
+    model, prompt_BT = make_model(**SMALL), np.array([[3, 1]])
+    wanted_BT = generate(model, np.int32(prompt_BT), max_new_tokens=4, key=KEY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX has no int64 by default, and says so
+        prompt_BT = array(prompt_BT.astype(dtype))
+    np.testing.assert_array_equal(generate(model, prompt_BT, max_new_tokens=4, key=KEY), wanted_BT)

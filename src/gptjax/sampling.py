@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int, Integer, Key, UInt32
 
 from gptjax.models.gpt2 import GPT2, Block
 
@@ -20,7 +20,7 @@ Cache = list[tuple[jax.Array, jax.Array]]
 
 def generate(
     model: GPT2,
-    prompt_BT: Int[Array | np.ndarray, "B T"],
+    prompt_BT: Integer[Array | np.ndarray, "B T"],
     *,
     max_new_tokens: int,
     temperature: float | int = 1.0,
@@ -38,7 +38,8 @@ def generate(
 
     Args:
         model: weights and shape; not changed.
-        prompt_BT: ids in [0, vocab_size), at least one a row. Rows have one length: there is no padding.
+        prompt_BT: ids in [0, vocab_size) of any integer type, at least one a row. Rows have one
+            length: there is no padding.
         max_new_tokens: at least 1; prompt and new tokens together fit into block_size.
         temperature: at least 0; 0 takes the likeliest token (the lowest id of equals) whatever filters and key.
         top_k: at least 1; None, or anything from vocab_size up, keeps every token.
@@ -50,10 +51,11 @@ def generate(
         Prompt and new tokens, int32, shape (B, T + max_new_tokens).
 
     Raises:
-        ValueError: an argument outside its range, or more tokens than block_size.
+        ValueError: an argument of a wrong type or outside its range; more tokens than block_size.
     """
-    prompt_BT = np.asarray(prompt_BT)
-    _check(model, prompt_BT, max_new_tokens, temperature, top_k, top_p)
+    prompt_BT = _check_prompt(model, prompt_BT)
+    _check_length(model, prompt_BT.shape[1], max_new_tokens)
+    _check_sampling(temperature, top_k, top_p, key)
     graphdef, params = nnx.split(model)
     return _generate(
         graphdef,
@@ -64,7 +66,7 @@ def generate(
         None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else jnp.float32(top_p),
         key,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=int(max_new_tokens),
     )
 
 
@@ -154,30 +156,66 @@ def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> I
     return jnp.take_along_axis(order_BV, choice_B1, axis=-1)[:, 0].astype(jnp.int32)
 
 
-def _check(model: GPT2, prompt_BT: np.ndarray, max_new_tokens, temperature, top_k, top_p) -> None:
-    if prompt_BT.ndim != 2 or not np.issubdtype(prompt_BT.dtype, np.integer):
+def _check_prompt(model: GPT2, prompt_BT) -> np.ndarray:
+    try:
+        prompt_BT = np.asarray(prompt_BT)
+    except ValueError as error:
+        message = f"generate: expected a prompt whose rows have one length: {error}"
+        raise ValueError(message) from None
+    if prompt_BT.ndim != 2 or (prompt_BT.size and not np.issubdtype(prompt_BT.dtype, np.integer)):
         raise ValueError(
             "generate: expected a prompt of integer ids and shape (batch, time), "
             f"got {prompt_BT.dtype} of shape {prompt_BT.shape}; a single prompt is prompt[None]"
         )
     if not prompt_BT.size:
         raise ValueError(f"generate: the prompt is empty, shape {prompt_BT.shape}; give at least one token a row")
-    if max_new_tokens < 1:
-        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
-    t, config = prompt_BT.shape[1], model.config
-    if t + max_new_tokens > config.block_size:
+    vocab_size = model.config.vocab_size
+    low, high = prompt_BT.min(), prompt_BT.max()
+    if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, more than "
-            f"block_size={config.block_size}; shorten the prompt or ask for at most {max(config.block_size - t, 0)}"
-        )
-    if prompt_BT.min() < 0 or prompt_BT.max() >= config.vocab_size:
-        raise ValueError(
-            f"generate: prompt ids must lie in [0, {config.vocab_size}), got {prompt_BT.min()}…{prompt_BT.max()}; "
+            f"generate: prompt ids must lie in [0, {vocab_size}), got {low}…{high}; "
             "was the prompt encoded with the model's tokenizer?"
         )
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"generate: temperature must be finite and at least 0 (0 is greedy), got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"generate: top_k must be at least 1, or None to keep every token, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"generate: top_p must lie in (0, 1], or be None to keep every token, got {top_p}")
+    return prompt_BT
+
+
+def _check_length(model: GPT2, t: int, max_new_tokens) -> None:
+    if not _is_scalar(max_new_tokens, np.integer) or max_new_tokens < 1:
+        raise ValueError(
+            f"generate: max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
+        )
+    if t + max_new_tokens > (block_size := model.config.block_size):
+        raise ValueError(
+            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, more than "
+            f"block_size={block_size}; shorten the prompt or ask for at most {max(block_size - t, 0)}"
+        )
+
+
+def _check_sampling(temperature, top_k, top_p, key) -> None:
+    if not _is_scalar(temperature, np.number) or not 0 <= temperature < math.inf:
+        raise ValueError(
+            "generate: temperature must be a finite number of at least 0 (0 is greedy), "
+            f"got {temperature!r}"
+        )
+    if top_k is not None and (not _is_scalar(top_k, np.integer) or top_k < 1):
+        raise ValueError(
+            "generate: top_k must be an integer of at least 1, or None to keep every token, "
+            f"got {top_k!r}"
+        )
+    if top_p is not None and (not _is_scalar(top_p, np.number) or not 0 < top_p <= 1):
+        raise ValueError(
+            "generate: top_p must be a number in (0, 1], or None to keep every token, "
+            f"got {top_p!r}"
+        )
+    is_key = isinstance(key, jax.Array) and (
+        (jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
+        or (key.dtype == jnp.uint32 and key.shape == (2,))
+    )
+    if not is_key:
+        found = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
+        raise ValueError(f"generate: key must be one key, such as jax.random.key(0), got {found}")
+
+
+def _is_scalar(value, kind: type) -> bool:
+    """Whether a Python number or an array without axes is of a kind of numbers; bool is of none."""
+    return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, kind)

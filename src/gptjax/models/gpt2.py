@@ -17,15 +17,16 @@ from jaxtyping import Array, Float, Int, Integer
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
-from pallas_kernels import layer_norm, linear_cross_entropy, projected_attention
+from pallas_kernels import layer_norm, linear, linear_cross_entropy, mlp, projected_attention
 from pallas_kernels.flash_attention import choose as choose_attention
+from pallas_kernels.fused_classifier import to_int32
 from pallas_kernels.layer_norm import choose as choose_norm
 from pallas_kernels.linear_cross_entropy import choose as choose_loss
 from pallas_kernels.linear_gelu import choose as choose_mlp
-from pallas_kernels.linear_gelu import mlp
-from pallas_kernels.products import linear
 
 INIT_STD = 0.02
+# Rows of padding: to a multiple of 1,024, at most.
+MAX_PADDING = 1023
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,15 @@ class GPT2Config:
     """The shape of a GPT-2, and how it is computed.
 
     Raises:
-        ValueError: a field out of range, a width that the heads do not divide, a padded vocabulary below the real one.
+        ValueError: a field of a wrong type or out of range, a width that the heads do not divide, a padded vocabulary below the real one
+            or more than 1,023 rows above it.
     """
 
     vocab_size: int = 50257
     """Real tokens; logits and the loss cover these alone."""
-    padded_vocab_size: int = 50304
-    """Rows of the embedding; a multiple of 128 makes the head's products faster. Padding is invisible outside."""
+    padded_vocab_size: int | None = None
+    """Rows of the embedding. None: the next multiple of 128, which makes the head's matmuls faster, stored here as a number. Padding is
+    invisible outside. Another vocab_size needs another padded_vocab_size."""
     block_size: int = 1024
     """Longest sequence, in tokens."""
     n_layer: int = 12
@@ -57,21 +60,31 @@ class GPT2Config:
     mlp: str = "auto"
     """Back end of the MLP's product, bias and GELU: auto, mosaic, triton (in fp32 after XLA's product), xla or reference."""
     loss: str = "auto"
-    """Back end of the head and its loss: auto, fused or xla."""
+    """Back end of the head and its loss: auto, fused, xla or reference."""
     loss_chunk: int | None = None
     """Tokens whose logits are alive at once; must divide a micro-batch's. None: about 16,384 where loss is fused, all where xla."""
     recompute: Literal["none", "block", "sublayer"] = "none"
     """Activations recomputed in the backward pass: none; all but each block's input; all but each attention's and MLP's input."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPT2Config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.padded_vocab_size is None:
+            _check_size("vocab_size", self.vocab_size)
+            object.__setattr__(self, "padded_vocab_size", -(-self.vocab_size // 128) * 128)
+        for name in ("vocab_size", "padded_vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            _check_size(name, getattr(self, name))
+        if self.loss_chunk is not None:
+            _check_size("loss_chunk", self.loss_chunk)
         if self.n_embd % self.n_head:
             raise ValueError(f"GPT2Config: n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"GPT2Config: padded_vocab_size={self.padded_vocab_size} is below vocab_size={self.vocab_size}"
+            )
+        if self.padded_vocab_size - self.vocab_size > MAX_PADDING:
+            least = -(-self.vocab_size // 128) * 128
+            raise ValueError(
+                f"GPT2Config: expected at most {MAX_PADDING} rows of padding, got padded_vocab_size={self.padded_vocab_size} "
+                f"for vocab_size={self.vocab_size}; give padded_vocab_size={least} (--model.padded-vocab-size {least}) too"
             )
         if not isinstance(self.precision, Precision):
             raise ValueError(
@@ -86,12 +99,19 @@ class GPT2Config:
 
     @property
     def num_params(self) -> int:
-        """Trainable parameters, without the padding: 124,439,808 for GPT-2 124M."""
+        """Trainable parameters, without the padding: 124,439,808 for GPT-2 124M. FLOPs and published figures count these."""
         c = self.n_embd
         return (self.vocab_size + self.block_size) * c + self.n_layer * (12 * c * c + 13 * c) + 2 * c
 
+    @property
+    def num_allocated_params(self) -> int:
+        """Parameters in memory, the padded rows of the embedding included: 124,475,904 for GPT-2 124M."""
+        return self.num_params + (self.padded_vocab_size - self.vocab_size) * self.n_embd
+
     def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
         """The back ends that this model uses on the default device: {"attention": "cudnn", "norm": "triton", …}.
+
+        Where the compiler will split arrays over a mesh, call this under `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)`.
 
         Args:
             batch: sequences at a time; the kernels of the MLP depend on it.
@@ -114,6 +134,12 @@ class GPT2Config:
         """
         n = self.num_params - self.block_size * self.n_embd
         return 6 * n + 6 * self.n_layer * self.n_embd * sequence_length
+
+
+def _check_size(name, value):
+    # bool is an int. NumPy's integers are not: a checkpoint stores the config as JSON.
+    if type(value) is not int or value < 1:
+        raise ValueError(f"GPT2Config: {name} must be an int of at least 1, got {value!r} of type {type(value).__name__}")
 
 
 PRESETS: dict[str, GPT2Config] = {
@@ -197,10 +223,19 @@ class LayerNorm(nnx.Module):
 class Linear(nnx.Module):
     """x W + b in x's dtype; kernel (in, out) and bias (out,) are stored in fp32, and so are their gradients."""
 
-    def __init__(self, in_dim: int, out_dim: int, *, std: float, precision: Precision, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        std: float,
+        precision: Precision,
+        rngs: nnx.Rngs,
+        implementation: str = "auto",
+    ):
         self.kernel = nnx.Param(normal(std)(rngs.params(), (in_dim, out_dim), precision.param_dtype))
         self.bias = nnx.Param(jnp.zeros((out_dim,), precision.param_dtype))
-        self.precision = precision
+        self.precision, self.implementation = precision, implementation
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
         return self._apply(x, self.bias[...])
@@ -210,8 +245,9 @@ class Linear(nnx.Module):
         return Delta(self._apply(x_BTI, None), self.bias[...])
 
     def _apply(self, x, bias_O):
-        y_NO = linear(x.reshape(-1, x.shape[-1]), self.kernel[...], bias_O, self.precision.matmul)
-        return y_NO.reshape(*x.shape[:-1], y_NO.shape[-1])
+        return linear(
+            x, self.kernel[...], bias_O, implementation=self.implementation, precision=self.precision.matmul
+        )
 
 
 class Attention(nnx.Module):
@@ -221,7 +257,8 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        c, linear = config.n_embd, functools.partial(Linear, precision=config.precision, rngs=rngs)
+        how = {"precision": config.precision, "implementation": "reference" if config.attention == "reference" else "auto"}
+        c, linear = config.n_embd, functools.partial(Linear, rngs=rngs, **how)
         self.c_attn = linear(c, 3 * c, std=INIT_STD)
         self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.config = config
@@ -304,9 +341,16 @@ class GPT2(nnx.Module):
     Args:
         config: shape and precision.
         rngs: `nnx.Rngs(seed)`; its `params` stream is used.
+
+    Raises:
+        TypeError: config is not a GPT2Config, or rngs is not an nnx.Rngs.
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        if not isinstance(config, GPT2Config):
+            raise TypeError(f"GPT2: expected a gptjax.GPT2Config, got a {type(config).__name__}")
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"GPT2: expected rngs=flax.nnx.Rngs(seed), got a {type(rngs).__name__}")
         embedding, dtype = normal(INIT_STD), config.precision.param_dtype
         wte_VC = embedding(rngs.params(), (config.vocab_size, config.n_embd), dtype)
         self.wte = nnx.Param(jnp.pad(wte_VC, ((0, config.padded_vocab_size - config.vocab_size), (0, 0))))
@@ -316,8 +360,10 @@ class GPT2(nnx.Module):
         self.config = config
 
     @jax.named_scope("embedding")
-    def embed(self, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""] = 0) -> Float[Array, "B T C"]:
+    def embed(self, tokens_BT: Integer[Array, "B T"], start: int | Int[Array, ""] = 0) -> Float[Array, "B T C"]:
         """wte[token] + wpe[start + position], in the residual stream's dtype. An id outside the vocabulary gives NaN."""
+        # A narrower type would not hold padded_vocab_size.
+        tokens_BT = to_int32(tokens_BT)
         # Past the table's end `take` gives NaN; a negative id would wrap, and one in the padding read zeros, without a word.
         known_BT = (tokens_BT >= 0) & (tokens_BT < self.config.vocab_size)
         tokens_BT = jnp.where(known_BT, tokens_BT, self.config.padded_vocab_size)
@@ -325,12 +371,13 @@ class GPT2(nnx.Module):
         wpe_TC = jax.lax.dynamic_slice_in_dim(self.wpe[...], start, tokens_BT.shape[1])
         return (jnp.take(self.wte[...], tokens_BT, axis=0) + wpe_TC[None]).astype(self.config.precision.residual_dtype)
 
-    def hidden(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T C"]:
+    def hidden(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T C"]:
         """The final LayerNorm's output, in the compute dtype.
 
         Raises:
-            ValueError: more tokens than block_size.
+            ValueError: tokens that are no two-dimensional array of integers, or more of them than block_size.
         """
+        _check_ids("GPT2", tokens_BT)
         if tokens_BT.shape[1] > self.config.block_size:
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than block_size={self.config.block_size}"
@@ -354,11 +401,14 @@ class GPT2(nnx.Module):
         wte_VC = self.wte[: self.config.vocab_size].astype(x_BTC.dtype)
         return jnp.einsum("btc,vc->btv", x_BTC, wte_VC, precision=self.config.precision.matmul)
 
-    def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def __call__(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T V"]:
         """Logits over the real vocabulary for every position, in the compute dtype.
 
+        Args:
+            tokens_BT: ids in [0, vocab_size), in any integer type. Another id gives NaN.
+
         Raises:
-            ValueError: more tokens than block_size.
+            ValueError: tokens that are no two-dimensional array of integers, or more of them than block_size.
         """
         return self.logits(self.hidden(tokens_BT))
 
@@ -386,16 +436,26 @@ def init_params(config: GPT2Config, seed: int | Integer[Array, ""]) -> dict:
     return params_of(GPT2(dataclasses.replace(config, n_layer=1), rngs=nnx.Rngs(key))) | {"blocks": blocks}
 
 
-def loss_fn(model: GPT2, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]) -> Float[Array, ""]:
+def loss_fn(model: GPT2, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]) -> Float[Array, ""]:
     """Mean cross-entropy over B·T tokens in nats, fp32.
 
+    Differentiable once, in reverse mode; with `config.attention`, `norm`, `mlp` and `loss` "reference" also in forward mode and to any
+    order.
+
     Args:
-        tokens_BT: inputs, ids in [0, vocab_size).
-        targets_BT: the token that follows each input.
+        tokens_BT: inputs, ids in [0, vocab_size), in any integer type.
+        targets_BT: the token that follows each input; of the same shape.
 
     Raises:
-        ValueError: more tokens than block_size, or B·T not a multiple of `config.loss_chunk`.
+        ValueError: tokens or targets that are no two-dimensional arrays of integers, or differ in shape, more tokens than block_size, or
+            B·T not a multiple of `config.loss_chunk`.
     """
+    _check_ids("loss_fn", tokens_BT)
+    _check_ids("loss_fn", targets_BT)
+    if tokens_BT.shape != targets_BT.shape:
+        raise ValueError(
+            f"loss_fn: expected a target for each token, got tokens {tokens_BT.shape} and targets {targets_BT.shape}"
+        )
     config = model.config
     x_BTC = model.hidden(tokens_BT)
     with jax.named_scope("head"):
@@ -409,3 +469,11 @@ def loss_fn(model: GPT2, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B
             precision=config.precision.matmul,
         )
     return losses_N.mean()
+
+
+def _check_ids(name, ids):
+    if getattr(ids, "ndim", None) != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        got = f"{ids.shape} in {ids.dtype}" if hasattr(ids, "shape") else f"a {type(ids).__name__}"
+        raise ValueError(
+            f"{name}: expected an array of integer ids of shape (batch, time), such as jnp.array([[1, 2]]), got {got}"
+        )
