@@ -112,6 +112,7 @@ def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys)
         "rows": rows + [row | {"bar": ""} for row in rows],
         "device": "a GPU",
         "date": "2026-01-01",
+        "versions": {},
         "ceilings": {"bytes_per_s": 1e12, "flops_per_s": 1e14},
     }
     results = tmp_path / "results"

@@ -1,8 +1,8 @@
-"""python -m gptjax.bench: measure."""
+"""Measure kernels, training steps and starts on this machine."""
 
 import dataclasses
-import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +20,9 @@ from gptjax.bench.ladder import Ladder
 from gptjax.bench.picture import draw
 from gptjax.bench.profile import Profile
 from gptjax.bench.startup import Startup
-from gptjax.bench.step import Step
+from gptjax.bench.step import Step, read
 from gptjax.config import ConfigError
+from gptjax.terminal import printable
 
 _NAMES = tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="(default: all)")
 
@@ -47,9 +48,9 @@ class Kernels:
 class Draw:
     """Draws what `kernels --out` wrote: of every case that has a bar to reach, each implementation against the ceiling."""
 
-    results: tyro.conf.Positional[Path]
+    results: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RESULTS")]]
     """The folder of JSON files."""
-    picture: tyro.conf.Positional[Path]
+    picture: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PICTURE")]]
     """The picture to write; its ending names the format (png, pdf, svg)."""
 
     def run(self) -> None:
@@ -58,7 +59,14 @@ class Draw:
             raise kernels.BenchError(
                 f"no JSON files in {self.results}: python -m gptjax.bench kernels --out {self.results}"
             )
-        draw([json.loads(file.read_text()) for file in files], self.picture)
+        fields = ("kernel", "case", "implementation", "bound", "bar")
+        results = [read(file, *fields) for file in files]
+        limits = {"bytes_per_s", "flops_per_s"}
+        if any(set(result.get("ceilings", ())) != limits for result in results):
+            raise kernels.BenchError(
+                f"{self.results}: expected results of bench kernels, with ceilings"
+            )
+        draw(results, self.picture)
         print(f"wrote {self.picture}")
 
 
@@ -75,11 +83,25 @@ _COMMANDS = (
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    try:
+        try:
+            return _run(args)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as head, has ended. At its own end the interpreter would flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(args: list[str] | None) -> int:
     command = tyro.cli(_COMMANDS, prog="python -m gptjax.bench", description=__doc__, args=args)
     try:
         command.run()
+    except BrokenPipeError:
+        raise
     except (kernels.BenchError, ConfigError, OSError) as error:
-        print(f"gptjax.bench: {error}", file=sys.stderr)
+        print(printable(f"gptjax.bench: {error}"), file=sys.stderr)
         return 1
     return 0
 

@@ -1,17 +1,16 @@
-"""`python -m gptjax.bench compare A.json B.json`: two results of bench step, ladder or kernels beside each other."""
+"""`python -m gptjax.bench compare BEFORE.json AFTER.json`: the times of two results, row by row."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from gptjax.bench.kernels import BenchError
-from gptjax.bench.step import OWN_DEFAULT
+from gptjax.bench.step import OWN_DEFAULT, read
+from gptjax.bench.table import Row, print_table
+from gptjax.terminal import printable
 
 # What makes a row the same measurement in both; a field that a row lacks counts as empty. A rung is its name, whatever it asks for.
 KEYS = (
@@ -22,38 +21,43 @@ KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Two results of step, ladder or kernels beside each other: of every row in both the time of B over that of A."""
+    """Compare two results of step, ladder or kernels: the time after over the time before."""
 
-    a: tyro.conf.Positional[Path]
-    """JSON that bench step, ladder or kernels wrote."""
-    b: tyro.conf.Positional[Path]
-    """Another of the same kind."""
+    before: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="BEFORE.json")]]
+    """The older result, the reference: JSON that bench step, ladder or kernels wrote with --out."""
+    after: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="AFTER.json")]]
+    """The newer result, of the same command."""
     fail_above: Annotated[float | None, OWN_DEFAULT] = None
-    """Exit code 1 where a row of B takes more than this many times as long as in A, or no longer runs."""
+    """Exit code 1 if a row takes more than this many times as long as before, or no longer runs."""
 
     def run(self) -> None:
-        a, b = (_read(path) for path in (self.a, self.b))
-        rows = compare(a["rows"], b["rows"])
-        show(rows, a, b)
+        before, after = (read(path) for path in (self.before, self.after))
+        rows = compare(before["rows"], after["rows"])
+        show(rows, before, after)
         if not any("ratio" in row for row in rows):
-            raise BenchError(f"{self.a} and {self.b} have no measured row in common")
+            raise BenchError(f"{self.before} and {self.after} have no measured row in common")
         if self.fail_above is None:
             return
         slower = [
             f"{row['name']}: {row['ratio']:.3f} ×" for row in rows if "ratio" in row and row["ratio"] > self.fail_above
         ]
-        slower += [f"{row['name']}: {row['b']}" for row in rows if row.get("broken")]
+        slower += [f"{row['name']}: {row['after']}" for row in rows if row.get("broken")]
         if slower:
-            raise BenchError("\n".join([f"worse than {self.fail_above:g} × in {self.b}:", *slower]))
+            title = f"worse than {self.fail_above:g} × in {self.after}:"
+            raise BenchError("\n".join([title, *slower]))
 
 
-def compare(a: list[dict], b: list[dict]) -> list[dict]:
-    """A row for each of A's, in their order, then for each that B alone has: its name, what both found, the ratio b/a of the times."""
-    of_a, of_b = ({key(row): row for row in rows} for rows in (a, b))
+def compare(before: list[dict], after: list[dict]) -> list[dict]:
+    """Pair the rows of before, in their order, then those that only after has.
+
+    Returns:
+        For each row its name, both outcomes in words, and the ratio after/before of the times.
+    """
+    of_a, of_b = ({key(row): row for row in rows} for rows in (before, after))
     found = []
     for k in [*of_a, *(k for k in of_b if k not in of_a)]:
         one, other = of_a.get(k), of_b.get(k)
-        row = {"name": name(one or other), "a": _found(one), "b": _found(other)}
+        row = {"name": name(one or other), "before": _found(one), "after": _found(other)}
         if one and other and "ms" in one and "ms" in other:
             row["ratio"] = other["ms"] / one["ms"]
         elif one and other and "ms" in one:
@@ -84,24 +88,18 @@ def _found(row: dict | None) -> str:
     return f"{row['ms']:.4g} ms" if "ms" in row else row["error"]
 
 
-def _read(path: Path) -> dict:
-    try:
-        result = json.loads(path.read_text())
-        if all("ms" in row or "error" in row for row in result["rows"]):
-            return result
-        raise ValueError("a row has neither ms nor error")
-    except (ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: expected JSON of bench step, ladder or kernels ({error})") from error
-
-
-def show(rows: list[dict], a: dict, b: dict) -> None:
-    differing = [(what, a.get(what), b.get(what)) for what in ("command", "date", "device")]
-    packages = sorted({*a["versions"], *b["versions"]})
-    differing += [(package, *(result["versions"].get(package) for result in (a, b))) for package in packages]
+def show(rows: list[dict], before: dict, after: dict) -> None:
+    """Print what differs between the two machines and commands, then a row for each measurement."""
+    differing = [(what, before.get(what), after.get(what)) for what in ("command", "date", "device")]
+    old, new = before["versions"], after["versions"]
+    differing += [(package, old.get(package), new.get(package)) for package in sorted({*old, *new})]
     for what, one, other in differing:
         if one != other:
-            print(f"{what}: {one or 'absent'} → {other or 'absent'}")
-    table = Table("row", "A", "B", "B / A")
+            print(printable(f"{what}: {one or 'absent'} → {other or 'absent'}"))
+    table = []
     for row in rows:
-        table.add_row(row["name"], row["a"], row["b"], f"{row['ratio']:.3f} ×" if "ratio" in row else "")
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+        if "ratio" in row:
+            table.append(Row(row["name"], (row["before"], row["after"], f"{row['ratio']:.3f} ×")))
+        else:
+            table.append(Row(row["name"], note=f"{row['before']} → {row['after']}"))
+    print_table("", ("before", "after", "after / before"), table)

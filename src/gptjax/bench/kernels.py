@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from gptjax.bench.harness import Case, Ceilings, ceilings, seconds, torch_seconds
+from gptjax.bench.table import Row, print_table
 from gptjax.training.checkpoint import versions
 
 # benchmarks/ beside src/: they are part of the repository and not of the installed package.
@@ -75,27 +74,29 @@ def _line(row: dict) -> str:
 
 
 def show(rows: list[dict], limits: Ceilings) -> None:
-    title = f"{jax.devices()[0].device_kind}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, bf16 product {limits.flops_per_s / 1e12:.0f} TFLOP/s"
-    table = Table("kernel", "case", "implementation", "ms", "TB/s", "TFLOP/s", "of ceiling", "bar", title=title)
-    last = None
+    """Print a heading for each case, and under it a row for each implementation."""
+    title = (
+        f"{jax.devices()[0].device_kind}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, "
+        f"bf16 product {limits.flops_per_s / 1e12:.0f} TFLOP/s"
+    )
+    table, last = [], None
     for row in rows:
-        head = (row["kernel"], row["case"])
-        if last is not None and head != last:
-            table.add_section()
+        case = f"{row['kernel']}: {row['case']}"
+        if case != last:
+            table.append(Row(case, note=f"aim {row['bar']}" if row["bar"] else ""))
+        last = case
+        name = f"  {row['implementation']}"
         if "error" in row:
-            figures = ["-", "-", "-", row["error"][:60]]
-        else:
-            figures = [
-                f"{row['ms']:.4f}",
-                f"{row['GB/s'] / 1e3:.2f}" if "GB/s" in row else "",
-                f"{row['TFLOP/s']:.0f}" if "TFLOP/s" in row else "",
-                f"{row['ceiling']:.1%}",
-            ]
-        table.add_row(
-            *(head if head != last else ("", "")), row["implementation"], *figures, row["bar"] if head != last else ""
+            table.append(Row(name, note=row["error"]))
+            continue
+        figures = (
+            f"{row['ms']:.4f}",
+            f"{row['GB/s'] / 1e3:.2f}" if "GB/s" in row else "",
+            f"{row['TFLOP/s']:.0f}" if "TFLOP/s" in row else "",
+            f"{row['ceiling']:.1%}",
         )
-        last = head
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+        table.append(Row(name, figures))
+    print_table(title, ("ms", "TB/s", "TFLOP/s", "of ceiling"), table)
 
 
 def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> None:
@@ -124,7 +125,6 @@ def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> N
             continue
         limits = ceilings(torch=torch)
         rows = measure(its_cases, limits, torch=torch)
-        show(rows, limits)
         failed += [_line(row) for row in rows if "error" in row]
         if out:
             result = {
@@ -137,6 +137,8 @@ def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> N
             }
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        show(rows, limits)
+        if out:
             print(f"wrote {out / name}.json")
     if failed:
         raise BenchError("\n".join(["did not run:", *failed]))

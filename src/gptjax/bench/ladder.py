@@ -8,23 +8,20 @@ measured as `bench step` does, for about a second.
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import os
-import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Annotated
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from gptjax.bench import step as steps
 from gptjax.bench.kernels import BenchError
 from gptjax.bench.picture import draw_ladder
 from gptjax.bench.step import OWN_DEFAULT, OurStep, Preset
+from gptjax.bench.table import Row, print_table
 from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.precision import Precision
@@ -59,7 +56,8 @@ class Ladder:
         if self.draw:
             if not self.picture:
                 raise BenchError("--draw RESULT.json needs --picture FILE to draw into")
-            draw_ladder(json.loads(self.draw.read_text()), self.picture)
+            fields = ("system", "rung", "model", "batch", "sequence_length")
+            draw_ladder(steps.read(self.draw, *fields), self.picture)
             print(f"wrote {self.picture}")
             return
         if self.config and self.preset:
@@ -231,28 +229,25 @@ def _line(row: dict) -> str:
 
 
 def show(rows: list[dict], device: jax.Device) -> None:
+    """Print a heading for each system, and under it a row for each rung."""
     first = rows[0]
-    title = f"{device.device_kind}: {first['model']}, {first['batch']} × {first['sequence_length']} tokens a step"
-    columns = ("", "rung", "ms", "tokens/s", "MFU", "GiB", "rung brings", "since start", "kernels")
-    table = Table(*columns, title=title)
-    last = None
+    size = f"{first['batch']} × {first['sequence_length']} tokens a step"
+    table, last = [], None
     for row in rows:
-        if last not in (None, row["system"]):
-            table.add_section()
-        system, last = row["system"] if row["system"] != last else "", row["system"]
+        if row["system"] != last:
+            table.append(Row(row["system"]))
+        last, name = row["system"], f"  {row['rung']}"
         if "error" in row:
-            table.add_row(system, row["rung"], "-", row["error"])
+            table.append(Row(name, note=row["error"]))
             continue
-        kernels = row["kernels"]
-        table.add_row(
-            system,
-            row["rung"],
+        figures = (
             f"{row['ms']:.2f}",
             f"{row['tokens/s']:,.0f}",
             steps.number(row["mfu"], ".1%"),
             steps.number(row["gib"], ".1f"),
             f"{row['factor']:.2f} ×",
             f"{row['since_start']:.2f} ×",
-            kernels if isinstance(kernels, str) else ", ".join(f"{part}: {name}" for part, name in kernels.items()),
         )
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+        table.append(Row(name, figures, steps.kernel_names(row)))
+    columns = ("ms", "tokens/s", "MFU", "GiB", "rung", "since start")
+    print_table(f"{device.device_kind}: {first['model']}, {size}", columns, table)

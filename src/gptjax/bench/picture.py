@@ -36,7 +36,7 @@ def draw(results: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(10, 0.2 * rows + 0.3 * len(groups) + 1.4))
     y, used = 0.0, {}
     for (kernel, case, bound, bar), group in groups.items():
-        ceiling = {"memory": "copy rate", "bf16": "bf16 product"}[bound]
+        ceiling = {"memory": "copy rate", "bf16": "bf16 product"}.get(bound, bound)
         axes.text(0, y, f"{kernel}: {case}   (of the {ceiling}; aim {bar})", fontsize=8, weight="bold", va="center")
         y += 1
         for row in group:

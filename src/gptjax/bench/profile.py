@@ -8,7 +8,6 @@ them, such as `jit(train_step)/transpose(jvp(attention))/dot_general`. A fusion 
 import collections
 import dataclasses
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from gptjax.bench import step as bench_step
 from gptjax.bench.kernels import BenchError
 from gptjax.bench.step import OurStep, Preset, Step
+from gptjax.bench.table import Row, print_table
 
 # Scope in the source → what the table calls it, in its order.
 PARTS = {
@@ -269,33 +266,31 @@ def summary(found: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
 
 
 def show(result: dict, top: int) -> None:
-    """Prints a line for each part and its passes, with its longest kernels under it."""
-    span = result["span_ms"]
-    table = Table("part", *PASSES, "ms", "share", "products", "calls", title=f"{_title(result)}: {_headline(result)}")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    """Print a row for each part with its passes, and a row for each of its longest kernels."""
+    span, kernel_ms, rows = result["span_ms"], result["kernel_ms"], result["parts"]
+    table = []
     for part in ORDER:
-        rows = [row for row in result["parts"] if row["part"] == part]
-        if not rows:
+        of_part = [row for row in rows if row["part"] == part]
+        if not of_part:
             continue
-        total = sum(row["ms"] for row in rows)
-        of_pass = {row["pass"]: f"{row['ms']:.3f}" for row in rows}
-        products, calls = sum(row["products_ms"] for row in rows), sum(row["calls"] for row in rows)
-        figures = [f"{total:.3f}", f"{total / span:.1%}", f"{products:.3f}" if products else "", str(calls)]
-        table.add_row(part, *(of_pass.get(pass_, "") for pass_ in PASSES), *figures, style="bold")
+        table.append(_part(part, sum(row["ms"] for row in of_part), span, of_part))
         for row in [row for row in result["kernels"] if row["part"] == part][:top]:
-            in_pass = [f"{row['ms']:.3f}" if row["pass"] == pass_ else "" for pass_ in PASSES]
-            table.add_row(
-                escape(f"  {row['name'][:44]} · {row['op'][:24]}"), *in_pass, "", "", "", str(row["calls"]), style="dim"
-            )
-    table.add_section()
-    kernel_ms, rows = result["kernel_ms"], result["parts"]
-    products, calls = sum(row["products_ms"] for row in rows), sum(row["calls"] for row in rows)
-    figures = [f"{kernel_ms:.3f}", f"{kernel_ms / span:.1%}", f"{products:.3f}", str(calls)]
-    table.add_row("all kernels", *[""] * len(PASSES), *figures)
-    table.add_row("idle", *[""] * len(PASSES), f"{result['idle_ms']:.3f}", f"{result['idle_ms'] / span:.1%}", "", "")
-    table.add_row("first kernel to last", *[""] * len(PASSES), f"{span:.3f}", "", "", "")
-    Console(width=None if sys.stdout.isatty() else 170).print(table)
+            name = f"  {row['name'][:44]} · {row['op'][:24]}"
+            figures = [f"{row['ms']:.3f}" if row["pass"] == pass_ else "" for pass_ in PASSES]
+            table.append(Row(name, [*figures, "", "", "", str(row["calls"])]))
+    table += [Row(), _part("all kernels", kernel_ms, span, rows)]
+    table.append(_part("idle", result["idle_ms"], span))
+    table.append(_part("first kernel to last", span, span))
+    columns = (*PASSES, "ms", "share", "products", "calls")
+    print_table(f"{_title(result)}: {_headline(result)}", columns, table)
+
+
+def _part(name: str, ms: float, span: float, rows: Sequence[dict] = ()) -> Row:
+    """Row of a part: milliseconds by pass and in all, share of the span, products, calls."""
+    by_pass = [sum(row["ms"] for row in rows if row["pass"] == pass_) for pass_ in PASSES]
+    products, calls = (sum(row[column] for row in rows) for column in ("products_ms", "calls"))
+    figures = [f"{value:.3f}" if value else "" for value in (*by_pass, products)]
+    return Row(name, [*figures[:-1], f"{ms:.3f}", f"{ms / span:.1%}", figures[-1], str(calls or "")])
 
 
 def _title(result: dict) -> str:
@@ -395,10 +390,10 @@ class Profile:
         row = bench_step.describe(name, config, forward=self.forward)
         row |= {"device": device.device_kind, "back_ends": config.kernels()}
         row |= trace(OurStep(config, device, forward=self.forward), self.out)
-        show(row, self.top)
         found = bench_step.result(bench_step.command_line("profile", self), [row], device, torch=False)
         bench_step.write(self.out / "profile.json", found)
         draw(row, self.out / "profile.png")
+        show(row, self.top)
         print(f"wrote {self.out / 'profile.png'}\nwrote {row['trace']}, for https://ui.perfetto.dev")
 
 

@@ -13,15 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from gptjax import config as configuration
 from gptjax.bench.kernels import BenchError
-from gptjax.data import write_shard
+from gptjax.bench.table import Row, print_table
+from gptjax.data.shards import Shard, write_shard
+from gptjax.data.sidecar import ShardInfo, Sidecar
 from gptjax.training.metrics import read_log
 
 # Beside src/: it is part of the repository and not of the installed package.
@@ -43,13 +44,14 @@ class Startup:
 
     def run(self) -> None:
         rows = starts(self.config, shlex.split(self.options))
-        show(rows)
         if self.out:
             command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
             command += [f"--options={self.options}"] if self.options else []
             result = {"command": shlex.join(command), "date": time.strftime("%Y-%m-%d"), "rows": rows}
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        show(rows)
+        if self.out:
             print(f"wrote {self.out}")
 
 
@@ -87,9 +89,8 @@ def _write_random_tokens(folder: Path, vocab_size: int) -> None:
     for name, count in (("random_train_000001.bin", TOKENS), ("random_val_000000.bin", TOKENS // 2)):
         tokens = rng.integers(0, min(256, vocab_size), count, dtype=np.uint16)
         write_shard(folder / name, tokens)
-        shards[name] = {"tokens": count, "max_token": int(tokens.max())}
-    sidecar = {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "random", "shards": shards}
-    (folder / "dataset.json").write_text(json.dumps(sidecar))
+        shards[name] = ShardInfo.of(Shard(folder / name))
+    Sidecar("byte", 257, 256, "random", None, shards).write(folder)
 
 
 def _start(name: str, arguments: list[str], folder: Path) -> dict:
@@ -141,21 +142,24 @@ def row_of(name: str, launched: float, first: dict) -> dict:
 
 
 def show(rows: list[dict]) -> None:
-    """Prints a table: a part of the start a line, a start a column."""
-    table = Table("seconds", *(row["start"] for row in rows), title=f"to the first finished step, {rows[0]['device']}")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    """Print a table: a part of the start a line, a start a column."""
+    table = []
+
+    def add(label: str, seconds: Iterable[float | None]) -> None:
+        table.append(Row(label, [_figure(value) for value in seconds]))
+
     for part in dict.fromkeys(part for row in rows for part in row["parts"]):
-        table.add_row(part, *(_figure(row["parts"].get(part)) for row in rows))
+        add(part, (row["parts"].get(part) for row in rows))
         if part == "compilation":
             for program in dict.fromkeys(program["name"] for row in rows for program in row["programs"]):
                 for stage, words in (("lower", "traced and lowered"), ("compile", "compiled, or read")):
-                    table.add_row(f"  {program}: {words}", *(_figure(_seconds(row, program, stage)) for row in rows))
-    table.add_section()
-    table.add_row("total", *(_figure(row["total"]) for row in rows))
-    table.add_row("programs in the cache", *(f"{row['cache_hits']}" for row in rows))
-    table.add_row("programs not in it", *(f"{row['cache_misses']}" for row in rows))
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+                    add(f"  {program}: {words}", (_seconds(row, program, stage) for row in rows))
+    table.append(Row())
+    add("total", (row["total"] for row in rows))
+    table.append(Row("programs in the cache", [str(row["cache_hits"]) for row in rows]))
+    table.append(Row("programs not in it", [str(row["cache_misses"]) for row in rows]))
+    title = f"seconds to the first finished step, {rows[0]['device']}"
+    print_table(title, [row["start"] for row in rows], table)
 
 
 def _seconds(row: dict, program: str, stage: str) -> float | None:

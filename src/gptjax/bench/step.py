@@ -11,24 +11,24 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import math
 import re
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from gptjax import config as configuration
 from gptjax import sharding
 from gptjax.bench.kernels import BenchError
+from gptjax.bench.table import Row, print_table
 from gptjax.config import Config
 from gptjax.models.gpt2 import PRESETS
 from gptjax.precision import Precision
@@ -96,9 +96,10 @@ class Step:
         rows = []
         for config in self.configs():
             rows += self._measure(config, device)
+        if self.out:  # before the table: standard output may be closed
+            write(self.out, result(command_line("step", self), rows, device, torch=self.torch))
         show(rows, device)
         if self.out:
-            write(self.out, result(command_line("step", self), rows, device, torch=self.torch))
             print(f"wrote {self.out}")
         raise_failures(rows)
 
@@ -534,16 +535,22 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def kernel_names(row: dict) -> str:
+    """The kernels of a row in words."""
+    kernels = row["kernels"]
+    if isinstance(kernels, str):
+        return kernels
+    return ", ".join(f"{part}: {name}" for part, name in kernels.items())
+
+
 def show(rows: list[dict], device: jax.Device) -> None:
-    columns = ("step", "ms", "tokens/s", "MFU", "needs GiB", "peak GiB", "compile s", "fusions", "of torch", "kernels")
-    table = Table(*columns, title=device.device_kind)
+    """Print a row for each configuration and system."""
+    table = []
     for row in rows:
         if "error" in row:
-            table.add_row(label(row), "-", row["error"])
+            table.append(Row(label(row), note=row["error"]))
             continue
-        kernels = row["kernels"]
-        table.add_row(
-            label(row),
+        figures = (
             number(row["ms"], ".2f"),
             number(row["tokens/s"], ",.0f"),
             number(row["mfu"], ".1%"),
@@ -552,9 +559,10 @@ def show(rows: list[dict], device: jax.Device) -> None:
             number(row["compile_s"], ".1f"),
             str(row["program"]["fusions"]) if "program" in row else "",
             number(row["of_torch"], ".3f") + " ×" if "of_torch" in row else "",
-            kernels if isinstance(kernels, str) else ", ".join(f"{part}: {name}" for part, name in kernels.items()),
         )
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+        table.append(Row(label(row), figures, kernel_names(row)))
+    columns = ("ms", "tokens/s", "MFU", "needs GiB", "peak GiB", "compile s", "fusions", "of torch")
+    print_table(device.device_kind, columns, table)
 
 
 def result(command: str, rows: list[dict], device: jax.Device, *, torch: bool) -> dict:
@@ -567,6 +575,49 @@ def result(command: str, rows: list[dict], device: jax.Device, *, torch: bool) -
         "versions": versions() | {name: importlib.metadata.version(name) for name in others if _is_installed(name)},
         "rows": rows,
     }
+
+
+def read(path: Path, *fields: str) -> dict:
+    """Read a result of step, ladder or kernels.
+
+    Args:
+        fields: texts or numbers that every row must have.
+
+    Raises:
+        OSError: the file cannot be read.
+        BenchError: it is not a regular file, or its contents are not such a result.
+    """
+    if path.exists() and not path.is_file():
+        raise BenchError(f"{path}: expected a JSON file of bench, found a folder or a device")
+    try:
+        result = json.loads(path.read_text())
+        _check(result, fields)
+    except (ValueError, RecursionError) as error:
+        raise BenchError(
+            f"{path}: expected JSON of bench step, ladder or kernels ({error})"
+        ) from error
+    return result
+
+
+def _check(result: Any, fields: Sequence[str]) -> None:
+    """Raise ValueError if a result read from a file has another form."""
+    if not isinstance(result, dict) or not isinstance(rows := result.get("rows"), list) or not rows:
+        raise ValueError("no rows")
+    for name, kind in (("date", str), ("device", str), ("versions", dict)):
+        if not isinstance(result.get(name), kind):
+            raise ValueError(f"no {name}")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or not ("ms" in row or isinstance(row.get("error"), str)):
+            raise ValueError(f"row {number} has neither ms nor error")
+        if missing := [field for field in fields if not isinstance(row.get(field), str | int)]:
+            raise ValueError(f"row {number} has no {missing[0]}")
+        for name in {"ms", "tokens/s", "ceiling", "factor"} & row.keys():
+            if not isinstance(row[name], int | float) or not 0 < row[name] < math.inf:
+                raise ValueError(
+                    f"row {number} has {name} {row[name]!r}, expected a positive number"
+                )
+        if not isinstance(row.get("asked", {}), dict):
+            raise ValueError(f"row {number} has options that are not an object")
 
 
 def write(path: Path, result: dict) -> None:

@@ -1,0 +1,234 @@
+"""The tables of gptjax.bench show every figure at 80 columns; bad files are refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from gptjax.bench import compare, kernels, ladder, profile, startup, step, table
+from gptjax.bench.__main__ import main
+from gptjax.bench.harness import Ceilings
+from gptjax.bench.table import Row
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+DEVICE = jax.devices()[0]
+
+
+def result(name):
+    return json.loads((RESULTS / name).read_text())
+
+
+def show_kernels():
+    found = result("kernels/flash_attention.json")
+    kernels.show(found["rows"], Ceilings(**found["ceilings"]))
+
+
+def show_compare():
+    before, after = (result(f"step/gpt2_xl_{batch}.json") for batch in (24, 36))
+    after["rows"][0] |= {"batch": 24}
+    compare.show(compare.compare(before["rows"], after["rows"]), before, after)
+
+
+SHOWS = {
+    "ladder": lambda: ladder.show(result("ladder.json")["rows"], DEVICE),
+    "step": lambda: step.show(result("step/gpt2_xl_36.json")["rows"], DEVICE),
+    "profile": lambda: profile.show(result("profile/gpt2_xl_24.json")["rows"][0], 4),
+    "startup": lambda: startup.show(result("startup.json")["rows"]),
+    "kernels": show_kernels,
+    "compare": show_compare,
+}
+FIGURE = re.compile(r"\d[\d.,]*%?")
+
+
+def shown(name, width, monkeypatch, capsys):
+    """What a command prints on a terminal of this width, or into a file if None."""
+    monkeypatch.setattr(table.sys.stdout, "isatty", lambda: width is not None, raising=False)
+    monkeypatch.setattr(table.shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
+    SHOWS[name]()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", SHOWS)
+def test_a_terminal_shows_every_figure(name, width, monkeypatch, capsys):
+    in_a_file = shown(name, None, monkeypatch, capsys)
+    text = shown(name, width, monkeypatch, capsys)
+    # Compare prints commands, dates and versions above its table: the terminal wraps those.
+    rows = text.splitlines()[text.count("→") if name == "compare" else 0 :]
+    assert max(map(len, rows)) <= width
+    assert sorted(FIGURE.findall(text)) == sorted(FIGURE.findall(in_a_file))
+    assert len(FIGURE.findall(text)) >= 6
+
+
+def test_the_figures_are_those_of_the_rows(monkeypatch, capsys):
+    text = shown("ladder", 80, monkeypatch, capsys)
+    for row in result("ladder.json")["rows"]:
+        figures = (
+            f"{row['ms']:.2f}",
+            f"{row['tokens/s']:,.0f}",
+            f"{row['mfu']:.1%}",
+            f"{row['gib']:.1f}",
+        )
+        (line,) = [line for line in text.splitlines() if figures[0] in line.split()]
+        assert line.split("  ")[1].strip() == row["rung"] and set(figures) <= set(line.split())
+
+
+def test_a_layout():
+    rows = [
+        Row("a", ("1.0", "22"), "first"),
+        Row("longer", ("333.0", ""), "second note"),
+        Row(),
+        Row("b", note="failed"),
+    ]
+    assert table.lines(("ms", "GiB"), rows, 80) == [
+        "           ms  GiB",
+        "a         1.0   22  first",
+        "longer  333.0       second note",
+        "",
+        "b  failed",
+    ]
+    assert table.lines(("ms", "GiB"), rows, 24) == [
+        "           ms  GiB",
+        "a         1.0   22",
+        "    first",
+        "longer  333.0",
+        "    second note",
+        "",
+        "b  failed",
+    ]
+    assert table.lines(("ms", "GiB"), rows[:2], 17) == [
+        "     ms  GiB",
+        "a",
+        "    1.0   22",
+        "    first",
+        "longer",
+        "  333.0",
+        "    second note",
+    ]
+
+
+def test_texts_of_a_file_do_not_act_on_the_terminal(capsys):
+    table.print_table("\x1b[2J[b]title", ("ms",), [Row("\x1b]0;x\x07 [/b]", ("1",), "\ud800")])
+    assert capsys.readouterr().out.splitlines() == [
+        "\ufffd[2J[b]title",
+        "             ms",
+        "\ufffd]0;x\ufffd [/b]   1  \ufffd",
+    ]
+
+
+# ---------------------------------------------------------------------------------------- files
+
+GOOD = {
+    "date": "d",
+    "device": "a GPU",
+    "command": "c",
+    "versions": {},
+    "rows": [{"system": "gptjax", "ms": 1.0}],
+}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "Expecting value"),
+        ("[]", "no rows"),
+        ("{}", "no rows"),
+        (json.dumps(GOOD | {"rows": []}), "no rows"),
+        (json.dumps(GOOD | {"rows": [1]}), "row 0 has neither ms nor error"),
+        (
+            json.dumps(GOOD | {"rows": [{"ms": "fast"}]}),
+            "row 0 has ms 'fast', expected a positive number",
+        ),
+        (json.dumps(GOOD | {"rows": [{"ms": 0}]}), "row 0 has ms 0"),
+        (json.dumps(GOOD | {"rows": [{"ms": float("nan")}]}), "row 0 has ms nan"),
+        (json.dumps(GOOD | {"rows": [{"ms": 1, "asked": []}]}), "options that are not an object"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "versions"}), "no versions"),
+        (json.dumps(GOOD | {"date": 7}), "no date"),
+        (10_000 * "[" + 10_000 * "]", "recursion"),
+        ("\xff", "decode"),
+    ],
+)
+def test_a_file_with_other_contents_is_refused(tmp_path, capsys, text, said):
+    good, bad = tmp_path / "good.json", tmp_path / "bad\x1b.json"
+    good.write_text(json.dumps(GOOD))
+    bad.write_bytes(text.encode("latin1"))
+    assert main(["compare", str(good), str(good)]) == 0
+    capsys.readouterr()
+    for pair in ((good, bad), (bad, good)):
+        assert main(["compare", *map(str, pair)]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith("gptjax.bench: ") and len(told.splitlines()) == 1
+        assert (
+            "bad\ufffd.json: expected JSON of bench step, ladder or kernels" in told
+            and said in told
+        )
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_result_that_is_no_file_is_refused(tmp_path, capsys, make):
+    make(tmp_path / "x.json")
+    for command in (
+        ["compare", str(tmp_path / "x.json"), str(tmp_path / "x.json")],
+        ["draw", str(tmp_path), str(tmp_path / "bars.png")],
+        ["ladder", "--draw", str(tmp_path / "x.json"), "--picture", str(tmp_path / "bars.png")],
+    ):
+        assert main(command) == 1
+        assert (
+            "expected a JSON file of bench, found a folder or a device" in capsys.readouterr().err
+        )
+
+
+def test_a_picture_needs_rows_of_its_own_kind(tmp_path, capsys):
+    file = tmp_path / "step.json"
+    file.write_text(json.dumps(GOOD))
+    assert main(["draw", str(tmp_path), str(tmp_path / "bars.png")]) == 1
+    assert "row 0 has no kernel" in capsys.readouterr().err
+    row = dict.fromkeys(("kernel", "case", "implementation", "bound", "bar"), "softmax") | {
+        "ms": 1,
+        "ceiling": 0.5,
+    }
+    file.write_text(json.dumps(GOOD | {"rows": [row]}))
+    assert main(["draw", str(tmp_path), str(tmp_path / "bars.png")]) == 1
+    assert "expected results of bench kernels, with ceilings" in capsys.readouterr().err
+    file.write_text(json.dumps(GOOD))
+    assert main(["ladder", "--draw", str(file), "--picture", str(tmp_path / "bars.png")]) == 1
+    assert "row 0 has no rung" in capsys.readouterr().err
+
+
+def test_help_tells_the_two_files_apart(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    told = capsys.readouterr().out
+    assert "BEFORE.json AFTER.json" in told and "the reference" in told and "PATH" not in told
+
+
+@pytest.mark.parametrize(
+    "options", [["compare", "--help"], ["compare", *2 * [str(RESULTS / "ladder.json")]]]
+)
+def test_a_reader_that_ends_early_ends_the_command_quietly(options):
+    """As in `python -m gptjax.bench compare --help | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = [sys.executable, "-m", "gptjax.bench", *options]
+    done = subprocess.run(code, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_results_are_on_the_disk_before_the_table_is_printed(tmp_path, monkeypatch):
+    """The reader of the table may have ended, and the measurement took minutes."""
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(step.Step, "configs", lambda self: [None])
+    monkeypatch.setattr(step.Step, "_measure", lambda self, config, device: GOOD["rows"])
+    monkeypatch.setattr(step, "show", closed)
+    with pytest.raises(BrokenPipeError):
+        step.Step(out=tmp_path / "step.json").run()
+    assert json.loads((tmp_path / "step.json").read_text())["rows"] == GOOD["rows"]
