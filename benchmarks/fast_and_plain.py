@@ -119,7 +119,9 @@ class Runs(RunsOfLearning):
         flat = configuration.to_json(config)
         counts = {"max_steps", "micro_batch", *(name for name in flat if name.startswith("model."))}
         kept = {name: flat[name] for name in flat if name not in configuration.OPERATIONAL or name in counts}
-        return kept | {"val_tokens": config.val_tokens if config.val_every else 0, "data": self.dataset.fingerprint()}
+        data = self.dataset.fingerprint()
+        data = {key: data[key] for key in ("tokenizer", "train", "val")}
+        return kept | {"val_tokens": config.val_tokens if config.val_every else 0, "data": data}
 
     def outcome(self, record: dict) -> str:
         first, last = record["loss"][0], record["loss"][-1]

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import optax
 import tyro
 from flax import nnx
-from rich.console import Console
-from rich.table import Table
 
 from gptjax import optim
+from gptjax.bench.table import Row, print_table
 from gptjax.models.gpt2 import PRESETS, Block, GPT2Config, loss_fn
 from gptjax.precision import Precision
 from gptjax.training.checkpoint import versions
@@ -110,13 +109,13 @@ def measure(case: str, layout: str, steps: int) -> dict:
 
 def main(options: Options) -> None:
     rows = []
-    table = Table("case", "layout", "ms a step", "compile s", "GiB", "first loss", title=jax.devices()[0].device_kind)
     for case in options.cases:
         for layout in ("unrolled", "scanned"):
             rows.append(measure(case, layout, options.steps))
             print(rows[-1], flush=True)
-            table.add_row(*[str(v) for v in rows[-1].values()])
-    Console().print(table)
+    names = {"ms": "ms a step", "compile_s": "compile s", "gib": "GiB", "first_loss": "first loss"}
+    table = [Row(f"{row['case']}, {row['layout']}", [str(row[key]) for key in names]) for row in rows]
+    print_table(jax.devices()[0].device_kind, list(names.values()), table)
     if options.out:
         result = {
             "command": "python benchmarks/layers.py",

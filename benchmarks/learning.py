@@ -147,10 +147,11 @@ class Runs:
         """All that makes one run another; not what it is called or how fast it is."""
         flat = configuration.to_json(config)
         kept = {name: flat[name] for name in flat if name not in configuration.OPERATIONAL or name == "max_steps"}
+        data = self.dataset.fingerprint()
         return kept | {
             "val_every": self.o.val_every,
             "val_tokens": self.o.val_tokens,
-            "data": self.dataset.fingerprint(),
+            "data": {key: data[key] for key in ("tokenizer", "train", "val")},
         }
 
     def train(self, config: Config, label: str) -> dict:

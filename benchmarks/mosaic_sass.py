@@ -26,9 +26,8 @@ import jax
 import jax.numpy as jnp
 import tyro
 from jax.sharding import AbstractDevice, AbstractMesh
-from rich.console import Console
-from rich.table import Table
 
+from gptjax.bench.table import Row, print_table
 from gptjax.training.checkpoint import versions
 from pallas_kernels import _choose
 
@@ -206,10 +205,13 @@ def main(args: list[str] | None = None) -> int:
         except (CompileError, FileExistsError, FileNotFoundError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    table = Table(*rows[0], title="sm_90a; registers are those of the launch, which warpgroups trade among themselves")
-    for row in rows:
-        table.add_row(*(", ".join(v) if isinstance(v, list) else str(v) for v in row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    columns = [name for name in rows[0] if name not in ("kernel", "remarks")]
+    table = [
+        Row(row["kernel"], [str(row[name]) for name in columns], ", ".join(row["remarks"]))
+        for row in rows
+    ]
+    title = "sm_90a; registers are those of the launch, which warpgroups trade among themselves"
+    print_table(title, columns, table)
     if options.out:
         command = " ".join(["python", "benchmarks/mosaic_sass.py", *(args or sys.argv[1:])])
         result = {"command": command, "date": time.strftime("%Y-%m-%d"), "versions": versions(), "rows": rows}

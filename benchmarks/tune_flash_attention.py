@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from gptjax.bench.harness import Case, seconds
+from gptjax.bench.table import Row, print_table
 from gptjax.training.checkpoint import versions
 from pallas_kernels import _choose
 from pallas_kernels.flash_attention import reference
@@ -251,17 +250,12 @@ def search(o: Options) -> int:
                         best, best_ms, improved = best | {name: value}, ms, True
 
     found = sorted((row for row in trials.values() if "ms" in row), key=lambda row: row["ms"])
-    table = Table(
-        "ms",
-        "TFLOP/s",
-        *space.start,
-        title=f"{o.back_end} {o.kernel}, {o.shape}, {o.dtype}, of {len(trials)} tried or ruled out",
-    )
+    title = f"{o.back_end} {o.kernel}, {o.shape}, {o.dtype}, of {len(trials)} tried or ruled out"
+    table = []
     for row in found[:12]:
-        table.add_row(
-            f"{row['ms']:.4f}", f"{case.flops / row['ms'] / 1e9:.0f}", *(str(row["tiles"][k]) for k in space.start)
-        )
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+        tiles = ", ".join(f"{name} {row['tiles'][name]}" for name in space.start)
+        table.append(Row("", (f"{row['ms']:.4f}", f"{case.flops / row['ms'] / 1e9:.0f}"), tiles))
+    print_table(title, ("ms", "TFLOP/s"), table)
     if o.out:
         result = {
             "command": " ".join(["python", "benchmarks/tune_flash_attention.py", *sys.argv[1:]]),
