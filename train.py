@@ -1,7 +1,7 @@
-"""Trains a GPT-2: python train.py --config configs/gpt2_124m.py
+"""Train a GPT-2: python train.py --config configs/gpt2_124m.py
 
 Reads from top to bottom. Every option of the config can be given on the command line, --help lists them, and the same command
-again goes on from the newest checkpoint.
+again resumes from the newest checkpoint.
 """
 
 import os
@@ -9,14 +9,21 @@ import time
 
 BEGAN = time.perf_counter()
 
+from gptjax.training import signals
+
+if __name__ == "__main__":  # before JAX is imported: until training begins there is nothing to save
+    signals.install(signals.end_at_once)
+
 # Before JAX starts: a training run has the GPU to itself, and JAX would leave it a quarter of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+import contextlib
+import errno
 import functools
-import logging
 import math
 import signal
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -27,20 +34,35 @@ from gptjax import config as configuration
 from gptjax import data, devices, sharding
 from gptjax.config import Config, ConfigError
 from gptjax.sampling import generate
+from gptjax.terminal import printable
 from gptjax.training import optimizer
-from gptjax.training.checkpoint import CheckpointError, Checkpoints, versions
+from gptjax.training.checkpoint import CheckpointError, Checkpoints, NotFiniteError, silence_orbax, versions
 from gptjax.training.compilation import Compiler, compile_to_fit
+from gptjax.training.digests import compile_digests
+from gptjax.training.lock import LockedError, locked
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
-from gptjax.training.metrics import RunLog, StatusLine, Throughput, mfu
+from gptjax.training.metrics import LogError, RunLog, StatusLine, Throughput, mfu
 from gptjax.training.startup import StartUp
 from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
 
+# Updates skipped in a row because of NaN or infinity before the run stops: no batch helps any more.
+MOST_NOT_FINITE = 50
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is NaN or infinite."""
+
+class StoppedError(RuntimeError):
+    """Training ended by an error of the data, the log or the terminal."""
 
 
 def train(config: Config, console: Console) -> int:
+    """Train as the config says; return the exit code."""
+    with contextlib.ExitStack() as held:  # the run's lock, its log, the loader's threads, the handlers of signals
+        return _train(config, console, held)
+
+
+def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
+    def say(name: str, text: object) -> None:
+        console.print(printable(f"{name:<11} {text}"), markup=False)
+
     # ------------------------------------------------------------------------------------------------ devices, data
     start_up = StartUp(BEGAN)
     start_up.mark("imports")
@@ -48,7 +70,10 @@ def train(config: Config, console: Console) -> int:
         devices.make_deterministic()
     found, idle_gpu = devices.select(config.device)
     device, device_count = found[0], len(found)
-    micro_batches, kernels = config.micro_batches(device_count), config.kernels()
+    mesh, micro_batches = sharding.data_mesh(found), config.micro_batches(device_count)
+    # With several devices the compiler splits the arrays, and kernels of ours are left out.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        kernels = config.kernels()
     start_up.mark("devices")
 
     dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
@@ -65,10 +90,39 @@ def train(config: Config, console: Console) -> int:
             f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence of "
             f"{config.sequence_length} on each of {device_count} devices"
         )
+    chunk, val_rows = config.model.loss_chunk, val_batch * config.sequence_length
+    if chunk and val_rows % chunk:
+        raise ConfigError(
+            f"--model.loss-chunk {chunk} must divide the {val_batch} × {config.sequence_length} = {val_rows} tokens of a "
+            "validation batch: this dataset's validation split is small"
+        )
 
     # ------------------------------------------------------------------------------------------------ where to start
+    if jax.process_index() == 0 and (no_locks := held.enter_context(locked(config.run_dir))):
+        say("WARNING", no_locks)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every)
-    start_step, position = checkpoints.latest_step(), 0
+    fall_back = config.resume != "must"  # at a damaged checkpoint, to the one before it
+
+    def refuse_another_run(step: int, saved: dict) -> None:
+        if lines := configuration.differences(saved.get("config"), config):
+            raise ConfigError(
+                f"{config.run_dir} was begun with another config:\n  " + "\n  ".join(lines) + "\n"
+                "Give the old values to go on from it, or another --name to begin anew."
+            )
+        place = saved.get("data") or {}
+        if lines := dataset.differences(place.get("dataset")):
+            raise ConfigError(
+                f"{config.run_dir} was trained on other data:\n  " + "\n  ".join(lines) + "\n"
+                "Its place in the data would be meaningless: give the old data, or another --name to begin anew."
+            )
+        if place.get("position") != step * config.batch and not config.overfit_one_batch:
+            raise CheckpointError(
+                f"{checkpoints.folder / str(step)}: expected a data position of {step} × {config.batch} = "
+                f"{step * config.batch} sequences, found {place.get('position')!r}; "
+                "move that folder away to resume from an older checkpoint"
+            )
+
+    start_step, saved, _ = checkpoints.newest(checkpoints.meta, fall_back=fall_back) or (None, None, None)
     if start_step is None and config.resume == "must":
         raise ConfigError(f"--resume must: there is no checkpoint in {checkpoints.folder}")
     if start_step is not None and config.resume == "never":
@@ -76,26 +130,14 @@ def train(config: Config, console: Console) -> int:
             f"--resume never: {config.run_dir} already has a checkpoint of step {start_step}; choose another --name"
         )
     if start_step is not None:
-        saved = checkpoints.meta(start_step)
-        if lines := configuration.differences(saved["config"], config):
-            raise ConfigError(
-                f"{config.run_dir} was begun with another config:\n  " + "\n  ".join(lines) + "\n"
-                "Give the old values to go on from it, or another --name to begin anew."
-            )
-        if saved["data"]["dataset"] != dataset.fingerprint():
-            raise ConfigError(
-                f"{config.run_dir} was trained on other data: the checkpoint has {saved['data']['dataset']}, "
-                f"now {dataset.fingerprint()}; its place in the data would be meaningless"
-            )
-        position = saved["data"]["position"]
+        refuse_another_run(start_step, saved)
         if start_step >= config.max_steps:
-            console.print(f"{config.run_dir} is complete: {start_step} of {config.max_steps} steps")
+            say("complete", f"{config.run_dir} is complete: {start_step} of {config.max_steps} steps")
             return 0
 
-    # ------------------------------------------------------------------------------------------------ say what was chosen
-    def say(name: str, text: object) -> None:
-        console.print(f"{name:<11} {text}", markup=False)
+    compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))  # refuses an unsafe cache
 
+    # ------------------------------------------------------------------------------------------------ say what was chosen
     model, epochs = config.model, config.max_steps * config.batch_tokens / dataset.train_tokens
     say(
         "run",
@@ -104,10 +146,16 @@ def train(config: Config, console: Console) -> int:
     say("device", f"{device_count} × {device.device_kind}" + (f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""))
     say("precision", model.precision)
     say("kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items()))
-    say("model", f"{model.num_params:,} parameters: {model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads")
+    padding = model.num_allocated_params - model.num_params
+    allocated = f" ({model.num_allocated_params:,} with padding)" if padding else ""
+    say(
+        "model",
+        f"{model.num_params:,} parameters{allocated}: {model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads",
+    )
     say("data", f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), {epochs:.2f} epochs")
-    if dataset.note:
-        say("", dataset.note)
+    for note in (dataset.note, data.few_tokens_note(dataset, epochs, config.data_dir)):
+        if note:
+            say("", note)
     say(
         "batch",
         f"{config.batch_tokens:,} tokens: {micro_batches} × {config.micro_batch} sequences of {config.sequence_length} "
@@ -119,13 +167,11 @@ def train(config: Config, console: Console) -> int:
     start_up.mark("data")
 
     # ------------------------------------------------------------------------------------------------ compile
-    mesh = sharding.data_mesh(found)
     replicated = sharding.replicated(mesh)
     train_sharding, val_sharding = sharding.over_batch(mesh, axis=1), sharding.over_batch(mesh, axis=0)
 
     o, learning_rate, tx = config.optimizer, config.learning_rate_schedule(), optimizer.build(config, mesh)
     graphdef = graph(config.model)
-    compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))
 
     def abstract(tree, sharding):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -133,7 +179,7 @@ def train(config: Config, console: Console) -> int:
     def first_state(seed):
         return init_state(config.model, tx, seed)
 
-    seed = np.uint32(config.seed % 2**32)  # which is what JAX takes of it, too
+    seed = np.uint32(config.seed)
     abstract_state = abstract(jax.eval_shape(first_state, seed), replicated)
     train_fn = jax.jit(
         make_train_step(graphdef, tx, learning_rate, skip_loss_z=o.skip_loss_z, skip_grad_norm_z=o.skip_grad_norm_z),
@@ -148,12 +194,17 @@ def train(config: Config, console: Console) -> int:
 
     val_shape = jax.ShapeDtypeStruct((val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding)
     eval_fn = jax.jit(make_eval_step(graphdef), out_shardings=replicated)
-    start_train_step(config.micro_batch)  # first: it compiles longest, and the others are lowered meanwhile
-    eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)
-    make_state = compiler.start(jax.jit(first_state, out_shardings=replicated), seed) if start_step is None else None
-    train_step = compile_to_fit(lambda micro_batch: start_train_step(micro_batch)(), config, device)
+    state_fn = jax.jit(first_state, out_shardings=replicated)
+    digests = threading.Thread(target=compile_digests, args=(abstract_state,), daemon=True)  # of checkpoints
+    digests.start()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for the choice of kernels, as above
+        start_train_step(config.micro_batch)  # first: it compiles longest, and the others are lowered meanwhile
+        eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)
+        make_state = compiler.start(state_fn, seed) if start_step is None else None
+        train_step = compile_to_fit(lambda micro_batch: start_train_step(micro_batch)(), config, device)
     eval_step = eval_step()
     make_state = make_state and make_state()
+    digests.join()
     start_up.mark("compilation")
     say("compiled", compiler)
     for note in compiler.notes:
@@ -162,9 +213,21 @@ def train(config: Config, console: Console) -> int:
 
     # ------------------------------------------------------------------------------------------------ state, loaders, log
     if start_step is None:
-        state = make_state(seed)
+        state, changes = make_state(seed), {}
     else:
-        state = checkpoints.restore(start_step, abstract_state)
+        start_step, state, damaged = checkpoints.newest(
+            lambda step: checkpoints.restore(step, abstract_state), fall_back=fall_back
+        )
+        saved = checkpoints.meta(start_step)
+        if damaged:
+            refuse_another_run(start_step, saved)
+            aside = checkpoints.set_aside(after=start_step)
+            for line in damaged:
+                say("WARNING", line)
+            say("WARNING", f"RESUMING FROM STEP {start_step}; what is damaged was kept as {', '.join(aside)}")
+        changes = configuration.changes(saved["config"], config)
+        for name, (old, new) in changes.items():
+            say("changed", f"{name}: {old} until step {start_step}, now {new}")
     step = start_step or 0
     start_up.mark("state")
 
@@ -174,7 +237,7 @@ def train(config: Config, console: Console) -> int:
         sequence_length=config.sequence_length,
         batch=config.batch,
         seed=config.seed,
-        start=0 if config.overfit_one_batch else position,
+        start=0 if config.overfit_one_batch else step * config.batch,
         vocab_size=config.model.vocab_size,
         **process,
     )
@@ -187,27 +250,34 @@ def train(config: Config, console: Console) -> int:
         **process,
     )
     val_windows = [sharding.put(val_sharding, windows) for windows in val_windows]
-    log = RunLog(config.run_dir, resume_step=-1 if start_step is None else start_step)
+    log = RunLog(
+        config.run_dir,
+        resume_step=-1 if start_step is None else start_step,
+        note=lambda sentence: say("WARNING", sentence),
+    )
+    held.callback(log.close)
+    held.callback(loader.close)
 
     log.write(
         "event", step, step * config.batch_tokens, event="start", device=device.device_kind, devices=device_count,
-        kernels=kernels, versions=versions(), config=configuration.to_json(config),
+        kernels=kernels, versions=versions(), config=configuration.to_json(config), changes=changes,
     )  # fmt: skip
     start_up.mark("loader and log")
 
     # ------------------------------------------------------------------------------------------------ the loop
-    stop = StopRequest()
+    stop = held.enter_context(signals.StopRequest())
     throughput = Throughput()
     flops_per_token = config.model.flops_per_token(config.sequence_length)
     status = StatusLine(config.max_steps, on_gpu=device.platform == "gpu", every=config.log_every, console=console)
-    val_loss = None
+    val_loss = val_step = None
     pending = None  # the newest step and its metrics, which may still be on their way from the device
     saved_step, first_step = start_step, step + 1
+    not_finite = 0  # updates skipped in a row because of NaN or infinity
     one_batch = next(loader) if config.overfit_one_batch else None
 
     def report() -> None:
-        """Waits for the newest step's metrics and writes them down."""
-        nonlocal pending
+        """Wait for the newest step's metrics and log them."""
+        nonlocal pending, not_finite
         if pending is None:
             return
         done, values = pending
@@ -226,12 +296,14 @@ def train(config: Config, console: Console) -> int:
             speed, flops_per_token, device.device_kind, config.model.precision.name, device_count
         )  # fmt: skip
         log.write("train", done, done * config.batch_tokens, **values, ms=ms, tokens_per_second=speed, mfu=share)
-        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-            raise NonFiniteError(f"step {done}: loss {values['loss']}, gradient norm {values['grad_norm']}")
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        not_finite = 0 if finite else not_finite + 1
+        if not finite and not (values["skipped"] and not_finite < MOST_NOT_FINITE):
+            raise NotFiniteError(f"step {done}: loss {values['loss']}, gradient norm {values['grad_norm']}")
         if values["skipped"]:
             console.print(
-                f"step {done}: update skipped, z-scores: loss {values['loss_z']:.1f}, "
-                f"gradient norm {values['grad_norm_z']:.1f}"
+                f"step {done}: update skipped; loss {values['loss']:.4f} (z-score {values['loss_z']:.1f}), "
+                f"gradient norm {values['grad_norm']:.4f} (z-score {values['grad_norm_z']:.1f})"
             )
         status.update(
             done,
@@ -240,15 +312,17 @@ def train(config: Config, console: Console) -> int:
             ms_per_step=ms,
             tokens_per_second=speed,
             mfu=share,
-            val_loss=val_loss,
         )
 
-    def validate() -> float:
+    def validate() -> None:
+        nonlocal val_loss, val_step
         losses = [eval_step(state.params, windows) for windows in val_windows]
-        loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
-        log.write("val", step, step * config.batch_tokens, loss=loss)
-        console.print(f"step {step}: validation loss {loss:.4f}")
-        return loss
+        val_loss, val_step = float(np.mean(jax.device_get(losses), dtype=np.float64)), step
+        log.write("val", step, step * config.batch_tokens, loss=val_loss)
+        console.print(f"step {step}: validation loss {val_loss:.4f}")
+        status.validated(val_loss)
+        if not math.isfinite(val_loss):
+            raise NotFiniteError(f"step {step}: validation loss {val_loss}")
 
     def sample() -> None:
         prompt = np.full((1, 1), tokenizer.eot, np.int32)
@@ -259,34 +333,46 @@ def train(config: Config, console: Console) -> int:
         text = tokenizer.decode(tokens[tokens < tokenizer.vocab_size])  # the model's vocabulary may be the larger one
         log.write("sample", step, step * config.batch_tokens, text=text)
         # An untrained model also writes control characters, which would act on the terminal.
-        shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-        console.print(f"step {step}: sample ⟨{shown}⟩", markup=False)
+        console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
 
     def save() -> None:
+        """Save the state, if its parameters and their loss are finite: older checkpoints are deleted afterwards."""
         nonlocal saved_step
         if step == saved_step:
             return
-        saved_step = step
+        if val_step != step and not math.isfinite(loss := float(eval_step(state.params, val_windows[0]))):
+            raise NotFiniteError(f"step {step}: validation loss {loss}; this state was not saved")
         meta = {
             "config": configuration.to_json(config),
-            "data": {"position": loader.position, "dataset": dataset.fingerprint()},
+            "data": {"position": step * config.batch, "dataset": dataset.fingerprint()},
         }
+        log.sync()
         checkpoints.save(step, state, meta)
+        saved_step = step
+
+    def last_save() -> str:
+        """Save after an error; return a sentence for the user."""
+        try:
+            save()
+            checkpoints.wait()
+        except (CheckpointError, NotFiniteError) as error:
+            return str(error)
+        return f"the state of step {step} is saved: the same command resumes from it"
 
     def due(every: int) -> bool:
         return every > 0 and step % every == 0
 
     try:
-        with stop, status:
+        with status:
             if config.val_every and start_step is None:
-                val_loss = validate()
+                validate()
                 start_up.mark("validation")
             while step < config.max_steps and not stop.number:
                 windows = one_batch if one_batch is not None else next(loader)
                 windows = windows.reshape(micro_batches, -1, config.sequence_length + 1)
                 state, newest = train_step(state, sharding.put(train_sharding, windows))
-                report()  # of the step before, while the device works on this one
                 step += 1
+                report()  # of the step before, while the device works on this one
                 pending = (step, newest)
 
                 last = step == config.max_steps
@@ -295,7 +381,8 @@ def train(config: Config, console: Console) -> int:
                 wants_save = due(config.checkpoint_every) or last
                 if wants_val or wants_sample or wants_save:
                     report()  # a step that is not finite must not be saved
-                    val_loss = validate() if wants_val else val_loss
+                    if wants_val:
+                        validate()
                     if wants_sample:
                         sample()
                     if wants_save:
@@ -303,77 +390,72 @@ def train(config: Config, console: Console) -> int:
                     throughput.pause()
                 checkpoints.check()
             report()
-            if stop.number:
-                save()
+        if stop.number:
+            save()
         checkpoints.wait()
-    except NonFiniteError as error:
+    except NotFiniteError as error:
         checkpoints.wait()
         kept = checkpoints.latest_step()
-        log.write("event", step, step * config.batch_tokens, event="not finite", message=str(error))
-        raise NonFiniteError(
+        with contextlib.suppress(OSError):
+            log.write("event", step, step * config.batch_tokens, event="not finite", message=str(error))
+        raise NotFiniteError(
             f"{error}; stopped. "
-            + (f"The checkpoint of step {kept} is intact. " if kept is not None else "No checkpoint was made yet. ")
-            + "A lower --optimizer.learning-rate or --optimizer.skip-grad-norm-z 3 may help."
-        ) from error
-    finally:
-        log.close()
-        loader.close()
+            + ("There is no checkpoint yet. " if kept is None else
+               f"The checkpoint of step {kept} is kept: its parameters and their loss were finite when it was saved. ")
+            + "To go on, run the same command with --resume-with-changes and a lower --optimizer.learning-rate, or with "
+            "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates that are not finite."
+        ) from error  # fmt: skip
+    except (OSError, data.DataError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StoppedError(f"stopped at step {step}: {reason}; {last_save()}") from error
 
     # ------------------------------------------------------------------------------------------------ what came of it
     checkpoints.close()
     peak = peak_bytes(device)
-    console.print(f"checkpoint  {checkpoints.folder}/{step}")
-    console.print(f"log         {log.path}")
+    say("checkpoint", f"{checkpoints.folder}/{step}")
+    say("log", log.path)
     if step:
-        from gptjax.plot import (
-            plot_runs,
-        )  # Matplotlib takes a third of a second, which the first step need not wait for
+        # Matplotlib takes a third of a second, which the first step need not wait for.
+        from gptjax.plot import plot_runs
 
-        console.print(f"picture     {plot_runs([config.run_dir], config.run_dir / 'loss.png')}")
+        try:
+            say("picture", plot_runs([config.run_dir], config.run_dir / "loss.png"))
+        except (OSError, ValueError) as error:
+            say("WARNING", f"no picture: {error}")
     if peak is not None:
-        console.print(f"memory      {peak / GIB:.2f} GiB at the most")
+        say("memory", f"{peak / GIB:.2f} GiB at the most")
     if stop.number:
-        console.print(
-            f"stopped by {signal.Signals(stop.number).name} at step {step}; the same command goes on from there"
-        )
+        name = signal.Signals(stop.number).name
+        console.print(f"stopped by {name} at step {step}; the same command goes on from there")
         return 128 + stop.number
     if val_loss is not None:
-        console.print(f"done        {step} steps, validation loss {val_loss:.4f}")
+        say("done", f"{step} steps, validation loss {val_loss:.4f}")
     return 0
 
 
-class StopRequest:
-    """Within it, SIGTERM or Ctrl-C asks the loop to save and stop; the second one ends the process at once."""
+class PipeConsole(Console):
+    """A console that raises BrokenPipeError where Rich would end the process: the state is saved first."""
 
-    number = 0
-
-    def __enter__(self):
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _ask(self, number, frame):
-        self.number = number
-        signal.signal(number, signal.SIG_DFL)
-
-    def __exit__(self, *exc_info):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
 
 
 # What a user can put right: said in a sentence, without a traceback. Anything else is a bug and shows where.
 USER_ERRORS = (
-    ConfigError, devices.DeviceError, CheckpointError, NonFiniteError,
-    data.DatasetError, data.PrepareError, data.ShardError, data.TokenizerUnavailable,
+    ConfigError, devices.DeviceError, CheckpointError, LockedError, LogError, NotFiniteError, StoppedError, data.DataError,
+    OSError,
 )  # fmt: skip
 
 if __name__ == "__main__":
-    # Where one of a checkpoint's arrays cannot be read or written, Orbax's threads log it and find their event loop gone,
-    # a traceback each. The error itself is raised, and said below.
-    for noisy in ("absl", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    sys.unraisablehook = lambda it: None if "loop is closed" in str(it.exc_value) else sys.__unraisablehook__(it)
+    silence_orbax()
     try:
-        sys.exit(train(configuration.from_command_line(), Console(highlight=False, soft_wrap=True)))
+        code = train(configuration.from_command_line(), PipeConsole(highlight=False, soft_wrap=True))
+        sys.stdout.flush()
     except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # At once: threads of a save or restore that failed would print tracebacks over the sentence.
+        with contextlib.suppress(OSError):
+            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        pipe = BrokenPipeError in (type(error), type(error.__cause__))
+        # At once: threads of a save or restore that failed would print tracebacks over the sentence.
+        os._exit(128 + signal.SIGPIPE if pipe else 1)
+    sys.exit(code)

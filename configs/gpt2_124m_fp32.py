@@ -3,7 +3,7 @@
 Command:   python train.py --config configs/gpt2_124m_fp32.py
 Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded corpus)
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
-Time:      about 59 hours on one H200, at the 48,600 tokens/s of docs/measurements.md
+Time:      about 51 hours on one H200, at the 55,800 tokens/s of docs/speed.md (a micro-batch of 8)
 Loss:      llm.c's run of this recipe on FineWeb validates at 6.17 (step 250), 4.32 (1000), 3.63 (3750), 3.40 (9750), 3.272 (19560)
 """
 

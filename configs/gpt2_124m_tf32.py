@@ -3,7 +3,7 @@
 Command:   python train.py --config configs/gpt2_124m_tf32.py
 Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded corpus)
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
-Time:      about 11 hours on one H200, at the 254,700 tokens/s of docs/speed.md (a micro-batch of 32)
+Time:      about 11 hours on one H200, at the 265,700 tokens/s of docs/speed.md (a micro-batch of 32)
 Loss:      llm.c's run of this recipe on FineWeb validates at 6.17 (step 250), 4.32 (1000), 3.63 (3750), 3.40 (9750), 3.272 (19560)
 """
 

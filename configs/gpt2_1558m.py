@@ -1,4 +1,4 @@
-"""GPT-2 1558M in bf16: llm.c's recipe, 32 billion tokens, a million a step.
+"""GPT-2 1558M in bf16: llm.c's recipe, 34 billion tokens, a million a step.
 
 Command:   python train.py --config configs/gpt2_1558m.py
 Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded corpus)

@@ -1,4 +1,9 @@
-"""Checkpoints: exact, kept as asked, refused when they do not fit, intact when a save fails."""
+"""Checkpoints: exact, verified, kept as asked, refused when they do not fit or are damaged, complete when a save fails."""
+
+import functools
+import json
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +12,14 @@ import pytest
 
 from gptjax import optim, sharding
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.training.checkpoint import CheckpointError, Checkpoints
+from gptjax.training import checkpoint as checkpoint_module
+from gptjax.training.checkpoint import CheckpointError, Checkpoints, DamagedError, NotFiniteError
 from gptjax.training.step import init_state
 
 CONFIG = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=11, n_head=2, n_embd=8)
 
 
+@functools.cache
 def state_and_shape(devices=1, config=CONFIG):
     mesh = sharding.replicated(sharding.data_mesh(jax.devices("cpu")[:devices]))
     state = jax.device_put(init_state(config, optim.adamw(1e-3), 0), mesh)
@@ -59,7 +66,9 @@ def test_a_state_of_another_shape_dtype_or_name_is_refused(saved):
     folder, _ = saved
     checkpoints = Checkpoints(folder)
     _, like = state_and_shape(config=GPT2Config(**{**vars(CONFIG), "n_embd": 16}))
-    with pytest.raises(CheckpointError, match=r"does not fit this run:(.|\n)*\(8,\).*this run needs.*\(16,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit this run:(.|\n)*float32\[8\].*this run needs float32\[16\]"
+    ):
         checkpoints.restore(7, like)
     _, like = state_and_shape()
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), like)
@@ -70,33 +79,144 @@ def test_a_state_of_another_shape_dtype_or_name_is_refused(saved):
     checkpoints.close()
 
 
-def test_a_truncated_checkpoint_is_named_with_what_to_do(saved):
-    folder, state = saved
+def two_steps(folder, state):
+    """The checkpoints of steps 7 and 9."""
     checkpoints = Checkpoints(folder, keep_last=3)
-    checkpoints.save(9, state, {})
+    checkpoints.save(9, jax.tree.map(lambda x: x + jnp.ones((), x.dtype), state), {})
     checkpoints.wait()
     checkpoints.close()
+
+
+def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_restored(saved):
+    folder, state = saved
+    two_steps(folder, state)
     files = [p for p in (folder / "9" / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
     assert files
     for file in files:
         file.write_bytes(file.read_bytes()[:10])
+    checkpoints, like = Checkpoints(folder), state_and_shape()[1]
+    with pytest.raises(DamagedError, match="9 is damaged"):
+        checkpoints.restore(9, like)
+    with pytest.raises(DamagedError, match="9 is damaged"):
+        checkpoints.newest(lambda step: checkpoints.restore(step, like), fall_back=False)
+    step, back, damaged = checkpoints.newest(lambda step: checkpoints.restore(step, like))
+    assert step == 7 and len(damaged) == 1 and np.array_equal(back.step, state.step)
+    assert checkpoints.set_aside(after=7) == ["9.damaged"] and (folder / "9.damaged" / "state").is_dir()
+    assert checkpoints.steps() == [7]
+    checkpoints.save(9, state, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [9]
+    checkpoints.close()
+
+
+def swap(folder, a="7", b="9"):
+    (folder / a).rename(folder / "x")
+    (folder / b).rename(folder / a)
+    (folder / "x").rename(folder / b)
+
+
+def replace_state(folder):
+    shutil.rmtree(folder / "9" / "state")
+    shutil.copytree(folder / "7" / "state", folder / "9" / "state")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (swap, "saved as step 7"),
+        (lambda folder: (folder / "9").rename(folder / "11"), "saved as step 9"),
+        (replace_state, "the digest of .* is wrong"),
+    ],
+    ids=["two folders swapped", "a folder renamed", "the state of another step"],
+)
+def test_a_state_is_restored_under_its_own_step_alone(saved, change, reason):
+    folder, state = saved
+    two_steps(folder, state)
+    change(folder)
     checkpoints = Checkpoints(folder)
-    with pytest.raises(CheckpointError, match=r"cannot read .*9.*delete that folder to go on from step 7"):
-        checkpoints.restore(9, state_and_shape()[1])
+    with pytest.raises(DamagedError, match=reason):
+        checkpoints.restore(checkpoints.latest_step(), state_and_shape()[1])
+    checkpoints.close()
+
+
+def test_a_changed_number_in_the_metadata_is_found(saved):
+    folder, _ = saved
+    meta = folder / "7" / "meta" / "metadata"
+    before = meta.read_text()
+    for old, new in (('"a": 1', '"a": 2'), ('"step": 7', '"step": 8'), ("gptjax checkpoint 2", "gptjax checkpoint 1")):
+        assert old in before
+        meta.write_text(before.replace(old, new))
+        checkpoints = Checkpoints(folder)
+        with pytest.raises(DamagedError, match="the checksum of its metadata is wrong"):
+            checkpoints.meta(7)
+        checkpoints.close()
+
+
+def test_a_checkpoint_from_before_the_digests_is_restored(saved):
+    folder, state = saved
+    path = folder / "7" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({"format": "gptjax checkpoint 1", "config": meta["config"]}))
+    checkpoints = Checkpoints(folder)
     assert np.array_equal(checkpoints.restore(7, state_and_shape()[1]).step, state.step)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, bad):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": jnp.ones(3), "n": jnp.zeros(2, jnp.int32)}, {})
+    with pytest.raises(NotFiniteError, match="step 2: NaN or infinity in x"):
+        checkpoints.save(2, {"x": jnp.ones(3).at[1].set(bad), "n": jnp.zeros(2, jnp.int32)}, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    checkpoints.close()
+
+
+def test_every_file_is_durable_before_an_older_checkpoint_goes(tmp_path, monkeypatch):
+    order, real_fsync = [], os.fsync
+
+    def fsync(descriptor):
+        order.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, {"x": jnp.ones(3)}, {})
+    checkpoints.wait()
+    monkeypatch.setattr(os, "fsync", fsync)
+    delete = checkpoints._manager._checkpoint_deleter.delete_steps
+
+    def watch(steps):
+        order.append(("deleted", list(steps)))
+        delete(steps)
+
+    monkeypatch.setattr(checkpoints._manager._checkpoint_deleter, "delete_steps", watch)
+    checkpoints.save(2, {"x": jnp.zeros(3)}, {})
+    checkpoints.wait()
+    deleted = order.index(("deleted", [1]))
+    before = [name for name in order[:deleted] if isinstance(name, str)]
+    files = {str(p.relative_to(tmp_path / "2")) for p in (tmp_path / "2").rglob("*")}
+    temporary = [name for name in before if "orbax-checkpoint-tmp" in name]
+    synchronised = {name.partition("checkpoint-tmp/")[2] for name in temporary}
+    assert {name for name in files if "commit_success" not in name} <= synchronised
+    assert str(tmp_path / "2" / "commit_success.txt") in before
+    # The rename itself, in the folder that holds the checkpoints.
+    assert before.index(str(tmp_path)) > max(i for i, name in enumerate(before) if name in temporary)
     checkpoints.close()
 
 
 def test_a_foreign_checkpoint_is_refused(saved):
     folder, _ = saved
     meta = folder / "7" / "meta" / "metadata"
-    meta.write_text('{"format": "somebody else"}')
     checkpoints = Checkpoints(folder)
-    with pytest.raises(CheckpointError, match=r"expected 'gptjax checkpoint 1', found 'somebody else'"):
+    other = {"format": "somebody else"}
+    meta.write_text(json.dumps(other | {"checksum": checkpoint_module._checksum(other)}))
+    with pytest.raises(CheckpointError, match=r"expected 'gptjax checkpoint 2', found 'somebody else'"):
         checkpoints.meta(7)
-    meta.write_text("not json")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        checkpoints.meta(7)
+    for text in ("not json", "[1]", '{"format": "somebody else"}', "[" * 100_000):
+        meta.write_text(text)
+        with pytest.raises(DamagedError, match="7 is damaged"):
+            checkpoints.meta(7)
     checkpoints.close()
 
 
@@ -133,3 +253,10 @@ def test_an_unusable_folder_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot use .*file"):
         Checkpoints(tmp_path / "file" / "checkpoints")
+
+
+@pytest.mark.parametrize("name", ["x[b]y", "a*", "b?"])
+def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
+    # It merged the files of a save by a pattern, found none, and saved no array without a word.
+    with pytest.raises(CheckpointError, match=r"choose a path without \*, \? and \["):
+        Checkpoints(tmp_path / name)

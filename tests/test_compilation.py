@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from gptjax.config import Config, ConfigError
+from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import compilation
 from gptjax.training.memory import needed_bytes
 
@@ -70,10 +71,36 @@ def test_the_cache_keeps_small_programs_too(tmp_path, cache_settings):
     assert (warm.hits, warm.misses) == (kept, 0) and "(hit, cache " in str(warm)
 
 
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_cache_that_is_no_folder_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--compilation-cache must be a folder, but .*file"):
+        compilation.Compiler(tmp_path / "file" / below)
+
+
+def test_a_cache_that_cannot_be_created_is_noted(tmp_path, monkeypatch):
+    def read_only(self, **how):
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(compilation.Path, "mkdir", read_only)
+    compiler = compilation.Compiler(tmp_path / "cache", 1)
+    (note,) = compiler.notes
+    assert note.startswith("no cache: OSError: [Errno 30] Read-only") and "--compilation-cache" in note
+    assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
+    assert str(compiler).endswith("(no cache)") and jax.config.jax_compilation_cache_dir is None
+
+
 def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(monkeypatch):
     monkeypatch.setattr(compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25)))
     with pytest.raises(ConfigError, match=r"--micro-batch 96 needs .*nothing was allocated.*--micro-batch 24 fits"):
         compilation.compile_to_fit(compiled_for, config(96), jax.devices("cpu")[0])
+
+
+def test_a_micro_batch_that_the_chunk_does_not_divide_is_not_offered(monkeypatch):
+    monkeypatch.setattr(compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25)))
+    chunked = dataclasses.replace(config(96), model=GPT2Config(loss_chunk=16))
+    with pytest.raises(ConfigError, match=r"--micro-batch 96 needs .*--micro-batch 16 fits"):
+        compilation.compile_to_fit(compiled_for, chunked, jax.devices("cpu")[0])
 
 
 def test_nothing_fits(monkeypatch):

@@ -1,14 +1,22 @@
 """Configs: files, the command line, what a checkpoint remembers of them, and every error's text."""
 
+import copy
 import dataclasses
+import itertools
 import json
+import math
+import os
+import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from gptjax import config as configuration
-from gptjax.config import Config, ConfigError, OptimizerConfig, from_command_line, load, to_json
+from gptjax.config import RANGES, Config, ConfigError, OptimizerConfig, from_command_line, load, to_json
 from gptjax.models.gpt2 import GPT2Config
+from gptjax.training.optimizer import build
+from gptjax.training.step import init_state
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 TINY = str(next(path for path in CONFIGS if path.stem == "gpt2_tiny"))
@@ -66,6 +74,7 @@ def test_help_shows_every_field_with_its_meaning(capsys):
         for field in dataclasses.fields(kind):
             if field.name not in ("model", "optimizer"):
                 assert f"--{prefix}{field.name.replace('_', '-')}" in shown
+    assert "--config PATH Python file that defines `config`." in shown
     assert (
         "Sequences on each device at a time" in shown
         and "The optimizer, its learning-rate schedule, and when an update is skipped" in shown
@@ -81,20 +90,132 @@ def test_help_shows_every_field_with_its_meaning(capsys):
         (["--model.recompute", "all"], "none.*block.*sublayer"),
         (["--modl.n-layer", "3"], "--model.n-layer"),
         (["--max-steps", "many"], "invalid literal"),
-        (["--max-steps", "0"], "at least 1"),
         (["--model.n-head", "3"], "n_embd=128 is not a multiple of n_head=3"),
-        (["--sequence-length", "4096"], "longer than the model's block size 128"),
-        (["--name", "a/b"], "plain folder name"),
     ],
 )
 def test_a_bad_option_is_an_error_that_names_the_choices(arguments, says, capsys):
-    import re
-
     with pytest.raises(SystemExit) as exit_info:
         from_command_line(["--config", TINY, *arguments])
     assert exit_info.value.code == 2
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert re.search(says, shown), shown
+
+
+@pytest.mark.parametrize("kind", [Config, OptimizerConfig])
+def test_every_number_has_a_range(kind):
+    prefix = "optimizer." if kind is OptimizerConfig else ""
+    numbers = {prefix + f.name for f in dataclasses.fields(kind) if f.type in (int, float, int | None, float | None)}
+    others = {prefix + f.name for f in dataclasses.fields(kind)} - numbers
+    assert numbers <= RANGES.keys() and not others & RANGES.keys()
+
+
+OUT_OF_RANGE = [
+    *((f"optimizer.{name}", value) for name in ("learning_rate", "matrix_learning_rate", "eps", "clip_norm")
+      for value in (0, -1, 1e-46, 1e39)),
+    *((f"optimizer.{name}", value) for name in ("skip_loss_z", "skip_grad_norm_z") for value in (0, -1)),
+    *((f"optimizer.{name}", -100) for name in ("weight_decay", "matrix_weight_decay")),
+    *((f"optimizer.{name}", value) for name in ("b1", "b2", "momentum", "momentum_low", "neuron_b2")
+      for value in (-0.1, 1, 1.5, 1 - 1e-9)),
+    *(("optimizer.final_fraction", value) for value in (-3, 50)),
+    *((f"optimizer.{name}", -5) for name in ("warmup_steps", "schedule_steps", "momentum_warmup_steps")),
+    *(("optimizer.schedule_steps", 0), ("optimizer.adam_every", 0)),
+    *((name, value) for name in ("max_steps", "batch_tokens", "val_tokens", "sample_tokens", "keep_last", "keep_every")
+      for value in (0, -1, 2**31)),
+    *((name, -1) for name in ("val_every", "sample_every", "checkpoint_every", "seed")),
+    ("seed", 2**32),
+]  # fmt: skip
+
+
+NORMUON = Config(optimizer=OptimizerConfig(algorithm="normuon"))
+
+
+def with_option(name: str, value: object) -> Config:
+    """A config with one field changed; the optimizer's are named optimizer.FIELD."""
+    config = copy.copy(NORMUON)
+    options = config
+    if name.startswith("optimizer."):
+        options = copy.copy(config.optimizer)
+        object.__setattr__(config, "optimizer", options)
+    # `dataclasses.replace` would be stopped by the tests' own type checker.
+    object.__setattr__(options, name.removeprefix("optimizer."), value)
+    config.__post_init__()
+    return config
+
+
+def test_a_number_out_of_its_range_is_refused():
+    for name, value in OUT_OF_RANGE:
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(ConfigError, match=rf"^{flag} must be (at least|above|in) .*, got {re.escape(str(value))}$"):
+            with_option(name, value)
+
+
+def test_nan_and_infinity_are_refused():
+    floats = [name for name, (_, low, _) in RANGES.items() if isinstance(low, float)]
+    assert len(floats) == 18
+    for name, value in itertools.product(floats, (math.nan, math.inf, -math.inf)):
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be .*got -?(nan|inf)"):
+            with_option(name, value)
+
+
+def test_the_ends_of_a_range_are_allowed():
+    for name, value in [
+        *(("optimizer.b1", 0), ("optimizer.b2", 1 - 2**-24), ("optimizer.final_fraction", 1), ("seed", 2**32 - 1)),
+        *(("optimizer.weight_decay", 0), ("optimizer.clip_norm", None), ("val_every", 0), ("max_steps", 2**31 - 1)),
+        *(("optimizer.learning_rate", 1e30), ("keep_every", None), ("optimizer.embedding_b1", 0.5)),
+    ]:
+        with_option(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("max_steps", "100", r"--max-steps must be int, got '100' \(str\)"),
+        ("max_steps", 100.0, r"--max-steps must be int, got 100.0 \(float\)"),
+        ("max_steps", True, r"--max-steps must be int, got True \(bool\)"),
+        ("optimizer.learning_rate", "1e-3", r"--optimizer.learning-rate must be float, got '1e-3' \(str\)"),
+        ("optimizer.clip_norm", False, r"--optimizer.clip-norm must be float \| None, got False"),
+        ("optimizer.schedule", "cos", r"--optimizer.schedule must be one of cosine, linear, constant, wsd, got 'cos'"),
+        ("device", ["gpu"], r"--device must be one of auto, gpu, cpu, got \['gpu'\] \(list\)"),
+        ("overfit_one_batch", 1, r"--overfit-one-batch must be bool, got 1"),
+        ("runs_dir", "runs", r"--runs-dir must be Path, got 'runs' \(str\)"),
+        ("optimizer", {"learning_rate": 1}, r"--optimizer must be OptimizerConfig, got .*\(dict\)"),
+        ("model", None, r"--model must be GPT2Config, got None"),
+        ("dataset", "a\0b", r"--dataset must be valid UTF-8 without control characters, got 'a\\x00b'"),
+        ("runs_dir", Path("\udcff"), r"--runs-dir must be valid UTF-8"),
+        ("name", "a\x1b[31mb", r"--name must be valid UTF-8 without control characters, got 'a\\x1b\[31mb'"),
+        ("name", "é" * 101, "--name must have at most 200 bytes, got 202"),
+        ("name", "a/b", "plain folder name"),
+        ("name", "", "plain folder name"),
+        ("name", "..", "plain folder name"),
+        ("sequence_length", 4096, "longer than the model's block size 1024"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(name, value, says):
+    with pytest.raises(ConfigError, match=says):
+        with_option(name, value)
+
+
+def test_names_with_brackets_are_names():
+    assert with_option("name", "x[b]y").name == "x[b]y"
+
+
+def test_a_chunk_of_the_loss_divides_a_micro_batch():
+    with pytest.raises(ConfigError, match=r"--model.loss-chunk must divide .*64 × 1024 = 65536, got 100"):
+        Config(model=GPT2Config(loss_chunk=100))
+    Config(model=GPT2Config(loss_chunk=1024))
+
+
+def test_config_is_given_once():
+    with pytest.raises(ConfigError, match="expected one --config, got .*gpt2_tiny.py, other.py"):
+        from_command_line(["--config", TINY, "--config=other.py"])
+    with pytest.raises(SystemExit) as exit_info:
+        from_command_line(["--config"])
+    assert exit_info.value.code == 2
+
+
+def test_an_option_out_of_its_range_is_one_sentence():
+    with pytest.raises(ConfigError, match=r"^--optimizer.eps must be above 0 and finite in fp32, got -1.0$"):
+        from_command_line(["--config", TINY, "--optimizer.eps", "-1"])
 
 
 def test_a_missing_config_names_those_that_there_are():
@@ -110,6 +231,80 @@ def test_a_file_without_a_config_says_what_it_must_define(tmp_path, text, says):
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"must define `config = gptjax.config.Config\(...\)`; its `config` {says}"):
         load(path)
+
+
+IMPORTS = "from gptjax.config import Config, OptimizerConfig\nfrom gptjax.models.gpt2 import GPT2Config\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = 1\nraise RuntimeError('no\x1b[31m GPU\\nsecond line')", "line 2: RuntimeError: no\ufffd\\[31m GPU$"),
+        ("def f():\n    raise KeyError('k')\nf()", "line 2: KeyError: 'k'"),
+        ("assert False", "line 1: AssertionError: no message"),
+        ("config = Config(\n", r"line 1: SyntaxError: '\(' was never closed"),
+        ("x = 'unfinished", "line 1: SyntaxError: unterminated string"),
+        ("import no_such_module", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        (IMPORTS + "config = Config(learning_rat=1)", r"line 3: TypeError: .*'learning_rat'.*--help` lists"),
+        (IMPORTS + "config = Config(optimizer=OptimizerConfig(eps=-1.0))", "line 3: --optimizer.eps must be above 0"),
+        (IMPORTS + "config = Config(model=GPT2Config(n_head=7))", "line 3: ValueError: GPT2Config: n_embd=768"),
+        ("import sys\nsys.exit(3)", "line 2: expected a definition of `config`, but it exits with 3"),
+        ("def f(): f()\nf()", "line 1: RecursionError"),
+        ('{"max_steps": 3', "line 1: SyntaxError"),
+        ("\0\1", "SyntaxError: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_config_file_that_cannot_be_executed_is_a_sentence(tmp_path, monkeypatch, text, says):
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^mine.py(,|:) ?{says}") as error:
+        load(Path("mine.py"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("config.json", "must be a Python file, NAME.py, but .* is another file"),
+        ("folder.py", "is a folder"),
+        ("fifo.py", "is not a regular file"),
+        ("binary.py", "line 1: SyntaxError|SyntaxError"),
+        ("x" * 300 + ".py", "cannot be read: File name too long"),
+    ],
+)
+def test_what_is_not_a_python_file_is_a_sentence(tmp_path, name, says):
+    path = tmp_path / name
+    if name == "fifo.py":
+        os.mkfifo(path)
+    elif name == "folder.py":
+        path.mkdir()
+    elif len(name) < 200:
+        path.write_bytes(b"\xff\xfe\x00" if name == "binary.py" else b"{}")
+    with pytest.raises(ConfigError, match=says):
+        load(path)
+
+
+def test_an_unreadable_config_is_a_sentence(tmp_path, monkeypatch):
+    path = tmp_path / "mine.py"
+    path.write_text("")
+
+    def denied(self, path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("importlib.machinery.SourceFileLoader.get_data", denied)
+    with pytest.raises(ConfigError, match="mine.py: PermissionError: .*Permission denied"):
+        load(path)
+
+
+def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Config().compilation_cache == tmp_path / "gptjax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Config().compilation_cache == tmp_path / ".cache" / "gptjax"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where no home folder is known
+    assert Config().compilation_cache is None
+    assert from_command_line(["--config", TINY, "--compilation-cache", "None"]).compilation_cache is None
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
@@ -136,6 +331,69 @@ def test_differences_are_found_and_operational_ones_are_not():
     # … and not one whose end is given.
     fixed = dataclasses.replace(longer.optimizer, schedule_steps=config.max_steps)
     assert configuration.differences(saved, dataclasses.replace(longer, optimizer=fixed)) == []
+
+
+def other_optimizer(config: Config, **optimizer) -> Config:
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
+
+
+CHANGED = {
+    "learning_rate": 1e-4,
+    "matrix_learning_rate": 1e-3,
+    "final_fraction": 0.5,
+    "clip_norm": None,
+    "skip_loss_z": 3.0,
+    "skip_grad_norm_z": 4.0,
+}
+
+
+def test_changes_are_allowed_on_purpose_only():
+    config = load(Path(TINY))
+    saved = json.loads(json.dumps(to_json(config)))
+    changed = other_optimizer(config, **CHANGED)
+    assert {f"optimizer.{name}" for name in CHANGED} == configuration.CHANGEABLE
+    lines = configuration.differences(saved, changed)
+    assert lines[2] == "--optimizer.learning-rate: the checkpoint has 0.003, now 0.0001"
+    assert len(lines) == 7 and lines[-1] == "--resume-with-changes allows such changes"
+    allowed = dataclasses.replace(changed, resume_with_changes=True)
+    assert configuration.differences(saved, allowed) == []
+    found = configuration.changes(saved, allowed)
+    assert found["optimizer.clip_norm"] == (1.0, None) and found.keys() == configuration.CHANGEABLE
+    assert configuration.changes(saved, config) == {}
+    # Nothing else is allowed, and the option is not offered for it.
+    other = other_optimizer(allowed, b1=0.5)
+    assert configuration.differences(saved, other) == ["--optimizer.b1: the checkpoint has 0.9, now 0.5"]
+    assert len(configuration.differences(saved, dataclasses.replace(other, resume_with_changes=False))) == 7
+
+
+def test_the_optimizers_state_has_one_form_for_all_allowed_changes():
+    """Else a resumed run could not restore it."""
+    config = load(Path(TINY))
+    for algorithm in ("adamw", "normuon", "muon"):
+        config = other_optimizer(config, algorithm=algorithm)
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+        forms = [
+            jax.eval_shape(lambda c=c: init_state(c.model, build(c, mesh), 0))
+            for c in (config, other_optimizer(config, **CHANGED))
+        ]
+        assert forms[0] == forms[1]
+
+
+@pytest.mark.parametrize("saved", [None, [], "x", 3, {3: 4}])
+def test_a_damaged_config_of_a_checkpoint_is_a_sentence(saved):
+    with pytest.raises(ConfigError, match="config is damaged: expected a JSON object, found"):
+        configuration.differences(saved, Config())
+
+
+def test_any_json_can_be_compared():
+    config = Config()
+    assert configuration.differences({}, config) == []
+    saved = {"optimizer.b1": {"a": [1]}, "seed": None, "no\x1b[31m such": float("nan")}
+    assert configuration.differences(saved, config) == [
+        "--no\ufffd[31m such: the checkpoint has nan, now (no such option)",
+        "--optimizer.b1: the checkpoint has {'a': [1]}, now 0.9",
+        "--seed: the checkpoint has None, now 0",
+    ]
 
 
 def test_an_unusable_kernel_is_a_config_error():

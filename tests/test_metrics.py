@@ -1,9 +1,11 @@
 """Peaks and MFU, speed, the run's log with its resume, and the status line."""
 
+import errno
 import inspect
 import io
 import json
 import math
+import os
 import struct
 import sys
 
@@ -13,7 +15,16 @@ import pytest
 from rich.console import Console
 
 from gptjax import precision
-from gptjax.training.metrics import PEAK_FLOPS, RunLog, StatusLine, Throughput, mfu, peak_flops, read_log
+from gptjax.training.metrics import (
+    PEAK_FLOPS,
+    LogError,
+    RunLog,
+    StatusLine,
+    Throughput,
+    mfu,
+    peak_flops,
+    read_log,
+)
 
 # ---------------------------------------------------------------------------------------------------- peaks and MFU
 
@@ -201,6 +212,50 @@ def test_resume_makes_one_curve_of_two_runs(tmp_path):
     assert [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"] == [*range(1, 8), *range(5, 9)]
 
 
+class FullDisk:
+    """A file on a disk that takes `room` more bytes."""
+
+    def __init__(self, file, room: int):
+        self._file, self._room = file, room
+
+    def write(self, data):
+        taken = data[: self._room]
+        if data and not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._room -= len(taken)
+        return self._file.write(taken)
+
+    def flush(self):
+        self.write(b"x")
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 30])
+def test_a_full_disk_is_an_error_and_leaves_no_torn_line(tmp_path, room):
+    with RunLog(tmp_path) as log:
+        log.write("train", 1, 10, loss=1.0)
+        real, log._file = log._file, FullDisk(log._file, room)
+        with pytest.raises(OSError, match="No space left"):
+            log.write("train", 2, 20, loss=1.0)
+        log._file = real
+        log.write("train", 2, 20, loss=2.0)
+    assert [row["loss"] for row in read_log(log.path)] == [1.0, 2.0]
+
+
+def test_tensorboard_is_turned_off_with_a_note_at_its_first_error(tmp_path):
+    notes = []
+    with RunLog(tmp_path, note=notes.append) as log:
+        record_writer = log._events._writer._py_recordio_writer
+        real, record_writer._writer = record_writer._writer, FullDisk(io.BytesIO(), 40)
+        for step in range(1, 30):  # more than the ten events that tensorboardX's own queue holds
+            log.write("train", step, step, loss=1.0, lr=0.1)
+        real.close()
+    assert notes == ["TensorBoard's events are no longer written: No space left on device; log.jsonl goes on"]
+    assert len(read_log(log.path)) == 29
+
+
 def test_starting_over_keeps_only_events(tmp_path):
     with RunLog(tmp_path) as log:
         log.write("val", 0, 0, loss=11.0)
@@ -245,9 +300,12 @@ def test_a_malformed_middle_line_is_named(tmp_path, bad):
     path.write_text(f"{good}\n{bad}\n{good}\n")
     with pytest.raises(ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*mend or delete"):
         read_log(path)
-    with pytest.raises(ValueError, match="line 2"):
-        RunLog(tmp_path, resume_step=1)
+    with pytest.raises(LogError, match="line 2"):
+        RunLog(tmp_path, resume_step=2)
     assert path.read_text().splitlines()[1] == bad  # left as it was, for the user to mend
+    # What a power cut left after the steps that count: they come again.
+    RunLog(tmp_path, resume_step=1).close()
+    assert path.read_text() == good + "\n"
 
 
 def test_a_missing_or_empty_log(tmp_path):
@@ -357,6 +415,48 @@ def test_a_narrow_terminal_gets_one_row():
         status.update(100, **VALUES)
     (row,) = screen(console.file.getvalue())
     assert row.startswith("step 100/100 · loss") and len(row) <= 30
+
+
+FULL = dict(ms_per_step=815.12, tokens_per_second=643_700.4, mfu=0.5204, val_loss=3.2721)
+PARTS = (
+    *("step 9750/19560", "loss 3.2500", "815.1 ms", "643,700 tok/s"),
+    *("ETA 2h43m", "val 3.2721", "MFU 52.0%", "lr 6.00e-04"),
+)
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60, 40, 16])
+def test_a_narrow_terminal_loses_whole_parts_the_least_important_first(width):
+    console, clock = terminal(width), Clock()
+    with StatusLine(19_560, on_gpu=True, console=console, clock=clock) as status:
+        status.update(1, **VALUES, **FULL)
+        clock.now = 9749.0  # a second a step
+        status.update(9750, **VALUES, **FULL)
+    (row,) = screen(console.file.getvalue(), width)
+    shown = row.split(" · ")
+    assert len(row) <= width and set(shown) == set(PARTS[: len(shown)])
+    dropped = PARTS[len(shown) :]
+    assert not dropped or len(" · ".join([*shown, dropped[0]])) > width
+    assert len(shown) == {200: 8, 100: 7, 80: 5, 60: 4, 40: 3, 16: 1}[width]
+
+
+def test_elsewhere_the_line_is_complete_whatever_the_width():
+    (line,) = plain_lines([(0, 10, FULL)], width=40)
+    assert "val 3.2721" in line and "MFU 52.0%" in line and "lr 6.00e-04" in line
+
+
+def test_the_last_line_has_the_validation_loss_of_the_last_step():
+    """train.py reports the step, then validates."""
+    for console in (terminal(), Console(file=io.StringIO())):
+        with StatusLine(20, on_gpu=True, console=console, clock=Clock()) as status:
+            status.validated(10.5)  # before the first step there is no line to show
+            assert "val" not in console.file.getvalue()
+            status.update(10, **VALUES)
+            status.validated(4.5)
+            status.update(20, **VALUES)
+            status.validated(3.5)
+        lines = screen(console.file.getvalue())
+        assert lines[-1].startswith("step 20/20") and "val 3.5000" in lines[-1]
+    assert [line.split(" · ")[2] for line in lines] == ["val 10.5000", "val 4.5000", "val 3.5000"]
 
 
 def test_the_terminal_is_spared_but_the_last_state_is_shown():

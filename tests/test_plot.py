@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from gptjax import plot
 from gptjax.plot import plot_runs, short_number, smooth
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -56,11 +59,34 @@ def test_one_run_shows_raw_smoothed_and_validation(tmp_path, figures):
     settled = slice(100, None)
     assert np.std(np.diff(smoothed.get_ydata()[settled])) < np.std(np.diff(raw.get_ydata()[settled])) / 5
     (axes,) = figures[0].axes
-    assert axes.get_xlabel() == "training tokens" and axes.get_ylabel() == "loss (nats per token)"
+    assert axes.get_xlabel() == "training tokens"
+    assert axes.get_ylabel() == "loss (nats per token, log scale)"
     assert "100M" in [tick.get_text() for tick in axes.get_xticklabels()]
-    # The settled course fills the picture: the first steps at a loss of 10 do not squeeze it.
-    low, high = axes.get_ylim()
-    assert 3.0 < low < 3.3 and 4.0 < high < 6.0
+    assert axes.get_title() == "baseline"
+
+
+def test_every_step_is_inside_the_picture(tmp_path, figures):
+    """Also the first ones, whose loss is far above the others."""
+    plot_runs([make_run(tmp_path / "run", steps=1000)], tmp_path / "loss.png")
+    axes = figures[0].axes[0]
+    (raw, *_), _ = drawn(figures[0])
+    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
+    assert low < raw.get_ydata().min() and raw.get_ydata().max() < high
+    assert left <= raw.get_xdata()[0] and raw.get_xdata()[-1] < right
+    # The last tenth of the fall still has a tenth of the height, and the axis several numbers.
+    y = axes.transData.transform([(1, 3.3), (1, 4.0), (1, 10.9)])[:, 1]
+    assert (y[1] - y[0]) > 0.1 * (y[2] - y[0])
+    assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) >= 5
+
+
+def test_losses_that_are_zero_get_a_linear_axis(tmp_path, figures):
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"kind": "train", "step": n, "tokens": n, "loss": float(n % 2)} for n in range(1, 9)]
+    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_runs([run], tmp_path / "loss.png")
+    assert figures[0].axes[0].get_yscale() == "linear"
+    assert figures[0].axes[0].get_ylabel() == "loss (nats per token)"
 
 
 def test_three_runs_have_three_colours_and_names(tmp_path, figures):
@@ -68,7 +94,10 @@ def test_three_runs_have_three_colours_and_names(tmp_path, figures):
     plot_runs([runs[0], str(runs[1]), runs[2] / "log.jsonl"], tmp_path / "loss.png", x="steps")
     lines, legend = drawn(figures[0])
     assert legend[:3] == ["a · val 3.3000", "b · val 3.5000", "$c$ · val 3.2000"]
-    assert not any(text.get_parse_math() for text in figures[0].axes[0].get_legend().get_texts())  # $c$ is a name
+    (axes,) = figures[0].axes
+    assert axes.get_title() == "a, b, $c$"
+    # $c$ is a name
+    assert not any(text.get_parse_math() for text in [axes.title, *axes.get_legend().get_texts()])
     colours = [line.get_color() for line in lines]
     assert len(lines) == 9 and len(set(colours)) == 3 and colours[0] == colours[1] == colours[2]
     np.testing.assert_array_equal(lines[0].get_xdata(), np.arange(1, 401))
@@ -78,7 +107,19 @@ def test_three_runs_have_three_colours_and_names(tmp_path, figures):
 def test_runs_of_one_name_are_told_apart(tmp_path, figures):
     runs = [make_run(tmp_path / parent / "run") for parent in ("one", "two")]
     plot_runs(runs, tmp_path / "loss.png")
-    assert [text.split(" · ")[0] for text in drawn(figures[0])[1][:2]] == [str(run) for run in runs]
+    names = [text.split(" · ")[0] for text in drawn(figures[0])[1][:2]]
+    for name, run in zip(names, runs, strict=True):
+        assert name[-30:] == str(run)[-30:]
+    assert names[0] != names[1]
+
+
+def test_a_run_of_any_name(tmp_path, figures):
+    names = ["x[b]y", "x[b", "a\x1b[31mred", "W" * 200]
+    plot_runs([make_run(tmp_path / name, steps=5) for name in names], tmp_path / "loss.png")
+    axes = figures[0].axes[0]
+    assert axes.get_title().startswith("x[b]y, x[b, a\ufffd[31mred, WWW")
+    assert len(axes.get_title()) <= 91
+    assert drawn(figures[0])[1][0].startswith("x[b]y · ")
 
 
 def test_a_nan_is_a_gap_and_a_run_without_validation_says_so(tmp_path, figures):
@@ -170,6 +211,7 @@ def test_the_command_draws_into_loss_png(tmp_path):
         ([], "nothing to plot"),
         (["run", "--out", "loss.xyz"], "xyz"),
         (["broken"], "broken/log.jsonl, line 1: expected a JSON object"),
+        (["a\x1b[31mred"], "no run at a\ufffd[31mred"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(tmp_path, mistake, said):
@@ -179,6 +221,62 @@ def test_a_mistake_is_one_line_and_a_status(tmp_path, mistake, said):
     done = command(*mistake, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and said in done.stderr
+
+
+TRAIN = '{"kind": "train", "step": 1, "tokens": 2, "loss": 3.0}\n'
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "no training loss in it yet"),
+        (TRAIN.replace("3.0", "null"), "no training loss in it yet"),
+        (TRAIN.replace("3.0", "NaN"), "no training loss in it yet"),
+        (TRAIN + TRAIN.replace("3.0", '"x"'), "line 2: expected numbers .* loss, found 2 and 'x'"),
+        (TRAIN.replace("3.0", "[1]"), "line 1: expected numbers"),
+        (TRAIN.replace("3.0", "true"), "line 1: expected numbers"),
+        (TRAIN.replace("2,", "1" + 400 * "0" + ","), "line 1: expected numbers"),
+        (TRAIN.replace("2,", "null,"), "line 1: expected numbers"),
+        (TRAIN.replace("3.0", 10_000 * "[" + 10_000 * "]") + TRAIN, "line 1"),
+    ],
+)
+def test_a_log_with_other_contents_is_refused(tmp_path, capsys, text, said):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=said) as refused:
+        plot.main((tmp_path / "run",), tmp_path / "loss.png")
+    assert "\n" not in refused.value.code  # a text: exit code 1
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_nan_and_infinity_in_a_log_are_gaps(tmp_path, figures):
+    (tmp_path / "run").mkdir()
+    text = "".join(TRAIN.replace("3.0", loss) for loss in ("3.0", "Infinity", "NaN", "1e400", "3.0"))
+    (tmp_path / "run" / "log.jsonl").write_text(text)
+    plot_runs([tmp_path / "run"], tmp_path / "loss.png")
+    (raw, *_), _ = drawn(figures[0])
+    assert np.isnan(raw.get_ydata()).tolist() == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_log_that_is_no_file_is_refused(tmp_path, make):
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / "log.jsonl")
+    with pytest.raises(ValueError, match=r"run/log\.jsonl: expected a file, found a folder, a pipe"):
+        plot_runs([run], tmp_path / "loss.png")
+
+
+def test_a_reader_that_ends_early_ends_the_command_quietly():
+    """As in `python -m gptjax.plot --help | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = [sys.executable, "-m", "gptjax.plot", "--help"]
+    done = subprocess.run(
+        code, stdout=writing, stderr=subprocess.PIPE, env=environment(), check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_help_names_every_option_and_default():

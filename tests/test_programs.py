@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gptjax.config import ConfigError
 from gptjax.training import programs
 from gptjax.training.compilation import Compiler
 from gptjax.training.memory import needed_bytes
@@ -135,6 +136,7 @@ def test_every_source_is_read():
         "pallas_kernels/flash_attention/mosaic_tiles.json",
     ):
         assert root / name in files, name
+    files -= {Path(sys.modules["__main__"].__file__).resolve()}  # pytest itself
     assert not any("site-packages" in file.parts or "__pycache__" in file.parts for file in files)
     assert Path(os.__file__).resolve() not in files
 
@@ -170,6 +172,83 @@ def test_a_damaged_file_is_named_and_compiled_again(cache, damage):
     after = Compiler(cache, 1)
     after(jax.jit(double), x)
     assert after.programs[0]["found"] == "whole" and not after.notes
+
+
+def test_a_file_under_another_key_is_not_loaded(cache):
+    x = jnp.arange(3.0)
+    Compiler(cache, {"learning_rate": 1})(jax.jit(double), x)
+    (file,) = kept(cache)
+    other = Compiler(cache, {"learning_rate": 2})
+    file.rename(file.with_name(other._kept.key(jax.jit(double), (x,), {})))
+    other(jax.jit(double), x)
+    assert "its checksum is wrong" in other.notes[0] and other.programs[0]["found"] == "no"
+
+
+def test_the_cache_is_created_for_its_user_alone(tmp_path, source):
+    before = os.umask(0o002)
+    try:
+        for _ in range(2):  # the second reads what the first wrote with a umask that lets a group write
+            compiler = Compiler(tmp_path / "parent" / "cache", 1)
+            compiler(jax.jit(double), jnp.arange(3.0))
+            jnp.full((5, 2), 0.25).sum()  # kept by JAX itself
+            jax.clear_caches()
+    finally:
+        os.umask(before)
+    folder = tmp_path / "parent" / "cache"
+    assert [f.stat().st_mode & 0o777 for f in (folder, folder / "programs", *kept(folder))] == [0o700, 0o700, 0o600]
+    assert compiler.programs[0]["found"] == "whole" and not compiler.notes
+    assert any(file.stat().st_mode & 0o020 for file in folder.glob("jit_*"))
+
+
+@pytest.mark.parametrize("what", ["folder", "its file", "JAX's file"])
+@pytest.mark.parametrize("who", ["owner", "others can write"])
+def test_nothing_is_loaded_that_another_user_could_have_written(cache, monkeypatch, what, who):
+    Compiler(cache, 1)(jax.jit(double), jnp.arange(3.0))
+    (cache / "jit_x-cache").write_bytes(b"")
+    cache.chmod(0o755)
+    path = {"folder": cache, "its file": kept(cache)[0], "JAX's file": cache / "jit_x-cache"}[what]
+    if who == "owner":
+        stat, lstat = Path.stat, Path.lstat
+
+        def owned_by_another(real, self, **how):
+            status = list(real(self, **how))
+            status[4] += self == path
+            return os.stat_result(status)
+
+        monkeypatch.setattr(Path, "stat", lambda self, **how: owned_by_another(stat, self, **how))
+        monkeypatch.setattr(Path, "lstat", lambda self: owned_by_another(lstat, self))
+    else:
+        path.chmod(path.stat().st_mode | 0o020)
+    monkeypatch.setattr(programs.pickle, "loads", lambda body: pytest.fail("a pickle was loaded"))
+    expected = "expected owner" if who == "owner" else "other users can write, mode"
+    with pytest.raises(ConfigError, match=f"executables in {cache} could run .*{expected}.*--compilation-cache"):
+        Compiler(cache, 1)
+
+
+def test_a_link_is_not_followed(cache):
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(double), jnp.arange(3.0))
+    (file,) = kept(cache)
+    file.rename(cache.with_name("elsewhere"))
+    file.symlink_to(cache.with_name("elsewhere"))
+    with pytest.raises(OSError, match="symbolic links"):
+        compiler._kept.read(file.name)
+    with pytest.raises(ConfigError, match="found a link"):
+        Compiler(cache, 1)
+    # The folder itself may be a link to one of the same user.
+    file.unlink()
+    link = cache.with_name("link")
+    link.symlink_to(cache)
+    assert Compiler(link, 1).notes == []
+
+
+def test_a_file_that_another_user_wrote_after_the_start_is_not_loaded(cache, monkeypatch):
+    compiler = Compiler(cache, 1)
+    compiler(jax.jit(double), jnp.arange(3.0))
+    (file,) = kept(cache)
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="expected owner"):
+        compiler._kept.read(file.name)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -18,7 +18,6 @@ from gptjax.models import gpt2
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.outliers import WINDOW
 from gptjax.training.step import graph, init_state, loss_and_grads, make_eval_step, make_train_step
-from pallas_kernels import _choose
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -167,12 +166,6 @@ def test_one_seed_gives_one_state():
 # ------------------------------------------------------------------------------------------------------- on an H200
 
 
-@pytest.fixture
-def one_h200(monkeypatch):
-    """Programs are lowered as for one H200: nothing is split, though two CPU devices are here."""
-    monkeypatch.setattr(_choose, "partitioned", lambda: False)
-
-
 def kernels_of(text):
     """How often the program launches each Triton kernel, by name, and Mosaic's, which are lowered once each and called."""
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
@@ -200,7 +193,7 @@ def lowered_step(config, batch):
     return lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
 
 
-def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
+def test_the_step_on_an_h200_is_its_kernels_and_products():
     """GPT-2 124M's step in bf16 for 64 sequences: what a layer adds to it, pass by pass over what is as large as the stream."""
 
     def lowered(layers):
@@ -235,7 +228,7 @@ def test_the_step_on_an_h200_is_its_kernels_and_products(one_h200):
     assert moved == biases | of_weight_gradients
 
 
-def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must(one_h200):
+def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must():
     """GPT-2 124M's step in TF32 for 32 sequences: the passes that a layer adds over what is as large as the stream."""
 
     def lowered(layers):
@@ -270,7 +263,7 @@ def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must(one_h200):
 
 
 @pytest.mark.parametrize("recompute", ["block", "sublayer"])
-def test_recomputation_on_an_h200_runs_the_forward_kernels_again(one_h200, recompute):
+def test_recomputation_on_an_h200_runs_the_forward_kernels_again(recompute):
     config = GPT2Config(n_layer=2, precision=Precision("bf16"), attention="mosaic", recompute=recompute)
     tx = optim.adamw(6e-4)
     state = jax.eval_shape(lambda: init_state(config, tx, 0))

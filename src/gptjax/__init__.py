@@ -1,28 +1,59 @@
 """gptjax: GPT-2 training in JAX on CUDA GPUs."""
 
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
 
+# The same names twice: a type checker reads the imports, and a program imports each name's module at the first use of the name.
+# `python -m gptjax.data` and `gptjax.plot` need no JAX, and start in a tenth of the time.
+if TYPE_CHECKING:
+    from gptjax.config import Config as Config
+    from gptjax.config import OptimizerConfig as OptimizerConfig
+    from gptjax.models.gpt2 import GPT2 as GPT2
+    from gptjax.models.gpt2 import PRESETS as PRESETS
+    from gptjax.models.gpt2 import GPT2Config as GPT2Config
+    from gptjax.models.gpt2 import loss_fn as loss_fn
+    from gptjax.precision import Precision as Precision
+    from gptjax.sampling import generate as generate
+    from gptjax.training.step import init_state as init_state
+    from gptjax.training.step import make_train_step as make_train_step
+    from gptjax.weights import load_hf as load_hf
+    from gptjax.weights import load_llmc as load_llmc
+    from gptjax.weights import save_hf as save_hf
+    from gptjax.weights import save_llmc as save_llmc
+
 _PUBLIC = {
+    "Config": "gptjax.config",
+    "OptimizerConfig": "gptjax.config",
     "GPT2": "gptjax.models.gpt2",
     "GPT2Config": "gptjax.models.gpt2",
     "PRESETS": "gptjax.models.gpt2",
     "loss_fn": "gptjax.models.gpt2",
     "Precision": "gptjax.precision",
     "generate": "gptjax.sampling",
+    "init_state": "gptjax.training.step",
+    "make_train_step": "gptjax.training.step",
     "load_hf": "gptjax.weights",
     "save_hf": "gptjax.weights",
     "load_llmc": "gptjax.weights",
     "save_llmc": "gptjax.weights",
 }
+_MODULES = (
+    *("bench", "config", "data", "devices", "models", "optim", "plot", "precision", "sampling", "sharding", "training"),
+    "weights",
+)
 __all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str):
-    # Loaded on first use: `python -m gptjax.data` and `gptjax.plot` need no JAX, and start in a tenth of the time.
     import importlib
 
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name == "optim":
-        return importlib.import_module("gptjax.optim")
+    if name in _MODULES:
+        return importlib.import_module(f"gptjax.{name}")
     raise AttributeError(f"module 'gptjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))])

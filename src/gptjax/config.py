@@ -3,20 +3,74 @@
 import argparse
 import dataclasses
 import importlib.util
+import os
 import sys
+import traceback
+import unicodedata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+import numpy as np
 import tyro
 
 from gptjax import optim
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.precision import NAMES as PRECISIONS
 from gptjax.precision import Precision
+from gptjax.terminal import printable
+
+_FP32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
+# Ranges of the numbers of Config and OptimizerConfig, both ends included: (text, lowest, highest).
+# A step computes in fp32: there a number below fp32's smallest becomes 0, and one between 1 − 2⁻²⁴
+# and 1 becomes 1. It counts in int32.
+RANGES = {
+    name: allowed
+    for *allowed, names in (
+        (
+            *("above 0 and finite in fp32", float(_FP32.tiny), float(_FP32.max)),
+            "optimizer.learning_rate optimizer.matrix_learning_rate optimizer.eps "
+            "optimizer.clip_norm optimizer.skip_loss_z optimizer.skip_grad_norm_z",
+        ),
+        (
+            *("at least 0 and finite in fp32", 0.0, float(_FP32.max)),
+            "optimizer.weight_decay optimizer.matrix_weight_decay",
+        ),
+        (
+            *("at least 0 and below 1 in fp32", 0.0, 1 - 2**-24),
+            "optimizer.b1 optimizer.embedding_b1 optimizer.vector_b1 "
+            "optimizer.b2 optimizer.embedding_b2 optimizer.vector_b2 "
+            "optimizer.momentum optimizer.momentum_low optimizer.neuron_b2",
+        ),
+        (*("in [0, 1]", 0.0, 1.0), "optimizer.final_fraction"),
+        (
+            *(f"at least 1 and at most {_INT32.max}", 1, int(_INT32.max)),
+            "max_steps sequence_length batch_tokens micro_batch val_tokens sample_tokens "
+            "keep_last keep_every log_every optimizer.schedule_steps optimizer.adam_every",
+        ),
+        (
+            *(f"at least 0 and at most {_INT32.max}", 0, int(_INT32.max)),
+            "val_every sample_every checkpoint_every optimizer.warmup_steps "
+            "optimizer.momentum_warmup_steps optimizer.momentum_cooldown_steps",
+        ),
+        (*(f"at least 0 and at most {2**32 - 1}", 0, 2**32 - 1), "seed"),
+    )
+    for name in names.split()
+}
 
 
 class ConfigError(ValueError):
     """A run that cannot be, found out before anything is allocated."""
+
+
+def cache_folder() -> Path | None:
+    """Return the user's folder for compiled executables: $XDG_CACHE_HOME/gptjax or ~/.cache/gptjax.
+
+    None if the environment and the password database have no home folder.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # such a value is to be ignored, by XDG's specification
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "gptjax") if os.path.isabs(base) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +138,7 @@ class Config:
     """A training run.
 
     Raises:
-        ConfigError: values that contradict each other.
+        ConfigError: a value has the wrong type or is out of range, or values contradict each other.
     """
 
     name: str = "gpt2"
@@ -95,6 +149,9 @@ class Config:
     """Optimizer steps in the whole run."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the newest checkpoint, if any; never: refuse a run that has one; must: refuse a run that has none."""
+    resume_with_changes: bool = False
+    """Allow other learning rates, final_fraction, clip_norm and skip options at resume than the
+    checkpoint's config has; the change is recorded in the log."""
     device: Literal["auto", "gpu", "cpu"] = "gpu"
     """gpu: every NVIDIA GPU, or an error; cpu; auto: GPUs where there are some, else the CPU."""
     seed: int = 0
@@ -140,17 +197,24 @@ class Config:
     deterministic: bool = False
     """Repeat bit for bit on a GPU, by XLA's deterministic operations; needs --model.attention xla, and is slow. A CPU always
     repeats."""
-    compilation_cache: Path | None = Path(".jax_cache")
-    """Folder of compiled programs, found again where nothing that they are made from has changed; None to compile anew at each start."""
+    compilation_cache: Path | None = dataclasses.field(default_factory=cache_folder)
+    """Folder of compiled executables, loaded if nothing that they are compiled from has changed.
+    Loading runs their code: no other user may own or be able to write it. None to compile at each
+    start."""
 
     def __post_init__(self):
-        for field in ("max_steps", "sequence_length", "batch_tokens", "micro_batch", "keep_last", "log_every"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{_flag(field)} must be at least 1, got {getattr(self, field)}")
+        _check_fields(self)
+        _check_fields(self.optimizer, "optimizer.")
         if self.sequence_length > self.model.block_size:
             raise ConfigError(
                 f"--sequence-length {self.sequence_length} is longer than the model's block size "
                 f"{self.model.block_size}; shorten it or raise --model.block-size"
+            )
+        chunk, tokens = self.model.loss_chunk, self.micro_batch * self.sequence_length
+        if chunk is not None and (chunk < 1 or tokens % chunk):
+            raise ConfigError(
+                f"--model.loss-chunk must divide the tokens of a micro-batch, {self.micro_batch} × "
+                f"{self.sequence_length} = {tokens}, got {chunk}"
             )
         if self.deterministic and self.model.attention != "xla":
             raise ConfigError(
@@ -158,8 +222,6 @@ class Config:
                 "the backward pass of cuDNN's attention adds in any order"
             )
         o = self.optimizer
-        if o.adam_every < 1:
-            raise ConfigError(f"--optimizer.adam-every must be at least 1, got {o.adam_every}")
         apart = ("adam_every", "embedding_b1", "embedding_b2", "vector_b1", "vector_b2")
         if o.algorithm == "adamw" and any(getattr(o, name) != getattr(OptimizerConfig, name) for name in apart):
             raise ConfigError(
@@ -168,6 +230,8 @@ class Config:
             )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
+        if (size := len(self.name.encode())) > 200:
+            raise ConfigError(f"--name must have at most 200 bytes, got {size}")
 
     def kernels(self) -> dict[str, str]:
         """The back end of each part of the model on the default device.
@@ -221,12 +285,57 @@ class Config:
         return self.batch_tokens // self.sequence_length
 
 
+def _check_fields(options: Config | OptimizerConfig, prefix: str = "") -> None:
+    """Check the type of each field, and the range of each number.
+
+    Raises:
+        ConfigError: the message names the option, the allowed values and the value.
+    """
+    for field in dataclasses.fields(options):
+        name, value, kind = prefix + field.name, getattr(options, field.name), field.type
+        flag = _flag(name)
+        if not _has_type(value, kind):
+            choices = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else kind
+            wanted = kind.__name__ if isinstance(kind, type) else choices
+            raise ConfigError(f"{flag} must be {wanted}, got {value!r} ({type(value).__name__})")
+        if isinstance(value, (str, Path)) and _is_unprintable(str(value)):
+            raise ConfigError(
+                f"{flag} must be valid UTF-8 without control characters, got {str(value)!r}"
+            )
+        wanted, low, high = RANGES.get(name, ("", None, None))
+        if wanted and value is not None and not low <= value <= high:  # NaN too
+            raise ConfigError(f"{flag} must be {wanted}, got {value}")
+
+
+def _is_unprintable(text: str) -> bool:
+    """True for control characters and for surrogates, to which Python decodes invalid UTF-8."""
+    return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """True for an instance of the annotation `kind`; an int is a float too, a bool is neither."""
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if isinstance(value, bool):
+        return kind is bool
+    kinds = get_args(kind) or (kind,)
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
 # Fields that may differ between a checkpoint and the command that resumes it: they do not change what is learned.
 OPERATIONAL = {
     *("name", "runs_dir", "data_dir", "dataset", "resume", "device", "max_steps", "micro_batch", "log_every"),
+    "resume_with_changes",
     *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
     *("deterministic", "compilation_cache", "model.attention", "model.norm", "model.mlp", "model.loss"),
     *("model.loss_chunk", "model.recompute"),
+}
+
+
+# Fields that may differ too where --resume-with-changes is given.
+CHANGEABLE = {
+    *("optimizer.learning_rate", "optimizer.matrix_learning_rate", "optimizer.final_fraction"),
+    *("optimizer.clip_norm", "optimizer.skip_loss_z", "optimizer.skip_grad_norm_z"),
 }
 
 
@@ -235,7 +344,7 @@ OPERATIONAL = {
 OUTSIDE_PROGRAMS = {
     *("name", "runs_dir", "max_steps", "resume", "seed", "dataset", "data_dir", "tokenizer", "overfit_one_batch"),
     *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
-    *("log_every", "compilation_cache"),
+    *("log_every", "compilation_cache", "resume_with_changes"),
 }
 
 
@@ -257,18 +366,50 @@ def to_json(config: Config) -> dict[str, Any]:
     return {name: str(v) if isinstance(v, (Path, Precision)) else v for name, v in flat.items()}
 
 
-def differences(saved: dict[str, Any], config: Config) -> list[str]:
-    """What a checkpoint's config and this one disagree on, a line each; operational fields aside.
+def differences(saved: Any, config: Config) -> list[str]:
+    """Describe the fields in which a checkpoint's config differs from `config`, a line each.
+
+    Fields of `OPERATIONAL` may differ, and with `config.resume_with_changes` those of `CHANGEABLE`.
+    If all lines are of fields in `CHANGEABLE`, one more line names --resume-with-changes.
+
+    Raises:
+        ConfigError: `saved` is not a config's JSON.
+    """
+    found = _differences(saved, config)
+    refused = found.keys() - CHANGEABLE if config.resume_with_changes else found.keys()
+    lines = [
+        printable(f"{_flag(name)}: the checkpoint has {found[name][0]}, now {found[name][1]}")
+        for name in sorted(refused)
+    ]
+    if refused and refused <= CHANGEABLE:
+        lines.append("--resume-with-changes allows such changes")
+    return lines
+
+
+def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return {name: (old, new)} of the fields of `CHANGEABLE` in which a checkpoint's config differs.
+
+    Raises:
+        ConfigError: `saved` is not a config's JSON.
+    """
+    found = _differences(saved, config)
+    return {name: found[name] for name in sorted(found.keys() & CHANGEABLE)}
+
+
+def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Fields, operational ones left out, whose values differ: {name: (old, new)}.
 
     An option that is younger than the checkpoint had what is now its default.
     """
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
+        raise ConfigError(
+            "the checkpoint's config is damaged: expected a JSON object, found "
+            f"{type(saved).__name__}; resume from another checkpoint, or choose another --name"
+        )
     now, missing = to_json(config), "(no such option)"
     saved = to_json(Config()) | saved
-    return [
-        f"{_flag(name)}: the checkpoint has {saved[name]}, now {now.get(name, missing)}"
-        for name in sorted(saved.keys() - OPERATIONAL)
-        if saved[name] != now.get(name, missing)
-    ]
+    pairs = {name: (saved[name], now.get(name, missing)) for name in saved.keys() - OPERATIONAL}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def _flag(field: str) -> str:
@@ -279,14 +420,16 @@ def load(path: Path) -> Config:
     """The `config` of a Python file.
 
     Raises:
-        ConfigError: no such file, or it does not define a `Config` under the name `config`.
+        ConfigError: the file is missing, unreadable or not Python, it raises, or it does not define
+            a `Config` under the name `config`; the message names the line where one is known.
     """
-    if not path.is_file():
-        known = ", ".join(sorted(str(p) for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
-        raise ConfigError(f"no config file {path}" + (f"; there are: {known}" if known else ""))
+    _check_is_python(path)
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_why_not_loaded(path, error)) from error
     config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise ConfigError(
@@ -294,6 +437,38 @@ def load(path: Path) -> Config:
             + ("missing" if config is None else f"a {type(config).__name__}")
         )
     return config
+
+
+def _check_is_python(path: Path) -> None:
+    try:
+        is_file, is_folder, exists = path.is_file(), path.is_dir(), path.exists()
+        known = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
+    except OSError as error:  # the name is too long, or a folder may not be read
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    if not exists:
+        there = f"; there are: {', '.join(known)}" if known else ""
+        raise ConfigError(f"no config file {path}{there}")
+    if not is_file or path.suffix != ".py":
+        found = "a folder" if is_folder else "another file" if is_file else "not a regular file"
+        raise ConfigError(f"--config must be a Python file, NAME.py, but {path} is {found}")
+
+
+def _why_not_loaded(path: Path, error: BaseException) -> str:
+    """Describe an exception from the execution of a config file, with the file's line if known."""
+    frames, file = traceback.extract_tb(error.__traceback__), str(path.absolute())
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines = [error.lineno]
+    where = f"{path}, line {lines[-1]}" if lines and lines[-1] else str(path)
+    if isinstance(error, SystemExit):
+        return f"{where}: expected a definition of `config`, but it exits with {error.code!r}"
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    said = (said.strip().splitlines() or ["no message"])[0]
+    if not isinstance(error, ConfigError):
+        said = f"{type(error).__name__}: {said}"
+    if "unexpected keyword argument" in said:
+        said += "; `python train.py --help` lists the options"
+    return printable(f"{where}: {said}")
 
 
 _registry = tyro.constructors.ConstructorRegistry()
@@ -314,27 +489,36 @@ def _precision_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.construct
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _CommandLine:
+    config: Path
+    """Python file that defines `config`. The options below override its fields; their defaults are
+    its values."""
+    options: Annotated[Config, tyro.conf.arg(name="")]
+
+
 def from_command_line(argv: list[str] | None = None) -> Config:
     """The config that `--config FILE` names, with every other option laid over it.
 
     Raises:
-        ConfigError: no `--config`, or the file is not a config.
+        ConfigError: `--config` is missing or repeated, the file is not a config, or an option is
+            out of range.
         SystemExit: an unknown or ill-typed option (code 2, with the choices), or `--help` (code 0).
     """
     argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
+    first.add_argument("--config", type=Path, action="append", default=[])
     chosen, rest = first.parse_known_args(argv)
-    wants_help = {"-h", "--help"} & set(rest)
-    if chosen.config is None and not wants_help:
+    if len(chosen.config) > 1:
+        raise ConfigError(f"expected one --config, got {', '.join(map(str, chosen.config))}")
+    if not chosen.config and not {"-h", "--help"} & set(rest):
         raise ConfigError("--config FILE is missing; for a first run: python train.py --config configs/gpt2_tiny.py")
+    file = chosen.config[0] if chosen.config else tyro.MISSING
     return tyro.cli(
-        Config,
-        prog="train.py --config FILE",
-        description="Trains a GPT-2. --config names a Python file that defines `config`; the options below override its "
-        "fields, and show its values as defaults"
-        + (f" ({chosen.config})." if chosen.config else " (here those of no file: the dataclass's own)."),
-        args=rest,
-        default=load(chosen.config) if chosen.config else Config(),
+        _CommandLine,
+        prog="train.py",
+        description="Train a GPT-2." + ("" if chosen.config else " Defaults shown: no config file."),
+        args=argv,
+        default=_CommandLine(file, load(file) if chosen.config else Config()),
         registry=_registry,
-    )
+    ).options

@@ -7,6 +7,7 @@ No JAX here, so that the command starts fast.
 
 import dataclasses
 import math
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,8 +17,9 @@ import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from gptjax.terminal import printable
 from gptjax.training.metrics import read_log
 
 X = Literal["tokens", "steps"]
@@ -60,6 +62,7 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     names = [log.resolve().parent.name for log in logs]
     if len(set(names)) < len(names):
         names = [str(log.parent) for log in logs]
+    names = [_shortened(printable(name), 60) for name in names]
     runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
 
     # A Figure by itself draws with Agg and leaves the global state of pyplot alone.
@@ -69,15 +72,16 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     handles.append(Line2D([], [], color="0.4", linewidth=1.6, label="training, smoothed"))
     if any(len(run.val_loss) for run in runs):
         handles.append(Line2D([], [], color="0.4", linestyle="", marker="o", markersize=4, label="validation"))
-    axes.set_ylim(*_loss_limits(runs))
+    _scale_losses(axes, runs)
     axes.set_xlim(left=0)
+    axes.set_title(_shortened(", ".join(names), 90), parse_math=False)  # a run's name may hold a $
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.set_xlabel(f"training {x}")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss (nats per token{', log scale' if axes.get_yscale() == 'log' else ''})")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     for text in axes.legend(handles=handles, frameon=False).get_texts():
-        text.set_parse_math(False)  # a run's name may hold a $
+        text.set_parse_math(False)
     figure.savefig(out)
     return out
 
@@ -112,6 +116,10 @@ def _log_file(path: Path) -> Path:
     log = path / "log.jsonl" if path.is_dir() else path
     if not log.exists():
         raise FileNotFoundError(f"no log.jsonl in {path}: is it a run folder?")
+    if not log.is_file():
+        raise ValueError(
+            f"{log}: expected a file, found a folder, a pipe or a device; give a run folder"
+        )
     return log
 
 
@@ -120,15 +128,29 @@ def _read(log: Path, name: str, x: X) -> _Curves:
     column = {"tokens": "tokens", "steps": "step"}[x]
 
     def points(kind):
-        # A loss of NaN is null in the log, and a gap in the curve.
-        pairs = [(row[column], row.get("loss")) for row in rows if row["kind"] == kind]
-        array = np.array([(at, math.nan if loss is None else loss) for at, loss in pairs], float).reshape(-1, 2)
+        found = []
+        for line, row in enumerate(rows, start=1):
+            if row["kind"] == kind:
+                at, loss = row[column], row.get("loss")
+                may_be_loss = loss is None or isinstance(loss, float) or _is_number(loss)
+                if not _is_number(at) or not may_be_loss:
+                    raise ValueError(
+                        f"{log}, line {line}: expected numbers as {column} and loss, "
+                        f"found {at!r:.40} and {loss!r:.40}; mend or delete the line"
+                    )
+                # A loss of NaN is null in the log, and a gap in the curve.
+                found.append((at, loss if _is_number(loss) else math.nan))
+        array = np.array(found, float).reshape(-1, 2)
         return array[:, 0], array[:, 1]
 
     curves = _Curves(name, *points("train"), *points("val"))
     if not np.isfinite(curves.train_loss).any():
         raise ValueError(f"{log}: no training loss in it yet; nothing to plot")
     return curves
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _draw(axes, run: _Curves, color) -> Line2D:
@@ -143,19 +165,21 @@ def _draw(axes, run: _Curves, color) -> Line2D:
     return Line2D([], [], color=color, linewidth=3, label=f"{run.name} · {final}")
 
 
-def _loss_limits(runs: list[_Curves]) -> tuple[float, float]:
-    """Limits that show the course of training: of a long run, the fall of the first twentieth may leave the picture."""
-    settled = []
-    for run in runs:
-        cut = 0.05 if len(run.train_x) >= 200 else 0.0
-        start = run.train_x[0] + cut * (run.train_x[-1] - run.train_x[0])
-        settled += [run.smoothed[run.train_x >= start], run.val_loss[run.val_x >= start]]
-    settled = np.concatenate(settled)
-    if not np.isfinite(settled).any():
-        settled = np.concatenate([run.smoothed for run in runs])
-    low, high = np.nanmin(settled), np.nanmax(settled)
-    margin = 0.05 * (high - low) or 0.1
-    return low - margin, high + margin
+def _scale_losses(axes, runs: list[_Curves]) -> None:
+    """Scale the vertical axis logarithmically, which shows the first and the last steps."""
+    losses = np.concatenate([[*run.train_loss, *run.val_loss] for run in runs])
+    low, high = np.nanmin(losses), np.nanmax(losses)
+    if low <= 0:
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    if high < 20 * low:  # powers of ten would leave most of such an axis without a number
+        axes.yaxis.set_major_locator(MaxNLocator(10))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-(length // 2) :]}"
 
 
 def main(
@@ -173,10 +197,12 @@ def main(
         x: what the losses are drawn against.
     """
     try:
-        print(plot_runs(list(runs), out, x))
+        print(printable(str(plot_runs(list(runs), out, x))))
     except (OSError, ValueError) as error:
-        sys.exit(f"gptjax.plot: {error}")
+        sys.exit(printable(f"gptjax.plot: {error}"))
 
 
 if __name__ == "__main__":
+    # A reader that ends early, such as head, ends this process without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     tyro.cli(main, prog="python -m gptjax.plot")

@@ -1,37 +1,63 @@
-"""Checkpoints of a whole run with Orbax: written beside the training, complete or not there."""
+"""Checkpoints of a whole run with Orbax: written asynchronously and atomically, durable, and verified when restored."""
 
+import errno
+import hashlib
 import importlib.metadata
+import json
+import logging
 import os
 import re
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 import gptjax
+from gptjax.training.digests import described, digests, named
 
-FORMAT = "gptjax checkpoint 1"
+FORMAT = "gptjax checkpoint 2"
+WITHOUT_DIGESTS = "gptjax checkpoint 1"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read. What was complete before is still there."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not what was saved."""
+
+
+class NotFiniteError(RuntimeError):
+    """Parameters or optimizer state with a value that is NaN or infinite; nothing was saved."""
+
+
 class Checkpoints:
     """The checkpoints of one run, a folder a step.
 
+    A checkpoint holds a digest of each array and a checksum of its own metadata; `restore` verifies both. Every file is
+    durable before the checkpoint takes its name, and an older checkpoint is deleted only after that.
+
     Args:
-        folder: made if absent. What a killed save left behind in it is removed before the next save.
+        folder: made if absent. Partial files of a killed save are removed before the next save.
         keep_last: newest checkpoints kept.
         keep_every: checkpoints at multiples of this step are kept for ever.
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 1, keep_every: int | None = None):
         self.folder = folder.absolute()
+        if any(character in str(self.folder) for character in "*?["):
+            # Orbax takes the path for a pattern when it merges the files of a save, finds none, and saves no array.
+            raise CheckpointError(f"cannot save checkpoints in {self.folder}: choose a path without *, ? and [")
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep_last, keep_period=keep_every, cleanup_tmp_directories=True
+            max_to_keep=keep_last,
+            keep_period=keep_every,
+            cleanup_tmp_directories=True,
+            temporary_path_class=_DurablePath,
         )
         try:
             self._manager = ocp.CheckpointManager(
@@ -39,33 +65,42 @@ class Checkpoints:
                 options=options,
                 item_handlers={"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()},
             )
-        except OSError as error:
-            raise CheckpointError(f"cannot use {self.folder} for checkpoints: {error}") from error
+        except Exception as error:  # Orbax reads what is in the folder, and passes on whatever that raises.
+            raise CheckpointError(f"cannot use {self.folder} for checkpoints: {_first_line(error)}") from error
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, the newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step, or None."""
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
-        """Copies the state off the device, then writes it in the background.
+        """Copy the state off the device, then write it in the background.
 
         Args:
             state: a pytree of arrays.
-            meta: anything that is JSON; comes back from `restore`.
+            meta: anything that is JSON; comes back from `meta`.
 
         Raises:
             CheckpointError: this or the previous save failed (a full disk, say).
+            NotFiniteError: an array of the state holds NaN or infinity; nothing is written.
         """
-        meta = {"format": FORMAT, "versions": versions(), **meta}
+        values, not_finite = digests(state)
+        if not_finite:
+            raise NotFiniteError(f"step {step}: NaN or infinity in {_few(not_finite)}; this state was not saved")
+        meta = {"format": FORMAT, "versions": versions(), **meta, "step": step, "digests": values}
+        meta["checksum"] = _checksum(meta)
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         self._translate(lambda: self._manager.save(step, args=arguments, force=True))
 
     def check(self) -> None:
-        """Raises CheckpointError if a save in the background has failed; does not wait."""
+        """Raise CheckpointError if a save in the background has failed; do not wait."""
         self._translate(self._manager.check_for_errors)
 
     def wait(self) -> None:
-        """Returns when every save is complete. Raises CheckpointError if one failed."""
+        """Return when every save is complete. Raise CheckpointError if one failed."""
         self._translate(self._manager.wait_until_finished)
 
     def close(self) -> None:
@@ -75,60 +110,125 @@ class Checkpoints:
         try:
             action()
         except Exception as error:  # Orbax passes on whatever its threads and its C++ store raised, of many types.
-            # Read from the disk: in its own list Orbax counts the step whose save has just failed.
-            last = max(self._manager.all_steps(read=True), default=None)
-            good = "there is no complete checkpoint yet" if last is None else f"the checkpoint of step {last} is intact"
+            self._manager.reload()  # in its own list Orbax counts the step whose save has just failed
+            last = self.latest_step()
+            newest = "there is no complete checkpoint yet"
+            if last is not None:
+                newest = f"the newest complete checkpoint is of step {last}"
             raise CheckpointError(
-                f"saving to {self.folder} failed: {_first_line(error)}; {good}. "
-                "Free some space, then run the same command again to go on from it."
+                f"saving to {self.folder} failed: {_first_line(error)}; {newest}. "
+                "Free some space, then run the same command again to resume."
             ) from error
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The JSON of a checkpoint.
+        """The JSON of a checkpoint, verified by its checksum.
 
         Raises:
-            CheckpointError: it cannot be read, or gptjax did not write it.
+            DamagedError: it cannot be read, or its contents changed after it was saved.
+            CheckpointError: another program or version wrote it.
         """
         try:
             meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         except Exception as error:
-            raise self._unreadable(step, error) from error
-        if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-            found = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
+            raise self._damaged(step, _first_line(error)) from error
+        if not isinstance(meta, dict):
+            raise self._damaged(step, f"its metadata is a {type(meta).__name__}, expected an object")
+        if meta.get("format") == WITHOUT_DIGESTS and "digests" not in meta:
+            return meta
+        if meta.get("checksum") != _checksum(meta):
+            raise self._damaged(step, "the checksum of its metadata is wrong")
+        if meta.get("format") != FORMAT:
             raise CheckpointError(
-                f"{self.folder / str(step)} is not a checkpoint of this program: expected {FORMAT!r}, found {found!r}"
+                f"{self.folder / str(step)} is not a checkpoint of this program: "
+                f"expected {FORMAT!r}, found {meta.get('format')!r}"
             )
+        if meta["step"] != step:
+            raise self._damaged(step, f"it was saved as step {meta['step']}")
         return meta
 
     def restore(self, step: int, like: PyTree) -> PyTree:
-        """The state of a checkpoint.
+        """The state of a checkpoint, verified by the digest of each array.
 
         Args:
             like: a pytree of `jax.ShapeDtypeStruct` with the shardings wanted. The number of devices may be another one
                 than when it was saved.
 
         Raises:
-            CheckpointError: it cannot be read, or its arrays differ in name, shape or dtype from `like`.
+            DamagedError: it cannot be read, or an array differs from what was saved.
+            CheckpointError: its arrays differ in name, shape or dtype from `like`.
         """
+        meta = self.meta(step)
         try:
             saved = self._manager.item_metadata(step)["state"]
-            self._compare(step, saved, like)
-            return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
-        except CheckpointError:
-            raise
         except Exception as error:
-            raise self._unreadable(step, error) from error
+            raise self._damaged(step, _first_line(error)) from error
+        if saved is None:
+            raise self._damaged(step, "the description of its arrays cannot be read")
+        self._compare(step, saved, meta.get("digests"), like)
+        try:
+            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            state = self._manager.restore(step, args=arguments)["state"]
+        except Exception as error:
+            raise self._damaged(step, _first_line(error)) from error
+        if "digests" in meta:
+            found = digests(state)[0]
+            if changed := [path for path in found if found[path] != meta["digests"].get(path)]:
+                raise self._damaged(step, f"the digest of {_few(changed)} is wrong")
+        return state
 
-    def _compare(self, step: int, saved: PyTree, like: PyTree) -> None:
+    def newest[T](self, read: Callable[[int], T], *, fall_back: bool = True) -> tuple[int, T, list[str]] | None:
+        """Apply `read` to the newest checkpoint, or to the newest one before it that is not damaged.
+
+        Args:
+            read: takes a step; `meta`, or a call of `restore`.
+            fall_back: False raises at a damaged newest checkpoint.
+
+        Returns:
+            The step, the result, and a sentence for each damaged checkpoint on the way; None where there is none at all.
+
+        Raises:
+            DamagedError: no checkpoint can be read.
+        """
+        damaged: list[str] = []
+        for step in self.steps():
+            try:
+                return step, read(step), damaged
+            except DamagedError as error:
+                damaged.append(str(error))
+                if not fall_back:
+                    raise
+        if damaged:
+            raise DamagedError(
+                "\n".join([*damaged, "no older checkpoint is left; choose another --name to begin anew"])
+            )
+        return None
+
+    def set_aside(self, after: int) -> list[str]:
+        """Rename the checkpoints after a step to STEP.damaged, so that the run can save these steps again.
+
+        Returns:
+            The new names.
+        """
+        names = []
+        for step in (step for step in self.steps() if step > after):
+            target = self.folder / f"{step}.damaged"
+            for number in range(2, 1000):
+                if not target.exists():
+                    break
+                target = self.folder / f"{step}.damaged{number}"
+            (self.folder / str(step)).rename(target)
+            names.append(target.name)
+        self._manager.reload()
+        return names
+
+    def _compare(self, step: int, saved: PyTree, expected: dict[str, str] | None, like: PyTree) -> None:
         # Orbax would cast a wrong dtype without a word.
-        def flat(tree):
-            leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-            return {
-                jax.tree_util.keystr(path, simple=True, separator="."): (tuple(x.shape), str(x.dtype))
-                for path, x in leaves
-            }
-
-        saved, wanted = flat(getattr(saved, "tree", saved)), flat(like)
+        saved, wanted = (
+            {path: described(leaf) for path, leaf in named(tree).items()}
+            for tree in (getattr(saved, "tree", saved), like)
+        )
+        if expected is not None and saved != {path: text.rpartition(" ")[0] for path, text in expected.items()}:
+            raise self._damaged(step, "its arrays are not those that its metadata names")
         lines = [
             f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, this run needs {wanted.get(name, 'nothing')}"
             for name in sorted({*saved, *wanted})
@@ -138,10 +238,70 @@ class Checkpoints:
             shown = "\n".join(lines[:10] + ([f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []))
             raise CheckpointError(f"{self.folder / str(step)} does not fit this run:\n{shown}")
 
-    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
-        others = [s for s in self._manager.all_steps() if s != step]
-        advice = f"delete that folder to go on from step {max(others)}" if others else "there is no other one"
-        return CheckpointError(f"cannot read {self.folder / str(step)}: {_first_line(error)}; {advice}")
+    def _damaged(self, step: int, reason: str) -> DamagedError:
+        return DamagedError(f"{self.folder / str(step)} is damaged: {reason}")
+
+
+class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Orbax's folder under a temporary name, synchronized with the disk before and after it takes its final name.
+
+    Orbax itself synchronizes the arrays only. After a power cut the metadata of a new checkpoint could be empty, and the
+    checkpoint before it deleted.
+    """
+
+    async def finalize(self, *args, **kwargs):
+        folder = Path(self.get())
+        if "checkpoint-tmp" in folder.parent.name:  # an item of a checkpoint, which is synchronized as a whole
+            return await super().finalize(*args, **kwargs)
+        _synchronize([folder, *folder.rglob("*")])
+        await super().finalize(*args, **kwargs)
+        final = Path(self.get_final())
+        # `finalize` itself writes files at the top of the folder, and renames it.
+        _synchronize([*(path for path in final.iterdir() if path.is_file()), final, final.parent, final.parent.parent])
+
+
+def _synchronize(paths: list[Path]) -> None:
+    """Call fsync for files and folders: 2 ms each one after the other, and together they share the journal's commits."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(_fsync, paths))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot synchronise folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(meta: dict[str, Any]) -> str:
+    """SHA-256 of the metadata without its own checksum."""
+    text = json.dumps({key: value for key, value in meta.items() if key != "checksum"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def silence_orbax() -> None:
+    """Suppress what Orbax's threads print after an array could not be read or written; the error itself is raised.
+
+    The threads find their event loop closed and log a traceback each, some only after the call has returned.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    expected, default = ("loop is closed", "Encountered error while reading array"), sys.unraisablehook
+
+    def hook(unraisable):
+        if not any(text in str(unraisable.exc_value) for text in expected):
+            default(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def versions() -> dict[str, str]:

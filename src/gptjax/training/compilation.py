@@ -13,7 +13,7 @@ from jax._src import config as jax_config
 
 from gptjax.config import Config, ConfigError
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
-from gptjax.training.programs import NoKey, Programs
+from gptjax.training.programs import NoKey, Programs, check_private
 
 
 def compiler_options() -> dict[str, bool]:
@@ -32,19 +32,29 @@ class Compiler:
     what draws samples, JAX keeps by its lowered text, and so these programs where `made_from` is not told.
 
     Args:
-        cache: folder of both, made if absent; None to keep nothing.
+        cache: folder of both, created with mode 700 if absent; None to keep nothing.
         made_from: all values that the functions close over, or that their `jax.jit` options depend on; JSON.
+
+    Raises:
+        ConfigError: `cache` is not a folder, or another user owns or can write it or a file in it.
 
     Attributes:
         programs: one for each compiled so far: its "name"; where it was found: "whole", "text" (in JAX's cache) or "no"; and the seconds
             for "lower" (tracing, and what Triton and Mosaic do to their kernels; 0 where it was found whole) and "compile" (or reading
             it), keeping it included.
-        notes: why a program was not found or kept whole, where it should have been.
+        notes: why a program was not found or kept whole, where it should have been; why there is no
+            cache, if `cache` cannot be created.
     """
 
     def __init__(self, cache: Path | None, made_from: Any = None):
         self.programs: list[dict[str, str | float]] = []
         self.notes: list[str] = []
+        if cache is not None:
+            try:
+                check_private(cache)
+            except OSError as error:
+                self.notes.append(f"no cache: {_first_line(error)}; choose --compilation-cache")
+                cache = None
         self._cache, self._events, self._kept = cache, [], None
         self._began = self._ended = None
         self._threads = ThreadPoolExecutor(max_workers=4)
@@ -184,9 +194,12 @@ def compile_to_fit(
         f"a step with --micro-batch {config.micro_batch} needs {needed / GIB:.1f} GiB on each device, "
         f"and {device.device_kind} has {available / GIB:.1f} GiB; nothing was allocated. "
     )
+    chunk = config.model.loss_chunk or 1
     for smaller in range(config.micro_batch - 1, 0, -1):
         # Memory grows with the micro-batch, so one that needs far too much in proportion is not worth compiling.
         if config.micro_batch % smaller or needed * smaller / config.micro_batch > 2 * available:
+            continue
+        if smaller * config.sequence_length % chunk:  # this config would be refused
             continue
         if (fits := needed_bytes(compile_step(smaller))) <= available:
             raise ConfigError(message + f"--micro-batch {smaller} fits, with {fits / GIB:.1f} GiB.")

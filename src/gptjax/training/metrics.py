@@ -145,7 +145,13 @@ class Throughput:
         return sum(self._intervals_ms) / len(self._intervals_ms) if self._intervals_ms else None
 
 
+class LogError(ValueError):
+    """A log.jsonl that cannot be read."""
+
+
 Kind = Literal["train", "val", "sample", "event"]
+
+_FLUSH_SECONDS = 30  # between flushes of TensorBoard's events, each with an fsync in the training loop
 
 
 @contextlib.contextmanager
@@ -174,17 +180,15 @@ class RunLog:
         run_dir: the run's folder, made if missing.
         resume_step: the last step that counts, that of the checkpoint the run goes on from; -1 to start an old folder over.
             None for a new run.
+        note: called with a sentence when TensorBoard's events cannot be written any more; log.jsonl goes on.
 
     Raises:
         FileExistsError: `resume_step` is None and the folder already holds a log.
-        ValueError: on resume, a malformed line in the log.
+        LogError: on resume, a malformed line in the log.
+        OSError: the log cannot be opened.
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int | None = None):
-        # Here, since only a training run should pay for it.
-        with _without_torch():
-            from tensorboardX import SummaryWriter
-
+    def __init__(self, run_dir: str | Path, resume_step: int | None = None, *, note: Callable[[str], object] = print):
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "log.jsonl"
@@ -194,18 +198,12 @@ class RunLog:
                     f"{self.path} is the log of an earlier run; resume that run, or choose another folder for this one"
                 )
             _drop_after(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
-        # TensorBoard purges steps ≥ purge_step. tensorboardX names a file by the second it was opened in and would overwrite
-        # that of a run killed in the same second, hence the suffix.
-        self._board = SummaryWriter(
-            str(run_dir),
-            purge_step=None if resume_step is None else resume_step + 1,
-            flush_secs=10,
-            filename_suffix=f".{time.time_ns()}",
-        )
+        # Without a buffer: a line that does not fit on the disk is an error at once, and nothing is left for `close`.
+        self._file = self.path.open("ab", buffering=0)
+        self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
 
     def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
-        """Writes one line, and each number or text in it to TensorBoard as `kind/name`.
+        """Write one line, and each number or text in it to TensorBoard as `kind/name`.
 
         Args:
             kind: "train", "val", "sample" or "event".
@@ -215,24 +213,41 @@ class RunLog:
 
         Raises:
             ValueError: no such kind, or an array of several elements.
+            OSError: log.jsonl cannot take the line; no part of it stays.
         """
         if kind not in get_args(Kind):
             raise ValueError(f"unknown kind {kind!r}; choose one of {list(get_args(Kind))}")
         fields = {name: _plain(value) for name, value in fields.items()}
         line = {"kind": kind, "step": int(step), "tokens": int(tokens)} | {k: _finite(v) for k, v in fields.items()}
-        # One write of the whole line: a line torn by a crash can only be the last.
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append((json.dumps(line, allow_nan=False) + "\n").encode())
         for name, value in fields.items():
-            if isinstance(value, str):
-                self._board.add_text(f"{kind}/{name}", value, global_step=int(step))
-            elif isinstance(value, (int, float)):
-                self._board.add_scalar(f"{kind}/{name}", value, global_step=int(step))
+            if isinstance(value, (str, int, float)):
+                self._events.add(f"{kind}/{name}", value, int(step))
+
+    def _append(self, line: bytes) -> None:
+        length = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            # A torn line would make the next one unreadable.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), length)
+            raise
+
+    def sync(self) -> None:
+        """Make the lines written so far durable: a checkpoint must not survive a power cut that the log does not.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes both files; what was written is on the disk."""
-        self._file.close()
-        self._board.close()
+        """Close both files; what was written is with the system. Raises nothing."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._events.close()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -241,33 +256,94 @@ class RunLog:
         self.close()
 
 
+class _Events:
+    """TensorBoard's event file, written without a thread. The first error ends it with a note.
+
+    tensorboardX's own `SummaryWriter` writes in a thread. On a full disk that thread dies, its queue of ten events fills
+    up, and the next event waits for ever.
+    """
+
+    def __init__(self, run_dir: Path, purge_step: int | None, note: Callable[[str], object]):
+        # Here, since only a training run should pay for it.
+        with _without_torch():
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
+
+        self._summary, self._proto, self._note = summary, event_pb2, note
+        self._off, self._flushed = False, time.monotonic()
+
+        def open_file():
+            # tensorboardX names a file by the second it was opened in and would overwrite that of a run killed in the same
+            # second, hence the suffix.
+            self._writer = event_file_writer.EventsWriter(str(run_dir / "events"), f".{time.time_ns()}")
+            if purge_step is not None:  # TensorBoard hides the steps ≥ purge_step of the files before
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._write(step=purge_step, file_version="brain.Event:2")
+                self._write(step=purge_step, session_log=start)
+
+        self._guard(open_file)
+
+    def add(self, tag: str, value: str | Number, step: int) -> None:
+        """Write a text or a number."""
+        make = self._summary.text if isinstance(value, str) else self._summary.scalar
+        self._guard(lambda: self._write(step=step, summary=make(tag, value)))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._flushed = time.monotonic()
+            self._guard(lambda: self._writer.flush())
+
+    def close(self) -> None:
+        self._guard(lambda: self._writer.close())
+        self._off = True
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write_event(self._proto.Event(wall_time=time.time(), **fields))
+
+    def _guard(self, action: Callable[[], object]) -> None:
+        if self._off:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._off = True
+            self._note(f"TensorBoard's events are no longer written: {error.strerror or error}; log.jsonl goes on")
+
+
 def read_log(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a `log.jsonl`, in order, without a last line that a killed process left unfinished.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a malformed line before the last; names file and line number.
+        LogError: a malformed line before the last; names file and line number.
     """
-    path = Path(path)
+    return _read(Path(path), complete_at=math.inf)
+
+
+def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
+    """The lines of a log up to the first malformed one, which must be the last, or come after step `complete_at`."""
     rows, lines = [], path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    newest = -math.inf
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if not (isinstance(row, dict) and {"kind", "step", "tokens"} <= row.keys()):
                 raise ValueError("kind, step or tokens is missing")
-        except ValueError as error:
-            if number == len(lines):
+            if type(row["step"]) is not int:
+                raise ValueError(f"step is {row['step']!r}")
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) or newest >= complete_at:
                 break
-            raise ValueError(
+            raise LogError(
                 f"{path}, line {number}: expected a JSON object with kind, step and tokens, found {line[:60]!r} ({error}); "
                 "mend or delete the line"
             ) from error
         rows.append(row)
+        newest = max(newest, row["step"])
     return rows
 
 
 def _drop_after(path: Path, step: int) -> None:
-    kept = [row for row in read_log(path) if row["kind"] == "event" or row["step"] <= step]
+    # After a power cut, garbage may follow what was synchronised with the checkpoint of this step.
+    kept = [row for row in _read(path, complete_at=step) if row["kind"] == "event" or row["step"] <= step]
     # Rename within the folder is atomic: a kill here leaves the old log or the new one.
     rewritten = path.with_name(path.name + ".tmp")
     with rewritten.open("w", encoding="utf-8") as file:
@@ -290,6 +366,8 @@ class StatusLine:
     """One line that shows where training stands: redrawn in place on a terminal, printed now and then elsewhere.
 
     Inside the `with`, print through `console.print` (plain `print` works too): the text goes above the line.
+    On a terminal the least important parts are left out until the line fits. Elsewhere the line is
+    complete.
 
     Args:
         total_steps: where training ends.
@@ -317,6 +395,8 @@ class StatusLine:
         self._first: tuple[int, Number] | None = None
         self._drawn_at = -math.inf
         self._val_loss: Number | None = None
+        self._step = -1
+        self._parts: dict[str, str] = {}
 
     def __enter__(self) -> "StatusLine":
         if self.console.is_terminal:
@@ -353,24 +433,42 @@ class StatusLine:
         self._val_loss = self._val_loss if val_loss is None else val_loss
         if self._first is None:
             self._first = step, now
-        parts = [
-            f"step {step}/{self._total_steps}",
-            f"loss {loss:.4f}",
-            f"val {_or_dash(self._val_loss, '.4f')}",
-            f"lr {lr:.2e}",
-            f"ETA {self._eta(step, now)}",
-            f"{_or_dash(ms_per_step, '.1f')} ms",
-            f"{_or_dash(tokens_per_second, ',.0f')} tok/s",
-            f"MFU {self._mfu(mfu, measured=tokens_per_second is not None)}",
-        ]
-        line = " · ".join(parts)
+        self._step = step
+        self._parts = {
+            "step": f"step {step}/{self._total_steps}",
+            "loss": f"loss {loss:.4f}",
+            "val": "",  # `_show` fills it in: `validated` changes it after the step
+            "lr": f"lr {lr:.2e}",
+            "eta": f"ETA {self._eta(step, now)}",
+            "ms": f"{_or_dash(ms_per_step, '.1f')} ms",
+            "speed": f"{_or_dash(tokens_per_second, ',.0f')} tok/s",
+            "mfu": f"MFU {self._mfu(mfu, measured=tokens_per_second is not None)}",
+        }
         last = step >= self._total_steps
         if self._live is not None:
-            due = last or now - self._drawn_at >= 0.1
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=due)
-            self._drawn_at = now if due else self._drawn_at
+            self._show(due=last or now - self._drawn_at >= 0.1)
         elif last or step % self._every == 0 or step == self._first[0]:
+            self._show()
+
+    def validated(self, val_loss: Number) -> None:
+        """Show the validation loss after the newest step.
+
+        A terminal's line is redrawn. Elsewhere only the last step's line is printed again, so that
+        the final line is complete.
+        """
+        self._val_loss = val_loss
+        if self._parts and (self._live is not None or self._step >= self._total_steps):
+            self._show()
+
+    def _show(self, due: bool = True) -> None:
+        parts = self._parts | {"val": f"val {_or_dash(self._val_loss, '.4f')}"}
+        if self._live is None:
+            line = " · ".join(parts.values())
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            return
+        line = _fitted(parts, self.console.width)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=due)
+        self._drawn_at = self._clock() if due else self._drawn_at
 
     def _eta(self, step: int, now: Number) -> str:
         """Time left at the pace since the first update: with validation and checkpoints, without the compilation."""
@@ -385,6 +483,20 @@ class StatusLine:
         if fraction is None:
             return "unknown GPU" if self._on_gpu and measured else "–"
         return f"{100 * fraction:.1f}%"
+
+
+# Parts of the status line that a narrow terminal loses, the first one first.
+_EXPENDABLE = ("lr", "mfu", "val", "eta", "speed", "ms", "loss")
+
+
+def _fitted(parts: dict[str, str], width: int) -> str:
+    """Join the parts, without as many of the expendable ones as make the line fit."""
+    parts = dict(parts)
+    for name in _EXPENDABLE:
+        if len(" · ".join(parts.values())) <= width:
+            break
+        del parts[name]
+    return " · ".join(parts.values())
 
 
 def _or_dash(value: Number | None, spec: str) -> str:

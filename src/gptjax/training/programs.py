@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import platform
+import stat
 import sys
 import sysconfig
 import threading
@@ -22,6 +23,8 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+
+from gptjax.config import ConfigError
 
 # Programs that stay in the folder: the three of eight configs.
 NEWEST = 24
@@ -42,6 +45,51 @@ class NoKey(ValueError):
     """It cannot be told what a program is made from."""
 
 
+def check_private(folder: Path) -> None:
+    """Create a cache folder with mode 700, or check that no other user owns it or can write to it.
+
+    Loading an executable runs its code. The files of JAX's own cache in `folder` are checked too.
+
+    Raises:
+        ConfigError: another user owns or can write the folder or a file in it, or it is no folder.
+        OSError: it cannot be created or read.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"--compilation-cache must be a folder, but {folder} is not") from error
+    whole = folder.stat()  # of the target, if it is a symbolic link
+    refusal = f"executables in {folder} could run another user's code and are not loaded: "
+    if fault := _why_unsafe(whole):
+        raise ConfigError(
+            f"{refusal}{fault}. If the folder is yours: chmod go-w {folder}. "
+            "Otherwise choose another --compilation-cache, or None"
+        )
+    others_can_enter = bool(whole.st_mode & 0o011)
+    for path in (*folder.iterdir(), *(folder / "programs").glob("*")):
+        with contextlib.suppress(FileNotFoundError):  # another process of this user removed it
+            if fault := _why_unsafe(path.lstat(), may_be_writable=not others_can_enter):
+                raise ConfigError(
+                    f"{refusal}{path}: {fault}. Delete that file, or choose another --compilation-cache, or None"
+                )
+
+
+def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | None:
+    """Why a file or folder of a cache cannot be trusted; None if it can.
+
+    Args:
+        may_be_writable: others cannot enter the folder. With a umask of 002, files that JAX writes
+            have mode 664.
+    """
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return "expected a regular file or a folder, found a link or a device"
+    if status.st_uid != os.geteuid():
+        return f"expected owner {os.geteuid()} (you), found {status.st_uid}"
+    if status.st_mode & 0o022 and not may_be_writable:
+        return f"other users can write, mode {stat.S_IMODE(status.st_mode):o}"
+    return None
+
+
 class Programs:
     """A folder of compiled programs.
 
@@ -49,10 +97,11 @@ class Programs:
     each loaded module that is not installed; the versions of all that is; the devices; JAX's configuration; the environment that reaches
     it; the compiler's options; the arguments' shapes, dtypes and shardings; and `made_from`.
 
-    Files are Python pickles: whoever can write into the folder can run code in the processes that read it.
+    Files are Python pickles: whoever can write into the folder can run code in the processes that
+    read it. Each file is checked when it is opened; call `check_private` on the folder first.
 
     Args:
-        folder: made when the first program is kept.
+        folder: created with mode 700 when the first program is kept.
         made_from: all values that the functions close over, or that their `jax.jit` options depend on; JSON.
     """
 
@@ -120,10 +169,14 @@ class Programs:
         Raises:
             Exception: of any kind, where the file is damaged or this machine cannot run it.
         """
-        contents = (self.folder / key).read_bytes()
-        digest, body = contents[:32], contents[32:]
-        # XLA's reader trusts what it reads.
-        if hashlib.sha256(body).digest() != digest:
+        # The open file is checked and links are not followed: the folder may have been replaced.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(self.folder / key, flags), "rb") as file:
+            if fault := _why_unsafe(os.fstat(file.fileno())):
+                raise ConfigError(fault)
+            digest, body = file.read(32), file.read()
+        # XLA's reader trusts what it reads. The key is in the checksum: no renamed file is read.
+        if _checksum(key, body) != digest:
             raise ValueError("its checksum is wrong")
         kept = pickle.loads(body)
         for module in kept["needed"]:
@@ -152,10 +205,12 @@ class Programs:
             "needed": [module for module in NEEDED if module in sys.modules],
         }
         body = pickle.dumps(kept)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.folder / f".{key}-{os.getpid()}-{threading.get_ident()}"
         try:
-            temporary.write_bytes(hashlib.sha256(body).digest() + body)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with open(os.open(temporary, flags, mode=0o600), "wb") as file:
+                file.write(_checksum(key, body) + body)
             temporary.replace(self.folder / key)
         finally:
             temporary.unlink(missing_ok=True)
@@ -163,6 +218,10 @@ class Programs:
             files = sorted(self.folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
             for file in files[NEWEST:]:
                 file.unlink()
+
+
+def _checksum(key: str, body: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + b"\0" + body).digest()
 
 
 def source_files() -> set[Path]:

@@ -95,7 +95,7 @@ def make_train_step(
         tx: the optimizer, its learning rate included.
         learning_rate: the same schedule, for the metrics.
         skip_loss_z, skip_grad_norm_z: an update whose loss or gradient norm is this many deviations above its last 128
-            values is not applied; None never skips.
+            values is not applied, nor is one whose loss or gradient norm is not finite; where both are None, none is skipped.
 
     Returns:
         A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z, grad_norm_z, skipped
@@ -117,9 +117,12 @@ def make_train_step(
         if skip_grad_norm_z is not None:
             skipped |= grad_norm_z > skip_grad_norm_z
         if skip_loss_z is not None or skip_grad_norm_z is not None:
+            skipped |= ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
+
             # Counters go on, so that the learning rate still follows the step.
             def keep(old, new):
-                return jnp.where(skipped, old, new) if jnp.issubdtype(new.dtype, jnp.floating) else new
+                counter = new.ndim == 0 and jnp.issubdtype(new.dtype, jnp.integer)
+                return new if counter else jnp.where(skipped, old, new)
 
             params, opt_state = jax.tree.map(keep, (state.params, state.opt_state), (params, opt_state))
 
