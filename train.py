@@ -1,7 +1,7 @@
 """Train a GPT-2: python train.py --config configs/gpt2_124m.py
 
-Reads from top to bottom. Every option of the config can be given on the command line, --help lists them, and the same command
-again resumes from the newest checkpoint.
+Reads from top to bottom. Every option of the config can be given on the command line, --help lists
+them, and the same command again resumes from the newest checkpoint.
 """
 
 import os
@@ -14,7 +14,8 @@ from gptjax.training import signals
 if __name__ == "__main__":  # before JAX is imported: until training begins there is nothing to save
     signals.install(signals.end_at_once)
 
-# Before JAX starts: a training run has the GPU to itself, and JAX would leave it a quarter of the memory.
+# Before JAX starts: a training run has the GPU to itself, and JAX would leave it a quarter of the
+# memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import contextlib
@@ -36,7 +37,13 @@ from gptjax.config import Config, ConfigError
 from gptjax.sampling import generate
 from gptjax.terminal import printable
 from gptjax.training import optimizer
-from gptjax.training.checkpoint import CheckpointError, Checkpoints, NotFiniteError, silence_orbax, versions
+from gptjax.training.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    NotFiniteError,
+    silence_orbax,
+    versions,
+)
 from gptjax.training.compilation import Compiler, compile_to_fit
 from gptjax.training.digests import compile_digests
 from gptjax.training.lock import LockedError, locked
@@ -55,7 +62,8 @@ class StoppedError(RuntimeError):
 
 def train(config: Config, console: Console) -> int:
     """Train as the config says; return the exit code."""
-    with contextlib.ExitStack() as held:  # the run's lock, its log, the loader's threads, the handlers of signals
+    # the run's lock, its log, the loader's threads, the handlers of signals
+    with contextlib.ExitStack() as held:
         return _train(config, console, held)
 
 
@@ -63,7 +71,7 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
     def say(name: str, text: object) -> None:
         console.print(printable(f"{name:<11} {text}"), markup=False)
 
-    # ------------------------------------------------------------------------------------------------ devices, data
+    # -------------------------------------------------------------------------------- devices, data
     start_up = StartUp(BEGAN)
     start_up.mark("imports")
     if config.deterministic:
@@ -81,26 +89,34 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
     try:
         tokenizer = data.get_tokenizer(dataset.tokenizer) if config.sample_every else None
     except data.TokenizerUnavailable as error:
-        raise ConfigError(f"samples cannot be decoded: {error}; or train without samples: --sample-every 0") from error
+        raise ConfigError(
+            f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
+        ) from error
 
     val_batch = config.micro_batch * device_count
-    val_batch = min(val_batch, (dataset.val_tokens - 1) // config.sequence_length // device_count * device_count)
+    val_batch = min(
+        val_batch, (dataset.val_tokens - 1) // config.sequence_length // device_count * device_count
+    )
     if not val_batch:
         raise ConfigError(
-            f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence of "
+            f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence "
+            "of "
             f"{config.sequence_length} on each of {device_count} devices"
         )
     chunk, val_rows = config.model.loss_chunk, val_batch * config.sequence_length
     if chunk and val_rows % chunk:
         raise ConfigError(
-            f"--model.loss-chunk {chunk} must divide the {val_batch} × {config.sequence_length} = {val_rows} tokens of a "
+            f"--model.loss-chunk {chunk} must divide the {val_batch} × {config.sequence_length} = "
+            f"{val_rows} tokens of a "
             "validation batch: this dataset's validation split is small"
         )
 
-    # ------------------------------------------------------------------------------------------------ where to start
+    # ------------------------------------------------------------------------------- where to start
     if jax.process_index() == 0 and (no_locks := held.enter_context(locked(config.run_dir))):
         say("WARNING", no_locks)
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every)
+    checkpoints = Checkpoints(
+        config.run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every
+    )
     fall_back = config.resume != "must"  # at a damaged checkpoint, to the one before it
 
     def refuse_another_run(step: int, saved: dict) -> None:
@@ -113,52 +129,74 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
         if lines := dataset.differences(place.get("dataset")):
             raise ConfigError(
                 f"{config.run_dir} was trained on other data:\n  " + "\n  ".join(lines) + "\n"
-                "Its place in the data would be meaningless: give the old data, or another --name to begin anew."
+                "Its place in the data would be meaningless: give the old data, or another --name "
+                "to begin anew."
             )
         if place.get("position") != step * config.batch and not config.overfit_one_batch:
             raise CheckpointError(
-                f"{checkpoints.folder / str(step)}: expected a data position of {step} × {config.batch} = "
+                f"{checkpoints.folder / str(step)}: expected a data position of {step} × "
+                f"{config.batch} = "
                 f"{step * config.batch} sequences, found {place.get('position')!r}; "
                 "move that folder away to resume from an older checkpoint"
             )
 
-    start_step, saved, _ = checkpoints.newest(checkpoints.meta, fall_back=fall_back) or (None, None, None)
+    start_step, saved, _ = checkpoints.newest(checkpoints.meta, fall_back=fall_back) or (
+        None,
+        None,
+        None,
+    )
     if start_step is None and config.resume == "must":
         raise ConfigError(f"--resume must: there is no checkpoint in {checkpoints.folder}")
     if start_step is not None and config.resume == "never":
         raise ConfigError(
-            f"--resume never: {config.run_dir} already has a checkpoint of step {start_step}; choose another --name"
+            f"--resume never: {config.run_dir} already has a checkpoint of step {start_step}; "
+            "choose another --name"
         )
     if start_step is not None:
         refuse_another_run(start_step, saved)
         if start_step >= config.max_steps:
-            say("complete", f"{config.run_dir} is complete: {start_step} of {config.max_steps} steps")
+            say(
+                "complete",
+                f"{config.run_dir} is complete: {start_step} of {config.max_steps} steps",
+            )
             return 0
 
-    compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))  # refuses an unsafe cache
+    # refuses an unsafe cache
+    compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))
 
-    # ------------------------------------------------------------------------------------------------ say what was chosen
+    # -------------------------------------------------------------------------- say what was chosen
     model, epochs = config.model, config.max_steps * config.batch_tokens / dataset.train_tokens
     say(
         "run",
-        f"{config.run_dir}, " + ("from the beginning" if start_step is None else f"going on from step {start_step}"),
+        f"{config.run_dir}, "
+        + ("from the beginning" if start_step is None else f"going on from step {start_step}"),
     )
-    say("device", f"{device_count} × {device.device_kind}" + (f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""))
+    say(
+        "device",
+        f"{device_count} × {device.device_kind}"
+        + (f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""),
+    )
     say("precision", model.precision)
     say("kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items()))
     padding = model.num_allocated_params - model.num_params
     allocated = f" ({model.num_allocated_params:,} with padding)" if padding else ""
     say(
         "model",
-        f"{model.num_params:,} parameters{allocated}: {model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads",
+        f"{model.num_params:,} parameters{allocated}: {model.n_layer} layers, {model.n_embd} wide, "
+        f"{model.n_head} heads",
     )
-    say("data", f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), {epochs:.2f} epochs")
+    say(
+        "data",
+        f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), {epochs:.2f} "
+        "epochs",
+    )
     for note in (dataset.note, data.few_tokens_note(dataset, epochs, config.data_dir)):
         if note:
             say("", note)
     say(
         "batch",
-        f"{config.batch_tokens:,} tokens: {micro_batches} × {config.micro_batch} sequences of {config.sequence_length} "
+        f"{config.batch_tokens:,} tokens: {micro_batches} × {config.micro_batch} sequences of "
+        f"{config.sequence_length} "
         f"on each device, recompute {model.recompute}",
     )
     for i, line in enumerate(optimizer.lines(config)):
@@ -166,15 +204,24 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
     say("compiling", "…")
     start_up.mark("data")
 
-    # ------------------------------------------------------------------------------------------------ compile
+    # -------------------------------------------------------------------------------------- compile
     replicated = sharding.replicated(mesh)
-    train_sharding, val_sharding = sharding.over_batch(mesh, axis=1), sharding.over_batch(mesh, axis=0)
+    train_sharding, val_sharding = (
+        sharding.over_batch(mesh, axis=1),
+        sharding.over_batch(mesh, axis=0),
+    )
 
-    o, learning_rate, tx = config.optimizer, config.learning_rate_schedule(), optimizer.build(config, mesh)
+    o, learning_rate, tx = (
+        config.optimizer,
+        config.learning_rate_schedule(),
+        optimizer.build(config, mesh),
+    )
     graphdef = graph(config.model)
 
     def abstract(tree, sharding):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
 
     def first_state(seed):
         return init_state(config.model, tx, seed)
@@ -182,26 +229,44 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
     seed = np.uint32(config.seed)
     abstract_state = abstract(jax.eval_shape(first_state, seed), replicated)
     train_fn = jax.jit(
-        make_train_step(graphdef, tx, learning_rate, skip_loss_z=o.skip_loss_z, skip_grad_norm_z=o.skip_grad_norm_z),
+        make_train_step(
+            graphdef,
+            tx,
+            learning_rate,
+            skip_loss_z=o.skip_loss_z,
+            skip_grad_norm_z=o.skip_grad_norm_z,
+        ),
         donate_argnums=0,
         out_shardings=replicated,
     )
 
     @functools.cache
     def start_train_step(micro_batch: int):
-        shape = (config.batch // (micro_batch * device_count), micro_batch * device_count, config.sequence_length + 1)
-        return compiler.start(train_fn, abstract_state, jax.ShapeDtypeStruct(shape, np.int32, sharding=train_sharding))
+        shape = (
+            config.batch // (micro_batch * device_count),
+            micro_batch * device_count,
+            config.sequence_length + 1,
+        )
+        return compiler.start(
+            train_fn, abstract_state, jax.ShapeDtypeStruct(shape, np.int32, sharding=train_sharding)
+        )
 
-    val_shape = jax.ShapeDtypeStruct((val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding)
+    val_shape = jax.ShapeDtypeStruct(
+        (val_batch, config.sequence_length + 1), np.int32, sharding=val_sharding
+    )
     eval_fn = jax.jit(make_eval_step(graphdef), out_shardings=replicated)
     state_fn = jax.jit(first_state, out_shardings=replicated)
-    digests = threading.Thread(target=compile_digests, args=(abstract_state,), daemon=True)  # of checkpoints
+    # of checkpoints
+    digests = threading.Thread(target=compile_digests, args=(abstract_state,), daemon=True)
     digests.start()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for the choice of kernels, as above
-        start_train_step(config.micro_batch)  # first: it compiles longest, and the others are lowered meanwhile
+        # first: it compiles longest, and the others are lowered meanwhile
+        start_train_step(config.micro_batch)
         eval_step = compiler.start(eval_fn, abstract_state.params, val_shape)
         make_state = compiler.start(state_fn, seed) if start_step is None else None
-        train_step = compile_to_fit(lambda micro_batch: start_train_step(micro_batch)(), config, device)
+        train_step = compile_to_fit(
+            lambda micro_batch: start_train_step(micro_batch)(), config, device
+        )
     eval_step = eval_step()
     make_state = make_state and make_state()
     digests.join()
@@ -209,9 +274,13 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
     say("compiled", compiler)
     for note in compiler.notes:
         say("", note)
-    say("memory", f"{needed_bytes(train_step) / GIB:.2f} GiB for a step, of {available_bytes(device) / GIB:.1f} GiB")
+    say(
+        "memory",
+        f"{needed_bytes(train_step) / GIB:.2f} GiB for a step, of "
+        f"{available_bytes(device) / GIB:.1f} GiB",
+    )
 
-    # ------------------------------------------------------------------------------------------------ state, loaders, log
+    # -------------------------------------------------------------------------- state, loaders, log
     if start_step is None:
         state, changes = make_state(seed), {}
     else:
@@ -224,7 +293,10 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
             aside = checkpoints.set_aside(after=start_step)
             for line in damaged:
                 say("WARNING", line)
-            say("WARNING", f"RESUMING FROM STEP {start_step}; what is damaged was kept as {', '.join(aside)}")
+            say(
+                "WARNING",
+                f"RESUMING FROM STEP {start_step}; what is damaged was kept as {', '.join(aside)}",
+            )
         changes = configuration.changes(saved["config"], config)
         for name, (old, new) in changes.items():
             say("changed", f"{name}: {old} until step {start_step}, now {new}")
@@ -264,13 +336,16 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
     )  # fmt: skip
     start_up.mark("loader and log")
 
-    # ------------------------------------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------------------------- the loop
     stop = held.enter_context(signals.StopRequest())
     throughput = Throughput()
     flops_per_token = config.model.flops_per_token(config.sequence_length)
-    status = StatusLine(config.max_steps, on_gpu=device.platform == "gpu", every=config.log_every, console=console)
+    status = StatusLine(
+        config.max_steps, on_gpu=device.platform == "gpu", every=config.log_every, console=console
+    )
     val_loss = val_step = None
-    pending = None  # the newest step and its metrics, which may still be on their way from the device
+    # the newest step and its metrics, which may still be on their way from the device
+    pending = None
     saved_step, first_step = start_step, step + 1
     not_finite = 0  # updates skipped in a row because of NaN or infinity
     one_batch = next(loader) if config.overfit_one_batch else None
@@ -295,14 +370,25 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
         share = None if ms is None else mfu(
             speed, flops_per_token, device.device_kind, config.model.precision.name, device_count
         )  # fmt: skip
-        log.write("train", done, done * config.batch_tokens, **values, ms=ms, tokens_per_second=speed, mfu=share)
+        log.write(
+            "train",
+            done,
+            done * config.batch_tokens,
+            **values,
+            ms=ms,
+            tokens_per_second=speed,
+            mfu=share,
+        )
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         not_finite = 0 if finite else not_finite + 1
         if not finite and not (values["skipped"] and not_finite < MOST_NOT_FINITE):
-            raise NotFiniteError(f"step {done}: loss {values['loss']}, gradient norm {values['grad_norm']}")
+            raise NotFiniteError(
+                f"step {done}: loss {values['loss']}, gradient norm {values['grad_norm']}"
+            )
         if values["skipped"]:
             console.print(
-                f"step {done}: update skipped; loss {values['loss']:.4f} (z-score {values['loss_z']:.1f}), "
+                f"step {done}: update skipped; loss {values['loss']:.4f} (z-score "
+                f"{values['loss_z']:.1f}), "
                 f"gradient norm {values['grad_norm']:.4f} (z-score {values['grad_norm_z']:.1f})"
             )
         status.update(
@@ -330,17 +416,21 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
         tokens = generate(nnx.merge(graphdef, state.params), prompt, max_new_tokens=length, key=key)
         tokens = np.asarray(tokens)[0, 1:]
-        text = tokenizer.decode(tokens[tokens < tokenizer.vocab_size])  # the model's vocabulary may be the larger one
+        # the model's vocabulary may be the larger one
+        text = tokenizer.decode(tokens[tokens < tokenizer.vocab_size])
         log.write("sample", step, step * config.batch_tokens, text=text)
         # An untrained model also writes control characters, which would act on the terminal.
         console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
 
     def save() -> None:
-        """Save the state, if its parameters and their loss are finite: older checkpoints are deleted afterwards."""
+        """Save the state, if its parameters and their loss are finite: older checkpoints are
+        deleted afterwards."""
         nonlocal saved_step
         if step == saved_step:
             return
-        if val_step != step and not math.isfinite(loss := float(eval_step(state.params, val_windows[0]))):
+        if val_step != step and not math.isfinite(
+            loss := float(eval_step(state.params, val_windows[0]))
+        ):
             raise NotFiniteError(f"step {step}: validation loss {loss}; this state was not saved")
         meta = {
             "config": configuration.to_json(config),
@@ -397,19 +487,23 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
         checkpoints.wait()
         kept = checkpoints.latest_step()
         with contextlib.suppress(OSError):
-            log.write("event", step, step * config.batch_tokens, event="not finite", message=str(error))
+            log.write(
+                "event", step, step * config.batch_tokens, event="not finite", message=str(error)
+            )
         raise NotFiniteError(
             f"{error}; stopped. "
             + ("There is no checkpoint yet. " if kept is None else
-               f"The checkpoint of step {kept} is kept: its parameters and their loss were finite when it was saved. ")
+               f"The checkpoint of step {kept} is kept: its parameters and their loss were finite "
+               "when it was saved. ")
             + "To go on, run the same command with --resume-with-changes and a lower --optimizer.learning-rate, or with "
-            "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates that are not finite."
+            "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
+            "that are not finite."
         ) from error  # fmt: skip
     except (OSError, data.DataError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StoppedError(f"stopped at step {step}: {reason}; {last_save()}") from error
 
-    # ------------------------------------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------------------ what came of it
     checkpoints.close()
     peak = peak_bytes(device)
     say("checkpoint", f"{checkpoints.folder}/{step}")
@@ -434,14 +528,16 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
 
 
 class PipeConsole(Console):
-    """A console that raises BrokenPipeError where Rich would end the process: the state is saved first."""
+    """A console that raises BrokenPipeError where Rich would end the process: the state is saved
+    first."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
 
 
-# What a user can put right: said in a sentence, without a traceback. Anything else is a bug and shows where.
+# What a user can put right: said in a sentence, without a traceback. Anything else is a bug and
+# shows where.
 USER_ERRORS = (
     ConfigError, devices.DeviceError, CheckpointError, LockedError, LogError, NotFiniteError, StoppedError, data.DataError,
     OSError,
@@ -450,12 +546,15 @@ USER_ERRORS = (
 if __name__ == "__main__":
     silence_orbax()
     try:
-        code = train(configuration.from_command_line(), PipeConsole(highlight=False, soft_wrap=True))
+        code = train(
+            configuration.from_command_line(), PipeConsole(highlight=False, soft_wrap=True)
+        )
         sys.stdout.flush()
     except USER_ERRORS as error:
         with contextlib.suppress(OSError):
             print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
-        # At once: threads of a save or restore that failed would print tracebacks over the sentence.
+        # At once: threads of a save or restore that failed would print tracebacks over the
+        # sentence.
         os._exit(128 + signal.SIGPIPE if pipe else 1)
     sys.exit(code)

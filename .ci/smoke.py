@@ -1,4 +1,5 @@
-"""Smoke test of an installed wheel: a model learns, samples, and survives a round trip through Hugging Face's format."""
+"""Smoke test of an installed wheel: a model learns, samples, and survives a round trip through
+Hugging Face's format."""
 
 import importlib.resources
 import tempfile
@@ -14,9 +15,14 @@ import gptjax
 import gptjax.optim
 import pallas_kernels
 
-print(f"gptjax {gptjax.__version__} from {gptjax.__file__}, jax {jax.__version__}, flax {flax.__version__}")
+print(
+    f"gptjax {gptjax.__version__} from {gptjax.__file__}, jax {jax.__version__}, flax "
+    f"{flax.__version__}"
+)
 
-config = gptjax.GPT2Config(vocab_size=100, padded_vocab_size=128, block_size=16, n_layer=2, n_head=2, n_embd=32)
+config = gptjax.GPT2Config(
+    vocab_size=100, padded_vocab_size=128, block_size=16, n_layer=2, n_head=2, n_embd=32
+)
 model = gptjax.GPT2(config, rngs=nnx.Rngs(0))
 graphdef, params = nnx.split(model, nnx.Param)
 tokens = jax.random.randint(jax.random.key(0), (4, 17), 0, config.vocab_size)
@@ -40,7 +46,9 @@ for _ in range(20):
 assert abs(losses[0] - np.log(100)) < 0.5 and losses[-1] < 0.7 * losses[0], losses
 
 model = nnx.merge(graphdef, params)
-continued = gptjax.generate(model, tokens[:, :3], max_new_tokens=5, temperature=0.0, key=jax.random.key(0))
+continued = gptjax.generate(
+    model, tokens[:, :3], max_new_tokens=5, temperature=0.0, key=jax.random.key(0)
+)
 assert continued.shape == (4, 8) and bool((continued < 100).all())
 
 with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +59,8 @@ np.testing.assert_array_equal(again(tokens[:, :-1]), model(tokens[:, :-1]))
 q = jnp.ones((1, 4, 2, 8))
 assert pallas_kernels.flash_attention(q, q, q).shape == q.shape
 assert pallas_kernels.flash_attention_qkv(jnp.ones((1, 4, 3, 2, 8))).shape == q.shape
-# Every kernel, without a GPU and without Triton: XLA stands in, and a named kernel says what is missing.
+# Every kernel, without a GPU and without Triton: XLA stands in, and a named kernel says what is
+# missing.
 x, w, b = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.zeros(8)
 for name, args in {
     "flash_attention": (q, q, q),
@@ -78,7 +87,9 @@ for name, args in {
 
 # The tiles of attention's kernels are data beside them.
 for file in ("mosaic_tiles.json", "triton_tiles.json"):
-    assert importlib.resources.files("pallas_kernels.flash_attention").joinpath(file).is_file(), file
+    assert importlib.resources.files("pallas_kernels.flash_attention").joinpath(file).is_file(), (
+        file
+    )
 orthogonal = gptjax.optim.polar_express(jax.random.normal(jax.random.key(0), (8, 16)))
 assert float(jnp.abs(orthogonal @ orthogonal.T - jnp.eye(8)).max()) < 0.5
 print(f"smoke test passed: loss {losses[0]:.3f} → {losses[-1]:.3f}")

@@ -1,10 +1,11 @@
 """Time saving and restoring a training state, alone or in turns with another checkout of gptjax.
 
-    python benchmarks/checkpoint.py --preset gpt2 --compare PATH --out benchmarks/results/checkpoint_gpt2.json
+    python benchmarks/checkpoint.py --preset gpt2 --compare PATH --out
+    benchmarks/results/checkpoint_gpt2.json
 
-The state has the shapes of GPT-2 with AdamW, with random numbers in every array. Each turn is a process of its own. `blocking` is
-the time in which training stands still, `complete` the time until the checkpoint is on the disk, `restore` the time until the
-state is on the device again.
+The state has the shapes of GPT-2 with AdamW, with random numbers in every array. Each turn is a
+process of its own. `blocking` is the time in which training stands still, `complete` the time until
+the checkpoint is on the disk, `restore` the time until the state is on the device again.
 """
 
 import dataclasses
@@ -54,14 +55,18 @@ def measure(options: Options) -> list[dict[str, float]]:
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.eval_shape(lambda: init_state(PRESETS[options.preset], optim.adamw(1e-3), 0))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
+    )
     key = jax.random.key(0)
 
     @jax.jit
     def fill(key):
         return jax.tree.map(
             lambda x: (
-                jax.random.normal(key, x.shape, x.dtype) if x.dtype == jnp.float32 else jnp.ones(x.shape, x.dtype)
+                jax.random.normal(key, x.shape, x.dtype)
+                if x.dtype == jnp.float32
+                else jnp.ones(x.shape, x.dtype)
             ),
             abstract,
         )
@@ -89,11 +94,26 @@ def measure(options: Options) -> list[dict[str, float]]:
 
 
 def turn(options: Options, checkout: Path) -> list[dict[str, float]]:
-    paths = os.pathsep.join([str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, "--worker", "--preset", options.preset, "--saves", str(options.saves)]
+    paths = os.pathsep.join(
+        [str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")]
+    )
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        "--preset",
+        options.preset,
+        "--saves",
+        str(options.saves),
+    ]
     command += ["--folder", str(options.folder)] if options.folder else []
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=True, cwd=checkout
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=checkout,
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -107,7 +127,10 @@ def main(options: Options) -> None:
         for name in rows:
             rows[name] += turn(options, ROOT if name == "this" else options.compare.absolute())
             print(f"turn {number + 1} of {options.turns}, {name}: {rows[name][-1]}", flush=True)
-    medians = {name: {m: round(statistics.median(row[m] for row in rows[name]), 3) for m in MEASURED} for name in rows}
+    medians = {
+        name: {m: round(statistics.median(row[m] for row in rows[name]), 3) for m in MEASURED}
+        for name in rows
+    }
     print(f"{options.preset}: seconds      " + "".join(f"{m:>10}" for m in MEASURED))
     for name, values in medians.items():
         print(f"{name:<20}" + "".join(f"{values[m]:>10.2f}" for m in MEASURED))

@@ -2,9 +2,10 @@
 
     python -m gptjax.bench kernels flash_attention
 
-TFLOP/s count what the mask leaves of the two products of the forward pass, and 2.5 times as much for the backward pass. q, k and v
-are read out of one array and their gradient is one array, whatever copies an implementation needs for that: they are part of its time.
-PyTorch's backward pass is the difference of its two cases.
+TFLOP/s count what the mask leaves of the two products of the forward pass, and 2.5 times as much
+for the backward pass. q, k and v are read out of one array and their gradient is one array,
+whatever copies an implementation needs for that: they are part of its time. PyTorch's backward pass
+is the difference of its two cases.
 """
 
 import functools
@@ -42,12 +43,22 @@ def cases() -> list[Case]:
         _both(TF32, back_ends=("triton", "xla"), dtype=jnp.float32, precision="highest"),
     ]
     for window in (None, 256):
-        found.append(_both(LONG, back_ends=LINEAR, window=window, bar="≤ 0.25× of full causal" if window else ""))
+        found.append(
+            _both(
+                LONG,
+                back_ends=LINEAR,
+                window=window,
+                bar="≤ 0.25× of full causal" if window else "",
+            )
+        )
     return [*found, _forward(VERY_LONG, back_ends=LINEAR), _both(VERY_LONG, back_ends=LINEAR)]
 
 
 def _name(what, shape, dtype, how):
-    size = {jnp.float32: "fp32, true products" if how.get("precision") else "fp32 as TF32", jnp.bfloat16: "bf16"}[dtype]
+    size = {
+        jnp.float32: "fp32, true products" if how.get("precision") else "fp32 as TF32",
+        jnp.bfloat16: "bf16",
+    }[dtype]
     extra = [f"window {how['window']}"] if how.get("window") else []
     extra += ["deterministic"] if how.get("deterministic") else []
     return f"{what} B={shape[0]} T={shape[1]} H={shape[2]} D={shape[3]} {', '.join([size, *extra])}"
@@ -63,7 +74,9 @@ def _flops(shape, window):
 def _make(shape, dtype, key):
     b, t, h, d = shape
     keys = jax.random.split(key)
-    return jax.random.normal(keys[0], (b, t, 3, h, d), dtype), jax.random.normal(keys[1], shape, dtype)
+    return jax.random.normal(keys[0], (b, t, 3, h, d), dtype), jax.random.normal(
+        keys[1], shape, dtype
+    )
 
 
 def _attention(name, **how):
@@ -88,8 +101,14 @@ def _forward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
     def run(name):
         return lambda qkv, _: _attention(name, **how)(qkv)
 
-    torch = {name: functools.partial(_in_torch, name, False) for name in _TORCH[dtype]} if "window" not in how else {}
-    return _case("forward", shape, {n: run(n) for n in back_ends}, dtype, how, 1, torch=torch, bar=bar)
+    torch = (
+        {name: functools.partial(_in_torch, name, False) for name in _TORCH[dtype]}
+        if "window" not in how
+        else {}
+    )
+    return _case(
+        "forward", shape, {n: run(n) for n in back_ends}, dtype, how, 1, torch=torch, bar=bar
+    )
 
 
 def _both(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
@@ -100,18 +119,32 @@ def _both(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
 
         return both
 
-    torch = {name: functools.partial(_in_torch, name, True) for name in _TORCH[dtype]} if "window" not in how else {}
+    torch = (
+        {name: functools.partial(_in_torch, name, True) for name in _TORCH[dtype]}
+        if "window" not in how
+        else {}
+    )
     what = "forward and backward"
     return _case(what, shape, {n: run(n) for n in back_ends}, dtype, how, 3.5, torch=torch, bar=bar)
 
 
 def _backward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
     def prepare(name):
-        # What an implementation keeps for its backward pass is its own; it is made before the clock runs.
+        # What an implementation keeps for its backward pass is its own; it is made before the clock
+        # runs.
         return lambda qkv, dout: (jax.vjp(_attention(name, **how), qkv)[1], dout)
 
     run = {name: lambda pull, dout: pull(dout) for name in back_ends}
-    return _case("backward", shape, run, dtype, how, 2.5, prepare={name: prepare(name) for name in back_ends}, bar=bar)
+    return _case(
+        "backward",
+        shape,
+        run,
+        dtype,
+        how,
+        2.5,
+        prepare={name: prepare(name) for name in back_ends},
+        bar=bar,
+    )
 
 
 _TORCH = {jnp.bfloat16: ("torch cudnn", "torch flash"), jnp.float32: ("torch",)}

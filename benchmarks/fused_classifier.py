@@ -1,4 +1,5 @@
-"""Loss and gradient of the logits in one pass, in place: python -m gptjax.bench kernels fused_classifier"""
+"""Loss and gradient of the logits in one pass, in place: python -m gptjax.bench kernels
+fused_classifier"""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,11 @@ def _case(rows, softcap, columns=COLUMNS, bar=""):
     def in_jax(implementation):
         def f(logits_NV, targets_N):
             losses_N, dlogits_NV = fused_classifier(
-                logits_NV, targets_N, vocab_size=VOCAB_SIZE, softcap=softcap, implementation=implementation
+                logits_NV,
+                targets_N,
+                vocab_size=VOCAB_SIZE,
+                softcap=softcap,
+                implementation=implementation,
             )
             return dlogits_NV, losses_N
 
@@ -43,7 +48,8 @@ def _case(rows, softcap, columns=COLUMNS, bar=""):
         return softcap * torch.tanh(x / softcap)
 
     def in_torch(torch, wrap):
-        """As a training step has it: the loss in fp32, then autograd. The memory of 65,536 rows in fp32 is most of an H200."""
+        """As a training step has it: the loss in fp32, then autograd. The memory of 65,536 rows in
+        fp32 is most of an H200."""
 
         def loss(x, targets):
             return torch.nn.functional.cross_entropy(

@@ -1,4 +1,5 @@
-"""layer_norm and rms_norm with a residual at GPT-2's widths: `python -m gptjax.bench kernels layer_norm`."""
+"""layer_norm and rms_norm with a residual at GPT-2's widths: `python -m gptjax.bench kernels
+layer_norm`."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,10 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
 
     def make_backward(key):
         keys = jax.random.split(key, 3)
-        dy, dtotal = jax.random.normal(keys[0], (N, c), out_dtype), jax.random.normal(keys[1], (N, c), dtype)
+        dy, dtotal = (
+            jax.random.normal(keys[0], (N, c), out_dtype),
+            jax.random.normal(keys[1], (N, c), dtype),
+        )
         _, total, stats = jax.jit(forward("xla"))(*make_forward(keys[2]))
         return dy, dtotal, total, stats
 
@@ -43,10 +47,15 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
 
     def backward(backend):
         options = _Options(EPS, centred, out_dtype, backend)
-        return lambda dy, dtotal, total, stats: _backward(options, dy, dtotal, total, stats, parameters()[0])
+        return lambda dy, dtotal, total, stats: _backward(
+            options, dy, dtotal, total, stats, parameters()[0]
+        )
 
     def torch_forward(torch):
-        scale, bias = (torch.full((c,), value, device="cuda", dtype=getattr(torch, out_dtype.name)) for value in (1, 0))
+        scale, bias = (
+            torch.full((c,), value, device="cuda", dtype=getattr(torch, out_dtype.name))
+            for value in (1, 0)
+        )
         norm = torch.nn.functional.layer_norm
 
         def f(x, residual):
@@ -62,7 +71,14 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
 
         def f(dy, dtotal, total, stats):
             dx, dscale, dbias = torch.ops.aten.native_layer_norm_backward(
-                dy, total, [c], stats[0][:, None], stats[1][:, None], scale.to(dy.dtype), bias.to(dy.dtype), [True] * 3
+                dy,
+                total,
+                [c],
+                stats[0][:, None],
+                stats[1][:, None],
+                scale.to(dy.dtype),
+                bias.to(dy.dtype),
+                [True] * 3,
             )
             return dx + dtotal, dscale, dbias
 

@@ -1,8 +1,10 @@
-"""Blocks unrolled or under `lax.scan`? Step time, compile time and memory of both, for the choice that the model makes.
+"""Blocks unrolled or under `lax.scan`? Step time, compile time and memory of both, for the choice
+that the model makes.
 
     python benchmarks/layers.py --out benchmarks/results/layers.json
 
-The model unrolls its blocks. Here they are also stacked and scanned: same modules, same head, same optimizer.
+The model unrolls its blocks. Here they are also stacked and scanned: same modules, same head, same
+optimizer.
 """
 
 import dataclasses
@@ -43,22 +45,33 @@ class Options:
 
 def unrolled_loss(config: GPT2Config):
     graphdef = graph(config)
-    return lambda params, windows: loss_fn(nnx.merge(graphdef, params), windows[:, :-1], windows[:, 1:])
+    return lambda params, windows: loss_fn(
+        nnx.merge(graphdef, params), windows[:, :-1], windows[:, 1:]
+    )
 
 
 def scanned_loss(config: GPT2Config):
-    # A model of one block lends its embedding, final norm and head; the block's graph is run by the scan.
+    # A model of one block lends its embedding, final norm and head; the block's graph is run by the
+    # scan.
     shell = graph(dataclasses.replace(config, n_layer=1))
     block = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
     def loss(params, windows):
-        model = nnx.merge(shell, params | {"blocks": {0: jax.tree.map(lambda x: x[0], params["blocks"])}})
+        model = nnx.merge(
+            shell, params | {"blocks": {0: jax.tree.map(lambda x: x[0], params["blocks"])}}
+        )
         x_BTC = model.embed(windows[:, :-1])
-        x_BTC, _ = jax.lax.scan(lambda x, p: (nnx.merge(block, p)(x), None), x_BTC, params["blocks"])
+        x_BTC, _ = jax.lax.scan(
+            lambda x, p: (nnx.merge(block, p)(x), None), x_BTC, params["blocks"]
+        )
         x_NC = model.ln_f(x_BTC).reshape(-1, config.n_embd)
         wte_VC = model.wte[...].astype(x_NC.dtype)
         losses_N = linear_cross_entropy(
-            x_NC, wte_VC, windows[:, 1:].reshape(-1), vocab_size=config.vocab_size, precision=config.precision.matmul
+            x_NC,
+            wte_VC,
+            windows[:, 1:].reshape(-1),
+            vocab_size=config.vocab_size,
+            precision=config.precision.matmul,
         )
         return losses_N.mean()
 
@@ -114,7 +127,9 @@ def main(options: Options) -> None:
             rows.append(measure(case, layout, options.steps))
             print(rows[-1], flush=True)
     names = {"ms": "ms a step", "compile_s": "compile s", "gib": "GiB", "first_loss": "first loss"}
-    table = [Row(f"{row['case']}, {row['layout']}", [str(row[key]) for key in names]) for row in rows]
+    table = [
+        Row(f"{row['case']}, {row['layout']}", [str(row[key]) for key in names]) for row in rows
+    ]
     print_table(jax.devices()[0].device_kind, list(names.values()), table)
     if options.out:
         result = {

@@ -1,15 +1,20 @@
-"""Does NorMuon learn faster than AdamW? Both trained from scratch on the same batches, AdamW tuned over its learning rate.
+"""Does NorMuon learn faster than AdamW? Both trained from scratch on the same batches, AdamW tuned
+over its learning rate.
 
     python benchmarks/learning.py --dataset docs_corpus --out benchmarks/results/learning
 
-1. AdamW at each of its learning rates, one seed; other warm-ups where they are given; then its best with every seed.
-2. NorMuon in a fraction of the steps, its schedule ending there: each matrix learning rate, then each learning rate of the rest at the
-   best of those, one seed; then the best pair with every seed.
-3. Whatever else is asked for, with NorMuon's best pair: other lengths, and NorMuon with a part changed.
+1. AdamW at each of its learning rates, one seed; other warm-ups where they are given; then its best
+   with every seed.
+2. NorMuon in a fraction of the steps, its schedule ending there: each matrix learning rate, then
+   each learning rate of the rest at the best of those, one seed; then the best pair with every
+   seed.
+3. Whatever else is asked for, with NorMuon's best pair: other lengths, and NorMuon with a part
+   changed.
 
-A seed gives the initial weights and the order of the data, the same to all. Both have one shape of schedule. A finished run is written
-to OUT/runs.jsonl at once and not made again: a command that was stopped goes on when it is given again, and one whose runs are all
-there only writes OUT/learning.json and OUT/learning.png, for which no GPU is needed.
+A seed gives the initial weights and the order of the data, the same to all. Both have one shape of
+schedule. A finished run is written to OUT/runs.jsonl at once and not made again: a command that was
+stopped goes on when it is given again, and one whose runs are all there only writes
+OUT/learning.json and OUT/learning.png, for which no GPU is needed.
 """
 
 import dataclasses
@@ -48,7 +53,8 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Trains with AdamW and with NorMuon, and compares the steps that they need for the same validation loss."""
+    """Trains with AdamW and with NorMuon, and compares the steps that they need for the same
+    validation loss."""
 
     out: Path
     """Folder for runs.jsonl, learning.json and learning.png; made if absent."""
@@ -77,13 +83,16 @@ class Options:
     adamw_rates: tuple[float, ...] = (3e-4, 6e-4, 1.2e-3, 1.8e-3, 2.4e-3, 3.6e-3)
     """AdamW's peak learning rates."""
     adamw_warmups: tuple[float, ...] = ()
-    """Other warm-ups that AdamW may have, as fractions of its steps: each is tried at its best learning rate and at the next higher."""
+    """Other warm-ups that AdamW may have, as fractions of its steps: each is tried at its best
+    learning rate and at the next higher."""
     matrix_rates: tuple[float, ...] = (0.02, 0.035, 0.05)
     """NorMuon's peak learning rates."""
     rest_rates: tuple[float, ...] = (2.4e-3, 1.2e-3, 4.8e-3)
-    """Peak learning rates of the parameters that AdamW has beside NorMuon; the matrix rates are tried at the first."""
+    """Peak learning rates of the parameters that AdamW has beside NorMuon; the matrix rates are
+    tried at the first."""
     variants: tuple[str, ...] = ()
-    """Also train NorMuon with these parts changed, with every seed: names of VARIANTS, "all" for all."""
+    """Also train NorMuon with these parts changed, with every seed: names of VARIANTS, "all" for
+    all."""
     schedule: str = "linear"
     """Shape of both schedules after the warm-up."""
     warmup: float = 0.1
@@ -91,7 +100,8 @@ class Options:
     final_fraction: float = 0.0
     """Learning rate at the end, as a fraction of the peak."""
     momentum_warmup: float = 0.2
-    """Fraction of a run's steps in which NorMuon's momentum rises; in modded-nanogpt's record 300 of 1,490."""
+    """Fraction of a run's steps in which NorMuon's momentum rises; in modded-nanogpt's record 300
+    of 1,490."""
     momentum_cooldown: float = 0.03
     """Fraction in which it falls; in the record 50 of 1,490."""
     val_every: int = 25
@@ -121,11 +131,14 @@ class Runs:
         self.dataset = data.find_dataset(o.dataset, o.data_dir)
 
     def __call__(self, config: Config, label: str) -> dict:
-        """The record of a run: settings, [step, loss] of every validation, the loss of every step (null where it is not finite)."""
+        """The record of a run: settings, [step, loss] of every validation, the loss of every step
+        (null where it is not finite)."""
         settings = self.settings(config)
         # An option that is younger than a record had what is now its default.
         younger = self.settings(Config())
-        found = next((record for record in self.known if younger | record["settings"] == settings), None)
+        found = next(
+            (record for record in self.known if younger | record["settings"] == settings), None
+        )
         if found is None:
             elapsed = time.perf_counter() - STARTED
             if elapsed + 1.1 * self.longest > self.o.limit_s:
@@ -137,7 +150,10 @@ class Runs:
                 file.write(json.dumps(found, allow_nan=False) + "\n")
         if found not in self.made:
             self.made.append(found)
-            print(f"{label}: {self.outcome(found)}, {found['ms']} ms a step, at {elapsed_s()} s", flush=True)
+            print(
+                f"{label}: {self.outcome(found)}, {found['ms']} ms a step, at {elapsed_s()} s",
+                flush=True,
+            )
         return found
 
     def outcome(self, record: dict) -> str:
@@ -146,7 +162,11 @@ class Runs:
     def settings(self, config: Config) -> dict:
         """All that makes one run another; not what it is called or how fast it is."""
         flat = configuration.to_json(config)
-        kept = {name: flat[name] for name in flat if name not in configuration.OPERATIONAL or name == "max_steps"}
+        kept = {
+            name: flat[name]
+            for name in flat
+            if name not in configuration.OPERATIONAL or name == "max_steps"
+        }
         data = self.dataset.fingerprint()
         return kept | {
             "val_every": self.o.val_every,
@@ -159,15 +179,23 @@ class Runs:
         self.dataset.validate(config.model.vocab_size, config.sequence_length)
         mesh, step, evaluate, windows_of_val = self.programs(compiled_part(config))
         count = jnp.arange(longest_run(o))
-        tables = {name: jnp.broadcast_to(f(count), count.shape) for name, f in optimizer.schedules(config).items()}
+        tables = {
+            name: jnp.broadcast_to(f(count), count.shape)
+            for name, f in optimizer.schedules(config).items()
+        }
         state = jax.device_put(
-            init_state(config.model, optimizer.build(config, mesh), config.seed), sharding.replicated(mesh)
+            init_state(config.model, optimizer.build(config, mesh), config.seed),
+            sharding.replicated(mesh),
         )
         val, train, paused = [], [], 0.0
         with self.loader(config) as loader:
             for done in range(1, config.max_steps + 1):
-                windows = next(loader).reshape(config.micro_batches(1), -1, config.sequence_length + 1)
-                state, metrics = step(state, sharding.put(sharding.over_batch(mesh, axis=1), windows), tables)
+                windows = next(loader).reshape(
+                    config.micro_batches(1), -1, config.sequence_length + 1
+                )
+                state, metrics = step(
+                    state, sharding.put(sharding.over_batch(mesh, axis=1), windows), tables
+                )
                 train.append(metrics["loss"])
                 if done == 1:  # with which the program may have been compiled
                     jax.block_until_ready(state)
@@ -176,11 +204,18 @@ class Runs:
                     continue
                 jax.block_until_ready(state)
                 stopped = time.perf_counter()
-                loss = float(np.mean([evaluate(state.params, w).item() for w in windows_of_val], dtype=np.float64))
+                loss = float(
+                    np.mean(
+                        [evaluate(state.params, w).item() for w in windows_of_val], dtype=np.float64
+                    )
+                )
                 val.append([done, finite(loss)])
                 paused += time.perf_counter() - stopped
                 if done % (4 * o.val_every) == 0:
-                    print(f"  {label}: step {done}, {shown(val[-1][1])}, at {elapsed_s()} s", flush=True)
+                    print(
+                        f"  {label}: step {done}, {shown(val[-1][1])}, at {elapsed_s()} s",
+                        flush=True,
+                    )
                 if val[-1][1] is None:
                     break
                 if time.perf_counter() - STARTED > o.limit_s:
@@ -198,8 +233,8 @@ class Runs:
 
     @functools.cache  # noqa: B019 (there is one object)
     def programs(self, config: Config):
-        """Mesh, training step, evaluation step and validation windows. The step takes the schedules as tables, so that one compiled program
-        serves every learning rate and length."""
+        """Mesh, training step, evaluation step and validation windows. The step takes the schedules
+        as tables, so that one compiled program serves every learning rate and length."""
         mesh = sharding.data_mesh(self.device)
         graphdef = graph(config.model)
 
@@ -247,7 +282,14 @@ def longest_run(o: Options) -> int:
 
 def compiled_part(config: Config) -> Config:
     """The config without what the tables hold, and what the compiled program does not know."""
-    own = ["learning_rate", "schedule", "warmup_steps", "schedule_steps", "final_fraction", "matrix_learning_rate"]
+    own = [
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "schedule_steps",
+        "final_fraction",
+        "matrix_learning_rate",
+    ]
     if config.optimizer.algorithm != "muon":
         own += ["matrix_weight_decay", "matrix_decay_form", "momentum", "momentum_low"]
     own += ["momentum_warmup_steps", "momentum_cooldown_steps"]
@@ -298,7 +340,8 @@ def elapsed_s() -> int:
 
 
 def mean_curve(records: list[dict]) -> np.ndarray:
-    """Steps and the mean, least and largest validation loss over the seeds, (4, validations); a run that broke off makes them infinite."""
+    """Steps and the mean, least and largest validation loss over the seeds, (4, validations); a run
+    that broke off makes them infinite."""
     steps = max(([step for step, _ in record["val"]] for record in records), key=len)
     losses = np.full((len(records), len(steps)), np.inf)
     for row, record in zip(losses, records, strict=True):
@@ -322,15 +365,25 @@ def compare(o: Options, run: Runs) -> dict:
     """Makes all runs.
 
     Returns:
-        The best rates, the final loss of each that was tried, and `groups`: name → the records of every seed.
+        The best rates, the final loss of each that was tried, and `groups`: name → the records of
+        every seed.
     """
     recipes = {name: configuration.load(getattr(o, name)) for name in ("adamw", "normuon")}
     if recipes["adamw"].model != recipes["normuon"].model:
-        raise configuration.ConfigError(f"{o.adamw} and {o.normuon} have different models; they must have one")
+        raise configuration.ConfigError(
+            f"{o.adamw} and {o.normuon} have different models; they must have one"
+        )
     seeds, groups = range(o.seeds), {}
 
     def adamw(rate, warmup=o.warmup, seed=0):
-        config = config_of(recipes["adamw"], o, o.steps, seed, learning_rate=rate, warmup_steps=round(warmup * o.steps))
+        config = config_of(
+            recipes["adamw"],
+            o,
+            o.steps,
+            seed,
+            learning_rate=rate,
+            warmup_steps=round(warmup * o.steps),
+        )
         return run(config, f"adamw lr {rate:g}, warm-up {warmup:g}, seed {seed}")
 
     tried = {(rate, o.warmup): adamw(rate) for rate in o.adamw_rates}
@@ -343,11 +396,19 @@ def compare(o: Options, run: Runs) -> dict:
     def normuon(matrix, rest, seed=0, fraction=o.fractions[0], name="normuon", **changed):
         steps = round(fraction * o.steps)
         config = config_of(
-            recipes["normuon"], o, steps, seed, matrix_learning_rate=matrix, learning_rate=rest, **changed
+            recipes["normuon"],
+            o,
+            steps,
+            seed,
+            matrix_learning_rate=matrix,
+            learning_rate=rest,
+            **changed,
         )
         return run(config, f"{name} lr {matrix:g}, rest {rest:g}, {steps} steps seed {seed}")
 
-    pairs = {(matrix, o.rest_rates[0]): normuon(matrix, o.rest_rates[0]) for matrix in o.matrix_rates}
+    pairs = {
+        (matrix, o.rest_rates[0]): normuon(matrix, o.rest_rates[0]) for matrix in o.matrix_rates
+    }
     matrix, _ = min(pairs, key=lambda pair: final(pairs[pair]))
     pairs |= {(matrix, rest): normuon(matrix, rest) for rest in o.rest_rates}
     pair = min(pairs, key=lambda pair: final(pairs[pair]))
@@ -365,7 +426,8 @@ def compare(o: Options, run: Runs) -> dict:
 
 
 def summary(o: Options, found: dict) -> dict:
-    """What was asked: the fraction of AdamW's steps at which NorMuon has AdamW's best final loss, by means over the seeds."""
+    """What was asked: the fraction of AdamW's steps at which NorMuon has AdamW's best final loss,
+    by means over the seeds."""
     adamw, *others = found["groups"].values()
     target = float(np.mean([final(record) for record in adamw]))
     result = {
@@ -400,7 +462,10 @@ def sentences(o: Options, found: dict, result: dict) -> list[str]:
     adamw, target = result["adamw"], result["adamw"]["final"]
     tried = ", ".join(f"{rate:g}" for rate in o.adamw_rates)
     best = f"AdamW, best at learning rate {adamw['learning_rate']:g} of {tried}, warm-up {adamw['warmup']:g}"
-    said = [f"{best}, ends at {target:.4f} after {o.steps} steps (validation loss, mean of {o.seeds} seeds)."]
+    said = [
+        f"{best}, ends at {target:.4f} after {o.steps} steps (validation loss, mean of {o.seeds} "
+        "seeds)."
+    ]
     for name, its in list(result.items())[1:]:
         reached_it = (
             f"does not reach AdamW's {target:.4f}"
@@ -425,7 +490,9 @@ def draw(o: Options, found: dict, result: dict, path: Path) -> None:
 
     figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
     axes, tuning = figure.subplots(1, 2, width_ratios=(2.4, 1))
-    colours = {"adamw": "tab:orange"} | {f"normuon {f:g}×": f"C{2 * i}" for i, f in enumerate(o.fractions)}
+    colours = {"adamw": "tab:orange"} | {
+        f"normuon {f:g}×": f"C{2 * i}" for i, f in enumerate(o.fractions)
+    }
     target, ends = result["adamw"]["final"], []
     for name, colour in colours.items():
         steps, mean, low, high = mean_curve(found["groups"][name])
@@ -438,14 +505,22 @@ def draw(o: Options, found: dict, result: dict, path: Path) -> None:
         if at is not None:
             axes.plot(at, target, "o", color=colour, mec="black")
             axes.annotate(
-                f"{at / o.steps:.2f}×", (at, target), textcoords="offset points", xytext=(-6, -14), ha="right"
+                f"{at / o.steps:.2f}×",
+                (at, target),
+                textcoords="offset points",
+                xytext=(-6, -14),
+                ha="right",
             )
     axes.axhline(target, color="0.4", linestyle=":", linewidth=1)
     settled = mean_curve(found["groups"]["adamw"])[1]
-    top = np.nanmax(np.where(np.isfinite(settled[len(settled) // 4 :]), settled[len(settled) // 4 :], np.nan))
+    top = np.nanmax(
+        np.where(np.isfinite(settled[len(settled) // 4 :]), settled[len(settled) // 4 :], np.nan)
+    )
     axes.set(xlabel="steps", ylabel="validation loss (nats per token)", xlim=(0, None))
     axes.set_ylim(min(ends) - 0.05 * (top - min(ends)), top)
-    axes.set_title(f"mean and spread of {o.seeds} seeds, {o.batch_tokens:,} tokens a step", fontsize=10)
+    axes.set_title(
+        f"mean and spread of {o.seeds} seeds, {o.batch_tokens:,} tokens a step", fontsize=10
+    )
     axes.legend(frameon=False)
 
     adamw, normuon = found["adamw_tuning"], found["normuon_tuning"]
@@ -453,11 +528,21 @@ def draw(o: Options, found: dict, result: dict, path: Path) -> None:
         points = sorted((r, x) for r, w, x in adamw if w == warmup and x is not None)
         if points:
             style = "os^v"[i % 4] + "-"
-            tuning.plot(*zip(*points, strict=True), style, color="tab:orange", label=f"adamw, warm-up {warmup:g}")
+            tuning.plot(
+                *zip(*points, strict=True),
+                style,
+                color="tab:orange",
+                label=f"adamw, warm-up {warmup:g}",
+            )
     for i, rest in enumerate(sorted({rest for _, rest, _ in normuon})):
         points = sorted((m, x) for m, r, x in normuon if r == rest and x is not None)
         if points:
-            tuning.plot(*zip(*points, strict=True), "os^v"[i % 4] + "-", color="C0", label=f"normuon, rest {rest:g}")
+            tuning.plot(
+                *zip(*points, strict=True),
+                "os^v"[i % 4] + "-",
+                color="C0",
+                label=f"normuon, rest {rest:g}",
+            )
     tuning.set_xscale("log")
     tuning.set(xlabel="learning rate (NorMuon: of the matrices)", title="final loss, seed 0")
     tuning.title.set_fontsize(10)
@@ -471,34 +556,48 @@ def draw(o: Options, found: dict, result: dict, path: Path) -> None:
 def main(o: Options, argv: list[str] | None = None) -> int:
     unknown = set(o.variants) - {*VARIANTS, "all"}
     if unknown:
-        raise configuration.ConfigError(f"unknown variants {sorted(unknown)}; choose from {list(VARIANTS)}, or all")
+        raise configuration.ConfigError(
+            f"unknown variants {sorted(unknown)}; choose from {list(VARIANTS)}, or all"
+        )
     o.out.mkdir(parents=True, exist_ok=True)
     run = Runs(o)
     try:
         found = compare(o, run)
     except OutOfTime:
-        print(f"stopped at {elapsed_s()} s: {len(run.made)} runs are in {run.file}; the same command goes on")
+        print(
+            f"stopped at {elapsed_s()} s: {len(run.made)} runs are in {run.file}; the same command "
+            "goes on"
+        )
         return 1
     if not all(math.isfinite(final(record)) for record in found["groups"]["adamw"]):
         print(
-            f"AdamW's loss is not finite at learning rate {found['adamw_chosen'][0]:g}, its best: give lower --adamw-rates"
+            f"AdamW's loss is not finite at learning rate {found['adamw_chosen'][0]:g}, its best: "
+            "give lower --adamw-rates"
         )
         return 1
     result = summary(o, found)
     said = sentences(o, found, result)
     content = {
-        "command": shlex.join(["python", "benchmarks/learning.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": shlex.join(
+            ["python", "benchmarks/learning.py", *(sys.argv[1:] if argv is None else argv)]
+        ),
         "date": max(record["date"] for record in run.made),
         "device": sorted({record["device"] for record in run.made}),
         "versions": run.made[-1]["versions"],
-        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(o).items() if name != "limit_s"},
+        "options": {
+            name: str(v) if isinstance(v, Path) else v
+            for name, v in vars(o).items()
+            if name != "limit_s"
+        },
         "result": result,
         "said": said,
         "adamw_tuning": found["adamw_tuning"],
         "normuon_tuning": found["normuon_tuning"],
         "runs": run.made,
     }
-    (o.out / "learning.json").write_text(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+    (o.out / "learning.json").write_text(
+        json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+    )
     draw(o, found, result, o.out / "learning.png")
     print("\n".join([*said, f"wrote {o.out}/learning.json and learning.png"]))
     return 0

@@ -30,7 +30,8 @@ def with_gradients(**how):
 
 
 def bare_products(x, w, targets):
-    """The three products of a head in chunks of 16,384 rows, and nothing else: what is left to the loss."""
+    """The three products of a head in chunks of 16,384 rows, and nothing else: what is left to the
+    loss."""
     dx, dw = [], jnp.zeros((V, C), jnp.float32)
     for i in range(0, x.shape[0], 16384):
         x_KC, dw = jax.lax.optimization_barrier((x[i : i + 16384], dw))
@@ -85,7 +86,10 @@ def cases() -> list[Case]:
             kernel="linear_cross_entropy",
             name=f"loss alone {n}×{C}×{V} bf16",
             make=functools.partial(make, n),
-            run={"fused": mean_loss(implementation="fused"), "xla": mean_loss(implementation="xla")},
+            run={
+                "fused": mean_loss(implementation="fused"),
+                "xla": mean_loss(implementation="xla"),
+            },
             flops=2 * n * C * V,
             bound="bf16",
         )

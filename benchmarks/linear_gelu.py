@@ -2,11 +2,13 @@
 
     python -m gptjax.bench kernels linear_gelu
 
-Forward writes y and the derivative that the backward pass reads (Triton in fp32: the product in its place), but for the column
-"nothing saved". Backward makes dx, dw and db from dy, the saved derivative, x and w. "product" and "two products" are XLA's bare
-matrix products (cuBLASLt). PyTorch saves the pre-activation instead; its backward takes the same array for that.
+Forward writes y and the derivative that the backward pass reads (Triton in fp32: the product in its
+place), but for the column "nothing saved". Backward makes dx, dw and db from dy, the saved
+derivative, x and w. "product" and "two products" are XLA's bare matrix products (cuBLASLt). PyTorch
+saves the pre-activation instead; its backward takes the same array for that.
 
-fp32 is multiplied as TF32: precision HIGH, and PyTorch's "high". XLA's bare product then does without the transposed copy of w.
+fp32 is multiplied as TF32: precision HIGH, and PyTorch's "high". XLA's bare product then does
+without the transposed copy of w.
 """
 
 import functools
@@ -44,7 +46,13 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
     precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
 
     def run(backend, x, w, b, *, save=True):
-        return forward(x, w, b if activation == "gelu" else None, How(activation, backend, precision), save=save)
+        return forward(
+            x,
+            w,
+            b if activation == "gelu" else None,
+            How(activation, backend, precision),
+            save=save,
+        )
 
     def torch_forward(torch):
         f = torch.nn.functional
@@ -61,12 +69,22 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
         name=f"linear_{activation} forward {n}×{i}×{o} {'fp32 as TF32' if tf32 else 'bf16'}",
         make=functools.partial(forward_inputs, n=n, i=i, o=o, dtype=dtype),
         run={
-            **{backend: functools.partial(run, backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
+            **{
+                backend: functools.partial(run, backend)
+                for backend in (TF32_BACKENDS if tf32 else BACKENDS)
+            },
             "xla, nothing saved": functools.partial(run, "xla", save=False),
-            **({} if tf32 else {"mosaic, nothing saved": functools.partial(run, "mosaic", save=False)}),
+            **(
+                {}
+                if tf32
+                else {"mosaic, nothing saved": functools.partial(run, "mosaic", save=False)}
+            ),
             "product": lambda x, w, b: jnp.matmul(x, w, precision=precision),
         },
-        torch={"torch": torch_forward, "torch.compile": lambda torch: torch.compile(torch_forward(torch))},
+        torch={
+            "torch": torch_forward,
+            "torch.compile": lambda torch: torch.compile(torch_forward(torch)),
+        },
         bytes=(4 if tf32 else 2) * (n * i + i * o + o + 2 * n * o),
         flops=2 * n * i * o,
         bound="bf16",
@@ -96,8 +114,14 @@ def backward_case(n, i, o, activation) -> Case:
         kernel="linear_gelu",
         name=f"linear_{activation} backward {n}×{i}×{o} bf16",
         make=functools.partial(backward_inputs, n=n, i=i, o=o),
-        run={**{backend: functools.partial(run, backend) for backend in BACKENDS}, "two products": two_products},
-        torch={"torch": torch_backward, "torch.compile": lambda torch: torch.compile(torch_backward(torch))},
+        run={
+            **{backend: functools.partial(run, backend) for backend in BACKENDS},
+            "two products": two_products,
+        },
+        torch={
+            "torch": torch_backward,
+            "torch.compile": lambda torch: torch.compile(torch_backward(torch)),
+        },
         bytes=2 * (2 * n * o + 2 * n * i + 2 * i * o),
         flops=4 * n * i * o,
         bound="bf16",
@@ -146,7 +170,10 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
         name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} {'fp32 as TF32' if tf32 else 'bf16'}",
         make=functools.partial(whole_inputs, n=n, i=i, o=o, c=c, dtype=dtype),
         run={
-            **{backend: functools.partial(run, backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
+            **{
+                backend: functools.partial(run, backend)
+                for backend in (TF32_BACKENDS if tf32 else BACKENDS)
+            },
             **({"six products": six_products} if c and not tf32 else {}),
         },
         torch={

@@ -1,11 +1,13 @@
-"""What ptxas makes of the Mosaic GPU kernels for an H200: registers, spills, products that it serialises. No GPU is needed.
+"""What ptxas makes of the Mosaic GPU kernels for an H200: registers, spills, products that it
+serialises. No GPU is needed.
 
     pip download --no-deps -d wheels "jax-cuda13-plugin==JAX_VERSION" "jax-cuda13-pjrt==JAX_VERSION"
     for wheel in wheels/*.whl; do unzip -qo $wheel -d plugin; done
     python benchmarks/mosaic_sass.py --plugin plugin --keep sass
 
-Where JAX has its CUDA plugin installed, `--plugin` may be left out. Mosaic compiles a kernel when it is first run, and asks the CUDA driver
-which GPU there is: a stand-in for the driver, compiled here with cc, says that it is an H200. ptxas, nvdisasm and libdevice are Triton's.
+Where JAX has its CUDA plugin installed, `--plugin` may be left out. Mosaic compiles a kernel when
+it is first run, and asks the CUDA driver which GPU there is: a stand-in for the driver, compiled
+here with cc, says that it is an H200. ptxas, nvdisasm and libdevice are Triton's.
 """
 
 import collections
@@ -68,11 +70,13 @@ class Options:
     """What ptxas makes of the Mosaic GPU kernels for an H200, without a GPU."""
 
     plugin: Path | None = None
-    """Folder in which the wheels of jax-cuda13-plugin and jax-cuda13-pjrt were unpacked; the installed ones when None."""
+    """Folder in which the wheels of jax-cuda13-plugin and jax-cuda13-pjrt were unpacked; the
+    installed ones when None."""
     kernels: tuple[str, ...] = ()
     """Only these; all where none is named."""
     keep: Path | None = None
-    """Folder for each kernel's PTX, SASS (with the cycles that instructions wait) and ptxas report."""
+    """Folder for each kernel's PTX, SASS (with the cycles that instructions wait) and ptxas
+    report."""
     out: Path | None = None
     """JSON file for the table."""
 
@@ -82,7 +86,8 @@ class CompileError(RuntimeError):
 
 
 def programs() -> dict[str, tuple[Callable, tuple]]:
-    """Name → a function and the shapes of its arguments, GPT-2 124M's. Gradients have the forward kernel first, then the backward one."""
+    """Name → a function and the shapes of its arguments, GPT-2 124M's. Gradients have the forward
+    kernel first, then the backward one."""
     import pallas_kernels as pk
     from pallas_kernels.linear_gelu import mlp
 
@@ -90,11 +95,20 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     def gradient(f, argnums):
-        return jax.grad(lambda *args: f(*args, implementation="mosaic").astype(jnp.float32).sum(), argnums)
+        return jax.grad(
+            lambda *args: f(*args, implementation="mosaic").astype(jnp.float32).sum(), argnums
+        )
 
-    packed = {"D=64": bf16(64, 1024, 3, 12, 64), "D=128": bf16(64, 1024, 3, 6, 128), "T=4096": bf16(4, 4096, 3, 12, 64)}
+    packed = {
+        "D=64": bf16(64, 1024, 3, 12, 64),
+        "D=128": bf16(64, 1024, 3, 6, 128),
+        "T=4096": bf16(4, 4096, 3, 12, 64),
+    }
     layer = (bf16(65536, 768), bf16(768, 3072), bf16(3072))
-    found = {f"flash_attention {name}": (gradient(pk.flash_attention_qkv, 0), (x,)) for name, x in packed.items()}
+    found = {
+        f"flash_attention {name}": (gradient(pk.flash_attention_qkv, 0), (x,))
+        for name, x in packed.items()
+    }
     windowed = functools.partial(pk.flash_attention_qkv, window=256)
     return found | {
         "flash_attention window 256": (gradient(windowed, 0), (packed["T=4096"],)),
@@ -125,7 +139,8 @@ def modules(f: Callable, shapes: tuple) -> list[bytes]:
 
 
 def _unescaped(text: str) -> bytes:
-    """MLIR writes bytes as they are, or as \\n, \\t, \\", \\\\ and \\ with two hexadecimal digits."""
+    """MLIR writes bytes as they are, or as \\n, \\t, \\", \\\\ and \\ with two hexadecimal
+    digits."""
     named = {"n": b"\n", "t": b"\t", '"': b'"', "\\": b"\\"}
 
     def byte(match):
@@ -141,15 +156,22 @@ def libraries(plugin: Path | None) -> tuple[Path, Path]:
     if plugin is None:
         spec = importlib.util.find_spec("jax_plugins.xla_cuda13")
         plugin = Path(spec.submodule_search_locations[0]).parents[1] if spec else Path()
-    found = plugin / "jax_plugins/xla_cuda13/xla_cuda_plugin.so", plugin / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
+    found = (
+        plugin / "jax_plugins/xla_cuda13/xla_cuda_plugin.so",
+        plugin / "jax_cuda13_plugin/libmosaic_gpu_runtime.so",
+    )
     for path in found:
         if not path.is_file():
-            raise CompileError(f"{path} is not there; the head of {Path(__file__).name} says how to get it (--plugin)")
+            raise CompileError(
+                f"{path} is not there; the head of {Path(__file__).name} says how to get it "
+                "(--plugin)"
+            )
     return found
 
 
 def compile_module(module: bytes, folder: Path, plugin: Path, runtime: Path, driver: Path) -> dict:
-    """Registers, spilled bytes, instructions and ptxas's remarks of one kernel; its code goes to `folder`."""
+    """Registers, spilled bytes, instructions and ptxas's remarks of one kernel; its code goes to
+    `folder`."""
     import triton.backends.nvidia
 
     nvidia, root = Path(triton.backends.nvidia.__file__).parent, folder / "cuda"
@@ -157,7 +179,9 @@ def compile_module(module: bytes, folder: Path, plugin: Path, runtime: Path, dri
     (root / "bin").symlink_to(nvidia / "bin")
     (root / "nvvm/libdevice/libdevice.10.bc").symlink_to(nvidia / "lib/libdevice.10.bc")
     (folder / "module.mlirbc").write_bytes(module)
-    dumps = dict.fromkeys(("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1")
+    dumps = dict.fromkeys(
+        ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1"
+    )
     environment = os.environ | dumps | {
         "LD_LIBRARY_PATH": str(driver.parent), "MOSAIC_GPU_CUDA_ROOT": str(root), "MOSAIC_GPU_DUMP_TO": str(folder),
         "MOSAIC_GPU_RUNTIME_LIB_PATH": str(runtime), "MOSAIC_GPU_NVSHMEM_BC_PATH": "absent",
@@ -168,7 +192,9 @@ def compile_module(module: bytes, folder: Path, plugin: Path, runtime: Path, dri
         passes.unlink()
     if done.returncode:
         raise CompileError(f"{folder.name} does not compile:\n{done.stderr[-2000:]}")
-    report, sass = (next(folder.glob(f"*.{ending}")).read_text() for ending in ("ptxas", "sass_ctrl"))
+    report, sass = (
+        next(folder.glob(f"*.{ending}")).read_text() for ending in ("ptxas", "sass_ctrl")
+    )
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", sass)
     counts = collections.Counter(lines)
     return {
@@ -185,7 +211,9 @@ def main(args: list[str] | None = None) -> int:
     options = tyro.cli(Options, description=__doc__, args=args)
     found = programs()
     if unknown := set(options.kernels) - set(found):
-        print(f"error: unknown kernels {sorted(unknown)}; choose from {list(found)}", file=sys.stderr)
+        print(
+            f"error: unknown kernels {sorted(unknown)}; choose from {list(found)}", file=sys.stderr
+        )
         return 1
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -196,10 +224,13 @@ def main(args: list[str] | None = None) -> int:
             subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", driver, source], check=True)
             for name in options.kernels or found:
                 for i, module in enumerate(modules(*found[name])):
-                    folder = (options.keep or Path(temporary)) / f"{name}_{i}".replace(" ", "_").replace(",", "")
+                    folder = (options.keep or Path(temporary)) / f"{name}_{i}".replace(
+                        " ", "_"
+                    ).replace(",", "")
                     folder.mkdir(parents=True, exist_ok=False)
                     rows.append(
-                        {"kernel": f"{name}, {i + 1}"} | compile_module(module, folder, plugin, runtime, driver)
+                        {"kernel": f"{name}, {i + 1}"}
+                        | compile_module(module, folder, plugin, runtime, driver)
                     )
                     print(rows[-1], file=sys.stderr, flush=True)
         except (CompileError, FileExistsError, FileNotFoundError) as error:
@@ -214,7 +245,12 @@ def main(args: list[str] | None = None) -> int:
     print_table(title, columns, table)
     if options.out:
         command = " ".join(["python", "benchmarks/mosaic_sass.py", *(args or sys.argv[1:])])
-        result = {"command": command, "date": time.strftime("%Y-%m-%d"), "versions": versions(), "rows": rows}
+        result = {
+            "command": command,
+            "date": time.strftime("%Y-%m-%d"),
+            "versions": versions(),
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -1,8 +1,9 @@
 """The whole optimizer update of GPT-2 124M, clip included: python -m gptjax.bench kernels optimizer
 
-Ten updates in a loop, as one call: an update has some 600 arrays, and a program that is started for one of them waits for the host. The
-bytes are those of gradients, moments and parameters, all fp32, each read once and all but the gradients written once. Polar Express by
-itself is in polar_express.py.
+Ten updates in a loop, as one call: an update has some 600 arrays, and a program that is started for
+one of them waits for the host. The bytes are those of gradients, moments and parameters, all fp32,
+each read once and all but the gradients written once. Polar Express by itself is in
+polar_express.py.
 """
 
 import functools
@@ -18,7 +19,8 @@ from gptjax.training import optimizer
 from gptjax.training.step import init_state
 
 UPDATES = 10
-# What an update reads and writes, in parameters: gradient, parameter and moments read, the last two written.
+# What an update reads and writes, in parameters: gradient, parameter and moments read, the last two
+# written.
 PASSES = {"adamw": 7, "normuon": 5, "muon": 5}
 
 
@@ -48,7 +50,8 @@ def _built(algorithm: str) -> optax.GradientTransformation:
 def _updates(tx):
     def run(grads, state, params):
         def update(_, carry):
-            # Gradients that are new each time, as far as the compiler knows: else it takes what depends on them alone out of the loop.
+            # Gradients that are new each time, as far as the compiler knows: else it takes what
+            # depends on them alone out of the loop.
             grads, state, params = jax.lax.optimization_barrier(carry)
             updates, state = tx.update(grads, state, params)
             return grads, state, optax.apply_updates(params, updates)
@@ -68,10 +71,15 @@ def _inputs(algorithm, key):
 def _in_torch(torch):
     """Parameters and gradients of the same shapes, and PyTorch's own fused AdamW."""
     shapes = jax.eval_shape(lambda: init_state(GPT2Config(), optax.identity(), 0).params)
-    params = [torch.nn.Parameter(0.02 * torch.randn(p.shape, device="cuda")) for p in jax.tree.leaves(shapes)]
+    params = [
+        torch.nn.Parameter(0.02 * torch.randn(p.shape, device="cuda"))
+        for p in jax.tree.leaves(shapes)
+    ]
     for p in params:
         p.grad = 0.01 * torch.randn_like(p)
-    its_optimizer = torch.optim.AdamW(params, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=True)
+    its_optimizer = torch.optim.AdamW(
+        params, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=True
+    )
 
     def run(*_):
         for _ in range(UPDATES):

@@ -1,6 +1,7 @@
 """Polar Express over all matrices of GPT-2 124M: python -m gptjax.bench kernels polar_express
 
-TFLOP/s count whole products, though half of a symmetric one is enough. The whole update is in optimizer.py.
+TFLOP/s count whole products, though half of a symmetric one is enough. The whole update is in
+optimizer.py.
 """
 
 import functools
@@ -25,7 +26,10 @@ def cases() -> list[Case]:
 
 def _orthogonalization(shapes, name, bar=""):
     def make(key):
-        return tuple(jax.random.normal(k, s) for k, s in zip(jax.random.split(key, len(shapes)), shapes, strict=True))
+        return tuple(
+            jax.random.normal(k, s)
+            for k, s in zip(jax.random.split(key, len(shapes)), shapes, strict=True)
+        )
 
     def run(f):
         return lambda *batches: [f(x) for x in batches]

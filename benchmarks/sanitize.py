@@ -1,8 +1,10 @@
-"""Every kernel once, forward and backward, under compute-sanitizer's memcheck (bad addresses) and racecheck (shared-memory races).
+"""Every kernel once, forward and backward, under compute-sanitizer's memcheck (bad addresses) and
+racecheck (shared-memory races).
 
     python benchmarks/sanitize.py --out benchmarks/results/sanitize.json
 
-Shapes are small and ragged: the sanitizer slows a kernel down a thousandfold, and edges are where addresses go wrong.
+Shapes are small and ragged: the sanitizer slows a kernel down a thousandfold, and edges are where
+addresses go wrong.
 """
 
 import dataclasses
@@ -49,7 +51,8 @@ def normal(i: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
 
 
 def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
-    """Kernel → its back ends that are kernels of ours, the function, and arrays: gradients are taken of floating ones."""
+    """Kernel → its back ends that are kernels of ours, the function, and arrays: gradients are
+    taken of floating ones."""
     targets = jax.random.randint(jax.random.key(9), (130,), 0, 1001)
     attention = tuple(normal(i, 1, 200, heads, 64) for i, heads in enumerate((4, 2, 2)))
     return {
@@ -93,7 +96,9 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
         ),
         "layer_norm": (
             ("triton",),
-            lambda x, r, s, b, c, **how: pallas_kernels.layer_norm(x, s, b, residual=r, residual_bias=c, **how),
+            lambda x, r, s, b, c, **how: pallas_kernels.layer_norm(
+                x, s, b, residual=r, residual_bias=c, **how
+            ),
             (
                 normal(0, 67, 768),
                 normal(1, 67, 768),
@@ -114,13 +119,18 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
         "linear_gelu.mlp, fp32 as TF32": (
             ("triton",),
             lambda *args, **how: mlp(*args, precision=jax.lax.Precision.HIGH, **how),
-            tuple(normal(i, *n, dtype=jnp.float32) for i, n in enumerate(((68, 96), (96, 132), (132,), (132, 96)))),
+            tuple(
+                normal(i, *n, dtype=jnp.float32)
+                for i, n in enumerate(((68, 96), (96, 132), (132,), (132, 96)))
+            ),
         ),
         "xxt": (("mosaic", "triton"), pallas_kernels.xxt, (normal(0, 2, 256, 384),)),
         "xtx": (("mosaic", "triton"), pallas_kernels.xtx, (normal(0, 2, 384, 256),)),
         "ba_plus_caa": (
             ("mosaic", "triton"),
-            lambda a, **how: pallas_kernels.ba_plus_caa(a + jnp.swapaxes(a, -1, -2), b=2.0, c=0.5, **how),
+            lambda a, **how: pallas_kernels.ba_plus_caa(
+                a + jnp.swapaxes(a, -1, -2), b=2.0, c=0.5, **how
+            ),
             (normal(0, 2, 256, 256),),
         ),
         "transpose_copy": (("triton",), pallas_kernels.transpose_copy, (normal(0, 131, 97),)),
@@ -128,9 +138,16 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
             ("triton",),
             # Its backward pass has transpose_sum_rows.
             lambda *args, implementation: linear(*args, jax.lax.Precision.HIGH),
-            tuple(normal(i, *n, dtype=jnp.float32) for i, n in enumerate(((68, 96), (96, 132), (132,)))),
+            tuple(
+                normal(i, *n, dtype=jnp.float32)
+                for i, n in enumerate(((68, 96), (96, 132), (132,)))
+            ),
         ),
-        "transpose_add": (("triton",), pallas_kernels.transpose_add, (normal(0, 97, 131), normal(1, 131, 97))),
+        "transpose_add": (
+            ("triton",),
+            pallas_kernels.transpose_add,
+            (normal(0, 97, 131), normal(1, 131, 97)),
+        ),
     }
 
 
@@ -139,11 +156,14 @@ def run_inside(names: tuple[str, ...]) -> None:
         if names and name not in names:
             continue
         for implementation in implementations:
-            differentiated = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
+            differentiated = tuple(
+                i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)
+            )
 
             def total(*args, f=f, implementation=implementation):
                 return sum(
-                    jnp.sum(out.astype(jnp.float32)) for out in jax.tree.leaves(f(*args, implementation=implementation))
+                    jnp.sum(out.astype(jnp.float32))
+                    for out in jax.tree.leaves(f(*args, implementation=implementation))
                 )
 
             jax.block_until_ready(jax.jit(jax.grad(total, differentiated))(*args))
@@ -154,8 +174,11 @@ def main(options: Options) -> None:
     if options.inside:
         return run_inside(options.kernels)
     if (sanitizer := shutil.which("compute-sanitizer")) is None:
-        sys.exit("sanitize: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit")
-    # A buffer of its own for each array, or an address past an array's end is still inside XLA's pool; no trial runs of cuBLAS.
+        sys.exit(
+            "sanitize: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit"
+        )
+    # A buffer of its own for each array, or an address past an array's end is still inside XLA's
+    # pool; no trial runs of cuBLAS.
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0",
@@ -183,14 +206,22 @@ def main(options: Options) -> None:
             text = logs[tool].read_text()
             summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text)
             found[tool] = {
-                "summary": summary[-1] if summary else f"no summary; exit code {code}: {text[-1000:]}",
+                "summary": summary[-1]
+                if summary
+                else f"no summary; exit code {code}: {text[-1000:]}",
                 "ran": re.findall(r"^ran: (.*)$", text, re.MULTILINE),
                 "clean": code == 0
                 and bool(summary)
                 and re.search(r"SUMMARY: 0 (errors|hazards)", summary[-1]) is not None,
             }
             complaints = [line for line in text.splitlines() if line.startswith("=========")]
-            print(tool, json.dumps(found[tool], indent=1, ensure_ascii=False), *complaints[:40], sep="\n", flush=True)
+            print(
+                tool,
+                json.dumps(found[tool], indent=1, ensure_ascii=False),
+                *complaints[:40],
+                sep="\n",
+                flush=True,
+            )
     if options.out:
         result = {
             "command": shlex.join(["python", "benchmarks/sanitize.py", *asked]),

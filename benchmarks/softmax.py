@@ -13,12 +13,20 @@ from pallas_kernels.softmax import gradient, softmax
 def cases() -> list[Case]:
     found = []
     for shape in ((65536, 1024), (16384, 50304)):
-        found += [_forward(shape, bar="≥ 85 % of the copy rate"), _backward(shape, bar="≥ 80 % of the copy rate")]
+        found += [
+            _forward(shape, bar="≥ 85 % of the copy rate"),
+            _backward(shape, bar="≥ 80 % of the copy rate"),
+        ]
     # Very long rows, and rows that start anywhere.
     for shape in ((4096, 131072), (16384, 50257)):
         found += [_forward(shape), _backward(shape)]
-    # The scores of 64 sequences of 1024 tokens in 12 heads; what a row does not see need not be read.
-    return [*found, _forward((768, 1024, 1024), causal=True), _backward((768, 1024, 1024), causal=True)]
+    # The scores of 64 sequences of 1024 tokens in 12 heads; what a row does not see need not be
+    # read.
+    return [
+        *found,
+        _forward((768, 1024, 1024), causal=True),
+        _backward((768, 1024, 1024), causal=True),
+    ]
 
 
 def _name(direction, shape, causal):
@@ -30,7 +38,11 @@ def _random(key, shape):
 
 
 def _bytes(shape, *, read, written, causal):
-    return 2 * math.prod(shape) * (written + (read * (shape[-1] + 1) / (2 * shape[-1]) if causal else read))
+    return (
+        2
+        * math.prod(shape)
+        * (written + (read * (shape[-1] + 1) / (2 * shape[-1]) if causal else read))
+    )
 
 
 def _forward(shape, causal=False, bar=""):
@@ -40,7 +52,10 @@ def _forward(shape, causal=False, bar=""):
     def in_torch(torch, wrap):
         def f(x):
             if causal:
-                x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1), float("-inf"))
+                x = x.masked_fill(
+                    torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1),
+                    float("-inf"),
+                )
             return torch.softmax(x, -1)
 
         return wrap(f)
@@ -62,7 +77,9 @@ def _forward(shape, causal=False, bar=""):
 def _backward(shape, causal=False, bar=""):
     def make(key):
         keys = jax.random.split(key)
-        return softmax(_random(keys[0], shape), causal=causal, implementation="xla"), _random(keys[1], shape)
+        return softmax(_random(keys[0], shape), causal=causal, implementation="xla"), _random(
+            keys[1], shape
+        )
 
     def in_jax(implementation):
         return functools.partial(gradient, causal=causal, implementation=implementation)

@@ -39,7 +39,8 @@ def in_jax(kernel, implementation):
 
 
 def added_after_rounding(a):
-    """What XLA makes of the line as one would write it: the product in bf16, then the scaled sum."""
+    """What XLA makes of the line as one would write it: the product in bf16, then the scaled
+    sum."""
     return jnp.asarray(B, a.dtype) * a + jnp.asarray(C, a.dtype) * (a @ a)
 
 
@@ -61,11 +62,17 @@ def cases() -> list[Case]:
                 make=functools.partial(make, kernel, shape),
                 run={
                     **{name: in_jax(kernel, name) for name in ("mosaic", "triton", "xla")},
-                    **({"xla, rounded twice": added_after_rounding} if kernel == "ba_plus_caa" else {}),
+                    **(
+                        {"xla, rounded twice": added_after_rounding}
+                        if kernel == "ba_plus_caa"
+                        else {}
+                    ),
                 },
                 torch={
                     "torch": functools.partial(in_torch, kernel),
-                    "torch.compile": lambda torch, kernel=kernel: torch.compile(in_torch(kernel, torch)),
+                    "torch.compile": lambda torch, kernel=kernel: torch.compile(
+                        in_torch(kernel, torch)
+                    ),
                 },
                 bytes=2 * batch * (rows * columns + m * m),
                 flops=batch * m * (m + 1) * k,

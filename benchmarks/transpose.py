@@ -1,4 +1,5 @@
-"""transpose_copy and transpose_add at the size of GPT-2's LM head: `python -m gptjax.bench kernels transpose`."""
+"""transpose_copy and transpose_add at the size of GPT-2's LM head: `python -m gptjax.bench kernels
+transpose`."""
 
 import functools
 
@@ -27,7 +28,10 @@ def _copy(dtype, bar=""):
         kernel="transpose_copy",
         name=f"{R}×{C} {dtype.name}",
         make=lambda key: (jax.random.normal(key, (R, C), dtype),),
-        run={name: functools.partial(transpose_copy, implementation=name) for name in ("triton", "xla")},
+        run={
+            name: functools.partial(transpose_copy, implementation=name)
+            for name in ("triton", "xla")
+        },
         torch=_rivals(lambda src: src.t().contiguous()),
         bytes=2 * R * C * dtype.itemsize,
         bar=bar,
@@ -37,13 +41,19 @@ def _copy(dtype, bar=""):
 def _add(dst_dtype, src_dtype, bar=""):
     def make(key):
         keys = jax.random.split(key)
-        return jax.random.normal(keys[0], (C, R), dst_dtype), jax.random.normal(keys[1], (R, C), src_dtype)
+        return jax.random.normal(keys[0], (C, R), dst_dtype), jax.random.normal(
+            keys[1], (R, C), src_dtype
+        )
 
     return Case(
         kernel="transpose_add",
-        name=f"{C}×{R} {dst_dtype.name}" + (f" + {src_dtype.name}" if src_dtype != dst_dtype else ""),
+        name=f"{C}×{R} {dst_dtype.name}"
+        + (f" + {src_dtype.name}" if src_dtype != dst_dtype else ""),
         make=make,
-        run={name: functools.partial(transpose_add, implementation=name) for name in ("triton", "xla")},
+        run={
+            name: functools.partial(transpose_add, implementation=name)
+            for name in ("triton", "xla")
+        },
         torch=_rivals(lambda dst, src: dst.add_(src.t())),
         bytes=R * C * (2 * dst_dtype.itemsize + src_dtype.itemsize),
         in_place=True,

@@ -1,10 +1,13 @@
 """Looks for faster tiles of flash attention on this GPU, one parameter at a time.
 
-    python benchmarks/tune_flash_attention.py --back-end mosaic --kernel forward --shape 64 1024 12 64 --write
+    python benchmarks/tune_flash_attention.py --back-end mosaic --kernel forward --shape 64 1024 12
+    64 --write
 
-It starts from the tiles that are in use, tries every other value of each parameter, goes on from the best, and ends when no single change
-helps. Tiles for which a model of shared memory and registers says no are not compiled; those whose result is off are named and not taken.
-`--write` puts the best into pallas_kernels/flash_attention/{triton,mosaic}_tiles.json, where the kernels read them.
+It starts from the tiles that are in use, tries every other value of each parameter, goes on from
+the best, and ends when no single change helps. Tiles for which a model of shared memory and
+registers says no are not compiled; those whose result is off are named and not taken. `--write`
+puts the best into pallas_kernels/flash_attention/{triton,mosaic}_tiles.json, where the kernels read
+them.
 """
 
 import dataclasses
@@ -78,9 +81,16 @@ def mosaic(o: Options) -> Space:
             "stages": (2, 3, 4, 6),
             "q_slots": (1, 2),
         },
-        "backward": {"stages": (1, 2, 3), "key_stages": (1, 2), "score_stages": (1, 2), "slots": (1, 2, 3)},
+        "backward": {
+            "stages": (1, 2, 3),
+            "key_stages": (1, 2),
+            "score_stages": (1, 2),
+            "slots": (1, 2, 3),
+        },
     }[o.kernel]
-    start = dataclasses.asdict(module.Tiles(**_mosaic_forward.tiles(o.kernel, head_dim, length, o.causal)))
+    start = dataclasses.asdict(
+        module.Tiles(**_mosaic_forward.tiles(o.kernel, head_dim, length, o.causal))
+    )
     # Switches of a kernel are on or off; what is None by default chooses by itself.
     switches = {
         k: (None, True, False) if v is None else (True, False)
@@ -92,10 +102,16 @@ def mosaic(o: Options) -> Space:
         path = FOLDER / "mosaic_tiles.json"
         data = json.loads(path.read_text())
         fits = lambda e: e["up_to"] is None or length <= e["up_to"]
-        entry = next(e for e in data[o.kernel] if (e["head_dim"], e["causal"]) == (head_dim, o.causal) and fits(e))
+        entry = next(
+            e
+            for e in data[o.kernel]
+            if (e["head_dim"], e["causal"]) == (head_dim, o.causal) and fits(e)
+        )
         entry["tiles"] = tiles
         rows = {k: ",\n".join("  " + json.dumps(e) for e in entries) for k, entries in data.items()}
-        path.write_text("{\n" + ",\n".join(f' "{k}": [\n{text}\n ]' for k, text in rows.items()) + "\n}\n")
+        path.write_text(
+            "{\n" + ",\n".join(f' "{k}": [\n{text}\n ]' for k, text in rows.items()) + "\n}\n"
+        )
         return path
 
     return Space(
@@ -117,7 +133,8 @@ def triton(o: Options) -> Space:
     shared_kb = _triton.SHARED_KB.get(capability, 99)
 
     def why_not(tile):
-        # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through shared memory as well.
+        # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through
+        # shared memory as well.
         tf32 = products == "tf32"  # has some of them both ways
         kept, flying = {
             "forward": (tile["M"], 2 * tile["N"]),
@@ -135,7 +152,11 @@ def triton(o: Options) -> Space:
         return f"about {registers:.0f} registers a thread are needed" if registers > 230 else None
 
     def run(tile):
-        form = {} if o.kernel == "forward" else {"backward": "fused" if o.kernel == "fused" else "split"}
+        form = (
+            {}
+            if o.kernel == "forward"
+            else {"backward": "fused" if o.kernel == "fused" else "split"}
+        )
         return _run(o, _triton, entry | form | {o.kernel: tile})
 
     def write(tile):
@@ -143,7 +164,9 @@ def triton(o: Options) -> Space:
         data = json.loads(path.read_text())
         name = f"{capability[0]}.{capability[1]}"
         if name not in data:
-            raise SystemExit(f"{path.name} has no entry for {name}; make one first, from that of the nearest GPU")
+            raise SystemExit(
+                f"{path.name} has no entry for {name}; make one first, from that of the nearest GPU"
+            )
         of_head_dim = data[name][products]
         of_head_dim[min((p for p in of_head_dim if int(p) >= padded), key=int)][o.kernel] = tile
         path.write_text(compact(data) + "\n")
@@ -188,7 +211,8 @@ def make(o: Options, run_forward: Callable, key: jax.Array) -> tuple:
 
 
 def error(o: Options, f: Callable) -> float:
-    """The largest difference from the definition on two heads of a short sequence, relative to the largest value."""
+    """The largest difference from the definition on two heads of a short sequence, relative to the
+    largest value."""
     b, t, h, d = 1, min(o.shape[1], 640), 2, o.shape[3]
     keys = jax.random.split(jax.random.key(7))
     qkv = jax.random.normal(keys[0], (b, t, 3, h, d), DTYPES[o.dtype])
@@ -204,19 +228,25 @@ def error(o: Options, f: Callable) -> float:
         wanted = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
     found = jax.jit(f)(qkv, out.astype(qkv.dtype), lse, dout)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(float(np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()) for x, y in pairs)
+    return max(
+        float(np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()) for x, y in pairs
+    )
 
 
 def search(o: Options) -> int:
     space = {"mosaic": mosaic, "triton": triton}[o.back_end](o)
-    forward = {"mosaic": mosaic, "triton": triton}[o.back_end](dataclasses.replace(o, kernel="forward"))
+    forward = {"mosaic": mosaic, "triton": triton}[o.back_end](
+        dataclasses.replace(o, kernel="forward")
+    )
     inputs = jax.jit(functools.partial(make, o, forward.run(forward.start)))
     b, t, h, d = o.shape
     case = Case(
         kernel="flash_attention", name=o.kernel, make=inputs, run={},
         flops=4 * b * h * t * t * d / (2 if o.causal else 1) * (1 if o.kernel == "forward" else 2.5),
     )  # fmt: skip
-    allowed = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 2.0**-14 if o.true_fp32 else 2.0**-8}[o.dtype]
+    allowed = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 2.0**-14 if o.true_fp32 else 2.0**-8}[
+        o.dtype
+    ]
     trials: dict[tuple, dict] = {}
     until = time.monotonic() + o.limit_s
 
@@ -235,7 +265,11 @@ def search(o: Options) -> int:
             else:
                 row["ms"] = seconds(f, case) * 1e3
         except Exception as failure:  # what does not compile is no reason not to try the next
-            row["why_not"] = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:200]
+            row["why_not"] = (
+                f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[
+                    :200
+                ]
+            )
         print(f"{tiles}: {row.get('ms', row.get('why_not'))}", file=sys.stderr, flush=True)
         return row.get("ms", float("inf"))
 

@@ -1,10 +1,12 @@
 """GPT-2 124M in bf16: llm.c's recipe, ten billion tokens.
 
 Command:   python train.py --config configs/gpt2_124m.py
-Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded corpus)
+Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded
+corpus)
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
 Time:      about 4.4 hours on one H200, at the 643,700 tokens/s of docs/speed.md
-Loss:      llm.c's run of this recipe on FineWeb validates at 6.17 (step 250), 4.32 (1000), 3.63 (3750), 3.40 (9750), 3.272 (19560)
+Loss:      llm.c's run of this recipe on FineWeb validates at 6.17 (step 250), 4.32 (1000), 3.63
+(3750), 3.40 (9750), 3.272 (19560)
 """
 
 from dataclasses import replace
@@ -17,7 +19,11 @@ config = Config(
     name="gpt2_124m",
     model=replace(PRESETS["gpt2"], precision=Precision("bf16")),
     optimizer=OptimizerConfig(
-        learning_rate=6e-4, warmup_steps=700, schedule="cosine", final_fraction=0.0, weight_decay=0.1
+        learning_rate=6e-4,
+        warmup_steps=700,
+        schedule="cosine",
+        final_fraction=0.0,
+        weight_decay=0.1,
     ),
     dataset="auto",
     batch_tokens=524_288,

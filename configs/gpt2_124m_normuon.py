@@ -3,8 +3,10 @@
 Command:   python train.py --config configs/gpt2_124m_normuon.py
 Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 18 (else the embedded corpus)
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
-Time:      about three quarters of an hour on one H200, at the 643,700 tokens/s that AdamW has: an update takes 2.5 ms more, of 0.8 s a step
-Loss:      not yet measured here; modded-nanogpt's optimizer track validates at 3.28 on FineWeb with this learning rate, decay and number
+Time:      about three quarters of an hour on one H200, at the 643,700 tokens/s that AdamW has: an
+update takes 2.5 ms more, of 0.8 s a step
+Loss:      not yet measured here; modded-nanogpt's optimizer track validates at 3.28 on FineWeb with
+this learning rate, decay and number
            of steps, where its AdamW needs some 19,500
 """
 

@@ -1,10 +1,12 @@
 """GPT-2 1558M in bf16: llm.c's recipe, 34 billion tokens, a million a step.
 
 Command:   python train.py --config configs/gpt2_1558m.py
-Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded corpus)
+Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded
+corpus)
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
 Time:      not run here; llm.c's took 24 hours on eight H100
-Loss:      not measured; data of more than 100 shards needs other FineWeb shards in one folder, named by --dataset
+Loss:      not measured; data of more than 100 shards needs other FineWeb shards in one folder,
+named by --dataset
 """
 
 from dataclasses import replace
@@ -17,7 +19,11 @@ config = Config(
     name="gpt2_1558m",
     model=replace(PRESETS["gpt2-xl"], precision=Precision("bf16")),
     optimizer=OptimizerConfig(
-        learning_rate=6e-4, warmup_steps=700, schedule="cosine", final_fraction=0.1, weight_decay=0.1
+        learning_rate=6e-4,
+        warmup_steps=700,
+        schedule="cosine",
+        final_fraction=0.1,
+        weight_decay=0.1,
     ),
     dataset="auto",
     batch_tokens=1_048_576,

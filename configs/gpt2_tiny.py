@@ -13,7 +13,9 @@ from gptjax.models.gpt2 import GPT2Config
 config = Config(
     name="gpt2_tiny",
     device="auto",
-    model=GPT2Config(vocab_size=257, padded_vocab_size=384, block_size=128, n_layer=4, n_head=4, n_embd=128),
+    model=GPT2Config(
+        vocab_size=257, padded_vocab_size=384, block_size=128, n_layer=4, n_head=4, n_embd=128
+    ),
     optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
     dataset="stdlib",
     tokenizer="byte",

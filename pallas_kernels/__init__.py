@@ -1,8 +1,9 @@
 """GPU kernels for GPT-2, importable without gptjax.
 
-Each module or folder holds one operation: its mathematics, a plain-JAX `reference()`, its back ends, and a public function whose
-`implementation=` argument names the back end. `"auto"` takes the fastest that supports the device, dtype and shape; a named
-one works or raises. This is the one seam through which the model reaches attention and the loss.
+Each module or folder holds one operation: its mathematics, a plain-JAX `reference()`, its back
+ends, and a public function whose `implementation=` argument names the back end. `"auto"` takes the
+fastest that supports the device, dtype and shape; a named one works or raises. This is the one seam
+through which the model reaches attention and the loss.
 """
 
 from pallas_kernels.flash_attention import flash_attention, flash_attention_qkv

@@ -1,7 +1,8 @@
 """Calls of functions with gradient rules of their own, and of kernels, under JAX's transformations.
 
-`jax.shard_map` with its default check_vma=True gives each array a type that says over which mesh axes its values vary. Neither a
-`jax.custom_vjp` rule nor a kernel launch converts these types by itself.
+`jax.shard_map` with its default check_vma=True gives each array a type that says over which mesh
+axes its values vary. Neither a `jax.custom_vjp` rule nor a kernel launch converts these types by
+itself.
 """
 
 import functools
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 
 REMEDY = (
-    "this back end is differentiable once, in reverse mode (jax.grad, jax.vjp); for forward-mode differentiation (jax.jvp, "
+    "this back end is differentiable once, in reverse mode (jax.grad, jax.vjp); for forward-mode "
+    "differentiation (jax.jvp, "
     "jax.jacfwd, jax.linearize) or second derivatives pass implementation='reference'"
 )
 
@@ -20,8 +22,8 @@ REMEDY = (
 def differentiable(kernel: str, f: Callable, *args: Any) -> Any:
     """f(*args) of a `jax.custom_vjp` function f, whose arguments hold arrays and static options.
 
-    All arrays are first cast to vary over the same mesh axes. JAX transposes this cast to the sum over devices that completes the
-    gradient of an array that is equal on all of them.
+    All arrays are first cast to vary over the same mesh axes. JAX transposes this cast to the sum
+    over devices that completes the gradient of an array that is equal on all of them.
 
     Raises:
         TypeError: forward-mode differentiation; the message names `kernel`.
@@ -29,7 +31,8 @@ def differentiable(kernel: str, f: Callable, *args: Any) -> Any:
     try:
         return f(*_vary_alike(args, args))
     except TypeError as error:
-        # JAX raises here where nothing is compiled, and without a name at the end of the trace where something is.
+        # JAX raises here where nothing is compiled, and without a name at the end of the trace
+        # where something is.
         if "forward-mode" not in str(error):
             raise
         raise TypeError(f"{kernel}: {REMEDY}") from error
@@ -41,15 +44,19 @@ def launch(kernel: str, f: Callable, *, overwrites: bool = False) -> Callable:
     Differentiating it raises NotImplementedError; the message names `kernel`.
 
     Args:
-        overwrites: whether a kernel overwrites one of its arguments. Calling the result inside jax.shard_map(check_vma=True) then raises
-            ValueError: JAX replaces the reference by values whose types name no mesh axis, and refuses its own result.
+        overwrites: whether a kernel overwrites one of its arguments. Calling the result inside
+            jax.shard_map(check_vma=True) then raises
+            ValueError: JAX replaces the reference by values whose types name no mesh axis, and
+            refuses its own result.
     """
 
     def launched(*args):
         if overwrites and varying(args):
             raise ValueError(
-                f"{kernel}: its kernel overwrites an argument, which jax.shard_map(check_vma=True) does not support. Pass check_vma=False "
-                "to jax.shard_map (gradients of replicated arrays are then not summed: use jax.lax.psum), or implementation='xla'"
+                f"{kernel}: its kernel overwrites an argument, which jax.shard_map(check_vma=True) "
+                "does not support. Pass check_vma=False "
+                "to jax.shard_map (gradients of replicated arrays are then not summed: use "
+                "jax.lax.psum), or implementation='xla'"
             )
         return _vary_alike(args, f(*once(kernel, args)))
 
@@ -57,7 +64,8 @@ def launch(kernel: str, f: Callable, *, overwrites: bool = False) -> Callable:
 
 
 def once(kernel: str, arrays: Any) -> Any:
-    """`arrays`; differentiating what is computed from them raises NotImplementedError that names `kernel`."""
+    """`arrays`; differentiating what is computed from them raises NotImplementedError that names
+    `kernel`."""
     return _once(f"{kernel}: {REMEDY}", arrays)
 
 
@@ -72,7 +80,8 @@ def _once_jvp(message, primals, tangents):
 
 
 def varying(tree: Any) -> frozenset[str]:
-    """The mesh axes over which an array of the tree varies, by its type; none outside jax.shard_map(check_vma=True)."""
+    """The mesh axes over which an array of the tree varies, by its type; none outside
+    jax.shard_map(check_vma=True)."""
     return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
 

@@ -1,4 +1,5 @@
-"""How every kernel turns `implementation=` into one of its back ends, and what those need of the device and of the arrays."""
+"""How every kernel turns `implementation=` into one of its back ends, and what those need of the
+device and of the arrays."""
 
 import importlib.util
 import math
@@ -8,17 +9,20 @@ import jax
 import jax.numpy as jnp
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-"""Of the floating-point arrays of every public function, in every back end. None of them computes in float64."""
+"""Of the floating-point arrays of every public function, in every back end. None of them computes
+in float64."""
 KERNELS = ("mosaic", "triton")
 """Back ends that launch kernels of ours, which the compiler does not know how to partition."""
 _SPLIT = (
-    "needs arrays of one device, and the compiler may split these over several: it would gather them on each. "
+    "needs arrays of one device, and the compiler may split these over several: it would gather "
+    "them on each. "
     "Call it inside jax.shard_map"
 )
 
 
 def platform() -> str:
-    """The platform that arrays go to by default: "gpu", "cpu", … (`jax.default_device` included)."""
+    """The platform that arrays go to by default: "gpu", "cpu", … (`jax.default_device`
+    included)."""
     device = jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
@@ -26,7 +30,8 @@ def platform() -> str:
 
 
 def capability() -> tuple[int, int] | None:
-    """CUDA compute capability of the default device, such as (9, 0); None where that is no NVIDIA GPU."""
+    """CUDA compute capability of the default device, such as (9, 0); None where that is no NVIDIA
+    GPU."""
     if platform() not in ("gpu", "cuda"):
         return None
     device = jax.config.jax_default_device
@@ -39,12 +44,14 @@ def capability() -> tuple[int, int] | None:
 def partitioned(*arrays: Any) -> bool:
     """Whether the compiler may split work on these arrays over several devices.
 
-    It may where an array, or the mesh of `jax.set_mesh`, has axes that are not manual and span several devices. Under `jax.jit`, too, the
-    type of an array names the mesh that the array is on, and what is computed from it inherits that mesh. Inside `jax.shard_map` the axes
-    are manual and arrays are local.
+    It may where an array, or the mesh of `jax.set_mesh`, has axes that are not manual and span
+    several devices. Under `jax.jit`, too, the type of an array names the mesh that the array is on,
+    and what is computed from it inherits that mesh. Inside `jax.shard_map` the axes are manual and
+    arrays are local.
 
-    Arrays without a mesh count as on one device, however many there are. Of NumPy arrays that `jax.jit(..., in_shardings=...)` splits the
-    type names no mesh: put those on their devices first, or call `jax.set_mesh`.
+    Arrays without a mesh count as on one device, however many there are. Of NumPy arrays that
+    `jax.jit(..., in_shardings=...)` splits the type names no mesh: put those on their devices
+    first, or call `jax.set_mesh`.
     """
     context = jax.sharding.get_abstract_mesh()
     meshes = [context]
@@ -80,10 +87,12 @@ def why_not_mosaic() -> str | None:
 
 
 def auto(supported: dict[str, str | None], *arrays: Any) -> str:
-    """The first back end that can run here; no kernel of ours where the compiler may split the arrays over devices.
+    """The first back end that can run here; no kernel of ours where the compiler may split the
+    arrays over devices.
 
     Args:
-        supported: back end → None where it can run here, else the reason why not; the fastest first.
+        supported: back end → None where it can run here, else the reason why not; the fastest
+            first.
         arrays: those of the call, or pytrees of them; none where only shapes are known.
     """
     return next(name for name, why in _with_arrays(supported, arrays).items() if why is None)
@@ -101,16 +110,24 @@ def named(kernel: str, implementation: str, supported: dict[str, str | None], *a
         ValueError: no such back end, or it cannot run here; the message says which could.
     """
     if implementation not in supported:
-        raise ValueError(f"{kernel}: unknown implementation {implementation!r}; choose one of {['auto', *supported]}")
+        raise ValueError(
+            f"{kernel}: unknown implementation {implementation!r}; choose one of "
+            f"{['auto', *supported]}"
+        )
     supported = _with_arrays(supported, arrays)
     if (reason := supported[implementation]) is not None:
         usable = [name for name, why in supported.items() if why is None]
-        raise ValueError(f"{kernel}: implementation {implementation!r} {reason}; these can run here: {usable}")
+        raise ValueError(
+            f"{kernel}: implementation {implementation!r} {reason}; these can run here: {usable}"
+        )
     return implementation
 
 
 def _with_arrays(supported: dict[str, str | None], arrays: tuple) -> dict[str, str | None]:
-    """`supported`, where a kernel of ours that could run is refused for arrays that the compiler may split."""
+    """`supported`, where a kernel of ours that could run is refused for arrays that the compiler
+    may split."""
     if not partitioned(*arrays):
         return supported
-    return {name: _SPLIT if why is None and name in KERNELS else why for name, why in supported.items()}
+    return {
+        name: _SPLIT if why is None and name in KERNELS else why for name, why in supported.items()
+    }

@@ -9,7 +9,8 @@ __all__ = ["num_sms", "pl", "plgpu", "swizzled"]
 
 
 def num_sms() -> int:
-    """Multiprocessors of the GPU that is compiled for: the abstract mesh's where one is set, else the default device's."""
+    """Multiprocessors of the GPU that is compiled for: the abstract mesh's where one is set, else
+    the default device's."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     return abstract.num_cores if abstract is not None else jax.devices()[0].core_count
 

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import triton.backends.nvidia.driver
 
-# jax-triton 0.4 asks the driver module for this constant, which Triton has since 3.7; without it, it takes the whole NVIDIA
-# back end for absent. With Triton 3.6 (torch 2.11's) and the constant set, kernels run (seen on an H200).
+# jax-triton 0.4 asks the driver module for this constant, which Triton has since 3.7; without it,
+# it takes the whole NVIDIA back end for absent. With Triton 3.6 (torch 2.11's) and the constant
+# set, kernels run (seen on an H200).
 if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
     triton.backends.nvidia.driver.TMA_TF32 = 11
 
@@ -29,7 +30,8 @@ def call(
     """Launches a `@triton.jit` function on arrays; no autodiff, no vmap.
 
     Args:
-        kernel: its parameters are one for each of `args`, then a pointer for each of `out`, then constexprs.
+        kernel: its parameters are one for each of `args`, then a pointer for each of `out`, then
+            constexprs.
         args: arrays become pointers; Python numbers are baked in.
         in_place: indices of those arrays in `args` that the kernel overwrites.
 

@@ -1,17 +1,23 @@
-"""The language-model head and its loss: logits = x Wᵀ, loss_n = logsumexp(z_n) − z_n[target_n], z = logits or their soft cap.
+"""The language-model head and its loss: logits = x Wᵀ, loss_n = logsumexp(z_n) − z_n[target_n], z =
+logits or their soft cap.
 
-Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk. The softmax covers the first
-`vocab_size` columns; padded columns get a gradient of exactly zero, so padded rows of W never move.
+Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk. The
+softmax covers the first `vocab_size` columns; padded columns get a gradient of exactly zero, so
+padded rows of W never move.
 
 Back ends:
-    fused: the forward pass takes a chunk of tokens at a time, makes its logits, turns them in place into losses and dlogits
-        (`fused_classifier`), and multiplies those at once into both gradients, so that three products are made in all and never
-        more than a chunk of logits is alive. The backward pass multiplies by the losses' cotangent g: exact for dx, whose rows each
-        belong to one token; for dW = Σ_n g_n dlogits_n x_nᵀ, where all g_n are equal, as they are of a mean or a sum. Where they
-        are not, the backward pass makes dW anew from the logits, chunk by chunk. XLA sees at compile time that the g_n of a mean
-        are equal and leaves that branch out.
-    xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward pass.
-    reference: the definition, all of it in fp32, its gradients by JAX: forward mode and higher derivatives work.
+    fused: the forward pass takes a chunk of tokens at a time, makes its logits, turns them in place
+        into losses and dlogits (`fused_classifier`), and multiplies those at once into both
+        gradients, so that three products are made in all and never more than a chunk of logits is
+        alive. The backward pass multiplies by the losses' cotangent g: exact for dx, whose rows
+        each belong to one token; for dW = Σ_n g_n dlogits_n x_nᵀ, where all g_n are equal, as they
+        are of a mean or a sum. Where they are not, the backward pass makes dW anew from the logits,
+        chunk by chunk. XLA sees at compile time that the g_n of a mean are equal and leaves that
+        branch out.
+    xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
+        pass.
+    reference: the definition, all of it in fp32, its gradients by JAX: forward mode and higher
+        derivatives work.
 fused and xla are differentiable once, in reverse mode.
 """
 
@@ -27,8 +33,8 @@ from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier, to_int
 from pallas_kernels.fused_classifier import reference as classifier_reference
 from pallas_kernels.transpose import transpose_copy
 
-# Tokens a chunk where none is named. On an H200 chunks of 16,384 rows reach 780 TFLOP/s in the head's product, and 65,536 rows
-# at once 640–700.
+# Tokens a chunk where none is named. On an H200 chunks of 16,384 rows reach 780 TFLOP/s in the
+# head's product, and 65,536 rows at once 640–700.
 CHUNK = 16384
 
 
@@ -48,15 +54,17 @@ def linear_cross_entropy(
 
     Args:
         x_NC: hidden states in fp32, bf16 or fp16; the logits have their dtype, the softmax is fp32.
-        w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. Their gradient has their dtype; it is summed in
-            fp32 in the back end fused.
-        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other gives a loss of NaN.
+        w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. Their gradient has
+            their dtype; it is summed in fp32 in the back end fused.
+        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other
+            gives a loss of NaN.
         vocab_size: real columns; V when None.
-        chunk: at most this many rows of logits are alive at once; N must be a multiple. None: about 16,384 in the back end fused,
-            all of them in the others.
+        chunk: at most this many rows of logits are alive at once; N must be a multiple. None: about
+            16,384 in the back end fused, all of them in the others.
         softcap: as in `fused_classifier`.
         ignore_index: tokens with this target have loss 0 and no gradient.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
         precision: of an fp32 matrix product (JAX's own default for fp32 on a GPU is TF32).
 
     Raises:
@@ -72,7 +80,8 @@ def linear_cross_entropy(
         )
     if x_NC.dtype not in _choose.DTYPES or w_VC.dtype not in (x_NC.dtype, jnp.float32):
         raise ValueError(
-            "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype or float32, "
+            "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype "
+            "or float32, "
             f"got x in {x_NC.dtype} and w in {w_VC.dtype}"
         )
     if not jnp.issubdtype(targets_N.dtype, jnp.integer):
@@ -84,7 +93,9 @@ def linear_cross_entropy(
         return reference(x_NC, w_VC, targets_N, **how)
     if backend == "fused":
         head = _Head(chunk or _even_chunk(n), precision, **how)
-        return _calls.differentiable("linear_cross_entropy", _fused, head, x_NC, w_VC, to_int32(targets_N))
+        return _calls.differentiable(
+            "linear_cross_entropy", _fused, head, x_NC, w_VC, to_int32(targets_N)
+        )
     head = _Head(chunk or n, precision, **how)
     return _calls.differentiable("linear_cross_entropy", _in_xla, head, x_NC, w_VC, targets_N)
 
@@ -92,8 +103,8 @@ def linear_cross_entropy(
 def choose(implementation: str = "auto", *, arrays: tuple = ()) -> str:
     """The back end that `linear_cross_entropy` uses on the default device.
 
-    `auto` takes fused where its classifier is a kernel of its own, and the compiler does not split the arrays over devices: such
-    arrays cannot be cut into chunks without moving them.
+    `auto` takes fused where its classifier is a kernel of its own, and the compiler does not split
+    the arrays over devices: such arrays cannot be cut into chunks without moving them.
 
     Args:
         arrays: those of the call, whose types say whether the compiler may split them.
@@ -103,7 +114,11 @@ def choose(implementation: str = "auto", *, arrays: tuple = ()) -> str:
     """
     supported = {"fused": None, "xla": None, "reference": None}
     if implementation == "auto":
-        return "fused" if _choose.why_not_triton() is None and not _choose.partitioned(arrays) else "xla"
+        return (
+            "fused"
+            if _choose.why_not_triton() is None and not _choose.partitioned(arrays)
+            else "xla"
+        )
     return _choose.named("linear_cross_entropy", implementation, supported, arrays)
 
 
@@ -117,7 +132,9 @@ def reference(
     ignore_index: int | None = None,
 ):
     """The definition, in fp32 with true fp32 products. Returns fp32 of shape (N,)."""
-    logits_NV = _logits(x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST)
+    logits_NV = _logits(
+        x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    )
     return classifier_reference(
         logits_NV, targets_N, vocab_size=vocab_size, softcap=softcap, ignore_index=ignore_index
     )[0]
@@ -154,7 +171,8 @@ class _Head(NamedTuple):
 
 
 def _even_chunk(n: int) -> int:
-    """The rows of a chunk where n rows are cut into equal parts of at most `CHUNK`, a multiple of 128 where there are several."""
+    """The rows of a chunk where n rows are cut into equal parts of at most `CHUNK`, a multiple of
+    128 where there are several."""
     parts = -(-n // CHUNK)
     return n if parts == 1 else -(-n // (parts * 128)) * 128
 
@@ -166,7 +184,10 @@ def _in_xla(head, x_NC, w_VC, targets_N):
     n = x_NC.shape[0]
     if n == head.chunk:
         return losses(x_NC, targets_N)
-    chunks = (x_NC.reshape(n // head.chunk, head.chunk, -1), targets_N.reshape(n // head.chunk, head.chunk))
+    chunks = (
+        x_NC.reshape(n // head.chunk, head.chunk, -1),
+        targets_N.reshape(n // head.chunk, head.chunk),
+    )
     return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
 
 
@@ -180,14 +201,16 @@ def _fused(head, x_NC, w_VC, targets_N):
 
 
 def _after(x_KC, earlier):
-    """The same two, x_KC only once `earlier` is there: the compiler may otherwise make all logits first, and hold them."""
+    """The same two, x_KC only once `earlier` is there: the compiler may otherwise make all logits
+    first, and hold them."""
     return jax.lax.optimization_barrier((x_KC, earlier))
 
 
 def _fused_forward(head, x_NC, w_VC, targets_N):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
-    # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones take any order.
+    # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones
+    # take any order.
     w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
     losses, dx, dw_VC = [], [], None
     for x_KC, targets_K in head.chunks(x_NC, targets_N):
@@ -200,7 +223,9 @@ def _fused_forward(head, x_NC, w_VC, targets_N):
 
 
 def _add_dw(head, dw_VC, dlogits_KV, x_KC):
-    more_VC = jnp.einsum("kv,kc->vc", dlogits_KV, x_KC, precision=head.precision, preferred_element_type=jnp.float32)
+    more_VC = jnp.einsum(
+        "kv,kc->vc", dlogits_KV, x_KC, precision=head.precision, preferred_element_type=jnp.float32
+    )
     return more_VC if dw_VC is None else dw_VC + more_VC
 
 
@@ -209,10 +234,12 @@ def _fused_backward(head, saved, g_N):
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
     dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
-    # As integers, so that XLA may take a number for equal to itself: of a mean's cotangent, one number broadcast, it then knows
-    # the answer when it compiles, and the branch below is gone.
+    # As integers, so that XLA may take a number for equal to itself: of a mean's cotangent, one
+    # number broadcast, it then knows the answer when it compiles, and the branch below is gone.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
-    counts_N = jnp.ones_like(bits_N, bool) if head.ignore_index is None else targets_N != head.ignore_index
+    counts_N = (
+        jnp.ones_like(bits_N, bool) if head.ignore_index is None else targets_N != head.ignore_index
+    )
     first = bits_N[0] if head.ignore_index is None else jnp.where(counts_N, bits_N, 0).max()
     alike = ((bits_N == first) | ~counts_N).all()
 
@@ -225,7 +252,9 @@ def _fused_backward(head, saved, g_N):
             dw_VC = _add_dw(head, dw_VC, dlogits_KV, scaled_KC)
         return dw_VC
 
-    dw_VC = jax.lax.cond(alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), anew)
+    dw_VC = jax.lax.cond(
+        alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), anew
+    )
     return dx_NC, dw_VC.astype(w_VC.dtype), None
 
 

@@ -1,4 +1,5 @@
-"""What the tests of `pallas_kernels` share: Triton and Mosaic kernels on a CPU, compiled code to look at, and the 2× rule."""
+"""What the tests of `pallas_kernels` share: Triton and Mosaic kernels on a CPU, compiled code to
+look at, and the 2× rule."""
 
 import contextlib
 import dataclasses
@@ -25,16 +26,18 @@ from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import _choose
 
-# ----------------------------------------------------------------------------------------------------------- Triton on a CPU
+# ---------------------------------------------------------------------------------- Triton on a CPU
 
 
-# Triton's interpreter patches the module triton.language while it runs, and XLA calls back from several threads at once.
+# Triton's interpreter patches the module triton.language while it runs, and XLA calls back from
+# several threads at once.
 _INTERPRETER = threading.Lock()
 
 
 @functools.cache
 def interpreted(module: str) -> Any:
-    """A copy of a module in which every `@triton.jit` function runs in Triton's interpreter, on NumPy."""
+    """A copy of a module in which every `@triton.jit` function runs in Triton's interpreter, on
+    NumPy."""
     import triton
 
     importlib.import_module(module)
@@ -51,19 +54,24 @@ def interpreted(module: str) -> Any:
 
 def _holds_triton_source(module: str) -> bool:
     return (
-        module.startswith("pallas_kernels.") and module.split(".")[-1].startswith("_triton") and module.count(".") > 1
+        module.startswith("pallas_kernels.")
+        and module.split(".")[-1].startswith("_triton")
+        and module.count(".") > 1
     )
 
 
 def to_tf32(x: np.ndarray) -> np.ndarray:
     """`cvt.rna.tf32.f32`: fp32 to the nearest of 10 bits of mantissa, ties away from zero."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), (bits + 0x1000) & 0xFFFFE000).view(np.float32)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), (bits + 0x1000) & 0xFFFFE000).view(
+        np.float32
+    )
 
 
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
-    """While a kernel runs: `tl.max` and the like, compiled when Triton was imported, are interpreted too; bf16 is rounded.
+    """While a kernel runs: `tl.max` and the like, compiled when Triton was imported, are
+    interpreted too; bf16 is rounded.
 
     Of assembly there is one instruction, the conversion to TF32.
     """
@@ -93,7 +101,8 @@ def _interpreter() -> Iterator[None]:
         finally:
             patches.restore()
 
-    with _INTERPRETER, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):  # masked lanes hold anything
+    # masked lanes hold anything
+    with _INTERPRETER, pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         for module in (triton.language, triton.language.standard):
             for name, member in list(vars(module).items()):
                 if isinstance(member, triton.JITFunction):
@@ -137,23 +146,28 @@ def interpret_call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place
             tensors[i] = _to_torch(np.asarray(value))
         made = [_poison(shape) for shape in out]
         with _interpreter():
-            function[grid](*tensors, *made, num_warps=num_warps, num_stages=num_stages, **constexprs)
+            function[grid](
+                *tensors, *made, num_warps=num_warps, num_stages=num_stages, **constexprs
+            )
         results = [tensors[i] for i in in_place] + made
         return tuple(_to_numpy(t, shape.dtype) for t, shape in zip(results, shapes, strict=True))
 
-    return tuple(jax.pure_callback(run, tuple(shapes), *[args[i] for i in arrays], vmap_method="sequential"))
+    return tuple(
+        jax.pure_callback(run, tuple(shapes), *[args[i] for i in arrays], vmap_method="sequential")
+    )
 
 
 @pytest.fixture
 def triton_on_cpu(monkeypatch):
-    """Back end "triton" runs on the CPU, in Triton's own interpreter. Outputs hold NaN until they are written."""
+    """Back end "triton" runs on the CPU, in Triton's own interpreter. Outputs hold NaN until they
+    are written."""
     from pallas_kernels import _triton
 
     monkeypatch.setattr(_triton, "call", interpret_call)
     monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
 
 
-# ----------------------------------------------------------------------------------------------------------- Mosaic on a CPU
+# ---------------------------------------------------------------------------------- Mosaic on a CPU
 
 
 # What the interpreter has found of races, for every kernel since the fixture began.
@@ -167,9 +181,11 @@ def forget_races() -> None:
 
 @pytest.fixture
 def mosaic_on_cpu(monkeypatch):
-    """Back end "mosaic" runs on the CPU, in JAX's interpreter for Mosaic GPU; a race between threads fails the test.
+    """Back end "mosaic" runs on the CPU, in JAX's interpreter for Mosaic GPU; a race between
+    threads fails the test.
 
-    The interpreter is given what it lacks: left operands of wgmma in registers, stores to an accumulator, and TMA that adds.
+    The interpreter is given what it lacks: left operands of wgmma in registers, stores to an
+    accumulator, and TMA that adds.
     """
     from pallas_kernels._mosaic import plgpu
 
@@ -177,11 +193,18 @@ def mosaic_on_cpu(monkeypatch):
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 2)
     _complete_mosaics_interpreter(monkeypatch)
     _RACES.clear()
-    # Since 0.12 it raises at a race if it is not told otherwise, in a thread for which others then wait.
-    told = {"on_race": "warn"} if "on_race" in inspect.signature(plgpu.InterpretGPUParams).parameters else {}
+    # Since 0.12 it raises at a race if it is not told otherwise, in a thread for which others then
+    # wait.
+    told = (
+        {"on_race": "warn"}
+        if "on_race" in inspect.signature(plgpu.InterpretGPUParams).parameters
+        else {}
+    )
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **told)):
         yield
-    assert not any(state.races_found for state in _RACES), "the interpreter has found a race, described in the output"
+    assert not any(state.races_found for state in _RACES), (
+        "the interpreter has found a race, described in the output"
+    )
 
 
 def _complete_mosaics_interpreter(monkeypatch):
@@ -195,7 +218,8 @@ def _complete_mosaics_interpreter(monkeypatch):
             _RACES.append(self)
 
         def check_write(self, thread, clock, buffer_key, *args, **kwargs):
-            # No one else has this thread's registers, though those of another block go by their name.
+            # No one else has this thread's registers, though those of another block go by their
+            # name.
             if buffer_key.memory_space_id != registers:
                 super().check_write(thread, clock, buffer_key, *args, **kwargs)
 
@@ -217,24 +241,35 @@ def _complete_mosaics_interpreter(monkeypatch):
         if a_allocation_key_as_array.ndim == 1:
             return their_wgmma(a_allocation_key_as_array=a_allocation_key_as_array, **how)
         memory = gpu_callbacks._get_shared_memory()
-        log = gpu_callbacks.memory.GPULoggingInfo(how["mesh_location"], how["thread"], how["source_info"])
+        log = gpu_callbacks.memory.GPULoggingInfo(
+            how["mesh_location"], how["thread"], how["source_info"]
+        )
         right, _, _ = memory.get_buffer_content(*content(how, "b"), how["thread"], logging_info=log)
-        sums, _, _ = memory.get_buffer_content(*content(how, "acc"), how["thread"], logging_info=log)
+        sums, _, _ = memory.get_buffer_content(
+            *content(how, "acc"), how["thread"], logging_info=log
+        )
         sums = sums + np.matmul(np.asarray(a_allocation_key_as_array), right, dtype=sums.dtype)
         memory.store_buffer_content(*content(how, "acc"), sums, how["thread"], logging_info=log)
         return how["token"]
 
     class Add(gpu_callbacks.AsyncCopySmemToGmemTask):
-        """A store of what is there already plus the source. Its write counts for races as any other's."""
+        """A store of what is there already plus the source. Its write counts for races as any
+        other's."""
 
         def __call__(self, tma_thread_id):
             memory, logged = gpu_callbacks._get_shared_memory(), {"logging_info": self.logging_info}
             self.pre_read(tma_thread_id, memory)
-            ours, _, _ = memory.get_buffer_content(self.src_allocation_key, self.src_access, self.thread, **logged)
+            ours, _, _ = memory.get_buffer_content(
+                self.src_allocation_key, self.src_access, self.thread, **logged
+            )
             self.post_read(tma_thread_id, memory)
             shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
-            if (clipped := gpu_callbacks._clip_store_to_shape(self.dst_access, ours, tuple(shape))) is not None:
-                there, _, _ = memory.get_buffer_content(self.dst_allocation_key, clipped[0], self.thread, **logged)
+            if (
+                clipped := gpu_callbacks._clip_store_to_shape(self.dst_access, ours, tuple(shape))
+            ) is not None:
+                there, _, _ = memory.get_buffer_content(
+                    self.dst_allocation_key, clipped[0], self.thread, **logged
+                )
                 store = (self.dst_allocation_key, clipped[0], there + clipped[1], self.thread)
                 memory.store_buffer_content(*store, **logged)
             self.post_write(tma_thread_id, memory)
@@ -257,13 +292,14 @@ def _complete_mosaics_interpreter(monkeypatch):
 
 
 def unchecked(function: Callable) -> Callable:
-    """The function under jaxtyping's and beartype's wrappers, which under pytest refuse wrong shapes before it can."""
+    """The function under jaxtyping's and beartype's wrappers, which under pytest refuse wrong
+    shapes before it can."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-# ------------------------------------------------------------------------------------------------------------- compiled code
+# ------------------------------------------------------------------------------------ compiled code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +398,8 @@ def _ptxas(ptx: str) -> str:
 
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
-    """Traces and lowers as on a machine whose device is an H200. Triton's kernels, which need a GPU's plugin, become calls by name."""
+    """Traces and lowers as on a machine whose device is an H200. Triton's kernels, which need a
+    GPU's plugin, become calls by name."""
     from pallas_kernels import _triton
 
     def call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
@@ -371,7 +408,9 @@ def h200() -> Iterator[None]:
         return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))
 
     mesh = AbstractMesh(
-        (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+        (),
+        (),
+        abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda"),
     )
     with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
         patch.setattr(_choose, "platform", lambda: "gpu")
@@ -390,7 +429,7 @@ def lower_for_h200(f: Callable, *args: Any) -> str:
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-# --------------------------------------------------------------------------------------------------------------- the 2× rule
+# -------------------------------------------------------------------------------------- the 2× rule
 
 
 def check(
@@ -403,13 +442,16 @@ def check(
     names: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> None:
-    """|f − reference| ≤ 2 · |same_dtype − reference| + 1e-6 for every output and every gradient, in RMS and at the worst place.
+    """|f − reference| ≤ 2 · |same_dtype − reference| + 1e-6 for every output and every gradient, in
+    RMS and at the worst place.
 
-    The gradients are those of a fixed random direction in the outputs (as they are rounded to their dtype).
+    The gradients are those of a fixed random direction in the outputs (as they are rounded to their
+    dtype).
 
     Args:
         f: what is tested; it is compiled.
-        same_dtype: the plain way in the inputs' dtype; run operation by operation, so that it rounds where it says.
+        same_dtype: the plain way in the inputs' dtype; run operation by operation, so that it
+            rounds where it says.
         reference: the definition; gets the floating-point arguments in fp32.
         args: arrays.
         argnums: of the arguments whose gradients are compared.
@@ -434,7 +476,10 @@ def check(
     theirs = with_gradients(same_dtype, list(args))
     true = with_gradients(reference, fp32)
     labels = [f"output {i}" for i in range(len(jax.tree.leaves(outputs)))]
-    labels += [f"gradient of {names[i] if names else f'argument {argnums[i]}'}" for i in range(len(argnums))]
+    labels += [
+        f"gradient of {names[i] if names else f'argument {argnums[i]}'}"
+        for i in range(len(argnums))
+    ]
     for label, ours, plain, exact in zip(
         labels, jax.tree.leaves(found), jax.tree.leaves(theirs), jax.tree.leaves(true), strict=True
     ):

@@ -55,7 +55,8 @@ def test_follows_the_equations(clip_norm):
 def test_no_clipping_when_clip_norm_is_none():
     p = {"w": jnp.ones((2, 2))}
     g = {"w": jnp.full((2, 2), 1e3)}
-    settings = {"weight_decay": 0.0, "eps": 1e3}  # a large eps, so that Adam does not undo the scale
+    # a large eps, so that Adam does not undo the scale
+    settings = {"weight_decay": 0.0, "eps": 1e3}
     clipped, free = (adamw(1.0, clip_norm=c, **settings) for c in (1.0, None))
     a, b = (tx.update(g, tx.init(p), p)[0]["w"] for tx in (clipped, free))
     assert float(jnp.abs(b).max()) > 100 * float(jnp.abs(a).max())
@@ -65,7 +66,8 @@ def test_no_clipping_when_clip_norm_is_none():
 def test_clipping_is_optaxs(size):
     grads = {"a": jnp.float32([3.0, 0.0]) * (size / 5), "b": jnp.float32([[4.0]]) * (size / 5)}
     ours, theirs = (
-        clip.update(grads, clip.init(grads))[0] for clip in (clip_by_global_norm(1), optax.clip_by_global_norm(1))
+        clip.update(grads, clip.init(grads))[0]
+        for clip in (clip_by_global_norm(1), optax.clip_by_global_norm(1))
     )
     for name in grads:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=3e-7, err_msg=name)
@@ -85,8 +87,12 @@ def test_the_norm_is_that_of_all_tensors():
 
 
 def test_the_norm_is_computed_once_and_no_clipped_gradient_written():
-    """In the compiled update: sums of each matrix's rows and one of all, and three results of a tensor's shape."""
-    params = {name: jnp.zeros(shape) for name, shape in (("a", (24, 24)), ("b", (32, 32)), ("c", 5), ("d", 7))}
+    """In the compiled update: sums of each matrix's rows and one of all, and three results of a
+    tensor's shape."""
+    params = {
+        name: jnp.zeros(shape)
+        for name, shape in (("a", (24, 24)), ("b", (32, 32)), ("c", 5), ("d", 7))
+    }
     tx = adamw(1e-3)
 
     def step(params, opt_state, grads):
@@ -123,7 +129,9 @@ def test_the_state_is_optaxs():
     ours = adamw(1e-3).init(params)
     theirs = optax.chain(optax.identity(), optax.adamw(1e-3, mask=decay_mask)).init(params)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), ours) == jax.tree.map(lambda x: (x.shape, x.dtype), theirs)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), ours) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), theirs
+    )
 
 
 def test_betas_of_zero_take_the_gradients_sign():
@@ -142,9 +150,21 @@ def test_betas_may_be_arrays():
 
 @pytest.mark.parametrize(
     "options",
-    [{"learning_rate": -1e-3}, {"learning_rate": math.nan}, {"learning_rate": math.inf}, {"b1": 1.5}, {"b2": -0.1}]
+    [
+        {"learning_rate": -1e-3},
+        {"learning_rate": math.nan},
+        {"learning_rate": math.inf},
+        {"b1": 1.5},
+        {"b2": -0.1},
+    ]
     + [{"b2": 0.999999999}]
-    + [{"eps": -1.0}, {"weight_decay": -100.0}, {"clip_norm": 0.0}, {"clip_norm": -1.0}, {"clip_norm": math.nan}],
+    + [
+        {"eps": -1.0},
+        {"weight_decay": -100.0},
+        {"clip_norm": 0.0},
+        {"clip_norm": -1.0},
+        {"clip_norm": math.nan},
+    ],
 )
 def test_numbers_out_of_range_are_refused(options):
     ((name, value),) = options.items()
@@ -153,5 +173,13 @@ def test_numbers_out_of_range_are_refused(options):
 
 
 def test_decay_mask_takes_matrices_and_embeddings_alone():
-    params = {"wte": jnp.zeros((4, 2)), "ln": {"scale": jnp.ones(2), "bias": jnp.zeros(2)}, "kernel": jnp.zeros((2, 2))}
-    assert decay_mask(params) == {"wte": True, "ln": {"scale": False, "bias": False}, "kernel": True}
+    params = {
+        "wte": jnp.zeros((4, 2)),
+        "ln": {"scale": jnp.ones(2), "bias": jnp.zeros(2)},
+        "kernel": jnp.zeros((2, 2)),
+    }
+    assert decay_mask(params) == {
+        "wte": True,
+        "ln": {"scale": False, "bias": False},
+        "kernel": True,
+    }

@@ -1,4 +1,5 @@
-"""Meaningless command lines end in a sentence: a small part of benchmarks/attacks/command_lines.py."""
+"""Meaningless command lines end in a sentence: a small part of
+benchmarks/attacks/command_lines.py."""
 
 import json
 import subprocess
@@ -10,8 +11,19 @@ ATTACK = Path(__file__).parent.parent / "benchmarks" / "attacks" / "command_line
 
 def test_command_lines(tmp_path):
     out = tmp_path / "out.json"
-    # In a process of its own: the tests' type checker would refuse wrong types in place of the config.
-    command = [sys.executable, ATTACK, "--in-process", "--trials", "40", "--seed", "1", "--out", out]
+    # In a process of its own: the tests' type checker would refuse wrong types in place of the
+    # config.
+    command = [
+        sys.executable,
+        ATTACK,
+        "--in-process",
+        "--trials",
+        "40",
+        "--seed",
+        "1",
+        "--out",
+        out,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]

@@ -1,4 +1,5 @@
-"""Small runs of the attacks on checkpoints and disks; benchmarks/results/attacks has the full ones."""
+"""Small runs of the attacks on checkpoints and disks; benchmarks/results/attacks has the full
+ones."""
 
 import json
 import os
@@ -15,7 +16,11 @@ def counts(tmp_path: Path, script: str, *options: str) -> dict[str, int]:
     out = tmp_path / "out.json"
     command = [sys.executable, ATTACKS / script, *options, "--out", out]
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())["counts"]
@@ -27,7 +32,12 @@ def test_damaged_checkpoints_are_never_restored_without_a_word(tmp_path):
 
 
 def test_a_full_disk_ends_a_run_and_room_lets_it_resume(tmp_path):
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=False).returncode
+    ):
         pytest.skip("needs root and the right to mount a tmpfs")
     subprocess.run(["umount", str(tmp_path)], check=True)
-    assert counts(tmp_path, "disk_full.py", "--trials", "1", "--smallest-kib", "2600") == {"refused and resumed": 1}
+    assert counts(tmp_path, "disk_full.py", "--trials", "1", "--smallest-kib", "2600") == {
+        "refused and resumed": 1
+    }

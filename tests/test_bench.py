@@ -1,4 +1,5 @@
-"""gptjax.bench: the harness runs what it says, reports failures as such, and refuses what it cannot measure."""
+"""gptjax.bench: the harness runs what it says, reports failures as such, and refuses what it cannot
+measure."""
 
 import dataclasses
 import json
@@ -51,7 +52,8 @@ def test_the_ceiling_of_a_product_is_its_operations():
 
 
 def test_every_call_is_made_on_inputs_of_its_own():
-    """A compiler that sees the same call twice makes one of it; the sets differ, and each is used."""
+    """A compiler that sees the same call twice makes one of it; the sets differ, and each is
+    used."""
     seen = []
 
     def record(x, one):
@@ -65,7 +67,8 @@ def test_every_call_is_made_on_inputs_of_its_own():
 
 
 def test_a_program_makes_every_output_of_every_call():
-    """The compiler leaves out what nobody reads: here each output comes from a callback that it may leave out."""
+    """The compiler leaves out what nobody reads: here each output comes from a callback that it may
+    leave out."""
     made = {"a": [], "b": []}
 
     def output(name, x):
@@ -104,7 +107,9 @@ def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys)
         raise ValueError("no such shape")
 
     rows = kernels.measure(
-        [case(run={"broken": broken, "xla": lambda x, one: x + one}, bar="≤ 1 ms")], LIMITS, torch=False
+        [case(run={"broken": broken, "xla": lambda x, one: x + one}, bar="≤ 1 ms")],
+        LIMITS,
+        torch=False,
     )
     assert rows[0]["error"] == "ValueError: no such shape" and "ms" not in rows[0]
     assert rows[1]["ms"] > 0
@@ -126,7 +131,8 @@ def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys)
 
 
 def test_every_benchmark_can_be_read_and_has_what_its_table_needs():
-    """Bytes for what is bound by memory, operations for what is bound by products; names that differ."""
+    """Bytes for what is bound by memory, operations for what is bound by products; names that
+    differ."""
     assert {"linear_cross_entropy", "softmax"} <= set(kernels.available())
     for name in kernels.available():
         found = kernels.load(name)
@@ -136,21 +142,30 @@ def test_every_benchmark_can_be_read_and_has_what_its_table_needs():
             assert c.bound in ("memory", "bf16") and c.run
 
 
-def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(tmp_path, monkeypatch, capsys):
+def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(
+    tmp_path, monkeypatch, capsys
+):
     def broken(x, one):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr(kernels, "load", lambda name: [case(run={"broken": broken, "xla": lambda x, one: x + one})])
+    monkeypatch.setattr(
+        kernels, "load", lambda name: [case(run={"broken": broken, "xla": lambda x, one: x + one})]
+    )
     monkeypatch.setattr(kernels, "ceilings", lambda torch: LIMITS)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert main(["kernels", "double", "--no-torch", "--out", str(tmp_path)]) == 1
-    assert "did not run:\ndouble · 64×64 · broken: ValueError: no such shape" in capsys.readouterr().err
+    assert (
+        "did not run:\ndouble · 64×64 · broken: ValueError: no such shape"
+        in capsys.readouterr().err
+    )
     rows = json.loads((tmp_path / "double.json").read_text())["rows"]
     assert rows[1]["ms"] > 0
 
 
 def test_one_case_of_a_kernel(tmp_path, monkeypatch, capsys):
-    cases = [dataclasses.replace(case(), name=name) for name in ("64×64 bf16", "64×64 fp32 as TF32")]
+    cases = [
+        dataclasses.replace(case(), name=name) for name in ("64×64 bf16", "64×64 fp32 as TF32")
+    ]
     monkeypatch.setattr(kernels, "load", lambda name: cases)
     monkeypatch.setattr(kernels, "ceilings", lambda torch: LIMITS)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

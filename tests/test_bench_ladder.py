@@ -1,4 +1,5 @@
-"""gptjax.bench step, ladder and compare: what they run is what they say, on a tiny model; failures are rows; files compare."""
+"""gptjax.bench step, ladder and compare: what they run is what they say, on a tiny model; failures
+are rows; files compare."""
 
 import dataclasses
 import itertools
@@ -43,20 +44,24 @@ def card(tmp_path):
     return str(path)
 
 
-# --------------------------------------------------------------------------------------------------------------- PyTorch's side
+# ----------------------------------------------------------------------------------- PyTorch's side
 
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_pytorchs_step_is_the_references(flash, fused):
-    """Three steps from the same weights: loss, gradients (through the parameters), clip, decay and AdamW."""
+    """Three steps from the same weights: loss, gradients (through the parameters), clip, decay and
+    AdamW."""
     how = How(precision="fp32", compiled=False, flash=flash, padded=False, fused=fused)
     ours = TorchStep(TINY, how, batch=3, sequence_length=7, device="cpu")
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in ours.model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
-    sizes = {name: getattr(TINY, name) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")}
+    sizes = {
+        name: getattr(TINY, name)
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+    }
     reference = TorchGPT2(**sizes)
     reference.load_state_dict(ours.model.state_dict())
     for model in (ours.loss, reference.loss):
@@ -69,10 +74,15 @@ def test_pytorchs_step_is_the_references(flash, fused):
     found = [ours.step().item() for _ in range(3)]
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     assert found[0] - found[2] > 1e-3
-    for (name, one), other in zip(ours.model.named_parameters(), reference.parameters(), strict=True):
-        # A bias of the keys changes no softmax: its gradient is rounding, which Adam makes as large as any.
+    for (name, one), other in zip(
+        ours.model.named_parameters(), reference.parameters(), strict=True
+    ):
+        # A bias of the keys changes no softmax: its gradient is rounding, which Adam makes as large
+        # as any.
         parts = slice(None, TINY.n_embd) if name.endswith("c_attn.bias") else slice(None)
-        np.testing.assert_allclose(one.detach()[parts], other.detach()[parts], atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(
+            one.detach()[parts], other.detach()[parts], atol=5e-6, err_msg=name
+        )
 
 
 def test_pytorchs_options():
@@ -81,10 +91,16 @@ def test_pytorchs_options():
     assert ours.model.wte.shape == (64, 16) and int(ours.tokens_BT.max()) < 61
     before = [p.detach().clone() for p in ours.model.parameters()]
     assert ours.run(2) > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, ours.model.parameters(), strict=True))  # forward alone
+    # forward alone
+    assert all(torch.equal(a, b) for a, b in zip(before, ours.model.parameters(), strict=True))
     assert not ours.step().requires_grad
     trained = TorchStep(
-        TINY, dataclasses.replace(how, fused=False), batch=1, sequence_length=4, device="cpu", like=ours
+        TINY,
+        dataclasses.replace(how, fused=False),
+        batch=1,
+        sequence_length=4,
+        device="cpu",
+        like=ours,
     )
     assert trained.model is ours.model
     trained.run(1)
@@ -108,14 +124,22 @@ def test_pytorch_gives_up_its_memory_where_it_must(monkeypatch):
     assert theirs.model is None and not theirs.has_room()
 
 
-# ------------------------------------------------------------------------------------------------------------------- the rungs
+# ---------------------------------------------------------------------------------------- the rungs
 
 
 def test_a_ladder_goes_from_plain_fp32_to_the_model_as_it_is():
     model = dataclasses.replace(PRESETS["gpt2"], recompute="block", precision=Precision("tf32"))
     found = list(ladder.rungs(model))
     assert [name for name, _, _ in found] == [
-        *("fp32, no jit", "jit", "TF32", "bf16", "flash attention", "padded vocabulary", "fused classifier"),
+        *(
+            "fp32, no jit",
+            "jit",
+            "TF32",
+            "bf16",
+            "flash attention",
+            "padded vocabulary",
+            "fused classifier",
+        ),
         *("fused norms and MLP", "the rest"),
     ]
     assert [jit for _, _, jit in found] == [False] + [True] * 8
@@ -145,13 +169,30 @@ def test_every_rung_is_measured_and_one_that_fails_is_named(card, tmp_path, monk
 
     monkeypatch.setattr(ladder, "rungs", with_one_that_fails)
     out, picture = tmp_path / "ladder.json", tmp_path / "ladder.png"
-    command = ["ladder", "--config", card, "--batch", "2", "--no-torch", "--out", str(out), "--picture", str(picture)]
+    command = [
+        "ladder",
+        "--config",
+        card,
+        "--batch",
+        "2",
+        "--no-torch",
+        "--out",
+        str(out),
+        "--picture",
+        str(picture),
+    ]
     assert main(command) == 1
     said = capsys.readouterr()
-    assert "did not run:\ngptjax · nowhere to run · tiny" in said.err and "needs an NVIDIA GPU" in said.err
+    assert (
+        "did not run:\ngptjax · nowhere to run · tiny" in said.err
+        and "needs an NVIDIA GPU" in said.err
+    )
     result = json.loads(out.read_text())
     rows = result["rows"]
-    assert result["command"].endswith("--batch 2 --no-torch") and result["device"] == jax.devices()[0].device_kind
+    assert (
+        result["command"].endswith("--batch 2 --no-torch")
+        and result["device"] == jax.devices()[0].device_kind
+    )
     assert [row["rung"] for row in rows if "error" in row] == ["nowhere to run"]
     measured = [row for row in rows if "ms" in row]
     assert len(measured) == 8 == len(rows) - 1
@@ -169,11 +210,14 @@ def test_every_rung_is_measured_and_one_that_fails_is_named(card, tmp_path, monk
 
 
 def test_both_ladders_in_one_run(monkeypatch):
-    """PyTorch's ladder on a CPU, where nothing is compiled; ours cut to nothing but a rung that fails."""
+    """PyTorch's ladder on a CPU, where nothing is compiled; ours cut to nothing but a rung that
+    fails."""
     nowhere = dataclasses.replace(TINY, attention="triton")
     monkeypatch.setattr(ladder, "rungs", lambda model: [("jit", nowhere, True)])
     base = step.one_micro_batch(step.base_config(None, None), 2, 8)
-    climbed = list(ladder.climb("tiny", dataclasses.replace(base, model=TINY), step.one_device(), torch=True))
+    climbed = list(
+        ladder.climb("tiny", dataclasses.replace(base, model=TINY), step.one_device(), torch=True)
+    )
     assert [len(rows) for rows in climbed] == list(range(1, 8)), "after each rung all so far"
     rows = climbed[-1]
     assert [row["system"] for row in rows] == ["gptjax"] + ["torch"] * 6
@@ -182,16 +226,31 @@ def test_both_ladders_in_one_run(monkeypatch):
     ladder.show(rows, step.one_device())
 
 
-# ---------------------------------------------------------------------------------------------------------------------- a step
+# ------------------------------------------------------------------------------------------- a step
 
 
 @pytest.mark.usefixtures("optax_promotion")
 def test_a_step_beside_pytorch(card, tmp_path, capsys):
     out = tmp_path / "step.json"
-    command = ["step", "--config", card, "--batch", "1", "--norm", "xla", "--torch", "--seconds", "0.01"]
+    command = [
+        "step",
+        "--config",
+        card,
+        "--batch",
+        "1",
+        "--norm",
+        "xla",
+        "--torch",
+        "--seconds",
+        "0.01",
+    ]
     assert main([*command, "--out", str(out)]) == 0
     ours, theirs = json.loads(out.read_text())["rows"]
-    assert ours["asked"] == {"norm": "xla"} and ours["kernels"]["attention"] == "xla" and ours["batch"] == 1
+    assert (
+        ours["asked"] == {"norm": "xla"}
+        and ours["kernels"]["attention"] == "xla"
+        and ours["batch"] == 1
+    )
     assert ours["of_torch"] == pytest.approx(theirs["ms"] / ours["ms"])
     assert ours["needed_gib"] > 0 and ours["program"]["fusions"] > 10 and ours["compile_s"] > 0.05
     assert theirs["system"] == "torch" and "eager" in theirs["kernels"]
@@ -212,8 +271,20 @@ def test_our_step_trains(card):
 def test_the_largest_forward_pass(card, tmp_path, monkeypatch, capsys):
     out, asked = tmp_path / "largest.json", []
     needed = {n: step.needed_bytes(_compiled(n)) for n in (20, 24)}
-    monkeypatch.setattr(step, "available_bytes", lambda device: asked.append(device) or needed[20] + 100)
-    command = ["step", "--config", card, "--forward", "--largest", "--seconds", "0.01", "--out", str(out)]
+    monkeypatch.setattr(
+        step, "available_bytes", lambda device: asked.append(device) or needed[20] + 100
+    )
+    command = [
+        "step",
+        "--config",
+        card,
+        "--forward",
+        "--largest",
+        "--seconds",
+        "0.01",
+        "--out",
+        str(out),
+    ]
     assert main(command) == 0 and asked
     (row,) = json.loads(out.read_text())["rows"]
     assert needed[24] > needed[20] + 100
@@ -224,7 +295,9 @@ def test_the_largest_forward_pass(card, tmp_path, monkeypatch, capsys):
 
 
 def _compiled(batch):
-    config = dataclasses.replace(step.one_micro_batch(step.base_config(None, None), batch, 8), model=TINY)
+    config = dataclasses.replace(
+        step.one_micro_batch(step.base_config(None, None), batch, 8), model=TINY
+    )
     ours = step.OurStep(config, step.one_device(), forward=True)
     ours.compile()
     return ours.compiled
@@ -241,7 +314,9 @@ def test_the_largest_batch_is_found_in_few_compilations(limit, fixed):
         return fixed + 1000 * batch + 300 * min(batch, 16)  # logits grow up to a chunk
 
     available = fixed + 1000 * limit + 300 * min(limit, 16)
-    assert step.largest_batch(needs, available) == (limit if limit < 3 else 2 if limit == 3 else limit // 4 * 4)
+    assert step.largest_batch(needs, available) == (
+        limit if limit < 3 else 2 if limit == 3 else limit // 4 * 4
+    )
     assert len(asked) <= 6
 
 
@@ -291,7 +366,10 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
         "torch",
         "rest",
     ]
-    assert found["torch"] == [1.0, 1.0] and step.first_line(found["gptjax"]) == "RuntimeError: out of memory"
+    assert (
+        found["torch"] == [1.0, 1.0]
+        and step.first_line(found["gptjax"]) == "RuntimeError: out of memory"
+    )
     # Nor does an error between two turns cost what was measured.
     order = []
     monkeypatch.setattr(Side, "make_room", lambda *_: 1 / 0)
@@ -312,22 +390,40 @@ ENTRY %main {
   %c = f32[2] custom-call(%a), custom_call_target="__cublas$gemm"
   %d = f32[2] call(%b), to_apply=%command_buffer.1
 }"""
-    assert step.count(text) == {"fusions": 1, "custom_calls": {"__cublas$gemm": 2}, "command_buffers": 1}
+    assert step.count(text) == {
+        "fusions": 1,
+        "custom_calls": {"__cublas$gemm": 2},
+        "command_buffers": 1,
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------------- compare
+# ------------------------------------------------------------------------------------------ compare
 
 
 def result(rows, **versions):
     rows = [{"system": "gptjax", "model": "gpt2", "batch": 4} | row for row in rows]
-    return {"command": "c", "date": "d", "device": "a GPU", "versions": {"jax": "1"} | versions, "rows": rows}
+    return {
+        "command": "c",
+        "date": "d",
+        "device": "a GPU",
+        "versions": {"jax": "1"} | versions,
+        "rows": rows,
+    }
 
 
 def test_two_results_beside_each_other(tmp_path, capsys):
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     rung = {"rung": "jit", "ms": 10.0}
-    old = [rung | {"asked": {"attention": "xla"}}, {"rung": "gone", "ms": 1.0}, {"rung": "breaks", "ms": 1.0}]
-    new = [rung | {"ms": 10.6}, {"rung": "breaks", "error": "out of memory"}, {"rung": "came", "ms": 2.0}]
+    old = [
+        rung | {"asked": {"attention": "xla"}},
+        {"rung": "gone", "ms": 1.0},
+        {"rung": "breaks", "ms": 1.0},
+    ]
+    new = [
+        rung | {"ms": 10.6},
+        {"rung": "breaks", "error": "out of memory"},
+        {"rung": "came", "ms": 2.0},
+    ]
     a.write_text(json.dumps(result(old)))
     b.write_text(json.dumps(result(new, torch="2")))
     assert main(["compare", str(a), str(b)]) == 0
@@ -335,7 +431,12 @@ def test_two_results_beside_each_other(tmp_path, capsys):
     assert "1.060 ×" in said and said.count("absent") == 3 and "torch: absent → 2" in said
     assert main(["compare", str(a), str(b), "--fail-above", "1.05"]) == 1
     said = capsys.readouterr().err
-    assert "jit" in said and "1.060" in said and "breaks · gpt2 · 4: out of memory" in said and "came" not in said
+    assert (
+        "jit" in said
+        and "1.060" in said
+        and "breaks · gpt2 · 4: out of memory" in said
+        and "came" not in said
+    )
     b.write_text(json.dumps(result(new[:1])))
     assert main(["compare", str(a), str(b), "--fail-above", "1.07"]) == 0
     b.write_text(json.dumps(result([{"rung": "came", "ms": 2.0}])))
@@ -357,7 +458,10 @@ def test_contradictions(card, capsys):
         (["step", "--config", card, "--preset", "gpt2"], "both name a model"),
         (["step", "--batch", "4", "--largest"], "give one of them"),
         (["step", "--forward", "--recompute", "block"], "no backward pass"),
-        (["step", "--config", card, "--sequence-length", "16"], "longer than the model's block size"),
+        (
+            ["step", "--config", card, "--sequence-length", "16"],
+            "longer than the model's block size",
+        ),
     ):
         assert main(command) == 1
         assert word in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""gptjax.bench profile: whose a kernel is, what a trace adds up to, and a real trace of a small program on the CPU."""
+"""gptjax.bench profile: whose a kernel is, what a trace adds up to, and a real trace of a small
+program on the CPU."""
 
 import dataclasses
 import json
@@ -76,14 +77,15 @@ def test_where_an_instruction_comes_from():
 
 
 def test_a_forward_pass_has_no_optimizer():
-    text = (
-        'ENTRY %main (x: f32[]) -> f32[] {\n  ROOT %sine = f32[] sine(%x), metadata={op_name="jit(eval_step)/sin"}\n}'
-    )
+    text = 'ENTRY %main (x: f32[]) -> f32[] {\n  ROOT %sine = f32[] sine(%x), metadata={op_name="jit(eval_step)/sin"}\n}'
     assert profile.places(text) == {"sine": Place("other", "forward", "sin", product=False)}
 
 
 def line(name, *events):
-    made = [SimpleNamespace(name=n, start_ns=s, duration_ns=d, stats=list(stats.items())) for n, s, d, stats in events]
+    made = [
+        SimpleNamespace(name=n, start_ns=s, duration_ns=d, stats=list(stats.items()))
+        for n, s, d, stats in events
+    ]
     return SimpleNamespace(name=name, events=made)
 
 
@@ -112,7 +114,9 @@ def gpu_planes():
     return [
         SimpleNamespace(name="/host:CPU", lines=[line("main", ("launch", 0, 99, of("gather.1")))]),
         SimpleNamespace(name="/device:GPU:0", lines=[first, second, ops]),
-        SimpleNamespace(name="/device:GPU:1", lines=[line("Stream #1", ("elsewhere", 0, 10**6, of("gather.1")))]),
+        SimpleNamespace(
+            name="/device:GPU:1", lines=[line("Stream #1", ("elsewhere", 0, 10**6, of("gather.1")))]
+        ),
     ]
 
 
@@ -129,13 +133,16 @@ def test_the_kernels_of_a_gpu_are_those_of_its_streams():
         ),
         *("loop_adam_fusion.3_2", "loop_adam_fusion_7"),
     ]
-    assert found[0] == Kernel("loop_gather_fusion_1", "gather.1", "jvp(embedding)/gather", 1000, 500)
+    assert found[0] == Kernel(
+        "loop_gather_fusion_1", "gather.1", "jvp(embedding)/gather", 1000, 500
+    )
     assert found[5].hlo_op == found[5].op_name == ""
 
 
 def test_a_trace_adds_up():
     found = profile.summary(profile.kernels(gpu_planes(), "jit_train_step"), profile.places(HLO))
-    # From 1000 to 14000 ns; nothing ran for 500 + 1000 + 1500; MemcpyD2D began 1000 before the kernel beside it ended.
+    # From 1000 to 14000 ns; nothing ran for 500 + 1000 + 1500; MemcpyD2D began 1000 before the
+    # kernel beside it ended.
     assert found["span_ms"] == pytest.approx(0.013)
     assert found["idle_ms"] == pytest.approx(0.003)
     assert found["busy_ms"] == pytest.approx(0.010)
@@ -163,12 +170,16 @@ def test_a_loop_does_not_count_what_is_inside_it_again():
 
 
 def test_an_instruction_that_the_text_does_not_have_is_where_the_trace_says():
-    found = profile.summary([Kernel("late", "fusion.99", "transpose(jvp(mlp))/mul", 0, 1000)], profile.places(HLO))
+    found = profile.summary(
+        [Kernel("late", "fusion.99", "transpose(jvp(mlp))/mul", 0, 1000)], profile.places(HLO)
+    )
     assert [(row["part"], row["pass"]) for row in found["parts"]] == [("MLP", "backward")]
 
 
 def test_a_trace_of_another_form_is_an_error():
-    planes = [SimpleNamespace(name="/device:GPU:0", lines=[line("Queue 1", ("k", 0, 1, of("gather.1")))])]
+    planes = [
+        SimpleNamespace(name="/device:GPU:0", lines=[line("Queue 1", ("k", 0, 1, of("gather.1")))])
+    ]
     with pytest.raises(BenchError, match=r"expected lines named Stream.*found \['Queue 1'\]"):
         profile.kernels(planes, "jit_train_step")
 
@@ -214,13 +225,19 @@ def test_a_real_trace(tmp_path):
     found = profile.trace(small, tmp_path)
     assert small.runs == [profile.WARM_UP, profile.TIMED, 1, 1] and found["untraced_ms"] == 500
     parts = {(row["part"], row["pass"]): row for row in found["parts"]}
-    assert parts["MLP", "forward"]["products_ms"] > 0 and parts["MLP", "backward"]["products_ms"] > 0
+    assert (
+        parts["MLP", "forward"]["products_ms"] > 0 and parts["MLP", "backward"]["products_ms"] > 0
+    )
     assert ("norm, residual", "forward") in parts and ("optimizer, clip", "update") in parts
     assert found["kernel_ms"] == pytest.approx(sum(row["ms"] for row in found["kernels"]))
     # Whose a kernel is, is known of all but a few.
-    assert sum(row["ms"] for row in found["parts"] if row["part"] == "other") < 0.2 * found["kernel_ms"]
     assert (
-        found["trace"].endswith(".trace.json.gz") and len(list(tmp_path.glob("plugins/profile/*/*.trace.json.gz"))) == 1
+        sum(row["ms"] for row in found["parts"] if row["part"] == "other")
+        < 0.2 * found["kernel_ms"]
+    )
+    assert (
+        found["trace"].endswith(".trace.json.gz")
+        and len(list(tmp_path.glob("plugins/profile/*/*.trace.json.gz"))) == 1
     )
 
 
@@ -238,18 +255,40 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     card = tmp_path / "card.py"
     card.write_text(
         "from gptjax.config import Config\nfrom gptjax.models.gpt2 import GPT2Config\n"
-        "model = GPT2Config(vocab_size=250, padded_vocab_size=256, block_size=64, n_layer=1, n_head=2, n_embd=64)\n"
+        "model = GPT2Config(vocab_size=250, padded_vocab_size=256, block_size=64, n_layer=1, "
+        "n_head=2, n_embd=64)\n"
         "config = Config(model=model, sequence_length=64, batch_tokens=256, micro_batch=4)\n"
     )
     out = tmp_path / "profile"
-    assert main(["profile", "--out", str(out), "--config", str(card), "--batch", "2", "--recompute", "block"]) == 0
+    assert (
+        main(
+            [
+                "profile",
+                "--out",
+                str(out),
+                "--config",
+                str(card),
+                "--batch",
+                "2",
+                "--recompute",
+                "block",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
-    assert "card · fp32 · 2 × 64 · block" in shown and "idle" in shown and "ui.perfetto.dev" in shown
+    assert (
+        "card · fp32 · 2 × 64 · block" in shown and "idle" in shown and "ui.perfetto.dev" in shown
+    )
     (row,) = json.loads((out / "profile.json").read_text())["rows"]
     passes = {(r["part"], r["pass"]) for r in row["parts"]}
     for part in ("norm, residual", "attention", "MLP"):
         assert {(part, "forward"), (part, "recomputed"), (part, "backward")} <= passes
-    assert {("embedding", "forward"), ("embedding", "backward"), ("optimizer, clip", "update")} <= passes
+    assert {
+        ("embedding", "forward"),
+        ("embedding", "backward"),
+        ("optimizer, clip", "update"),
+    } <= passes
     assert {("head, loss", "forward"), ("head, loss", "backward")} <= passes
     known = sum(r["ms"] for r in row["parts"] if r["part"] != "other")
     assert known > 0.9 * row["kernel_ms"]

@@ -1,4 +1,5 @@
-"""gptjax.bench startup: the parts of a start add up, and train.py is measured as its users run it."""
+"""gptjax.bench startup: the parts of a start add up, and train.py is measured as its users run
+it."""
 
 import json
 import time
@@ -50,14 +51,21 @@ def test_what_the_log_does_not_know_of_is_pythons_own():
 
 
 def test_three_starts(tmp_path, capsys):
-    """Cold finds nothing and warm everything, untraced; resumed goes on from the checkpoint, without the first state and validation."""
+    """Cold finds nothing and warm everything, untraced; resumed goes on from the checkpoint,
+    without the first state and validation."""
     card, out = tmp_path / "card.py", tmp_path / "results" / "startup.json"
     card.write_text(CARD)
-    assert main(["startup", "--config", str(card), "--options=--val-tokens 128 --name-of-nothing 1"]) == 1
+    assert (
+        main(["startup", "--config", str(card), "--options=--val-tokens 128 --name-of-nothing 1"])
+        == 1
+    )
     told = capsys.readouterr().err
     assert "the cold start failed" in told and "name-of-nothing" in told
 
-    assert main(["startup", "--config", str(card), "--options=--val-tokens 128", "--out", str(out)]) == 0
+    assert (
+        main(["startup", "--config", str(card), "--options=--val-tokens 128", "--out", str(out)])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "train_step: traced and lowered" in shown and "total" in shown
     result = json.loads(out.read_text())
@@ -69,9 +77,15 @@ def test_three_starts(tmp_path, capsys):
         assert row["device"] == "cpu" and "jax" in row["versions"]
     for row, found in ((cold, "no"), (warm, "whole"), (resumed, "whole")):
         names = {"train_step", "eval_step"} | ({"first_state"} if row is not resumed else set())
-        assert {program["name"]: program["found"] for program in row["programs"]} == dict.fromkeys(names, found)
+        assert {program["name"]: program["found"] for program in row["programs"]} == dict.fromkeys(
+            names, found
+        )
         assert all((program["lower"] > 0) == (row is cold) for program in row["programs"])
-    assert cold["cache_hits"] == 0 and cold["cache_misses"] == warm["cache_hits"] >= 3 and warm["cache_misses"] == 0
+    assert (
+        cold["cache_hits"] == 0
+        and cold["cache_misses"] == warm["cache_hits"] >= 3
+        and warm["cache_misses"] == 0
+    )
     assert "validation" in warm["parts"] and "validation" not in resumed["parts"]
 
 

@@ -1,4 +1,5 @@
-"""Every public function of pallas_kernels under shard_map's checks, forward mode and second derivatives, and its dtypes."""
+"""Every public function of pallas_kernels under shard_map's checks, forward mode and second
+derivatives, and its dtypes."""
 
 import functools
 
@@ -18,7 +19,13 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-X, W, B, W2, C = 0.5 * normal(0, 4, 8, 16), normal(1, 16, 48), normal(2, 48), normal(3, 48, 16), normal(4, 16)
+X, W, B, W2, C = (
+    0.5 * normal(0, 4, 8, 16),
+    normal(1, 16, 48),
+    normal(2, 48),
+    normal(3, 48, 16),
+    normal(4, 16),
+)
 SQUARE, Q = normal(5, 4, 8, 8), normal(6, 4, 8, 2, 8)
 LOGITS, HEAD, TARGETS = normal(7, 32, 12), normal(8, 12, 16), jnp.arange(32) % 11
 
@@ -35,7 +42,8 @@ def head(x, w, targets, **how):
     return pk.linear_cross_entropy(x.reshape(-1, 16), w, targets, vocab_size=11, **how)
 
 
-# The function, its arrays, which of them a mesh splits along the first axis, and its back ends beside reference on any device.
+# The function, its arrays, which of them a mesh splits along the first axis, and its back ends
+# beside reference on any device.
 CASES = {
     "softmax": (pk.softmax, (X,), (ROWS,), ["xla"]),
     "layer_norm": (norm_of_sum, (X, 2 * X, C, C, C), (ROWS, ROWS, WHOLE, WHOLE, WHOLE), ["xla"]),
@@ -57,7 +65,11 @@ CASES = {
     "transpose_add": (pk.transpose_add, (X.mT, 2 * X), (ROWS, ROWS), ["xla"]),
 }  # fmt: skip
 BACK_ENDS = [(name, how) for name, (*_, others) in CASES.items() for how in [*others, "reference"]]
-ONCE = [(name, how) for name, how in BACK_ENDS if how != "reference" and not name.startswith(("flash", "transpose"))]
+ONCE = [
+    (name, how)
+    for name, how in BACK_ENDS
+    if how != "reference" and not name.startswith(("flash", "transpose"))
+]
 
 
 def scalar_of(name, implementation):
@@ -76,29 +88,37 @@ def test_no_public_function_is_left_out():
     assert {*CASES, "SigmoidCap", "flash_attention_qkv"} == {*pk.__all__}
 
 
-# ---------------------------------------------------------------------------------------------------------------- shard_map
+# ---------------------------------------------------------------------------------------- shard_map
 
 
 def gradients(f, args, out):
-    """Gradients of Σ weights · f(args), with the sum over the devices inside shard_map left to JAX."""
+    """Gradients of Σ weights · f(args), with the sum over the devices inside shard_map left to
+    JAX."""
     floats = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
     return jax.grad(lambda *args: (f(*args) * out).sum(), floats)(*args)
 
 
 def on_two_devices(f, specs, gradient_specs):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices())
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()
+    )
     local = functools.partial(gradients, f)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, ROWS), out_specs=gradient_specs))
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(specs, ROWS), out_specs=gradient_specs)
+    )
 
 
 @pytest.mark.parametrize("name, implementation", BACK_ENDS)
 def test_gradients_inside_shard_map(name, implementation):
-    """With its default, check_vma=True, those of whole arrays are summed over devices, as JAX's own are."""
+    """With its default, check_vma=True, those of whole arrays are summed over devices, as JAX's own
+    are."""
     f, args, specs, _ = CASES[name]
     f = functools.partial(f, implementation=implementation)
     weights = normal(9, *jax.eval_shape(f, *args).shape)
     expected = jax.jit(functools.partial(gradients, f))(args, weights)
-    float_specs = tuple(s for s, a in zip(specs, args, strict=True) if jnp.issubdtype(a.dtype, jnp.floating))
+    float_specs = tuple(
+        s for s, a in zip(specs, args, strict=True) if jnp.issubdtype(a.dtype, jnp.floating)
+    )
 
     found = on_two_devices(f, specs, float_specs)(args, weights)
     for ours, whole in zip(found, expected, strict=True):
@@ -108,25 +128,34 @@ def test_gradients_inside_shard_map(name, implementation):
 def test_triton_kernels_inside_shard_map(triton_on_cpu):
     """What a kernel writes varies over devices as what it reads does."""
     args, specs = CASES["layer_norm"][1:3]
-    found = on_two_devices(functools.partial(norm_of_sum, implementation="triton"), specs, specs)(args, X)
-    expected = jax.jit(functools.partial(gradients, functools.partial(norm_of_sum, implementation="xla")))(args, X)
+    found = on_two_devices(functools.partial(norm_of_sum, implementation="triton"), specs, specs)(
+        args, X
+    )
+    expected = jax.jit(
+        functools.partial(gradients, functools.partial(norm_of_sum, implementation="xla"))
+    )(args, X)
     for ours, whole in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------- forward mode, second derivatives
+# ----------------------------------------------------------------- forward mode, second derivatives
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_has_forward_mode_and_second_derivatives(name):
-    """Forward over reverse against differences of gradients, which `test_*` of each function check."""
+    """Forward over reverse against differences of gradients, which `test_*` of each function
+    check."""
     scalar, floats = scalar_of(name, "reference")
     direction = [normal(20 + i, *a.shape) for i, a in enumerate(floats)]
     gradient = jax.jit(jax.grad(scalar, tuple(range(len(floats)))))
     slope = jax.jit(lambda *a: jax.jvp(scalar, a, tuple(direction))[1])(*floats)
-    np.testing.assert_allclose(slope, sum(map(jnp.vdot, gradient(*floats), direction)), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        slope, sum(map(jnp.vdot, gradient(*floats), direction)), rtol=1e-3, atol=1e-3
+    )
     moved = lambda step: gradient(*(a + step * d for a, d in zip(floats, direction, strict=True)))
-    differences = [(after - before) / 2e-3 for after, before in zip(moved(1e-3), moved(-1e-3), strict=True)]
+    differences = [
+        (after - before) / 2e-3 for after, before in zip(moved(1e-3), moved(-1e-3), strict=True)
+    ]
     over_reverse = jax.jit(lambda *a: jax.jvp(gradient, a, tuple(direction))[1])(*floats)
     along = lambda *a: sum(map(jnp.vdot, gradient(*a), direction))
     of_reverse = jax.jit(jax.grad(along, tuple(range(len(floats)))))(*floats)
@@ -144,14 +173,19 @@ def test_forward_mode_of_the_others_says_what_to_do(name, implementation):
 
 
 def test_second_derivatives_of_the_fused_loss_name_it_and_say_what_to_do():
-    """Of the weights, and of what scales the loss: the fused back end reads that as bits, which have no derivative."""
+    """Of the weights, and of what scales the loss: the fused back end reads that as bits, which
+    have no derivative."""
     scalar, floats = scalar_of("linear_cross_entropy", "fused")
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy: .*implementation='reference'"):
+    with pytest.raises(
+        NotImplementedError, match="linear_cross_entropy: .*implementation='reference'"
+    ):
         jax.grad(lambda x, w: jnp.vdot(jax.grad(scalar, 1)(x, w), w))(*floats)
     norm = lambda factor, how: jnp.linalg.norm(
         jax.grad(lambda w: factor * head(X, w, TARGETS, implementation=how).mean())(HEAD)
     )
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy: .*implementation='reference'"):
+    with pytest.raises(
+        NotImplementedError, match="linear_cross_entropy: .*implementation='reference'"
+    ):
         jax.grad(norm)(2.0, "fused")
     np.testing.assert_allclose(jax.grad(norm)(2.0, "reference"), norm(1.0, "reference"), rtol=1e-5)
 
@@ -163,23 +197,32 @@ def test_differentiating_a_kernel_names_the_public_function():
         jax.jit(jax.grad(lambda x: kernel(x, None).sum()))(X)
 
 
-# ------------------------------------------------------------------------------------------------------------------- dtypes
+# ------------------------------------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float8_e4m3fn, jnp.int32], ids=str)
 @pytest.mark.parametrize("name, implementation", BACK_ENDS)
 def test_other_dtypes_are_refused(name, implementation, dtype):
-    """In every back end: none computes in float64, and none says so with another dtype in its result."""
+    """In every back end: none computes in float64, and none says so with another dtype in its
+    result."""
     args = CASES[name][1]
-    f = {"layer_norm": pk.layer_norm, "ba_plus_caa": pk.ba_plus_caa, "fused_classifier": pk.fused_classifier}.get(name)
+    f = {
+        "layer_norm": pk.layer_norm,
+        "ba_plus_caa": pk.ba_plus_caa,
+        "fused_classifier": pk.fused_classifier,
+    }.get(name)
     f = f or getattr(pk, name)
     how = {"projected_attention": {"heads": 2}, "ba_plus_caa": {"b": 1.0, "c": 1.0}}.get(name, {})
-    args = {"layer_norm": (X, C, C), "ba_plus_caa": (SQUARE,), "linear_cross_entropy": (X[0], HEAD, TARGETS[:8])}.get(
-        name, args
-    )
+    args = {
+        "layer_norm": (X, C, C),
+        "ba_plus_caa": (SQUARE,),
+        "linear_cross_entropy": (X[0], HEAD, TARGETS[:8]),
+    }.get(name, args)
     with jax.enable_x64(True):
         args = [a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
-        with pytest.raises(ValueError, match=f"{name}: expected .*float32, bfloat16 or float16.*{jnp.dtype(dtype)}"):
+        with pytest.raises(
+            ValueError, match=f"{name}: expected .*float32, bfloat16 or float16.*{jnp.dtype(dtype)}"
+        ):
             unchecked(f)(*args, implementation=implementation, **how)
 
 
@@ -192,16 +235,28 @@ def test_targets_of_any_integer_type(implementation, dtype):
     with jax.enable_x64(True):
         targets = TARGETS.astype(dtype)
         expected = head(X, HEAD, TARGETS, implementation="xla")
-        np.testing.assert_allclose(head(X, HEAD, targets, implementation=implementation), expected, rtol=1e-5)
+        np.testing.assert_allclose(
+            head(X, HEAD, targets, implementation=implementation), expected, rtol=1e-5
+        )
         if implementation != "fused":
-            found = pk.fused_classifier(LOGITS, targets, vocab_size=11, implementation=implementation)
+            found = pk.fused_classifier(
+                LOGITS, targets, vocab_size=11, implementation=implementation
+            )
             expected = pk.fused_classifier(LOGITS, TARGETS, vocab_size=11, implementation="xla")
-            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected
+            )
 
 
 @pytest.mark.parametrize(
     "dtype, target",
-    [(jnp.uint32, 2**31), (jnp.uint32, 2**32 - 100), (jnp.int64, 2**32 + 3), (jnp.int64, -(2**32)), (jnp.uint64, 2**40)],
+    [
+        (jnp.uint32, 2**31),
+        (jnp.uint32, 2**32 - 100),
+        (jnp.int64, 2**32 + 3),
+        (jnp.int64, -(2**32)),
+        (jnp.uint64, 2**40),
+    ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "reference", "fused"])
 def test_a_target_beyond_int32_does_not_wrap(implementation, dtype, target):
@@ -214,7 +269,11 @@ def test_a_target_beyond_int32_does_not_wrap(implementation, dtype, target):
 
 def test_targets_that_are_no_integers_are_refused():
     for targets in (TARGETS.astype(jnp.float32), TARGETS > 3):
-        with pytest.raises(ValueError, match=f"linear_cross_entropy: expected integer targets, got {targets.dtype}"):
+        with pytest.raises(
+            ValueError, match=f"linear_cross_entropy: expected integer targets, got {targets.dtype}"
+        ):
             unchecked(pk.linear_cross_entropy)(X.reshape(-1, 16), HEAD, targets)
-        with pytest.raises(ValueError, match=f"fused_classifier: expected integer targets, got {targets.dtype}"):
+        with pytest.raises(
+            ValueError, match=f"fused_classifier: expected integer targets, got {targets.dtype}"
+        ):
             unchecked(pk.fused_classifier)(LOGITS, targets)

@@ -1,4 +1,5 @@
-"""Checkpoints: exact, verified, kept as asked, refused when they do not fit or are damaged, complete when a save fails."""
+"""Checkpoints: exact, verified, kept as asked, refused when they do not fit or are damaged,
+complete when a save fails."""
 
 import functools
 import json
@@ -16,7 +17,9 @@ from gptjax.training import checkpoint as checkpoint_module
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, DamagedError, NotFiniteError
 from gptjax.training.step import init_state
 
-CONFIG = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=11, n_head=2, n_embd=8)
+CONFIG = GPT2Config(
+    vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=11, n_head=2, n_embd=8
+)
 
 
 @functools.cache
@@ -24,7 +27,9 @@ def state_and_shape(devices=1, config=CONFIG):
     mesh = sharding.replicated(sharding.data_mesh(jax.devices("cpu")[:devices]))
     state = jax.device_put(init_state(config, optim.adamw(1e-3), 0), mesh)
     state = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state)
-    return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh), state)
+    return state, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh), state
+    )
 
 
 @pytest.fixture
@@ -45,11 +50,17 @@ def test_comes_back_bit_for_bit_on_any_number_of_devices(saved, devices):
     assert checkpoints.latest_step() == 7
     back = checkpoints.restore(7, state_and_shape(devices)[1])
     # n_layer is above 10, so that an order of block names as text would show.
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(back), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(back), strict=True
+    ):
         assert a.dtype == b.dtype and np.array_equal(a, b), path
         assert len(b.sharding.device_set) == devices
     meta = checkpoints.meta(7)
-    assert meta["config"] == {"a": 1} and meta["text"] == "ü" and meta["versions"]["jax"] == jax.__version__
+    assert (
+        meta["config"] == {"a": 1}
+        and meta["text"] == "ü"
+        and meta["versions"]["jax"] == jax.__version__
+    )
     checkpoints.close()
 
 
@@ -67,11 +78,14 @@ def test_a_state_of_another_shape_dtype_or_name_is_refused(saved):
     checkpoints = Checkpoints(folder)
     _, like = state_and_shape(config=GPT2Config(**{**vars(CONFIG), "n_embd": 16}))
     with pytest.raises(
-        CheckpointError, match=r"does not fit this run:(.|\n)*float32\[8\].*this run needs float32\[16\]"
+        CheckpointError,
+        match=r"does not fit this run:(.|\n)*float32\[8\].*this run needs float32\[16\]",
     ):
         checkpoints.restore(7, like)
     _, like = state_and_shape()
-    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), like)
+    half = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), like
+    )
     with pytest.raises(CheckpointError, match=r"float32.*this run needs.*bfloat16"):
         checkpoints.restore(7, half)
     with pytest.raises(CheckpointError, match=r"nothing"):
@@ -101,7 +115,10 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_restored(save
         checkpoints.newest(lambda step: checkpoints.restore(step, like), fall_back=False)
     step, back, damaged = checkpoints.newest(lambda step: checkpoints.restore(step, like))
     assert step == 7 and len(damaged) == 1 and np.array_equal(back.step, state.step)
-    assert checkpoints.set_aside(after=7) == ["9.damaged"] and (folder / "9.damaged" / "state").is_dir()
+    assert (
+        checkpoints.set_aside(after=7) == ["9.damaged"]
+        and (folder / "9.damaged" / "state").is_dir()
+    )
     assert checkpoints.steps() == [7]
     checkpoints.save(9, state, {})
     checkpoints.wait()
@@ -143,7 +160,11 @@ def test_a_changed_number_in_the_metadata_is_found(saved):
     folder, _ = saved
     meta = folder / "7" / "meta" / "metadata"
     before = meta.read_text()
-    for old, new in (('"a": 1', '"a": 2'), ('"step": 7', '"step": 8'), ("gptjax checkpoint 2", "gptjax checkpoint 1")):
+    for old, new in (
+        ('"a": 1', '"a": 2'),
+        ('"step": 7', '"step": 8'),
+        ("gptjax checkpoint 2", "gptjax checkpoint 1"),
+    ):
         assert old in before
         meta.write_text(before.replace(old, new))
         checkpoints = Checkpoints(folder)
@@ -201,7 +222,9 @@ def test_every_file_is_durable_before_an_older_checkpoint_goes(tmp_path, monkeyp
     assert {name for name in files if "commit_success" not in name} <= synchronised
     assert str(tmp_path / "2" / "commit_success.txt") in before
     # The rename itself, in the folder that holds the checkpoints.
-    assert before.index(str(tmp_path)) > max(i for i, name in enumerate(before) if name in temporary)
+    assert before.index(str(tmp_path)) > max(
+        i for i, name in enumerate(before) if name in temporary
+    )
     checkpoints.close()
 
 
@@ -211,7 +234,9 @@ def test_a_foreign_checkpoint_is_refused(saved):
     checkpoints = Checkpoints(folder)
     other = {"format": "somebody else"}
     meta.write_text(json.dumps(other | {"checksum": checkpoint_module._checksum(other)}))
-    with pytest.raises(CheckpointError, match=r"expected 'gptjax checkpoint 2', found 'somebody else'"):
+    with pytest.raises(
+        CheckpointError, match=r"expected 'gptjax checkpoint 2', found 'somebody else'"
+    ):
         checkpoints.meta(7)
     for text in ("not json", "[1]", '{"format": "somebody else"}', "[" * 100_000):
         meta.write_text(text)
@@ -233,11 +258,15 @@ def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(saved):
     checkpoints.close()
 
 
-@pytest.mark.parametrize("between", ["", """ [tensorstore_spec='{"driver":"ocdbt","open":true}']"""])
+@pytest.mark.parametrize(
+    "between", ["", """ [tensorstore_spec='{"driver":"ocdbt","open":true}']"""]
+)
 def test_a_failed_save_is_told_in_the_systems_words(tmp_path, monkeypatch, between):
-    # TensorStore's message has the second form when the array that fails is one whose file it was just opening.
+    # TensorStore's message has the second form when the array that fails is one whose file it was
+    # just opening.
     failed = ValueError(
-        f"OUT_OF_RANGE: Failed to write 4287 bytes to file 10: File too large{between} [os_error_code='27']"
+        f"OUT_OF_RANGE: Failed to write 4287 bytes to file 10: File too large{between} "
+        "[os_error_code='27']"
     )
 
     def save(*_, **__):
@@ -245,7 +274,9 @@ def test_a_failed_save_is_told_in_the_systems_words(tmp_path, monkeypatch, betwe
 
     checkpoints = Checkpoints(tmp_path)
     monkeypatch.setattr(checkpoints._manager, "save", save)
-    with pytest.raises(CheckpointError, match="failed: File too large; there is no complete checkpoint yet"):
+    with pytest.raises(
+        CheckpointError, match="failed: File too large; there is no complete checkpoint yet"
+    ):
         checkpoints.save(1, {}, {})
 
 

@@ -71,11 +71,14 @@ def on_mesh(mesh, spec=ROWS):
 
 
 def seen_by(transformed, *args):
-    """What `partitioned` says of x, and of arrays computed from it, where transformed(f)(*args) traces f."""
+    """What `partitioned` says of x, and of arrays computed from it, where transformed(f)(*args)
+    traces f."""
     seen = []
 
     def f(x):
-        seen.extend(_choose.partitioned(a) for a in (x, x @ x, x.reshape(-1), (x[0], None, jnp.zeros(3))))
+        seen.extend(
+            _choose.partitioned(a) for a in (x, x @ x, x.reshape(-1), (x[0], None, jnp.zeros(3)))
+        )
         return x.sum()
 
     transformed(f)(*args)
@@ -98,7 +101,12 @@ def test_arrays_of_one_device_are_not_partitioned(transformed):
     """However many devices there are; tests run on two."""
     assert len(jax.devices()) == 2
     one = jax.device_put(jnp.ones((4, 4)), jax.devices()[1])
-    for x in (jnp.ones((4, 4)), one, on_mesh(mesh_of(jax.devices()[1:])), np.ones((4, 4), np.float32)):
+    for x in (
+        jnp.ones((4, 4)),
+        one,
+        on_mesh(mesh_of(jax.devices()[1:])),
+        np.ones((4, 4), np.float32),
+    ):
         assert not seen_by(transformed, x)
 
 
@@ -110,7 +118,9 @@ def test_arrays_of_a_mesh_are_partitioned(transformed, spec):
 
 def test_the_mesh_of_a_program_that_is_only_lowered():
     mesh = mesh_of(jax.devices())
-    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, ROWS))
+    shape = jax.ShapeDtypeStruct(
+        (4, 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, ROWS)
+    )
     assert seen_by(lambda f: jax.jit(f).lower, shape)
     assert seen_by(jax.jit, on_mesh(mesh_of(jax.devices(), jax.sharding.AxisType.Explicit), WHOLE))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -121,7 +131,10 @@ def test_the_mesh_of_a_program_that_is_only_lowered():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_arrays_inside_shard_map_are_local(check_vma):
-    mesh, how = mesh_of(jax.devices()), {"in_specs": ROWS, "out_specs": ROWS, "check_vma": check_vma}
+    mesh, how = (
+        mesh_of(jax.devices()),
+        {"in_specs": ROWS, "out_specs": ROWS, "check_vma": check_vma},
+    )
     outside = on_mesh(mesh)
     seen = []
 
@@ -142,7 +155,9 @@ def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler():
         return x
 
     spec = jax.sharding.PartitionSpec("a")
-    jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}))(jnp.ones(2))
+    jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}))(
+        jnp.ones(2)
+    )
     assert seen == [True]
 
 
@@ -150,7 +165,9 @@ def test_auto_takes_the_first_that_runs_and_no_kernel_where_arrays_may_be_split(
     supported = {"mosaic": "needs luck", "triton": None, "xla": None}
     split = on_mesh(mesh_of(jax.devices()))
     assert _choose.auto(supported) == _choose.auto(supported, jnp.ones(3), None) == "triton"
-    assert _choose.auto(supported, split) == _choose.auto(supported, (jnp.ones(3), [split])) == "xla"
+    assert (
+        _choose.auto(supported, split) == _choose.auto(supported, (jnp.ones(3), [split])) == "xla"
+    )
 
 
 def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather():
@@ -171,7 +188,11 @@ def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather():
 def test_named():
     supported = {"a": None, "b": "needs luck"}
     assert _choose.named("kernel", "a", supported) == "a"
-    with pytest.raises(ValueError, match=r"kernel: implementation 'b' needs luck; these can run here: \['a'\]"):
+    with pytest.raises(
+        ValueError, match=r"kernel: implementation 'b' needs luck; these can run here: \['a'\]"
+    ):
         _choose.named("kernel", "b", supported)
-    with pytest.raises(ValueError, match=r"kernel: unknown implementation 'c'; choose one of \['auto', 'a', 'b'\]"):
+    with pytest.raises(
+        ValueError, match=r"kernel: unknown implementation 'c'; choose one of \['auto', 'a', 'b'\]"
+    ):
         _choose.named("kernel", "c", supported)

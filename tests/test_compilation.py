@@ -1,4 +1,5 @@
-"""Programs compiled side by side and kept on disk, and what is said when a step does not fit into memory."""
+"""Programs compiled side by side and kept on disk, and what is said when a step does not fit into
+memory."""
 
 import dataclasses
 
@@ -14,11 +15,17 @@ from gptjax.training.memory import needed_bytes
 
 def compiled_for(n: int) -> jax.stages.Compiled:
     """A program whose memory grows with n."""
-    return jax.jit(lambda x: jnp.sort(x, axis=0)).lower(jax.ShapeDtypeStruct((n, 1024), jnp.float32)).compile()
+    return (
+        jax.jit(lambda x: jnp.sort(x, axis=0))
+        .lower(jax.ShapeDtypeStruct((n, 1024), jnp.float32))
+        .compile()
+    )
 
 
 def config(micro_batch):
-    return dataclasses.replace(Config(), sequence_length=1, batch_tokens=micro_batch, micro_batch=micro_batch)
+    return dataclasses.replace(
+        Config(), sequence_length=1, batch_tokens=micro_batch, micro_batch=micro_batch
+    )
 
 
 @pytest.fixture
@@ -59,7 +66,9 @@ def test_a_program_that_cannot_be_compiled_says_so_where_it_is_waited_for():
 
 def test_the_cache_keeps_small_programs_too(tmp_path, cache_settings):
     """What JAX compiles by itself is found again, also where it compiled in a moment."""
-    jax.clear_caches()  # Of the tests before: what they compiled is compiled again in both runs, not in the second alone.
+    # Of the tests before: what they compiled is compiled again in both runs, not in the second
+    # alone.
+    jax.clear_caches()
     cold = compilation.Compiler(tmp_path / "cache")
     cold(jax.jit(double), jnp.arange(5.0))
     assert (cold.hits, str(cold).split("(")[1][:4]) == (0, "miss") and cold.misses > 0
@@ -86,19 +95,27 @@ def test_a_cache_that_cannot_be_created_is_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation.Path, "mkdir", read_only)
     compiler = compilation.Compiler(tmp_path / "cache", 1)
     (note,) = compiler.notes
-    assert note.startswith("no cache: OSError: [Errno 30] Read-only") and "--compilation-cache" in note
+    assert (
+        note.startswith("no cache: OSError: [Errno 30] Read-only") and "--compilation-cache" in note
+    )
     assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
     assert str(compiler).endswith("(no cache)") and jax.config.jax_compilation_cache_dir is None
 
 
 def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(monkeypatch):
-    monkeypatch.setattr(compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25)))
-    with pytest.raises(ConfigError, match=r"--micro-batch 96 needs .*nothing was allocated.*--micro-batch 24 fits"):
+    monkeypatch.setattr(
+        compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25))
+    )
+    with pytest.raises(
+        ConfigError, match=r"--micro-batch 96 needs .*nothing was allocated.*--micro-batch 24 fits"
+    ):
         compilation.compile_to_fit(compiled_for, config(96), jax.devices("cpu")[0])
 
 
 def test_a_micro_batch_that_the_chunk_does_not_divide_is_not_offered(monkeypatch):
-    monkeypatch.setattr(compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25)))
+    monkeypatch.setattr(
+        compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25))
+    )
     chunked = dataclasses.replace(config(96), model=GPT2Config(loss_chunk=16))
     with pytest.raises(ConfigError, match=r"--micro-batch 96 needs .*--micro-batch 16 fits"):
         compilation.compile_to_fit(compiled_for, chunked, jax.devices("cpu")[0])
@@ -112,5 +129,7 @@ def test_nothing_fits(monkeypatch):
 
 def test_what_fits_is_compiled_once(monkeypatch):
     asked = []
-    compilation.compile_to_fit(lambda n: asked.append(n) or compiled_for(n), config(8), jax.devices("cpu")[0])
+    compilation.compile_to_fit(
+        lambda n: asked.append(n) or compiled_for(n), config(8), jax.devices("cpu")[0]
+    )
     assert asked == [8]

@@ -13,7 +13,15 @@ import jax
 import pytest
 
 from gptjax import config as configuration
-from gptjax.config import RANGES, Config, ConfigError, OptimizerConfig, from_command_line, load, to_json
+from gptjax.config import (
+    RANGES,
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    from_command_line,
+    load,
+    to_json,
+)
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.optimizer import build
 from gptjax.training.step import init_state
@@ -40,7 +48,12 @@ def test_every_config_is_an_experiment_card(path):
 
 
 def test_published_sizes():
-    sizes = {"gpt2_124m": 124_439_808, "gpt2_350m": 354_823_168, "gpt2_774m": 774_030_080, "gpt2_1558m": 1_557_611_200}
+    sizes = {
+        "gpt2_124m": 124_439_808,
+        "gpt2_350m": 354_823_168,
+        "gpt2_774m": 774_030_080,
+        "gpt2_1558m": 1_557_611_200,
+    }
     for path in CONFIGS:
         if path.stem in sizes:
             assert load(path).model.num_params == sizes[path.stem]
@@ -56,8 +69,26 @@ def test_the_flagship_is_llm_c_s_recipe():
 
 def test_every_field_can_be_overridden():
     config = from_command_line(
-        ["--model.n-layer", "6", "--config", TINY, "--model.precision", "bf16_residual_fp32", "--max-steps", "7"]
-        + ["--optimizer.skip-loss-z", "3", "--optimizer.clip-norm", "None", "--runs-dir", "elsewhere", "--name", "x"]
+        [
+            "--model.n-layer",
+            "6",
+            "--config",
+            TINY,
+            "--model.precision",
+            "bf16_residual_fp32",
+            "--max-steps",
+            "7",
+        ]
+        + [
+            "--optimizer.skip-loss-z",
+            "3",
+            "--optimizer.clip-norm",
+            "None",
+            "--runs-dir",
+            "elsewhere",
+            "--name",
+            "x",
+        ]
     )
     assert config.model.n_layer == 6 and config.model.precision.name == "bf16_residual_fp32"
     assert config.optimizer.skip_loss_z == 3.0 and config.optimizer.clip_norm is None
@@ -104,7 +135,11 @@ def test_a_bad_option_is_an_error_that_names_the_choices(arguments, says, capsys
 @pytest.mark.parametrize("kind", [Config, OptimizerConfig])
 def test_every_number_has_a_range(kind):
     prefix = "optimizer." if kind is OptimizerConfig else ""
-    numbers = {prefix + f.name for f in dataclasses.fields(kind) if f.type in (int, float, int | None, float | None)}
+    numbers = {
+        prefix + f.name
+        for f in dataclasses.fields(kind)
+        if f.type in (int, float, int | None, float | None)
+    }
     others = {prefix + f.name for f in dataclasses.fields(kind)} - numbers
     assert numbers <= RANGES.keys() and not others & RANGES.keys()
 
@@ -145,7 +180,10 @@ def with_option(name: str, value: object) -> Config:
 def test_a_number_out_of_its_range_is_refused():
     for name, value in OUT_OF_RANGE:
         flag = "--" + name.replace("_", "-")
-        with pytest.raises(ConfigError, match=rf"^{flag} must be (at least|above|in) .*, got {re.escape(str(value))}$"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^{flag} must be (at least|above|in) .*, got {re.escape(str(value))}$",
+        ):
             with_option(name, value)
 
 
@@ -153,14 +191,26 @@ def test_nan_and_infinity_are_refused():
     floats = [name for name, (_, low, _) in RANGES.items() if isinstance(low, float)]
     assert len(floats) == 18
     for name, value in itertools.product(floats, (math.nan, math.inf, -math.inf)):
-        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be .*got -?(nan|inf)"):
+        with pytest.raises(
+            ConfigError, match=f"--{name.replace('_', '-')} must be .*got -?(nan|inf)"
+        ):
             with_option(name, value)
 
 
 def test_the_ends_of_a_range_are_allowed():
     for name, value in [
-        *(("optimizer.b1", 0), ("optimizer.b2", 1 - 2**-24), ("optimizer.final_fraction", 1), ("seed", 2**32 - 1)),
-        *(("optimizer.weight_decay", 0), ("optimizer.clip_norm", None), ("val_every", 0), ("max_steps", 2**31 - 1)),
+        *(
+            ("optimizer.b1", 0),
+            ("optimizer.b2", 1 - 2**-24),
+            ("optimizer.final_fraction", 1),
+            ("seed", 2**32 - 1),
+        ),
+        *(
+            ("optimizer.weight_decay", 0),
+            ("optimizer.clip_norm", None),
+            ("val_every", 0),
+            ("max_steps", 2**31 - 1),
+        ),
         *(("optimizer.learning_rate", 1e30), ("keep_every", None), ("optimizer.embedding_b1", 0.5)),
     ]:
         with_option(name, value)
@@ -172,17 +222,33 @@ def test_the_ends_of_a_range_are_allowed():
         ("max_steps", "100", r"--max-steps must be int, got '100' \(str\)"),
         ("max_steps", 100.0, r"--max-steps must be int, got 100.0 \(float\)"),
         ("max_steps", True, r"--max-steps must be int, got True \(bool\)"),
-        ("optimizer.learning_rate", "1e-3", r"--optimizer.learning-rate must be float, got '1e-3' \(str\)"),
+        (
+            "optimizer.learning_rate",
+            "1e-3",
+            r"--optimizer.learning-rate must be float, got '1e-3' \(str\)",
+        ),
         ("optimizer.clip_norm", False, r"--optimizer.clip-norm must be float \| None, got False"),
-        ("optimizer.schedule", "cos", r"--optimizer.schedule must be one of cosine, linear, constant, wsd, got 'cos'"),
+        (
+            "optimizer.schedule",
+            "cos",
+            r"--optimizer.schedule must be one of cosine, linear, constant, wsd, got 'cos'",
+        ),
         ("device", ["gpu"], r"--device must be one of auto, gpu, cpu, got \['gpu'\] \(list\)"),
         ("overfit_one_batch", 1, r"--overfit-one-batch must be bool, got 1"),
         ("runs_dir", "runs", r"--runs-dir must be Path, got 'runs' \(str\)"),
         ("optimizer", {"learning_rate": 1}, r"--optimizer must be OptimizerConfig, got .*\(dict\)"),
         ("model", None, r"--model must be GPT2Config, got None"),
-        ("dataset", "a\0b", r"--dataset must be valid UTF-8 without control characters, got 'a\\x00b'"),
+        (
+            "dataset",
+            "a\0b",
+            r"--dataset must be valid UTF-8 without control characters, got 'a\\x00b'",
+        ),
         ("runs_dir", Path("\udcff"), r"--runs-dir must be valid UTF-8"),
-        ("name", "a\x1b[31mb", r"--name must be valid UTF-8 without control characters, got 'a\\x1b\[31mb'"),
+        (
+            "name",
+            "a\x1b[31mb",
+            r"--name must be valid UTF-8 without control characters, got 'a\\x1b\[31mb'",
+        ),
         ("name", "é" * 101, "--name must have at most 200 bytes, got 202"),
         ("name", "a/b", "plain folder name"),
         ("name", "", "plain folder name"),
@@ -200,7 +266,9 @@ def test_names_with_brackets_are_names():
 
 
 def test_a_chunk_of_the_loss_divides_a_micro_batch():
-    with pytest.raises(ConfigError, match=r"--model.loss-chunk must divide .*64 × 1024 = 65536, got 100"):
+    with pytest.raises(
+        ConfigError, match=r"--model.loss-chunk must divide .*64 × 1024 = 65536, got 100"
+    ):
         Config(model=GPT2Config(loss_chunk=100))
     Config(model=GPT2Config(loss_chunk=1024))
 
@@ -214,12 +282,16 @@ def test_config_is_given_once():
 
 
 def test_an_option_out_of_its_range_is_one_sentence():
-    with pytest.raises(ConfigError, match=r"^--optimizer.eps must be above 0 and finite in fp32, got -1.0$"):
+    with pytest.raises(
+        ConfigError, match=r"^--optimizer.eps must be above 0 and finite in fp32, got -1.0$"
+    ):
         from_command_line(["--config", TINY, "--optimizer.eps", "-1"])
 
 
 def test_a_missing_config_names_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"no config file .*gpt2_giant\.py; there are: .*gpt2_tiny\.py"):
+    with pytest.raises(
+        ConfigError, match=r"no config file .*gpt2_giant\.py; there are: .*gpt2_tiny\.py"
+    ):
         from_command_line(["--config", str(Path(TINY).with_name("gpt2_giant.py"))])
     with pytest.raises(ConfigError, match=r"--config FILE is missing.*configs/gpt2_tiny\.py"):
         from_command_line([])
@@ -229,26 +301,46 @@ def test_a_missing_config_names_those_that_there_are():
 def test_a_file_without_a_config_says_what_it_must_define(tmp_path, text, says):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"must define `config = gptjax.config.Config\(...\)`; its `config` {says}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"must define `config = gptjax.config.Config\(...\)`; its `config` {says}",
+    ):
         load(path)
 
 
-IMPORTS = "from gptjax.config import Config, OptimizerConfig\nfrom gptjax.models.gpt2 import GPT2Config\n"
+IMPORTS = (
+    "from gptjax.config import Config, OptimizerConfig\nfrom gptjax.models.gpt2 import GPT2Config\n"
+)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x = 1\nraise RuntimeError('no\x1b[31m GPU\\nsecond line')", "line 2: RuntimeError: no\ufffd\\[31m GPU$"),
+        (
+            "x = 1\nraise RuntimeError('no\x1b[31m GPU\\nsecond line')",
+            "line 2: RuntimeError: no\ufffd\\[31m GPU$",
+        ),
         ("def f():\n    raise KeyError('k')\nf()", "line 2: KeyError: 'k'"),
         ("assert False", "line 1: AssertionError: no message"),
         ("config = Config(\n", r"line 1: SyntaxError: '\(' was never closed"),
         ("x = 'unfinished", "line 1: SyntaxError: unterminated string"),
         ("import no_such_module", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
-        (IMPORTS + "config = Config(learning_rat=1)", r"line 3: TypeError: .*'learning_rat'.*--help` lists"),
-        (IMPORTS + "config = Config(optimizer=OptimizerConfig(eps=-1.0))", "line 3: --optimizer.eps must be above 0"),
-        (IMPORTS + "config = Config(model=GPT2Config(n_head=7))", "line 3: ValueError: GPT2Config: n_embd=768"),
-        ("import sys\nsys.exit(3)", "line 2: expected a definition of `config`, but it exits with 3"),
+        (
+            IMPORTS + "config = Config(learning_rat=1)",
+            r"line 3: TypeError: .*'learning_rat'.*--help` lists",
+        ),
+        (
+            IMPORTS + "config = Config(optimizer=OptimizerConfig(eps=-1.0))",
+            "line 3: --optimizer.eps must be above 0",
+        ),
+        (
+            IMPORTS + "config = Config(model=GPT2Config(n_head=7))",
+            "line 3: ValueError: GPT2Config: n_embd=768",
+        ),
+        (
+            "import sys\nsys.exit(3)",
+            "line 2: expected a definition of `config`, but it exits with 3",
+        ),
         ("def f(): f()\nf()", "line 1: RecursionError"),
         ('{"max_steps": 3', "line 1: SyntaxError"),
         ("\0\1", "SyntaxError: source code string cannot contain null bytes"),
@@ -302,14 +394,22 @@ def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Config().compilation_cache == tmp_path / ".cache" / "gptjax"
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where no home folder is known
+    # as where no home folder is known
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert Config().compilation_cache is None
-    assert from_command_line(["--config", TINY, "--compilation-cache", "None"]).compilation_cache is None
+    assert (
+        from_command_line(["--config", TINY, "--compilation-cache", "None"]).compilation_cache
+        is None
+    )
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
-    config = dataclasses.replace(Config(), sequence_length=1024, batch_tokens=100_000, micro_batch=8)
-    with pytest.raises(ConfigError, match=r"100000 is not a multiple.*8 × 1024 × 4 = 32768; take 131072 or 98304"):
+    config = dataclasses.replace(
+        Config(), sequence_length=1024, batch_tokens=100_000, micro_batch=8
+    )
+    with pytest.raises(
+        ConfigError, match=r"100000 is not a multiple.*8 × 1024 × 4 = 32768; take 131072 or 98304"
+    ):
         config.micro_batches(4)
     assert dataclasses.replace(config, batch_tokens=98304).micro_batches(4) == 3
 
@@ -318,7 +418,9 @@ def test_differences_are_found_and_operational_ones_are_not():
     config = load(Path(TINY))
     saved = json.loads(json.dumps(to_json(config)))  # as a checkpoint gives it back
     assert configuration.differences(saved, config) == []
-    moved = dataclasses.replace(config, name="other", micro_batch=1, val_every=7, runs_dir=Path("x"))
+    moved = dataclasses.replace(
+        config, name="other", micro_batch=1, val_every=7, runs_dir=Path("x")
+    )
     assert configuration.differences(saved, moved) == []
     model = dataclasses.replace(config.model, n_layer=5)
     assert configuration.differences(saved, dataclasses.replace(config, model=model, seed=3)) == [
@@ -362,8 +464,13 @@ def test_changes_are_allowed_on_purpose_only():
     assert configuration.changes(saved, config) == {}
     # Nothing else is allowed, and the option is not offered for it.
     other = other_optimizer(allowed, b1=0.5)
-    assert configuration.differences(saved, other) == ["--optimizer.b1: the checkpoint has 0.9, now 0.5"]
-    assert len(configuration.differences(saved, dataclasses.replace(other, resume_with_changes=False))) == 7
+    assert configuration.differences(saved, other) == [
+        "--optimizer.b1: the checkpoint has 0.9, now 0.5"
+    ]
+    assert (
+        len(configuration.differences(saved, dataclasses.replace(other, resume_with_changes=False)))
+        == 7
+    )
 
 
 def test_the_optimizers_state_has_one_form_for_all_allowed_changes():

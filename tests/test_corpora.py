@@ -51,7 +51,9 @@ def test_stdlib_leaves_out_what_not_every_machine_has(tmp_path, monkeypatch):
 
 def test_a_python_without_sources_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(CorpusError, match="expected the .py sources .* found none .*gptjax.data text PATH"):
+    with pytest.raises(
+        CorpusError, match="expected the .py sources .* found none .*gptjax.data text PATH"
+    ):
         corpora.stdlib()
 
 
@@ -64,7 +66,12 @@ def test_text_takes_files_folders_and_globs_once_each(tmp_path, monkeypatch):
     assert texts(corpora.text(["b.txt", "a.txt"])) == ["b.txt", "a.txt"]
     assert texts(corpora.text(["in"])) == ["in/d.txt", "in/deep/c.md"]
     assert texts(corpora.text(["**/*.txt"])) == ["a.txt", "b.txt", "in/d.txt"]
-    assert texts(corpora.text(["in/deep/c.md", "in", "*.txt"])) == ["in/deep/c.md", "in/d.txt", "a.txt", "b.txt"]
+    assert texts(corpora.text(["in/deep/c.md", "in", "*.txt"])) == [
+        "in/deep/c.md",
+        "in/d.txt",
+        "a.txt",
+        "b.txt",
+    ]
 
 
 def test_text_keeps_every_byte(tmp_path):
@@ -75,17 +82,23 @@ def test_text_keeps_every_byte(tmp_path):
 def test_text_that_is_not_there_or_not_text_is_said(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
-    with pytest.raises(CorpusError, match="no.txt: expected a file, a folder of files or a glob .* found nothing"):
+    with pytest.raises(
+        CorpusError, match="no.txt: expected a file, a folder of files or a glob .* found nothing"
+    ):
         corpora.text([tmp_path / "no.txt"])
     with pytest.raises(CorpusError, match="empty.txt: expected .* found nothing but empty files"):
         corpora.text([tmp_path / "empty.txt"])
-    with pytest.raises(CorpusError, match="latin.txt: at byte 3: expected UTF-8 text, found 0xe9; convert"):
+    with pytest.raises(
+        CorpusError, match="latin.txt: at byte 3: expected UTF-8 text, found 0xe9; convert"
+    ):
         texts(corpora.text([tmp_path / "latin.txt"]))
 
 
 def test_jsonl_gives_the_field_of_every_line(tmp_path):
     rows = ["one", "zwei ü", "three\nlines"]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": row, "id": 1}) for row in rows) + "\n\n")
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"body": row, "id": 1}) for row in rows) + "\n\n"
+    )
     assert texts(corpora.jsonl([tmp_path / "a.jsonl"], field="body")) == rows
 
 
@@ -96,11 +109,18 @@ def test_jsonl_gives_the_field_of_every_line(tmp_path):
         (b'{"text": "caf\xe9"}', "a.jsonl, line 3: expected a JSON object"),
         (
             b'{"title": "x", "id": 2}',
-            "a.jsonl, line 3: expected an object with the field 'text', found the fields 'title', 'id'",
+            "a.jsonl, line 3: expected an object with the field 'text', found the fields 'title', "
+            "'id'",
         ),
         (b"[1]", r"a.jsonl, line 3: expected an object with the field 'text', found b'\[1\]"),
-        (b'{"text": 5}', "a.jsonl, line 3: expected text in the field 'text', found int; .*--field"),
-        (b'{"text": null}', "a.jsonl, line 3: expected text in .*'text', found null; .*--field .*--skip-bad-lines"),
+        (
+            b'{"text": 5}',
+            "a.jsonl, line 3: expected text in the field 'text', found int; .*--field",
+        ),
+        (
+            b'{"text": null}',
+            "a.jsonl, line 3: expected text in .*'text', found null; .*--field .*--skip-bad-lines",
+        ),
         (b"[" * 200_000, r"a.jsonl, line 3: expected a JSON object, found b'\[\[\["),
     ],
 )
@@ -111,7 +131,9 @@ def test_a_bad_line_is_said_with_its_number_before_any_text_is_used(tmp_path, li
     said = []
     corpus = corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=said.append)
     assert texts(corpus) == ["fine", "two"]
-    assert said[0].startswith("NOTE: skipped 2 bad lines, kept 2; the first: ") and re.search(says, said[0])
+    assert said[0].startswith("NOTE: skipped 2 bad lines, kept 2; the first: ") and re.search(
+        says, said[0]
+    )
     assert corpus.measure().tolist() == [len('{"text": "fine"}'), len('{"text": "two"}')]
 
 
@@ -130,7 +152,9 @@ def test_the_digest_of_the_documents_tells_texts_apart():
 
 def test_jsonl_without_lines_is_said(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(CorpusError, match="a.jsonl: expected lines of JSON, found only empty files"):
+    with pytest.raises(
+        CorpusError, match="a.jsonl: expected lines of JSON, found only empty files"
+    ):
         corpora.jsonl([tmp_path / "a.jsonl"]).measure()
 
 
@@ -141,10 +165,14 @@ def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch)
 
     fetched = []
     monkeypatch.setattr(corpora, "_TINYSHAKESPEARE_SHA256", hashlib.sha256(play).hexdigest())
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: fetched.append(url) or io.BytesIO(play))
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda url, timeout: fetched.append(url) or io.BytesIO(play)
+    )
     downloaded = corpora.tinyshakespeare()
     # Known without the download, and equal to the file's.
-    assert downloaded.digest == corpora.digest(corpora.tinyshakespeare(tmp_path / "input.txt").documents())
+    assert downloaded.digest == corpora.digest(
+        corpora.tinyshakespeare(tmp_path / "input.txt").documents()
+    )
     assert not fetched
     assert texts(downloaded) == [play.decode()]
     assert len(fetched) == 1 and "karpathy/char-rnn" in fetched[0]
@@ -156,9 +184,14 @@ def test_tinyshakespeare_without_a_network_or_with_a_broken_download_is_said(mon
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     with pytest.raises(
-        CorpusError, match="could not download https.*no route to host.*--file PATH.*gptjax.data stdlib"
+        CorpusError,
+        match="could not download https.*no route to host.*--file PATH.*gptjax.data stdlib",
     ):
         corpora.tinyshakespeare().measure()
-    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"<html>log in first"))
-    with pytest.raises(CorpusError, match=r"expected SHA-256 86c4e6aa.*, found .* \(18 bytes\).*--file PATH"):
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"<html>log in first")
+    )
+    with pytest.raises(
+        CorpusError, match=r"expected SHA-256 86c4e6aa.*, found .* \(18 bytes\).*--file PATH"
+    ):
         corpora.tinyshakespeare().measure()

@@ -34,10 +34,14 @@ def folder(tmp_path):
 def test_an_intact_dataset_has_a_line_for_each_shard(folder, capsys):
     assert main(["check", str(folder)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    names = [path.name for split in ("train", "val") for path in sorted(folder.glob(f"*_{split}_*.bin"))]
+    names = [
+        path.name for split in ("train", "val") for path in sorted(folder.glob(f"*_{split}_*.bin"))
+    ]
     assert len(lines) == len(names) == 4 and last == f"{folder}: all shards are intact"
     for number, (line, name) in enumerate(zip(lines, names, strict=True), start=1):
-        assert line.startswith(f"{number}/{len(names)} {name}: ") and line.endswith("as dataset.json lists")
+        assert line.startswith(f"{number}/{len(names)} {name}: ") and line.endswith(
+            "as dataset.json lists"
+        )
 
 
 def flip(path, byte):
@@ -62,16 +66,23 @@ def flip(path, byte):
         (lambda path: flip(path, 0), "expected magic"),
     ],
 )
-def test_every_damaged_shard_is_named_and_the_others_are_still_checked(small_samples, folder, capsys, damage, says):
+def test_every_damaged_shard_is_named_and_the_others_are_still_checked(
+    small_samples, folder, capsys, damage, says
+):
     first, second = sorted(folder.glob("*_train_*.bin"))[:2]
     for path in (first, second):
         damage(path)
     assert main(["check", str(folder)]) == 1
     out, error = capsys.readouterr()
-    assert out.count("DAMAGED") == 2 and out.count("as dataset.json lists") == len(out.splitlines()) - 2
+    assert (
+        out.count("DAMAGED") == 2
+        and out.count("as dataset.json lists") == len(out.splitlines()) - 2
+    )
     assert f"error: {folder}: 2 damaged shards:" in error
     for path in (first, second):
-        assert any(path.name in line for line in error.splitlines()) and says.split(".*")[0] in error
+        assert (
+            any(path.name in line for line in error.splitlines()) and says.split(".*")[0] in error
+        )
 
 
 def test_without_dataset_json_headers_and_ids_are_checked(tmp_path):
@@ -82,16 +93,24 @@ def test_without_dataset_json_headers_and_ids_are_checked(tmp_path):
     assert "has no dataset.json" in lines[0] and lines[1].endswith("no digest to compare with")
     write_shard(tmp_path / "a_val_1.bin", np.full(9, 50257, dtype=np.uint16))
     (problem,) = check_dataset(tmp_path, log=str)
-    assert "a_val_1.bin: at byte 1024: expected ids below the model's vocabulary of 50257, found id 50257" in problem
+    assert (
+        "a_val_1.bin: at byte 1024: expected ids below the model's vocabulary of 50257, found id "
+        "50257" in problem
+    )
 
 
 def test_what_is_no_dataset_is_said(tmp_path, capsys):
     assert main(["check", str(tmp_path / "none")]) == 1
-    assert "none: expected the folder of a prepared dataset, found no folder" in capsys.readouterr().err
+    assert (
+        "none: expected the folder of a prepared dataset, found no folder"
+        in capsys.readouterr().err
+    )
 
 
 def test_every_error_of_the_data_package_is_a_data_error():
-    errors = [getattr(data, name) for name in data.__all__ if name.endswith(("Error", "Unavailable"))]
+    errors = [
+        getattr(data, name) for name in data.__all__ if name.endswith(("Error", "Unavailable"))
+    ]
     assert len(errors) == 6 and all(issubclass(error, data.DataError) for error in errors)
     assert issubclass(data.TokenizerUnavailable, RuntimeError)
     for error in (data.ShardError, data.DatasetError, data.PrepareError, data.CorpusError):
@@ -105,7 +124,9 @@ def test_an_output_that_nobody_reads_ends_the_command_without_a_traceback(folder
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "gptjax.data", *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 

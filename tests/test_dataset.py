@@ -8,14 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptjax.data import DataError, DatasetError, ShardError, few_tokens_note, find_dataset, get_tokenizer, write_shard
+from gptjax.data import (
+    DataError,
+    DatasetError,
+    ShardError,
+    few_tokens_note,
+    find_dataset,
+    get_tokenizer,
+    write_shard,
+)
 from gptjax.data import dataset as module
 from gptjax.data import sidecar as sidecar_module
 
 KINDS = {"byte": {"vocab_size": 257, "eot": 256}, "gpt2": {"vocab_size": 50257, "eot": 50256}}
 
 
-def make_folder(folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar=True, version=2, **extra):
+def make_folder(
+    folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar=True, version=2, **extra
+):
     """A dataset folder with the given shard sizes, by hand."""
     folder.mkdir(parents=True)
     shards = {}
@@ -27,7 +37,13 @@ def make_folder(folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar
             if version == 2:
                 digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
                 shards[file] |= {"sha256": digest, "sample": digest}
-    said = {"format": version, "tokenizer": tokenizer, **KINDS[tokenizer], "source": "test", "shards": shards}
+    said = {
+        "format": version,
+        "tokenizer": tokenizer,
+        **KINDS[tokenizer],
+        "source": "test",
+        "shards": shards,
+    }
     if sidecar:
         (folder / "dataset.json").write_text(json.dumps(said | extra))
     return folder
@@ -58,8 +74,15 @@ def quick_stdlib(monkeypatch):
 def test_a_prepared_dataset_is_found_by_name_with_its_shards_in_order(tmp_path):
     folder = make_folder(tmp_path / "mine", train=(10,) * 11)
     dataset = find_dataset("mine", tmp_path, "auto")
-    assert (dataset.name, dataset.path, dataset.tokenizer, dataset.note) == ("mine", folder, "byte", None)
-    assert [path.name for path in dataset.train] == [f"some_train_{number:06d}.bin" for number in range(1, 12)]
+    assert (dataset.name, dataset.path, dataset.tokenizer, dataset.note) == (
+        "mine",
+        folder,
+        "byte",
+        None,
+    )
+    assert [path.name for path in dataset.train] == [
+        f"some_train_{number:06d}.bin" for number in range(1, 12)
+    ]
     assert [path.name for path in dataset.val] == ["some_val_000000.bin"]
     assert (dataset.train_tokens, dataset.val_tokens) == (110, 50)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -85,13 +108,18 @@ def test_a_folder_is_found_by_its_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "names", [("fineweb_train_000001.bin", "fineweb_val_000000.bin"), ("tiny_train.bin", "tiny_val.bin")]
+    "names",
+    [("fineweb_train_000001.bin", "fineweb_val_000000.bin"), ("tiny_train.bin", "tiny_val.bin")],
 )
 def test_a_folder_of_llm_c_is_taken_as_gpt2_and_that_is_said(tmp_path, names):
     for name in names:
         write_shard(tmp_path / name, np.arange(20, dtype=np.uint16))
     dataset = find_dataset(str(tmp_path), tmp_path, "gpt2")
-    assert dataset.tokenizer == "gpt2" and "no dataset.json" in dataset.note and "GPT-2 BPE" in dataset.note
+    assert (
+        dataset.tokenizer == "gpt2"
+        and "no dataset.json" in dataset.note
+        and "GPT-2 BPE" in dataset.note
+    )
 
 
 def test_auto_is_fineweb_where_it_is_prepared(tmp_path, no_bpe, quick_stdlib):
@@ -104,7 +132,11 @@ def test_auto_is_fineweb_where_it_is_prepared(tmp_path, no_bpe, quick_stdlib):
 def test_auto_is_else_the_embedded_stdlib_prepared_on_the_spot_once(tmp_path, no_bpe, quick_stdlib):
     for _ in range(2):  # the note is not lost once the dataset is there
         dataset = find_dataset("auto", tmp_path, "auto")
-        assert (dataset.name, dataset.tokenizer, dataset.note) == ("stdlib_byte", "byte", "NOTE: bytes")
+        assert (dataset.name, dataset.tokenizer, dataset.note) == (
+            "stdlib_byte",
+            "byte",
+            "NOTE: bytes",
+        )
     assert find_dataset("stdlib", tmp_path, "byte").note is None
     assert quick_stdlib == ["byte"]
 
@@ -121,10 +153,14 @@ def test_stdlib_in_bytes_gives_way_to_bpe_once_that_can_be_had(tmp_path, monkeyp
     assert find_dataset("stdlib", tmp_path, "auto").name == "stdlib_gpt2"
 
 
-def test_stdlib_is_ours_whatever_lies_in_the_current_directory(tmp_path, monkeypatch, no_bpe, quick_stdlib):
+def test_stdlib_is_ours_whatever_lies_in_the_current_directory(
+    tmp_path, monkeypatch, no_bpe, quick_stdlib
+):
     make_folder(tmp_path / "stdlib")
     monkeypatch.chdir(tmp_path)
-    assert find_dataset("stdlib", tmp_path / "data", "byte").path == tmp_path / "data" / "stdlib_byte"
+    assert (
+        find_dataset("stdlib", tmp_path / "data", "byte").path == tmp_path / "data" / "stdlib_byte"
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +177,9 @@ def test_what_is_not_prepared_is_said_with_the_command_that_prepares_it(tmp_path
     make_folder(tmp_path / "other")
     with pytest.raises(DatasetError) as error:
         find_dataset(name, tmp_path, "auto")
-    assert f"{name!r} is not prepared" in str(error.value) and "found only other prepared" in str(error.value)
+    assert f"{name!r} is not prepared" in str(error.value) and "found only other prepared" in str(
+        error.value
+    )
     assert str(error.value).endswith(f"python -m gptjax.data {command.format(tmp_path)}")
 
 
@@ -155,10 +193,13 @@ def test_an_empty_data_dir_is_said(tmp_path):
 def test_another_tokenizer_than_the_shards_is_refused(tmp_path):
     make_folder(tmp_path / "mine")
     with pytest.raises(
-        DatasetError, match="mine: expected shards made with tokenizer 'gpt2', found 'byte'; .*--tokenizer gpt2"
+        DatasetError,
+        match="mine: expected shards made with tokenizer 'gpt2', found 'byte'; .*--tokenizer gpt2",
     ):
         find_dataset("mine", tmp_path, "gpt2")
-    with pytest.raises(DatasetError, match="unknown tokenizer 'gpt4'; choose one of auto, gpt2, byte"):
+    with pytest.raises(
+        DatasetError, match="unknown tokenizer 'gpt4'; choose one of auto, gpt2, byte"
+    ):
         find_dataset("mine", tmp_path, "gpt4")
 
 
@@ -166,7 +207,8 @@ def test_another_tokenizer_than_the_shards_is_refused(tmp_path):
 def test_a_folder_without_a_split_is_refused(tmp_path, train, val, missing):
     make_folder(tmp_path / "mine", train=train, val=val)
     with pytest.raises(
-        DatasetError, match=rf"mine: expected token shards .* found no \*_{missing}_\*.bin; .*gptjax.data"
+        DatasetError,
+        match=rf"mine: expected token shards .* found no \*_{missing}_\*.bin; .*gptjax.data",
     ):
         find_dataset("mine", tmp_path, "auto")
 
@@ -175,7 +217,8 @@ def test_a_listed_shard_that_is_gone_is_said(tmp_path):
     folder = make_folder(tmp_path / "mine")
     (folder / "some_train_000002.bin").unlink()
     with pytest.raises(
-        DatasetError, match="mine: expected the 3 shards .* found some_train_000002.bin missing; remove"
+        DatasetError,
+        match="mine: expected the 3 shards .* found some_train_000002.bin missing; remove",
     ):
         find_dataset("mine", tmp_path, "auto")
 
@@ -234,17 +277,26 @@ def test_a_field_of_dataset_json_of_a_wrong_type_or_range_is_said(tmp_path, chan
     folder = make_folder(tmp_path / "mine")
     said = json.loads((folder / "dataset.json").read_text())
     (name, value) = next(iter(change.items()))
-    where = said["shards"]["some_train_000001.bin"] if name in ("tokens", "max_token", "sha256", "sample") else said
+    where = (
+        said["shards"]["some_train_000001.bin"]
+        if name in ("tokens", "max_token", "sha256", "sample")
+        else said
+    )
     where[name] = value
     (folder / "dataset.json").write_text(json.dumps(said))
     with pytest.raises(
-        DatasetError, match=f"dataset.json: expected a description of shards.* found ValueError: {says}"
+        DatasetError,
+        match=f"dataset.json: expected a description of shards.* found ValueError: {says}",
     ):
         find_dataset("mine", tmp_path, "auto")
 
 
-@pytest.mark.parametrize("name", ["../some_train_000001.bin", "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"])
-def test_a_listed_name_that_is_no_shard_of_the_folder_is_said_without_control_characters(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["../some_train_000001.bin", "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"]
+)
+def test_a_listed_name_that_is_no_shard_of_the_folder_is_said_without_control_characters(
+    tmp_path, name
+):
     folder = make_folder(tmp_path / "mine")
     said = json.loads((folder / "dataset.json").read_text())
     said["shards"][name] = said["shards"]["some_train_000001.bin"]
@@ -294,7 +346,10 @@ def test_a_folder_that_cannot_be_read_is_said(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(DatasetError, match="dataset 'mine' in .* found .*Permission denied.*choose another --dataset"):
+    with pytest.raises(
+        DatasetError,
+        match="dataset 'mine' in .* found .*Permission denied.*choose another --dataset",
+    ):
         find_dataset("mine", tmp_path, "auto")
     with pytest.raises(DatasetError, match="File name too long"):
         find_dataset("m" * 400, tmp_path, "auto")
@@ -308,7 +363,12 @@ def test_control_characters_of_a_folder_do_not_reach_the_note(tmp_path):
 def test_the_fingerprint_survives_json_and_tells_datasets_apart(tmp_path):
     prints = [
         find_dataset(make_folder(tmp_path / name, **options).name, tmp_path, "auto").fingerprint()
-        for name, options in {"a": {}, "b": {}, "c": {"train": (100, 61)}, "d": {"tokenizer": "gpt2"}}.items()
+        for name, options in {
+            "a": {},
+            "b": {},
+            "c": {"train": (100, 61)},
+            "d": {"tokenizer": "gpt2"},
+        }.items()
     ]
     assert json.loads(json.dumps(prints)) == prints
     assert prints[0]["train"] == {"some_train_000001.bin": 100, "some_train_000002.bin": 60}
@@ -322,7 +382,11 @@ def test_changed_tokens_under_the_same_names_and_counts_are_other_data(tmp_path,
     folder = make_folder(tmp_path / "mine", sidecar=sidecar)
     dataset = find_dataset("mine", tmp_path, "auto")
     saved = json.loads(json.dumps(dataset.fingerprint()))
-    assert dataset.differences(saved) == [] == find_dataset("mine", tmp_path, "auto").differences(saved)
+    assert (
+        dataset.differences(saved)
+        == []
+        == find_dataset("mine", tmp_path, "auto").differences(saved)
+    )
     write_shard(folder / "some_train_000002.bin", np.arange(60, dtype=np.uint16) + 1)
     changed = find_dataset("mine", tmp_path, "auto")
     (line,) = changed.differences(saved)
@@ -357,17 +421,31 @@ def test_a_fingerprint_of_an_older_version_has_names_and_counts_only(tmp_path):
     assert dataset.differences(saved) == []
     saved["train"] = {"some_train_000001.bin": 99, "gone_train_000002.bin": 60}
     assert dataset.differences(saved) == [
-        "gone_train_000002.bin: expected this shard, which the checkpoint was trained on, found none",
+        "gone_train_000002.bin: expected this shard, which the checkpoint was trained on, found "
+        "none",
         "some_train_000001.bin: expected tokens 99, found 100",
         "some_train_000002.bin: expected no such shard in the train shards, "
         + "found one that the checkpoint was not trained on",
     ]
-    assert dataset.differences(saved | {"tokenizer": "gpt2"})[0] == "tokenizer: expected 'gpt2', found 'byte'"
+    assert (
+        dataset.differences(saved | {"tokenizer": "gpt2"})[0]
+        == "tokenizer: expected 'gpt2', found 'byte'"
+    )
 
 
 @pytest.mark.parametrize(
     "saved",
-    [None, 5, "x", [], {}, {"train": 5}, {"train": {"\x1b[2J": None}}, {"samples": None}, {"samples": {"a": []}}],
+    [
+        None,
+        5,
+        "x",
+        [],
+        {},
+        {"train": 5},
+        {"train": {"\x1b[2J": None}},
+        {"samples": None},
+        {"samples": {"a": []}},
+    ],
 )
 def test_a_malformed_fingerprint_differs_and_never_raises(tmp_path, saved):
     make_folder(tmp_path / "mine")
@@ -395,11 +473,15 @@ def test_validate_refuses_a_shard_that_is_not_the_listed_one(tmp_path):
     first.write_bytes(whole)
     dataset.validate(257, 4)
     write_shard(second, np.zeros(100, dtype=np.uint16))
-    with pytest.raises(ShardError, match="some_train_000002.bin: at byte 8: expected content of digest"):
+    with pytest.raises(
+        ShardError, match="some_train_000002.bin: at byte 8: expected content of digest"
+    ):
         dataset.validate(257, 4)
 
 
-def test_a_sample_reads_the_same_blocks_of_a_large_shard_the_first_and_last_bytes_among_them(tmp_path, monkeypatch):
+def test_a_sample_reads_the_same_blocks_of_a_large_shard_the_first_and_last_bytes_among_them(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(sidecar_module, "_SAMPLE_WHOLE", 4000)
     monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCKS", 3)
     monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCK_BYTES", 100)
@@ -433,7 +515,8 @@ def test_validate_refuses_a_shard_too_short_for_a_window(tmp_path, file):
     dataset = find_dataset("mine", tmp_path, "auto")
     dataset.validate(257, 39)
     with pytest.raises(
-        ShardError, match=rf"{file}: at byte 8: expected at least 41 tokens \(one window .* 40\), found 40"
+        ShardError,
+        match=rf"{file}: at byte 8: expected at least 41 tokens \(one window .* 40\), found 40",
     ):
         dataset.validate(257, 40)
 
@@ -461,21 +544,30 @@ def test_validate_reads_only_what_the_sidecar_does_not_vouch_for(tmp_path, monke
     dataset = find_dataset("mine", tmp_path, "auto")
     scanned = []
     real = module.scan_ids
-    monkeypatch.setattr(module, "scan_ids", lambda shard, *rest: scanned.append(shard.path.name) or real(shard, *rest))
+    monkeypatch.setattr(
+        module,
+        "scan_ids",
+        lambda shard, *rest: scanned.append(shard.path.name) or real(shard, *rest),
+    )
     dataset.validate(257, 4)
     assert scanned == []
-    write_shard(folder / "some_train_000003.bin", np.full(61, 300, dtype=np.uint16))  # the sidecar does not list it
+    # the sidecar does not list it
+    write_shard(folder / "some_train_000003.bin", np.full(61, 300, dtype=np.uint16))
     with pytest.raises(ShardError, match="some_train_000003.bin: at byte 1024: .* found id 300"):
         find_dataset("mine", tmp_path, "auto").validate(257, 4)
     assert scanned == ["some_train_000003.bin"]
 
 
 @pytest.mark.parametrize(("epochs", "shards"), [(8.5, 1), (2e6, 4), (1e12, 103)])
-def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_data(tmp_path, epochs, shards):
+def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_data(
+    tmp_path, epochs, shards
+):
     make_folder(tmp_path / "mine")  # 160 tokens
     dataset = find_dataset("mine", tmp_path, "auto")
     note = few_tokens_note(dataset, epochs)
     assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
     assert note.endswith(f"python -m gptjax.data fineweb10B --shards {shards}")
-    assert few_tokens_note(dataset, epochs, tmp_path).endswith(f"--shards {shards} --data-dir {tmp_path}")
+    assert few_tokens_note(dataset, epochs, tmp_path).endswith(
+        f"--shards {shards} --data-dir {tmp_path}"
+    )
     assert few_tokens_note(dataset, 8.0) is None

@@ -32,7 +32,9 @@ def machine(monkeypatch, *, driver, plugin):
         (True, True, r"cannot start it: Unknown backend.*--device cpu"),
     ],
 )
-def test_a_gpu_that_cannot_be_had_is_an_error_with_its_cause(no_gpu, monkeypatch, driver, plugin, says):
+def test_a_gpu_that_cannot_be_had_is_an_error_with_its_cause(
+    no_gpu, monkeypatch, driver, plugin, says
+):
     machine(monkeypatch, driver=driver, plugin=plugin)
     with pytest.raises(devices.DeviceError, match=says):
         devices.select("gpu")

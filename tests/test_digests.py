@@ -30,14 +30,25 @@ def test_every_changed_bit_changes_both_sums(dtype):
             changed = np.frombuffer(bytearray(x.tobytes()), np.uint8).copy()
             changed[byte] ^= 1 << bit
             after = digest(jnp.asarray(changed.view(x.dtype).reshape(x.shape)))
-            assert after[-16:-8] != before[-16:-8] and after[-8:] != before[-8:], (byte // width, bit)
+            assert after[-16:-8] != before[-16:-8] and after[-8:] != before[-8:], (
+                byte // width,
+                bit,
+            )
     if dtype == jnp.bool_:
         assert digest(jnp.asarray(~x)) != before
 
 
 def test_order_shape_and_type_count():
     x = jnp.arange(6, dtype=jnp.float32)
-    different = [x, x[::-1], x.reshape(2, 3), x.reshape(3, 2), x.astype(jnp.int32), x.at[0].set(-0.0), x.at[1].set(2.0)]
+    different = [
+        x,
+        x[::-1],
+        x.reshape(2, 3),
+        x.reshape(3, 2),
+        x.astype(jnp.int32),
+        x.at[0].set(-0.0),
+        x.at[1].set(2.0),
+    ]
     assert len({digest(y) for y in different}) == len(different)
     assert digest(x) == digest(jnp.arange(6, dtype=jnp.float32))
 
@@ -51,16 +62,26 @@ def test_equal_under_any_sharding():
 
 
 def test_names_arrays_that_are_not_finite():
-    tree = {"a": jnp.ones(3), "b": [jnp.float32(jnp.nan), jnp.bfloat16(jnp.inf)], "c": jnp.zeros((0, 2))}
+    tree = {
+        "a": jnp.ones(3),
+        "b": [jnp.float32(jnp.nan), jnp.bfloat16(jnp.inf)],
+        "c": jnp.zeros((0, 2)),
+    }
     assert digests(tree)[1] == ["b.0", "b.1"]
 
 
 def test_nothing_is_compiled_after_compile_digests():
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    tree = jax.device_put({"a": jnp.ones((5, 3)), "b": jnp.zeros(7, jnp.int32), "c": jnp.ones((5, 3))}, device)
-    compile_digests(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree))
+    tree = jax.device_put(
+        {"a": jnp.ones((5, 3)), "b": jnp.zeros(7, jnp.int32), "c": jnp.ones((5, 3))}, device
+    )
+    compile_digests(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    )
     compiled = []
-    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    listener = lambda event, seconds, **_: (
+        compiled.append(event) if "backend_compile" in event else None
+    )
     jax.monitoring.register_event_duration_secs_listener(listener)
     digests(tree)
     assert not compiled

@@ -1,4 +1,5 @@
-"""benchmarks/fast_and_plain.py: fast and plain see one start and the same batches, and the verdict is the numbers'."""
+"""benchmarks/fast_and_plain.py: fast and plain see one start and the same batches, and the verdict
+is the numbers'."""
 
 import dataclasses
 import importlib
@@ -27,7 +28,9 @@ config = Config(
     optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 """
-TINY = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=16)
+TINY = GPT2Config(
+    vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=16
+)
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -80,31 +83,52 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
         *("plain, seed 0", "plain, seed 1", "fast, seed 0", "fast, seed 1"),
         "gpt2-medium:4:block at 0.0003",
     ]
-    plain, fast, medium = np.array([r["loss"] for r in made[:2]]), np.array([r["loss"] for r in made[2:4]]), made[4]
+    plain, fast, medium = (
+        np.array([r["loss"] for r in made[:2]]),
+        np.array([r["loss"] for r in made[2:4]]),
+        made[4],
+    )
     # One seed is one start and one order of the data; the back ends round differently.
     assert plain.shape == fast.shape == (2, 8) and 0 < np.abs(plain - fast).max() < 0.02
     assert np.abs(plain - fast)[:, 0].max() < 1e-3 and abs(plain[0, 0] - plain[1, 0]) > 1e-2
-    assert {r["kernels"]["norm"] for r in made[:2]} == {"reference"} and made[2]["kernels"]["norm"] == "xla"
+    assert {r["kernels"]["norm"] for r in made[:2]} == {"reference"} and made[2]["kernels"][
+        "norm"
+    ] == "xla"
     assert len(medium["loss"]) == len(medium["grad_norm"]) == 6 and medium["val"] is None
 
     found = result(options)
     comparison, (row,) = found["result"]["comparison"], found["result"]["sizes"]
-    assert found["runs"] == made and found["command"] == "python benchmarks/fast_and_plain.py --given"
+    assert (
+        found["runs"] == made and found["command"] == "python benchmarks/fast_and_plain.py --given"
+    )
     assert comparison["within"] and comparison["kernels"]["plain"]["attention"] == "reference"
     assert comparison["validation"]["fast"] == [r["val"] for r in made[2:4]]
-    assert row["finite"] and (row["learning_rate"], row["micro_batch"], row["recompute"]) == (3e-4, 4, "block")
+    assert row["finite"] and (row["learning_rate"], row["micro_batch"], row["recompute"]) == (
+        3e-4,
+        4,
+        "block",
+    )
     assert (row["first_loss"], row["last_loss"]) == (medium["loss"][0], medium["loss"][-1])
-    assert medium["settings"]["optimizer.warmup_steps"] == 10 and medium["settings"]["model.precision"] == "bf16"
+    assert (
+        medium["settings"]["optimizer.warmup_steps"] == 10
+        and medium["settings"]["model.precision"] == "bf16"
+    )
     assert (options.out / "fast_and_plain.png").stat().st_size > 10_000
     said = capsys.readouterr().out
     assert f"fast, seed 1: step 7, loss {fast[1, 6]:.4f}" in said
-    assert "\nwithin the spread between seeds" in said and "every loss and gradient norm finite" in said
+    assert (
+        "\nwithin the spread between seeds" in said
+        and "every loss and gradient norm finite" in said
+    )
 
     # The losses are those of train.py's step.
     config = bench.config_of_seed(configuration.load(options.card), options, "fast", 1)
     tx = optimizer.build(config, sharding.data_mesh(jax.devices("cpu")[:1]))
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
-    state, dataset = init_state(config.model, tx, 1), data.find_dataset(options.dataset, options.data_dir)
+    state, dataset = (
+        init_state(config.model, tx, 1),
+        data.find_dataset(options.dataset, options.data_dir),
+    )
     losses = []
     with data.Loader(dataset.train, sequence_length=16, batch=4, seed=1, vocab_size=61) as loader:
         for _ in range(8):
@@ -113,7 +137,8 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     np.testing.assert_allclose(fast[1], losses, rtol=1e-6)
     windows = data.fixed_batches(dataset.val, sequence_length=16, batch=32, count=1, vocab_size=61)
     val = make_eval_step(graph(config.model))(state.params, jax.numpy.asarray(windows[0]))
-    np.testing.assert_allclose(made[3]["val"], val, rtol=1e-3)  # the same 512 tokens; compiled, bf16 rounds elsewhere
+    # the same 512 tokens; compiled, bf16 rounds elsewhere
+    np.testing.assert_allclose(made[3]["val"], val, rtol=1e-3)
 
     # Nothing is made again, and no device is asked for.
     monkeypatch.setattr(bench.Runs, "train", lambda *_: pytest.fail("made a second time"))
@@ -148,7 +173,13 @@ def test_stops_in_time_and_goes_on(bench, options, monkeypatch, capsys):
     assert "3 runs are in" in capsys.readouterr().out and len(records(options)) == 3
     assert not (options.out / "fast_and_plain.json").exists()
     assert bench.main(options, []) == 1
-    assert made == ["plain, seed 0", "plain, seed 1", "fast, seed 0", "fast, seed 1", "fast, seed 1"]
+    assert made == [
+        "plain, seed 0",
+        "plain, seed 1",
+        "fast, seed 0",
+        "fast, seed 1",
+        "fast, seed 1",
+    ]
     assert "NOT within the spread" in capsys.readouterr().out
     assert not result(options)["result"]["comparison"]["within"]
 
@@ -156,18 +187,28 @@ def test_stops_in_time_and_goes_on(bench, options, monkeypatch, capsys):
 def test_a_rate_that_is_too_high_is_not_finite(bench, options, monkeypatch, capsys):
     monkeypatch.setitem(bench.PRESETS, "gpt2", TINY)
     monkeypatch.setitem(bench.RATES, "gpt2", 1e25)
-    assert bench.main(dataclasses.replace(options, seeds=0, sizes=("gpt2",), micro_batch=1), []) == 1
+    assert (
+        bench.main(dataclasses.replace(options, seeds=0, sizes=("gpt2",), micro_batch=1), []) == 1
+    )
     (row,) = result(options)["result"]["sizes"]
     assert not row["finite"] and row["last_loss"] is None
     # The first loss knows nothing of the learning rate.
-    assert row["first_loss"] == pytest.approx(np.log(61), abs=0.2) and 2 <= row["not_finite_at_step"] <= 6
+    assert (
+        row["first_loss"] == pytest.approx(np.log(61), abs=0.2)
+        and 2 <= row["not_finite_at_step"] <= 6
+    )
     assert f"NOT finite at step {row['not_finite_at_step']}" in capsys.readouterr().out
     assert not (options.out / "fast_and_plain.png").exists()
 
 
 def runs_of(losses_SK, vals_S):
     return [
-        {"label": f"seed {seed}", "loss": list(losses), "grad_norm": [1.0] * len(losses), "val": val}
+        {
+            "label": f"seed {seed}",
+            "loss": list(losses),
+            "grad_norm": [1.0] * len(losses),
+            "val": val,
+        }
         for seed, (losses, val) in enumerate(zip(losses_SK, vals_S, strict=True))
     ]
 
@@ -239,12 +280,19 @@ def test_a_run_that_breaks_off_is_drawn_all_the_same(bench, options, monkeypatch
 
 def test_fast_and_plain_differ_in_their_back_ends_alone(bench, options):
     card = configuration.load(Path(__file__).parents[1] / "configs" / "gpt2_124m.py")
-    plain, fast = (bench.config_of_seed(card, bench.Options(out=options.out), side, 2) for side in ("plain", "fast"))
+    plain, fast = (
+        bench.config_of_seed(card, bench.Options(out=options.out), side, 2)
+        for side in ("plain", "fast")
+    )
     assert {getattr(plain.model, part) for part in bench.PARTS} == {"xla"}
     assert {getattr(fast.model, part) for part in bench.PARTS} == {"auto"}
     assert dataclasses.replace(plain, model=fast.model) == fast
     assert dataclasses.replace(plain.model, **dict.fromkeys(bench.PARTS, "auto")) == fast.model
-    assert fast.model.precision.name == "bf16" and fast.optimizer.learning_rate == 6e-4 and fast.micro_batches(1) == 1
+    assert (
+        fast.model.precision.name == "bf16"
+        and fast.optimizer.learning_rate == 6e-4
+        and fast.micro_batches(1) == 1
+    )
     run = bench.Runs(options)
     assert run.settings(plain) != run.settings(fast)
 

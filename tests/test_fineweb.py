@@ -8,12 +8,16 @@ import pytest
 
 from gptjax.data import PrepareError, find_dataset, open_shard, prepare_fineweb, write_shard
 
-VAL, FIRST, SECOND, THIRD = "fineweb_val_000000.bin", *(f"fineweb_train_{number:06d}.bin" for number in (1, 2, 3))
+VAL, FIRST, SECOND, THIRD = (
+    "fineweb_val_000000.bin",
+    *(f"fineweb_train_{number:06d}.bin" for number in (1, 2, 3)),
+)
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub of shards of 50 tokens; remembers what was asked for, and does what `hub.on[file]` says."""
+    """A hub of shards of 50 tokens; remembers what was asked for, and does what `hub.on[file]`
+    says."""
 
     class Hub:
         fetched: list[str]
@@ -21,7 +25,8 @@ def hub(monkeypatch):
 
     def hf_hub_download(repo_id, filename, *, repo_type, local_dir):
         assert (repo_id, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
-        assert not (local_dir / filename).exists()  # or the hub's client might take it for the one it wants
+        # or the hub's client might take it for the one it wants
+        assert not (local_dir / filename).exists()
         Hub.fetched.append(filename)
         (local_dir / ".cache").mkdir(exist_ok=True)  # as the hub's client does
         if filename in Hub.on:
@@ -52,9 +57,17 @@ def test_it_downloads_and_becomes_a_dataset(tmp_path, hub):
     assert made == tmp_path / "fineweb10B" and hub.fetched == [VAL, FIRST, SECOND]
     assert sorted(path.name for path in made.iterdir()) == ["dataset.json", FIRST, SECOND, VAL]
     dataset = find_dataset("auto", tmp_path, "auto")
-    assert (dataset.name, dataset.tokenizer, dataset.train_tokens, dataset.note) == ("fineweb10B", "gpt2", 100, None)
+    assert (dataset.name, dataset.tokenizer, dataset.train_tokens, dataset.note) == (
+        "fineweb10B",
+        "gpt2",
+        100,
+        None,
+    )
     dataset.validate(50257, 49)
-    assert lines[0].startswith("1/3 fineweb_val_000000.bin: downloading") and "3 of them downloaded now" in lines[-1]
+    assert (
+        lines[0].startswith("1/3 fineweb_val_000000.bin: downloading")
+        and "3 of them downloaded now" in lines[-1]
+    )
 
 
 def test_whole_shards_are_not_fetched_again_and_more_join_them(tmp_path, hub):
@@ -80,7 +93,11 @@ def test_dataset_json_has_the_digests_of_the_downloads(tmp_path, hub):
     made, _ = fetch(tmp_path, 2)
     said = json.loads((made / "dataset.json").read_text())["shards"]
     for file in (VAL, FIRST, SECOND):
-        assert said[file]["sha256"] == hashlib.sha256((made / file).read_bytes()).hexdigest() == said[file]["sample"]
+        assert (
+            said[file]["sha256"]
+            == hashlib.sha256((made / file).read_bytes()).hexdigest()
+            == said[file]["sample"]
+        )
 
 
 def test_a_changed_shard_is_fetched_again(tmp_path, hub):
@@ -95,7 +112,10 @@ def test_a_changed_shard_is_fetched_again(tmp_path, hub):
 def test_shards_listed_without_digests_get_them(tmp_path, hub):
     made, _ = fetch(tmp_path, 1)
     said = json.loads((made / "dataset.json").read_text())
-    shards = {file: {"tokens": 50, "max_token": info["max_token"]} for file, info in said["shards"].items()}
+    shards = {
+        file: {"tokens": 50, "max_token": info["max_token"]}
+        for file, info in said["shards"].items()
+    }
     (made / "dataset.json").write_text(json.dumps(said | {"format": 1, "shards": shards}))
     hub.fetched.clear()
     fetch(tmp_path, 1)
@@ -104,9 +124,7 @@ def test_shards_listed_without_digests_get_them(tmp_path, hub):
 
 def test_an_interrupted_download_is_no_dataset_and_goes_on_where_it_stopped(tmp_path, hub):
     hub.on[SECOND] = refuse
-    says = (
-        "fineweb_train_000002.bin: could not download .*ConnectionError: no route to host.*same command again.*stdlib"
-    )
+    says = "fineweb_train_000002.bin: could not download .*ConnectionError: no route to host.*same command again.*stdlib"
     with pytest.raises(PrepareError, match=says):
         fetch(tmp_path, 2)
     assert not (tmp_path / "fineweb10B").exists()
@@ -120,7 +138,10 @@ def test_an_interrupted_download_is_no_dataset_and_goes_on_where_it_stopped(tmp_
 
 def test_a_download_that_is_no_shard_is_said(tmp_path, hub):
     hub.on[FIRST] = lambda path: path.write_bytes(b"<html>" * 400)
-    with pytest.raises(PrepareError, match="not a good shard: .*fineweb_train_000001.bin: at byte 0: expected magic"):
+    with pytest.raises(
+        PrepareError,
+        match="not a good shard: .*fineweb_train_000001.bin: at byte 0: expected magic",
+    ):
         fetch(tmp_path, 1)
     assert not (tmp_path / "fineweb10B").exists()
 
@@ -133,5 +154,7 @@ def test_a_number_of_shards_that_there_are_not_is_refused(tmp_path, shards):
 
 def test_without_huggingface_hub_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(PrepareError, match=r"needs huggingface_hub, found none; pip install 'gptjax\[hub\]'"):
+    with pytest.raises(
+        PrepareError, match=r"needs huggingface_hub, found none; pip install 'gptjax\[hub\]'"
+    ):
         fetch(tmp_path, 1)

@@ -36,14 +36,20 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
 def named(mask):
-    return ", ".join(key if key == "segment_ids" else f"{key}={value}" for key, value in mask.items()) or "causal"
+    return (
+        ", ".join(key if key == "segment_ids" else f"{key}={value}" for key, value in mask.items())
+        or "causal"
+    )
 
 
 def inputs(shape, dtype, seed=0, key_heads=None):
-    """q, k, v and directions for the gradients of O and L. Scores have a standard deviation of 2: weights are far from uniform."""
+    """q, k, v and directions for the gradients of O and L. Scores have a standard deviation of 2:
+    weights are far from uniform."""
     rng = np.random.default_rng(seed)
     keys = (*shape[:2], key_heads or shape[2], shape[3])
-    q, k, v, direction = (jnp.asarray(rng.standard_normal(s), dtype) for s in (shape, keys, keys, shape))
+    q, k, v, direction = (
+        jnp.asarray(rng.standard_normal(s), dtype) for s in (shape, keys, keys, shape)
+    )
     dlse = jnp.asarray(rng.standard_normal((shape[0], shape[2], shape[1])), jnp.float32)
     return q * jnp.asarray(2, dtype), k, v, direction, dlse
 
@@ -56,7 +62,11 @@ def exact(q, k, v, direction, dlse, *, causal=True, scale=None, window=None, seg
     batch, time, heads, _ = q.shape
     for b, h, t in np.ndindex(batch, heads, time):
         g = h // (heads // k.shape[2])
-        keys = range(time) if not causal else range(0 if window is None else max(0, t - window + 1), t + 1)
+        keys = (
+            range(time)
+            if not causal
+            else range(0 if window is None else max(0, t - window + 1), t + 1)
+        )
         keys = [s for s in keys if segment_ids is None or segment_ids[b, s] == segment_ids[b, t]]
         scores = scale * k[b, keys, g] @ q[b, t, h]
         lse[b, h, t] = scores.max() + np.log(np.exp(scores - scores.max()).sum())
@@ -88,17 +98,25 @@ def plain(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None):
         mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest"), jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest"), jax.nn.logsumexp(
+        scores, axis=-1
+    )
 
 
 def check(f, shape, dtype, norm, key_heads=None, lse=True, **mask):
     """O, every gradient and, where the back end has it, L by the 2× rule."""
     *args, dlse = inputs(shape, dtype, key_heads=key_heads)
     args += [dlse if lse else jnp.zeros_like(dlse)]
-    arrays = {key: jnp.asarray(x, jnp.int32) if key == "segment_ids" else x for key, x in mask.items()}
+    arrays = {
+        key: jnp.asarray(x, jnp.int32) if key == "segment_ids" else x for key, x in mask.items()
+    }
 
     def with_lse(q, k, v):
-        return f(q, k, v, return_lse=True, **arrays) if lse else (f(q, k, v, **arrays), jnp.zeros_like(dlse))
+        return (
+            f(q, k, v, return_lse=True, **arrays)
+            if lse
+            else (f(q, k, v, **arrays), jnp.zeros_like(dlse))
+        )
 
     found = jax.jit(functools.partial(with_gradients, with_lse))(*args)
     # Not under jit: XLA leaves out roundings to bf16 between the operations that it fuses.
@@ -178,7 +196,9 @@ def test_the_future_does_not_matter():
 def test_huge_scores_stay_finite(dtype):
     q, k, v, direction, dlse = inputs((1, 9, 1, 4), dtype)
     size = jnp.asarray(100, dtype)
-    found = with_gradients(functools.partial(flash_attention, return_lse=True), q * size, k * size, v, direction, dlse)
+    found = with_gradients(
+        functools.partial(flash_attention, return_lse=True), q * size, k * size, v, direction, dlse
+    )
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
@@ -190,7 +210,9 @@ def test_no_array_grows_with_the_square_of_time(implementation, monkeypatch):
 
     def largest(time):
         qkv = jax.ShapeDtypeStruct((1, time, 3, 2, 64), jnp.bfloat16)
-        f = lambda qkv: flash_attention_qkv(qkv, implementation=implementation).astype(jnp.float32).sum()
+        f = lambda qkv: (
+            flash_attention_qkv(qkv, implementation=implementation).astype(jnp.float32).sum()
+        )
         with h200():
             return max(sizes(jax.make_jaxpr(jax.grad(f))(qkv).jaxpr))
 
@@ -200,8 +222,12 @@ def test_no_array_grows_with_the_square_of_time(implementation, monkeypatch):
 def sizes(jaxpr):
     """Elements of every array in a program and in what it calls."""
     for equation in jaxpr.eqns:
-        yield from (v.aval.size for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "size"))
-        for parameter in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        yield from (
+            v.aval.size for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "size")
+        )
+        for parameter in jax.tree.leaves(
+            tuple(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
             if hasattr(inner := getattr(parameter, "jaxpr", parameter), "eqns"):
                 yield from sizes(inner)
 
@@ -213,18 +239,24 @@ def test_auto_on_a_cpu_is_xla():
 def test_errors():
     q, k, v, *_ = inputs((1, 4, 2, 8), jnp.bfloat16)
     with pytest.raises(
-        ValueError, match=r"flash_attention: unknown implementation 'flash'; choose one of \['auto', 'cudnn'"
+        ValueError,
+        match=r"flash_attention: unknown implementation 'flash'; choose one of \['auto', 'cudnn'",
     ):
         flash_attention(q, k, v, implementation="flash")
-    with pytest.raises(ValueError, match="'cudnn' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"):
+    with pytest.raises(
+        ValueError, match="'cudnn' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"
+    ):
         flash_attention(q, k, v, implementation="cudnn")
     with pytest.raises(
-        ValueError, match="a window needs causal=True and a size of at least 1, got causal=False window=2"
+        ValueError,
+        match="a window needs causal=True and a size of at least 1, got causal=False window=2",
     ):
         flash_attention(q, k, v, causal=False, window=2)
     with pytest.raises(ValueError, match="got causal=True window=0"):
         flash_attention(q, k, v, window=0)
-    with pytest.raises(ValueError, match="expected one dtype for q, k, v, got bfloat16, float32, bfloat16"):
+    with pytest.raises(
+        ValueError, match="expected one dtype for q, k, v, got bfloat16, float32, bfloat16"
+    ):
         flash_attention(q, k.astype(jnp.float32), v)
     # jaxtyping refuses first under pytest; without it the function itself does.
     for bad in ((q, k[:, :3], v), (q, k, v[..., :4]), (q[0], k[0], v[0])):
@@ -233,13 +265,17 @@ def test_errors():
         with pytest.raises(ValueError, match="expected q of shape"):
             unchecked(flash_attention)(*bad)
     with pytest.raises(ValueError, match="a multiple of that of key heads"):
-        unchecked(flash_attention)(jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 2, 8)))
+        unchecked(flash_attention)(
+            jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 2, 8))
+        )
     with pytest.raises(ValueError, match="expected float32, bfloat16 or float16, got int32"):
         unchecked(flash_attention)(*(jnp.zeros((1, 4, 2, 8), jnp.int32),) * 3)
     for ids in (jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 4))):
         with pytest.raises(ValueError, match=r"expected segment_ids of shape \(1, 4\) in integers"):
             unchecked(flash_attention)(q, k, v, segment_ids=ids)
-    with pytest.raises(ValueError, match=r"expected \(batch, time, 3, heads, head_dim\), got \(1, 4, 2, 2, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"expected \(batch, time, 3, heads, head_dim\), got \(1, 4, 2, 2, 8\)"
+    ):
         unchecked(flash_attention_qkv)(jnp.zeros((1, 4, 2, 2, 8)))
 
 
@@ -281,7 +317,9 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
         ((7, 5), "bfloat16", 1023, 64, {}, "xla"),
     ],
 )
-def test_auto_takes_the_fastest_that_can_run(capability, dtype, length, head_dim, how, chosen, monkeypatch):
+def test_auto_takes_the_fastest_that_can_run(
+    capability, dtype, length, head_dim, how, chosen, monkeypatch
+):
     monkeypatch.setattr(_choose, "platform", lambda: "gpu")
     monkeypatch.setattr(_choose, "capability", lambda: capability)
     assert choose(dtype, length, head_dim, **how) == chosen
@@ -294,7 +332,7 @@ def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):
     assert choose("bfloat16", 1024, 64) == "cudnn" and choose("float32", 1024, 64) == "xla"
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+# ---------------------------------------------------------------------------------------------- GPU
 
 GPU_SHAPES = [
     (2, 128, 12, 64),  # GPT-2 124M's heads
@@ -317,7 +355,14 @@ GPU_SHAPES = [
     ids=str,
 )
 def test_cudnn_output_and_gradients(shape, dtype, mask):
-    check(functools.partial(flash_attention, implementation="cudnn"), shape, dtype, rms, lse=False, **mask)
+    check(
+        functools.partial(flash_attention, implementation="cudnn"),
+        shape,
+        dtype,
+        rms,
+        lse=False,
+        **mask,
+    )
 
 
 @pytest.mark.gpu
@@ -331,8 +376,12 @@ def test_xla_output_and_gradients_on_the_gpu(shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 def test_very_long_sequences_run(implementation):
-    """65,536 tokens, whose weights would fill 8 GiB a head: the last rows of O against their definition."""
-    q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((1, 65536, 2, 64)), jnp.bfloat16) for i in range(3))
+    """65,536 tokens, whose weights would fill 8 GiB a head: the last rows of O against their
+    definition."""
+    q, k, v = (
+        jnp.asarray(np.random.default_rng(i).standard_normal((1, 65536, 2, 64)), jnp.bfloat16)
+        for i in range(3)
+    )
     f = functools.partial(flash_attention, implementation=implementation)
     out, pull = jax.jit(lambda *qkv: jax.vjp(f, *qkv))(q, k, v)
     gradients = pull(jnp.ones_like(out))
@@ -345,14 +394,18 @@ def test_very_long_sequences_run(implementation):
         return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
 
     true = last_rows(*(x.astype(jnp.float32) for x in (q, k, v)))
-    np.testing.assert_allclose(out[:, -8:].astype(jnp.float32), true, rtol=0, atol=2**-8 * float(jnp.abs(true).max()))
+    np.testing.assert_allclose(
+        out[:, -8:].astype(jnp.float32), true, rtol=0, atol=2**-8 * float(jnp.abs(true).max())
+    )
 
 
 @pytest.mark.gpu
 def test_cudnn_memory_is_linear_in_time():
     def temp_bytes(implementation):
         shape = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
-        f = lambda q, k, v: flash_attention(q, k, v, implementation=implementation).astype(jnp.float32).sum()
+        f = lambda q, k, v: (
+            flash_attention(q, k, v, implementation=implementation).astype(jnp.float32).sum()
+        )
         compiled = jax.jit(jax.grad(f, (0, 1, 2))).lower(shape, shape, shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -1,4 +1,5 @@
-"""The backward pass of flash attention on Hopper: in JAX's interpreter for Mosaic GPU, lowered for an H200, and on a GPU."""
+"""The backward pass of flash attention on Hopper: in JAX's interpreter for Mosaic GPU, lowered for
+an H200, and on a GPU."""
 
 import functools
 import re
@@ -18,13 +19,21 @@ from pallas_kernels.flash_attention import (
     flash_attention_qkv,
     reference,
 )
-from pallas_kernels.flash_attention._mosaic_backward import Tiles, _of_each_query, backward, why_not_tiles
+from pallas_kernels.flash_attention._mosaic_backward import (
+    Tiles,
+    _of_each_query,
+    backward,
+    why_not_tiles,
+)
 
 
 def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, seed=0):
-    """q, k, v, and a direction for the gradient. Scores have a standard deviation of 2: weights are far from uniform."""
+    """q, k, v, and a direction for the gradient. Scores have a standard deviation of 2: weights are
+    far from uniform."""
     rng = np.random.default_rng(seed)
-    shapes = [(batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads, heads)]
+    shapes = [
+        (batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads, heads)
+    ]
     q, k, v, direction = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     return q * jnp.asarray(2, dtype), k, v, direction
 
@@ -48,7 +57,9 @@ def compare(found, operands, direction, dlse, **mask):
             assert_within_twice(ours, other, right, norm=norm, name=name)
 
 
-def check(q, k, v, direction, tiles=None, *, packed=False, with_lse=False, deterministic=False, **mask):
+def check(
+    q, k, v, direction, tiles=None, *, packed=False, with_lse=False, deterministic=False, **mask
+):
     """dq, dk and dv by the 2× rule. Returns them."""
     true = functools.partial(reference, return_lse=True, **mask)
     out, lse = true(q, k, v)
@@ -57,8 +68,11 @@ def check(q, k, v, direction, tiles=None, *, packed=False, with_lse=False, deter
     how |= {"deterministic": deterministic, "true_fp32": False, "tiles": tiles}
     operands = (jnp.stack((q, k, v), axis=2),) if packed else (q, k, v)
     f = jax.jit(lambda operands, *rest: backward(operands, None, *rest, **how))
-    # Not while products of XLA are under way: they and the interpreter can wait for each other's threads.
-    args = jax.block_until_ready((operands, lse, direction, out.astype(q.dtype), dlse if with_lse else None))
+    # Not while products of XLA are under way: they and the interpreter can wait for each other's
+    # threads.
+    args = jax.block_until_ready(
+        (operands, lse, direction, out.astype(q.dtype), dlse if with_lse else None)
+    )
     ours = jax.block_until_ready(f(*args))
     if not (deterministic or (tiles and tiles.whole_heads)):
         forget_races()
@@ -107,13 +121,16 @@ def test_every_key_seen(mosaic_on_cpu):
 
 
 # Inside a block; over two blocks, with keys in the middle whose tiles need no mask.
-@pytest.mark.parametrize(("time", "window", "tiles"), [(264, 70, WHOLE), (400, 270, WHOLE), (264, 140, SPLIT)])
+@pytest.mark.parametrize(
+    ("time", "window", "tiles"), [(264, 70, WHOLE), (400, 270, WHOLE), (264, 140, SPLIT)]
+)
 def test_windows(mosaic_on_cpu, time, window, tiles):
     check(*inputs(1, time, 1), tiles, window=window)
 
 
 def test_a_window_of_one(mosaic_on_cpu):
-    """dq and dk are zero: all that is left is what fp32 rounds, smaller than what the rule lets pass only for small gradients."""
+    """dq and dk are zero: all that is left is what fp32 rounds, smaller than what the rule lets
+    pass only for small gradients."""
     q, k, v, direction = inputs(1, 136, 1)
     check(q, k, v, direction / jnp.float16(16), WHOLE, window=1)
 
@@ -136,9 +153,12 @@ def test_a_negative_scale(mosaic_on_cpu):
 
 
 def test_very_negative_scores(mosaic_on_cpu):
-    """Far below any exponent: what lies past the end, with scores of 0, would be infinitely more likely than any key."""
+    """Far below any exponent: what lies past the end, with scores of 0, would be infinitely more
+    likely than any key."""
     q, k, v, direction = inputs(1, 100, 1)
-    ours = check(jnp.abs(q) * jnp.float16(8), -jnp.abs(k) * jnp.float16(8), v, direction, WHOLE, causal=False)
+    ours = check(
+        jnp.abs(q) * jnp.float16(8), -jnp.abs(k) * jnp.float16(8), v, direction, WHOLE, causal=False
+    )
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in ours)
 
 
@@ -162,21 +182,31 @@ def test_which_way_dq_is_summed():
     assert _mosaic_backward.whole_heads_are_faster(64 * 12, 1024, sms)  # six rounds, 97 % busy
     assert not _mosaic_backward.whole_heads_are_faster(16 * 12, 4096, sms)  # two rounds, 73 % busy
     assert not _mosaic_backward.whole_heads_are_faster(12, 1024, sms)
-    assert _mosaic_backward.whole_heads_are_faster(60, 64, sms)  # the sums are never more than the first
+    # the sums are never more than the first
+    assert _mosaic_backward.whole_heads_are_faster(60, 64, sms)
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize("length, head_dim, sums", [(300, 64, True), (256, 128, True), (77, 128, False)])
+@pytest.mark.parametrize(
+    "length, head_dim, sums", [(300, 64, True), (256, 128, True), (77, 128, False)]
+)
 def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim, sums, with_dlse):
     """By Triton as by XLA, zeros past the end included."""
     _, _, out, dout = inputs(2, length, 3, head_dim=head_dim)
-    lse, dlse = (jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, length)), jnp.float32) for i in (5, 6))
-    make = functools.partial(_of_each_query, lse, dout, out, dlse if with_dlse else None, sums=sums, bias=with_dlse)
+    lse, dlse = (
+        jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, length)), jnp.float32)
+        for i in (5, 6)
+    )
+    make = functools.partial(
+        _of_each_query, lse, dout, out, dlse if with_dlse else None, sums=sums, bias=with_dlse
+    )
     rows, zeros, total = make()
     monkeypatch.setattr(_choose, "why_not_triton", lambda: "not here")
     rows_of_xla, zeros_of_xla, total_of_xla = make()
     if with_dlse:
-        np.testing.assert_allclose(total, np.asarray(dout, np.float64).sum((0, 1)), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            total, np.asarray(dout, np.float64).sum((0, 1)), rtol=0, atol=1e-4
+        )
         np.testing.assert_allclose(total, total_of_xla, rtol=0, atol=1e-4)
     else:
         assert total is None and total_of_xla is None
@@ -200,16 +230,26 @@ def test_sums_become_dq_where_it_lies(triton_on_cpu, length, heads, head_dim):
     found, total = jax.jit(functools.partial(_triton_passes.into_packed, scale=0.125))(sums, dqkv)
     np.testing.assert_array_equal(found[:, :, 0], (sums * 0.125).astype(jnp.bfloat16))
     np.testing.assert_array_equal(found[:, :, 1:], dqkv[:, :, 1:])
-    np.testing.assert_allclose(total, np.asarray(sums, np.float64).sum((0, 1)) / 8, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        total, np.asarray(sums, np.float64).sum((0, 1)) / 8, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("time, tiles", [(200, WHOLE), (130, SPLIT)])
 def test_sums_for_a_bias(mosaic_on_cpu, time, tiles):
-    """Of dq as it is written, and of dO; and the sum of dk is what rounding leaves of 0, that of dv the sum of dO."""
+    """Of dq as it is written, and of dO; and the sum of dk is what rounding leaves of 0, that of dv
+    the sum of dO."""
     q, k, v, direction = inputs(2, time, 2)
     out, lse = reference(q, k, v, return_lse=True)
     args = ((jnp.stack((q, k, v), axis=2),), None, lse, direction, out.astype(q.dtype), None)
-    how = {"causal": True, "scale": 0.125, "window": None, "deterministic": False, "true_fp32": False, "tiles": tiles}
+    how = {
+        "causal": True,
+        "scale": 0.125,
+        "window": None,
+        "deterministic": False,
+        "true_fp32": False,
+        "tiles": tiles,
+    }
     f = jax.jit(lambda *args: backward(*args, **how, bias=True))
     (dqkv,), dq_sum, dout_sum = jax.block_until_ready(f(*jax.block_until_ready(args)))
     if not tiles.whole_heads:
@@ -217,8 +257,12 @@ def test_sums_for_a_bias(mosaic_on_cpu, time, tiles):
     sums = np.asarray(dqkv, np.float64).sum((0, 1))
     rounded = 2e-3 * np.abs(np.asarray(dqkv, np.float64)).sum((0, 1))
     assert (np.abs(dq_sum - sums[0]) <= rounded[0]).all()
-    assert (np.abs(sums[1]) <= rounded[1]).all() and (np.abs(dout_sum - sums[2]) <= rounded[2]).all()
-    np.testing.assert_allclose(dout_sum, np.asarray(direction, np.float64).sum((0, 1)), rtol=0, atol=1e-3)
+    assert (np.abs(sums[1]) <= rounded[1]).all() and (
+        np.abs(dout_sum - sums[2]) <= rounded[2]
+    ).all()
+    np.testing.assert_allclose(
+        dout_sum, np.asarray(direction, np.float64).sum((0, 1)), rtol=0, atol=1e-3
+    )
 
 
 def test_tiles_that_cannot_be():
@@ -232,18 +276,28 @@ def test_tiles_that_cannot_be():
         check(q, k, v, direction, Tiles(stages=9))
 
 
-# ------------------------------------------------------------------------------------------------------ lowered for an H200
+# ------------------------------------------------------------------------------ lowered for an H200
 
 
-def lowered(batch, time, heads, head_dim, *, packed, key_heads=None, causal=True, window=None, **how):
+def lowered(
+    batch, time, heads, head_dim, *, packed, key_heads=None, causal=True, window=None, **how
+):
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     q, k = shape(batch, time, heads, head_dim), shape(batch, time, key_heads or heads, head_dim)
     operands = (shape(batch, time, 3, heads, head_dim),) if packed else (q, k, k)
     row = shape(batch, heads, time, dtype=jnp.float32)
-    how = {"causal": causal, "scale": 0.1, "window": window, "deterministic": False, "true_fp32": False} | how
-    text = lower_for_h200(lambda o, *rest: backward(o, None, *rest, None, **how), operands, row, q, q)
+    how = {
+        "causal": causal,
+        "scale": 0.1,
+        "window": window,
+        "deterministic": False,
+        "true_fp32": False,
+    } | how
+    text = lower_for_h200(
+        lambda o, *rest: backward(o, None, *rest, None, **how), operands, row, q, q
+    )
     return re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
 
 
@@ -253,8 +307,11 @@ def lowered(batch, time, heads, head_dim, *, packed, key_heads=None, causal=True
 def test_lowers_for_an_h200(batch, time, head_dim, causal):
     text = lowered(batch, time, 12, head_dim, packed=True, causal=causal)
     assert text.count("custom_call @mosaic_gpu") == 1
-    # The gradient is written where it belongs; D comes with L, and with zeros for dQ, from one launch.
-    assert "transpose" not in text and "concatenate" not in text and text.count("@delta_kernel") == 1
+    # The gradient is written where it belongs; D comes with L, and with zeros for dQ, from one
+    # launch.
+    assert (
+        "transpose" not in text and "concatenate" not in text and text.count("@delta_kernel") == 1
+    )
     assert "dense<0.000000e+00>" not in text
     assert ("dynamic_update_slice" in text) == (batch == 4)
 
@@ -266,7 +323,8 @@ def test_deterministic_means_whole_heads():
 
 @pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 16384)])
 def test_lowers_inside_of_a_model(batch, time):
-    """Under `scan`, `checkpoint` and `vmap`: the sums of split heads are a reference, which not everything takes."""
+    """Under `scan`, `checkpoint` and `vmap`: the sums of split heads are a reference, which not
+    everything takes."""
 
     def layer(x, w):
         qkv = jnp.einsum("btc,cd->btd", x, w).reshape(batch, time, 3, 12, 64)
@@ -276,7 +334,9 @@ def test_lowers_inside_of_a_model(batch, time):
     def loss(w, x):
         return jax.lax.scan(jax.checkpoint(layer), x, w)[0].astype(jnp.float32).sum()
 
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 768, 2304), (batch, time, 768))]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 768, 2304), (batch, time, 768))
+    ]
     text = lower_for_h200(jax.grad(loss), *shapes)
     # Forward, forward again, backward; each kernel is lowered once.
     assert len(re.findall(r"call @(?:forward|backward)\w*\(", text)) == 3
@@ -289,7 +349,9 @@ def test_lowers_windows_grouped_queries_and_ragged_lengths():
 
 
 @pytest.mark.parametrize(
-    "tiles", [Tiles(stages=3, more_barriers=False), Tiles(key_stages=2), Tiles(score_stages=2)], ids=str
+    "tiles",
+    [Tiles(stages=3, more_barriers=False), Tiles(key_stages=2), Tiles(score_stages=2)],
+    ids=str,
 )
 def test_tiles_that_the_model_lets_through_fit(tiles):
     """Mosaic itself raises where shared memory does not suffice."""
@@ -297,7 +359,7 @@ def test_tiles_that_the_model_lets_through_fit(tiles):
     lowered(2, 1024, 12, 64, packed=True, tiles=tiles)
 
 
-# --------------------------------------------------------------------------------------------------------------- on a GPU
+# ----------------------------------------------------------------------------------------- on a GPU
 
 GPU_CASES = [
     # batch, time, heads, key heads, head dimension, dtype, mask
@@ -325,7 +387,9 @@ def test_on_a_gpu(case, deterministic):
     q, k, v, direction = inputs(batch, time, heads, key_heads, head_dim, dtype)
 
     def ours(q, k, v):
-        return flash_attention(q, k, v, implementation="mosaic", deterministic=deterministic, return_lse=True, **mask)
+        return flash_attention(
+            q, k, v, implementation="mosaic", deterministic=deterministic, return_lse=True, **mask
+        )
 
     dlse = jnp.asarray(np.random.default_rng(1).standard_normal((batch, heads, time)), jnp.float32)
     found = jax.jit(functools.partial(gradients, ours))
@@ -352,11 +416,16 @@ def test_packed_on_a_gpu(head_dim, deterministic):
     one = jax.jit(packed)(jnp.stack((q, k, v), axis=2))
     for i, other in enumerate(jax.jit(separate)(q, k, v)):
         if deterministic or i > 0:
-            np.testing.assert_array_equal(np.asarray(one[:, :, i], np.float32), np.asarray(other, np.float32))
+            np.testing.assert_array_equal(
+                np.asarray(one[:, :, i], np.float32), np.asarray(other, np.float32)
+            )
         else:
             # The sums' order differs from run to run: a unit in the last place of bf16.
             np.testing.assert_allclose(
-                np.asarray(one[:, :, i], np.float32), np.asarray(other, np.float32), rtol=2**-7, atol=1e-4
+                np.asarray(one[:, :, i], np.float32),
+                np.asarray(other, np.float32),
+                rtol=2**-7,
+                atol=1e-4,
             )
 
 
@@ -374,7 +443,9 @@ def test_deterministic_on_a_gpu(shape):
     first = run(q, k, v)
     for _ in range(10):
         for one, other in zip(first, run(q, k, v), strict=True):
-            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+            np.testing.assert_array_equal(
+                np.asarray(one, np.float32), np.asarray(other, np.float32)
+            )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""The forward pass of flash attention on Hopper: in JAX's interpreter for Mosaic GPU, lowered for an H200, and on a GPU."""
+"""The forward pass of flash attention on Hopper: in JAX's interpreter for Mosaic GPU, lowered for
+an H200, and on a GPU."""
 
 import dataclasses
 import functools
@@ -11,8 +12,19 @@ from kernel_tools import lower_for_h200
 from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
-from pallas_kernels.flash_attention import _mosaic_forward, flash_attention, flash_attention_qkv, reference
-from pallas_kernels.flash_attention._mosaic_forward import Tiles, forward, key_blocks, schedule, why_not_tiles
+from pallas_kernels.flash_attention import (
+    _mosaic_forward,
+    flash_attention,
+    flash_attention_qkv,
+    reference,
+)
+from pallas_kernels.flash_attention._mosaic_forward import (
+    Tiles,
+    forward,
+    key_blocks,
+    schedule,
+    why_not_tiles,
+)
 
 SMALL = Tiles(block_kv=64, stages=2, warpgroups=2, q_slots=1)
 EVERYWHERE = {"head_dim": 64, "causal": True, "up_to": None, "tiles": dataclasses.asdict(SMALL)}
@@ -28,7 +40,13 @@ def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, s
 
 def run(operands, tiles=None, *, causal=True, scale=None, window=None):
     scale = operands[0].shape[-1] ** -0.5 if scale is None else scale
-    how = {"causal": causal, "scale": scale, "window": window, "deterministic": False, "true_fp32": False}
+    how = {
+        "causal": causal,
+        "scale": scale,
+        "window": window,
+        "deterministic": False,
+        "true_fp32": False,
+    }
     return forward(operands, None, **how, tiles=tiles)
 
 
@@ -37,14 +55,18 @@ def check(q, k, v, tiles=None, packed=False, **mask):
     ours = jax.jit(functools.partial(run, tiles=tiles, **mask))(operands)
     assert ours[0].dtype == q.dtype and ours[1].dtype == jnp.float32
     for name, found, theirs, exact in zip(
-        ("out", "lse"), ours, plain(q, k, v, **mask), reference(q, k, v, return_lse=True, **mask), strict=True
+        ("out", "lse"),
+        ours,
+        plain(q, k, v, **mask),
+        reference(q, k, v, return_lse=True, **mask),
+        strict=True,
     ):
         for norm in (rms, max_abs):
             assert_within_twice(found, theirs, exact, norm=norm, name=name)
     return ours
 
 
-# ------------------------------------------------------------------------------------------------------------- on the host
+# -------------------------------------------------------------------------------------- on the host
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 64, 100, 129])
@@ -64,7 +86,9 @@ def test_key_blocks_against_the_mask(causal, window):
         seen = (s < length) & (s <= t if causal else s >= 0) & (s > t - (window or length))
         for first in range(0, length, rows):
             found = key_blocks(first, rows, length, block, causal=causal, window=window)
-            traced = jax.jit(lambda n: key_blocks(n, rows, length, block, causal=causal, window=window))(first)  # noqa: B023
+            traced = jax.jit(
+                lambda n: key_blocks(n, rows, length, block, causal=causal, window=window)
+            )(first)  # noqa: B023
             assert tuple(map(int, traced)) == found
             start, full_start, full_stop, stop = found
             assert 0 <= start <= full_start <= full_stop <= stop
@@ -78,7 +102,8 @@ def test_key_blocks_against_the_mask(causal, window):
 
 
 @pytest.mark.parametrize(
-    "heads, costs, blocks", [(768, [9.0, 8.0, 6.0, 5.0, 3.0, 2.0], 132), (3, [2.0], 7), (5, [3.0, 1.0], 2)]
+    "heads, costs, blocks",
+    [(768, [9.0, 8.0, 6.0, 5.0, 3.0, 2.0], 132), (3, [2.0], 7), (5, [3.0, 1.0], 2)],
 )
 def test_schedule_gives_each_piece_once_and_equal_shares(heads, costs, blocks):
     table = schedule(heads, costs, blocks)
@@ -95,7 +120,8 @@ def test_schedule_gives_each_piece_once_and_equal_shares(heads, costs, blocks):
 
 
 def test_few_heads_are_under_way_together():
-    """Of 96 heads of 4,096 keys, in blocks of 128 on an H200: their dQ in fp32, 2 MB each, has to fit into its L2 cache of 60 MB."""
+    """Of 96 heads of 4,096 keys, in blocks of 128 on an H200: their dQ in fp32, 2 MB each, has to
+    fit into its L2 cache of 60 MB."""
     costs = [2.0 * (32 - block) + 1 for block in range(32)]
     work = []
     for row in schedule(96, costs, 132):
@@ -137,13 +163,17 @@ def test_tiles_are_those_of_the_length(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_default_tiles_can_be_compiled(head_dim, causal):
     for length in (1, 1024, 100000):
-        assert why_not_tiles(_mosaic_forward.default_tiles(head_dim, length, causal), head_dim) is None
+        assert (
+            why_not_tiles(_mosaic_forward.default_tiles(head_dim, length, causal), head_dim) is None
+        )
 
 
-# -------------------------------------------------------------------------------------------------------- in the interpreter
+# ------------------------------------------------------------------------------- in the interpreter
 
 
-@pytest.mark.parametrize("time, dtype", [(1, jnp.float16), (7, jnp.bfloat16), (128, jnp.float16), (257, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    "time, dtype", [(1, jnp.float16), (7, jnp.bfloat16), (128, jnp.float16), (257, jnp.bfloat16)]
+)
 def test_lengths(mosaic_on_cpu, time, dtype):
     check(*inputs(1, time, 1, dtype=dtype), SMALL)
 
@@ -187,7 +217,10 @@ def test_head_dim_128(mosaic_on_cpu):
         (Tiles(), {}),
         (Tiles(), {"window": 90}),
         (Tiles(warpgroups=1, block_kv=64, stages=2, q_slots=1, ping_pong=False), {}),
-        (Tiles(warpgroups=2, block_kv=64, stages=3, q_slots=1, overlap=False, ping_pong=False), {"window": 90}),
+        (
+            Tiles(warpgroups=2, block_kv=64, stages=3, q_slots=1, overlap=False, ping_pong=False),
+            {"window": 90},
+        ),
         (Tiles(stages=2, overlap=False), {}),
         (Tiles(warpgroups=2, block_kv=192, stages=2, ping_pong=False), {}),
         (Tiles(block_q=128, warpgroups=2, block_kv=64, stages=2, q_slots=1), {}),
@@ -204,16 +237,31 @@ def test_public_functions(mosaic_on_cpu, monkeypatch):
     monkeypatch.setattr(_mosaic_forward, "_choices", lambda: {"forward": [EVERYWHERE]})
     q, k, v = inputs(1, 100, 2)
     ours = flash_attention(q, k, v, implementation="mosaic", return_lse=True)
-    packed = flash_attention_qkv(jnp.stack((q, k, v), axis=2), implementation="mosaic", return_lse=True)
+    packed = flash_attention_qkv(
+        jnp.stack((q, k, v), axis=2), implementation="mosaic", return_lse=True
+    )
     assert all((one == other).all() for one, other in zip(ours, packed, strict=True))
-    for found, theirs, exact in zip(ours, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True):
+    for found, theirs, exact in zip(
+        ours, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True
+    ):
         assert_within_twice(found, theirs, exact)
 
 
-# ------------------------------------------------------------------------------------------------------- lowered for an H200
+# ------------------------------------------------------------------------------ lowered for an H200
 
 
-def lowered(batch, time, heads, head_dim, *, key_heads=None, packed=True, dtype=jnp.bfloat16, tiles=None, **mask):
+def lowered(
+    batch,
+    time,
+    heads,
+    head_dim,
+    *,
+    key_heads=None,
+    packed=True,
+    dtype=jnp.bfloat16,
+    tiles=None,
+    **mask,
+):
     shapes = [(batch, time, n, head_dim) for n in (heads, key_heads or heads, key_heads or heads)]
     shapes = [(batch, time, 3, heads, head_dim)] if packed else shapes
     operands = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
@@ -222,7 +270,9 @@ def lowered(batch, time, heads, head_dim, *, key_heads=None, packed=True, dtype=
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 256}], ids=str)
-@pytest.mark.parametrize("shape", [(64, 1024, 12, 64), (4, 4096, 16, 128), (2, 1001, 25, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 1024, 12, 64), (4, 4096, 16, 128), (2, 1001, 25, 64)], ids=str
+)
 def test_lowers_for_an_h200(shape, mask, packed):
     lowered(*shape, packed=packed, **mask)
 
@@ -243,7 +293,7 @@ def test_options_lower_for_an_h200(head_dim, overlap, ping_pong):
             lowered(2, 1024, 2, head_dim, tiles=tiles)
 
 
-# --------------------------------------------------------------------------------------------------------------- on a GPU
+# ----------------------------------------------------------------------------------------- on a GPU
 
 
 def poisoned(f, operands):
@@ -254,7 +304,9 @@ def poisoned(f, operands):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim, dtype", [(64, jnp.bfloat16), (128, jnp.float16), (128, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(64, jnp.bfloat16), (128, jnp.float16), (128, jnp.bfloat16)]
+)
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 256}], ids=str)
 @pytest.mark.parametrize("time", [1, 100, 1000, 1024, 4096])
 def test_on_a_gpu(time, mask, head_dim, dtype):
@@ -276,18 +328,23 @@ def test_on_a_gpu(time, mask, head_dim, dtype):
 def test_grouped_heads_on_a_gpu(key_heads):
     q, k, v = inputs(3, 1000, 12, key_heads, dtype=jnp.float16)
     found = poisoned(jax.jit(run), (q, k, v))
-    for ours, theirs, exact in zip(found, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True):
+    for ours, theirs, exact in zip(
+        found, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True
+    ):
         assert_within_twice(ours, theirs, exact)
 
 
 @pytest.mark.gpu
 def test_gpt2_on_a_gpu():
-    """B = 16 at GPT-2's shapes: thousands of pieces of work for each launch, a hundred launches, one result."""
+    """B = 16 at GPT-2's shapes: thousands of pieces of work for each launch, a hundred launches,
+    one result."""
     q, k, v = inputs(16, 1024, 12, dtype=jnp.bfloat16)
     packed = (jnp.stack((q, k, v), axis=2),)
     f = jax.jit(run)
     first = f(packed)
-    for found, theirs, exact in zip(first, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True):
+    for found, theirs, exact in zip(
+        first, plain(q, k, v), reference(q, k, v, return_lse=True), strict=True
+    ):
         assert_within_twice(found, theirs, exact)
     for _ in range(100):
         assert all((one == other).all() for one, other in zip(first, f(packed), strict=True))
@@ -298,7 +355,15 @@ def test_gpt2_on_a_gpu():
 def test_every_option_on_a_gpu(head_dim):
     q, k, v = inputs(2, 700, 3, head_dim=head_dim, dtype=jnp.bfloat16)
     exact, theirs = reference(q, k, v, return_lse=True), plain(q, k, v)
-    for sizes in [(64, 3, 128), (64, 2, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128), (64, 1, 128)]:
+    for sizes in [
+        (64, 3, 128),
+        (64, 2, 128),
+        (64, 2, 64),
+        (64, 2, 192),
+        (128, 2, 64),
+        (128, 1, 128),
+        (64, 1, 128),
+    ]:
         for stages, q_slots, overlap, ping_pong in [
             (2, 1, True, True),
             (3, 2, True, False),

@@ -1,4 +1,5 @@
-"""The Triton back end of pallas_kernels.flash_attention against the equations in fp64, by the 2× rule."""
+"""The Triton back end of pallas_kernels.flash_attention against the equations in fp64, by the 2×
+rule."""
 
 import copy
 import functools
@@ -19,7 +20,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def inputs(shape, dtype, segments=None, seed=0):
-    """q, k, v, segment ids, and directions for the gradients of the output and of L; shape = (B, T, H, K, D).
+    """q, k, v, segment ids, and directions for the gradients of the output and of L; shape = (B, T,
+    H, K, D).
 
     Scores have a standard deviation of 2: weights are far from uniform.
     """
@@ -31,7 +33,14 @@ def inputs(shape, dtype, segments=None, seed=0):
     if segments and seed % 2 == 0:
         ids.sort(axis=1)
     ids = jnp.asarray(ids, jnp.int32) if segments else None
-    return q, normal(b, t, k, d), normal(b, t, k, d), ids, normal(b, t, h, d), normal(b, h, t, dtype=jnp.float32)
+    return (
+        q,
+        normal(b, t, k, d),
+        normal(b, t, k, d),
+        ids,
+        normal(b, t, h, d),
+        normal(b, h, t, dtype=jnp.float32),
+    )
 
 
 def visible(ids, t, causal, window):
@@ -44,7 +53,9 @@ def visible(ids, t, causal, window):
     return seen
 
 
-def equations(q, k, v, ids, dout, dlse, *, dtype=None, product=np.matmul, causal=True, scale=None, window=None):
+def equations(
+    q, k, v, ids, dout, dlse, *, dtype=None, product=np.matmul, causal=True, scale=None, window=None
+):
     """Output, L and the three gradients from the equations, a head at a time; in fp64.
 
     With a dtype they are the textbook: fp32, and every product's result rounded to the dtype.
@@ -66,7 +77,9 @@ def equations(q, k, v, ids, dout, dlse, *, dtype=None, product=np.matmul, causal
         weights /= weights.sum(-1, keepdims=True)
         out[i, :, h] = rounded(product(rounded(weights), v[i, :, g]))
         dweights = rounded(product(dout[i, :, h], v[i, :, g].T))
-        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True) + dlse[i, h][:, None])
+        dscores = weights * (
+            dweights - (weights * dweights).sum(-1, keepdims=True) + dlse[i, h][:, None]
+        )
         dscores = rounded(scale * dscores)
         dq[i, :, h] = rounded(product(dscores, k[i, :, g]))
         dk[i, :, g] = rounded(dk[i, :, g] + rounded(product(dscores.T, q[i, :, h])))
@@ -75,7 +88,8 @@ def equations(q, k, v, ids, dout, dlse, *, dtype=None, product=np.matmul, causal
 
 
 def tf32_product(a, b):
-    """Of TF32's numbers, without further rounding. XLA multiplies small arrays as they are, also where it has TF32."""
+    """Of TF32's numbers, without further rounding. XLA multiplies small arrays as they are, also
+    where it has TF32."""
     return to_tf32(a).astype(np.float64) @ to_tf32(b).astype(np.float64)
 
 
@@ -86,20 +100,27 @@ def with_gradients(f, q, k, v, ids, dout, dlse):
 
 def attend(q, k, v, ids, **how):
     how = {"precision": "highest", **how}
-    return flash_attention(q, k, v, segment_ids=ids, return_lse=True, implementation="triton", **how)
+    return flash_attention(
+        q, k, v, segment_ids=ids, return_lse=True, implementation="triton", **how
+    )
 
 
 def attend_packed(q, k, v, ids, **how):
     how = {"precision": "highest", **how}
     qkv = jnp.stack([q, k, v], 2)
-    return flash_attention_qkv(qkv, segment_ids=ids, return_lse=True, implementation="triton", **how)
+    return flash_attention_qkv(
+        qkv, segment_ids=ids, return_lse=True, implementation="triton", **how
+    )
 
 
 def check(shape, dtype=jnp.float32, segments=None, seed=0, packed=False, product=np.matmul, **how):
     args, f = inputs(shape, dtype, segments, seed), attend_packed if packed else attend
     found = jax.jit(functools.partial(with_gradients, functools.partial(f, **how)))(*args)
     mask = {name: how[name] for name in ("causal", "scale", "window") if name in how}
-    textbook, exact = equations(*args, dtype=dtype, product=product, **mask), equations(*args, **mask)
+    textbook, exact = (
+        equations(*args, dtype=dtype, product=product, **mask),
+        equations(*args, **mask),
+    )
     for name, ours, theirs, true in zip(NAMES, found, textbook, exact, strict=True):
         assert ours.dtype == (jnp.float32 if name == "lse" else dtype)
         # The worst of a few fp32 roundings is a matter of luck.
@@ -123,10 +144,19 @@ def small(triton_on_cpu, monkeypatch):
 
 @pytest.mark.parametrize(
     "heads, t, together",
-    [(48, 1024, 24), (384, 1024, 32), (33, 1024, 17), (5, 1024, 5), (1, 1024, 1), (3, 40_000, 1), (768, 700, 46)],
+    [
+        (48, 1024, 24),
+        (384, 1024, 32),
+        (33, 1024, 17),
+        (5, 1024, 5),
+        (1, 1024, 1),
+        (3, 40_000, 1),
+        (768, 700, 46),
+    ],
 )
 def test_groups_of_heads_are_even(heads, t, together):
-    """As few as may be of at most 32,768 rows, the last no more than a few heads smaller than the others."""
+    """As few as may be of at most 32,768 rows, the last no more than a few heads smaller than the
+    others."""
     from pallas_kernels.flash_attention import _triton
 
     tile = {"M": 64, "N": 64, "rows": 32768, "num_warps": 4, "num_stages": 3}
@@ -135,7 +165,7 @@ def test_groups_of_heads_are_even(heads, t, together):
     assert -(-heads // together) == -(-heads // max(1, 32768 // t))
 
 
-# --------------------------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
@@ -154,7 +184,9 @@ def test_output_and_gradients(shape, dtype, small):
     check(shape, dtype)
 
 
-@pytest.mark.parametrize("dtype, shape", [(jnp.float32, (1, 70, 1, 1, 8)), (jnp.float16, (1, 300, 1, 1, 64))], ids=str)
+@pytest.mark.parametrize(
+    "dtype, shape", [(jnp.float32, (1, 70, 1, 1, 8)), (jnp.float16, (1, 300, 1, 1, 64))], ids=str
+)
 def test_the_tiles_of_the_file(dtype, shape, triton_on_cpu):
     check(shape, dtype)
 
@@ -215,7 +247,9 @@ def test_packed_is_unpacked(shape, backward, triton_on_cpu, monkeypatch):
     check(shape, packed=True)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
     draw = lambda *choices: data.draw(st.sampled_from(choices))
@@ -229,12 +263,13 @@ def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
     check(shape, jnp.float32, draw(None, 3), draw(0, 1), causal=causal, window=window)
 
 
-# ----------------------------------------------------------------------------------------------------------------- TF32
+# --------------------------------------------------------------------------------------------- TF32
 
 
 @pytest.fixture
 def tensor_cores(triton_on_cpu, monkeypatch):
-    """Products in TF32 leave out the low 13 bits of their operands, and their only NaN is a GPU's."""
+    """Products in TF32 leave out the low 13 bits of their operands, and their only NaN is a
+    GPU's."""
     from triton.runtime import interpreter
 
     multiply = interpreter.InterpreterBuilder.create_dot
@@ -242,7 +277,10 @@ def tensor_cores(triton_on_cpu, monkeypatch):
     def create_dot(self, a, b, d, precision, *args):
         if not precision.name.startswith("TF32"):
             return multiply(self, a, b, d, precision, *args)
-        cut = [(np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32) for x in (a, b)]
+        cut = [
+            (np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32)
+            for x in (a, b)
+        ]
         product = np.matmul(*cut) + d.data
         product.view(np.uint32)[np.isnan(product)] = 0x7FFFFFFF
         return interpreter.TensorHandle(product, d.dtype.scalar)
@@ -294,7 +332,8 @@ def turned(x_BTHD, rows):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("t, d", [(128, 16), (70, 5), (1, 20)])
 def test_copies_in_tf32(t, d, packed, triton_on_cpu):
-    """Blocks are of 64 rows there; those of 128 and 16 rows, for which the turned copies are, end elsewhere."""
+    """Blocks are of 64 rows there; those of 128 and 16 rows, for which the turned copies are, end
+    elsewhere."""
     from pallas_kernels.flash_attention._triton import _inputs, _shape
     from pallas_kernels.flash_attention._triton_tf32 import tf32_copies, tf32_copies_of_dout
 
@@ -303,7 +342,9 @@ def test_copies_in_tf32(t, d, packed, triton_on_cpu):
     shape = _shape(operands, None, True, 1.0, None, False, {})
     held = _inputs(operands, None)[:3]
     backward = sum(tf32_copies(*held, shape, straight="qkv", turned={"q": 128, "k": 16}), ())[:5]
-    _, k_straight, _, _, _, v_turned = sum(tf32_copies(*held, shape, straight="k", turned={"v": 16}), ())
+    _, k_straight, _, _, _, v_turned = sum(
+        tf32_copies(*held, shape, straight="k", turned={"v": 16}), ()
+    )
     dout_straight, dout_turned, delta = tf32_copies_of_dout(dout, q, shape, turned=128)
     found = (*backward, k_straight, v_turned, dout_straight, dout_turned)
     wanted = [to_tf32(np.asarray(x)) for x in (q, k, v)]
@@ -332,22 +373,31 @@ def not_a_number(bits):
     f = jax.jit(functools.partial(with_gradients, functools.partial(attend, precision=None)))
     rows = np.arange(40)
     for name, ours, clean in zip(
-        NAMES, f(jnp.asarray(bad), k, v, None, dout, dlse), f(q, k, v, None, dout, dlse), strict=True
+        NAMES,
+        f(jnp.asarray(bad), k, v, None, dout, dlse),
+        f(q, k, v, None, dout, dlse),
+        strict=True,
     ):
-        ours, clean = (np.moveaxis(np.asarray(x), 2, 1) if name == "lse" else np.asarray(x) for x in (ours, clean))
+        ours, clean = (
+            np.moveaxis(np.asarray(x), 2, 1) if name == "lse" else np.asarray(x)
+            for x in (ours, clean)
+        )
         touched = rows <= 20 if name in ("dk", "dv") else rows == 20
         assert np.isnan(ours[:, touched]).all(), name
         if name != "dk":  # there 0·NaN comes through to later keys of the block
             np.testing.assert_array_equal(ours[:, ~touched], clean[:, ~touched])
 
 
-# ------------------------------------------------------------------------------------------------------------ what is not read
+# --------------------------------------------------------------------------------- what is not read
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # the interpreter's, about the other sequences
+# the interpreter's, about the other sequences
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize("f", [attend, attend_packed])
 @pytest.mark.parametrize(
-    "how, backward", [({}, "split"), ({"causal": False}, "split"), ({"window": 12}, "split"), ({}, "fused")], ids=str
+    "how, backward",
+    [({}, "split"), ({"causal": False}, "split"), ({"window": 12}, "split"), ({}, "fused")],
+    ids=str,
 )
 def test_nothing_leaks_from_the_next_sequence(how, backward, f, triton_on_cpu, monkeypatch):
     """What lies behind row T is the next sequence; here all of it is NaN, or infinite."""
@@ -373,13 +423,16 @@ def test_blocks_outside_the_window_are_not_read(small):
 @pytest.mark.parametrize("backward", ["split", "fused"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_scores_far_below_those_of_no_key(causal, backward, triton_on_cpu, monkeypatch):
-    """Rows from T on are read as zeros: their scores of 0 are e^280 times as heavy as those of the keys that there are."""
+    """Rows from T on are read as zeros: their scores of 0 are e^280 times as heavy as those of the
+    keys that there are."""
     set_tiles(monkeypatch, 16, 32, backward)
     q, k, v, _, dout, dlse = inputs((1, 37, 1, 1, 8), jnp.float32)
     q, k = 10 + 0.01 * q, -10 + 0.01 * k
     f = jax.jit(functools.partial(with_gradients, functools.partial(attend, causal=causal)))
     for ours, true in zip(
-        f(q, k, v, None, dout, dlse), equations(q, k, v, None, dout, dlse, causal=causal), strict=True
+        f(q, k, v, None, dout, dlse),
+        equations(q, k, v, None, dout, dlse, causal=causal),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, true, rtol=2e-3, atol=2e-3 * np.abs(true).max())
 
@@ -390,23 +443,29 @@ def test_rows_of_huge_scores_stay_finite(small):
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
-# ------------------------------------------------------------------------------------------------------------ transformations
+# ---------------------------------------------------------------------------------- transformations
 
 
 def test_vmap_checkpoint_and_jit(small):
-    q, k, v, ids, dout, dlse = (jnp.stack([x, x[::-1]]) for x in inputs((2, 20, 2, 1, 8), jnp.float32, segments=2))
+    q, k, v, ids, dout, dlse = (
+        jnp.stack([x, x[::-1]]) for x in inputs((2, 20, 2, 1, 8), jnp.float32, segments=2)
+    )
     f = functools.partial(with_gradients, attend)
     singly = [f(*(x[i] for x in (q, k, v, ids, dout, dlse))) for i in range(2)]
     want = jax.tree.map(lambda *x: jnp.stack(x), *singly)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(jax.vmap(f))(q, k, v, ids, dout, dlse), want)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(jax.vmap(f))(q, k, v, ids, dout, dlse), want
+    )
     # One key and value for all.
     shared = jax.vmap(f, (0, None, None, None, 0, 0))(q, k[0], v[0], ids[0], dout, dlse)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[0], shared), singly[0])
     again = jax.jit(functools.partial(with_gradients, jax.checkpoint(attend)))
-    jax.tree.map(np.testing.assert_array_equal, again(q[0], k[0], v[0], ids[0], dout[0], dlse[0]), singly[0])
+    jax.tree.map(
+        np.testing.assert_array_equal, again(q[0], k[0], v[0], ids[0], dout[0], dlse[0]), singly[0]
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- tiles and kernels
+# -------------------------------------------------------------------------------- tiles and kernels
 
 
 def gradients(deterministic=False, **how):
@@ -418,7 +477,9 @@ def gradients(deterministic=False, **how):
 
 
 def packed_gradients(**how):
-    f = lambda qkv: flash_attention_qkv(qkv, implementation="triton", **how).astype(jnp.float32).sum()
+    f = lambda qkv: (
+        flash_attention_qkv(qkv, implementation="triton", **how).astype(jnp.float32).sum()
+    )
     return jax.grad(f)
 
 
@@ -426,7 +487,9 @@ def test_deterministic_is_split(monkeypatch):
     """The names are the only thing that a CPU can tell apart: its interpreter adds in one order."""
     set_tiles(monkeypatch, 64, 64, "fused")
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
-    names = lambda deterministic: [k.name for k in triton_kernels(gradients(deterministic), x, x, x)]
+    names = lambda deterministic: [
+        k.name for k in triton_kernels(gradients(deterministic), x, x, x)
+    ]
     assert names(True) == ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
     assert names(False) == ["forward_kernel", "delta_kernel", "dkv_kernel", "convert_kernel"]
 
@@ -457,10 +520,13 @@ def test_errors_of_tiles():
     from pallas_kernels.flash_attention import _triton
 
     with pytest.raises(
-        ValueError, match=r"nothing for compute capability 7.5 with 99 KB of shared memory; it lists \['9.0'"
+        ValueError,
+        match=r"nothing for compute capability 7.5 with 99 KB of shared memory; it lists \['9.0'",
     ):
         _triton.tuning((7, 5), "16", 64)
-    with pytest.raises(ValueError, match="nothing under '9.0', '16' for a head dimension of 129; it has "):
+    with pytest.raises(
+        ValueError, match="nothing under '9.0', '16' for a head dimension of 129; it has "
+    ):
         _triton.tuning((9, 0), "16", 129)
     with pytest.raises(ValueError, match="nothing under '9.0', '8' for a head dimension of 64"):
         _triton.tuning((9, 0), "8", 64)
@@ -469,20 +535,26 @@ def test_errors_of_tiles():
     entry = tiles["9.0"]["16"]["64"]
     entry["dq"]["M"] = 48
     with pytest.raises(
-        ValueError, match="'9.0', '16', '64': M and N of 'dq' are powers of two from 16 on, not {'M': 48"
+        ValueError,
+        match="'9.0', '16', '64': M and N of 'dq' are powers of two from 16 on, not {'M': 48",
     ):
         _triton._checked(tiles)
     del entry["dq"]["M"]
     with pytest.raises(
-        ValueError, match="'9.0', '16', '64': 'dq' needs a positive number for each of .*, and has {'N'"
+        ValueError,
+        match="'9.0', '16', '64': 'dq' needs a positive number for each of .*, and has {'N'",
     ):
         _triton._checked(tiles)
     fp32 = copy.deepcopy(_triton._tiles())
     fp32["9.0"]["fp32"]["64"]["products"] = "tf32"
-    with pytest.raises(ValueError, match="'9.0', 'fp32', '64': 'products' is 'ieee' or 'tf32x3', not 'tf32'"):
+    with pytest.raises(
+        ValueError, match="'9.0', 'fp32', '64': 'products' is 'ieee' or 'tf32x3', not 'tf32'"
+    ):
         _triton._checked(fp32)
     entry["backward"] = "both"
-    with pytest.raises(ValueError, match="'9.0', '16', '64': 'backward' is 'split' or 'fused', not 'both'"):
+    with pytest.raises(
+        ValueError, match="'9.0', '16', '64': 'backward' is 'split' or 'fused', not 'both'"
+    ):
         _triton._checked(tiles)
     del tiles["9.0"]["shared_kb"]
     with pytest.raises(ValueError, match="'9.0' needs a number of 'shared_kb'"):
@@ -514,20 +586,28 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
     names = ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
     if dtype == jnp.float32 and precision is None:
         # Copies of k and v; of q, k and v; and of dO, with delta.
-        names = ["tf32_kernel", "forward_kernel", "tf32_kernel", "tf32_dout_kernel", "dkv_kernel", "dq_kernel"]
+        names = [
+            "tf32_kernel",
+            "forward_kernel",
+            "tf32_kernel",
+            "tf32_dout_kernel",
+            "dkv_kernel",
+            "dq_kernel",
+        ]
     assert [k.name for k in kernels] == names
     for kernel in kernels:
         if kernel.name not in ("forward_kernel", "dkv_kernel", "dq_kernel"):
             continue
         instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
-        # True fp32 has products in threes on Hopper's tensor cores, and on the plain cores elsewhere.
+        # True fp32 has products in threes on Hopper's tensor cores, and on the plain cores
+        # elsewhere.
         assert (instruction in kernel.ptx) == (precision is None or capability == 90)
         if precision is None:
             # Tiles go from global to shared memory while others are multiplied.
             assert "cp.async" in kernel.ptx
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+# ---------------------------------------------------------------------------------------------- GPU
 
 
 def check_on_the_gpu(shape, dtype, **how):
@@ -620,7 +700,8 @@ def test_memory_is_linear_in_time():
 
 @pytest.mark.gpu
 def test_the_gradient_of_a_packed_projection_is_not_copied():
-    """dk, dv and dq go into one array: beside it and what attention saves there is no other of its size."""
+    """dk, dv and dq go into one array: beside it and what attention saves there is no other of its
+    size."""
     shape = jax.ShapeDtypeStruct((8, 1024, 3, 12, 64), jnp.bfloat16)
     f = lambda qkv: packed_gradients(deterministic=True)(qkv)
     compiled = jax.jit(f).lower(shape).compile()

@@ -15,7 +15,9 @@ from gptjax.training.step import init_state
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-CONFIG = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+CONFIG = GPT2Config(
+    vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16
+)
 GROUPS = [
     Group("up", Matrices(), learning_rate=2.0, weight_decay=0.5),
     Group("down", Matrices(2)),
@@ -26,7 +28,9 @@ GROUPS = [
 def params():
     rng = np.random.default_rng(0)
     shapes = {"up": (4, 6), "down": (6, 8), "bias_1": (6,), "bias_2": (8,)}
-    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()
+    }
 
 
 def run(tx, steps=3):
@@ -41,7 +45,12 @@ def run(tx, steps=3):
 
 def test_each_group_has_the_optimizer_and_the_factors_of_its_rule():
     tx = normuon_and_adamw(
-        GROUPS, matrix_learning_rate=0.02, learning_rate=1e-3, matrix_weight_decay=0.4, weight_decay=0.1, clip_norm=None
+        GROUPS,
+        matrix_learning_rate=0.02,
+        learning_rate=1e-3,
+        matrix_weight_decay=0.4,
+        weight_decay=0.1,
+        clip_norm=None,
     )
     found = run(tx)
     only = lambda name, tx: run(
@@ -59,7 +68,12 @@ def test_each_group_has_the_optimizer_and_the_factors_of_its_rule():
 
 def test_the_clip_is_that_of_all_gradients_together():
     tx = normuon_and_adamw(
-        GROUPS, matrix_learning_rate=0.0, learning_rate=1.0, weight_decay=0.0, eps=1.0, clip_norm=0.5
+        GROUPS,
+        matrix_learning_rate=0.0,
+        learning_rate=1.0,
+        weight_decay=0.0,
+        eps=1.0,
+        clip_norm=0.5,
     )
     p = params()
     grads = jax.tree.map(lambda x: 1e3 * x, p)
@@ -73,7 +87,11 @@ def test_adamw_at_every_second_update_takes_the_sum_of_two_gradients():
     lr = lambda count: 1e-3 * (1.0 + count)
     how = {"matrix_learning_rate": 0.02, "weight_decay": 0.1, "clip_norm": None}
     tx, p = normuon_and_adamw(GROUPS, learning_rate=lr, every=2, **how), params()
-    state, grads, history = tx.init(p), [jax.tree.map(lambda x, k=k: jnp.sin(x * (k + 1)), p) for k in range(4)], [p]
+    state, grads, history = (
+        tx.init(p),
+        [jax.tree.map(lambda x, k=k: jnp.sin(x * (k + 1)), p) for k in range(4)],
+        [p],
+    )
     for g in grads:
         updates, state = tx.update(g, state, history[-1])
         history.append(optax.apply_updates(history[-1], updates))
@@ -91,10 +109,18 @@ def test_adamw_at_every_second_update_takes_the_sum_of_two_gradients():
 
 def test_a_group_may_have_betas_of_its_own():
     groups = [*GROUPS[:2], Group("bias_1", b1=0.5, b2=0.6), Group("bias_2", b2=0.7)]
-    found = run(normuon_and_adamw(groups, matrix_learning_rate=0.02, learning_rate=1e-3, b1=0.8, clip_norm=None))
+    found = run(
+        normuon_and_adamw(
+            groups, matrix_learning_rate=0.02, learning_rate=1e-3, b1=0.8, clip_norm=None
+        )
+    )
     for name, b1, b2 in (("bias_1", 0.5, 0.6), ("bias_2", 0.8, 0.7)):
         tx = optax.adamw(1e-3, b1=b1, b2=b2, weight_decay=0.1)
-        wanted = run(optax.partition({True: tx, False: optax.set_to_zero()}, {k: k == name for k in params()}))
+        wanted = run(
+            optax.partition(
+                {True: tx, False: optax.set_to_zero()}, {k: k == name for k in params()}
+            )
+        )
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-7)
 
 
@@ -104,12 +130,15 @@ def test_a_schedule_reaches_both():
     for old, new in zip(jax.tree.leaves(params()), jax.tree.leaves(run(tx, steps=1)), strict=True):
         np.testing.assert_array_equal(old, new)
     assert all(
-        not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params()), jax.tree.leaves(run(tx, 2)), strict=True)
+        not np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(params()), jax.tree.leaves(run(tx, 2)), strict=True)
     )
 
 
 def test_parameters_without_a_rule_or_with_two_are_errors():
-    with pytest.raises(GroupError, match="not these:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"):
+    with pytest.raises(
+        GroupError, match="not these:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"
+    ):
         assign([Group("bias.*"), Group(".*_1"), Group("a")], ["a", "c", "bias_1"])
     with pytest.raises(GroupError, match="the rule 'wpe' matches nothing"):
         assign([Group(".*"), Group("wpe")], ["wte"])
@@ -120,7 +149,15 @@ def test_parameters_without_a_rule_or_with_two_are_errors():
 
 
 @pytest.mark.parametrize(
-    "options", [{"b1": 1.0}, {"eps": -1.0}, {"clip_norm": -1.0}, {"every": 0}, {"neuron_b2": 1.5}, {"momentum": -0.1}]
+    "options",
+    [
+        {"b1": 1.0},
+        {"eps": -1.0},
+        {"clip_norm": -1.0},
+        {"every": 0},
+        {"neuron_b2": 1.5},
+        {"momentum": -0.1},
+    ],
 )
 def test_numbers_out_of_range_are_refused(options):
     ((name, value),) = options.items()
@@ -129,7 +166,9 @@ def test_numbers_out_of_range_are_refused(options):
 
 
 def test_a_groups_factors_are_checked():
-    with pytest.raises(ValueError, match=r"Group\('wte'\): learning_rate must be finite and at least 0, got -1.0"):
+    with pytest.raises(
+        ValueError, match=r"Group\('wte'\): learning_rate must be finite and at least 0, got -1.0"
+    ):
         Group("wte", learning_rate=-1.0)
     with pytest.raises(ValueError, match=r"Group\('wte'\): b2 must be in \[0, 1\), got 1.0"):
         Group("wte", b2=1.0)
@@ -151,7 +190,8 @@ def test_the_table_shows_the_matrices_of_named_axes():
 
 
 def test_gpt2s_parameters():
-    """The block's matrices take NorMuon, with q, k and v apart; embeddings decay, norms and biases do not."""
+    """The block's matrices take NorMuon, with q, k and v apart; embeddings decay, norms and biases
+    do not."""
     state = jax.eval_shape(lambda: init_state(CONFIG, optax.identity(), 0))
     rows = {row[0]: row[1:] for row in describe(PARAMETER_GROUPS, state.params)}
     assert rows == {

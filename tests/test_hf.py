@@ -1,6 +1,7 @@
 """gptjax.weights.hf against transformers' GPT-2, a model that nobody here wrote.
 
-fp32 logits agree to 3.4e-6 on these shapes (standard deviation of the logits: 0.7 to 2); the bound is 2e-5.
+fp32 logits agree to 3.4e-6 on these shapes (standard deviation of the logits: 0.7 to 2); the bound
+is 2e-5.
 """
 
 import inspect
@@ -27,7 +28,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-# (vocabulary, positions, layers, heads, width): odd sizes; a prime vocabulary, a head dimension of 5, one layer.
+# (vocabulary, positions, layers, heads, width): odd sizes; a prime vocabulary, a head dimension of
+# 5, one layer.
 SHAPES = [(61, 9, 2, 3, 12), (131, 33, 1, 1, 5), (128, 16, 3, 2, 32)]
 
 
@@ -44,11 +46,14 @@ def theirs(vocab, positions, layers, heads, width, **kwargs):
         **kwargs,
     )
     model = transformers.GPT2LMHeadModel(config).eval()
-    # The usual start leaves attention uniform and every bias at 0: a model that confuses them would pass.
+    # The usual start leaves attention uniform and every bias at 0: a model that confuses them would
+    # pass.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fan_in = parameter.shape[0] if ".h." in name and parameter.ndim == 2 else 10
-            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else fan_in**-0.5))
+            parameter.add_(
+                torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else fan_in**-0.5)
+            )
     return model
 
 
@@ -57,7 +62,10 @@ def batch(vocab, time, seed=0):
 
 
 def params(model):
-    return {k: np.asarray(v) for k, v in flatten(nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])).items()}
+    return {
+        k: np.asarray(v)
+        for k, v in flatten(nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])).items()
+    }
 
 
 def assert_same(model, other):
@@ -108,7 +116,11 @@ def test_logits_and_loss_are_those_of_transformers(tmp_path, shape):
 def test_vocabulary_is_padded_to_a_multiple_of_128_with_zero_rows(small):
     model = gptjax.load_hf(small)
     assert (model.config.vocab_size, model.config.padded_vocab_size) == (61, 128)
-    assert model.wte.shape == (128, 12) and not np.asarray(model.wte[61:]).any() and np.asarray(model.wte[60]).all()
+    assert (
+        model.wte.shape == (128, 12)
+        and not np.asarray(model.wte[61:]).any()
+        and np.asarray(model.wte[60]).all()
+    )
     assert gptjax.load_hf(small, padded_vocab_size=61).wte.shape == (61, 12)
 
 
@@ -117,15 +129,22 @@ def test_transformers_reads_what_save_hf_writes(tmp_path, shape):
     theirs(*shape).save_pretrained(tmp_path / "theirs")
     model = gptjax.load_hf(tmp_path / "theirs")
     gptjax.save_hf(model, tmp_path / "new" / "ours")
-    found, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "new" / "ours", output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    found, info = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "new" / "ours", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        info
+    )
     before = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs").state_dict()
     assert found.state_dict().keys() == before.keys()
     for name, tensor in found.state_dict().items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, before[name]), name
     assert found.config.n_positions == shape[1] and found.config.activation_function == "gelu_new"
     assert_same(gptjax.load_hf(tmp_path / "new" / "ours"), model)
-    assert sorted(p.name for p in (tmp_path / "new" / "ours").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "new" / "ours").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_a_sharded_model_is_saved_whole(small):
@@ -178,8 +197,14 @@ def test_other_float_types_become_fp32(tmp_path, dtype):
 
 
 def test_how_the_model_computes_is_the_callers_choice(small):
-    model = gptjax.load_hf(small, precision=gptjax.Precision("bf16"), recompute="block", loss_chunk=9)
-    assert (model.config.precision.name, model.config.recompute, model.config.loss_chunk) == ("bf16", "block", 9)
+    model = gptjax.load_hf(
+        small, precision=gptjax.Precision("bf16"), recompute="block", loss_chunk=9
+    )
+    assert (model.config.precision.name, model.config.recompute, model.config.loss_chunk) == (
+        "bf16",
+        "block",
+        9,
+    )
     assert model(jnp.zeros((1, 3), jnp.int32)).dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in params(model).values()} == {np.dtype("float32")}
     with pytest.raises(ValueError, match=re.escape("config.json decides ['n_layer']")):
@@ -194,7 +219,9 @@ def test_a_failed_save_leaves_the_old_file(small, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("gptjax.weights.hf.save_file", half)
-    with pytest.raises(WeightsError, match=r"model\.safetensors: not written: disk full. An older file stays"):
+    with pytest.raises(
+        WeightsError, match=r"model\.safetensors: not written: disk full. An older file stays"
+    ):
         gptjax.save_hf(model, small)
     assert (small / "model.safetensors").read_bytes() == before
     assert not list(small.glob("*.tmp"))
@@ -216,12 +243,19 @@ def test_a_failed_save_leaves_the_old_file(small, monkeypatch):
 )
 def test_other_architectures_are_refused(small, field, value):
     edit_config(small, **{field: value})
-    with pytest.raises(ValueError, match=rf"config\.json: expected {field} to be .* found {re.escape(repr(value))}"):
+    with pytest.raises(
+        ValueError, match=rf"config\.json: expected {field} to be .* found {re.escape(repr(value))}"
+    ):
         gptjax.load_hf(small)
 
 
 @pytest.mark.parametrize(
-    "field, value", [("activation_function", "gelu_pytorch_tanh"), ("n_inner", 48), ("layer_norm_epsilon", 0.00001)]
+    "field, value",
+    [
+        ("activation_function", "gelu_pytorch_tanh"),
+        ("n_inner", 48),
+        ("layer_norm_epsilon", 0.00001),
+    ],
 )
 def test_other_spellings_of_gpt2_are_read(small, field, value):
     edit_config(small, **{field: value})
@@ -232,7 +266,10 @@ def test_other_spellings_of_gpt2_are_read(small, field, value):
     "edit, message",
     [
         (lambda t: t.pop("transformer.ln_f.bias"), r"missing \['ln_f.bias'\], unexpected \[\]"),
-        (lambda t: t.update(extra=np.zeros(3, np.float32)), r"missing \[\], unexpected \['extra'\]"),
+        (
+            lambda t: t.update(extra=np.zeros(3, np.float32)),
+            r"missing \[\], unexpected \['extra'\]",
+        ),
         (
             lambda t: t.update({"transformer.wpe.weight": np.zeros((8, 12), np.float32)}),
             r"expected transformer.wpe.weight of shape \(9, 12\) .* found \(8, 12\) F32",
@@ -279,13 +316,17 @@ def test_files_that_are_missing_or_broken(small):
 @pytest.fixture
 def tiny(tmp_path):
     """A saved model of one block, without transformers."""
-    config = gptjax.GPT2Config(vocab_size=11, padded_vocab_size=128, block_size=5, n_layer=1, n_head=2, n_embd=4)
+    config = gptjax.GPT2Config(
+        vocab_size=11, padded_vocab_size=128, block_size=5, n_layer=1, n_head=2, n_embd=4
+    )
     gptjax.save_hf(gptjax.GPT2(config, rngs=nnx.Rngs(0)), tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "n_positions", "n_layer", "n_head", "n_embd"])
-@pytest.mark.parametrize("value", ["12", 12.0, True, None, -1, 0, float("nan"), [4], {}, 10**30, "\x1b[31m"], ids=repr)
+@pytest.mark.parametrize(
+    "value", ["12", 12.0, True, None, -1, 0, float("nan"), [4], {}, 10**30, "\x1b[31m"], ids=repr
+)
 def test_sizes_of_a_wrong_type_are_refused(tiny, field, value):
     edit_config(tiny, **{field: value})
     with pytest.raises(
@@ -297,8 +338,18 @@ def test_sizes_of_a_wrong_type_are_refused(tiny, field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("model_type", "\x1b]0;x\x07"), ("tie_word_embeddings", 1), ("n_inner", 16.0), ("n_inner", "\x1b"), ("n_head", 3)]
-    + [("activation_function", ["gelu_new"]), ("layer_norm_epsilon", "1e-5"), ("layer_norm_epsilon", float("nan"))],
+    [
+        ("model_type", "\x1b]0;x\x07"),
+        ("tie_word_embeddings", 1),
+        ("n_inner", 16.0),
+        ("n_inner", "\x1b"),
+        ("n_head", 3),
+    ]
+    + [
+        ("activation_function", ["gelu_new"]),
+        ("layer_norm_epsilon", "1e-5"),
+        ("layer_norm_epsilon", float("nan")),
+    ],
 )
 def test_other_fields_of_a_wrong_type_are_refused(tiny, field, value):
     edit_config(tiny, **{field: value})
@@ -310,16 +361,22 @@ def test_other_fields_of_a_wrong_type_are_refused(tiny, field, value):
 def test_a_million_layers_are_refused_before_anything_is_built(tiny, monkeypatch):
     monkeypatch.setattr("flax.nnx.eval_shape", lambda *_: pytest.fail("the model was built"))
     edit_config(tiny, n_layer=10**18)
-    with pytest.raises(WeightsError, match=r"the 12\d+4 tensors of a GPT-2 of 1\d+ layers, found 16"):
+    with pytest.raises(
+        WeightsError, match=r"the 12\d+4 tensors of a GPT-2 of 1\d+ layers, found 16"
+    ):
         gptjax.load_hf(tiny)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
 def test_what_is_no_regular_file_is_refused_without_opening(tiny, name):
     (tiny / "model.safetensors").rename(tiny / "other.safetensors")
     (tiny / name).unlink(missing_ok=True)
     os.mkfifo(tiny / name)
-    with pytest.raises(WeightsError, match=f"{re.escape(name)}: expected a regular file, found a FIFO"):
+    with pytest.raises(
+        WeightsError, match=f"{re.escape(name)}: expected a regular file, found a FIFO"
+    ):
         gptjax.load_hf(tiny)
 
 
@@ -342,22 +399,42 @@ def test_json_that_is_none_is_refused(tiny, raw, message):
 
 @pytest.mark.parametrize(
     "weight_map",
-    ["x", None, 3, [], {"a": 1}, {"a": None}, {"a": ".."}, {"a": ""}, {"a": "../x"}, {"a": "/etc/passwd"}],
+    [
+        "x",
+        None,
+        3,
+        [],
+        {"a": 1},
+        {"a": None},
+        {"a": ".."},
+        {"a": ""},
+        {"a": "../x"},
+        {"a": "/etc/passwd"},
+    ],
     ids=repr,
 )
 def test_an_index_that_names_no_file_of_the_folder_is_refused(tiny, weight_map):
     (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(WeightsError, match=r"index\.json: expected weight_map to give each tensor the name of a file"):
+    with pytest.raises(
+        WeightsError,
+        match=r"index\.json: expected weight_map to give each tensor the name of a file",
+    ):
         gptjax.load_hf(tiny)
 
 
 def test_a_header_longer_than_the_file_or_huge_is_refused(tiny):
     file = tiny / "model.safetensors"
-    for raw in (b"", b"\x01\0\0", (1 << 40).to_bytes(8, "little") + b"{}", (17 << 20).to_bytes(8, "little")):
+    for raw in (
+        b"",
+        b"\x01\0\0",
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        (17 << 20).to_bytes(8, "little"),
+    ):
         file.write_bytes(raw)
         with pytest.raises(
-            WeightsError, match=r"model\.safetensors: expected a safetensors file: a header of \d+ bytes"
+            WeightsError,
+            match=r"model\.safetensors: expected a safetensors file: a header of \d+ bytes",
         ):
             gptjax.load_hf(tiny)
     os.truncate(file, 32 << 20)
@@ -380,7 +457,9 @@ def test_numbers_beyond_fp32_are_refused(tiny):
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-medium"])
 def test_a_name_on_the_hub_says_how_to_get_it(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    command = f"hf download openai-community/{name} config.json model.safetensors --local-dir {name}"
+    command = (
+        f"hf download openai-community/{name} config.json model.safetensors --local-dir {name}"
+    )
     with pytest.raises(WeightsError, match=f"^{name}: not there. .*{command}$"):
         gptjax.load_hf(name)
 
@@ -388,7 +467,10 @@ def test_a_name_on_the_hub_says_how_to_get_it(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"precision": "bf16"}, r"load_hf: expected precision to be .* gptjax.Precision\('bf16'\), got 'bf16'"),
+        (
+            {"precision": "bf16"},
+            r"load_hf: expected precision to be .* gptjax.Precision\('bf16'\), got 'bf16'",
+        ),
         ({"attn": "xla"}, r"load_hf: unknown options \['attn'\]; choose from \['attention'"),
         ({"padded_vocab_size": 5}, "padded_vocab_size=5 is below vocab_size=11"),
     ],
@@ -405,7 +487,10 @@ def test_a_full_disk_is_said_and_leaves_the_old_files(tiny):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
     try:
-        with pytest.raises(WeightsError, match=r"model\.safetensors: not written: .*File too large.* older file stays"):
+        with pytest.raises(
+            WeightsError,
+            match=r"model\.safetensors: not written: .*File too large.* older file stays",
+        ):
             gptjax.save_hf(model, tiny)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -414,5 +499,7 @@ def test_a_full_disk_is_said_and_leaves_the_old_files(tiny):
 
 def test_saving_into_a_file_names_the_folder(tiny):
     model = gptjax.load_hf(tiny)
-    with pytest.raises(WeightsError, match=r"config\.json: the folder cannot be created: File exists"):
+    with pytest.raises(
+        WeightsError, match=r"config\.json: the folder cannot be created: File exists"
+    ):
         gptjax.save_hf(model, tiny / "config.json")

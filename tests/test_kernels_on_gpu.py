@@ -1,4 +1,5 @@
-"""What every kernel of ours promises on a GPU, beyond the shapes of its own file: any drawn shape, and every output written."""
+"""What every kernel of ours promises on a GPU, beyond the shapes of its own file: any drawn shape,
+and every output written."""
 
 import functools
 
@@ -32,7 +33,11 @@ def classifier(n, v, seed):
     vocab = max(1, v - seed % 7)
     targets = jnp.asarray(np.random.default_rng(seed).integers(0, vocab, n), jnp.int32)
     f = lambda x, **how: pk.fused_classifier(x, targets, vocab_size=vocab, **how)[0]
-    return f, lambda x: classifier_reference(x, targets, vocab_size=vocab)[0], (3 * normal(seed, n, v),)
+    return (
+        f,
+        lambda x: classifier_reference(x, targets, vocab_size=vocab)[0],
+        (3 * normal(seed, n, v),),
+    )
 
 
 def norm(n, c, seed):
@@ -60,11 +65,19 @@ def square(n, k, seed):
     a = normal(seed, 1 + seed % 3, n, n, dtype=jnp.float32)
     a = ((a + jnp.swapaxes(a, -1, -2)) * 0.1).astype(jnp.bfloat16)
     how = {"b": -1.5, "c": 0.7}
-    return functools.partial(pk.ba_plus_caa, **how), functools.partial(symmetric.ba_plus_caa_reference, **how), (a,)
+    return (
+        functools.partial(pk.ba_plus_caa, **how),
+        functools.partial(symmetric.ba_plus_caa_reference, **how),
+        (a,),
+    )
 
 
 def transposed(n, k, seed):
-    return pk.transpose_add, lambda dst, src: dst + src.T, (normal(seed, k, n), normal(seed + 1, n, k))
+    return (
+        pk.transpose_add,
+        lambda dst, src: dst + src.T,
+        (normal(seed, k, n), normal(seed + 1, n, k)),
+    )
 
 
 # kernel → (rows, width, seed) → function with `implementation=`, its definition, arrays
@@ -79,7 +92,9 @@ KERNELS = {
     "layer_norm": norm,
     "rms_norm": lambda n, c, seed: (pk.rms_norm, rms_reference, (normal(seed, n, c),)),
     "linear_gelu": linear,
-    "linear_relu_squared": functools.partial(linear, f=pk.linear_relu_squared, activation="relu_squared"),
+    "linear_relu_squared": functools.partial(
+        linear, f=pk.linear_relu_squared, activation="relu_squared"
+    ),
     "xxt": functools.partial(matrices, f=pk.xxt, reference=symmetric.xxt_reference),
     "xtx": functools.partial(matrices, f=pk.xtx, reference=symmetric.xtx_reference),
     "ba_plus_caa": square,
@@ -89,7 +104,9 @@ KERNELS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(n=rows, c=width, seed=st.integers(0, 1000))
 def test_any_shape(kernel, n, c, seed):
     f, reference, args = KERNELS[kernel](n, c, seed)
@@ -134,7 +151,11 @@ def test_every_output_is_written(kernel, implementation):
 
     compiled = with_gradients.lower(*args).compile()
     for _ in range(3):
-        poison = [jnp.full(o.shape, jnp.nan, o.dtype) for o in jax.tree.leaves(compiled.out_info) for _ in range(4)]
+        poison = [
+            jnp.full(o.shape, jnp.nan, o.dtype)
+            for o in jax.tree.leaves(compiled.out_info)
+            for _ in range(4)
+        ]
         jax.block_until_ready(poison)
         del poison
         for array in jax.tree.leaves(compiled(*args)):
@@ -143,23 +164,30 @@ def test_every_output_is_written(kernel, implementation):
 
 @pytest.mark.gpu
 def test_two_gpus():
-    """Arrays on one GPU keep their kernels beside an idle second one, arrays on two lose them, and a shard_map has the same gradient."""
+    """Arrays on one GPU keep their kernels beside an idle second one, arrays on two lose them, and
+    a shard_map has the same gradient."""
     gpus = jax.devices("gpu")
     if len(gpus) < 2:
         pytest.skip("needs two NVIDIA GPUs")
-    config = GPT2Config(vocab_size=500, block_size=128, n_layer=2, n_head=2, n_embd=128, precision=Precision("bf16"))
+    config = GPT2Config(
+        vocab_size=500, block_size=128, n_layer=2, n_head=2, n_embd=128, precision=Precision("bf16")
+    )
     graphdef, params = nnx.split(GPT2(config, rngs=nnx.Rngs(0)), nnx.Param)
     tokens = jax.random.randint(jax.random.key(1), (4, 129), 0, 500)
 
     def grad(params, tokens):
-        return jax.grad(lambda p: loss_fn(nnx.merge(graphdef, p), tokens[:, :-1], tokens[:, 1:]))(params)
+        return jax.grad(lambda p: loss_fn(nnx.merge(graphdef, p), tokens[:, :-1], tokens[:, 1:]))(
+            params
+        )
 
     one = jax.device_put((params, tokens), gpus[1])
     lowered = jax.jit(grad).lower(*one)
     assert "triton" in lowered.as_text()
     expected = jax.device_get(lowered.compile()(*one))
 
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=gpus[:2])
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=gpus[:2]
+    )
     everywhere, split = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
     two = jax.device_put(params, everywhere), jax.device_put(tokens, split)
     assert "triton" not in jax.jit(grad).lower(*two).as_text()
@@ -172,5 +200,7 @@ def test_two_gpus():
         jax.jit(jax.shard_map(mean_grad, mesh=mesh, **specs)).lower(*two)
     mapped = jax.jit(jax.shard_map(mean_grad, mesh=mesh, check_vma=False, **specs))
     assert "triton" in mapped.lower(*two).as_text()
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(jax.device_get(mapped(*two))), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(expected), jax.tree.leaves(jax.device_get(mapped(*two))), strict=True
+    ):
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(a) + 1e-6

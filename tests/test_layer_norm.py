@@ -23,7 +23,8 @@ BACKENDS = ["xla", "triton"]
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """One way to call layer_norm or rms_norm, of its arrays (x, residual, scale, bias, residual_bias) and one or two directions."""
+    """One way to call layer_norm or rms_norm, of its arrays (x, residual, scale, bias,
+    residual_bias) and one or two directions."""
 
     centred: bool = True
     scaled: bool = True
@@ -36,7 +37,9 @@ class Norm:
 
     def names(self) -> tuple[str, ...]:
         """Of the arguments that this call has; y and total come before their gradients."""
-        found = ["x"] + ["residual"] * self.residual + ["scale"] * self.scaled + ["bias"] * self.centred
+        found = (
+            ["x"] + ["residual"] * self.residual + ["scale"] * self.scaled + ["bias"] * self.centred
+        )
         return (*found, *["residual_bias"] * self.residual_bias)
 
     def arrays(self, shape, dtype, seed=0, offset=0.0):
@@ -60,7 +63,11 @@ class Norm:
         def f(*args):
             given = dict(zip(self.names(), args, strict=True))
             x, residual = given["x"], given.get("residual")
-            options = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": implementation}
+            options = {
+                "eps": self.eps,
+                "out_dtype": self.out_dtype,
+                "implementation": implementation,
+            }
             if self.centred:
                 options["residual_bias"] = given.get("residual_bias")
                 found = layer_norm(x, given["scale"], given["bias"], residual=residual, **options)
@@ -76,7 +83,9 @@ class Norm:
         total = given["x"] + given["residual"] if self.residual else given["x"]
         if self.residual_bias:
             total = given["x"].astype(jnp.float32) + given["residual"].astype(jnp.float32)
-            total = total + jnp.broadcast_to(given["residual_bias"].astype(jnp.float32), total.shape)
+            total = total + jnp.broadcast_to(
+                given["residual_bias"].astype(jnp.float32), total.shape
+            )
             total = total.astype(given["x"].dtype)
         y = total.astype(jnp.float32)
         if self.centred:
@@ -122,7 +131,9 @@ def check(norm, implementation, shape, dtype, norms=(rms, max_abs), **inputs):
     plain = with_gradients(norm.plain, args, directions)
     outputs = ("y", "total")[: 1 + norm.residual]
     names = (*outputs, *(f"gradient of {name}" for name in norm.names()))
-    for name, ours, theirs, true in zip(names, found, plain, norm.exact(given, directions), strict=True):
+    for name, ours, theirs, true in zip(
+        names, found, plain, norm.exact(given, directions), strict=True
+    ):
         assert ours.dtype == theirs.dtype, name
         for size in norms:
             assert_within_twice(ours, theirs, true, norm=size, name=name)
@@ -169,7 +180,9 @@ def test_every_form(backend, norm):
 
 def test_an_fp32_residual_stream_with_bf16_output(backend):
     check(Norm(out_dtype=jnp.dtype(jnp.bfloat16)), backend, (5, 96), jnp.float32)
-    check(Norm(out_dtype=jnp.dtype(jnp.bfloat16), residual_bias=True), backend, (5, 96), jnp.float32)
+    check(
+        Norm(out_dtype=jnp.dtype(jnp.bfloat16), residual_bias=True), backend, (5, 96), jnp.float32
+    )
     check(Norm(out_dtype=jnp.dtype(jnp.float32), residual=False), backend, (5, 96), jnp.bfloat16)
 
 
@@ -212,13 +225,19 @@ def test_as_many_rows_are_walked_over(triton_on_cpu, monkeypatch, dtype):
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
 def test_nothing_stays_nothing(backend, shape):
     x, one = jnp.zeros(shape, jnp.bfloat16), jnp.ones(8)
-    f = lambda x, scale: layer_norm(x, scale, one, residual=x, implementation=backend)[0].astype(jnp.float32).sum()
+    f = lambda x, scale: (
+        layer_norm(x, scale, one, residual=x, implementation=backend)[0].astype(jnp.float32).sum()
+    )
     dx, dscale = jax.grad(f, (0, 1))(x, one)
     assert dx.shape == shape and not dscale.any()
 
 
 def test_reference_is_the_definition():
-    for norm, f in [(Norm(), reference), (BIASED, reference), (Norm(centred=False, eps=1e-6), rms_reference)]:
+    for norm, f in [
+        (Norm(), reference),
+        (BIASED, reference),
+        (Norm(centred=False, eps=1e-6), rms_reference),
+    ]:
         given, directions = norm.arrays((6, 50), jnp.bfloat16)
         named = {name: given.pop(name) for name in ("residual", "residual_bias") if name in given}
         found = f(*given.values(), **named)
@@ -229,7 +248,10 @@ def test_reference_is_the_definition():
 
 def test_total_is_rounded_once_and_normalised_as_rounded(backend):
     """The next layer reads total: what is normalised must be the same number."""
-    x, residual = jnp.full((1, 4), 1.0, jnp.bfloat16), jnp.asarray([[2.0**-9, 2.0**-7, 2.0**-9, 2.0**-7]], jnp.bfloat16)
+    x, residual = (
+        jnp.full((1, 4), 1.0, jnp.bfloat16),
+        jnp.asarray([[2.0**-9, 2.0**-7, 2.0**-9, 2.0**-7]], jnp.bfloat16),
+    )
     one, zero = jnp.ones((4,), jnp.float32), jnp.zeros((4,), jnp.float32)
     y, total = layer_norm(x, one, zero, residual=residual, eps=0.0, implementation=backend)
     np.testing.assert_array_equal(total, [[1.0, 1 + 2.0**-7, 1.0, 1 + 2.0**-7]])
@@ -256,7 +278,9 @@ def test_total_that_nobody_reads_costs_no_array(triton_on_cpu, monkeypatch):
     launched = []
     call = _triton.call
     monkeypatch.setattr(
-        _triton, "call", lambda kernel, *a, **k: launched.append((kernel.__name__, k)) or call(kernel, *a, **k)
+        _triton,
+        "call",
+        lambda kernel, *a, **k: launched.append((kernel.__name__, k)) or call(kernel, *a, **k),
     )
     given, _ = BIASED.arrays((4, 16), jnp.float32)
     for read in (0, 1):
@@ -267,12 +291,16 @@ def test_total_that_nobody_reads_costs_no_array(triton_on_cpu, monkeypatch):
         np.testing.assert_array_equal(dx, dresidual)
         np.testing.assert_allclose(dresidual_bias, dx.sum(0), rtol=0, atol=1e-5)
         if read:
-            np.testing.assert_allclose(dx, 2 * BIASED.call("xla")(*given.values())[1], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(
+                dx, 2 * BIASED.call("xla")(*given.values())[1], rtol=0, atol=1e-6
+            )
 
 
 def test_one_array_is_the_gradient_of_both(backend):
     given, directions = Norm().arrays((4, 16), jnp.float32)
-    jaxpr = jax.make_jaxpr(lambda *args: with_gradients(Norm().call(backend), args, directions)[2:4])(*given.values())
+    jaxpr = jax.make_jaxpr(
+        lambda *args: with_gradients(Norm().call(backend), args, directions)[2:4]
+    )(*given.values())
     assert jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.outvars[1]
 
 
@@ -288,8 +316,12 @@ def test_transformations(backend, norm):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
     over_batch = functools.partial(with_gradients, f)
-    mapped = jax.jit(jax.vmap(lambda x, r, d: over_batch((x, r, *args[2:]), d)))(*args[:2], directions)
-    for a, b in zip((*mapped[:4], *(gradient.sum(0) for gradient in mapped[4:])), expected, strict=True):
+    mapped = jax.jit(jax.vmap(lambda x, r, d: over_batch((x, r, *args[2:]), d)))(
+        *args[:2], directions
+    )
+    for a, b in zip(
+        (*mapped[:4], *(gradient.sum(0) for gradient in mapped[4:])), expected, strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
     # A gradient without vjp: one of a scalar through grad.
@@ -301,17 +333,23 @@ def test_on_two_devices(backend):
     norm = BIASED
     given, directions = norm.arrays((4, 16), jnp.float32)
     args = tuple(given.values())
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
+    )
     f = norm.call(backend)
     specs = (P("data"), P("data"), P(), P(), P())
-    sharded = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(P("data"), P("data")), check_vma=False)
+    sharded = jax.shard_map(
+        f, mesh=mesh, in_specs=specs, out_specs=(P("data"), P("data")), check_vma=False
+    )
     found = jax.jit(functools.partial(with_gradients, sharded))(args, directions)
     for a, b in zip(found, with_gradients(f, args, directions), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
-@pytest.mark.parametrize("n, channels", [(65536, 64), (65536, 768), (65536, 1600), (4096, 768), (4096, 1600)])
+@pytest.mark.parametrize(
+    "n, channels", [(65536, 64), (65536, 768), (65536, 1600), (4096, 768), (4096, 1600)]
+)
 @pytest.mark.parametrize(
     "norm, dtype", [(Norm(), jnp.bfloat16), (BIASED, jnp.bfloat16), (BIASED, jnp.float32)], ids=str
 )
@@ -327,7 +365,8 @@ def test_compiled_code_keeps_a_row_in_registers(capability, n, channels, norm, d
     assert [k.name for k in found] == ["norm_forward", "norm_backward", "sum_partials"]
     assert [k.spill_bytes for k in found] == [0, 0, 0]
     for kernel in found[:2]:
-        # 16 bytes an access; two-byte ones would cost eight times the instructions. cp.async.cg is always 16.
+        # 16 bytes an access; two-byte ones would cost eight times the instructions. cp.async.cg is
+        # always 16.
         assert "ld.global.v4" in kernel.ptx or "cp.async.cg" in kernel.ptx
         assert "st.global.v4" in kernel.ptx and "global.b16" not in kernel.ptx
 
@@ -339,9 +378,14 @@ def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
     assert choose("bfloat16", 100_000) == "xla"
     monkeypatch.setattr(_choose, "partitioned", lambda *arrays: True)
     assert choose("bfloat16", 768) == "xla"
-    with pytest.raises(ValueError, match="layer_norm: implementation 'triton' needs arrays of one device"):
+    with pytest.raises(
+        ValueError, match="layer_norm: implementation 'triton' needs arrays of one device"
+    ):
         choose("bfloat16", 768, "triton")
-    with pytest.raises(ValueError, match="layer_norm: implementation 'triton' takes at most 8192 channels, not 100000"):
+    with pytest.raises(
+        ValueError,
+        match="layer_norm: implementation 'triton' takes at most 8192 channels, not 100000",
+    ):
         choose("bfloat16", 100_000, "triton")
 
 
@@ -349,31 +393,50 @@ def test_errors():
     norm = Norm()
     given, _ = norm.arrays((2, 8), jnp.bfloat16)
     x, residual, scale, bias = given.values()
-    with pytest.raises(ValueError, match=r"rms_norm: unknown implementation 'cudnn'; choose one of \['auto', 'triton'"):
+    with pytest.raises(
+        ValueError,
+        match=r"rms_norm: unknown implementation 'cudnn'; choose one of \['auto', 'triton'",
+    ):
         rms_norm(x, implementation="cudnn")
-    with pytest.raises(ValueError, match="layer_norm: implementation 'triton' needs an NVIDIA GPU, .* cpu; .*'xla'"):
+    with pytest.raises(
+        ValueError, match="layer_norm: implementation 'triton' needs an NVIDIA GPU, .* cpu; .*'xla'"
+    ):
         layer_norm(x, scale, bias, implementation="triton")
-    with pytest.raises(ValueError, match=r"expected a residual like x, \(2, 8\) in bfloat16, got \(2, 8\) in float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected a residual like x, \(2, 8\) in bfloat16, got \(2, 8\) in float32",
+    ):
         layer_norm(x, scale, bias, residual=residual.astype(jnp.float32))
     with pytest.raises(
-        ValueError, match="expected scale and bias in float32, or in x's bfloat16, got float32, bfloat16"
+        ValueError,
+        match="expected scale and bias in float32, or in x's bfloat16, got float32, bfloat16",
     ):
         layer_norm(x, scale, bias.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match="residual_bias is added beside a residual, and there is none"):
+    with pytest.raises(
+        ValueError, match="residual_bias is added beside a residual, and there is none"
+    ):
         layer_norm(x, scale, bias, residual_bias=bias)
-    with pytest.raises(ValueError, match="expected scale and bias and residual_bias in float32, .* got .*, bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match="expected scale and bias and residual_bias in float32, .* got .*, bfloat16",
+    ):
         layer_norm(x, scale, bias, residual=residual, residual_bias=bias.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"expected residual_bias of shape \(8,\), got \(4,\)"):
         unchecked(layer_norm)(x, scale, bias, residual=residual, residual_bias=bias[:4])
     with pytest.raises(ValueError, match="got float16, float16"):
         layer_norm(x, scale.astype(jnp.float16), bias.astype(jnp.float16))
-    with pytest.raises(ValueError, match="expected out_dtype float32, bfloat16 or float16, got int8"):
+    with pytest.raises(
+        ValueError, match="expected out_dtype float32, bfloat16 or float16, got int8"
+    ):
         layer_norm(x, scale, bias, out_dtype=jnp.int8)
     # jaxtyping refuses these first under pytest; without it the function itself does.
     for bad, message in [
         ((x, scale[:4], bias), r"expected scale of shape \(8,\), got \(4,\)"),
         ((x, scale, bias[None]), r"expected bias of shape \(8,\), got \(1, 8\)"),
-        ((x.astype(jnp.int32), scale, bias), r"in float32, bfloat16 or float16, got \(2, 8\) in int32"),
+        (
+            (x.astype(jnp.int32), scale, bias),
+            r"in float32, bfloat16 or float16, got \(2, 8\) in int32",
+        ),
     ]:
         with pytest.raises((ValueError, TypeError)):
             layer_norm(*bad)
@@ -383,7 +446,7 @@ def test_errors():
         unchecked(layer_norm)(x, scale, bias, residual=residual[0])
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+# ---------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu
@@ -391,13 +454,15 @@ def test_errors():
     "norm, shape, dtype",
     [
         (Norm(), (2, 1024, 768), jnp.bfloat16),  # GPT-2 124M
-        (Norm(), (999, 1600), jnp.bfloat16),  # GPT-2 XL: C is no power of two, a row lies in several warps
+        # GPT-2 XL: C is no power of two, a row lies in several warps
+        (Norm(), (999, 1600), jnp.bfloat16),
         (Norm(), (301, 769), jnp.float16),  # no row but the first is aligned
         (Norm(), (1, 3), jnp.float32),  # less than a warp
         (Norm(), (64, 1280), jnp.float32),
         (Norm(), (3, 8191), jnp.bfloat16),  # the longest, and no access is aligned
         (Norm(centred=False), (1000, 64), jnp.bfloat16),  # many rows in a warp
-        (Norm(out_dtype=jnp.dtype(jnp.bfloat16)), (500, 768), jnp.float32),  # an fp32 residual stream
+        # an fp32 residual stream
+        (Norm(out_dtype=jnp.dtype(jnp.bfloat16)), (500, 768), jnp.float32),
         (Norm(residual=False, parameters=None), (500, 768), jnp.bfloat16),
         (BIASED, (2, 1024, 768), jnp.bfloat16),
         (BIASED, (999, 1600), jnp.bfloat16),
@@ -434,7 +499,9 @@ def test_under_vmap_and_checkpoint_on_the_gpu():
     args = tuple(given.values())
     f = jax.checkpoint(norm.call("triton"))
     expected = jax.jit(functools.partial(with_gradients, f))(args, directions)
-    mapped = jax.jit(jax.vmap(lambda x, r, d: with_gradients(f, (x, r, args[2]), d)))(*args[:2], directions)
+    mapped = jax.jit(jax.vmap(lambda x, r, d: with_gradients(f, (x, r, args[2]), d)))(
+        *args[:2], directions
+    )
     for a, b in zip(mapped[:4], expected[:4], strict=True):
         np.testing.assert_array_equal(a, b)
 

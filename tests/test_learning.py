@@ -1,4 +1,5 @@
-"""benchmarks/learning.py: both optimizers see one start and one order of the data, runs are made once, and the comparison is the numbers'."""
+"""benchmarks/learning.py: both optimizers see one start and one order of the data, runs are made
+once, and the comparison is the numbers'."""
 
 import dataclasses
 import importlib.util
@@ -70,11 +71,17 @@ def test_trains_once_and_compares(learning, options, monkeypatch, capsys):
     assert len(made) == 2 + 1 + 2 + 1
     # One seed is one start and one order of the data, whatever trains on it.
     firsts = {
-        seed: {r["train"][0] for r in made if r["settings"]["seed"] == seed and "0.02" not in r["label"]}
+        seed: {
+            r["train"][0]
+            for r in made
+            if r["settings"]["seed"] == seed and "0.02" not in r["label"]
+        }
         for seed in (0, 1)
     }
     assert len(firsts[0]) == len(firsts[1]) == 1 and firsts[0] != firsts[1]
-    assert [step for step, _ in made[0]["val"]] == [4, 8] and [step for step, _ in made[-1]["val"]] == [4, 6]
+    assert [step for step, _ in made[0]["val"]] == [4, 8] and [
+        step for step, _ in made[-1]["val"]
+    ] == [4, 6]
     result = json.loads((options.out / "learning.json").read_text())
     assert result["runs"] == made and set(result["result"]) == {"adamw", "normuon 0.75×"}
     assert (options.out / "learning.png").stat().st_size > 10_000
@@ -88,11 +95,16 @@ def test_trains_once_and_compares(learning, options, monkeypatch, capsys):
     # The tables train as the schedules do that train.py has.
     (last,) = [r for r in made if r["label"] == "normuon lr 0.04, rest 0.01, 6 steps seed 0"]
     recipe = configuration.load(options.normuon)
-    config = learning.config_of(recipe, options, 6, 0, matrix_learning_rate=0.04, learning_rate=1e-2)
+    config = learning.config_of(
+        recipe, options, 6, 0, matrix_learning_rate=0.04, learning_rate=1e-2
+    )
     mesh = sharding.data_mesh(jax.devices("cpu")[:1])
     tx = optimizer.build(config, mesh)
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
-    state, dataset = init_state(config.model, tx, 0), data.find_dataset(options.dataset, options.data_dir)
+    state, dataset = (
+        init_state(config.model, tx, 0),
+        data.find_dataset(options.dataset, options.data_dir),
+    )
     losses = []
     with data.Loader(dataset.train, sequence_length=16, batch=4, seed=0, vocab_size=61) as loader:
         for _ in range(6):
@@ -109,18 +121,34 @@ def test_stops_in_time_and_goes_on(learning, options, monkeypatch, capsys):
         o = config.optimizer
         matrix = o.matrix_learning_rate if o.algorithm == "normuon" else None
         # AdamW is best at 3e-2, which is the last, and NorMuon at 0.02; a rate of 0.04 breaks off.
-        end = None if matrix == 0.04 else 3.0 - o.learning_rate - 0.5 * (matrix is not None) + 0.25 * config.seed
+        end = (
+            None
+            if matrix == 0.04
+            else 3.0 - o.learning_rate - 0.5 * (matrix is not None) + 0.25 * config.seed
+        )
         if len(made) == 4 and self.o.limit_s < math.inf:
             raise learning.OutOfTime
         steps = [4, config.max_steps] if end is not None else [4]
-        val = [[step, end if step == config.max_steps else (None if end is None else 4.0)] for step in steps]
-        return {"label": label, "val": val, "train": [], "ms": 1.0, "date": "d", "device": "cpu", "versions": {}}
+        val = [
+            [step, end if step == config.max_steps else (None if end is None else 4.0)]
+            for step in steps
+        ]
+        return {
+            "label": label,
+            "val": val,
+            "train": [],
+            "ms": 1.0,
+            "date": "d",
+            "device": "cpu",
+            "versions": {},
+        }
 
     monkeypatch.setattr(learning.Runs, "train", train)
     assert learning.main(dataclasses.replace(options, limit_s=1e6), []) == 1
     assert "3 runs are in" in capsys.readouterr().out and len(records(options)) == 3
     assert learning.main(options, []) == 0
-    assert len(records(options)) == 6 and len(set(made)) == 6  # the one that was stopped was begun again
+    # the one that was stopped was begun again
+    assert len(records(options)) == 6 and len(set(made)) == 6
     result = json.loads((options.out / "learning.json").read_text())
     assert result["result"]["adamw"] == {
         "learning_rate": 0.03,
@@ -132,9 +160,12 @@ def test_stops_in_time_and_goes_on(learning, options, monkeypatch, capsys):
     normuon = result["result"]["normuon 0.75×"]
     # From 4 at step 4 to 2.615 at step 6 in the mean: 3.095 is reached at 5.307 of 8.
     assert normuon["final"] == pytest.approx(2.615) and normuon["learning_rates"] == [0.02, 0.01]
-    assert normuon["fraction_of_steps"] == pytest.approx((4 + 2 * (4 - 3.095) / (4 - 2.615)) / 8, abs=1e-4)
+    assert normuon["fraction_of_steps"] == pytest.approx(
+        (4 + 2 * (4 - 3.095) / (4 - 2.615)) / 8, abs=1e-4
+    )
     assert normuon["fraction_of_each_seed"] == pytest.approx(
-        [(4 + 2 * (4 - adamw) / (4 - ours)) / 8 for adamw, ours in ((2.97, 2.49), (3.22, 2.74))], abs=1e-4
+        [(4 + 2 * (4 - adamw) / (4 - ours)) / 8 for adamw, ours in ((2.97, 2.49), (3.22, 2.74))],
+        abs=1e-4,
     )
     assert result["normuon_tuning"] == [[0.02, 0.01, 2.49], [0.04, 0.01, None]]
     assert [line.split(" is at the edge")[0] for line in result["said"][2:]] == [
@@ -146,21 +177,47 @@ def test_stops_in_time_and_goes_on(learning, options, monkeypatch, capsys):
 def test_other_warmups_are_tried_at_the_best_rate_and_the_next(learning, options, monkeypatch):
     def train(self, config, label):
         o = config.optimizer
-        end = abs(o.learning_rate - (1e-2 if o.warmup_steps == 1 else 3e-2)) + (3.0 if o.warmup_steps == 1 else 2.0)
+        end = abs(o.learning_rate - (1e-2 if o.warmup_steps == 1 else 3e-2)) + (
+            3.0 if o.warmup_steps == 1 else 2.0
+        )
         val = [[4, 9.0], [config.max_steps, end]]
-        return {"label": label, "val": val, "train": [], "ms": 1.0, "date": "d", "device": "cpu", "versions": {}}
+        return {
+            "label": label,
+            "val": val,
+            "train": [],
+            "ms": 1.0,
+            "date": "d",
+            "device": "cpu",
+            "versions": {},
+        }
 
     monkeypatch.setattr(learning.Runs, "train", train)
     assert learning.main(dataclasses.replace(options, adamw_warmups=(0.5,), seeds=1), []) == 0
     result = json.loads((options.out / "learning.json").read_text())
-    assert [pair[:2] for pair in result["adamw_tuning"]] == [[0.01, 0.1], [0.03, 0.1], [0.01, 0.5], [0.03, 0.5]]
-    assert (result["result"]["adamw"]["learning_rate"], result["result"]["adamw"]["warmup"]) == (0.03, 0.5)
+    assert [pair[:2] for pair in result["adamw_tuning"]] == [
+        [0.01, 0.1],
+        [0.03, 0.1],
+        [0.01, 0.5],
+        [0.03, 0.5],
+    ]
+    assert (result["result"]["adamw"]["learning_rate"], result["result"]["adamw"]["warmup"]) == (
+        0.03,
+        0.5,
+    )
 
 
 def test_a_record_that_is_older_than_an_option_counts(learning, options, monkeypatch):
     def train(self, config, label):
         val = [[4, 9.0], [config.max_steps, 3.0]]
-        return {"label": label, "val": val, "train": [], "ms": 1.0, "date": "d", "device": "cpu", "versions": {}}
+        return {
+            "label": label,
+            "val": val,
+            "train": [],
+            "ms": 1.0,
+            "date": "d",
+            "device": "cpu",
+            "versions": {},
+        }
 
     monkeypatch.setattr(learning.Runs, "train", train)
     assert learning.main(options, []) == 0

@@ -25,19 +25,33 @@ HEADER = 1024
 
 
 def random_model(seed=0, **shape):
-    sizes = {"vocab_size": 11, "padded_vocab_size": 16, "block_size": 7, "n_layer": 3, "n_head": 2, "n_embd": 6}
-    graph, state = nnx.split(gptjax.GPT2(gptjax.GPT2Config(**sizes | shape), rngs=nnx.Rngs(seed)), nnx.Param)
+    sizes = {
+        "vocab_size": 11,
+        "padded_vocab_size": 16,
+        "block_size": 7,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_embd": 6,
+    }
+    graph, state = nnx.split(
+        gptjax.GPT2(gptjax.GPT2Config(**sizes | shape), rngs=nnx.Rngs(seed)), nnx.Param
+    )
     rng = np.random.default_rng(seed)
     # Numbers that no two places share, and no biases of 0.
     fill = lambda tree: {
-        k: fill(v) if isinstance(v, dict) else jnp.asarray(rng.standard_normal(v.shape), jnp.float32)
+        k: fill(v)
+        if isinstance(v, dict)
+        else jnp.asarray(rng.standard_normal(v.shape), jnp.float32)
         for k, v in tree.items()
     }
     return nnx.merge(graph, fill(nnx.to_pure_dict(state)))
 
 
 def params(model):
-    return {k: np.asarray(v) for k, v in flatten(nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])).items()}
+    return {
+        k: np.asarray(v)
+        for k, v in flatten(nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])).items()
+    }
 
 
 def read_independently(path):
@@ -108,9 +122,15 @@ def test_reads_a_file_written_by_others(tmp_path, version):
     t, v, n, h, c, p = 5, 9, 2, 3, 6, 128
     count = p * c + t * c + n * (12 * c * c + 13 * c) + 2 * c
     numbers = np.random.default_rng(0).standard_normal(count).astype(np.float32)
-    body = numbers.tobytes() if version == 3 else (round_to_bf16(numbers).view(np.uint32) >> 16).astype("<u2").tobytes()
+    body = (
+        numbers.tobytes()
+        if version == 3
+        else (round_to_bf16(numbers).view(np.uint32) >> 16).astype("<u2").tobytes()
+    )
     path = tmp_path / "theirs.bin"
-    path.write_bytes(struct.pack("<8i", 20240326, version, t, v, n, h, c, p).ljust(HEADER, b"\0") + body)
+    path.write_bytes(
+        struct.pack("<8i", 20240326, version, t, v, n, h, c, p).ljust(HEADER, b"\0") + body
+    )
     model = gptjax.load_llmc(path)
     config = model.config
     assert (config.block_size, config.vocab_size, config.n_layer) == (t, v, n)
@@ -121,7 +141,9 @@ def test_reads_a_file_written_by_others(tmp_path, version):
         np.testing.assert_array_equal(found, in_file(tensors, name), err_msg=name)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     layers=st.integers(1, 3),
     heads=st.integers(1, 3),
@@ -177,7 +199,12 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "at, value, message",
     [
-        (0, 20240520, r"m\.bin: expected the magic 20240326 .* offset 0, found 20240520 \(a shard of tokens\)"),
+        (
+            0,
+            20240520,
+            r"m\.bin: expected the magic 20240326 .* offset 0, found 20240520 \(a shard of "
+            r"tokens\)",
+        ),
         (0, 7, r"found 7 \(not a file of llm\.c's\)"),
         (1, 2, r"m\.bin: expected version 3 \(fp32\) or 5 \(bf16\) at offset 4, found 2"),
         (5, 4, r"m\.bin: the header at offset 8 .* n_embd=6 is not a multiple of n_head=4"),
@@ -199,18 +226,25 @@ def test_a_file_of_another_length_is_refused(saved):
     wte_ends = HEADER + 4 * 16 * 6
     for kept, place in [
         (len(raw) - 1, f"cut short, inside ln_f.bias, which is at offset {len(raw) - 24}"),
-        (wte_ends, f"cut short, inside wpe, which is at offset {wte_ends} … {wte_ends + 4 * 7 * 6 - 1}"),
+        (
+            wte_ends,
+            f"cut short, inside wpe, which is at offset {wte_ends} … {wte_ends + 4 * 7 * 6 - 1}",
+        ),
         (HEADER, f"cut short, inside wte, which is at offset {HEADER}"),
     ]:
         saved.write_bytes(raw[:kept])
         with pytest.raises(ValueError, match=f"expected {len(raw)} bytes .* found {kept}: {place}"):
             gptjax.load_llmc(saved)
     saved.write_bytes(raw + b"\0\0")
-    with pytest.raises(ValueError, match=f"expected {len(raw)} bytes .* found {len(raw) + 2}: too long"):
+    with pytest.raises(
+        ValueError, match=f"expected {len(raw)} bytes .* found {len(raw) + 2}: too long"
+    ):
         gptjax.load_llmc(saved)
     for kept in (1000, 3, 0):
         saved.write_bytes(raw[:kept])
-        with pytest.raises(ValueError, match=f"expected a header of 1024 bytes, found a file of {kept}"):
+        with pytest.raises(
+            ValueError, match=f"expected a header of 1024 bytes, found a file of {kept}"
+        ):
             gptjax.load_llmc(saved)
 
 
@@ -224,7 +258,8 @@ def test_huge_sizes_are_refused_before_anything_is_built(saved, at, monkeypatch)
     saved.write_bytes(raw)
     monkeypatch.setattr("flax.nnx.eval_shape", lambda *_: pytest.fail("the model was built"))
     with pytest.raises(
-        WeightsError, match=r"expected \d{10,} bytes .* cut short, inside (w.e|blocks\.\d+\.ln_1\.scale)"
+        WeightsError,
+        match=r"expected \d{10,} bytes .* cut short, inside (w.e|blocks\.\d+\.ln_1\.scale)",
     ):
         gptjax.load_llmc(saved)
 
@@ -245,7 +280,10 @@ def test_what_is_no_regular_file_is_refused_without_opening(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"precision": "bf16"}, r"expected precision to be .* gptjax.Precision\('bf16'\), got 'bf16'"),
+        (
+            {"precision": "bf16"},
+            r"expected precision to be .* gptjax.Precision\('bf16'\), got 'bf16'",
+        ),
         ({"n_head": 1}, r"the file decides \['n_head'\]"),
         ({"attn": "xla"}, r"unknown options \['attn'\]; choose from \['attention'"),
     ],
@@ -282,7 +320,9 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
 
 
 def test_saving_where_no_file_can_be_names_the_target(tmp_path):
-    with pytest.raises(WeightsError, match=r"m\.bin: the folder .*absent does not exist. Create it"):
+    with pytest.raises(
+        WeightsError, match=r"m\.bin: the folder .*absent does not exist. Create it"
+    ):
         gptjax.save_llmc(random_model(), tmp_path / "absent" / "m.bin")
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(WeightsError, match="expected a regular file, found a FIFO"):
@@ -294,14 +334,17 @@ def test_a_full_disk_is_said_and_leaves_the_old_file(saved):
     before, limit = saved.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
     try:
-        with pytest.raises(WeightsError, match=r"m\.bin: not written: File too large. An older file stays as it was"):
+        with pytest.raises(
+            WeightsError,
+            match=r"m\.bin: not written: File too large. An older file stays as it was",
+        ):
             gptjax.save_llmc(random_model(1), saved)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert saved.read_bytes() == before and [p.name for p in saved.parent.iterdir()] == ["m.bin"]
 
 
-# ------------------------------------------------------------------------------------------------------------- from arrays
+# -------------------------------------------------------------------------------------- from arrays
 
 
 def params_of(model):
@@ -310,23 +353,30 @@ def params_of(model):
 
 def test_a_model_from_params_is_the_same_model():
     model = random_model()
-    for tree in (params_of(model), jax.tree.map(np.asarray, params_of(model)), nnx.state(model, nnx.Param)):
+    for tree in (
+        params_of(model),
+        jax.tree.map(np.asarray, params_of(model)),
+        nnx.state(model, nnx.Param),
+    ):
         again = model_from_params(model.config, tree)
         jax.tree.map(np.testing.assert_array_equal, params_of(again), params_of(model))
 
 
 def test_blocks_with_string_keys_are_refused():
-    """Sorted as text, "10" comes before "2": merging them permuted the blocks of a model of 12 layers."""
+    """Sorted as text, "10" comes before "2": merging them permuted the blocks of a model of 12
+    layers."""
     tree = params_of(random_model(n_layer=12))
     tree["blocks"] = {str(i): block for i, block in tree["blocks"].items()}
     config = random_model(n_layer=12).config
     with pytest.raises(
-        WeightsError, match=r"integers 0, 1, … as keys of params\['blocks'\], found \['0', '1', '10', '11'"
+        WeightsError,
+        match=r"integers 0, 1, … as keys of params\['blocks'\], found \['0', '1', '10', '11'",
     ):
         model_from_params(config, tree)
     tree["blocks"] = {int(i): block for i, block in tree["blocks"].items()}
     np.testing.assert_array_equal(
-        model_from_params(config, tree).blocks[2].mlp.c_fc.kernel[...], tree["blocks"][2]["mlp"]["c_fc"]["kernel"]
+        model_from_params(config, tree).blocks[2].mlp.c_fc.kernel[...],
+        tree["blocks"][2]["mlp"]["c_fc"]["kernel"],
     )
 
 
@@ -336,11 +386,23 @@ def test_blocks_with_string_keys_are_refused():
         (lambda t: t.pop("wpe"), r"missing \['wpe'\], unexpected \[\]"),
         (lambda t: t.update(extra=jnp.zeros(3)), r"missing \[\], unexpected \['extra'\]"),
         (lambda t: t.update(extra={}), r"unexpected \['extra'\]"),
-        (lambda t: t["blocks"].update({3: t["blocks"][2]}), r"unexpected \['blocks.3.attn.c_attn.bias'"),
-        (lambda t: t.update(wpe=t["wpe"].T), r"wpe to be an array of shape \(7, 6\) .* found \(6, 7\) float32"),
-        (lambda t: t.update(wpe=t["wpe"].astype(jnp.bfloat16)), r"wpe to be .* float32, found \(7, 6\) bfloat16"),
+        (
+            lambda t: t["blocks"].update({3: t["blocks"][2]}),
+            r"unexpected \['blocks.3.attn.c_attn.bias'",
+        ),
+        (
+            lambda t: t.update(wpe=t["wpe"].T),
+            r"wpe to be an array of shape \(7, 6\) .* found \(6, 7\) float32",
+        ),
+        (
+            lambda t: t.update(wpe=t["wpe"].astype(jnp.bfloat16)),
+            r"wpe to be .* float32, found \(7, 6\) bfloat16",
+        ),
         (lambda t: t.update(wpe=[[0.0] * 6] * 7), "wpe to be an array .* found list"),
-        (lambda t: t.update(blocks=[*t["blocks"].values()]), r"params\['blocks'\] to be a dict, found list"),
+        (
+            lambda t: t.update(blocks=[*t["blocks"].values()]),
+            r"params\['blocks'\] to be a dict, found list",
+        ),
     ],
 )
 def test_params_that_are_not_the_models_are_refused(edit, message):

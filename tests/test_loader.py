@@ -18,7 +18,8 @@ VOCAB = 65536
 
 
 def write_stream(folder, sizes):
-    """Shards of the given sizes whose tokens count on from one to the next, so that a window names its place."""
+    """Shards of the given sizes whose tokens count on from one to the next, so that a window names
+    its place."""
     paths, begin = [], 0
     for number, size in enumerate(sizes, start=1):
         paths.append(Path(folder) / f"count_train_{number:06d}.bin")
@@ -28,7 +29,9 @@ def write_stream(folder, sizes):
 
 
 def make(paths, **options):
-    return Loader(paths, **({"sequence_length": 4, "batch": 2, "seed": 0, "vocab_size": VOCAB} | options))
+    return Loader(
+        paths, **({"sequence_length": 4, "batch": 2, "seed": 0, "vocab_size": VOCAB} | options)
+    )
 
 
 def take(loader, steps):
@@ -37,7 +40,8 @@ def take(loader, steps):
 
 
 def window_numbers(batches, length=4):
-    """Which window each row is; every row must be a run of T + 1 consecutive tokens that starts at a multiple of T."""
+    """Which window each row is; every row must be a run of T + 1 consecutive tokens that starts at
+    a multiple of T."""
     rows = np.asarray(batches).reshape(-1, length + 1)
     np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(length + 1))
     assert not (rows[:, 0] % length).any()
@@ -46,7 +50,8 @@ def window_numbers(batches, length=4):
 
 @pytest.fixture
 def stream(tmp_path):
-    return write_stream(tmp_path, [30, 11, 60])  # 101 tokens: 25 windows of 4, several across a boundary
+    # 101 tokens: 25 windows of 4, several across a boundary
+    return write_stream(tmp_path, [30, 11, 60])
 
 
 def test_a_batch_is_int32_of_rows_and_one_more_column(stream):
@@ -79,7 +84,8 @@ def test_each_epoch_covers_every_window_exactly_once(sizes, batch, seed):
 )
 @settings(max_examples=25, deadline=None)
 def test_a_start_equals_skipping(skipped, batch, odd, seed):
-    """Also across epochs, and from a position that is no multiple of the batch (a run whose batch has grown)."""
+    """Also across epochs, and from a position that is no multiple of the batch (a run whose batch
+    has grown)."""
     with tempfile.TemporaryDirectory() as folder:
         paths = write_stream(folder, [30, 11, 60])
         whole = take(make(paths, batch=batch, seed=seed), skipped + 8).reshape(-1, 5)
@@ -94,7 +100,10 @@ def test_a_start_equals_skipping(skipped, batch, odd, seed):
 
 
 @given(
-    processes=st.sampled_from([2, 3, 4]), rows=st.integers(1, 3), start=st.integers(0, 60), seed=st.integers(0, 1000)
+    processes=st.sampled_from([2, 3, 4]),
+    rows=st.integers(1, 3),
+    start=st.integers(0, 60),
+    seed=st.integers(0, 1000),
 )
 @settings(max_examples=25, deadline=None)
 def test_the_parts_of_the_processes_are_the_batches_of_one(processes, rows, start, seed):
@@ -103,7 +112,8 @@ def test_the_parts_of_the_processes_are_the_batches_of_one(processes, rows, star
         options = {"batch": processes * rows, "seed": seed, "start": start}
         whole = take(make(paths, **options), 4)
         parts = [
-            take(make(paths, process_index=index, process_count=processes, **options), 4) for index in range(processes)
+            take(make(paths, process_index=index, process_count=processes, **options), 4)
+            for index in range(processes)
         ]
     # Row r of a batch is process r % P's: all of them put back in their places, each exactly once.
     np.testing.assert_array_equal(np.stack(parts, axis=2).reshape(whole.shape), whole)
@@ -121,7 +131,8 @@ def test_the_order_is_shuffled_and_another_in_each_epoch_and_for_each_seed(strea
 
 
 def test_neighbouring_windows_do_not_stay_neighbours(tmp_path):
-    """A shuffle worth the name: of 1000 windows hardly any is followed by the one that follows it in the text."""
+    """A shuffle worth the name: of 1000 windows hardly any is followed by the one that follows it
+    in the text."""
     numbers = window_numbers(take(make(write_stream(tmp_path, [4001]), batch=1000), 1))
     assert (np.diff(numbers) == 1).sum() < 10
 
@@ -152,9 +163,15 @@ def test_a_far_start_is_as_fast_as_a_near_one(stream):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch": 3, "process_count": 2}, "that 2 processes can share equally, found 3; take a multiple of 2"),
+        (
+            {"batch": 3, "process_count": 2},
+            "that 2 processes can share equally, found 3; take a multiple of 2",
+        ),
         ({"batch": 0}, "expected a batch .* found 0"),
-        ({"process_index": 2, "process_count": 2}, "expected process_index in 0..process_count-1, found 2 of 2"),
+        (
+            {"process_index": 2, "process_count": 2},
+            "expected process_index in 0..process_count-1, found 2 of 2",
+        ),
         ({"start": -1}, r"expected start .* in 0..2\*\*53-1, found -1"),
         ({"start": 2**70}, f"found {2**70}"),
         ({"start": True}, "found True"),
@@ -162,7 +179,8 @@ def test_a_far_start_is_as_fast_as_a_near_one(stream):
         ({"sequence_length": 0}, "expected a sequence_length of at least 1, found 0"),
         (
             {"sequence_length": 101},
-            r"count_train_000001.bin and the shards after it: expected at least 102 tokens .* found 101",
+            r"count_train_000001.bin and the shards after it: expected at least 102 tokens .* "
+            r"found 101",
         ),
     ],
 )
@@ -195,11 +213,14 @@ def test_a_shard_truncated_while_it_is_used_is_an_error_of_the_next_batch(stream
     next(loader)
     os.truncate(stream[2], 1024 + offset)
     with pytest.raises(
-        ShardError, match=rf"count_train_000003.bin: at byte \d+: .* found a file of {1024 + offset} bytes"
+        ShardError,
+        match=rf"count_train_000003.bin: at byte \d+: .* found a file of {1024 + offset} bytes",
     ):
         for _ in range(100):  # some batches were made before
             next(loader)
-    with pytest.raises(ShardError, match=f"count_train_000003.bin: at byte {1024 + offset}: expected 1144 bytes"):
+    with pytest.raises(
+        ShardError, match=f"count_train_000003.bin: at byte {1024 + offset}: expected 1144 bytes"
+    ):
         fixed(stream)
 
 
@@ -210,7 +231,9 @@ def test_a_shard_that_is_opened_again_must_be_the_same(stream, monkeypatch):
     windows = Windows(stream, 4)
     assert windows[0].tolist() == [0, 1, 2, 3, 4] and windows[24].tolist() == [96, 97, 98, 99, 100]
     write_shard(stream[0], np.zeros(30, dtype=np.uint16))
-    with pytest.raises(ShardError, match="count_train_000001.bin: .*found a file of 1084 bytes that was written to"):
+    with pytest.raises(
+        ShardError, match="count_train_000001.bin: .*found a file of 1084 bytes that was written to"
+    ):
         windows[0]
 
 
@@ -238,7 +261,12 @@ def test_the_data_package_starts_without_jax():
     import gptjax
 
     source = str(Path(gptjax.__file__).parents[1])
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": source}, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": source}, check=False
+        ).returncode
+        == 0
+    )
 
 
 def fixed(paths, **options):
@@ -268,14 +296,21 @@ def test_fixed_batches_of_the_processes_are_those_of_one(stream):
     [
         (
             {"batch": 28},
-            "does not fill one batch: expected at least 28 windows .* found 25 .*; a validation batch of 25 would fit",
+            "does not fill one batch: expected at least 28 windows .* found 25 .*; a validation "
+            "batch of 25 would fit",
         ),
         ({"batch": 28, "process_count": 2}, "a validation batch of 24 would fit"),
-        ({"batch": 50, "process_count": 50}, "prepare more text or validate with shorter sequences"),
+        (
+            {"batch": 50, "process_count": 50},
+            "prepare more text or validate with shorter sequences",
+        ),
         ({"count": 0}, "expected count of at least 1 batch, found 0"),
         ({"batch": 3, "process_count": 2}, "found 3; take a multiple of 2"),
         ({"sequence_length": 200}, "expected at least 201 tokens"),
-        ({"vocab_size": 50}, r"count_train_000003.bin: at byte 1042: expected ids below .* 50, found id 50"),
+        (
+            {"vocab_size": 50},
+            r"count_train_000003.bin: at byte 1042: expected ids below .* 50, found id 50",
+        ),
     ],
 )
 def test_fixed_batches_refuse(stream, options, says):

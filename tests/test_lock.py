@@ -17,7 +17,8 @@ def test_the_second_is_refused_with_the_first_ones_pid_and_host(tmp_path):
         assert note is None
         with (
             pytest.raises(
-                LockedError, match=f"run is in use by another process .pid {os.getpid()} on {socket.gethostname()}"
+                LockedError,
+                match=f"run is in use by another process .pid {os.getpid()} on {socket.gethostname()}",
             ),
             locked(tmp_path / "run"),
         ):

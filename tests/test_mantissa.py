@@ -1,4 +1,5 @@
-"""gptjax.optim.mantissa: the two halves are an fp32 number, bit for bit; stochastic rounding is right on average."""
+"""gptjax.optim.mantissa: the two halves are an fp32 number, bit for bit; stochastic rounding is
+right on average."""
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,19 @@ def bits(x):
 def test_split_and_join_are_inverse_for_every_pattern_of_bits(values, rounding):
     x = np.array(values, np.float32)
     x = x[np.isfinite(x)]
-    np.testing.assert_array_equal(bits(join(*split(jnp.asarray(x), rounding=rounding), rounding=rounding)), bits(x))
+    np.testing.assert_array_equal(
+        bits(join(*split(jnp.asarray(x), rounding=rounding), rounding=rounding)), bits(x)
+    )
 
 
 def test_the_view_is_the_upper_half_or_the_nearest():
     x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
-    np.testing.assert_array_equal(bits(split(jnp.asarray(x))[0].astype(jnp.float32)), bits(x) & 0xFFFF0000)
-    np.testing.assert_array_equal(split(jnp.asarray(x), rounding="nearest")[0], x.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        bits(split(jnp.asarray(x))[0].astype(jnp.float32)), bits(x) & 0xFFFF0000
+    )
+    np.testing.assert_array_equal(
+        split(jnp.asarray(x), rounding="nearest")[0], x.astype(jnp.bfloat16)
+    )
     smaller = 1 - np.abs(np.asarray(split(jnp.asarray(x))[0], np.float32)).sum() / np.abs(x).sum()
     assert 0.0025 < smaller < 0.0030
 
@@ -59,7 +66,9 @@ def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit(rounding):
             noise = jax.tree.map(lambda p: jax.random.normal(key, p.shape), master)
             updates, state = tx.update(grads_at(params, noise), state, params)
             params = optax.apply_updates(params, updates)
-            updates, master_state = inner.update(grads_at(view(master, rounding=rounding), noise), master_state, master)
+            updates, master_state = inner.update(
+                grads_at(view(master, rounding=rounding), noise), master_state, master
+            )
             return (params, state, optax.apply_updates(master, updates), master_state), None
 
         carry = (view(master, rounding=rounding), tx.init(master), master, inner.init(master))
@@ -89,14 +98,20 @@ def test_small_updates_are_not_lost():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    seed=st.integers(0, 10**6), fall=st.integers(-40, 3), near=st.integers(0, 24), rounding=st.sampled_from(ROUNDINGS)
+    seed=st.integers(0, 10**6),
+    fall=st.integers(-40, 3),
+    near=st.integers(0, 24),
+    rounding=st.sampled_from(ROUNDINGS),
 )
 def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall, near, rounding):
     """Steps of any size beside the parameter's, and those that take it to almost nothing."""
     rng = np.random.default_rng(seed)
     w = (rng.standard_normal(64) * 2.0 ** rng.integers(-20, 20, 64)).astype(np.float32)
     u = np.concatenate(
-        [w[:32] * 2.0**fall * rng.standard_normal(32), -w[32:] * (1 + rng.standard_normal(32) * 2.0**-near)]
+        [
+            w[:32] * 2.0**fall * rng.standard_normal(32),
+            -w[32:] * (1 + rng.standard_normal(32) * 2.0**-near),
+        ]
     )
     u = u.astype(np.float32)
     tx = with_mantissa(optax.sgd(-1.0), rounding=rounding)
@@ -115,12 +130,18 @@ def test_normuon_on_views():
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((8, 12)), jnp.float32)}
     state, params = tx.init(params), view(params)
     updates, state = jax.jit(tx.update)({"w": jnp.ones((8, 12), jnp.bfloat16)}, state, params)
-    assert optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16 and state.low["w"].dtype == jnp.uint16
+    assert (
+        optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16
+        and state.low["w"].dtype == jnp.uint16
+    )
 
 
 def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours():
     tx = with_stochastic_rounding(optax.sgd(1.0))
-    params = {"up": jnp.full(40_000, 1.0, jnp.bfloat16), "down": jnp.full(40_000, -1.0, jnp.bfloat16)}
+    params = {
+        "up": jnp.full(40_000, 1.0, jnp.bfloat16),
+        "down": jnp.full(40_000, -1.0, jnp.bfloat16),
+    }
     step = 0.3 * 2**-7  # bf16's numbers above 1 are 2⁻⁷ apart
     updates, state = jax.jit(tx.update)(
         jax.tree.map(lambda p: jnp.full(p.shape, -step), params), tx.init(params), params
@@ -149,13 +170,19 @@ def test_stochastic_rounding_of_what_is_hardly_a_number(size):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"unknown rounding 'up'; choose one of \['truncate', 'nearest'\]"):
+    with pytest.raises(
+        ValueError, match=r"unknown rounding 'up'; choose one of \['truncate', 'nearest'\]"
+    ):
         with_mantissa(optax.sgd(1.0), rounding="up")
-    with pytest.raises(ValueError, match="with_mantissa: expected float32 or bfloat16, got float16 in block.w"):
+    with pytest.raises(
+        ValueError, match="with_mantissa: expected float32 or bfloat16, got float16 in block.w"
+    ):
         with_mantissa(optax.sgd(1.0)).init({"block": {"w": jnp.ones(3, jnp.float16)}})
     for wrap in (with_mantissa, with_stochastic_rounding):
         tx, params = wrap(optax.sgd(1.0)), {"w": jnp.ones(3)}
-        with pytest.raises(ValueError, match=f"{wrap.__name__}: expected bfloat16 parameters, got float32 in w"):
+        with pytest.raises(
+            ValueError, match=f"{wrap.__name__}: expected bfloat16 parameters, got float32 in w"
+        ):
             tx.update(params, tx.init(params), params)
         with pytest.raises(ValueError, match=f"{wrap.__name__} needs the parameters"):
             tx.update(params, tx.init(params))

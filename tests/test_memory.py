@@ -18,7 +18,10 @@ def test_counts_arguments_results_and_temporaries():
 
 def test_a_donated_argument_counts_once():
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    donated, kept = (needed_bytes(jax.jit(lambda x: x + 1, donate_argnums=d).lower(x).compile()) for d in ((0,), ()))
+    donated, kept = (
+        needed_bytes(jax.jit(lambda x: x + 1, donate_argnums=d).lower(x).compile())
+        for d in ((0,), ())
+    )
     assert kept - donated == 1024 * 1024 * 4
 
 

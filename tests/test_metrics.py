@@ -26,7 +26,7 @@ from gptjax.training.metrics import (
     read_log,
 )
 
-# ---------------------------------------------------------------------------------------------------- peaks and MFU
+# ------------------------------------------------------------------------------------ peaks and MFU
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,22 @@ def test_an_unknown_variant_has_no_peak(device_kind):
 
 def test_every_name_finds_its_row_and_the_columns_are_in_order():
     for name, row in PEAK_FLOPS.items():
-        assert peak_flops(name, "fp32") == row["fp32"]  # each name is its own key: none is swallowed by another
+        # each name is its own key: none is swallowed by another
+        assert peak_flops(name, "fp32") == row["fp32"]
         assert 8e12 <= row["fp32"] <= row.get("tf32", math.inf) <= row.get("bf16", math.inf)
-        if "bf16" in row:  # bf16 runs at twice TF32's rate on every chip, up to the datasheet's rounding
+        # bf16 runs at twice TF32's rate on every chip, up to the datasheet's rounding
+        if "bf16" in row:
             assert row["bf16"] / row["tf32"] == pytest.approx(2, rel=0.03)
 
 
 def test_every_precision_has_a_peak_and_no_other():
     for name in precision.NAMES:
         assert peak_flops("NVIDIA H200", name) is not None
-    assert peak_flops("NVIDIA H200", "bf16_residual_fp32") == peak_flops("NVIDIA H200", "bf16") == 989.4e12
+    assert (
+        peak_flops("NVIDIA H200", "bf16_residual_fp32")
+        == peak_flops("NVIDIA H200", "bf16")
+        == 989.4e12
+    )
     assert peak_flops("Tesla V100-SXM2-16GB", "tf32") is None
     with pytest.raises(ValueError, match="unknown precision 'fp16'; choose one of"):
         peak_flops("NVIDIA H200", "fp16")
@@ -109,7 +115,7 @@ def test_mfu_is_the_fraction_of_all_devices():
     assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "tf32", 8) == pytest.approx(240 / 156 / 8)
 
 
-# ------------------------------------------------------------------------------------------------------- throughput
+# --------------------------------------------------------------------------------------- throughput
 
 
 def test_throughput_leaves_out_the_first_step_and_pauses():
@@ -123,11 +129,12 @@ def test_throughput_leaves_out_the_first_step_and_pauses():
     assert speed.step(151.2) == pytest.approx(400)  # the 200 ms have left the window
 
 
-# ---------------------------------------------------------------------------------------------------------- the log
+# ------------------------------------------------------------------------------------------ the log
 
 
 def board_events(folder):
-    """Every event of a folder's TensorBoard files, in order: framed as length, its checksum, the bytes, their checksum."""
+    """Every event of a folder's TensorBoard files, in order: framed as length, its checksum, the
+    bytes, their checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
     events = []
@@ -142,7 +149,10 @@ def board_events(folder):
 
 def board_scalars(folder):
     return [
-        (v.tag, e.step, v.simple_value) for e in board_events(folder) for v in e.summary.value if "text" not in v.tag
+        (v.tag, e.step, v.simple_value)
+        for e in board_events(folder)
+        for v in e.summary.value
+        if "text" not in v.tag
     ]
 
 
@@ -158,13 +168,29 @@ def write_steps(log, steps):
 def test_a_line_holds_what_was_given(tmp_path):
     with RunLog(tmp_path / "new" / "run") as log:
         log.write(
-            "train", 3, 3072, loss=jnp.float32(2.5), lr=np.float64(1e-3), norm=jnp.bfloat16(1.5), ok=True, note=None
+            "train",
+            3,
+            3072,
+            loss=jnp.float32(2.5),
+            lr=np.float64(1e-3),
+            norm=jnp.bfloat16(1.5),
+            ok=True,
+            note=None,
         )
         log.write("sample", 4, 4096, text="Grüße\n\u2028\N{DUCK}")
         # On the disk already, while the log is open.
         assert len(log.path.read_text().splitlines()) == 2
     assert read_log(log.path) == [
-        {"kind": "train", "step": 3, "tokens": 3072, "loss": 2.5, "lr": 1e-3, "norm": 1.5, "ok": True, "note": None},
+        {
+            "kind": "train",
+            "step": 3,
+            "tokens": 3072,
+            "loss": 2.5,
+            "lr": 1e-3,
+            "norm": 1.5,
+            "ok": True,
+            "note": None,
+        },
         {"kind": "sample", "step": 4, "tokens": 4096, "text": "Grüße\n\u2028\N{DUCK}"},
     ]
     assert ("train/loss", 3, 2.5) in board_scalars(log.path.parent)
@@ -180,13 +206,16 @@ def test_nan_and_infinity_are_null_and_the_file_is_json(tmp_path):
 
     row = json.loads(line, parse_constant=refuse)
     assert row["loss"] is row["norm"] is row["low"] is None and row["fine"] == 1.0
-    assert any(tag == "train/loss" and math.isnan(value) for tag, _, value in board_scalars(tmp_path))
+    assert any(
+        tag == "train/loss" and math.isnan(value) for tag, _, value in board_scalars(tmp_path)
+    )
 
 
 def test_a_wrong_kind_or_an_array_is_refused(tmp_path):
     with RunLog(tmp_path) as log:
         with pytest.raises(ValueError, match="unknown kind 'valid'; choose one of"):
-            inspect.unwrap(RunLog.write)(log, "valid", 1, 1, loss=1.0)  # outside pytest no annotation is checked
+            # outside pytest no annotation is checked
+            inspect.unwrap(RunLog.write)(log, "valid", 1, 1, loss=1.0)
         with pytest.raises(ValueError):
             log.write("train", 1, 1, loss=jnp.ones(3))
     assert log.path.read_text() == ""
@@ -198,7 +227,10 @@ def test_resume_makes_one_curve_of_two_runs(tmp_path):
     with RunLog(tmp_path, resume_step=4) as log:
         write_steps(log, range(5, 9))
     rows = read_log(log.path)
-    steps = {kind: [row["step"] for row in rows if row["kind"] == kind] for kind in ("train", "val", "sample", "event")}
+    steps = {
+        kind: [row["step"] for row in rows if row["kind"] == kind]
+        for kind in ("train", "val", "sample", "event")
+    }
     assert steps == {
         "train": list(range(1, 9)),
         "val": [2, 4, 6, 8],
@@ -209,7 +241,10 @@ def test_resume_makes_one_curve_of_two_runs(tmp_path):
     # TensorBoard hides steps ≥ the START event's of every file before it.
     starts = [event.step for event in board_events(tmp_path) if event.HasField("session_log")]
     assert starts == [5]
-    assert [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"] == [*range(1, 8), *range(5, 9)]
+    assert [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"] == [
+        *range(1, 8),
+        *range(5, 9),
+    ]
 
 
 class FullDisk:
@@ -252,7 +287,9 @@ def test_tensorboard_is_turned_off_with_a_note_at_its_first_error(tmp_path):
         for step in range(1, 30):  # more than the ten events that tensorboardX's own queue holds
             log.write("train", step, step, loss=1.0, lr=0.1)
         real.close()
-    assert notes == ["TensorBoard's events are no longer written: No space left on device; log.jsonl goes on"]
+    assert notes == [
+        "TensorBoard's events are no longer written: No space left on device; log.jsonl goes on"
+    ]
     assert len(read_log(log.path)) == 29
 
 
@@ -268,13 +305,21 @@ def test_starting_over_keeps_only_events(tmp_path):
 def test_a_new_run_does_not_touch_an_old_log(tmp_path):
     with RunLog(tmp_path) as log:
         log.write("train", 1, 1, loss=1.0)
-    with pytest.raises(FileExistsError, match="earlier run; resume that run, or choose another folder"):
+    with pytest.raises(
+        FileExistsError, match="earlier run; resume that run, or choose another folder"
+    ):
         RunLog(tmp_path)
     assert len(read_log(log.path)) == 1
 
 
 @pytest.mark.parametrize(
-    "tail", ['{"kind": "train", "st', '{"kind": "train"}', "\0\0\0\0", '{"kind": "train", "step": 3, "tokens']
+    "tail",
+    [
+        '{"kind": "train", "st',
+        '{"kind": "train"}',
+        "\0\0\0\0",
+        '{"kind": "train", "step": 3, "tokens',
+    ],
 )
 def test_a_torn_last_line_is_left_out_and_dropped_on_resume(tmp_path, tail):
     with RunLog(tmp_path) as log:
@@ -298,7 +343,9 @@ def test_a_malformed_middle_line_is_named(tmp_path, bad):
     path = tmp_path / "log.jsonl"
     good = '{"kind": "train", "step": 1, "tokens": 2}'
     path.write_text(f"{good}\n{bad}\n{good}\n")
-    with pytest.raises(ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*mend or delete"):
+    with pytest.raises(
+        ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*mend or delete"
+    ):
         read_log(path)
     with pytest.raises(LogError, match="line 2"):
         RunLog(tmp_path, resume_step=2)
@@ -315,7 +362,7 @@ def test_a_missing_or_empty_log(tmp_path):
     assert read_log(tmp_path / "log.jsonl") == []
 
 
-# ------------------------------------------------------------------------------------------------------ status line
+# -------------------------------------------------------------------------------------- status line
 
 
 class Clock:
@@ -329,7 +376,8 @@ VALUES = dict(loss=3.25, lr=6e-4)
 
 
 def plain_lines(updates, *, total=100, on_gpu=True, every=10, width=40):
-    """What a status line prints where there is no terminal; `updates` are (seconds, step, values)."""
+    """What a status line prints where there is no terminal; `updates` are (seconds, step,
+    values)."""
     stream, clock = io.StringIO(), Clock()
     console = Console(file=stream, width=width)
     with StatusLine(total, on_gpu=on_gpu, every=every, console=console, clock=clock) as status:
@@ -340,17 +388,26 @@ def plain_lines(updates, *, total=100, on_gpu=True, every=10, width=40):
 
 def test_without_a_terminal_a_plain_line_every_n_steps():
     lines = plain_lines([(step, step, {}) for step in range(1, 26)], total=25)
-    assert [line.split(" · ")[0] for line in lines] == ["step 1/25", "step 10/25", "step 20/25", "step 25/25"]
+    assert [line.split(" · ")[0] for line in lines] == [
+        "step 1/25",
+        "step 10/25",
+        "step 20/25",
+        "step 25/25",
+    ]
     assert "\x1b" not in "".join(lines)
 
 
 def test_the_line_says_everything():
     speed = dict(ms_per_step=123.45, tokens_per_second=1234567.8, mfu=0.4567)
     lines = plain_lines([(0, 1, {}), (18, 10, speed | {"val_loss": 3.5}), (38, 20, speed)])
-    assert lines[0] == "step 1/100 · loss 3.2500 · val – · lr 6.00e-04 · ETA – · – ms · – tok/s · MFU –"
+    assert (
+        lines[0]
+        == "step 1/100 · loss 3.2500 · val – · lr 6.00e-04 · ETA – · – ms · – tok/s · MFU –"
+    )
     # 9 steps in 18 s leave 90 steps 180 s; the validation loss stays.
     assert lines[1] == (
-        "step 10/100 · loss 3.2500 · val 3.5000 · lr 6.00e-04 · ETA 3m00s · 123.5 ms · 1,234,568 tok/s · MFU 45.7%"
+        "step 10/100 · loss 3.2500 · val 3.5000 · lr 6.00e-04 · ETA 3m00s · 123.5 ms · 1,234,568 "
+        "tok/s · MFU 45.7%"
     )
     assert "val 3.5000" in lines[2] and "ETA 2m40s" in lines[2]
     assert plain_lines([(0, 10, speed | {"mfu": None})])[0].endswith("MFU unknown GPU")
@@ -366,7 +423,13 @@ def test_a_cpu_has_no_mfu():
 
 
 def terminal(width=120):
-    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+    )
 
 
 def screen(text, width=120):
@@ -472,7 +535,10 @@ def test_the_terminal_is_spared_but_the_last_state_is_shown():
 
 def test_an_error_inside_leaves_the_terminal_usable():
     console, before = terminal(), (sys.stdout, sys.stderr)
-    with pytest.raises(KeyboardInterrupt), StatusLine(10, on_gpu=True, console=console, clock=Clock()) as status:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        StatusLine(10, on_gpu=True, console=console, clock=Clock()) as status,
+    ):
         status.update(1, **VALUES)
         raise KeyboardInterrupt
     assert (sys.stdout, sys.stderr) == before

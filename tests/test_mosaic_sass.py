@@ -1,4 +1,5 @@
-"""benchmarks/mosaic_sass.py: the modules come out of a lowered program whole; what is missing is said."""
+"""benchmarks/mosaic_sass.py: the modules come out of a lowered program whole; what is missing is
+said."""
 
 import functools
 import importlib.util
@@ -38,4 +39,7 @@ def test_errors(tool, tmp_path, capsys):
     assert tool.main(["--kernels", "nonsense"]) == 1
     assert "error: unknown kernels ['nonsense']; choose from [" in capsys.readouterr().err
     assert tool.main(["--plugin", str(tmp_path)]) == 1
-    assert "xla_cuda_plugin.so is not there; the head of mosaic_sass.py says how to get it" in capsys.readouterr().err
+    assert (
+        "xla_cuda_plugin.so is not there; the head of mosaic_sass.py says how to get it"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""gptjax.optim.normuon: each part against its equation in float64, and twenty steps against PyTorch."""
+"""gptjax.optim.normuon: each part against its equation in float64, and twenty steps against
+PyTorch."""
 
 import functools
 
@@ -32,7 +33,8 @@ from gptjax.optim import (
 )
 
 in_fp32 = functools.partial(polar_express, dtype=jnp.float32)
-# Polar Express in fp32 is known to a few parts in 10⁵ (test_polar_express.py); the rest of the chain adds nothing to that.
+# Polar Express in fp32 is known to a few parts in 10⁵ (test_polar_express.py); the rest of the
+# chain adds nothing to that.
 FP32 = 1e-4
 
 
@@ -55,7 +57,7 @@ def run(tx, grads, params=None):
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------------ parts
+# -------------------------------------------------------------------------------------------- parts
 
 
 def test_momentum_rises_and_falls_back():
@@ -74,11 +76,18 @@ def test_nesterov(momentum):
         for i, g in enumerate(grads):
             beta = momentum(i) if callable(momentum) else momentum
             m = beta * m + (1 - beta) * g[name]
-            np.testing.assert_allclose(found[i][name], (1 - beta) * g[name] + beta * m, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                found[i][name], (1 - beta) * g[name] + beta * m, rtol=1e-5, atol=1e-6
+            )
 
 
 @settings(max_examples=10, deadline=None)
-@given(i=st.integers(1, 12), o=st.integers(1, 12), seed=st.integers(0, 99), b2=st.sampled_from([0.0, 0.5, 0.95]))
+@given(
+    i=st.integers(1, 12),
+    o=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    b2=st.sampled_from([0.0, 0.5, 0.95]),
+)
 def test_neuron_norm_keeps_the_norm_of_each_matrix(i, o, seed, b2):
     grads = [{"w": normal(i, o, seed=seed + k)} for k in range(3)]
     variance = 0
@@ -92,7 +101,9 @@ def test_neuron_norm_of_a_matrix_and_of_its_transpose_as_pytorch_has_it():
     grads = [{"w": normal(6, 10, seed=k)} for k in range(3)]
     turned = [{"w": g["w"].T} for g in grads]
     outputs_first = scale_by_neuron_norm(layout=lambda path: Matrices(outputs_first=True))
-    for ours, theirs in zip(run(scale_by_neuron_norm(), grads), run(outputs_first, turned), strict=True):
+    for ours, theirs in zip(
+        run(scale_by_neuron_norm(), grads), run(outputs_first, turned), strict=True
+    ):
         np.testing.assert_allclose(ours["w"], theirs["w"].T, rtol=1e-6)
 
 
@@ -106,7 +117,9 @@ def test_the_cautious_mask():
 
 def test_the_cautious_decay_as_the_square_of_the_learning_rate():
     lr = lambda count: 0.1 * jnp.float32(count + 1)
-    tx = optax.chain(add_cautious_decay(lambda count: 2.0 * lr(count)), optax.scale_by_learning_rate(lr))
+    tx = optax.chain(
+        add_cautious_decay(lambda count: 2.0 * lr(count)), optax.scale_by_learning_rate(lr)
+    )
     found = run(tx, [{"w": np.ones(1)}] * 3, {"w": np.full(1, 5.0)})
     for k, update in enumerate(found):
         np.testing.assert_allclose(update["w"], -lr(k) * (1 + 2.0 * lr(k) * 5.0), rtol=1e-6)
@@ -114,17 +127,27 @@ def test_the_cautious_decay_as_the_square_of_the_learning_rate():
 
 def test_the_learning_rate_follows_the_shape():
     grads = [{"wide": np.ones((4, 16)), "tall": np.ones((16, 4)), "twice": np.ones((4, 4))}]
-    (found,) = run(scale_by_matrix_shape(factor=lambda path: 2.0 if path == "twice" else 1.0), grads)
-    assert {name: float(x[0, 0]) for name, x in found.items()} == {"wide": 2.0, "tall": 1.0, "twice": 2.0}
+    (found,) = run(
+        scale_by_matrix_shape(factor=lambda path: 2.0 if path == "twice" else 1.0), grads
+    )
+    assert {name: float(x[0, 0]) for name, x in found.items()} == {
+        "wide": 2.0,
+        "tall": 1.0,
+        "twice": 2.0,
+    }
 
 
-# --------------------------------------------------------------------------------------------------------------- matrices
+# ----------------------------------------------------------------------------------------- matrices
 
 
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_packed_matrices_are_matrices_of_their_own(outputs_first):
     q, k, v = (normal(6, 8, seed=i) for i in range(3))
-    join = (lambda *x: np.concatenate([y.T for y in x])) if outputs_first else (lambda *x: np.concatenate(x, axis=1))
+    join = (
+        (lambda *x: np.concatenate([y.T for y in x]))
+        if outputs_first
+        else (lambda *x: np.concatenate(x, axis=1))
+    )
     layout = lambda path: Matrices(packed=3, outputs_first=outputs_first)
     tx = optax.chain(orthogonalize(in_fp32, layout=layout), scale_by_neuron_norm(layout=layout))
     (found,) = run(tx, [{"qkv": join(q, k, v)}])
@@ -161,12 +184,17 @@ def test_several_axes_are_one_matrix_where_the_layout_names_them(shape, matrices
     how = {"weight_decay": 0.1, "method": in_fp32}
     (found,) = run(normuon(0.1, layout=lambda path: matrices, **how), [{"w": g}], {"w": p})
     (wanted,) = run(normuon(0.1, **how), [{"w": as_matrices(g)}], {"w": as_matrices(p)})
-    np.testing.assert_allclose(as_matrices(np.asarray(found["w"])), wanted["w"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        as_matrices(np.asarray(found["w"])), wanted["w"], rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("shape", [(64, 4, 16), (3, 3, 2, 8)])
 def test_more_than_two_axes_without_a_layout_are_refused(shape):
-    with pytest.raises(ValueError, match=r"attn.query.kernel of shape .* ambiguous.*Matrices\(inputs=\(0,\), outputs="):
+    with pytest.raises(
+        ValueError,
+        match=r"attn.query.kernel of shape .* ambiguous.*Matrices\(inputs=\(0,\), outputs=",
+    ):
         normuon(0.1).init({"attn": {"query": {"kernel": jnp.zeros(shape)}}})
 
 
@@ -186,7 +214,9 @@ def test_a_layout_that_contradicts_itself_is_refused(options, message):
 
 @pytest.mark.parametrize("inputs, outputs", [((0,), (3,)), ((0,), (-3,)), ((-4,), (1,))])
 def test_axes_that_a_parameter_lacks_are_refused(inputs, outputs):
-    with pytest.raises(ValueError, match=r"w of shape \(2, 3, 4\): inputs=.* do not name different axes"):
+    with pytest.raises(
+        ValueError, match=r"w of shape \(2, 3, 4\): inputs=.* do not name different axes"
+    ):
         Matrices(inputs=inputs, outputs=outputs).unpacked(jnp.zeros((2, 3, 4)), "w")
 
 
@@ -198,7 +228,11 @@ def test_matrices_of_one_shape_go_through_one_call():
         return in_fp32(x_NIO)
 
     grads = [
-        {"a": normal(6, 8, seed=1), "b": {"c": normal(3, 6, 8, seed=2), "d": normal(8, 6, seed=3)}, "e": normal(6, 16)}
+        {
+            "a": normal(6, 8, seed=1),
+            "b": {"c": normal(3, 6, 8, seed=2), "d": normal(8, 6, seed=3)},
+            "e": normal(6, 16),
+        }
     ]
     stacked = Matrices(inputs=(1,), outputs=(2,))
     layout = lambda path: stacked if path == "b.c" else Matrices(packed=2 if path == "e" else 1)
@@ -206,16 +240,21 @@ def test_matrices_of_one_shape_go_through_one_call():
     assert sorted(calls) == [(1, 8, 6), (6, 6, 8)]
     for ours, g in zip(jax.tree.leaves(found)[:3], jax.tree.leaves(grads[0])[:3], strict=True):
         np.testing.assert_allclose(ours, exact_polar_express(g), atol=FP32)
-    np.testing.assert_allclose(found["e"][:, 8:], exact_polar_express(grads[0]["e"][:, 8:]), atol=FP32)
+    np.testing.assert_allclose(
+        found["e"][:, 8:], exact_polar_express(grads[0]["e"][:, 8:]), atol=FP32
+    )
 
 
 def test_what_holds_no_matrix_is_named():
     tx = normuon(0.1)
     with pytest.raises(
-        ValueError, match=r"block.bias of shape \(3,\) does not hold a matrix; give it to another optimizer"
+        ValueError,
+        match=r"block.bias of shape \(3,\) does not hold a matrix; give it to another optimizer",
     ):
         tx.init({"block": {"bias": jnp.zeros(3)}})
-    with pytest.raises(ValueError, match=r"w of shape \(4, 8\) does not hold 3 matrices side by side"):
+    with pytest.raises(
+        ValueError, match=r"w of shape \(4, 8\) does not hold 3 matrices side by side"
+    ):
         normuon(0.1, layout=lambda path: Matrices(packed=3)).init({"w": jnp.zeros((4, 8))})
 
 
@@ -235,7 +274,9 @@ def test_the_work_is_shared_by_devices():
         return in_fp32(x_NIO)
 
     grads = as_jax({"a": normal(3, 6, 8), "b": normal(2, 6, 8, seed=5)})
-    tx = orthogonalize(distributed(method, mesh), layout=lambda path: Matrices(inputs=(1,), outputs=(2,)))
+    tx = orthogonalize(
+        distributed(method, mesh), layout=lambda path: Matrices(inputs=(1,), outputs=(2,))
+    )
     update = jax.jit(lambda g: tx.update(g, tx.init(g))[0], out_shardings=replicated)
     found = update(jax.device_put(grads, replicated))
     assert set(shares) == {(3, 6, 8)}  # of five matrices, one more to make them even
@@ -244,7 +285,7 @@ def test_the_work_is_shared_by_devices():
         np.testing.assert_allclose(found[name], exact_polar_express(g), atol=FP32)
 
 
-# --------------------------------------------------------------------------------------------------------------- the whole
+# ---------------------------------------------------------------------------------------- the whole
 
 
 @pytest.mark.parametrize("decay_form", ["lr", "lr²"])
@@ -292,7 +333,9 @@ def test_twenty_steps_of_training_follow_pytorch():
     def loss_fn(p, x, y):
         return jnp.square(jnp.tanh(x @ p["up"]) @ p["down"] - y).mean()
 
-    tx = normuon(lr, momentum=momentum_schedule(10**6), weight_decay=lambda k: 1.2 * lr(k), method=in_fp32)
+    tx = normuon(
+        lr, momentum=momentum_schedule(10**6), weight_decay=lambda k: 1.2 * lr(k), method=in_fp32
+    )
     p = as_jax(weights)
     state, losses = tx.init(p), []
     for _ in range(20):
@@ -317,7 +360,8 @@ def test_twenty_steps_of_training_follow_pytorch():
 
 
 def test_on_a_foreign_model_and_on_nnx_state():
-    """A flax MLP with biases, and GPT-2's state, each partitioned by the user: no type of gptjax's is needed."""
+    """A flax MLP with biases, and GPT-2's state, each partitioned by the user: no type of gptjax's
+    is needed."""
 
     class MLP(nnx.Module):
         def __init__(self, rngs):
@@ -339,7 +383,9 @@ def test_on_a_foreign_model_and_on_nnx_state():
         losses.append(float(loss))
     assert losses[-1] < 0.3 * losses[0]
 
-    config = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+    config = GPT2Config(
+        vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16
+    )
     params = nnx.split(GPT2(config, rngs=nnx.Rngs(0)), nnx.Param)[1]
     state = tx.init(params)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
@@ -358,16 +404,26 @@ def test_state_has_the_shapes_of_its_parameters_and_comes_back_from_a_checkpoint
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state, {})
     checkpoints.wait()
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(1, like), state)
     checkpoints.close()
 
 
 def test_sharded_parameters_keep_their_sharding_and_so_does_the_state():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, copied = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)) for spec in (["data"], []))
+    rows, copied = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        for spec in (["data"], [])
+    )
     params = as_jax({"qkv": normal(6, 18), "tall": normal(8, 4)})
-    tx = normuon(0.1, weight_decay=0.2, method=in_fp32, layout=lambda path: Matrices(packed=3 if path == "qkv" else 1))
+    tx = normuon(
+        0.1,
+        weight_decay=0.2,
+        method=in_fp32,
+        layout=lambda path: Matrices(packed=3 if path == "qkv" else 1),
+    )
 
     def steps(params, state):
         for _ in range(3):
@@ -386,12 +442,19 @@ def test_sharded_parameters_keep_their_sharding_and_so_does_the_state():
 
 
 def test_under_nnx_optimizer_gpt2s_groups_apply():
-    """`nnx.Optimizer` gives `init` Flax's variables and `update` their arrays: two updates equal those of the plain arrays."""
-    config = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+    """`nnx.Optimizer` gives `init` Flax's variables and `update` their arrays: two updates equal
+    those of the plain arrays."""
+    config = GPT2Config(
+        vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16
+    )
     model = GPT2(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     tx = normuon_and_adamw(
-        PARAMETER_GROUPS, matrix_learning_rate=0.02, learning_rate=1e-3, matrix_weight_decay=0.1, method=in_fp32
+        PARAMETER_GROUPS,
+        matrix_learning_rate=0.02,
+        learning_rate=1e-3,
+        matrix_weight_decay=0.1,
+        method=in_fp32,
     )
     optimizer, state = nnx.Optimizer(model, tx, wrt=nnx.Param), tx.init(params)
     for k in range(2):

@@ -16,12 +16,16 @@ from gptjax.training.step import graph, init_state, make_train_step
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-MODEL = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16)
+MODEL = GPT2Config(
+    vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16
+)
 CONFIG = Config(model=MODEL, sequence_length=16, max_steps=30)
 
 
 def config_of(**optimizer):
-    return dataclasses.replace(CONFIG, optimizer=OptimizerConfig(warmup_steps=2, schedule="constant", **optimizer))
+    return dataclasses.replace(
+        CONFIG, optimizer=OptimizerConfig(warmup_steps=2, schedule="constant", **optimizer)
+    )
 
 
 def mesh(devices=1):
@@ -69,14 +73,25 @@ def test_with_muon_the_rest_takes_adamw_as_the_header_says():
 
 def test_normuon_on_two_devices_is_normuon_on_one():
     config = config_of(algorithm="normuon", learning_rate=1e-2)
-    np.testing.assert_allclose(losses(config, devices=2, steps=5), losses(config, steps=5), rtol=1e-3)
+    np.testing.assert_allclose(
+        losses(config, devices=2, steps=5), losses(config, steps=5), rtol=1e-3
+    )
 
 
 def test_normuon_is_what_the_config_says(monkeypatch):
     given = {}
-    adam = {"b1": 0.8, "b2": 0.9, "eps": 1e-6, "clip_norm": 0.7, "weight_decay": 0.2, "neuron_b2": 0.8}
+    adam = {
+        "b1": 0.8,
+        "b2": 0.9,
+        "eps": 1e-6,
+        "clip_norm": 0.7,
+        "weight_decay": 0.2,
+        "neuron_b2": 0.8,
+    }
     monkeypatch.setattr(
-        optim, "normuon_and_adamw", lambda groups, **how: given.update(how, groups=groups) or optax.identity()
+        optim,
+        "normuon_and_adamw",
+        lambda groups, **how: given.update(how, groups=groups) or optax.identity(),
     )
     config = config_of(
         algorithm="normuon",
@@ -97,13 +112,33 @@ def test_normuon_is_what_the_config_says(monkeypatch):
     build(config, mesh())
     assert {name: given[name] for name in adam} == adam
     at = lambda name: [round(float(given[name](count)), 6) for count in (0, 1, 20, 28)]
-    assert at("learning_rate") == [1.5e-3, 3e-3, 3e-3, 3e-3] and at("matrix_learning_rate") == [0.005, 0.01, 0.01, 0.01]
-    assert at("matrix_weight_decay") == [0.0015, 0.003, 0.003, 0.003] and at("momentum") == [0.5, 0.7, 0.9, 0.7]
+    assert at("learning_rate") == [1.5e-3, 3e-3, 3e-3, 3e-3] and at("matrix_learning_rate") == [
+        0.005,
+        0.01,
+        0.01,
+        0.01,
+    ]
+    assert at("matrix_weight_decay") == [0.0015, 0.003, 0.003, 0.003] and at("momentum") == [
+        0.5,
+        0.7,
+        0.9,
+        0.7,
+    ]
     assert given["every"] == 2
-    assert [(g.b1, g.b2) for g in given["groups"]] == [(None, None), (None, None), (0.5, None), (None, 0.99)]
+    assert [(g.b1, g.b2) for g in given["groups"]] == [
+        (None, None),
+        (None, None),
+        (0.5, None),
+        (None, 0.99),
+    ]
     x = jnp.ones((1, 2, 3))
     np.testing.assert_array_equal(given["method"](x), optim.newton_schulz(x))
-    build(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, matrix_decay_form="lr")), mesh())
+    build(
+        dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, matrix_decay_form="lr")
+        ),
+        mesh(),
+    )
     assert float(given["matrix_weight_decay"](20)) == 0.3
 
 
@@ -114,21 +149,38 @@ def test_the_header_says_who_gets_what():
     assert first == "normuon, polar_express, decay goes as lr²"
     assert table[0].split() == ["parameter", "shape", "optimizer", "lr", "decay"]
     rows = {line.split("  ")[0]: line.split() for line in table[1:]}
-    assert rows["blocks.*.attn.c_attn.kernel"][-5:] == ["normuon,", "3", "matrices", "0.035", "0.025"]
-    assert rows["wte"][-3:] == ["adamw", "0.0006", "0.1"] and rows["ln_f.scale"][-2:] == ["0.0006", "0"]
+    assert rows["blocks.*.attn.c_attn.kernel"][-5:] == [
+        "normuon,",
+        "3",
+        "matrices",
+        "0.035",
+        "0.025",
+    ]
+    assert rows["wte"][-3:] == ["adamw", "0.0006", "0.1"] and rows["ln_f.scale"][-2:] == [
+        "0.0006",
+        "0",
+    ]
     assert lines(config_of(algorithm="muon"))[0] == "muon, newton_schulz"
     own = config_of(algorithm="normuon", adam_every=2, embedding_b1=0.5)
-    wanted = "normuon, polar_express; adamw: every 2 steps, gradients summed; embeddings b1 0.5, b2 0.95"
+    wanted = (
+        "normuon, polar_express; adamw: every 2 steps, gradients summed; embeddings b1 0.5, b2 0.95"
+    )
     assert lines(own)[0] == wanted
 
 
 def test_the_options_beside_normuon_are_refused_where_there_is_none():
-    with pytest.raises(ConfigError, match="--optimizer.adam-every, .* are of AdamW beside NorMuon or Muon"):
+    with pytest.raises(
+        ConfigError, match="--optimizer.adam-every, .* are of AdamW beside NorMuon or Muon"
+    ):
         config_of(embedding_b2=0.9)
-    with pytest.raises(ConfigError, match="--optimizer.adam-every must be at least 1 and at most .*, got 0"):
+    with pytest.raises(
+        ConfigError, match="--optimizer.adam-every must be at least 1 and at most .*, got 0"
+    ):
         config_of(algorithm="normuon", adam_every=0)
 
 
 def test_learns_a_batch_with_adamw_at_every_second_step():
-    found = losses(config_of(algorithm="normuon", learning_rate=1e-2, adam_every=2, embedding_b1=0.5))
+    found = losses(
+        config_of(algorithm="normuon", learning_rate=1e-2, adam_every=2, embedding_b1=0.5)
+    )
     assert found[-1] < 0.5 * found[0]

@@ -22,7 +22,9 @@ def test_scores_are_those_of_the_last_window_values():
     assert scores[: WINDOW - 1] == [0.0] * (WINDOW - 1)
     for i in range(WINDOW - 1, len(values)):
         last = values[i - WINDOW + 1 : i + 1].astype(np.float64)
-        np.testing.assert_allclose(scores[i], (values[i] - last.mean()) / last.std(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            scores[i], (values[i] - last.mean()) / last.std(), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_spike_stands_out_and_a_constant_does_not():

@@ -1,4 +1,5 @@
-"""Ten optimizer steps of our training step beside ten of PyTorch's AdamW, from the same weights on the same batches."""
+"""Ten optimizer steps of our training step beside ten of PyTorch's AdamW, from the same weights on
+the same batches."""
 
 import dataclasses
 
@@ -19,9 +20,13 @@ torch.set_num_threads(2)
 
 STEPS = 10
 WARMUP = 4
-TINY = GPT2Config(vocab_size=61, padded_vocab_size=128, block_size=15, n_layer=2, n_head=3, n_embd=24)
+TINY = GPT2Config(
+    vocab_size=61, padded_vocab_size=128, block_size=15, n_layer=2, n_head=3, n_embd=24
+)
 # Blocks of the 124M model; a smaller vocabulary, for the time that fp64 takes.
-MEDIUM = GPT2Config(vocab_size=5003, padded_vocab_size=5120, block_size=128, n_layer=3, n_head=12, n_embd=768)
+MEDIUM = GPT2Config(
+    vocab_size=5003, padded_vocab_size=5120, block_size=128, n_layer=3, n_head=12, n_embd=768
+)
 
 
 def start(config, seed=0, gpt2_init=False):
@@ -33,13 +38,15 @@ def start(config, seed=0, gpt2_init=False):
 
 
 def windows(config, size, count=3, micro_batches=1, seed=0):
-    """`count` batches of sequences one token longer than the block; training goes over them in turn and learns them."""
+    """`count` batches of sequences one token longer than the block; training goes over them in turn
+    and learns them."""
     shape = (count, micro_batches, size, config.block_size + 1)
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
 class Ours:
-    """Our training step, compiled once. A call takes ten steps: the loss before each, and the parameters after them."""
+    """Our training step, compiled once. A call takes ten steps: the loss before each, and the
+    parameters after them."""
 
     def __init__(self, config, learning_rate, **how):
         self.config, self.tx = config, adamw(learning_rate, **how)
@@ -50,7 +57,8 @@ class Ours:
         state = init_state(self.config, self.tx, 0)
         state = dataclasses.replace(state, params=params, opt_state=self.tx.init(params))
         losses = []
-        # optax's bias correction raises a float to an integer power, which the tests' strict promotion refuses.
+        # optax's bias correction raises a float to an integer power, which the tests' strict
+        # promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             for i in range(STEPS):
                 state, metrics = self.step(state, jnp.asarray(batches[i % len(batches)]))
@@ -58,7 +66,17 @@ class Ours:
         return np.array(losses), state.params
 
 
-def theirs(config, params, batches, learning_rate, *, dtype=torch.float32, device="cpu", precision="fp32", **how):
+def theirs(
+    config,
+    params,
+    batches,
+    learning_rate,
+    *,
+    dtype=torch.float32,
+    device="cpu",
+    precision="fp32",
+    **how,
+):
     residual = torch.bfloat16 if precision == "bf16" else None
     model = from_params(config, params, dtype=dtype, device=device, residual=residual)
     rates = [float(learning_rate(i)) for i in range(STEPS)]
@@ -75,7 +93,8 @@ def warmup(peak):
     "micro_batches, how",
     [
         (1, {}),
-        (2, {"weight_decay": 3.0, "clip_norm": 0.3}),  # decay and clipping that show within ten steps
+        # decay and clipping that show within ten steps
+        (2, {"weight_decay": 3.0, "clip_norm": 0.3}),
     ],
     ids=["as GPT-2", "accumulation, strong decay and clipping"],
 )
@@ -89,16 +108,20 @@ def test_ten_steps_in_fp32(micro_batches, how):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     wte = np.asarray(after["wte"])
     assert not wte[TINY.vocab_size :].any(), "a padded row of wte moved"
-    np.testing.assert_allclose(wte[: TINY.vocab_size], model.wte.detach().numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        wte[: TINY.vocab_size], model.wte.detach().numpy(), rtol=0, atol=1e-4
+    )
     bias = model.blocks[1].mlp.c_fc.bias.detach().numpy()
     np.testing.assert_allclose(after["blocks"][1]["mlp"]["c_fc"]["bias"], bias, rtol=0, atol=1e-4)
 
 
 def assert_trajectories(config, peak, name, *, device, gpt2_init, seeds):
-    """No further from PyTorch's fp64 than twice what PyTorch itself is in the same precision: RMS over steps and runs.
+    """No further from PyTorch's fp64 than twice what PyTorch itself is in the same precision: RMS
+    over steps and runs.
 
-    Not the worst step: a loss is off by a sum of signed roundings, and in 16 CPU runs of the tiny model the ratio of two
-    worst steps lay anywhere between 0.7 and 2.8, where the ratio of the RMS of eight runs lay between 1.0 and 1.3.
+    Not the worst step: a loss is off by a sum of signed roundings, and in 16 CPU runs of the tiny
+    model the ratio of two worst steps lay anywhere between 0.7 and 2.8, where the ratio of the RMS
+    of eight runs lay between 1.0 and 1.3.
 
     Returns the RMS and the worst of our errors.
     """
@@ -113,7 +136,10 @@ def assert_trajectories(config, peak, name, *, device, gpt2_init, seeds):
         off_theirs.append(same - exact)
     rms, spread = (float(np.sqrt(np.square(off).mean())) for off in (off_ours, off_theirs))
     worst = float(np.abs(off_ours).max())
-    print(f"ten steps, {name}, {device}: RMS off by {rms:.3g}, PyTorch by {spread:.3g}; worst {worst:.3g}")
+    print(
+        f"ten steps, {name}, {device}: RMS off by {rms:.3g}, PyTorch by {spread:.3g}; worst "
+        f"{worst:.3g}"
+    )
     assert rms <= 2 * spread + 1e-6 * exact[0], f"off by {rms:.3g}, PyTorch by {spread:.3g}"
     return rms, worst
 
@@ -121,7 +147,8 @@ def assert_trajectories(config, peak, name, *, device, gpt2_init, seeds):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16_residual_fp32"])
 def test_ten_steps_on_the_gpu(name):
-    # GPT-2's own start and a low rate: where the loss spikes, ten steps in fp32 part by 2e-5 on a CPU, here by 4e-6.
+    # GPT-2's own start and a low rate: where the loss spikes, ten steps in fp32 part by 2e-5 on a
+    # CPU, here by 4e-6.
     rms, worst = assert_trajectories(MEDIUM, 1e-4, name, device="cuda", gpt2_init=True, seeds=6)
     assert worst < 1e-5 if name == "fp32" else rms > 1e-5
 

@@ -27,7 +27,9 @@ def make_run(folder, *, steps=400, val_every=50, shift=0.0, nan_at=(), tokens_pe
             loss = None if step in nan_at else clean + 0.05 * rng.normal()
             rows = [{"kind": "train", "step": step, "tokens": step * tokens_per_step, "loss": loss}]
             if val_every and step % val_every == 0:
-                rows.append({"kind": "val", "step": step, "tokens": step * tokens_per_step, "loss": clean})
+                rows.append(
+                    {"kind": "val", "step": step, "tokens": step * tokens_per_step, "loss": clean}
+                )
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return folder
 
@@ -36,7 +38,9 @@ def make_run(folder, *, steps=400, val_every=50, shift=0.0, nan_at=(), tokens_pe
 def figures(monkeypatch):
     """The figures that are saved while a test runs."""
     saved, savefig = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **kw: (saved.append(self), savefig(self, out, **kw))[1])
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, out, **kw: (saved.append(self), savefig(self, out, **kw))[1]
+    )
     return saved
 
 
@@ -57,7 +61,10 @@ def test_one_run_shows_raw_smoothed_and_validation(tmp_path, figures):
     assert raw.get_alpha() < 1 and raw.get_linewidth() < smoothed.get_linewidth()
     assert val.get_marker() == "o" and val.get_linestyle() == "None"
     settled = slice(100, None)
-    assert np.std(np.diff(smoothed.get_ydata()[settled])) < np.std(np.diff(raw.get_ydata()[settled])) / 5
+    assert (
+        np.std(np.diff(smoothed.get_ydata()[settled]))
+        < np.std(np.diff(raw.get_ydata()[settled])) / 5
+    )
     (axes,) = figures[0].axes
     assert axes.get_xlabel() == "training tokens"
     assert axes.get_ylabel() == "loss (nats per token, log scale)"
@@ -90,7 +97,10 @@ def test_losses_that_are_zero_get_a_linear_axis(tmp_path, figures):
 
 
 def test_three_runs_have_three_colours_and_names(tmp_path, figures):
-    runs = [make_run(tmp_path / name, shift=shift) for name, shift in (("a", 0), ("b", 0.2), ("$c$", -0.1))]
+    runs = [
+        make_run(tmp_path / name, shift=shift)
+        for name, shift in (("a", 0), ("b", 0.2), ("$c$", -0.1))
+    ]
     plot_runs([runs[0], str(runs[1]), runs[2] / "log.jsonl"], tmp_path / "loss.png", x="steps")
     lines, legend = drawn(figures[0])
     assert legend[:3] == ["a · val 3.3000", "b · val 3.5000", "$c$ · val 3.2000"]
@@ -147,7 +157,8 @@ def test_the_ending_names_the_format(tmp_path, suffix):
 
 def test_smoothing_is_a_centred_mean():
     ramp = np.arange(9.0)
-    np.testing.assert_allclose(smooth(ramp, 2)[:7], ramp[:7])  # a centred mean leaves a straight line alone
+    # a centred mean leaves a straight line alone
+    np.testing.assert_allclose(smooth(ramp, 2)[:7], ramp[:7])
     np.testing.assert_allclose(smooth(ramp, 2)[7:], [np.mean([5, 6, 7, 8]), np.mean([6, 7, 8])])
     np.testing.assert_allclose(smooth(np.array([1.0, np.nan, 3.0, 5.0]), 1), [1, 2, 4, 4])
     assert np.isnan(smooth(np.full(3, np.nan), 1)).all()
@@ -155,7 +166,15 @@ def test_smoothing_is_a_centred_mean():
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0, "0"), (950, "950"), (10_000, "10k"), (2_500_000, "2.5M"), (1e9, "1B"), (9.75e9, "9.75B"), (1e13, "10T")],
+    [
+        (0, "0"),
+        (950, "950"),
+        (10_000, "10k"),
+        (2_500_000, "2.5M"),
+        (1e9, "1B"),
+        (9.75e9, "9.75B"),
+        (1e13, "10T"),
+    ],
 )
 def test_short_numbers(value, text):
     assert short_number(value) == text
@@ -164,10 +183,18 @@ def test_short_numbers(value, text):
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda at: at / "none", FileNotFoundError, "no run at .*none: expected a run folder or a log.jsonl"),
+        (
+            lambda at: at / "none",
+            FileNotFoundError,
+            "no run at .*none: expected a run folder or a log.jsonl",
+        ),
         (lambda at: at, FileNotFoundError, "no log.jsonl in .*: is it a run folder?"),
         (lambda at: make_run(at / "run", steps=0), ValueError, "no training loss in it yet"),
-        (lambda at: make_run(at / "run", steps=2, nan_at={1, 2}), ValueError, "no training loss in it yet"),
+        (
+            lambda at: make_run(at / "run", steps=2, nan_at={1, 2}),
+            ValueError,
+            "no training loss in it yet",
+        ),
     ],
 )
 def test_a_run_without_curves_is_an_error(tmp_path, make, error, message):
@@ -179,7 +206,9 @@ def test_a_run_without_curves_is_an_error(tmp_path, make, error, message):
 def test_no_runs_and_no_folder_are_errors(tmp_path):
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_runs([], tmp_path / "loss.png")
-    with pytest.raises(FileNotFoundError, match="no folder .*missing to write loss.png into; make it first"):
+    with pytest.raises(
+        FileNotFoundError, match="no folder .*missing to write loss.png into; make it first"
+    ):
         plot_runs([make_run(tmp_path / "run")], tmp_path / "missing" / "loss.png")
 
 
@@ -251,7 +280,9 @@ def test_a_log_with_other_contents_is_refused(tmp_path, capsys, text, said):
 
 def test_nan_and_infinity_in_a_log_are_gaps(tmp_path, figures):
     (tmp_path / "run").mkdir()
-    text = "".join(TRAIN.replace("3.0", loss) for loss in ("3.0", "Infinity", "NaN", "1e400", "3.0"))
+    text = "".join(
+        TRAIN.replace("3.0", loss) for loss in ("3.0", "Infinity", "NaN", "1e400", "3.0")
+    )
     (tmp_path / "run" / "log.jsonl").write_text(text)
     plot_runs([tmp_path / "run"], tmp_path / "loss.png")
     (raw, *_), _ = drawn(figures[0])
@@ -263,7 +294,9 @@ def test_a_log_that_is_no_file_is_refused(tmp_path, make):
     run = tmp_path / "run"
     run.mkdir()
     make(run / "log.jsonl")
-    with pytest.raises(ValueError, match=r"run/log\.jsonl: expected a file, found a folder, a pipe"):
+    with pytest.raises(
+        ValueError, match=r"run/log\.jsonl: expected a file, found a folder, a pipe"
+    ):
         plot_runs([run], tmp_path / "loss.png")
 
 
@@ -282,13 +315,19 @@ def test_a_reader_that_ends_early_ends_the_command_quietly():
 def test_help_names_every_option_and_default():
     done = command("--help")
     assert done.returncode == 0
-    for word in ("RUN [RUN ...]", "--out PATH", "loss.png", "--x {tokens,steps}", "(default: tokens)"):
+    for word in (
+        "RUN [RUN ...]",
+        "--out PATH",
+        "loss.png",
+        "--x {tokens,steps}",
+        "(default: tokens)",
+    ):
         assert word in done.stdout
 
 
 def test_plotting_loads_neither_jax_nor_pyplot():
-    code = (
-        "import sys, gptjax.plot; print([m for m in ('jax', 'flax', 'torch', 'matplotlib.pyplot') if m in sys.modules])"
+    code = "import sys, gptjax.plot; print([m for m in ('jax', 'flax', 'torch', 'matplotlib.pyplot') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
     assert done.stdout == "[]\n", done.stderr

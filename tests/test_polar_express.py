@@ -1,4 +1,5 @@
-"""gptjax.optim.polar_express against its equations in float64, and against the singular value decomposition."""
+"""gptjax.optim.polar_express against its equations in float64, and against the singular value
+decomposition."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from reference.normuon import polar_express as exact
 from gptjax.optim import newton_schulz, polar_express
 from gptjax.optim.polar_express import NEWTON_SCHULZ
 
-# Terms of 8, 22 and 16 cancel to 1 in a step, which costs fp32 some thirty units in the last place, and the next step more.
+# Terms of 8, 22 and 16 cancel to 1 in a step, which costs fp32 some thirty units in the last place,
+# and the next step more.
 FP32 = 1e-4
 
 SHAPES = [(16, 16), (24, 40), (40, 24), (1, 9), (9, 1), (1, 1), (2, 3, 12, 20)]
@@ -59,15 +61,21 @@ def test_newton_schulz_follows_the_equations():
 def test_singular_values_end_in_the_band_and_their_vectors_stay(rows, columns):
     values = np.geomspace(3e-3, 1, min(rows, columns))
     assert values[0] > 1e-3 * 1.02 * np.linalg.norm(values)
-    u, v = (np.linalg.qr(np.random.default_rng(n).standard_normal((n, len(values))))[0] for n in (rows, columns))
-    y = np.asarray(polar_express(jnp.asarray((u * values) @ v.T, jnp.float32), dtype=jnp.float32), np.float64)
+    u, v = (
+        np.linalg.qr(np.random.default_rng(n).standard_normal((n, len(values))))[0]
+        for n in (rows, columns)
+    )
+    y = np.asarray(
+        polar_express(jnp.asarray((u * values) @ v.T, jnp.float32), dtype=jnp.float32), np.float64
+    )
     inside = u.T @ y @ v
     np.testing.assert_allclose(inside, np.diag(np.diag(inside)), atol=FP32)
     assert np.diag(inside).min() > 0.859 - FP32 and np.diag(inside).max() < 1.141 + FP32
 
 
 def test_the_band_holds_all_the_way():
-    """Two singular values a matrix, whose squares add up to (1/1.02)²: over the range the band is stated for."""
+    """Two singular values a matrix, whose squares add up to (1/1.02)²: over the range the band is
+    stated for."""
     small = np.linspace(1e-3, 1 / 1.02 / np.sqrt(2), 4000)
     x = np.zeros((4000, 2, 2))
     x[:, 0, 0], x[:, 1, 1] = small, np.sqrt(1 / 1.02**2 - small**2)
@@ -101,7 +109,12 @@ def test_the_scale_does_not_matter(size):
 
 
 @settings(max_examples=15, deadline=None)
-@given(rows=st.integers(1, 40), columns=st.integers(1, 40), batch=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_drawn_shapes(rows, columns, batch, seed):
     x = normal((batch, rows, columns), seed=seed)
     found = polar_express(x, dtype=jnp.float32)
@@ -109,13 +122,17 @@ def test_drawn_shapes(rows, columns, batch, seed):
     assert relative_error(found, true) < FP32
     # A transposed matrix has the transposed factor.
     np.testing.assert_allclose(
-        polar_express(jnp.swapaxes(x, -1, -2), dtype=jnp.float32), jnp.swapaxes(found, -1, -2), atol=1e-4
+        polar_express(jnp.swapaxes(x, -1, -2), dtype=jnp.float32),
+        jnp.swapaxes(found, -1, -2),
+        atol=1e-4,
     )
 
 
 def test_works_under_vmap_and_on_two_devices():
     x = normal((4, 12, 20))
-    np.testing.assert_allclose(jax.vmap(lambda x: polar_express(x, dtype=jnp.float32))(x), exact(x), atol=FP32)
+    np.testing.assert_allclose(
+        jax.vmap(lambda x: polar_express(x, dtype=jnp.float32))(x), exact(x), atol=FP32
+    )
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
     found = jax.jit(lambda x: polar_express(x, dtype=jnp.float32))(split)
@@ -124,7 +141,9 @@ def test_works_under_vmap_and_on_two_devices():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"expected matrices \(..., M, N\) of floating-point numbers, got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"expected matrices \(..., M, N\) of floating-point numbers, got \(3,\)"
+    ):
         polar_express.__wrapped__(jnp.zeros(3))
     with pytest.raises(ValueError, match="expected at least one step, got 0"):
         polar_express(jnp.zeros((3, 3)), steps=0)

@@ -38,13 +38,15 @@ def test_names_are_all_there():
 @pytest.mark.parametrize("name", ["fp16", "BF16", "", "bf16 "])
 def test_an_unknown_name_lists_the_choices(name):
     with pytest.raises(
-        ValueError, match=rf"unknown precision '{name}'; choose one of .*'fp32', 'tf32', 'bf16', 'bf16_res"
+        ValueError,
+        match=rf"unknown precision '{name}'; choose one of .*'fp32', 'tf32', 'bf16', 'bf16_res",
     ):
         Precision(name)
 
 
 def test_every_product_of_the_model_asks_for_its_precision():
-    """In the lowered program, forward and backward: one forgotten product would be TF32 on a GPU and unseen on a CPU."""
+    """In the lowered program, forward and backward: one forgotten product would be TF32 on a GPU
+    and unseen on a CPU."""
 
     def products(name, word):
         config = GPT2Config(
@@ -58,11 +60,15 @@ def test_every_product_of_the_model_asks_for_its_precision():
         )
         graph, state = nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)
         model = lambda params: nnx.merge(graph, params)
-        step = lambda params, x: (jax.grad(lambda p: loss_fn(model(p), x, x))(params), model(params)(x))
+        step = lambda params, x: (
+            jax.grad(lambda p: loss_fn(model(p), x, x))(params),
+            model(params)(x),
+        )
         tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
         text = jax.jit(step).lower(nnx.to_pure_dict(state), tokens).as_text()
         lines = [line for line in text.splitlines() if "dot_general" in line]
-        # Four projections, two of attention, the head: once forward and twice backward; the head once more for logits.
+        # Four projections, two of attention, the head: once forward and twice backward; the head
+        # once more for logits.
         assert len(lines) >= 3 * 7 + 1
         return [line for line in lines if f"precision = [{word}, {word}]" not in line]
 
@@ -86,7 +92,9 @@ after = dict(jax.config.values)
 changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 print(json.dumps([changed, sorted(set(os.environ.items()) ^ set(environment.items()))]))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     settings, environment = json.loads(done.stdout.splitlines()[-1])
     assert settings == [] and environment == []
@@ -109,8 +117,11 @@ def test_fp32_is_true_and_tf32_is_tf32():
         model = GPT2(config, rngs=nnx.Rngs(0))
         x = jax.random.normal(jax.random.key(1), (4, 64, 1024), jnp.float32)
         exact = np.asarray(x, np.float64) @ np.asarray(model.wte[:1000], np.float64).T
-        return np.sqrt(np.mean((np.asarray(model.logits(x), np.float64) - exact) ** 2) / np.mean(exact**2))
+        return np.sqrt(
+            np.mean((np.asarray(model.logits(x), np.float64) - exact) ** 2) / np.mean(exact**2)
+        )
 
-    # TF32 keeps 10 bits: each input is off by up to 2⁻¹¹ when rounded, 2⁻¹⁰ when cut off, evenly spread below that.
+    # TF32 keeps 10 bits: each input is off by up to 2⁻¹¹ when rounded, 2⁻¹⁰ when cut off, evenly
+    # spread below that.
     assert error("fp32") < 1e-6
     assert 1e-5 < error("tf32") < 2**-10

@@ -45,7 +45,8 @@ def documents_of(folder, split):
     tokens = tokens_of(folder, split)
     assert tokens[0] == EOT
     return [
-        part[1:].astype(np.uint8).tobytes().decode() for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
+        part[1:].astype(np.uint8).tobytes().decode()
+        for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
     ]
 
 
@@ -54,7 +55,10 @@ def texts(tmp_path):
     """Forty files of about a kilobyte, and what is in them by name."""
     folder = tmp_path / "texts"
     folder.mkdir()
-    contents = {f"{number:02d}.txt": f"document {number}\n" + "line ü\n" * (100 + number) for number in range(40)}
+    contents = {
+        f"{number:02d}.txt": f"document {number}\n" + "line ü\n" * (100 + number)
+        for number in range(40)
+    }
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")
     return folder, list(contents.values())
@@ -62,7 +66,9 @@ def texts(tmp_path):
 
 def prepare_texts(folder, data_dir, **options):
     return prepare_corpus(
-        "mine", corpora.text([folder]), Options(**({"data_dir": data_dir, "tokenizer": "byte"} | options))
+        "mine",
+        corpora.text([folder]),
+        Options(**({"data_dir": data_dir, "tokenizer": "byte"} | options)),
     )
 
 
@@ -87,12 +93,23 @@ def test_the_sidecar_says_what_the_shards_are(texts, tmp_path):
     # The SHA-256 of the documents' SHA-256 digests.
     documents = [hashlib.sha256(content.encode()).digest() for content in texts[1]]
     assert said.pop("source_digest") == hashlib.sha256(b"".join(documents)).hexdigest()
-    assert said == {"format": 2, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": f"text: {texts[0]}"}
+    assert said == {
+        "format": 2,
+        "tokenizer": "byte",
+        "vocab_size": 257,
+        "eot": 256,
+        "source": f"text: {texts[0]}",
+    }
     assert sorted(shards) == sorted(path.name for path in made.glob("*.bin"))
     for name, info in shards.items():
         tokens = open_shard(made / name)
         digest = hashlib.sha256((made / name).read_bytes()).hexdigest()
-        assert info == {"tokens": tokens.size, "max_token": tokens.max(), "sha256": digest, "sample": digest}
+        assert info == {
+            "tokens": tokens.size,
+            "max_token": tokens.max(),
+            "sha256": digest,
+            "sample": digest,
+        }
 
 
 @given(st.integers(2, 12), st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
@@ -119,17 +136,22 @@ def test_many_shards_hold_what_one_would(texts, tmp_path):
 
 def test_the_result_does_not_depend_on_the_number_of_workers(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PIECE_CHARACTERS", 500)
-    one, many = (prepare_texts(texts[0], tmp_path / "data", name=f"n{n}", workers=n) for n in (1, 7))
+    one, many = (
+        prepare_texts(texts[0], tmp_path / "data", name=f"n{n}", workers=n) for n in (1, 7)
+    )
     for split in ("train", "val"):
         np.testing.assert_array_equal(tokens_of(one, split), tokens_of(many, split))
     assert len(documents_of(one, "train")) == 38
 
 
 def test_no_more_than_a_few_batches_are_read_ahead(monkeypatch):
-    """The corpus is streamed: while the first batch waits to be taken, only `ahead` have been read."""
+    """The corpus is streamed: while the first batch waits to be taken, only `ahead` have been
+    read."""
     read = []
     with module.ThreadPoolExecutor(2) as pool:
-        results = module._in_order(pool, lambda item: item * 10, (read.append(n) or n for n in range(1000)), ahead=4)
+        results = module._in_order(
+            pool, lambda item: item * 10, (read.append(n) or n for n in range(1000)), ahead=4
+        )
         assert next(results) == 0
         assert len(read) == 4
         assert list(results) == [10 * n for n in range(1, 1000)]
@@ -139,16 +161,30 @@ def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(monkeypatch, tmp
     try:
         gpt2 = get_tokenizer("gpt2")
     except TokenizerUnavailable:
-        pytest.skip("GPT-2's BPE files are not to be had: no network, and TIKTOKEN_CACHE_DIR names no copy of them")
+        pytest.skip(
+            "GPT-2's BPE files are not to be had: no network, and TIKTOKEN_CACHE_DIR names no copy "
+            "of them"
+        )
     monkeypatch.setattr(module, "_PIECE_CHARACTERS", 7)
-    strange = "a\n\nb  \n c\n\n\nd\r\ne \nf\ng\u2028\nh\n\u00a0i\n" * 40 + "don't\nstop   \n\n   \nnow 's\n'll\n" * 40
+    strange = (
+        "a\n\nb  \n c\n\n\nd\r\ne \nf\ng\u2028\nh\n\u00a0i\n" * 40
+        + "don't\nstop   \n\n   \nnow 's\n'll\n" * 40
+    )
     whole = Path(module.__file__).read_text(encoding="utf-8") + strange
     (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
     (tmp_path / "b.txt").write_text("x", encoding="utf-8")
     corpus = corpora.text([tmp_path / "a.txt", tmp_path / "b.txt"])
-    pieces = [piece for piece in module._pieces(corpus, corpus.measure(), Options()) if piece.split == module.TRAIN]
-    assert len(pieces) > 100 and [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    np.testing.assert_array_equal(np.concatenate([gpt2.encode(piece.text) for piece in pieces]), gpt2.encode(whole))
+    pieces = [
+        piece
+        for piece in module._pieces(corpus, corpus.measure(), Options())
+        if piece.split == module.TRAIN
+    ]
+    assert len(pieces) > 100 and [piece.opens for piece in pieces] == [True] + [False] * (
+        len(pieces) - 1
+    )
+    np.testing.assert_array_equal(
+        np.concatenate([gpt2.encode(piece.text) for piece in pieces]), gpt2.encode(whole)
+    )
 
 
 @given(
@@ -173,7 +209,10 @@ def test_the_split_keeps_to_the_fraction_where_documents_are_small():
 
 
 def test_a_tiny_document_alone_is_no_validation_split():
-    assert choose_validation(np.array([1000, 1000, 1]), 0.05, 0).tolist() in ([True, False, True], [False, True, True])
+    assert choose_validation(np.array([1000, 1000, 1]), 0.05, 0).tolist() in (
+        [True, False, True],
+        [False, True, True],
+    )
     assert choose_validation(np.array([10**9, 10]), 0.05, 0).tolist() == [False, True]
 
 
@@ -195,7 +234,9 @@ def test_a_single_document_with_few_lines_is_cut_all_the_same(tmp_path, text):
 
 def test_a_text_too_small_to_split_is_said(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(PrepareError, match="expected text for training and for validation, found none for "):
+    with pytest.raises(
+        PrepareError, match="expected text for training and for validation, found none for "
+    ):
         prepare_texts(tmp_path / "a.txt", tmp_path / "data")
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
 
@@ -210,8 +251,11 @@ def test_what_is_prepared_is_not_made_again_unless_overwritten(texts, tmp_path):
     assert (made / "dataset.json").stat().st_mtime_ns == before
     assert len(lines) == 1 and "already prepared from the same text; --overwrite" in lines[0]
     text = (folder / "00.txt").read_text(encoding="utf-8")
-    (folder / "00.txt").write_text(text.replace("document", "DOCUMENT"), encoding="utf-8")  # of the same length
-    with pytest.raises(PrepareError, match="mine_byte was prepared from other text: .*--overwrite, or .*--name"):
+    # of the same length
+    (folder / "00.txt").write_text(text.replace("document", "DOCUMENT"), encoding="utf-8")
+    with pytest.raises(
+        PrepareError, match="mine_byte was prepared from other text: .*--overwrite, or .*--name"
+    ):
         prepare_corpus("mine", corpora.text([folder]), options)
     assert (made / "dataset.json").stat().st_mtime_ns == before
     prepare_texts(folder, tmp_path / "data", overwrite=True)
@@ -237,14 +281,19 @@ def test_a_text_that_changes_during_preparation_is_said(tmp_path, count):
     sizes = corpus.measure()
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, rows[0]]))
     changed = dataclasses.replace(corpus, measure=lambda: sizes)
-    with pytest.raises(PrepareError, match="found another number: the text changed during preparation"):
+    with pytest.raises(
+        PrepareError, match="found another number: the text changed during preparation"
+    ):
         prepare_corpus("mine", changed, Options(data_dir=tmp_path / "data", tokenizer="byte"))
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
 
 
 def test_another_text_under_the_same_name_is_refused(texts, tmp_path):
     prepare_texts(texts[0], tmp_path / "data")
-    with pytest.raises(PrepareError, match="holds something else: .*00.txt' .*choose another --name, or .*--overwrite"):
+    with pytest.raises(
+        PrepareError,
+        match="holds something else: .*00.txt' .*choose another --name, or .*--overwrite",
+    ):
         prepare_texts(texts[0] / "00.txt", tmp_path / "data")
 
 
@@ -252,7 +301,9 @@ def test_another_text_under_the_same_name_is_refused(texts, tmp_path):
 def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path, overwrite):
     (tmp_path / "data" / "mine").mkdir(parents=True)
     (tmp_path / "data" / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(PrepareError, match="mine exists and was not made by gptjax .*choose another --name"):
+    with pytest.raises(
+        PrepareError, match="mine exists and was not made by gptjax .*choose another --name"
+    ):
         prepare_texts(texts[0], tmp_path / "data", name="mine", overwrite=overwrite)
     assert (tmp_path / "data" / "mine" / "thesis.tex").read_text() == "years of work"
 
@@ -275,7 +326,9 @@ def test_options_that_make_no_sense_are_refused(texts, tmp_path, options, says):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("disk on fire"), KeyboardInterrupt()])
-def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(texts, tmp_path, monkeypatch, error):
+def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(
+    texts, tmp_path, monkeypatch, error
+):
     made = prepare_texts(texts[0], tmp_path / "data")
     before = tokens_of(made, "train").copy()
     real, calls = module.write_shard, []
@@ -294,7 +347,9 @@ def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(
         prepare_texts(texts[0], tmp_path / "data", shard_tokens=5000, name="fresh")
     np.testing.assert_array_equal(tokens_of(made, "train"), before)
     assert [path for path in (tmp_path / "data").iterdir() if path.is_dir()] == [made]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gptjax-tokenize")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("gptjax-tokenize")
+    ]
 
 
 # The command line with a preparation that hangs after its second shard.
@@ -315,11 +370,24 @@ sys.exit(main(sys.argv[1:]))
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
 
 
-def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_then_succeeds(texts, tmp_path):
+def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_then_succeeds(
+    texts, tmp_path
+):
     data, (folder, contents) = tmp_path / "data", texts
-    command = ["text", str(folder), "--name", "mine", "--data-dir", str(data), "--tokenizer", "byte"]
+    command = [
+        "text",
+        str(folder),
+        "--name",
+        "mine",
+        "--data-dir",
+        str(data),
+        "--tokenizer",
+        "byte",
+    ]
     command += ["--shard-tokens", "5000"]
-    with subprocess.Popen([sys.executable, "-c", HANGS, *command], env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS, *command], env=ENVIRONMENT, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"hanging\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -331,20 +399,37 @@ def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_t
     with pytest.raises(DatasetError, match="being prepared or was interrupted"):
         find_dataset(str(half_made[0]), data, "auto")
 
-    # The same command again, and two at once at that: one prepares, the other waits and finds it done.
-    again = [subprocess.Popen([sys.executable, "-m", "gptjax.data", *command], env=ENVIRONMENT) for _ in range(2)]
+    # The same command again, and two at once at that: one prepares, the other waits and finds it
+    # done.
+    again = [
+        subprocess.Popen([sys.executable, "-m", "gptjax.data", *command], env=ENVIRONMENT)
+        for _ in range(2)
+    ]
     assert [process.wait(timeout=60) for process in again] == [0, 0]
     assert [path for path in data.iterdir() if path.is_dir()] == [data / "mine"]
-    assert sorted(documents_of(data / "mine", "train") + documents_of(data / "mine", "val")) == sorted(contents)
+    assert sorted(
+        documents_of(data / "mine", "train") + documents_of(data / "mine", "val")
+    ) == sorted(contents)
     find_dataset("mine", data, "auto").validate(257, 64)
 
 
 def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
     data = tmp_path / "data"
-    command = ["text", str(texts[0]), "--name", "mine", "--data-dir", str(data), "--tokenizer", "byte"]
+    command = [
+        "text",
+        str(texts[0]),
+        "--name",
+        "mine",
+        "--data-dir",
+        str(data),
+        "--tokenizer",
+        "byte",
+    ]
     with locked(data / "mine", print):
         second = subprocess.Popen(
-            [sys.executable, "-u", "-m", "gptjax.data", *command], env=ENVIRONMENT, stdout=subprocess.PIPE
+            [sys.executable, "-u", "-m", "gptjax.data", *command],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
         )
         assert b"waiting for another process that is preparing" in second.stdout.readline()
         prepared_by_the_first = data / "mine"
@@ -365,9 +450,13 @@ def test_a_kill_between_the_two_renames_of_an_overwrite_is_mended(texts, tmp_pat
 
 
 def test_auto_without_bpe_says_so_and_takes_bytes(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "choose_tokenizer", lambda choice: (get_tokenizer("byte"), f"NOTE for {choice}"))
+    monkeypatch.setattr(
+        module, "choose_tokenizer", lambda choice: (get_tokenizer("byte"), f"NOTE for {choice}")
+    )
     lines = []
-    prepare_corpus("mine", corpora.text([texts[0]]), Options(data_dir=tmp_path / "data"), log=lines.append)
+    prepare_corpus(
+        "mine", corpora.text([texts[0]]), Options(data_dir=tmp_path / "data"), log=lines.append
+    )
     assert lines[0] == "NOTE for auto" and "tokenizer byte" in lines[-1]
 
 
@@ -377,7 +466,10 @@ def test_prepare_stdlib(tmp_path):
     assert made == tmp_path / "data" / "stdlib_byte"
     train, val = tokens_of(made, "train").size, tokens_of(made, "val").size
     assert train > 3e6 and 0.045 < val / (train + val) < 0.055
-    assert f"{train:,} tokens in 1 shard for training, {val:,} tokens in 1 shard for validation" in lines[-1]
+    assert (
+        f"{train:,} tokens in 1 shard for training, {val:,} tokens in 1 shard for validation"
+        in lines[-1]
+    )
 
 
 def test_progress_without_a_terminal_is_a_line_every_ten_seconds(monkeypatch):
@@ -429,7 +521,20 @@ def test_the_command_line_prepares_each_kind(texts, tmp_path, capsys):
     assert main(["stdlib", *common, "--shard-tokens", "4_000_000"]) == 0
     assert main(["tinyshakespeare", *common, "--file", str(folder / "00.txt")]) == 0
     assert main(["text", str(folder / "*.txt"), *common]) == 0
-    assert main(["jsonl", str(tmp_path / "a.jsonl"), "--field", "body", *common, "--val-fraction", "0.5"]) == 0
+    assert (
+        main(
+            [
+                "jsonl",
+                str(tmp_path / "a.jsonl"),
+                "--field",
+                "body",
+                *common,
+                "--val-fraction",
+                "0.5",
+            ]
+        )
+        == 0
+    )
     made = {path.name for path in (tmp_path / "data").iterdir() if path.is_dir()}
     assert made == {"stdlib_byte", "tinyshakespeare_byte", "text_byte", "jsonl_byte"}
     for name in made:

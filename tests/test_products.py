@@ -9,7 +9,13 @@ import pytest
 from kernel_tools import lower_for_h200
 
 from pallas_kernels import _choose
-from pallas_kernels.products import linear, product, sum_rows, weight_and_bias_gradient, weight_gradient
+from pallas_kernels.products import (
+    linear,
+    product,
+    sum_rows,
+    weight_and_bias_gradient,
+    weight_gradient,
+)
 
 PRECISIONS = [jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH, None]
 
@@ -23,8 +29,12 @@ def arrays(n, i, o, dtype=jnp.float32):
 @pytest.mark.parametrize("n", [3, 96])
 def test_products_are_those_of_numpy(n, precision):
     x, w, dy = arrays(n, 24, 40)
-    np.testing.assert_allclose(product(x, w, precision=precision, dtype=jnp.float32), np.asarray(x) @ w, atol=1e-4)
-    np.testing.assert_allclose(weight_gradient(x, dy, precision=precision), np.asarray(x).T @ dy, atol=1e-4)
+    np.testing.assert_allclose(
+        product(x, w, precision=precision, dtype=jnp.float32), np.asarray(x) @ w, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        weight_gradient(x, dy, precision=precision), np.asarray(x).T @ dy, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
@@ -91,21 +101,28 @@ def test_few_rows_are_summed_by_a_kernel(triton_on_cpu, shape, dtype):
 def test_few_rows_are_summed_on_the_gpu(shape, dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
     assert "triton_kernel_call" in jax.jit(sum_rows).lower(x).as_text()
-    np.testing.assert_allclose(jax.jit(sum_rows)(x), np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(sum_rows)(x), np.asarray(x, np.float64).sum(0), rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_tf32_reads_the_gradient_once_on_an_h200(monkeypatch, split):
-    """Its transpose and its sum come out of one kernel, unless the compiler may split arrays over devices: then of XLA."""
+    """Its transpose and its sum come out of one kernel, unless the compiler may split arrays over
+    devices: then of XLA."""
     monkeypatch.setattr(_choose, "partitioned", lambda *arrays: split)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16384, 64), (16384, 96))]
 
     def operations(precision):
-        text = lower_for_h200(lambda x, dy: weight_and_bias_gradient(x, dy, precision=precision), *shapes)
+        text = lower_for_h200(
+            lambda x, dy: weight_and_bias_gradient(x, dy, precision=precision), *shapes
+        )
         sums = re.findall(r"stablehlo\.reduce\(%\w+ init.*\(tensor<16384x96xf32>", text)
         return sorted(re.findall(r"custom_call @(\w+)", text)), len(sums)
 
-    assert operations(jax.lax.Precision.HIGH) == (([], 1) if split else (["transpose", "transpose_sum"], 0))
+    assert operations(jax.lax.Precision.HIGH) == (
+        ([], 1) if split else (["transpose", "transpose_sum"], 0)
+    )
     assert operations(jax.lax.Precision.HIGHEST) == ([], 1)
 
 
@@ -115,10 +132,16 @@ def test_tf32_sums_over_the_last_axis_of_both_operands():
     def contracted(precision):
         how = {"precision": precision}
         text = lower_for_h200(
-            lambda x, w, dy: (product(x, w, dtype=jnp.float32, **how), weight_gradient(x, dy, **how)), *shapes
+            lambda x, w, dy: (
+                product(x, w, dtype=jnp.float32, **how),
+                weight_gradient(x, dy, **how),
+            ),
+            *shapes,
         )
         return [
-            line.split("contracting_dims = ")[1].split(",")[0] for line in text.splitlines() if "dot_general" in line
+            line.split("contracting_dims = ")[1].split(",")[0]
+            for line in text.splitlines()
+            if "dot_general" in line
         ]
 
     assert contracted(jax.lax.Precision.HIGH) == ["[1] x [1]", "[1] x [1]"]

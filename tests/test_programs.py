@@ -1,4 +1,5 @@
-"""Programs kept whole: found without running their Python, and only where nothing that they are made from has changed."""
+"""Programs kept whole: found without running their Python, and only where nothing that they are
+made from has changed."""
 
 import importlib
 import os
@@ -56,14 +57,20 @@ def test_found_without_running_its_python(cache):
     x = jnp.arange(5.0)
     cold, warm = Compiler(cache, "made from this"), Compiler(cache, "made from this")
     first = cold(jax.jit(double), x)
-    assert traced == ["double"] and cold.programs[0]["found"] == "no" and (cold.hits, cold.misses) == (0, 1)
+    assert (
+        traced == ["double"]
+        and cold.programs[0]["found"] == "no"
+        and (cold.hits, cold.misses) == (0, 1)
+    )
     jax.clear_caches()
     second = warm(jax.jit(double), x)
     assert traced == ["double"]
     assert second(x).tolist() == first(x).tolist() == [0, 2, 4, 6, 8]
     (program,) = warm.programs
     assert program["found"] == "whole" and program["lower"] == 0 and program["compile"] > 0
-    assert (warm.hits, warm.misses) == (1, 0) and "(1 of 1 programs found whole, hit, cache" in str(warm)
+    assert (warm.hits, warm.misses) == (1, 0) and "(1 of 1 programs found whole, hit, cache" in str(
+        warm
+    )
     assert cold.notes == warm.notes == [] and len(kept(cache)) == 1
     # JAX's own cache has no second copy.
     assert not list(cache.glob("*double*"))
@@ -77,7 +84,9 @@ def key(folder, function=double, arguments=None, options=None, made_from=1):
 def on(device: int, order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
     """Something on one CPU device, or split over several."""
     devices = np.array([jax.devices("cpu")[i] for i in order or (device,)])
-    return jax.ShapeDtypeStruct((2,), jnp.float32, sharding=NamedSharding(Mesh(devices, ("d",)), PartitionSpec("d")))
+    return jax.ShapeDtypeStruct(
+        (2,), jnp.float32, sharding=NamedSharding(Mesh(devices, ("d",)), PartitionSpec("d"))
+    )
 
 
 def test_what_changes_a_program_changes_its_key(tmp_path, source, monkeypatch):
@@ -168,7 +177,9 @@ def test_a_damaged_file_is_named_and_compiled_again(cache, damage):
     jax.clear_caches()
     again = Compiler(cache, 1)
     assert again(jax.jit(double), x)(x).tolist() == [0, 2, 4] and traced == ["double"]
-    assert again.notes == [f"double is compiled again, {file} cannot be read: ValueError: its checksum is wrong"]
+    assert again.notes == [
+        f"double is compiled again, {file} cannot be read: ValueError: its checksum is wrong"
+    ]
     after = Compiler(cache, 1)
     after(jax.jit(double), x)
     assert after.programs[0]["found"] == "whole" and not after.notes
@@ -187,7 +198,8 @@ def test_a_file_under_another_key_is_not_loaded(cache):
 def test_the_cache_is_created_for_its_user_alone(tmp_path, source):
     before = os.umask(0o002)
     try:
-        for _ in range(2):  # the second reads what the first wrote with a umask that lets a group write
+        # the second reads what the first wrote with a umask that lets a group write
+        for _ in range(2):
             compiler = Compiler(tmp_path / "parent" / "cache", 1)
             compiler(jax.jit(double), jnp.arange(3.0))
             jnp.full((5, 2), 0.25).sum()  # kept by JAX itself
@@ -195,7 +207,11 @@ def test_the_cache_is_created_for_its_user_alone(tmp_path, source):
     finally:
         os.umask(before)
     folder = tmp_path / "parent" / "cache"
-    assert [f.stat().st_mode & 0o777 for f in (folder, folder / "programs", *kept(folder))] == [0o700, 0o700, 0o600]
+    assert [f.stat().st_mode & 0o777 for f in (folder, folder / "programs", *kept(folder))] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
     assert compiler.programs[0]["found"] == "whole" and not compiler.notes
     assert any(file.stat().st_mode & 0o020 for file in folder.glob("jit_*"))
 
@@ -221,7 +237,9 @@ def test_nothing_is_loaded_that_another_user_could_have_written(cache, monkeypat
         path.chmod(path.stat().st_mode | 0o020)
     monkeypatch.setattr(programs.pickle, "loads", lambda body: pytest.fail("a pickle was loaded"))
     expected = "expected owner" if who == "owner" else "other users can write, mode"
-    with pytest.raises(ConfigError, match=f"executables in {cache} could run .*{expected}.*--compilation-cache"):
+    with pytest.raises(
+        ConfigError, match=f"executables in {cache} could run .*{expected}.*--compilation-cache"
+    ):
         Compiler(cache, 1)
 
 
@@ -272,7 +290,10 @@ def test_donation_shardings_and_memory_are_those_of_the_compiled_program(cache, 
             before = state
             state, mean = program(state, jax.device_put(np.full((8, 4), i, np.float32), split))
             assert before["w"].is_deleted() and before["n"].is_deleted()
-            assert state["w"].sharding.is_equivalent_to(whole, 1) and len(state["w"].devices()) == devices
+            assert (
+                state["w"].sharding.is_equivalent_to(whole, 1)
+                and len(state["w"].devices()) == devices
+            )
         results.append([state["w"].tolist(), int(state["n"]), float(mean)])
     assert results[0] == results[1] == [[96.0] * 1000, 3, 2.0]
     compiled, loaded = (program.memory_analysis() for program in made)
@@ -305,7 +326,10 @@ def test_a_file_is_whole_or_not_there(cache, monkeypatch):
     monkeypatch.setattr(Path, "replace", full)
     compiler = Compiler(cache, 1)
     assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
-    assert kept(cache) == [] and "double is not kept whole: OSError: [Errno 28] No space left" in compiler.notes[0]
+    assert (
+        kept(cache) == []
+        and "double is not kept whole: OSError: [Errno 28] No space left" in compiler.notes[0]
+    )
 
 
 def test_a_source_that_changed_after_it_was_loaded_is_no_key(cache, source, monkeypatch):
@@ -313,7 +337,9 @@ def test_a_source_that_changed_after_it_was_loaded_is_no_key(cache, source, monk
     os.utime(source, (0, HERE.stat().st_mtime + 2))
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(2.0))
-    assert compiler.notes == [f"double is not kept whole: {source} has changed since this process began"]
+    assert compiler.notes == [
+        f"double is not kept whole: {source} has changed since this process began"
+    ]
     assert kept(cache) == []
 
 
@@ -327,14 +353,14 @@ def test_nor_is_one_that_changed_before_the_program_was_kept(cache, source, monk
 
     compiler = Compiler(cache, 1)
     compiler(jax.jit(edit), jnp.arange(2.0))
-    assert compiler.notes == [f"edit is not kept whole: NoKey: {source} has changed since this process began"]
+    assert compiler.notes == [
+        f"edit is not kept whole: NoKey: {source} has changed since this process began"
+    ]
     assert kept(cache) == []
 
 
 def test_when_a_process_began():
-    code = (
-        "import time; now = time.time(); from gptjax.training import programs; print(now - programs._process_began())"
-    )
+    code = "import time; now = time.time(); from gptjax.training import programs; print(now - programs._process_began())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert -0.1 < float(done.stdout) < 5
 
@@ -352,7 +378,10 @@ def test_what_jaxs_cache_had_is_not_kept_and_that_is_said(cache):
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(6.0))
     assert compiler.programs[0]["found"] == "text" and kept(cache) == []
-    assert "double is not kept whole" in compiler.notes[0] and "came from JAX's cache" in compiler.notes[0]
+    assert (
+        "double is not kept whole" in compiler.notes[0]
+        and "came from JAX's cache" in compiler.notes[0]
+    )
 
 
 def test_several_processes_keep_nothing_whole(cache, monkeypatch):
@@ -365,11 +394,15 @@ def test_several_processes_keep_nothing_whole(cache, monkeypatch):
 def test_modules_that_a_program_needs_are_imported_before_it_is_read(cache, tmp_path, monkeypatch):
     (tmp_path / "needed_by_a_program.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(programs, "NEEDED", ("needed_by_a_program", "not_imported_when_it_was_kept"))
+    monkeypatch.setattr(
+        programs, "NEEDED", ("needed_by_a_program", "not_imported_when_it_was_kept")
+    )
     importlib.import_module("needed_by_a_program")
     Compiler(cache, 1)(jax.jit(double), jnp.arange(3.0))
     monkeypatch.delitem(sys.modules, "needed_by_a_program")
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(3.0))
     assert compiler.programs[0]["found"] == "whole"
-    assert "needed_by_a_program" in sys.modules and "not_imported_when_it_was_kept" not in sys.modules
+    assert (
+        "needed_by_a_program" in sys.modules and "not_imported_when_it_was_kept" not in sys.modules
+    )

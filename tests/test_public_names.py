@@ -9,7 +9,17 @@ import gptjax
 import pallas_kernels
 
 NAMES = {
-    *("Config", "GPT2", "GPT2Config", "OptimizerConfig", "PRESETS", "Precision", "generate", "init_state", "load_hf"),
+    *(
+        "Config",
+        "GPT2",
+        "GPT2Config",
+        "OptimizerConfig",
+        "PRESETS",
+        "Precision",
+        "generate",
+        "init_state",
+        "load_hf",
+    ),
     *("load_llmc", "loss_fn", "make_train_step", "save_hf", "save_llmc"),
 }
 
@@ -25,8 +35,14 @@ def test_public_names_are_listed_and_are_what_their_modules_define():
 
 def test_type_checkers_see_the_public_names():
     """In the imports that never run, each under its own name and from its own module."""
-    (block,) = [node for node in ast.parse(Path(gptjax.__file__).read_text()).body if isinstance(node, ast.If)]
-    imported = {alias.asname: (node.module, alias.name) for node in block.body for alias in node.names}
+    (block,) = [
+        node
+        for node in ast.parse(Path(gptjax.__file__).read_text()).body
+        if isinstance(node, ast.If)
+    ]
+    imported = {
+        alias.asname: (node.module, alias.name) for node in block.body for alias in node.names
+    }
     assert imported == {name: (module, name) for name, module in gptjax._PUBLIC.items()}
     for package in (gptjax, pallas_kernels):
         assert (Path(package.__file__).parent / "py.typed").is_file()
@@ -36,13 +52,18 @@ def test_submodules_are_loaded_at_their_first_use():
     code = (
         "import sys, gptjax\n"
         "names = dir(gptjax)\n"
-        "assert {'config', 'data', 'models', 'optim', 'training', 'weights', '__version__'} <= {*names}, names\n"
+        "assert {'config', 'data', 'models', 'optim', 'training', 'weights', '__version__'} <= "
+        "{*names}, names\n"
         "assert 'jax' not in sys.modules\n"
-        "print(gptjax.config.Config.__name__, gptjax.optim.normuon.__name__, gptjax.training.__name__)\n"
+        "print(gptjax.config.Config.__name__, gptjax.optim.normuon.__name__, "
+        "gptjax.training.__name__)\n"
         "try:\n"
         "    gptjax.nothing\n"
         "except AttributeError as error:\n"
         "    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "Config normuon gptjax.training\nmodule 'gptjax' has no attribute 'nothing'\n"
+    assert (
+        done.stdout
+        == "Config normuon gptjax.training\nmodule 'gptjax' has no attribute 'nothing'\n"
+    )

@@ -1,4 +1,5 @@
-"""Sampling: the cache changes nothing, the filters keep what they promise, and draws follow the softmax."""
+"""Sampling: the cache changes nothing, the filters keep what they promise, and draws follow the
+softmax."""
 
 import inspect
 import warnings
@@ -22,14 +23,17 @@ advance = nnx.jit(sampling._advance)
 
 
 def make_model(precision="fp32", seed=0, gain=6.0, **shape) -> GPT2:
-    """A model whose weights are `gain` times the usual: fresh ones attend to everything alike and hide a wrong mask."""
+    """A model whose weights are `gain` times the usual: fresh ones attend to everything alike and
+    hide a wrong mask."""
     model = GPT2(GPT2Config(**shape, precision=Precision(precision)), rngs=nnx.Rngs(seed))
     nnx.update(model, jax.tree.map(lambda p: gain * p if p.ndim == 2 else p, nnx.state(model)))
     return model
 
 
 def random_tokens(batch, time, vocab_size, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab_size, (batch, time)), jnp.int32)
+    return jnp.asarray(
+        np.random.default_rng(seed).integers(0, vocab_size, (batch, time)), jnp.int32
+    )
 
 
 def cached_logits(model, tokens_BT, chunks):
@@ -79,10 +83,14 @@ def test_greedy_equals_repeated_full_forwards(batch, prompt, new):
 def test_the_whole_block_can_be_filled(prompt):
     model = make_model(seed=1, **ODD)
     prompt_BT = random_tokens(2, prompt, ODD["vocab_size"])
-    out_BT = generate(model, prompt_BT, max_new_tokens=ODD["block_size"] - prompt, temperature=0, key=KEY)
+    out_BT = generate(
+        model, prompt_BT, max_new_tokens=ODD["block_size"] - prompt, temperature=0, key=KEY
+    )
     assert out_BT.shape == (2, ODD["block_size"])
     np.testing.assert_array_equal(out_BT[:, :prompt], prompt_BT)
-    np.testing.assert_array_equal(out_BT[:, prompt:], jnp.argmax(forward(model, out_BT), axis=-1)[:, prompt - 1 : -1])
+    np.testing.assert_array_equal(
+        out_BT[:, prompt:], jnp.argmax(forward(model, out_BT), axis=-1)[:, prompt - 1 : -1]
+    )
     # The text must not have run into a single repeated token, which would prove little.
     assert len(np.unique(np.asarray(out_BT[:, prompt:]))) > 4
 
@@ -174,14 +182,18 @@ def test_filtered_draws_follow_the_renormalised_softmax():
     kept = np.argsort(-probs)[:4]
     assert set(out.tolist()) == set(kept.tolist())
     rank = {token: i for i, token in enumerate(kept.tolist())}
-    assert chi_square(np.array([rank[t] for t in out.tolist()]), probs[kept] / probs[kept].sum()) < 21.1
+    assert (
+        chi_square(np.array([rank[t] for t in out.tolist()]), probs[kept] / probs[kept].sum())
+        < 21.1
+    )
 
 
 def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
     model = make_model(**ODD)
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     one, same, other = (
-        np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=jax.random.key(seed))) for seed in (1, 1, 2)
+        np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=jax.random.key(seed)))
+        for seed in (1, 1, 2)
     )
     longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=jax.random.key(1)))
     np.testing.assert_array_equal(one, same)
@@ -193,8 +205,12 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
 def test_padded_ids_are_never_produced():
     model = make_model(**SMALL)
     # Padded rows that would win every draw, were they looked at.
-    model.wte[...] = model.wte[...].at[SMALL["vocab_size"] :].set(100 * jnp.sign(model.wte[0])[None])
-    out_BT = generate(model, jnp.ones((500, 2), jnp.int32), max_new_tokens=6, temperature=5.0, key=KEY)
+    model.wte[...] = (
+        model.wte[...].at[SMALL["vocab_size"] :].set(100 * jnp.sign(model.wte[0])[None])
+    )
+    out_BT = generate(
+        model, jnp.ones((500, 2), jnp.int32), max_new_tokens=6, temperature=5.0, key=KEY
+    )
     assert int(out_BT.max()) == SMALL["vocab_size"] - 1
 
 
@@ -216,13 +232,18 @@ def test_a_model_spread_over_devices_gives_the_same_tokens():
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), everywhere))
-    np.testing.assert_array_equal(generate(model, prompt_BT, max_new_tokens=5, key=KEY), expected_BT)
+    np.testing.assert_array_equal(
+        generate(model, prompt_BT, max_new_tokens=5, key=KEY), expected_BT
+    )
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"max_new_tokens": 20}, r"4 prompt tokens and 20 new ones are 24.*block_size=23.*at most 19"),
+        (
+            {"max_new_tokens": 20},
+            r"4 prompt tokens and 20 new ones are 24.*block_size=23.*at most 19",
+        ),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"temperature": -0.1}, "temperature .* got -0.1"),
         ({"temperature": float("nan")}, "temperature .* got nan"),
@@ -244,7 +265,8 @@ def test_errors_state_the_numbers(change, message):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """`generate` as it is outside pytest, where no annotation is checked; it fails where it begins to compile."""
+    """`generate` as it is outside pytest, where no annotation is checked; it fails where it begins
+    to compile."""
     monkeypatch.setattr(sampling, "_generate", lambda *_, **__: pytest.fail("compiled"))
     return inspect.unwrap(generate)
 
@@ -269,7 +291,12 @@ def test_a_prompt_of_the_wrong_kind_is_named(unchecked, prompt, message):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("max_new_tokens", 2.0), ("max_new_tokens", "2"), ("max_new_tokens", None), ("max_new_tokens", True)]
+    [
+        ("max_new_tokens", 2.0),
+        ("max_new_tokens", "2"),
+        ("max_new_tokens", None),
+        ("max_new_tokens", True),
+    ]
     + [("max_new_tokens", -3), ("temperature", "0.7"), ("temperature", None), ("temperature", True)]
     + [("top_k", 2.5), ("top_k", "5"), ("top_p", "0.9"), ("top_p", float("nan"))]
     + [("key", None), ("key", 0), ("key", jnp.zeros(2)), ("key", jax.random.split(KEY, 2))],

@@ -31,13 +31,17 @@ def wanted(name: str, step: int) -> float:
 def test_every_step(name):
     of = schedule(name, peak=PEAK, warmup_steps=WARMUP, total_steps=TOTAL, final_fraction=FINAL)
     for step in range(TOTAL + 20):
-        np.testing.assert_allclose(of(step), wanted(name, step), rtol=1e-5, atol=1e-10, err_msg=f"step {step}")
+        np.testing.assert_allclose(
+            of(step), wanted(name, step), rtol=1e-5, atol=1e-10, err_msg=f"step {step}"
+        )
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_reaches_the_floor_exactly_and_stays(name):
     of = schedule(name, peak=1.0, warmup_steps=3, total_steps=50, final_fraction=0.0)
-    assert float(of(50)) == pytest.approx(0.0, abs=1e-7) and float(of(1000)) == pytest.approx(0.0, abs=1e-7)
+    assert float(of(50)) == pytest.approx(0.0, abs=1e-7) and float(of(1000)) == pytest.approx(
+        0.0, abs=1e-7
+    )
 
 
 @given(
@@ -48,7 +52,9 @@ def test_reaches_the_floor_exactly_and_stays(name):
     final=st.floats(0, 1),
 )
 def test_stays_between_zero_and_the_peak(name, warmup, total, step, final):
-    lr = float(schedule(name, peak=2.0, warmup_steps=warmup, total_steps=total, final_fraction=final)(step))
+    lr = float(
+        schedule(name, peak=2.0, warmup_steps=warmup, total_steps=total, final_fraction=final)(step)
+    )
     assert math.isfinite(lr) and -1e-6 <= lr <= 2.0 + 1e-6
 
 
@@ -59,7 +65,13 @@ def test_unknown_name_lists_the_choices():
 
 @pytest.mark.parametrize(
     "options",
-    [{"peak": -1.0}, {"peak": math.nan}, {"warmup_steps": -1}, {"total_steps": -5}, {"final_fraction": 50.0}]
+    [
+        {"peak": -1.0},
+        {"peak": math.nan},
+        {"warmup_steps": -1},
+        {"total_steps": -5},
+        {"final_fraction": 50.0},
+    ]
     + [{"final_fraction": -3.0}],
 )
 def test_numbers_out_of_range_are_refused(options):

@@ -39,7 +39,10 @@ def test_open_shard_maps_read_only_uint16(path):
         tokens[0] = 1
 
 
-@given(st.lists(st.integers(0, 65535), min_size=1, max_size=300), st.sampled_from([np.uint16, np.int32, np.int64]))
+@given(
+    st.lists(st.integers(0, 65535), min_size=1, max_size=300),
+    st.sampled_from([np.uint16, np.int32, np.int64]),
+)
 @settings(max_examples=50, deadline=None)
 def test_round_trip(tmp_path_factory, ids, dtype):
     path = tmp_path_factory.mktemp("shards") / "a_train_000001.bin"
@@ -58,7 +61,9 @@ def test_a_changed_header_is_refused(tmp_path_factory, field, value):
     if bytes(header_and_tokens) == before:
         np.testing.assert_array_equal(open_shard(path), TOKENS)
     else:
-        with pytest.raises(ShardError, match="a_train_000001.bin: at byte .* expected .* found .*; "):
+        with pytest.raises(
+            ShardError, match="a_train_000001.bin: at byte .* expected .* found .*; "
+        ):
             open_shard(path)
 
 
@@ -79,16 +84,23 @@ def test_a_file_of_another_length_is_refused(tmp_path_factory, length):
     ("content", "says"),
     [
         (shard_bytes()[:100], "at byte 100: expected a header of 1024 bytes, found a file of 100"),
-        (shard_bytes(magic=7), "at byte 0: expected magic 20240520 .* found 7; .*python -m gptjax.data"),
+        (
+            shard_bytes(magic=7),
+            "at byte 0: expected magic 20240520 .* found 7; .*python -m gptjax.data",
+        ),
         (shard_bytes(magic=20240801), "Llama 3 shards of uint32 tokens.*--tokenizer gpt2"),
         (shard_bytes(version=2), "at byte 4: expected version 1, found version 2"),
         (shard_bytes(count=0), "at byte 8: expected a token count above 0, found 0"),
         (shard_bytes(count=-3), "at byte 8: expected a token count above 0, found -3"),
         (
             shard_bytes()[:-2],
-            r"at byte 1032: expected 1034 bytes for the 5 tokens .* found .* 1032 bytes \(cut short\)",
+            r"at byte 1032: expected 1034 bytes for the 5 tokens .* found .* 1032 bytes \(cut "
+            r"short\)",
         ),
-        (shard_bytes() + b"x", r"at byte 1034: expected 1034 bytes .* found .* 1035 bytes \(too long\)"),
+        (
+            shard_bytes() + b"x",
+            r"at byte 1034: expected 1034 bytes .* found .* 1035 bytes \(too long\)",
+        ),
         (
             shard_bytes()[:12] + b"\1" + shard_bytes()[13:],
             "at byte 12: expected 0 in the unused header fields, found 1",
@@ -103,7 +115,9 @@ def test_what_is_wrong_is_said(path, content, says):
 
 
 def test_a_missing_file_is_said(path):
-    with pytest.raises(ShardError, match="docs_train_000001.bin.* expected a readable shard, found No such file"):
+    with pytest.raises(
+        ShardError, match="docs_train_000001.bin.* expected a readable shard, found No such file"
+    ):
         open_shard(path)
 
 
@@ -158,7 +172,9 @@ def test_a_read_that_returns_less_than_was_asked_for_is_continued(path, monkeypa
     """Linux returns at most 2 GiB."""
     path.write_bytes(shard_bytes())
     shard, real = Shard(path), os.pread
-    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: real(descriptor, min(count, 3), offset))
+    monkeypatch.setattr(
+        os, "pread", lambda descriptor, count, offset: real(descriptor, min(count, 3), offset)
+    )
     np.testing.assert_array_equal(shard.read(0, 5), TOKENS)
 
 
@@ -169,9 +185,18 @@ def test_a_read_that_returns_less_than_was_asked_for_is_continued(path, monkeypa
             lambda path: os.truncate(path, 1030),
             "at byte 1030: expected the file of 1034 bytes .*, found .* 1030 bytes;",
         ),
-        (lambda path: os.truncate(path, 0), "at byte 1024: .*, found a file of 0 bytes; .*same command again"),
-        (lambda path: os.truncate(path, 1035), "at byte 1024: .*, found a file of 1035 bytes that was written to"),
-        (lambda path: path.write_bytes(shard_bytes(TOKENS[::-1])), "found a file of 1034 bytes that was written to"),
+        (
+            lambda path: os.truncate(path, 0),
+            "at byte 1024: .*, found a file of 0 bytes; .*same command again",
+        ),
+        (
+            lambda path: os.truncate(path, 1035),
+            "at byte 1024: .*, found a file of 1035 bytes that was written to",
+        ),
+        (
+            lambda path: path.write_bytes(shard_bytes(TOKENS[::-1])),
+            "found a file of 1034 bytes that was written to",
+        ),
     ],
 )
 def test_a_shard_that_changes_while_it_is_open_is_an_error(path, change, says):
@@ -193,7 +218,9 @@ def test_a_read_error_is_said_with_its_place(path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(ShardError, match="at byte 1028: expected a readable shard, found Input/output error"):
+    with pytest.raises(
+        ShardError, match="at byte 1028: expected a readable shard, found Input/output error"
+    ):
         shard.read(2, 1)
 
 

@@ -12,7 +12,9 @@ from gptjax.training import signals
 
 def run(code: str) -> subprocess.CompletedProcess:
     code = "import os, signal\nfrom gptjax.training import signals\n" + code
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 @pytest.mark.parametrize("number", signals.STOPPING)
@@ -20,14 +22,16 @@ def test_before_training_a_signal_ends_the_process_with_a_sentence(number):
     done = run(f"signals.install(signals.end_at_once)\nos.kill(os.getpid(), {int(number)})")
     assert done.returncode == 128 + number
     assert done.stderr.strip().splitlines() == [
-        f"stopped by {number.name}; nothing new was saved. The same command starts or resumes the run."
+        f"stopped by {number.name}; nothing new was saved. The same command starts or resumes the "
+        "run."
     ]
 
 
 def test_the_first_signal_asks_the_second_explains_the_third_ends():
     kill = f"os.kill(os.getpid(), {int(signal.SIGTERM)})\n    "
     done = run(
-        f"with signals.StopRequest() as stop:\n    {kill}print(stop.number)\n    {kill}print('on')\n    {kill}print('never')"
+        f"with signals.StopRequest() as stop:\n    {kill}print(stop.number)\n    "
+        f"{kill}print('on')\n    {kill}print('never')"
     )
     assert done.returncode == 128 + signal.SIGTERM
     assert "never" not in done.stdout

@@ -31,7 +31,9 @@ CAUSAL_SHAPES = [(2, 16, 16), (1, 2, 21, 21), (1, 1), (70, 70)]
 def inputs(shape, dtype, seed=0, spread=3.0):
     """x and the cotangent of y, which holds NaN where a causal y is 0."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(spread * rng.standard_normal(shape), dtype), jnp.asarray(rng.standard_normal(shape), dtype)
+    return jnp.asarray(spread * rng.standard_normal(shape), dtype), jnp.asarray(
+        rng.standard_normal(shape), dtype
+    )
 
 
 def exact(x, dy, *, scale=1.0, causal=False):
@@ -47,7 +49,8 @@ def exact(x, dy, *, scale=1.0, causal=False):
 
 
 def plain(x, dy, *, scale=1.0, causal=False):
-    """The textbook: fp32 between a forward and a backward pass that hand over y in the dtype of x, as PyTorch's do."""
+    """The textbook: fp32 between a forward and a backward pass that hand over y in the dtype of x,
+    as PyTorch's do."""
     z = scale * x.astype(jnp.float32)
     if causal:
         visible = np.tril(np.ones(x.shape[-2:], bool))
@@ -69,10 +72,15 @@ def check(implementation, shape, dtype, seed=0, **how):
     x, dy = inputs(shape, dtype, seed)
     if how.get("causal"):
         future = jnp.asarray(np.broadcast_to(np.triu(np.ones(shape[-2:], bool), 1), shape))
-        x, dy = jnp.where(future, jnp.nan, x).astype(dtype), jnp.where(future, jnp.nan, dy).astype(dtype)
+        x, dy = (
+            jnp.where(future, jnp.nan, x).astype(dtype),
+            jnp.where(future, jnp.nan, dy).astype(dtype),
+        )
     f = functools.partial(softmax, implementation=implementation, **how)
     found = jax.jit(functools.partial(with_gradient, f))(x, dy)
-    for name, ours, theirs, true in zip(("y", "dx"), found, plain(x, dy, **how), exact(x, dy, **how), strict=True):
+    for name, ours, theirs, true in zip(
+        ("y", "dx"), found, plain(x, dy, **how), exact(x, dy, **how), strict=True
+    ):
         assert ours.dtype == dtype
         for norm in (rms, max_abs):
             assert_within_twice(ours, theirs, true, norm=norm, name=name)
@@ -116,7 +124,12 @@ def test_long_rows(dtype, shape, causal, triton_on_cpu, long_rows):
 
 
 @settings(max_examples=6, deadline=None)
-@given(n=st.integers(1, 9), s=st.integers(1, 40), causal=st.booleans(), scale=st.sampled_from([1, 0.125, -2.0, 0]))
+@given(
+    n=st.integers(1, 9),
+    s=st.integers(1, 40),
+    causal=st.booleans(),
+    scale=st.sampled_from([1, 0.125, -2.0, 0]),
+)
 def test_drawn_shapes(n, s, causal, scale):
     check("xla", (n, s, s) if causal else (n, s), jnp.bfloat16, causal=causal, scale=scale)
 
@@ -125,7 +138,9 @@ def test_drawn_shapes(n, s, causal, scale):
 def test_reference_is_the_definition(causal):
     x, dy = inputs((2, 21, 21), jnp.bfloat16)
     found = with_gradient(
-        lambda x: reference(x, scale=0.7, causal=causal), x.astype(jnp.float32), dy.astype(jnp.float32)
+        lambda x: reference(x, scale=0.7, causal=causal),
+        x.astype(jnp.float32),
+        dy.astype(jnp.float32),
     )
     for ours, true in zip(found, exact(x, dy, scale=0.7, causal=causal), strict=True):
         assert ours.dtype == jnp.float32
@@ -142,14 +157,21 @@ def test_any_scale(implementation, scale, triton_on_cpu):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_rows(dtype, long, implementation, triton_on_cpu, request):
-    """As `jax.nn.softmax`: −∞ is a weight of 0, only −∞ is NaN, the lowest finite number everywhere is a uniform row."""
+    """As `jax.nn.softmax`: −∞ is a weight of 0, only −∞ is NaN, the lowest finite number everywhere
+    is a uniform row."""
     if long:
         request.getfixturevalue("long_rows")
     low, inf = float(jnp.finfo(dtype).min), np.inf
-    x = jnp.asarray([[-inf, 0, 0, -inf], [low] * 4, [-low, low, low, low], [-inf] * 4, [np.nan, 0, 0, 0]], dtype)
+    x = jnp.asarray(
+        [[-inf, 0, 0, -inf], [low] * 4, [-low, low, low, low], [-inf] * 4, [np.nan, 0, 0, 0]], dtype
+    )
     wanted = [[0, 0.5, 0.5, 0], [0.25] * 4, [1, 0, 0, 0], [np.nan] * 4, [np.nan] * 4]
-    np.testing.assert_array_equal(np.asarray(jax.nn.softmax(x.astype(jnp.float32), axis=-1)), wanted)
-    np.testing.assert_array_equal(np.asarray(softmax(x, implementation=implementation), np.float32), wanted)
+    np.testing.assert_array_equal(
+        np.asarray(jax.nn.softmax(x.astype(jnp.float32), axis=-1)), wanted
+    )
+    np.testing.assert_array_equal(
+        np.asarray(softmax(x, implementation=implementation), np.float32), wanted
+    )
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -173,7 +195,9 @@ def test_under_the_transformations(implementation, triton_on_cpu):
     _, pull = jax.vjp(f, x[0])
     same(jax.vmap(pull)(dy)[0][1], pull(dy[1])[0])
     jax.tree.map(same, jax.jit(functools.partial(with_gradient, jax.checkpoint(f)))(x, dy), wanted)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
+    )
     shards = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     jax.tree.map(same, jax.jit(functools.partial(with_gradient, shards))(x, dy), wanted)
 
@@ -184,19 +208,30 @@ def test_nothing_in_nothing_out():
 
 def test_errors():
     x = jnp.zeros((2, 3, 4))
-    with pytest.raises(ValueError, match=r"unknown implementation 'fast'; choose one of \['auto', "):
+    with pytest.raises(
+        ValueError, match=r"unknown implementation 'fast'; choose one of \['auto', "
+    ):
         softmax(x, implementation="fast")
-    with pytest.raises(ValueError, match="'triton' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"):
+    with pytest.raises(
+        ValueError, match="'triton' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"
+    ):
         softmax(x, implementation="triton")
-    with pytest.raises(ValueError, match=r"expected x of shape \(..., T, T\) for a causal softmax, got \(2, 3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"expected x of shape \(..., T, T\) for a causal softmax, got \(2, 3, 4\)"
+    ):
         softmax(x, causal=True)
     with pytest.raises(ValueError, match="expected a finite scale, got nan"):
         softmax(x, scale=float("nan"))
-    with pytest.raises(ValueError, match="expected float32, bfloat16 or float16, got float8_e4m3fn"):
+    with pytest.raises(
+        ValueError, match="expected float32, bfloat16 or float16, got float8_e4m3fn"
+    ):
         softmax(x.astype(jnp.float8_e4m3fn))
     with pytest.raises((ValueError, TypeError)):
         softmax(jnp.zeros(()))
-    with pytest.raises(ValueError, match=r"expected y and dy alike, got \(2, 3, 4\) float32 and \(2, 3, 4\) bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected y and dy alike, got \(2, 3, 4\) float32 and \(2, 3, 4\) bfloat16",
+    ):
         gradient(x, x.astype(jnp.bfloat16))
 
 
@@ -208,19 +243,26 @@ def test_auto(monkeypatch):
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @pytest.mark.parametrize(
-    "shape, causal", [((512, 1024), False), ((2, 1024, 1024), True), ((64, 16384), False), ((64, 50304), False)]
+    "shape, causal",
+    [((512, 1024), False), ((2, 1024, 1024), True), ((64, 16384), False), ((64, 50304), False)],
 )
 def test_compiles_without_spills(capability, shape, causal):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     f = functools.partial(softmax, causal=causal, implementation="triton")
-    forward, backward = triton_kernels(functools.partial(with_gradient, f), x, x, capability=capability)
+    forward, backward = triton_kernels(
+        functools.partial(with_gradient, f), x, x, capability=capability
+    )
     for kernel in (forward, backward):
         assert kernel.spill_bytes == 0
         # Every load and store is one of 16 bytes.
-        assert all(".v4.b32" in line for line in kernel.ptx.splitlines() if "ld.global" in line or "st.global" in line)
+        assert all(
+            ".v4.b32" in line
+            for line in kernel.ptx.splitlines()
+            if "ld.global" in line or "st.global" in line
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+# ---------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu

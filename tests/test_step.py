@@ -1,4 +1,5 @@
-"""The training step: accumulation, sharding, skipping, what it reports, and what it is made of on an H200."""
+"""The training step: accumulation, sharding, skipping, what it reports, and what it is made of on
+an H200."""
 
 import collections
 import dataclasses
@@ -21,11 +22,15 @@ from gptjax.training.step import graph, init_state, loss_and_grads, make_eval_st
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-CONFIG = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32)
+CONFIG = GPT2Config(
+    vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32
+)
 
 
 def windows(*shape, seed=0):
-    return jax.random.randint(jax.random.key(seed), (*shape, CONFIG.block_size + 1), 0, CONFIG.vocab_size)
+    return jax.random.randint(
+        jax.random.key(seed), (*shape, CONFIG.block_size + 1), 0, CONFIG.vocab_size
+    )
 
 
 def state_of(tx, config=CONFIG, seed=0):
@@ -35,20 +40,33 @@ def state_of(tx, config=CONFIG, seed=0):
 def check_the_first_state(monkeypatch, config, seed):
     """`init_state`, compiled and not, against the model made operation by operation.
 
-    Not with `jax.nn.initializers.normal`: since JAX 0.12 that is one compiled program, which rounds otherwise.
+    Not with `jax.nn.initializers.normal`: since JAX 0.12 that is one compiled program, which rounds
+    otherwise.
     """
     schedule = optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10)
     tx = optim.adamw(schedule)
     with monkeypatch.context() as patch:
-        patch.setattr(gpt2, "normal", lambda std: lambda key, *of: jax.random.normal(key, *of) * jnp.array(std, of[1]))
+        patch.setattr(
+            gpt2,
+            "normal",
+            lambda std: lambda key, *of: jax.random.normal(key, *of) * jnp.array(std, of[1]),
+        )
         params = nnx.to_pure_dict(nnx.split(gpt2.GPT2(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
-    expected = {"params": params, "opt_state": tx.init(params), "rng": jax.random.key_data(jax.random.key(seed))}
+    expected = {
+        "params": params,
+        "opt_state": tx.init(params),
+        "rng": jax.random.key_data(jax.random.key(seed)),
+    }
     compiled = jax.jit(lambda seed: init_state(config, tx, seed))(np.uint32(seed % 2**32))
     for state in (compiled, init_state(config, tx, seed)):
         found = {name: getattr(state, name) for name in expected}
         assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for (path, a), b in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape) and np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+        for (path, a), b in zip(
+            jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
+        ):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape) and np.asarray(
+                a
+            ).tobytes() == np.asarray(b).tobytes(), path
         rest = (state.step, state.loss_window, state.grad_norm_window)
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(rest))
 
@@ -70,13 +88,21 @@ def test_any_split_of_a_batch_gives_one_loss_and_gradient(split):
     loss, grads = loss_and_grads(graph(CONFIG), params, windows(1, 8).reshape(*split, -1))
     # fp32: sums of the same numbers in another order.
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()), err_msg=str(path))
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(grads), strict=True
+    ):
+        np.testing.assert_allclose(
+            b, a, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()), err_msg=str(path)
+        )
 
 
 def test_gradients_accumulate_in_fp32_whatever_the_precision():
-    config = dataclasses.replace(CONFIG, precision=dataclasses.replace(CONFIG.precision, name="bf16"))
-    _, grads = loss_and_grads(graph(config), state_of(optax.identity(), config).params, windows(4, 2))
+    config = dataclasses.replace(
+        CONFIG, precision=dataclasses.replace(CONFIG.precision, name="bf16")
+    )
+    _, grads = loss_and_grads(
+        graph(config), state_of(optax.identity(), config).params, windows(4, 2)
+    )
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
@@ -92,7 +118,8 @@ def test_two_devices_make_the_update_that_one_makes():
     two, two_metrics = jax.jit(step, out_shardings=sharding.replicated(mesh))(state, batch)
     np.testing.assert_allclose(two_metrics["loss"], one_metrics["loss"], rtol=1e-6)
     np.testing.assert_allclose(two_metrics["grad_norm"], one_metrics["grad_norm"], rtol=1e-5)
-    # Adam's first update is a sign: where a gradient is all rounding it may differ, so moments are compared.
+    # Adam's first update is a sign: where a gradient is all rounding it may differ, so moments are
+    # compared.
     for a, b in zip(jax.tree.leaves(one.opt_state), jax.tree.leaves(two.opt_state), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-7)
 
@@ -128,12 +155,15 @@ def test_an_outlier_skips_its_update_and_the_window_remembers(which):
     schedule = lambda count: jnp.float32(1e-2)  # noqa: E731
     step = jax.jit(make_train_step(graph(CONFIG), tx, schedule, **{which: 3.0}))
     state = state_of(tx)
-    quiet = jnp.linspace(0.01, 0.011, WINDOW)  # both series have been near 0.01: any real loss or norm is an outlier
+    # both series have been near 0.01: any real loss or norm is an outlier
+    quiet = jnp.linspace(0.01, 0.011, WINDOW)
     full = dataclasses.replace(state.loss_window, values=quiet, count=jnp.int32(WINDOW))
     state = dataclasses.replace(state, loss_window=full, grad_norm_window=full)
     after, metrics = step(state, windows(1, 4))
     assert int(metrics["skipped"]) == 1 and float(metrics[which.removeprefix("skip_")]) > 3
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), after.params, state.params)))
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), after.params, state.params))
+    )
     moments = lambda s: [x for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.float32]  # noqa: E731
     assert all(bool((a == b).all()) for a, b in zip(moments(after), moments(state), strict=True))
     assert int(after.step) == 1 and int(after.loss_window.count) == WINDOW + 1
@@ -144,7 +174,9 @@ def test_an_outlier_skips_its_update_and_the_window_remembers(which):
 
 def test_one_batch_is_learnt_by_heart():
     tx = optim.adamw(1e-2, weight_decay=0.0)
-    step = jax.jit(make_train_step(graph(CONFIG), tx, lambda count: jnp.float32(1e-2)), donate_argnums=0)
+    step = jax.jit(
+        make_train_step(graph(CONFIG), tx, lambda count: jnp.float32(1e-2)), donate_argnums=0
+    )
     state, batch = state_of(tx), windows(1, 4)
     for _ in range(150):
         state, metrics = step(state, batch)
@@ -159,15 +191,18 @@ def test_evaluation_is_the_loss_without_an_update():
 
 def test_one_seed_gives_one_state():
     a, b, c = (state_of(optim.adamw(1e-3), seed=s) for s in (0, 0, 1))
-    same = lambda x, y: all(jax.tree.leaves(jax.tree.map(lambda p, q: bool((p == q).all()), x.params, y.params)))  # noqa: E731
+    same = lambda x, y: all(
+        jax.tree.leaves(jax.tree.map(lambda p, q: bool((p == q).all()), x.params, y.params))
+    )  # noqa: E731
     assert same(a, b) and not same(a, c)
 
 
-# ------------------------------------------------------------------------------------------------------- on an H200
+# --------------------------------------------------------------------------------------- on an H200
 
 
 def kernels_of(text):
-    """How often the program launches each Triton kernel, by name, and Mosaic's, which are lowered once each and called."""
+    """How often the program launches each Triton kernel, by name, and Mosaic's, which are lowered
+    once each and called."""
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
     found = collections.Counter(re.findall(r"custom_call @(\w+)", text))
     found["mosaic"] = len(re.findall(r"call @(?:forward|backward|through_product)\w*\(", text))
@@ -175,7 +210,8 @@ def kernels_of(text):
 
 
 def large_operations(text, elements):
-    """(operation, results' shape and dtype) → how often the program makes an array of so many elements or more."""
+    """(operation, results' shape and dtype) → how often the program makes an array of so many
+    elements or more."""
     found = collections.Counter()
     for line in text.splitlines():
         operation = re.search(r'= "?stablehlo\.(\w+)|= (call)', line)
@@ -187,14 +223,18 @@ def large_operations(text, elements):
 
 def lowered_step(config, batch):
     """AdamW's step on so many sequences of 1,024 tokens."""
-    tx, rate = optim.adamw(6e-4), optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9)
+    tx, rate = (
+        optim.adamw(6e-4),
+        optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9),
+    )
     state = jax.eval_shape(lambda: init_state(config, tx, 0))
     windows = jax.ShapeDtypeStruct((1, batch, 1025), jnp.int32)
     return lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
 
 
 def test_the_step_on_an_h200_is_its_kernels_and_products():
-    """GPT-2 124M's step in bf16 for 64 sequences: what a layer adds to it, pass by pass over what is as large as the stream."""
+    """GPT-2 124M's step in bf16 for 64 sequences: what a layer adds to it, pass by pass over what
+    is as large as the stream."""
 
     def lowered(layers):
         config = GPT2Config(n_layer=layers, precision=Precision("bf16"), attention="mosaic")
@@ -211,7 +251,9 @@ def test_the_step_on_an_h200_is_its_kernels_and_products():
     assert kernels["norm_forward"] == kernels["norm_backward"] == 2 * 2 + 1
     # Attention; the MLP's first product with what follows it, and the one before it backward.
     assert (kernels - fewer_kernels)["mosaic"] == 4
-    assert (kernels - fewer_kernels)["norm_forward"] == (kernels - fewer_kernels)["norm_backward"] == 2
+    assert (
+        (kernels - fewer_kernels)["norm_forward"] == (kernels - fewer_kernels)["norm_backward"] == 2
+    )
 
     a_layer = operations - fewer_operations
     moved = {
@@ -220,8 +262,9 @@ def test_the_step_on_an_h200_is_its_kernels_and_products():
         if key[0] not in ("reshape", "return", "custom_call", "call", "dot_general")
     }
     n = 64 * 1024
-    # Of qkv alone: the MLP's kernels add c_fc's, LayerNorm's those of both projections into the stream. No bias's gradient is a pass of its
-    # own: attention's function, which is lowered once, sums dq.
+    # Of qkv alone: the MLP's kernels add c_fc's, LayerNorm's those of both projections into the
+    # stream. No bias's gradient is a pass of its own: attention's function, which is lowered once,
+    # sums dq.
     biases = {("add", f"{n}x2304 bf16"): 1, ("broadcast_in_dim", f"{n}x2304 bf16"): 1}
     # Each folded by XLA into the product that reads it.
     of_weight_gradients = {("transpose", f"768x{n} bf16"): 3, ("transpose", f"3072x{n} bf16"): 1}
@@ -229,7 +272,8 @@ def test_the_step_on_an_h200_is_its_kernels_and_products():
 
 
 def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must():
-    """GPT-2 124M's step in TF32 for 32 sequences: the passes that a layer adds over what is as large as the stream."""
+    """GPT-2 124M's step in TF32 for 32 sequences: the passes that a layer adds over what is as
+    large as the stream."""
 
     def lowered(layers):
         config = GPT2Config(n_layer=layers, precision=Precision("tf32"))
@@ -246,10 +290,17 @@ def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must():
     kernels, operations, text_of_two = lowered(2)
     fewer_kernels, fewer_operations, _ = lowered(1)
     a_layer = kernels - fewer_kernels
-    passes = {"activate_forward": 1, "activate_backward": 1, "norm_forward": 2, "norm_backward": 2, "transpose_sum": 1}
+    passes = {
+        "activate_forward": 1,
+        "activate_backward": 1,
+        "norm_forward": 2,
+        "norm_backward": 2,
+        "transpose_sum": 1,
+    }
     assert {name: a_layer[name] for name in passes} == passes
-    # The four weights; the inputs of c_attn, attention's c_proj and c_fc, and the gradients of both projections into the stream.
-    # What is left for weight gradients comes out of transpose_sum, and of activate_backward for the four times wider hidden layer.
+    # The four weights; the inputs of c_attn, attention's c_proj and c_fc, and the gradients of both
+    # projections into the stream. What is left for weight gradients comes out of transpose_sum, and
+    # of activate_backward for the four times wider hidden layer.
     assert a_layer["transpose"] == 4 + 3 + 2
 
     moved = {
@@ -264,7 +315,9 @@ def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must():
 
 @pytest.mark.parametrize("recompute", ["block", "sublayer"])
 def test_recomputation_on_an_h200_runs_the_forward_kernels_again(recompute):
-    config = GPT2Config(n_layer=2, precision=Precision("bf16"), attention="mosaic", recompute=recompute)
+    config = GPT2Config(
+        n_layer=2, precision=Precision("bf16"), attention="mosaic", recompute=recompute
+    )
     tx = optim.adamw(6e-4)
     state = jax.eval_shape(lambda: init_state(config, tx, 0))
     step = make_train_step(graph(config), tx, lambda count: jnp.float32(6e-4))

@@ -14,7 +14,15 @@ from kernel_tools import check, lower_for_h200, triton_kernels, unchecked
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import _choose
-from pallas_kernels.symmetric import ba_plus_caa, ba_plus_caa_reference, choose, xtx, xtx_reference, xxt, xxt_reference
+from pallas_kernels.symmetric import (
+    ba_plus_caa,
+    ba_plus_caa_reference,
+    choose,
+    xtx,
+    xtx_reference,
+    xxt,
+    xxt_reference,
+)
 from pallas_kernels.symmetric._mosaic import schedule
 
 B, C = 0.7, -0.45
@@ -42,7 +50,8 @@ SHAPES = [
 
 
 def matrices(kernel, shape, dtype, seed=0):
-    """Random matrices of norms near 1; for `ba_plus_caa` symmetric ones, square on the last side."""
+    """Random matrices of norms near 1; for `ba_plus_caa` symmetric ones, square on the last
+    side."""
     rng = np.random.default_rng(seed)
     if not kernel.startswith("ba_plus_caa"):
         return jnp.asarray(rng.standard_normal(shape) * max(shape[-2:]) ** -0.5, dtype)
@@ -91,7 +100,9 @@ def test_reference_is_the_definition(kernel, shape):
         "xxt": lambda: np.einsum("...mk,...nk->...mn", x, x),
         "xtx": lambda: np.einsum("...mk,...mn->...kn", x, x),
         "ba_plus_caa": lambda: B * x + C * np.einsum("...mk,...kn->...mn", x, x),
-        POLYNOMIAL: lambda: D * np.eye(x.shape[-1]) + B * x + C * np.einsum("...mk,...kn->...mn", x, x),
+        POLYNOMIAL: lambda: (
+            D * np.eye(x.shape[-1]) + B * x + C * np.einsum("...mk,...kn->...mn", x, x)
+        ),
     }[kernel]()
     found = REFERENCES[kernel](a)
     assert found.dtype == jnp.float32
@@ -121,14 +132,15 @@ def test_gradient_of_the_coefficients(implementation, request):
         of(a, b=b, c=c, d=d).astype(jnp.float32) * jnp.cos(jnp.arange(72.0)).reshape(2, 6, 6)
     ).sum()
     coefficients = (jnp.float32(0.7), jnp.float32(-1.1), jnp.float32(0.3))
-    found = jax.grad(functools.partial(f, functools.partial(ba_plus_caa, implementation=implementation)), (1, 2, 3))(
-        a, *coefficients
-    )
+    found = jax.grad(
+        functools.partial(f, functools.partial(ba_plus_caa, implementation=implementation)),
+        (1, 2, 3),
+    )(a, *coefficients)
     true = jax.grad(functools.partial(f, ba_plus_caa_reference), (1, 2, 3))(a, *coefficients)
     np.testing.assert_allclose(found, true, rtol=2e-3)
 
 
-# ----------------------------------------------------------------------------------------------------------------- Triton
+# ------------------------------------------------------------------------------------------- Triton
 
 # Triton's interpreter multiplies bf16 as if it were integers: fp16 here, bf16 on a GPU.
 TRITON_SHAPES = [
@@ -169,19 +181,23 @@ def test_triton_takes_any_shape(kernel, batch, m, k, seed):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("contract, coefficients", [(2, 0), (1, 0), (2, 2), (2, 3)], ids=list(FUNCTIONS))
+@pytest.mark.parametrize(
+    "contract, coefficients", [(2, 0), (1, 0), (2, 2), (2, 3)], ids=list(FUNCTIONS)
+)
 @pytest.mark.parametrize("side", [768, 1601])
 def test_triton_compiles_without_spills(contract, coefficients, side, capability):
     from pallas_kernels.symmetric import _triton
 
     a = jax.ShapeDtypeStruct((4, side, side), jnp.bfloat16)
     bcd = jax.ShapeDtypeStruct((coefficients,), jnp.float32) if coefficients else None
-    (made,) = triton_kernels(functools.partial(_triton.product, contract=contract), a, bcd, capability=capability)
+    (made,) = triton_kernels(
+        functools.partial(_triton.product, contract=contract), a, bcd, capability=capability
+    )
     assert made.spill_bytes == 0
     assert ("wgmma" if capability == 90 else "mma.sync") in made.ptx
 
 
-# ----------------------------------------------------------------------------------------------------------------- Mosaic
+# ------------------------------------------------------------------------------------------- Mosaic
 
 
 @settings(max_examples=30, deadline=None)
@@ -198,16 +214,18 @@ def test_schedule_has_every_tile_once(n):
 
 MOSAIC_SHAPES = [
     (2, 128, 64),  # one tile: half of the only product is not stored
-    (1, 384, 192),  # six: also tiles from two rows in one product, and several products for each block of threads
+    # six: also tiles from two rows in one product, and several products for each block of threads
+    (1, 384, 192),
 ]
 
 
-# Without gradients: they are the plain products that the other back ends have too, and JAX's interpreter can starve beside them
-# where XLA has only two threads.
+# Without gradients: they are the plain products that the other back ends have too, and JAX's
+# interpreter can starve beside them where XLA has only two threads.
 @pytest.mark.parametrize("kernel", FUNCTIONS)
 @pytest.mark.parametrize("shape", MOSAIC_SHAPES)
 def test_mosaic_output(mosaic_on_cpu, kernel, shape):
-    shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape  # the result has `shape[1]` rows
+    # the result has `shape[1]` rows
+    shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape
     check_output(kernel, shape, jnp.bfloat16, implementation="mosaic")
 
 
@@ -215,12 +233,15 @@ def test_mosaic_output(mosaic_on_cpu, kernel, shape):
 @pytest.mark.parametrize("shape", [(48, 768, 768), (24, 3072, 768), (2, 1600, 1600), (1, 64, 64)])
 def test_mosaic_lowers_for_an_h200(kernel, shape):
     a = jax.ShapeDtypeStruct(
-        shape if not kernel.startswith("ba_plus_caa") else (*shape[:1], shape[2], shape[2]), jnp.bfloat16
+        shape if not kernel.startswith("ba_plus_caa") else (*shape[:1], shape[2], shape[2]),
+        jnp.bfloat16,
     )
-    assert "mosaic_gpu" in lower_for_h200(functools.partial(FUNCTIONS[kernel], implementation="mosaic"), a)
+    assert "mosaic_gpu" in lower_for_h200(
+        functools.partial(FUNCTIONS[kernel], implementation="mosaic"), a
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- transformations
+# ---------------------------------------------------------------------------------- transformations
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -243,7 +264,9 @@ def test_vmap_over_coefficients(implementation, request):
     a = matrices("ba_plus_caa", (2, 5, 5), jnp.float16)
     b_J, c_J = jnp.float32([1, 2, 3]), jnp.float32([-1, 0, 4])
     f = lambda b, c: ba_plus_caa(a, b=b, c=c, implementation=implementation)
-    np.testing.assert_array_equal(jax.vmap(f)(b_J, c_J), jnp.stack([f(b, c) for b, c in zip(b_J, c_J, strict=True)]))
+    np.testing.assert_array_equal(
+        jax.vmap(f)(b_J, c_J), jnp.stack([f(b, c) for b, c in zip(b_J, c_J, strict=True)])
+    )
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
@@ -271,41 +294,56 @@ def test_an_empty_batch():
     assert xxt(a).shape == (0, 4, 4) and xtx(a).shape == (0, 3, 3)
 
 
-# ----------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 def test_errors():
     a = matrices("xxt", (2, 4, 3), jnp.bfloat16)
     with pytest.raises(
-        ValueError, match=r"xxt: unknown implementation 'cublas'; choose one of \['auto', 'mosaic', 'triton', 'xla'"
+        ValueError,
+        match=r"xxt: unknown implementation 'cublas'; choose one of \['auto', 'mosaic', 'triton', 'xla'",
     ):
         xxt(a, implementation="cublas")
     for name in ("mosaic", "triton"):
         with pytest.raises(
-            ValueError, match=f"xtx: implementation '{name}' needs an NVIDIA GPU, and the default device is a cpu"
+            ValueError,
+            match=f"xtx: implementation '{name}' needs an NVIDIA GPU, and the default device is a cpu",
         ):
             xtx(a, implementation=name)
-    with pytest.raises(ValueError, match=r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)",
+    ):
         unchecked(ba_plus_caa)(a, b=1.0, c=1.0)
-    for bad, said in ((a[0, 0], r"bfloat16 of shape \(3,\)"), (jnp.zeros((2, 2), jnp.int32), "int32 of shape")):
+    for bad, said in (
+        (a[0, 0], r"bfloat16 of shape \(3,\)"),
+        (jnp.zeros((2, 2), jnp.int32), "int32 of shape"),
+    ):
         with pytest.raises((ValueError, TypeError)):
             xxt(bad)
-        with pytest.raises(ValueError, match=rf"xxt: expected matrices \(..., M, K\) in float32, bfloat16 or float16, got {said}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"xxt: expected matrices \(..., M, K\) in float32, bfloat16 or float16, got {said}",
+        ):
             unchecked(xxt)(bad)
 
 
 def test_what_the_kernels_cannot_take(triton_on_cpu, mosaic_on_cpu):
     with pytest.raises(
-        ValueError, match="'triton' takes bfloat16 or float16, not float32; these can run here: .*'xla'"
+        ValueError,
+        match="'triton' takes bfloat16 or float16, not float32; these can run here: .*'xla'",
     ):
         choose("xxt", "float32", (2, 128, 128), "triton")
     with pytest.raises(ValueError, match="'mosaic' takes bfloat16 or float16, not float32"):
         choose("xxt", "float32", (2, 128, 128), "mosaic")
     with pytest.raises(
-        ValueError, match=r"'mosaic' takes matrices whose sides are multiples of 64, not \(2, 128, 96\)"
+        ValueError,
+        match=r"'mosaic' takes matrices whose sides are multiples of 64, not \(2, 128, 96\)",
     ):
         choose("xxt", "bfloat16", (2, 128, 96), "mosaic")
-    with pytest.raises(ValueError, match=r"'triton' takes matrices that are not empty, not \(0, 8, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"'triton' takes matrices that are not empty, not \(0, 8, 8\)"
+    ):
         choose("xxt", "bfloat16", (0, 8, 8), "triton")
 
 
@@ -313,18 +351,32 @@ def test_auto_counts_rounds(mosaic_on_cpu, monkeypatch):
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 132)
     # As measured on an H200.
     for batch in (12, 24, 36, 48):
-        assert choose("xxt", "bfloat16", (batch, 768, 768)) == choose("xtx", "bfloat16", (batch, 3072, 768)) == "mosaic"
+        assert (
+            choose("xxt", "bfloat16", (batch, 768, 768))
+            == choose("xtx", "bfloat16", (batch, 3072, 768))
+            == "mosaic"
+        )
     assert choose("xxt", "bfloat16", (2, 6, 1600, 1600)) == "mosaic"
-    assert choose("xxt", "bfloat16", (8, 768, 768)) == choose("xtx", "bfloat16", (6, 3072, 768)) == "xla"
-    assert choose("xxt", "bfloat16", (1, 1024, 1024)) == choose("xxt", "bfloat16", (768, 768)) == "xla"
-    assert choose("xxt", "float32", (48, 768, 768)) == choose("xxt", "bfloat16", (48, 768, 100)) == "xla"
+    assert (
+        choose("xxt", "bfloat16", (8, 768, 768))
+        == choose("xtx", "bfloat16", (6, 3072, 768))
+        == "xla"
+    )
+    assert (
+        choose("xxt", "bfloat16", (1, 1024, 1024)) == choose("xxt", "bfloat16", (768, 768)) == "xla"
+    )
+    assert (
+        choose("xxt", "float32", (48, 768, 768))
+        == choose("xxt", "bfloat16", (48, 768, 100))
+        == "xla"
+    )
 
 
 def test_auto_on_a_cpu_is_xla():
     assert choose("xxt", "bfloat16", (48, 768, 768)) == "xla"
 
 
-# ------------------------------------------------------------------------------------------------------------------- GPU
+# ---------------------------------------------------------------------------------------------- GPU
 
 GPU_SHAPES = [
     (3, 192, 192),  # the last tile is half outside
@@ -368,5 +420,11 @@ def test_auto_on_a_gpu():
     if _choose.partitioned():
         pytest.skip("several GPUs: outside a shard_map auto leaves kernels of ours out")
     for kernel in FUNCTIONS:
-        assert choose(kernel, "bfloat16", (48, 768, 768)) == ("mosaic" if _choose.why_not_mosaic() is None else "xla")
-    assert choose("xxt", "bfloat16", (1, 768, 768)) == choose("xxt", "float32", (48, 768, 768)) == "xla"
+        assert choose(kernel, "bfloat16", (48, 768, 768)) == (
+            "mosaic" if _choose.why_not_mosaic() is None else "xla"
+        )
+    assert (
+        choose("xxt", "bfloat16", (1, 768, 768))
+        == choose("xxt", "float32", (48, 768, 768))
+        == "xla"
+    )

@@ -15,7 +15,10 @@ def gpt2():
     try:
         return get_tokenizer("gpt2")
     except TokenizerUnavailable:
-        pytest.skip("GPT-2's BPE files are not to be had: no network, and TIKTOKEN_CACHE_DIR names no copy of them")
+        pytest.skip(
+            "GPT-2's BPE files are not to be had: no network, and TIKTOKEN_CACHE_DIR names no copy "
+            "of them"
+        )
 
 
 @pytest.fixture
@@ -49,7 +52,9 @@ def test_bytes_are_utf8():
     ids = byte.encode("aé")
     assert ids.dtype == np.uint16 and ids.tolist() == [0x61, 0xC3, 0xA9]
     assert byte.decode(ids) == "aé"
-    assert byte.decode([256, 104, 105, 256, 256, 33]) == "<|endoftext|>hi<|endoftext|><|endoftext|>!"
+    assert (
+        byte.decode([256, 104, 105, 256, 256, 33]) == "<|endoftext|>hi<|endoftext|><|endoftext|>!"
+    )
     assert byte.decode(np.array([0xC3, 256, 0xA9])) == "\ufffd<|endoftext|>\ufffd"
     assert byte.encode("").shape == (0,) and byte.decode([]) == ""
 
@@ -89,20 +94,25 @@ def test_an_id_outside_the_vocabulary_is_an_error(name, bad, request):
     tokenizer = request.getfixturevalue("gpt2") if name == "gpt2" else get_tokenizer(name)
     bad = tokenizer.vocab_size if bad == "vocab_size" else bad
     with pytest.raises(
-        ValueError, match=rf"expected ids in 0..{tokenizer.vocab_size - 1} .* found {bad} at position 2"
+        ValueError,
+        match=rf"expected ids in 0..{tokenizer.vocab_size - 1} .* found {bad} at position 2",
     ):
         tokenizer.decode([1, 2, bad])
 
 
 def test_ids_of_another_shape_are_an_error():
-    with pytest.raises(ValueError, match=r"expected token ids of shape \(tokens,\), found int64 of shape \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"expected token ids of shape \(tokens,\), found int64 of shape \(1, 2\)"
+    ):
         get_tokenizer("byte").decode(np.array([[1, 2]]))
 
 
 def test_an_unknown_name_lists_the_choices():
     with pytest.raises(ValueError, match="unknown tokenizer 'gpt4'; choose one of gpt2, byte"):
         get_tokenizer("gpt4")
-    with pytest.raises(ValueError, match="unknown tokenizer 'gpt4'; choose one of auto, gpt2, byte"):
+    with pytest.raises(
+        ValueError, match="unknown tokenizer 'gpt4'; choose one of auto, gpt2, byte"
+    ):
         choose_tokenizer("gpt4")
 
 
@@ -117,7 +127,9 @@ def test_without_files_gpt2_is_unavailable_and_auto_says_loudly_that_it_takes_by
     assert "BYTE" in note and "not comparable" in note and "TIKTOKEN_CACHE_DIR" in note
 
 
-def test_a_network_that_does_not_answer_is_given_up_soon_and_not_waited_for_again(no_network, monkeypatch):
+def test_a_network_that_does_not_answer_is_given_up_soon_and_not_waited_for_again(
+    no_network, monkeypatch
+):
     import tiktoken.load
 
     answers = threading.Event()

@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec as P
 from kernel_tools import triton_kernels, unchecked
 
 from pallas_kernels import _choose, _triton
-from pallas_kernels.transpose import choose, reference, transpose_add, transpose_copy, transpose_sum_rows
+from pallas_kernels.transpose import (
+    choose,
+    reference,
+    transpose_add,
+    transpose_copy,
+    transpose_sum_rows,
+)
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
@@ -42,7 +48,8 @@ def arrays(shape, dst_dtype, src_dtype, seed=0):
 
 
 def rounded(x, dtype):
-    """fp64 → dtype, through fp32: where the sum of two fp32 numbers is exact in fp64, that is one rounding in fp32."""
+    """fp64 → dtype, through fp32: where the sum of two fp32 numbers is exact in fp64, that is one
+    rounding in fp32."""
     return np.asarray(x, np.float32).astype(dtype)
 
 
@@ -84,7 +91,8 @@ def test_values_and_gradients(backend, shape, dtype):
 
 
 @pytest.mark.parametrize(
-    "dst, src", [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)]
+    "dst, src",
+    [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)],
 )
 def test_two_dtypes(backend, dst, src):
     check(backend, (33, 65), dst, src)
@@ -95,7 +103,8 @@ def test_out_of_place(backend):
 
 
 def check_sum(backend, shape, dtype):
-    """The transpose bit for bit; the sums against fp64, by the rounding of an fp32 sum of so many numbers."""
+    """The transpose bit for bit; the sums against fp64, by the rounding of an fp32 sum of so many
+    numbers."""
     src = arrays(shape, dtype, dtype)[1]
     out, sums = jax.jit(functools.partial(transpose_sum_rows, implementation=backend))(src)
     assert out.dtype == dtype and sums.dtype == jnp.float32
@@ -126,7 +135,12 @@ def test_a_transpose_and_its_sums_under_vmap(backend):
 
 
 @settings(max_examples=5, deadline=None)
-@given(rows=st.integers(1, 40), columns=st.integers(1, 40), batch=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_twice_is_nothing(rows, columns, batch, seed):
     _, src, _ = arrays((batch, rows, columns), jnp.bfloat16, jnp.bfloat16, seed)
     np.testing.assert_array_equal(transpose_copy(transpose_copy(src)), src)
@@ -150,17 +164,24 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
 
 def test_the_sum_is_rounded_once(backend):
     """1 + 2⁻⁹ rounds to 1 in bf16: an addend rounded to dst's dtype first would already be gone."""
-    dst, src = jnp.full((2, 2), 1 - 2.0**-8, jnp.bfloat16), jnp.full((2, 2), 2.0**-8 + 2.0**-12, jnp.float32)
+    dst, src = (
+        jnp.full((2, 2), 1 - 2.0**-8, jnp.bfloat16),
+        jnp.full((2, 2), 2.0**-8 + 2.0**-12, jnp.float32),
+    )
     assert transpose_add(dst, src + 1, implementation=backend)[0, 0] == 2.0
     dst = jnp.full((2, 2), 2.0**-7, jnp.bfloat16)
     src = jnp.full((2, 2), 1 + 2.0**-8, jnp.float32)  # in bf16 this is 1
-    assert transpose_add(dst, src, implementation=backend)[0, 0] == rounded(1 + 2.0**-7 + 2.0**-8, jnp.bfloat16)
+    assert transpose_add(dst, src, implementation=backend)[0, 0] == rounded(
+        1 + 2.0**-7 + 2.0**-8, jnp.bfloat16
+    )
 
 
 def test_dst_is_left_alone_where_it_lives_on(backend):
     dst, src, _ = arrays((8, 16), jnp.float32, jnp.float32)
     before = np.asarray(dst).copy()
-    total, kept = jax.jit(lambda dst, src: (transpose_add(dst, src, implementation=backend), dst))(dst, src)
+    total, kept = jax.jit(lambda dst, src: (transpose_add(dst, src, implementation=backend), dst))(
+        dst, src
+    )
     np.testing.assert_array_equal(dst, before)
     np.testing.assert_array_equal(kept, before)
     np.testing.assert_array_equal(total, before + turned(src))
@@ -169,11 +190,16 @@ def test_dst_is_left_alone_where_it_lives_on(backend):
 def test_in_place_asks_for_no_new_array(triton_on_cpu, monkeypatch):
     launched = []
     call = _triton.call
-    monkeypatch.setattr(_triton, "call", lambda *args, **options: launched.append(options) or call(*args, **options))
+    monkeypatch.setattr(
+        _triton, "call", lambda *args, **options: launched.append(options) or call(*args, **options)
+    )
     dst, src, _ = arrays((8, 16), jnp.float32, jnp.float32)
     for in_place in (True, False):
         transpose_add(dst, src, in_place=in_place, implementation="triton")
-    assert [(options.get("in_place", ()), len(options["out"])) for options in launched] == [((1,), 0), ((), 1)]
+    assert [(options.get("in_place", ()), len(options["out"])) for options in launched] == [
+        ((1,), 0),
+        ((), 1),
+    ]
 
 
 def test_transformations(backend):
@@ -192,7 +218,9 @@ def test_transformations(backend):
 
 def test_on_two_devices(backend):
     dst, src, _ = arrays((4, 9, 20), jnp.float32, jnp.float32)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
+    )
     f = functools.partial(transpose_add, implementation=backend)
     sharded = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     np.testing.assert_array_equal(jax.jit(sharded)(dst, src), dst + turned(src))
@@ -201,7 +229,9 @@ def test_on_two_devices(backend):
 def test_reference_is_the_definition():
     dst, src, _ = arrays((5, 9), jnp.float16, jnp.bfloat16)
     np.testing.assert_array_equal(reference(src), turned(src).astype(np.float32))
-    np.testing.assert_array_equal(reference(src, dst), np.asarray(dst, np.float32) + turned(src).astype(np.float32))
+    np.testing.assert_array_equal(
+        reference(src, dst), np.asarray(dst, np.float32) + turned(src).astype(np.float32)
+    )
     assert reference(src).dtype == reference(src, dst).dtype == jnp.float32
     np.testing.assert_array_equal(transpose_copy(src, implementation="reference"), turned(src))
 
@@ -213,17 +243,25 @@ def test_compiled_code(capability, dtype):
     src, dst = jax.ShapeDtypeStruct((768, 50304), dtype), jax.ShapeDtypeStruct((50304, 768), dtype)
 
     def f(dst, src):
-        return transpose_copy(src, implementation="triton"), transpose_add(dst, src, implementation="triton")
+        return transpose_copy(src, implementation="triton"), transpose_add(
+            dst, src, implementation="triton"
+        )
 
     for kernel in triton_kernels(f, dst, src, capability=capability):
         assert kernel.spill_bytes == 0
-        assert "ld.global.v4" in kernel.ptx and "st.global.v4" in kernel.ptx and "global.b16" not in kernel.ptx
+        assert (
+            "ld.global.v4" in kernel.ptx
+            and "st.global.v4" in kernel.ptx
+            and "global.b16" not in kernel.ptx
+        )
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_code_with_sums(capability):
     f = lambda src: transpose_sum_rows(src, implementation="triton")
-    (kernel,) = triton_kernels(f, jax.ShapeDtypeStruct((32768, 2304), jnp.float32), capability=capability)
+    (kernel,) = triton_kernels(
+        f, jax.ShapeDtypeStruct((32768, 2304), jnp.float32), capability=capability
+    )
     assert kernel.name == "transpose_sum" and kernel.spill_bytes == 0
     assert re.findall(r"ld\.global\S*", kernel.ptx) == re.findall(r"ld\.global\.v4\S*", kernel.ptx)
     # But for the tile's row of sums.
@@ -236,27 +274,37 @@ def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
     assert choose() == "triton"
     monkeypatch.setattr(_choose, "partitioned", lambda *arrays: True)
     assert choose() == "xla"
-    with pytest.raises(ValueError, match="transpose_copy: implementation 'triton' needs arrays of one device"):
+    with pytest.raises(
+        ValueError, match="transpose_copy: implementation 'triton' needs arrays of one device"
+    ):
         choose("triton")
 
 
 def test_errors():
     dst, src, _ = arrays((2, 8), jnp.bfloat16, jnp.bfloat16)
     with pytest.raises(
-        ValueError, match=r"transpose_add: unknown implementation 'mosaic'; choose one of \['auto', 'triton'"
+        ValueError,
+        match=r"transpose_add: unknown implementation 'mosaic'; choose one of \['auto', 'triton'",
     ):
         transpose_add(dst, src, implementation="mosaic")
     with pytest.raises(
-        ValueError, match="transpose_copy: implementation 'triton' needs an NVIDIA GPU, .* cpu; .*'xla'"
+        ValueError,
+        match="transpose_copy: implementation 'triton' needs an NVIDIA GPU, .* cpu; .*'xla'",
     ):
         transpose_copy(src, implementation="triton")
-    with pytest.raises(ValueError, match=r"in float32, bfloat16 or float16, got \(2, 8\) in float8_e4m3fn"):
+    with pytest.raises(
+        ValueError, match=r"in float32, bfloat16 or float16, got \(2, 8\) in float8_e4m3fn"
+    ):
         transpose_copy(src.astype(jnp.float8_e4m3fn))
     # jaxtyping refuses these first under pytest; without it the function itself does.
     for f, bad, message in [
         (transpose_copy, (src[0],), r"expected matrices .* got \(8,\) in bfloat16"),
         (transpose_copy, (src.astype(jnp.int32),), r"got \(2, 8\) in int32"),
-        (transpose_add, (src, src), r"expected dst \(…, C, R\) and src \(…, R, C\), got \(2, 8\) and \(2, 8\)"),
+        (
+            transpose_add,
+            (src, src),
+            r"expected dst \(…, C, R\) and src \(…, R, C\), got \(2, 8\) and \(2, 8\)",
+        ),
         (transpose_add, (dst[None], src), r"got \(1, 8, 2\) and \(2, 8\)"),
     ]:
         with pytest.raises((ValueError, TypeError)):
@@ -265,7 +313,7 @@ def test_errors():
             unchecked(f)(*bad)
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+# ---------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu

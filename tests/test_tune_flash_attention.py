@@ -1,4 +1,5 @@
-"""benchmarks/tune_flash_attention.py finds the fastest tiles that are right, and writes them where the kernels read them."""
+"""benchmarks/tune_flash_attention.py finds the fastest tiles that are right, and writes them where
+the kernels read them."""
 
 import importlib.util
 import json
@@ -36,7 +37,11 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
 
     run = tune._run
     monkeypatch.setattr(tune, "seconds", seconds)
-    monkeypatch.setattr(tune, "_run", lambda o, module, tiles: tried.append(tiles["forward"]) or run(o, module, tiles))
+    monkeypatch.setattr(
+        tune,
+        "_run",
+        lambda o, module, tiles: tried.append(tiles["forward"]) or run(o, module, tiles),
+    )
     # 32 keys at a time come out wrong, whatever they cost.
     error = tune.error
     monkeypatch.setattr(tune, "error", lambda o, f: 1.0 if tried[-1]["N"] == 32 else error(o, f))
@@ -68,7 +73,9 @@ def test_mosaics_space_is_pruned_and_its_file_rewritten(tune, tmp_path):
         after = json.loads((tmp_path / "mosaic_tiles.json").read_text())
         changed = [(a, b) for a, b in zip(before[kernel], after[kernel], strict=True) if a != b]
         ((old, new),) = changed
-        assert (old["head_dim"], old["causal"]) == (64, True) and new["tiles"] == space.start | {"stages": 77}
+        assert (old["head_dim"], old["causal"]) == (64, True) and new["tiles"] == space.start | {
+            "stages": 77
+        }
         assert module.Tiles(**old["tiles"]) == module.Tiles(**space.start)
 
 
@@ -77,4 +84,7 @@ def test_errors(tune, monkeypatch, capsys):
     assert tune.main(["--back-end", "triton", "--kernel", "backward"]) == 1
     monkeypatch.setattr(_choose, "capability", lambda: (8, 0))
     assert tune.main(["--back-end", "mosaic", "--kernel", "forward"]) == 1
-    assert "error: mosaic needs a Hopper GPU (compute capability 9.0), not (8, 0)" in capsys.readouterr().err
+    assert (
+        "error: mosaic needs a Hopper GPU (compute capability 9.0), not (8, 0)"
+        in capsys.readouterr().err
+    )

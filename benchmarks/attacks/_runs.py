@@ -1,4 +1,5 @@
-"""Parts that the attacks on a whole run share: a small CPU run in a folder of its own, and the report."""
+"""Parts that the attacks on a whole run share: a small CPU run in a folder of its own, and the
+report."""
 
 import json
 import os
@@ -56,7 +57,14 @@ def prepare(folder: Path) -> float:
 
 def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> subprocess.Popen:
     """Start a run in the background; its output goes to NAME.txt in the folder."""
-    arguments = ["--config", folder / "config.py", "--runs-dir", runs or folder / "runs", "--data-dir", folder / "data"]
+    arguments = [
+        "--config",
+        folder / "config.py",
+        "--runs-dir",
+        runs or folder / "runs",
+        "--data-dir",
+        folder / "data",
+    ]
     arguments += [
         "--compilation-cache",
         folder / "cache",
@@ -67,7 +75,9 @@ def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> s
         *options,
     ]
     log = (folder / f"{name}.txt").open("ab")
-    return subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, arguments)], stdout=log, stderr=log)
+    return subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *map(str, arguments)], stdout=log, stderr=log
+    )
 
 
 def wait_for_log(folder: Path, name: str, runs: Path | None = None) -> float:
@@ -82,7 +92,9 @@ def finish(folder: Path, name: str, *options: str, runs: Path | None = None) -> 
     process = start(folder, name, *options, runs=runs)
     began = wait_for_log(folder, name, runs)
     if code := process.wait():
-        raise SystemExit(f"{name} ended with code {code}:\n{(folder / f'{name}.txt').read_text()[-2000:]}")
+        raise SystemExit(
+            f"{name} ended with code {code}:\n{(folder / f'{name}.txt').read_text()[-2000:]}"
+        )
     return time.monotonic() - began
 
 
@@ -90,18 +102,28 @@ def abstract_state(folder: Path):
     """The state's shapes, on one CPU device."""
     config = configuration.load(folder / "config.py")
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    state = jax.eval_shape(lambda: init_state(config.model, optim.adamw(config.learning_rate_schedule()), 0))
+    state = jax.eval_shape(
+        lambda: init_state(config.model, optim.adamw(config.learning_rate_schedule()), 0)
+    )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
 
 
-def arrays_and_losses(folder: Path, name: str, runs: Path | None = None) -> tuple[list[np.ndarray], dict]:
+def arrays_and_losses(
+    folder: Path, name: str, runs: Path | None = None
+) -> tuple[list[np.ndarray], dict]:
     """The arrays of the last step's checkpoint, and every logged loss and gradient norm."""
     run = (runs or folder / "runs") / name
     checkpoints = Checkpoints(run / "checkpoints", keep_last=2)
-    leaves = [np.asarray(x) for x in jax.tree.leaves(checkpoints.restore(STEPS, abstract_state(folder)))]
+    leaves = [
+        np.asarray(x) for x in jax.tree.leaves(checkpoints.restore(STEPS, abstract_state(folder)))
+    ]
     checkpoints.close()
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    losses = {(r["kind"], r["step"]): (r["loss"], r.get("grad_norm")) for r in rows if r["kind"] in ("train", "val")}
+    losses = {
+        (r["kind"], r["step"]): (r["loss"], r.get("grad_norm"))
+        for r in rows
+        if r["kind"] in ("train", "val")
+    }
     return leaves, losses
 
 
@@ -111,7 +133,8 @@ def same(a: tuple[list[np.ndarray], dict], b: tuple[list[np.ndarray], dict]) -> 
 
 
 def report(script: str, rows: Sequence[dict], out: Path | None) -> None:
-    """Print the counts by outcome, write the results, and exit with 1 if one of them is a failure."""
+    """Print the counts by outcome, write the results, and exit with 1 if one of them is a
+    failure."""
     counts = dict(Counter(row["outcome"] for row in rows).most_common())
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.items()))
     if out:

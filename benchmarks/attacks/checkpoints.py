@@ -1,14 +1,15 @@
 """Damages the files and folders of checkpoints, and restores them.
 
-    python benchmarks/attacks/checkpoints.py --flips 350 --out benchmarks/results/attacks/checkpoints.json
+    python benchmarks/attacks/checkpoints.py --flips 350 --out
+    benchmarks/results/attacks/checkpoints.json
 
-Two checkpoints of a small model are saved. Each trial copies them and changes one thing: a bit, a block of zeros or the length of
-one file of the newer one, or folders and files as a whole (renamed, swapped, mixed, missing). Then the newest readable one is
-restored, as train.py does.
+Two checkpoints of a small model are saved. Each trial copies them and changes one thing: a bit, a
+block of zeros or the length of one file of the newer one, or folders and files as a whole (renamed,
+swapped, mixed, missing). Then the newest readable one is restored, as train.py does.
 
-Outcomes: `fell back` (the damage was named and the older checkpoint restored), `refused` (no checkpoint was restored, in a
-sentence), `same` (the change touched no value that is read, and everything restored is what was saved). Failures: `silent wrong`,
-`traceback`, `hang`, `crash`.
+Outcomes: `fell back` (the damage was named and the older checkpoint restored), `refused` (no
+checkpoint was restored, in a sentence), `same` (the change touched no value that is read, and
+everything restored is what was saved). Failures: `silent wrong`, `traceback`, `hang`, `crash`.
 """
 
 import dataclasses
@@ -53,14 +54,21 @@ def make(folder: Path, seed: int = 0):
 
     keys = jax.random.split(jax.random.key(seed), 4)
     state = {
-        "params": {"w": jax.random.normal(keys[0], (64, 48)), "b": jax.random.normal(keys[1], (300,))},
+        "params": {
+            "w": jax.random.normal(keys[0], (64, 48)),
+            "b": jax.random.normal(keys[1], (300,)),
+        },
         "low": jax.random.normal(keys[2], (33, 7)).astype(jnp.bfloat16),
         "rng": jax.random.key_data(keys[3]),
         "step": jnp.int32(OLD),
     }
     states = {
         OLD: state,
-        NEW: {**state, "params": jax.tree.map(lambda x: x * 2, state["params"]), "step": jnp.int32(NEW)},
+        NEW: {
+            **state,
+            "params": jax.tree.map(lambda x: x * 2, state["params"]),
+            "step": jnp.int32(NEW),
+        },
     }
     checkpoints = Checkpoints(folder, keep_last=2)
     for step, state in states.items():
@@ -85,7 +93,9 @@ def restore(folder: Path) -> tuple[str, str]:
         with tempfile.TemporaryDirectory() as temporary:
             _states.update(make(Path(temporary)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), _states[OLD])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), _states[OLD]
+    )
     try:
         checkpoints = Checkpoints(folder, keep_last=2)
         found = checkpoints.newest(lambda step: checkpoints.restore(step, like))
@@ -100,7 +110,8 @@ def restore(folder: Path) -> tuple[str, str]:
         return "traceback", repr(error)
     right = step in _states and meta["data"]["position"] == step * 16
     right = right and all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(_states[step]), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(_states[step]), strict=True)
     )
     if not right:
         return "silent wrong", f"step {step}"
@@ -151,13 +162,17 @@ def replace(source: str, target: str) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
         remove(target)(folder)
-        (shutil.copytree if (folder / source).is_dir() else shutil.copyfile)(folder / source, folder / target)
+        (shutil.copytree if (folder / source).is_dir() else shutil.copyfile)(
+            folder / source, folder / target
+        )
 
     return change
 
 
 def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+    return lambda folder: (
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+    )
 
 
 def swap(a: str, b: str) -> Callable[[Path], None]:
@@ -186,18 +201,32 @@ def folder_changes() -> dict[str, Callable[[Path], None]]:
         "a file with a step's name": lambda folder: (folder / "45").write_text("x"),
         "a foreign folder": lambda folder: (folder / "notes").mkdir(),
         "a link to the older one": lambda folder: (folder / "45").symlink_to(folder / old),
-        "files of the root removed": lambda folder: [p.unlink() for p in folder.iterdir() if p.is_file()],
-        "the state is a file": both(remove(f"{new}/state"), lambda folder: (folder / new / "state").write_text("x")),
-        "the state is empty": both(remove(f"{new}/state"), lambda folder: (folder / new / "state").mkdir()),
+        "files of the root removed": lambda folder: [
+            p.unlink() for p in folder.iterdir() if p.is_file()
+        ],
+        "the state is a file": both(
+            remove(f"{new}/state"), lambda folder: (folder / new / "state").write_text("x")
+        ),
+        "the state is empty": both(
+            remove(f"{new}/state"), lambda folder: (folder / new / "state").mkdir()
+        ),
     }
     for later in ("31", "45", "100000"):
         changes[f"newer renamed to {later}"] = rename(new, later)
         changes[f"older renamed to {later}"] = rename(old, later)
-        changes[f"older copied to {later}"] = lambda folder, later=later: shutil.copytree(folder / old, folder / later)
+        changes[f"older copied to {later}"] = lambda folder, later=later: shutil.copytree(
+            folder / old, folder / later
+        )
     for item in ("state", "meta"):
         changes[f"{item} of the older one"] = replace(f"{old}/{item}", f"{new}/{item}")
         changes[f"{item} removed"] = remove(f"{new}/{item}")
-    for name in ("_CHECKPOINT_METADATA", "commit_success.txt", "state/_METADATA", "state/manifest.ocdbt", "state/d"):
+    for name in (
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "state/_METADATA",
+        "state/manifest.ocdbt",
+        "state/d",
+    ):
         changes[f"{name} removed"] = remove(f"{new}/{name}")
         changes[f"{name} of the older one"] = replace(f"{old}/{name}", f"{new}/{name}")
     for position in (-1, 1.5, 2**70, 17, "480", None, [], True):
@@ -215,7 +244,9 @@ def main(options: Options) -> None:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as maker:
             maker.submit(_make_quietly, good).result()
-        files = sorted(str(p.relative_to(good)) for p in (good / str(NEW)).rglob("*") if p.is_file())
+        files = sorted(
+            str(p.relative_to(good)) for p in (good / str(NEW)).rglob("*") if p.is_file()
+        )
         trials = [(f"{name}", lambda folder, name=name: flip(folder / name, rng)) for name in files]
         trials = [trials[i % len(trials)] for i in range(options.flips)]
         if options.folders:
@@ -234,7 +265,14 @@ def main(options: Options) -> None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 pool = None
             kind = kind if isinstance(kind, str) else "folder"
-            rows.append({"change": name, "kind": kind, "outcome": outcome, "said": said.replace(str(folder), "")[:200]})
+            rows.append(
+                {
+                    "change": name,
+                    "kind": kind,
+                    "outcome": outcome,
+                    "said": said.replace(str(folder), "")[:200],
+                }
+            )
             shutil.rmtree(folder)
             if number % 50 == 49:
                 print(f"{number + 1} of {len(trials)}", flush=True)

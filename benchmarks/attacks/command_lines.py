@@ -29,7 +29,9 @@ from _runs import ROOT, report
 
 from gptjax.config import ConfigError, from_command_line
 
-IMPORTS = "from gptjax.config import Config, OptimizerConfig\nfrom gptjax.models.gpt2 import GPT2Config\n"
+IMPORTS = (
+    "from gptjax.config import Config, OptimizerConfig\nfrom gptjax.models.gpt2 import GPT2Config\n"
+)
 MODEL = "GPT2Config(vocab_size=257, padded_vocab_size=264, block_size=32, n_layer=1, n_head=2, n_embd=16)"
 CONFIG = f"""{IMPORTS}
 config = Config(
@@ -114,7 +116,8 @@ FILES = {
     "unknown_field.py": IMPORTS + "config = Config(learning_rat=1)",
     "unknown_optimizer_field.py": IMPORTS + "config = Config(optimizer=OptimizerConfig(lr=1))",
     "text_for_a_number.py": IMPORTS + "config = Config(max_steps='many')",
-    "text_for_a_rate.py": IMPORTS + "config = Config(optimizer=OptimizerConfig(learning_rate='1e-3'))",
+    "text_for_a_rate.py": IMPORTS
+    + "config = Config(optimizer=OptimizerConfig(learning_rate='1e-3'))",
     "bool_for_a_number.py": IMPORTS + "config = Config(max_steps=True)",
     "number_for_text.py": IMPORTS + "config = Config(name=3)",
     "text_for_a_folder.py": IMPORTS + "config = Config(runs_dir='runs')",
@@ -154,7 +157,8 @@ VALID = [
     ["--help"],
 ]
 
-# Bad commands: what the message must contain, and the arguments, with {} for the folder that `prepare` fills.
+# Bad commands: what the message must contain, and the arguments, with {} for the folder that
+# `prepare` fills.
 OTHERS = {
     "no name": ("--name must", ["--name", ""]),
     "a name of 201 bytes": ("at most 200 bytes", ["--name", "x" * 201]),
@@ -174,13 +178,22 @@ OTHERS = {
     "the folder of runs is a file": ("config.py", ["--runs-dir", "{}/config.py"]),
     "the folder of runs is below a file": ("config.py", ["--runs-dir", "{}/config.py/runs"]),
     "the run's folder is a file": ("config.py", ["--runs-dir", "{}", "--name", "config.py"]),
-    "the folder of data is a file": ("config.py", ["--data-dir", "{}/config.py", "--dataset", "stdlib"]),
+    "the folder of data is a file": (
+        "config.py",
+        ["--data-dir", "{}/config.py", "--dataset", "stdlib"],
+    ),
     "the dataset has no shard": ("/empty", ["--dataset", "{}/empty"]),
     "the cache is a file": ("cache must be a folder", ["--compilation-cache", "{}/config.py"]),
-    "the cache is below a file": ("cache must be a folder", ["--compilation-cache", "{}/config.py/cache"]),
+    "the cache is below a file": (
+        "cache must be a folder",
+        ["--compilation-cache", "{}/config.py/cache"],
+    ),
     "others can write the cache": ("write, mode 777", ["--compilation-cache", "{}/open"]),
     "the cache is /tmp": ("write, mode 1777|expected owner", ["--compilation-cache", "/tmp"]),
-    "others can write a file of the cache": ("write, mode 666", ["--compilation-cache", "{}/half_open"]),
+    "others can write a file of the cache": (
+        "write, mode 666",
+        ["--compilation-cache", "{}/half_open"],
+    ),
     "the cache has a link": ("found a link", ["--compilation-cache", "{}/linked"]),
     "the cache has a pipe": ("found a link or a device", ["--compilation-cache", "{}/piped"]),
 }
@@ -188,7 +201,10 @@ OTHERS = {
 OWNERS = {
     "another user owns the cache": ("found 65534", ["--compilation-cache", "{}/foreign"]),
     "the cache is a link to another user's": ("found 65534", ["--compilation-cache", "{}/link"]),
-    "another user owns a file of the cache": ("found 65534", ["--compilation-cache", "{}/half_foreign"]),
+    "another user owns a file of the cache": (
+        "found 65534",
+        ["--compilation-cache", "{}/half_foreign"],
+    ),
 }
 
 
@@ -201,7 +217,8 @@ class Options:
     only: str = ""
     """Regular expression that a command's name must contain."""
     in_process: bool = False
-    """Only parse the commands, without a process for each; those that need train.py are left out."""
+    """Only parse the commands, without a process for each; those that need train.py are left
+    out."""
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
@@ -226,7 +243,15 @@ def cases() -> list[Case]:
     for flag, values in OPTIONS.items():
         field = flag.lstrip("-").rpartition(".")[2].replace("-", "[-_]")
         found += [Case(f"{flag} {v}", f"{field}|'{v}'", [flag, v]) for v in values.split()]
-    kinds = ("binary.py", "folder.py", "pipe.py", "missing.py", "/dev/null", "/dev/zero", "x" * 5000)
+    kinds = (
+        "binary.py",
+        "folder.py",
+        "pipe.py",
+        "missing.py",
+        "/dev/null",
+        "/dev/zero",
+        "x" * 5000,
+    )
     for name in (*FILES, *kinds):
         found.append(Case(f"config file {name}", name, [], config=os.path.join("{}/files", name)))
     found += [Case(name, says, arguments) for name, (says, arguments) in OTHERS.items()]
@@ -269,7 +294,11 @@ def prepare_corpus(folder: Path) -> None:
 
 def command(case: Case, number: int, folder: Path) -> list[str]:
     given = [] if case.config is None else ["--config", case.config]
-    for option, value in (("--name", f"run{number}"), ("--runs-dir", "{}/runs"), ("--data-dir", "{}/data")):
+    for option, value in (
+        ("--name", f"run{number}"),
+        ("--runs-dir", "{}/runs"),
+        ("--data-dir", "{}/data"),
+    ):
         if case.config and option not in case.arguments:
             given += [option, value]
     return [argument.replace("{}", str(folder)) for argument in given + case.arguments]
@@ -317,7 +346,8 @@ def outcome(case: Case, code: int, err: str, compiled: bool = False) -> str:
     return "late" if compiled else "refused"
 
 
-# Beginnings of the arguments that parsing alone does not judge: they need a folder, data or a device.
+# Beginnings of the arguments that parsing alone does not judge: they need a folder, data or a
+# device.
 NEED_TRAIN_PY = (
     *("--name x[", "--runs-dir {}", "--compilation-cache {}", "--compilation-cache /", "--dataset"),
     *("--data-dir", "--resume must", "--model.vocab-size 10", "--model.attention"),

@@ -1,13 +1,15 @@
 """Lets the disk of a run fill up at many sizes, gives it room again, and resumes.
 
-    python benchmarks/attacks/disk_full.py --trials 31 --out benchmarks/results/attacks/disk_full.json
+    python benchmarks/attacks/disk_full.py --trials 31 --out
+    benchmarks/results/attacks/disk_full.json
 
-Needs root, to mount a tmpfs of a given size. The run's folder lies on it; the first size has room for almost nothing, the last
-for all but the last few checkpoints. The run must end by itself with a sentence and exit code 1. The same command, with more
-room, must then end with the arrays and losses of a run left alone.
+Needs root, to mount a tmpfs of a given size. The run's folder lies on it; the first size has room
+for almost nothing, the last for all but the last few checkpoints. The run must end by itself with a
+sentence and exit code 1. The same command, with more room, must then end with the arrays and losses
+of a run left alone.
 
-Outcomes: `refused and resumed` (a sentence, then bit-exact), `enough room`. Failures: `hang`, `traceback`, `lost` (the run could
-not be resumed), `silent wrong` (resumed to other numbers).
+Outcomes: `refused and resumed` (a sentence, then bit-exact), `enough room`. Failures: `hang`,
+`traceback`, `lost` (the run could not be resumed), `silent wrong` (resumed to other numbers).
 """
 
 import dataclasses
@@ -62,7 +64,11 @@ def trial(folder: Path, name: str, kib: int, alone, timeout: float) -> dict:
     mount(disk, kib)
     try:
         code, said = attempt(folder, name, disk, timeout)
-        row = {"kib": kib, "exit_code": code, "said": said.strip().splitlines()[-1][:300] if said.strip() else ""}
+        row = {
+            "kib": kib,
+            "exit_code": code,
+            "said": said.strip().splitlines()[-1][:300] if said.strip() else "",
+        }
         if code is None:
             return row | {"outcome": "hang"}
         if "Traceback" in said:
@@ -88,7 +94,10 @@ def main(options: Options) -> None:
         alone = arrays_and_losses(folder, "alone")
         steps = max(options.trials - 1, 1)
         for number in range(options.trials):
-            kib = options.smallest_kib + (options.largest_kib - options.smallest_kib) * number // steps
+            kib = (
+                options.smallest_kib
+                + (options.largest_kib - options.smallest_kib) * number // steps
+            )
             rows.append(trial(folder, f"disk{number}", kib, alone, options.timeout))
             print(json.dumps(rows[-1]), flush=True)
     report("disk_full.py", rows, options.out)

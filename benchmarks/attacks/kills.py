@@ -1,10 +1,11 @@
-"""Kills a training run with SIGKILL at random moments, resumes it, and compares it bit for bit with a run left alone.
+"""Kills a training run with SIGKILL at random moments, resumes it, and compares it bit for bit with
+a run left alone.
 
     python benchmarks/attacks/kills.py --trials 20 --out benchmarks/results/attacks/kills.json
 
-Half of the trials kill while a checkpoint is being written, the others anywhere between the first step and the end. The run has
-accumulation, shuffled data and a schedule. Compared are every logged loss and gradient norm, and every array of the last
-checkpoint.
+Half of the trials kill while a checkpoint is being written, the others anywhere between the first
+step and the end. The run has accumulation, shuffled data and a schedule. Compared are every logged
+loss and gradient norm, and every array of the last checkpoint.
 """
 
 import dataclasses
@@ -34,13 +35,16 @@ class Options:
 
 
 def kill_in_a_save(run: Path, process: subprocess.Popen, rng: random.Random) -> bool:
-    """Wait for a later save to be under way, then kill. False if the run ended before one was seen."""
+    """Wait for a later save to be under way, then kill. False if the run ended before one was
+    seen."""
     skip = rng.randrange(8)
     seen: set[str] = set()
     while process.poll() is None:
         folder = run / "checkpoints"
         under_way = {p.name for p in folder.glob("*")} if folder.exists() else set()
-        under_way = {n for n in under_way if "tmp" in n or not (folder / n / "commit_success.txt").exists()}
+        under_way = {
+            n for n in under_way if "tmp" in n or not (folder / n / "commit_success.txt").exists()
+        }
         for name in under_way - seen:
             seen.add(name)
             if len(seen) > skip:
@@ -71,13 +75,21 @@ def main(options: Options) -> None:
             process.wait()
             finish(folder, name)  # or say that it is complete
             log = (folder / f"{name}.txt").read_text()
-            resumed = [line.rsplit(" ", 1)[1] for line in log.splitlines() if "going on from step" in line]
+            resumed = [
+                line.rsplit(" ", 1)[1] for line in log.splitlines() if "going on from step" in line
+            ]
             rows.append(
                 {
                     "trial": trial,
-                    "killed": "not: it had ended" if not killed else "while saving" if in_save else "at random",
+                    "killed": "not: it had ended"
+                    if not killed
+                    else "while saving"
+                    if in_save
+                    else "at random",
                     "resumed_from_step": int(resumed[0]) if resumed else 0,
-                    "outcome": "bit-exact" if same(arrays_and_losses(folder, name), alone) else "silent wrong",
+                    "outcome": "bit-exact"
+                    if same(arrays_and_losses(folder, name), alone)
+                    else "silent wrong",
                 }
             )
             print(json.dumps(rows[-1]), flush=True)

@@ -1,14 +1,17 @@
 """Cuts the power of a disk while a run saves its checkpoints, and resumes from what the disk has.
 
-    python benchmarks/attacks/power_cut.py --trials 17 --out benchmarks/results/attacks/power_cut.json
+    python benchmarks/attacks/power_cut.py --trials 17 --out
+    benchmarks/results/attacks/power_cut.json
 
-Needs root, to mount a file as an ext4 disk. At a random moment the training process is stopped and the file copied: the copy has
-what the disk has, without anything that the kernel still keeps in memory. The copy is mounted (ext4 replays its journal), and the
-same command must resume on it and end with the arrays and losses of a run left alone. The file system is mounted without its own
+Needs root, to mount a file as an ext4 disk. At a random moment the training process is stopped and
+the file copied: the copy has what the disk has, without anything that the kernel still keeps in
+memory. The copy is mounted (ext4 replays its journal), and the same command must resume on it and
+end with the arrays and losses of a run left alone. The file system is mounted without its own
 protections for programs that do not synchronise (data=writeback, noauto_da_alloc).
 
-Outcomes: `resumed` (from a checkpoint, bit-exact), `began anew` (before the first checkpoint was complete). Failures: `lost` (a
-checkpoint had been reported complete, and none was left, or the run did not go on), `silent wrong`, `traceback`.
+Outcomes: `resumed` (from a checkpoint, bit-exact), `began anew` (before the first checkpoint was
+complete). Failures: `lost` (a checkpoint had been reported complete, and none was left, or the run
+did not go on), `silent wrong`, `traceback`.
 """
 
 import contextlib
@@ -55,10 +58,14 @@ def mounted(image: Path, folder: Path):
 
 def complete(run: Path) -> list[int]:
     folder = run / "checkpoints"
-    return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
+    return (
+        sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.exists() else []
+    )
 
 
-def trial(folder: Path, number: int, seconds: float, alone, options: Options, rng: random.Random) -> dict:
+def trial(
+    folder: Path, number: int, seconds: float, alone, options: Options, rng: random.Random
+) -> dict:
     name, image, cut = f"cut{number}", folder / f"disk{number}.img", folder / f"cut{number}.img"
     disk, after = folder / f"disk{number}", folder / f"after{number}"
     with image.open("wb") as file:

@@ -2,12 +2,14 @@
 
     python benchmarks/attacks/shards.py --trials 2000 --out benchmarks/results/attacks/shards.json
 
-Each trial copies a small dataset with digests and changes one file: bits, length, header fields, zeroed blocks, another file in
-its place, a directory, FIFO or link, or a field of dataset.json. The dataset is then found, validated, and every window of both
-splits is loaded. In further trials a child process loads windows while a shard is truncated or overwritten.
+Each trial copies a small dataset with digests and changes one file: bits, length, header fields,
+zeroed blocks, another file in its place, a directory, FIFO or link, or a field of dataset.json. The
+dataset is then found, validated, and every window of both splits is loaded. In further trials a
+child process loads windows while a shard is truncated or overwritten.
 
-Outcomes: `refused` (a DataError), `same tokens` (the windows are those of the undamaged dataset). Failures: `silent wrong` (other
-windows), `crash` (another exception, or the end of the child process by a signal), `hang`, `control characters` (in the error).
+Outcomes: `refused` (a DataError), `same tokens` (the windows are those of the undamaged dataset).
+Failures: `silent wrong` (other windows), `crash` (another exception, or the end of the child
+process by a signal), `hang`, `control characters` (in the error).
 """
 
 import dataclasses
@@ -38,7 +40,8 @@ FAILURES = ("silent wrong", "crash", "hang", "control characters")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Damage datasets; exit code 1 if one is read wrongly without an error, or not refused in a sentence."""
+    """Damage datasets; exit code 1 if one is read wrongly without an error, or not refused in a
+    sentence."""
 
     trials: int = 2000
     """Datasets to damage before they are read."""
@@ -62,7 +65,9 @@ def make(folder: Path, rng: random.Random) -> Path:
     text.mkdir()
     for number in range(60):
         (text / f"{number:02d}.txt").write_text("".join(rng.choices("abcdefgh \n", k=400)))
-    options = Preparation(data_dir=folder, name="original", tokenizer="byte", val_fraction=0.3, shard_tokens=4000)
+    options = Preparation(
+        data_dir=folder, name="original", tokenizer="byte", val_fraction=0.3, shard_tokens=4000
+    )
     return prepare_corpus("text", corpora.text([text]), options, log=str)
 
 
@@ -70,13 +75,17 @@ def read(folder: Path) -> list[np.ndarray]:
     """All windows of one epoch and of the validation split, by the path of a training run."""
     dataset = find_dataset(str(folder), folder.parent, "auto")
     dataset.validate(VOCABULARY, LENGTH)
-    loader = Loader(dataset.train, sequence_length=LENGTH, batch=BATCH, seed=0, vocab_size=VOCABULARY)
+    loader = Loader(
+        dataset.train, sequence_length=LENGTH, batch=BATCH, seed=0, vocab_size=VOCABULARY
+    )
     with loader:
         train = [next(loader) for _ in range(loader.windows_per_epoch // BATCH)]
-    return train + fixed_batches(dataset.val, sequence_length=LENGTH, batch=1, count=10**6, vocab_size=VOCABULARY)
+    return train + fixed_batches(
+        dataset.val, sequence_length=LENGTH, batch=1, count=10**6, vocab_size=VOCABULARY
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- changes to a file
+# -------------------------------------------------------------------------------- changes to a file
 def overwrite(path: Path, offset: int, content: bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -111,7 +120,9 @@ def random_block(path: Path, rng: random.Random) -> None:
 
 
 def header_field(path: Path, rng: random.Random) -> None:
-    value = rng.choice((0, 1, -1, 2**31 - 1, -(2**31), rng.randrange(-(2**31), 2**31), rng.randrange(9000)))
+    value = rng.choice(
+        (0, 1, -1, 2**31 - 1, -(2**31), rng.randrange(-(2**31), 2**31), rng.randrange(9000))
+    )
     overwrite(
         path,
         4 * rng.choice((0, 1, 2, rng.randrange(256))),
@@ -190,14 +201,18 @@ def json_name(path: Path, rng: random.Random) -> None:
     said = json.loads(path.read_text())
     name = rng.choice(sorted(said["shards"]))
     info = said["shards"].pop(name)
-    said["shards"][rng.choice((f"../{name}", "/etc/passwd", "", "..", "\x1b[31m", "a\0b", "ü" * 300))] = info
+    said["shards"][
+        rng.choice((f"../{name}", "/etc/passwd", "", "..", "\x1b[31m", "a\0b", "ü" * 300))
+    ] = info
     path.write_text(json.dumps(said))
 
 
 def json_garbage(path: Path, rng: random.Random) -> None:
     nested, huge = b"[" * 10**5, b'{"format": ' + b"9" * 10**4 + b"}"
     path.write_bytes(
-        rng.choice((b"", b"\xff\xfe\xfd", nested, huge, b"null", b"[]", b'"x"', b"{}", rng.randbytes(100)))
+        rng.choice(
+            (b"", b"\xff\xfe\xfd", nested, huge, b"null", b"[]", b'"x"', b"{}", rng.randbytes(100))
+        )
     )
 
 
@@ -215,8 +230,10 @@ SHARD = (
 SIDECAR = (*ANY_FILE, json_field, json_field, json_field, json_name, json_garbage)
 
 
-# ---------------------------------------------------------------------------------------------------- trials
-def judged(action: Callable[[], list[np.ndarray]], expected: list[np.ndarray], timeout: int) -> tuple[str, str]:
+# ------------------------------------------------------------------------------------------- trials
+def judged(
+    action: Callable[[], list[np.ndarray]], expected: list[np.ndarray], timeout: int
+) -> tuple[str, str]:
     """The outcome of a read, and the message of its error."""
 
     def expire(*_: object) -> None:
@@ -305,11 +322,15 @@ def main(options: Options) -> None:
         original = make(Path(temporary), rng)
         expected = read(original)
         rows = [trial(original, expected, rng, options.timeout) for _ in range(options.trials)]
-        rows += [concurrent_trial(original, rng, options.timeout) for _ in range(options.concurrent)]
+        rows += [
+            concurrent_trial(original, rng, options.timeout) for _ in range(options.concurrent)
+        ]
     counts, attacks = Counter(row["outcome"] for row in rows), defaultdict(Counter)
     for row in rows:
         attacks[row["attack"]][row["outcome"]] += 1
-    failures = [{"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in FAILURES]
+    failures = [
+        {"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in FAILURES
+    ]
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.most_common()))
     for failure in failures[:10]:
         print(json.dumps(failure))

@@ -1,11 +1,14 @@
 """Starts two processes with the name of one run.
 
-    python benchmarks/attacks/two_processes.py --trials 11 --out benchmarks/results/attacks/two_processes.json
+    python benchmarks/attacks/two_processes.py --trials 11 --out
+    benchmarks/results/attacks/two_processes.json
 
-The second process starts at a random moment of the first one's life. Exactly one of them must train; the other is refused with
-the first one's pid, and the run ends with the arrays and losses of a run left alone.
+The second process starts at a random moment of the first one's life. Exactly one of them must
+train; the other is refused with the first one's pid, and the run ends with the arrays and losses of
+a run left alone.
 
-Outcomes: `one refused`, `one after the other` (the first had ended). Failures: `silent wrong`, `lost`, `traceback`.
+Outcomes: `one refused`, `one after the other` (the first had ended). Failures: `silent wrong`,
+`lost`, `traceback`.
 """
 
 import dataclasses

@@ -63,7 +63,7 @@ class Hang(BaseException):
     """A trial that does not end."""
 
 
-# ------------------------------------------------------------------------------ changes to bytes
+# --------------------------------------------------------------------------------- changes to bytes
 def flip(file: Path, rng: random.Random, start: int = 0, stop: int | None = None) -> None:
     raw = bytearray(file.read_bytes())
     for _ in range(rng.choice([1, 1, 1, 8])):
@@ -110,7 +110,7 @@ def not_a_file(file: Path, rng: random.Random) -> None:
         file.symlink_to(file if change == "loop" else f"/dev/{change}")
 
 
-# ------------------------------------------------------------------------------ Hugging Face
+# ------------------------------------------------------------------------------------- Hugging Face
 WEIRD = (
     ["12", "", 12.0, True, False, None, -1, 0, 1, 3, 4, 10**6, 2**31, 2**63, 10**40, 1e308, {}, []]
     + [float("nan"), float("inf"), [4], {"a": 1}, "\x1b[31mred", "\x1b]0;title\x07", "x" * 10**5]
@@ -191,15 +191,19 @@ def index(folder: Path, rng: random.Random) -> None:
     outside = shutil.copy(folder / "part.safetensors", folder.parent / "outside.safetensors")
     names = ["../outside.safetensors", str(outside), "config.json", ".", "..", "", "a\0b", "absent"]
     names += [12, None, [], "x" * 5000, "\x1b[31m", "\ud800", "sub/part.safetensors"]
-    whole = rng.choice([None, [], "x", {}, {"weight_map": None}, {"weight_map": [1]}, {"weight_map": {}}])
+    whole = rng.choice(
+        [None, [], "x", {}, {"weight_map": None}, {"weight_map": [1]}, {"weight_map": {}}]
+    )
     damaged = {"weight_map": {"a": rng.choice(names), "b": "part.safetensors"}}
     text = json.dumps(whole if rng.random() < 0.2 else damaged)
     (folder / "model.safetensors.index.json").write_text(text)
     if rng.random() < 0.2:
-        rng.choice([flip, truncate, garbage, not_a_file])(folder / "model.safetensors.index.json", rng)
+        rng.choice([flip, truncate, garbage, not_a_file])(
+            folder / "model.safetensors.index.json", rng
+        )
 
 
-# ------------------------------------------------------------------------------ llm.c
+# -------------------------------------------------------------------------------------------- llm.c
 def llmc_header(folder: Path, rng: random.Random) -> None:
     file = folder / "model.bin"
     raw = bytearray(file.read_bytes())
@@ -244,7 +248,7 @@ ATTACKS: list[tuple[int, str, Callable[[Path, random.Random], None], set[str]]] 
 ]
 
 
-# ------------------------------------------------------------------------------ trials
+# ------------------------------------------------------------------------------------------- trials
 def compare(model: GPT2, original: GPT2) -> str:
     if model.config != original.config:
         return "other sizes that fit the file"
@@ -273,7 +277,9 @@ def load(folder: Path, attack: str, original: GPT2, timeout: float) -> tuple[str
         outcome = "hang"
     except WeightsError as error:
         said = str(error)
-        outcome = "refused" if said == printable(said) and "\n" not in said else "unprintable message"
+        outcome = (
+            "refused" if said == printable(said) and "\n" not in said else "unprintable message"
+        )
     except Exception as error:  # noqa: BLE001 (every other exception is a failure)
         outcome, said = "wrong exception", f"{type(error).__name__}: {error}"
     finally:
@@ -303,13 +309,19 @@ def main(options: Options) -> None:
         save_hf(model, original)
         save_llmc(model, original / "model.bin")
         # What JAX and safetensors allocate once must not count for a trial.
-        assert compare(load_hf(original), model) == compare(load_llmc(original / "model.bin"), model) == "same model"
+        assert (
+            compare(load_hf(original), model)
+            == compare(load_llmc(original / "model.bin"), model)
+            == "same model"
+        )
         attacks = rng.choices(ATTACKS, [attack[0] for attack in ATTACKS], k=options.trials)
         rows = [trial(original, attack, model, rng, options.timeout) for attack in attacks]
     counts, by_attack = Counter(row["outcome"] for row in rows), defaultdict(Counter)
     for row in rows:
         by_attack[row["attack"]][row["outcome"]] += 1
-    failures = [{"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in FAILURES]
+    failures = [
+        {"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in FAILURES
+    ]
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.most_common()))
     for failure in failures[:10]:
         print(json.dumps(failure))

@@ -1,27 +1,32 @@
-"""Scaled dot-product attention: each query's mean of the values that it sees, weighted by a softmax, for each head.
+"""Scaled dot-product attention: each query's mean of the values that it sees, weighted by a
+softmax, for each head.
 
-    S = scale · Q Kᵀ      P_ts = exp(S_ts − L_t) where t sees s, else 0      L_t = log Σ_s exp(S_ts)      O = P V
+    S = scale · Q Kᵀ      P_ts = exp(S_ts − L_t) where t sees s, else 0      L_t = log Σ_s exp(S_ts)
+    O = P V
 
 and with D_t = Σ_d dO_td · O_td − dL_t:
 
     dV = Pᵀ dO      dS = P ∘ (dO Vᵀ − D)      dQ = scale · dS K      dK = scale · dSᵀ Q
 
-The flash kernels never hold more than a tile of S or P: memory is O(T). Saved for the backward pass: Q, K, V, O and L.
-Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
+The flash kernels never hold more than a tile of S or P: memory is O(T). Saved for the backward
+pass: Q, K, V, O and L. Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
 
-Shapes: B batch, T time (as many keys as queries), H query heads, K key and value heads, D head dimension. Arrays are B·T·H·D
-("BTHD"), the packed projection B·T·3·H·D: q, k and v, in this order. With fewer key and value heads than query heads
-(grouped-query attention), query head h takes key head h // (H/K). The log-sum-exp L is natural, fp32, B·H·T.
+Shapes: B batch, T time (as many keys as queries), H query heads, K key and value heads, D head
+dimension. Arrays are B·T·H·D ("BTHD"), the packed projection B·T·3·H·D: q, k and v, in this order.
+With fewer key and value heads than query heads (grouped-query attention), query head h takes key
+head h // (H/K). The log-sum-exp L is natural, fp32, B·H·T.
 
 Back ends:
     mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper.
-    triton: NVIDIA GPUs from Ampere on; the only one here with fp32 in TF32, O(T) memory and segment ids at once.
+    triton: NVIDIA GPUs from Ampere on; the only one here with fp32 in TF32, O(T) memory and segment
+        ids at once.
     cudnn: cuDNN's fused attention through `jax.nn.dot_product_attention`. bf16 or fp16.
     xla: S is materialised; any device. Softmax statistics are fp32 in every dtype.
     reference: the definition in fp32, materialised; any device.
-Every back end takes fp32, bf16 and fp16 alone, or fewer. mosaic, triton and cudnn are differentiable once, in reverse mode; xla and
-reference also in forward mode and to any order.
-mosaic and triton read q, k and v where they lie in the packed projection, and write its gradient as one array.
+Every back end takes fp32, bf16 and fp16 alone, or fewer. mosaic, triton and cudnn are
+differentiable once, in reverse mode; xla and reference also in forward mode and to any order.
+mosaic and triton read q, k and v where they lie in the packed projection, and write its gradient as
+one array.
 """
 
 import functools
@@ -53,18 +58,24 @@ def flash_attention(
     """Attention of every query to the keys at or before it.
 
     Args:
-        q_BTHD, k_BTKD, v_BTKD: queries, keys, values of one dtype: fp32, bf16 or fp16. H is a multiple of K.
+        q_BTHD, k_BTKD, v_BTKD: queries, keys, values of one dtype: fp32, bf16 or fp16. H is a
+            multiple of K.
         causal: query t sees keys 0…t; otherwise all.
         scale: multiplies Q·K; 1/√D when None.
         window: query t sees only its last `window` keys, t−window+1…t. Needs `causal`.
-        segment_ids: a query sees only keys of its own id (documents packed into one sequence). In any order, in any integer type.
+        segment_ids: a query sees only keys of its own id (documents packed into one sequence). In
+            any order, in any integer type.
         return_lse: return the log-sum-exp L too.
-        deterministic: the gradients of two runs are equal bit for bit; a back end that cannot promise it is not taken.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "xla" or "reference".
-        precision: of matrix products in fp32, as in `jax.lax.dot`; None is TF32 on a GPU, "highest" is true fp32.
+        deterministic: the gradients of two runs are equal bit for bit; a back end that cannot
+            promise it is not taken.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "xla" or "reference".
+        precision: of matrix products in fp32, as in `jax.lax.dot`; None is TF32 on a GPU, "highest"
+            is true fp32.
 
     Returns:
-        O, like `q_BTHD`; with `return_lse` (O, L), where L is B·H·T in fp32 and has a gradient, too.
+        O, like `q_BTHD`; with `return_lse` (O, L), where L is B·H·T in fp32 and has a gradient,
+        too.
 
     Raises:
         ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
@@ -95,7 +106,8 @@ def flash_attention_qkv(
     implementation: str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """`flash_attention` of q, k and v as they come out of one projection, and the gradient as that projection wants it.
+    """`flash_attention` of q, k and v as they come out of one projection, and the gradient as that
+    projection wants it.
 
     Args:
         qkv_BT3HD: q, k and v along the third axis.
@@ -103,10 +115,21 @@ def flash_attention_qkv(
     The others, returns and errors as of `flash_attention`.
     """
     if qkv_BT3HD.ndim != 5 or qkv_BT3HD.shape[2] != 3:
-        raise ValueError(f"flash_attention_qkv: expected (batch, time, 3, heads, head_dim), got {qkv_BT3HD.shape}")
+        raise ValueError(
+            "flash_attention_qkv: expected (batch, time, 3, heads, head_dim), got "
+            f"{qkv_BT3HD.shape}"
+        )
     _check(*_split((qkv_BT3HD,)), segment_ids, causal=causal, window=window)
     return _attend(
-        (qkv_BT3HD,), segment_ids, causal, scale, window, return_lse, deterministic, implementation, precision
+        (qkv_BT3HD,),
+        segment_ids,
+        causal,
+        scale,
+        window,
+        return_lse,
+        deterministic,
+        implementation,
+        precision,
     )
 
 
@@ -123,14 +146,16 @@ def choose(
     precision: jax.lax.PrecisionLike = None,
     arrays: tuple = (),
 ) -> str:
-    """The back end that `flash_attention` uses for this dtype, sequence length and head dimension on the default device.
+    """The back end that `flash_attention` uses for this dtype, sequence length and head dimension
+    on the default device.
 
-    `auto` takes the first in the order of `FASTEST` that can run here, but no kernel of ours for arrays that the compiler may split
-    over several devices.
+    `auto` takes the first in the order of `FASTEST` that can run here, but no kernel of ours for
+    arrays that the compiler may split over several devices.
 
     Args:
         window: as of `flash_attention`.
-        segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for equal gradients.
+        segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for
+            equal gradients.
         precision: as of `flash_attention`.
         arrays: those of the call, whose types say whether the compiler may split them.
 
@@ -160,9 +185,18 @@ def choose(
 
 
 def reference(
-    q_BTHD, k_BTKD, v_BTKD, *, causal=True, scale: float | None = None, window=None, segment_ids=None, return_lse=False
+    q_BTHD,
+    k_BTKD,
+    v_BTKD,
+    *,
+    causal=True,
+    scale: float | None = None,
+    window=None,
+    segment_ids=None,
+    return_lse=False,
 ):
-    """The definition, in fp32 with true fp32 products, whatever the inputs are. Returns fp32 arrays."""
+    """The definition, in fp32 with true fp32 products, whatever the inputs are. Returns fp32
+    arrays."""
     q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
     options = _Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
@@ -182,8 +216,9 @@ class _Fastest(NamedTuple):
     order: tuple[str, ...]
 
 
-# By the time of forward and backward together in benchmarks/results/kernels/flash_attention.json (H200). GPUs without a row were not
-# measured; there cuDNN comes first, and Triton where cuDNN cannot run.
+# By the time of forward and backward together in benchmarks/results/kernels/flash_attention.json
+# (H200). GPUs without a row were not measured; there cuDNN comes first, and Triton where cuDNN
+# cannot run.
 FASTEST = (
     _Fastest((9, 0), "16", 64, True, ("triton", "mosaic", "cudnn", "xla")),
     _Fastest((9, 0), "16", 64, None, ("mosaic", "triton", "cudnn", "xla")),
@@ -213,7 +248,17 @@ class _Options(NamedTuple):
         return self.precision in TRUE_FP32
 
 
-def _attend(operands, segments_BT, causal, scale, window, return_lse, deterministic, implementation, precision):
+def _attend(
+    operands,
+    segments_BT,
+    causal,
+    scale,
+    window,
+    return_lse,
+    deterministic,
+    implementation,
+    precision,
+):
     """Either operands = (q, k, v), or (qkv,)."""
     length, head_dim = operands[0].shape[1], operands[0].shape[-1]
     backend = choose(
@@ -232,7 +277,9 @@ def _attend(operands, segments_BT, causal, scale, window, return_lse, determinis
     window = None if window is None or window >= length else window
     options = _Options(backend, causal, scale, window, deterministic, precision)
     if backend in ("mosaic", "triton") and operands[0].size:
-        out_BTHD, lse_BHT = _calls.differentiable("flash_attention", _flash, options, operands, segments_BT)
+        out_BTHD, lse_BHT = _calls.differentiable(
+            "flash_attention", _flash, options, operands, segments_BT
+        )
     elif backend == "cudnn":
         return _in_cudnn(options, *_split(operands))
     elif backend == "reference":
@@ -248,7 +295,7 @@ def _split(operands):
     return operands if len(operands) == 3 else tuple(operands[0][:, :, i] for i in range(3))
 
 
-# ------------------------------------------------------------------------------------------------------- mosaic and triton
+# -------------------------------------------------------------------------------- mosaic and triton
 
 # Imported when they are used: the CPU needs none of them.
 _MODULES = {
@@ -265,7 +312,9 @@ def _flash(options, operands, segments_BT):
 
 
 def _flash_forward(options, operands, segments_BT):
-    operands, segments_BT = jax.custom_derivatives.custom_vjp_primal_tree_values((operands, segments_BT))
+    operands, segments_BT = jax.custom_derivatives.custom_vjp_primal_tree_values(
+        (operands, segments_BT)
+    )
     out_BTHD, lse_BHT = _kernel(options, "forward")(operands, segments_BT)
     return (out_BTHD, lse_BHT), (operands, segments_BT, out_BTHD, lse_BHT)
 
@@ -286,7 +335,9 @@ _flash.defvjp(_flash_forward, _flash_backward, symbolic_zeros=True)
 
 def _kernel(options, name):
     """`forward` or `backward` of the back end. `vmap` makes its axis a part of the batch."""
-    module = importlib.import_module(f"pallas_kernels.flash_attention.{_MODULES[options.backend, name]}")
+    module = importlib.import_module(
+        f"pallas_kernels.flash_attention.{_MODULES[options.backend, name]}"
+    )
     static = options._asdict() | {"true_fp32": options.true_fp32}
     for key in ("backend", "precision"):
         del static[key]
@@ -310,7 +361,7 @@ def _kernel(options, name):
     return _calls.launch("flash_attention", kernel)
 
 
-# ------------------------------------------------------------------------------------------------------------ cudnn and xla
+# ------------------------------------------------------------------------------------ cudnn and xla
 
 
 def _in_cudnn(options, q_BTHD, k_BTKD, v_BTKD):
@@ -355,11 +406,16 @@ def _visible(options, length, segments_BT):
     return visible_BTS
 
 
-# --------------------------------------------------------------------------------------------------------- what runs where
+# ---------------------------------------------------------------------------------- what runs where
 
 
 def _why_not_cudnn(
-    dtype: jnp.dtype, length: int, head_dim: int, segments: bool, return_lse: bool, deterministic: bool
+    dtype: jnp.dtype,
+    length: int,
+    head_dim: int,
+    segments: bool,
+    return_lse: bool,
+    deterministic: bool,
 ) -> str | None:
     if _choose.platform() not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, and the default device is a {_choose.platform()}"
@@ -404,19 +460,24 @@ def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
         and (*q_BTHD.shape[:2], q_BTHD.shape[3]) == (*k_BTKD.shape[:2], k_BTKD.shape[3])
     ):
         raise ValueError(
-            "flash_attention: expected q of shape (batch, time, heads, head_dim), k and v of shape (batch, time, "
+            "flash_attention: expected q of shape (batch, time, heads, head_dim), k and v of shape "
+            "(batch, time, "
             f"key heads, head_dim), got {shapes}"
         )
     if q_BTHD.shape[2] % max(1, k_BTKD.shape[2]):
         raise ValueError(
-            f"flash_attention: expected a number of heads that is a multiple of that of key heads, got {shapes}"
+            "flash_attention: expected a number of heads that is a multiple of that of key heads, "
+            f"got {shapes}"
         )
     if not q_BTHD.dtype == k_BTKD.dtype == v_BTKD.dtype:
         raise ValueError(
-            f"flash_attention: expected one dtype for q, k, v, got {q_BTHD.dtype}, {k_BTKD.dtype}, {v_BTKD.dtype}"
+            f"flash_attention: expected one dtype for q, k, v, got {q_BTHD.dtype}, {k_BTKD.dtype}, "
+            f"{v_BTKD.dtype}"
         )
     if q_BTHD.dtype not in DTYPES:
-        raise ValueError(f"flash_attention: expected float32, bfloat16 or float16, got {q_BTHD.dtype}")
+        raise ValueError(
+            f"flash_attention: expected float32, bfloat16 or float16, got {q_BTHD.dtype}"
+        )
     if segments_BT is not None and (
         segments_BT.shape != q_BTHD.shape[:2] or not jnp.issubdtype(segments_BT.dtype, jnp.integer)
     ):
@@ -426,5 +487,6 @@ def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
         )
     if window is not None and not (causal and window >= 1):
         raise ValueError(
-            f"flash_attention: a window needs causal=True and a size of at least 1, got {causal=} {window=}"
+            f"flash_attention: a window needs causal=True and a size of at least 1, got {causal=} "
+            f"{window=}"
         )

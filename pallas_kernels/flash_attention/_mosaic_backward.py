@@ -1,25 +1,33 @@
-"""The backward pass of flash attention on Hopper (Pallas Mosaic GPU): TMA, wgmma, one kernel with five products.
+"""The backward pass of flash attention on Hopper (Pallas Mosaic GPU): TMA, wgmma, one kernel with
+five products.
 
-A piece of work is a block of 128 keys of one head, over all the blocks of queries that see it; the keys' gradients stay in
-registers meanwhile. One warpgroup loads, two multiply, 64 of the keys each:
+A piece of work is a block of 128 keys of one head, over all the blocks of queries that see it; the
+keys' gradients stay in registers meanwhile. One warpgroup loads, two multiply, 64 of the keys each:
 
     Sᵀ = K Qᵀ     dPᵀ = V dOᵀ     Pᵀ = exp2(scale·log2(e)·Sᵀ − log2(e)·L)     dSᵀ = Pᵀ ∘ (dPᵀ − D)
     dV += Pᵀ dO     dK += dSᵀ Q     dQ += dS K
 
-Pᵀ and dSᵀ are left operands in registers; dSᵀ also goes through shared memory, as dQ sums over the keys of both warpgroups.
+Pᵀ and dSᵀ are left operands in registers; dSᵀ also goes through shared memory, as dQ sums over the
+keys of both warpgroups.
 
 dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
-    whole heads: a block of threads has all the keys of a head in turn, and so is alone with the head's dQ. The first part of a
-        tile of dQ is stored, the next are added by TMA, the last is added in registers and leaves as the result. Its sums are a
-        buffer of one head for each multiprocessor, which stays in the L2 cache, and are always in the same order.
-    split heads: any block of threads has any block of keys, by a table made before the launch. All add to one zeroed fp32 dQ, in
-        any order, which is converted afterwards: two more passes over 4 bytes an element, but work for all where heads are few.
-        Few heads are under way at a time, so that their sums stay in the L2 cache: with all of them at once each addition went to
-        HBM and back (H200, 16×4096×6×128: 2.70 ms; now 2.13).
+    whole heads: a block of threads has all the keys of a head in turn, and so is alone with the
+    head's dQ. The first part of a
+        tile of dQ is stored, the next are added by TMA, the last is added in registers and leaves
+        as the result. Its sums are a buffer of one head for each multiprocessor, which stays in the
+        L2 cache, and are always in the same order.
+    split heads: any block of threads has any block of keys, by a table made before the launch. All
+    add to one zeroed fp32 dQ, in
+        any order, which is converted afterwards: two more passes over 4 bytes an element, but work
+        for all where heads are few. Few heads are under way at a time, so that their sums stay in
+        the L2 cache: with all of them at once each addition went to HBM and back (H200,
+        16×4096×6×128: 2.70 ms; now 2.13).
 
-What keeps the tensor cores busy was read off the compiled code (ptxas says where it waits for products, and what it spills).
+What keeps the tensor cores busy was read off the compiled code (ptxas says where it waits for
+products, and what it spills).
 
-Shapes: B batch, T time, H query heads, K key heads, D head dimension; R the two numbers of a query, log2(e)·L and −D.
+Shapes: B batch, T time, H query heads, K key heads, D head dimension; R the two numbers of a query,
+log2(e)·L and −D.
 """
 
 import dataclasses
@@ -32,7 +40,13 @@ from jax import lax
 from pallas_kernels import _choose, _mosaic
 from pallas_kernels._mosaic import pl, plgpu, swizzled
 from pallas_kernels.flash_attention import _mosaic_forward
-from pallas_kernels.flash_attention._mosaic_forward import LOG2_E, SHARED_BYTES, operand, padded, schedule
+from pallas_kernels.flash_attention._mosaic_forward import (
+    LOG2_E,
+    SHARED_BYTES,
+    operand,
+    padded,
+    schedule,
+)
 
 KEYS = 128  # of a piece of work
 HALF = 64  # keys of one multiplying warpgroup, and the sides of what it adds to dQ at a time
@@ -47,8 +61,10 @@ class Tiles:
         stages: blocks of queries that shared memory holds.
         key_stages: blocks of keys that it holds.
         score_stages: tiles of dS that it holds.
-        slots: parts of 64×64 results that wait to be written, for each warpgroup, beside those that fit in a tile of dS.
-        more_barriers: Mosaic puts its own around each access to shared memory, beside those that the kernel has where it needs them.
+        slots: parts of 64×64 results that wait to be written, for each warpgroup, beside those that
+            fit in a tile of dS.
+        more_barriers: Mosaic puts its own around each access to shared memory, beside those that
+            the kernel has where it needs them.
         whole_heads: which way dQ is summed; None for the one that should be faster.
     """
 
@@ -89,14 +105,17 @@ def queries_in_a_block(head_dim: int) -> int:
 
 
 def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
-    """Whether idle blocks of threads in the last round cost less than the two passes over dQ (estimated at 128/T of the rest)."""
+    """Whether idle blocks of threads in the last round cost less than the two passes over dQ
+    (estimated at 128/T of the rest)."""
     rounds = pl.cdiv(heads, blocks)
     return rounds * blocks <= heads * (1 + KEYS / length)
 
 
-# One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
+# One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
+# and no cache spares them.
 @functools.partial(
-    jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "bias", "tiles")
+    jax.jit,
+    static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "bias", "tiles"),
 )
 def backward(
     operands,
@@ -114,16 +133,19 @@ def backward(
     bias: bool = False,
     tiles: Tiles | None = None,
 ):
-    """Gradients, a tuple shaped like `operands`; with `bias` (gradients, Σ dQ), the sum over all queries, H·D in fp32, and Σ dO.
+    """Gradients, a tuple shaped like `operands`; with `bias` (gradients, Σ dQ), the sum over all
+    queries, H·D in fp32, and Σ dO.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
         segments_BT: None; this back end has no segments.
         out_BTHD, lse_BHT: the output, and L in fp32.
         dout_BTHD, dlse_BHT: their gradients; that of L is None where nothing asked for it.
-        deterministic: whole heads only. The same five products, but no more than B·K blocks of threads have work.
+        deterministic: whole heads only. The same five products, but no more than B·K blocks of
+            threads have work.
         true_fp32: no matter here.
-        bias: of packed operands alone. Σ dQ is of dQ as it is written, or, where sums of several blocks become dQ in Triton, of these.
+        bias: of packed operands alone. Σ dQ is of dQ as it is written, or, where sums of several
+            blocks become dQ in Triton, of these.
         tiles: those of mosaic_tiles.json where None.
 
     Raises:
@@ -140,7 +162,9 @@ def backward(
         whole = whole_heads_are_faster(batch * key_heads, length, _mosaic.num_sms())
     whole = whole or deterministic
 
-    rows_BHRT, zeros_BTHD, dout_HD = _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole, bias=bias)
+    rows_BHRT, zeros_BTHD, dout_HD = _of_each_query(
+        lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole, bias=bias
+    )
     *operands, dout_BTHD = map(padded, (*operands, dout_BTHD))
     gradients, dq_HD = _gradients(
         tuple(operands),
@@ -160,8 +184,8 @@ def backward(
 
 
 def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
-    """(log2(e)·L, −D), zero past the end, where dO is zero too, and so is all that comes of them; zeros for dQ where `sums`; and Σ dO
-    where `bias`.
+    """(log2(e)·L, −D), zero past the end, where dO is zero too, and so is all that comes of them;
+    zeros for dQ where `sums`; and Σ dO where `bias`.
     """
     batch, length, heads, head_dim = dout_BTHD.shape
     rows = length + -length % queries_in_a_block(head_dim)
@@ -169,14 +193,18 @@ def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
     if _choose.why_not_triton() is None:
         from pallas_kernels.flash_attention import _triton_passes
 
-        # One pass. XLA makes D beside L with one thread a row, 0.4 ms for 64×1024×12×64 on an H200, and zeros once for all layers, of
-        # which each then has a copy.
+        # One pass. XLA makes D beside L with one thread a row, 0.4 ms for 64×1024×12×64 on an H200,
+        # and zeros once for all layers, of which each then has a copy.
         rows_BHRT, zeros_BTHD, dout_HD = _triton_passes.delta(
             out_BTHD, dout_BTHD, lse_BHT, rows=rows, zeros=zeros if sums else 0, sums=bias
         )
     else:
-        delta_BHT = jnp.einsum("bthd,bthd->bht", dout_BTHD.astype(jnp.float32), out_BTHD.astype(jnp.float32))
-        rows_BHRT = jnp.stack([lse_BHT * jnp.float32(LOG2_E), -lax.optimization_barrier(delta_BHT)], axis=2)
+        delta_BHT = jnp.einsum(
+            "bthd,bthd->bht", dout_BTHD.astype(jnp.float32), out_BTHD.astype(jnp.float32)
+        )
+        rows_BHRT = jnp.stack(
+            [lse_BHT * jnp.float32(LOG2_E), -lax.optimization_barrier(delta_BHT)], axis=2
+        )
         rows_BHRT = jnp.pad(rows_BHRT, [(0, 0), (0, 0), (0, 0), (0, rows - length)])
         zeros_BTHD = jnp.zeros((batch, zeros, heads, head_dim), jnp.float32) if sums else None
         dout_HD = _over_queries(dout_BTHD) if bias else None
@@ -189,7 +217,9 @@ def _over_queries(x_BTHD):
     return x_BTHD.astype(jnp.float32).sum((0, 1))
 
 
-def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, scale, window, whole, bias, tiles):
+def _gradients(
+    operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, scale, window, whole, bias, tiles
+):
     """Those of the padded operands, and Σ dQ where `bias`, else None."""
     batch, padded_length, query_heads, head_dim = dout_BTHD.shape
     packed = len(operands) == 1
@@ -222,11 +252,26 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
         inputs, refs = refs[: len(operands)], refs[len(operands) :]
         dout_gmem, rows_gmem, *refs = refs
         if whole:
-            gradients, sums_gmem, refs = refs[: len(operands)], refs[len(operands)], refs[len(operands) + 1 :]
+            gradients, sums_gmem, refs = (
+                refs[: len(operands)],
+                refs[len(operands)],
+                refs[len(operands) + 1 :],
+            )
         else:
             table_gmem, sums_gmem, *refs = refs
             gradients, refs = (refs[:1], refs[1:]) if packed else ((None, *refs[:2]), refs[2:])
-        q_smem, dout_smem, rows_smem, k_smem, v_smem, ds_smem, sum_smem, out_smem, columns_smem, *barriers = refs
+        (
+            q_smem,
+            dout_smem,
+            rows_smem,
+            k_smem,
+            v_smem,
+            ds_smem,
+            sum_smem,
+            out_smem,
+            columns_smem,
+            *barriers,
+        ) = refs
         filled, consumed, keys_filled, keys_consumed, ds_filled, ds_consumed, sum_filled = barriers
         me, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
@@ -239,7 +284,8 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
             return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
 
         def item(x):
-            """The x-th piece of work of this block: batch, key head, block of keys, and the blocks of queries first … stop − 1."""
+            """The x-th piece of work of this block: batch, key head, block of keys, and the blocks
+            of queries first … stop − 1."""
             if whole:
                 turn, j = split(x, key_blocks)
                 index = turn * blocks + block
@@ -252,10 +298,15 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
         def query_block(step, first, stop):
             """Head of the group, and block of queries.
 
-            Whole heads end on the diagonal, where tiles of dQ are finished, as far as can be from the last additions to them.
-            Split heads begin there, so that blocks of threads at work on one head add to different tiles.
+            Whole heads end on the diagonal, where tiles of dQ are finished, as far as can be from
+            the last additions to them. Split heads begin there, so that blocks of threads at work
+            on one head add to different tiles.
             """
-            g, i = (jnp.int32(0), step) if group == 1 else (lax.div(step, stop - first), lax.rem(step, stop - first))
+            g, i = (
+                (jnp.int32(0), step)
+                if group == 1
+                else (lax.div(step, stop - first), lax.rem(step, stop - first))
+            )
             return g, stop - 1 - i if whole else first + i
 
         def wait_until_free(barrier, done, stages):
@@ -280,15 +331,25 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
                 wait_until_free(keys_consumed, x, tiles.key_stages)
                 rows = pl.ds(j * KEYS, KEYS)
                 for which, smem in ((1, k_smem), (2, v_smem)):
-                    plgpu.copy_gmem_to_smem(operand(inputs, which, b, rows, head), smem.at[slot], keys_filled.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        operand(inputs, which, b, rows, head), smem.at[slot], keys_filled.at[slot]
+                    )
 
                 def load_queries(step, done):
                     g, i = query_block(step, first, stop)
                     slot = lax.rem(done, jnp.int32(tiles.stages))
                     wait_until_free(consumed, done, tiles.stages)
-                    h, rows, barrier = head * group + g, pl.ds(i * queries, queries), filled.at[slot]
-                    plgpu.copy_gmem_to_smem(operand(inputs, 0, b, rows, h), q_smem.at[slot], barrier)
-                    plgpu.copy_gmem_to_smem(rows_gmem.at[b, h, :, rows], rows_smem.at[slot], barrier)
+                    h, rows, barrier = (
+                        head * group + g,
+                        pl.ds(i * queries, queries),
+                        filled.at[slot],
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        operand(inputs, 0, b, rows, h), q_smem.at[slot], barrier
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        rows_gmem.at[b, h, :, rows], rows_smem.at[slot], barrier
+                    )
                     plgpu.copy_gmem_to_smem(dout_gmem.at[b, rows, h], dout_smem.at[slot], barrier)
                     return done + 1
 
@@ -302,7 +363,9 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
         def _multiply():
             plgpu.set_max_registers(240, action="increase")
             mine = pl.ds(me * HALF, HALF)
-            columns_smem[me] = plgpu.broadcasted_iota(jnp.int32, (queries,), 0, layout=plgpu.Layout.WGMMA.reduce(0))
+            columns_smem[me] = plgpu.broadcasted_iota(
+                jnp.int32, (queries,), 0, layout=plgpu.Layout.WGMMA.reduce(0)
+            )
             plgpu.commit_smem()
 
             def write(result, smem, target):
@@ -316,11 +379,16 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
                 return ref.at[mine] if head_dim == HALF else ref.at[:, mine]
 
             def visible(x, key, query):
-                """x, keys×queries from `key` and `query` on, and −∞ where the query does not see the key."""
-                keys = key + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+                """x, keys×queries from `key` and `query` on, and −∞ where the query does not see
+                the key."""
+                keys = key + plgpu.broadcasted_iota(
+                    jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA
+                )
                 if not causal:
                     return jnp.where(keys < length, x, -jnp.inf)
-                behind = plgpu.load(columns_smem.at[me], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                behind = plgpu.load(
+                    columns_smem.at[me], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                )
                 columns = lax.broadcast_in_dim(behind, x.shape, [1])
                 seen = columns >= keys - query
                 if window is not None:
@@ -349,47 +417,70 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
                         g, i = query_block(step, first, stop)
                         at = done + step
                         slot = lax.rem(at, jnp.int32(tiles.stages))
-                        # Else the compiler keeps every address that does not change in a register, and spills them.
+                        # Else the compiler keeps every address that does not change in a register,
+                        # and spills them.
                         key_slot = lax.optimization_barrier(keys_at)
                         h, query = head * group + g, i * queries
                         if whole:
-                            sums = part_of_dq(sums_gmem.at[block * group + g, pl.ds(query, queries)])
+                            sums = part_of_dq(
+                                sums_gmem.at[block * group + g, pl.ds(query, queries)]
+                            )
                             starts = j == 0
                             if window is not None:
-                                starts = j == lax.div(jnp.maximum(query - (window - 1), 0), jnp.int32(KEYS))
-                            ends = j == (lax.div(query, jnp.int32(KEYS)) if causal else key_blocks - 1)
+                                starts = j == lax.div(
+                                    jnp.maximum(query - (window - 1), 0), jnp.int32(KEYS)
+                                )
+                            ends = j == (
+                                lax.div(query, jnp.int32(KEYS)) if causal else key_blocks - 1
+                            )
                         else:
                             sums = part_of_dq(sums_gmem.at[b, pl.ds(query, queries), h])
                         plgpu.barrier_wait(filled.at[slot])
 
                         def along_columns(which):
                             layout = plgpu.Layout.WGMMA.reduce(0)
-                            row = plgpu.load(rows_smem.at[slot, which], layout=layout, optimized=False)
+                            row = plgpu.load(
+                                rows_smem.at[slot, which], layout=layout, optimized=False
+                            )
                             return lax.broadcast_in_dim(row, (HALF, queries), [1])
 
                         def scores(s_acc, dp_acc):
-                            # dP − D: sums that begin with −D. Not after S is issued, or the compiler waits for S.
+                            # dP − D: sums that begin with −D. Not after S is issued, or the
+                            # compiler waits for S.
                             dp_acc[...] = along_columns(1)
-                            plgpu.wgmma(s_acc, k_smem.at[key_slot, mine], q_smem.at[slot].transpose((1, 0)))
-                            plgpu.wgmma(dp_acc, v_smem.at[key_slot, mine], dout_smem.at[slot].transpose((1, 0)))
+                            plgpu.wgmma(
+                                s_acc, k_smem.at[key_slot, mine], q_smem.at[slot].transpose((1, 0))
+                            )
+                            plgpu.wgmma(
+                                dp_acc,
+                                v_smem.at[key_slot, mine],
+                                dout_smem.at[slot].transpose((1, 0)),
+                            )
                             if whole:
 
                                 @pl.when(ends & ~starts)
                                 def _fetch():
-                                    # `sum_smem` is free, and what was added in other pieces of work has arrived.
+                                    # `sum_smem` is free, and what was added in other pieces of work
+                                    # has arrived.
                                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                                     pl.when(step == 0)(lambda: plgpu.wait_smem_to_gmem(0))
-                                    plgpu.copy_gmem_to_smem(sums, sum_smem.at[me], sum_filled.at[me])
+                                    plgpu.copy_gmem_to_smem(
+                                        sums, sum_smem.at[me], sum_filled.at[me]
+                                    )
 
                             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                             logits = s * jnp.float32(scale * LOG2_E) - along_columns(0)
                             logits = lax.cond(
-                                on_an_edge(key, query), lambda a: visible(a, key, query), lambda a: a, logits
+                                on_an_edge(key, query),
+                                lambda a: visible(a, key, query),
+                                lambda a: a,
+                                logits,
                             )
-                            # dS takes P as it is rounded for dV. That leaves registers to issue dV here, and dV needs P: otherwise
-                            # the compiler moves the exponentials, which run while dP is multiplied, to after dP. The barrier keeps
-                            # it from rounding the numbers one by one.
+                            # dS takes P as it is rounded for dV. That leaves registers to issue dV
+                            # here, and dV needs P: otherwise the compiler moves the exponentials,
+                            # which run while dP is multiplied, to after dP. The barrier keeps it
+                            # from rounding the numbers one by one.
                             p = lax.optimization_barrier(jnp.exp2(logits).astype(dtype))
                             plgpu.wgmma(dv_acc, p, dout_smem.at[slot])
                             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -400,10 +491,15 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
 
                         ds_slot = lax.rem(at, jnp.int32(tiles.score_stages))
 
-                        # Until the tile of dS is free: of the results of the last piece of work, or of the products of earlier steps.
-                        # A piece of work adds to a tile of dQ once: waiting for all that the last one sent keeps additions in order.
-                        pl.when(step == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not whole))
-                        pl.when(step > 0)(lambda: wait_until_free(ds_consumed, at, tiles.score_stages))
+                        # Until the tile of dS is free: of the results of the last piece of work, or
+                        # of the products of earlier steps. A piece of work adds to a tile of dQ
+                        # once: waiting for all that the last one sent keeps additions in order.
+                        pl.when(step == 0)(
+                            lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not whole)
+                        )
+                        pl.when(step > 0)(
+                            lambda: wait_until_free(ds_consumed, at, tiles.score_stages)
+                        )
                         for part in range(queries // HALF):
                             ds_smem[ds_slot, part, mine] = ds[:, part * HALF : (part + 1) * HALF]
                         plgpu.commit_smem()
@@ -426,7 +522,9 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             sum_smem[me] = dq
                             plgpu.commit_smem()
-                            to_sums = functools.partial(plgpu.copy_smem_to_gmem, sum_smem.at[me], sums)
+                            to_sums = functools.partial(
+                                plgpu.copy_smem_to_gmem, sum_smem.at[me], sums
+                            )
                             if whole:
                                 pl.when(starts)(to_sums)
                                 pl.when(~starts)(lambda: to_sums(reduction_op="add"))
@@ -456,8 +554,9 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
                 gradient_shape = plgpu.ACC((HALF, head_dim), jnp.float32)
                 dk, dv = pl.run_scoped(over_queries, gradient_shape, gradient_shape)
                 plgpu.barrier_arrive(keys_consumed.at[keys_at])
-                # Results leave through this warpgroup's rows of the next tile of dS, as soon as no one multiplies with them, and
-                # through the slots: all but the last copies have left, and so has what the slot held.
+                # Results leave through this warpgroup's rows of the next tile of dS, as soon as no
+                # one multiplies with them, and through the slots: all but the last copies have
+                # left, and so has what the slot held.
                 ds_slot = lax.rem(done + steps, jnp.int32(tiles.score_stages))
                 wait_until_free(ds_consumed, done + steps, tiles.score_stages)
                 part = 0
@@ -507,7 +606,8 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Each piece of shared memory that a warpgroup reads and writes has a wait for a copy, or a commit, in between.
+            # Each piece of shared memory that a warpgroup reads and writes has a wait for a copy,
+            # or a commit, in between.
             unsafe_no_auto_barriers=not tiles.more_barriers,
         ),
     )
@@ -524,5 +624,7 @@ def _gradients(operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, sc
     dq_BTHD = (jax.freeze(sums) * jnp.float32(scale)).astype(dtype)
     dq_HD = _over_queries(dq_BTHD) if bias else None
     if packed:
-        return (lax.dynamic_update_slice(gradients[0], dq_BTHD[:, :, None], (0, 0, 0, 0, 0)),), dq_HD
+        return (
+            lax.dynamic_update_slice(gradients[0], dq_BTHD[:, :, None], (0, 0, 0, 0, 0)),
+        ), dq_HD
     return (dq_BTHD, *gradients), dq_HD

@@ -1,13 +1,17 @@
-"""The forward pass on Hopper (Pallas Mosaic GPU): TMA, wgmma, one persistent block of threads per multiprocessor.
+"""The forward pass on Hopper (Pallas Mosaic GPU): TMA, wgmma, one persistent block of threads per
+multiprocessor.
 
-A piece of work is a tile of queries of one head: 64 or 128 rows for each of the warpgroups that compute. One more warpgroup loads:
-it runs ahead of them into the next piece, through rings of tiles of keys and of values. Which block takes which pieces, and in
-which order, is decided before the kernel is launched (`schedule`).
+A piece of work is a tile of queries of one head: 64 or 128 rows for each of the warpgroups that
+compute. One more warpgroup loads:
+it runs ahead of them into the next piece, through rings of tiles of keys and of values. Which block
+takes which pieces, and in which order, is decided before the kernel is launched (`schedule`).
 
-A warpgroup goes through its blocks of keys from the last to the first: the diagonal comes first, and the loop over all the others
-has no masks. The maxima and the exponents are those of base 2, log₂e·scale folded into the multiply-add that subtracts the maximum.
+A warpgroup goes through its blocks of keys from the last to the first: the diagonal comes first,
+and the loop over all the others has no masks. The maxima and the exponents are those of base 2,
+log₂e·scale folded into the multiply-add that subtracts the maximum.
 
-Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M queries and N keys.
+Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M
+queries and N keys.
 """
 
 import dataclasses
@@ -40,7 +44,8 @@ class Tiles:
         stages: blocks of keys, and of values, that shared memory holds.
         q_slots: tiles of queries that shared memory holds for each warpgroup.
         overlap: the next block's scores are under way while this one's softmax runs.
-        ping_pong: the warpgroups take turns to start products, so that one's softmax falls under another's products.
+        ping_pong: the warpgroups take turns to start products, so that one's softmax falls under
+            another's products.
     """
 
     block_q: int = 64
@@ -54,7 +59,9 @@ class Tiles:
 
 @functools.cache
 def _choices() -> dict:
-    return json.loads(importlib.resources.files(__package__).joinpath("mosaic_tiles.json").read_text())
+    return json.loads(
+        importlib.resources.files(__package__).joinpath("mosaic_tiles.json").read_text()
+    )
 
 
 def tiles(pass_: str, head_dim: int, length: int, causal: bool) -> dict:
@@ -62,7 +69,8 @@ def tiles(pass_: str, head_dim: int, length: int, causal: bool) -> dict:
 
     Args:
         pass_: "forward" or "backward".
-        length: T; an entry holds for sequences of at most its `up_to`, or of any length where that is null.
+        length: T; an entry holds for sequences of at most its `up_to`, or of any length where that
+            is null.
     """
     for entry in _choices()[pass_]:
         fits = entry["up_to"] is None or length <= entry["up_to"]
@@ -76,7 +84,8 @@ def default_tiles(head_dim: int, length: int, causal: bool) -> Tiles:
 
 
 def shared_bytes(tiles: Tiles, head_dim: int) -> int:
-    """Shared memory of one block of threads, barriers included. Arrays begin at multiples of 1024 bytes."""
+    """Shared memory of one block of threads, barriers included. Arrays begin at multiples of 1024
+    bytes."""
     rows = tiles.warpgroups * tiles.block_q
     queries = (tiles.q_slots + 1) * rows * head_dim * 2  # and a tile of results
     keys = 2 * tiles.stages * tiles.block_kv * head_dim * 2
@@ -104,7 +113,8 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
         return f"the rings need two stages of keys and a tile of queries, not {tiles.stages} and {tiles.q_slots}"
     if (size := shared_bytes(tiles, head_dim)) > SHARED_BYTES:
         return f"shared memory of {size} bytes is needed, and a block has at most {SHARED_BYTES}"
-    # Scores in fp32, the weights made of them in 16 bits, results in fp32; row statistics and addresses take the rest.
+    # Scores in fp32, the weights made of them in 16 bits, results in fp32; row statistics and
+    # addresses take the rest.
     scores, results = tiles.block_q * tiles.block_kv // 128, tiles.block_q * head_dim // 128
     needed = scores + results + (scores // 2 if tiles.overlap else 0) + 24
     if needed > (available := registers(tiles)[0]):
@@ -113,7 +123,8 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
 
 
 def operand(refs, which: int, b, rows, head):
-    """The rows×D of q, k or v (which = 0, 1, 2) of one head where it lies: in q, k, v (three refs) or in packed qkv (one)."""
+    """The rows×D of q, k or v (which = 0, 1, 2) of one head where it lies: in q, k, v (three refs)
+    or in packed qkv (one)."""
     return refs[0].at[b, rows, which, head] if len(refs) == 1 else refs[which].at[b, rows, head]
 
 
@@ -124,14 +135,16 @@ def padded(x: jax.Array, axis: int = 1) -> jax.Array:
 
 
 def key_blocks(first, rows: int, length: int, block: int, *, causal: bool, window: int | None):
-    """Which blocks of keys the queries first, …, first + rows − 1 see, the masks of their edges apart.
+    """Which blocks of keys the queries first, …, first + rows − 1 see, the masks of their edges
+    apart.
 
     Args:
         first: of the queries, below `length`; a Python or a traced int32.
 
     Returns:
-        (start, full_start, full_stop, stop): each of the queries sees all of blocks full_start … full_stop − 1 and some of them
-        see some of start … full_start − 1 and full_stop … stop − 1; start ≤ full_start ≤ full_stop ≤ stop.
+        (start, full_start, full_stop, stop): each of the queries sees all of blocks full_start …
+        full_stop − 1 and some of them see some of start … full_start − 1 and full_stop … stop − 1;
+        start ≤ full_start ≤ full_stop ≤ stop.
     """
     if not causal:
         return 0, 0, length // block, -(-length // block)
@@ -149,10 +162,12 @@ def key_blocks(first, rows: int, length: int, block: int, *, causal: bool, windo
 
 
 def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
-    """Who does what, int32: for each block of threads how many pieces of work, then these, each head · tiles + tile.
+    """Who does what, int32: for each block of threads how many pieces of work, then these, each
+    head · tiles + tile.
 
-    Pieces go, one after the other, to the block that has the least to do. Those of one head are near each other, so that its keys
-    and values stay in the L2 cache; among the heads that are under way together, the longest go first.
+    Pieces go, one after the other, to the block that has the least to do. Those of one head are
+    near each other, so that its keys and values stay in the L2 cache; among the heads that are
+    under way together, the longest go first.
 
     Args:
         costs: of the tiles of one head.
@@ -175,10 +190,24 @@ def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
     return table
 
 
-# One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
-@functools.partial(jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "tiles"))
-def forward(operands, segments_BT, *, causal, scale, window, deterministic, true_fp32, tiles: Tiles | None = None):
-    """(out, lse): softmax(scale · q kᵀ) v in the operands' dtype, B·T·H·D, and its log-sum-exp in fp32, B·H·T.
+# One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
+# and no cache spares them.
+@functools.partial(
+    jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "tiles")
+)
+def forward(
+    operands,
+    segments_BT,
+    *,
+    causal,
+    scale,
+    window,
+    deterministic,
+    true_fp32,
+    tiles: Tiles | None = None,
+):
+    """(out, lse): softmax(scale · q kᵀ) v in the operands' dtype, B·T·H·D, and its log-sum-exp in
+    fp32, B·H·T.
 
     Args:
         operands: (q, k, v), or (qkv,) as B·T·3·H·D: bf16 or fp16, D of 64 or 128.
@@ -199,7 +228,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
         raise ValueError(f"flash_attention: {tiles} cannot be used with {head_dim=}: {why}")
     rows, block, groups = tiles.block_q, tiles.block_kv, tiles.warpgroups
     row_blocks = pl.cdiv(length, rows)
-    # Tile 0 has the last rows. The one with the first rows can have fewer: there they cost the least.
+    # Tile 0 has the last rows. The one with the first rows can have fewer: there they cost the
+    # least.
     row_tiles = pl.cdiv(row_blocks, groups)
     see = functools.partial(key_blocks, length=length, block=block, causal=causal, window=window)
 
@@ -212,26 +242,47 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
     costs = [cost(tile) for tile in range(row_tiles)]
     blocks = min(_mosaic.num_sms(), batch * heads * row_tiles)
     table = schedule(batch * heads, costs, blocks)
-    # The softmax is that of scores · factor in base 2. A maximum of scores is one of those only where factor > 0.
+    # The softmax is that of scores · factor in base 2. A maximum of scores is one of those only
+    # where factor > 0.
     factor, rescale = (scale * LOG2_E, None) if scale > 0 else (1.0, scale * LOG2_E)
-    # A hidden score. It is finite, since all of a row's first block can be hidden: that row then begins with weights of 1, which
-    # come to nothing as soon as it sees a key.
+    # A hidden score. It is finite, since all of a row's first block can be hidden: that row then
+    # begins with weights of 1, which come to nothing as soon as it sees a key.
     hidden = max(-1e30 / factor, -3e38)
     most_right_edges = 1 if block % rows == 0 else pl.cdiv(rows, block) + 1
 
     def kernel(*refs):
         inputs, (table_ref, out_ref, lse_ref, *refs) = refs[: len(operands)], refs[len(operands) :]
-        q_smem, k_smem, v_smem, o_smem, lse_smem, q_full, q_free, k_full, k_free, v_full, v_free, *turn = refs
+        (
+            q_smem,
+            k_smem,
+            v_smem,
+            o_smem,
+            lse_smem,
+            q_full,
+            q_free,
+            k_full,
+            k_free,
+            v_full,
+            v_free,
+            *turn,
+        ) = refs
         me, this = lax.axis_index("warpgroup"), lax.axis_index("block")
         mine = table_ref[this, 0]
 
         def piece(entry):
-            """Batch, head, the keys' blocks [start, stop) that some row sees, and the first block of rows: maybe a negative one."""
+            """Batch, head, the keys' blocks [start, stop) that some row sees, and the first block
+            of rows: maybe a negative one."""
             head, tile = lax.div(entry, jnp.int32(row_tiles)), lax.rem(entry, jnp.int32(row_tiles))
             first = row_blocks - (tile + 1) * groups
             start, *_ = see(jnp.maximum(first, 0) * rows, rows)
             *_, stop = see((first + groups - 1) * rows, rows)
-            return lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), start, stop, first
+            return (
+                lax.div(head, jnp.int32(heads)),
+                lax.rem(head, jnp.int32(heads)),
+                start,
+                stop,
+                first,
+            )
 
         def slot(n):
             return lax.rem(n, jnp.int32(tiles.stages))
@@ -240,7 +291,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
             return lax.rem(i, jnp.int32(tiles.q_slots))
 
         def at(j, size):
-            # As an array, also where j is known: JAX refuses a slice that it knows to go past the end.
+            # As an array, also where j is known: JAX refuses a slice that it knows to go past the
+            # end.
             return pl.ds(jnp.int32(j) * size, size)
 
         @pl.when(me == groups)
@@ -264,7 +316,9 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                 @pl.when(row_block >= 0)
                 def _():
                     source = operand(inputs, 0, b, at(row_block, rows), head)
-                    plgpu.copy_gmem_to_smem(source, q_smem.at[w, q_slot(i)], q_full.at[w, q_slot(i)])
+                    plgpu.copy_gmem_to_smem(
+                        source, q_smem.at[w, q_slot(i)], q_full.at[w, q_slot(i)]
+                    )
 
             def one_piece(i, carry):
                 entry, done = carry
@@ -300,7 +354,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
             if groups > 1:
                 plgpu.set_max_registers(registers(tiles)[0], action="increase")
 
-            # For each piece of work, a warpgroup has as many turns as there are blocks of keys, but for its first.
+            # For each piece of work, a warpgroup has as many turns as there are blocks of keys, but
+            # for its first.
             def take_turn():
                 if tiles.ping_pong:
                     plgpu.barrier_wait(turn[0].at[me])
@@ -312,7 +367,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
             pl.when(me == groups - 1)(pass_turn)
 
             def skip(n):
-                """Gives back a block that other warpgroups use. Each fill of a slot is waited for, whoever needs it."""
+                """Gives back a block that other warpgroups use. Each fill of a slot is waited for,
+                whoever needs it."""
                 plgpu.barrier_wait(k_full.at[slot(n)])
                 plgpu.barrier_arrive(k_free.at[slot(n)])
                 plgpu.barrier_wait(v_full.at[slot(n)])
@@ -332,8 +388,14 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                     return done + (stop - 1 - j)
 
                 def hide(s_MN, j):
-                    query_MN = plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 0, layout=plgpu.Layout.WGMMA) + first
-                    key_MN = plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 1, layout=plgpu.Layout.WGMMA) + j * block
+                    query_MN = (
+                        plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 0, layout=plgpu.Layout.WGMMA)
+                        + first
+                    )
+                    key_MN = (
+                        plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 1, layout=plgpu.Layout.WGMMA)
+                        + j * block
+                    )
                     seen_MN = key_MN <= query_MN if causal else key_MN < length
                     if window is not None:
                         seen_MN &= key_MN > query_MN - window
@@ -350,7 +412,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                     return m_M, jnp.exp2(s_MN * factor - lax.broadcast_in_dim(m_M, s_MN.shape, [0]))
 
                 def await_keys(j):
-                    """If there is such a block. The branch keeps the compiler from moving the softmax before it to behind it."""
+                    """If there is such a block. The branch keeps the compiler from moving the
+                    softmax before it to behind it."""
 
                     @pl.when(j >= my_start)
                     def _():
@@ -390,14 +453,18 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                         m_M, p_MN = weights(s_MN, last, causal or length % block != 0, None)
                         l_M, p_MN = p_MN.sum(axis=1), p_MN.astype(dtype)
                         if columns < block:
-                            none_MN = plgpu.layout_cast(jnp.zeros((rows, block - columns), dtype), plgpu.Layout.WGMMA)
+                            none_MN = plgpu.layout_cast(
+                                jnp.zeros((rows, block - columns), dtype), plgpu.Layout.WGMMA
+                            )
                             p_MN = lax.concatenate((p_MN, none_MN), 1)
                         return m_M, l_M, p_MN
 
                     part = block // 128 * 64
                     if causal and rows <= part:
                         seen = first + rows - last * block
-                        carry = lax.cond(seen <= part, lambda: first_block(part), lambda: first_block(block))
+                        carry = lax.cond(
+                            seen <= part, lambda: first_block(part), lambda: first_block(block)
+                        )
                     else:
                         carry = first_block(block)
                     await_keys(last - 1)
@@ -424,8 +491,9 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                         decay_M = jnp.exp2(m_M - new_m_M)
                         l_M = l_M * decay_M + weight_MN.sum(axis=1)
                         if tiles.overlap:
-                            # The softmax comes before the results are waited for; the weights are rounded after that, since the
-                            # product under way reads those of the block before.
+                            # The softmax comes before the results are waited for; the weights are
+                            # rounded after that, since the product under way reads those of the
+                            # block before.
                             new_m_M, l_M, weight_MN, decay_M = lax.optimization_barrier(
                                 (new_m_M, l_M, weight_MN, decay_M)
                             )
@@ -438,7 +506,9 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
 
                     def steps(above, down_to, carry, masked):
                         """Blocks above − 1, …, down_to."""
-                        return lax.fori_loop(0, above - down_to, lambda n, c: step(above - 1 - n, c, masked), carry)
+                        return lax.fori_loop(
+                            0, above - down_to, lambda n, c: step(above - 1 - n, c, masked), carry
+                        )
 
                     if causal and most_right_edges > 1:
                         carry = steps(last, full_stop, carry, masked=True)
@@ -459,7 +529,9 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                 o_smem[me] = (o_MD * lax.broadcast_in_dim(inverse_M, o_MD.shape, [0])).astype(dtype)
                 lse_smem[me] = (m_M + jnp.log2(l_M)) * (1 / LOG2_E)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem.at[me], out_ref.at[b, at(row_block, rows), head], commit_group=False)
+                plgpu.copy_smem_to_gmem(
+                    o_smem.at[me], out_ref.at[b, at(row_block, rows), head], commit_group=False
+                )
                 plgpu.copy_smem_to_gmem(lse_smem.at[me], lse_ref.at[b, head, at(row_block, rows)])
 
             def one_piece(i, carry):
@@ -472,7 +544,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
                 def _():
                     skip(done)
                     pl.loop(1, stop - start)(lambda n: skip_in_turn(done + n))
-                    # Now the loading warpgroup is past the wait for this slot's last release: it has loaded values since.
+                    # Now the loading warpgroup is past the wait for this slot's last release: it
+                    # has loaded values since.
                     plgpu.barrier_arrive(q_free.at[me, q_slot(i)])
 
                 return following, done + stop - start
@@ -505,7 +578,8 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
         grid_names=("block",),
         num_threads=groups + 1,
         thread_name="warpgroup",
-        # Sums and maxima are over the keys alone: a row is within a warp, and needs no scratch memory.
+        # Sums and maxima are over the keys alone: a row is within a warp, and needs no scratch
+        # memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     out_BTHD, lse_BHT = run(*map(padded, operands), jnp.asarray(table))

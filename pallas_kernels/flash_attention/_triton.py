@@ -1,24 +1,30 @@
-"""Flash attention for NVIDIA GPUs from Ampere on: any length, head dimensions up to 128, segment ids, fp32 as TF32 or as it is.
+"""Flash attention for NVIDIA GPUs from Ampere on: any length, head dimensions up to 128, segment
+ids, fp32 as TF32 or as it is.
 
-The forward pass takes a block of queries over its keys, with the softmax's maximum and sum kept up to date on the way. Backward has
-two forms. "split": one kernel takes a block of keys over the queries that see it and makes dK and dV, another a block of queries
-over its keys and makes dQ; seven products, everything written once, so two runs are equal bit for bit. "fused": the first kernel
-makes dQ's parts as well and adds them into an fp32 array in whatever order they come, and a small one converts that; five products.
-Blocks that no query sees are not read, and only those are masked in which some query does not see some key.
+The forward pass takes a block of queries over its keys, with the softmax's maximum and sum kept up
+to date on the way. Backward has two forms. "split": one kernel takes a block of keys over the
+queries that see it and makes dK and dV, another a block of queries over its keys and makes dQ;
+seven products, everything written once, so two runs are equal bit for bit. "fused": the first
+kernel makes dQ's parts as well and adds them into an fp32 array in whatever order they come, and a
+small one converts that; five products. Blocks that no query sees are not read, and only those are
+masked in which some query does not see some key.
 
-For TF32, rounded copies of q, k, v and dO are made first, "straight" (B·T·H·D) and "turned" (B·H·D·T′): _triton_tf32.py says why, and
-has what only TF32 needs.
+For TF32, rounded copies of q, k, v and dO are made first, "straight" (B·T·H·D) and "turned"
+(B·H·D·T′): _triton_tf32.py says why, and has what only TF32 needs.
 
-fp32 with all its bits is multiplied on the plain cores ("ieee"), or, where the registers suffice, by Triton's "tf32x3": each operand is
-split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁ leaves out 2⁻²² of a product. PyTorch's fp32 attention does the same.
+fp32 with all its bits is multiplied on the plain cores ("ieee"), or, where the registers suffice,
+by Triton's "tf32x3": each operand is split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁
+leaves out 2⁻²² of a product. PyTorch's fp32 attention does the same.
 
-Shapes, beside those of the package: M queries and N keys of a block, P the head dimension padded to 16, 32, 64 or 128, R rows of
-either kind, T′ the length padded to whole blocks.
+Shapes, beside those of the package: M queries and N keys of a block, P the head dimension padded to
+16, 32, 64 or 128, R rows of either kind, T′ the length padded to whole blocks.
 
-triton_tiles.json holds the shapes of the blocks: {compute capability: {"shared_kb": shared memory that one program can have there,
-"16" (bf16, fp16) | "tf32" | "fp32": {the largest P that it is for: {"backward": "split" | "fused", in "fp32" "products": "ieee" |
-"tf32x3", "forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}. Heads of so many rows at most run side by side,
-so that what they read stays in the L2 cache while their blocks, the longest first, go through it.
+triton_tiles.json holds the shapes of the blocks: {compute capability: {"shared_kb": shared memory
+that one program can have there, "16" (bf16, fp16) | "tf32" | "fp32": {the largest P that it is for:
+{"backward": "split" | "fused", in "fp32" "products": "ieee" | "tf32x3", "forward" | "dkv" | "dq" |
+"fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}. Heads of so many rows at most run side
+by side, so that what they read stays in the L2 cache while their blocks, the longest first, go
+through it.
 """
 
 import functools
@@ -33,7 +39,14 @@ import triton.language as tl
 
 from pallas_kernels import _choose, _triton
 from pallas_kernels.flash_attention._triton_passes import delta
-from pallas_kernels.flash_attention._triton_rows import LOG2E, load_each, load_rows, offsets, padded, store_rows
+from pallas_kernels.flash_attention._triton_rows import (
+    LOG2E,
+    load_each,
+    load_rows,
+    offsets,
+    padded,
+    store_rows,
+)
 from pallas_kernels.flash_attention._triton_tf32 import (
     evens_first,
     load_turned,
@@ -44,7 +57,8 @@ from pallas_kernels.flash_attention._triton_tf32 import (
     turned,
 )
 
-# Below every fp32 and above −∞, so that −∞ − LOWEST is −∞: a row that has seen no key yet needs no guard against ∞ − ∞.
+# Below every fp32 and above −∞, so that −∞ − LOWEST is −∞: a row that has seen no key yet needs no
+# guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 # KB of shared memory that one block can have; 99 on every other GPU.
@@ -78,7 +92,10 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
     return _triton.call(
         forward_kernel,
         *(q, k, v, segments),
-        out=[jax.ShapeDtypeStruct((b, t, h, d), operands[0].dtype), jax.ShapeDtypeStruct((b, h, t), jnp.float32)],
+        out=[
+            jax.ShapeDtypeStruct((b, t, h, d), operands[0].dtype),
+            jax.ShapeDtypeStruct((b, h, t), jnp.float32),
+        ],
         grid=(triton.cdiv(t, tile["M"]) * b * h,),
         **shape,
         **_launched(tile, t, b * h),
@@ -121,8 +138,12 @@ def backward(
     q_turned = dout_turned = k_turned = q
     if tf32:
         blocks = {"q": tile["M"]} if fused else {"q": tile["M"], "k": tiles["dq"]["N"]}
-        (q, k, v), (q_turned, k_turned, _) = tf32_copies(q, k, v, shape, straight="qkv", turned=blocks)
-        dout_BTHD, dout_turned, delta_BHT = tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, turned=tile["M"])
+        (q, k, v), (q_turned, k_turned, _) = tf32_copies(
+            q, k, v, shape, straight="qkv", turned=blocks
+        )
+        dout_BTHD, dout_turned, delta_BHT = tf32_copies_of_dout(
+            dout_BTHD, out_BTHD, shape, turned=tile["M"]
+        )
         shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
     else:
         delta_BHT, *_ = delta(out_BTHD, dout_BTHD)
@@ -130,7 +151,10 @@ def backward(
         delta_BHT = delta_BHT - dlse_BHT
     inputs = (q, k, v, segments, dout_BTHD, lse_BHT, delta_BHT)
     if packed:
-        like_dkv = [jax.ShapeDtypeStruct(operands[0].shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
+        like_dkv = [
+            jax.ShapeDtypeStruct(operands[0].shape, dtype),
+            jax.ShapeDtypeStruct((1,), dtype),
+        ]
     else:
         like_dkv = [jax.ShapeDtypeStruct((b, t, key_heads, d), dtype)] * 2
     *sums_BHTD, dk, dv = _triton.call(
@@ -148,7 +172,11 @@ def backward(
         **_launched(tile, t, b * key_heads),
     )
 
-    kernel, inputs, constants = dq_kernel, (*inputs, k_turned), shape | _launched(tiles["dq"], t, b * h)
+    kernel, inputs, constants = (
+        dq_kernel,
+        (*inputs, k_turned),
+        shape | _launched(tiles["dq"], t, b * h),
+    )
     if fused:
         kernel, inputs = convert_kernel, sums_BHTD
         constants = {name: shape[name] for name in ("T", "H", "D", "P", "SCALE")} | {"M": 64}
@@ -157,15 +185,18 @@ def backward(
     if packed:
         # dk is dqkv, and dq goes where it belongs in that.
         return _triton.call(kernel, *inputs, dk, out=[], in_place=(len(inputs),), **constants)
-    (dq_BTHD,) = _triton.call(kernel, *inputs, out=[jax.ShapeDtypeStruct((b, t, h, d), dtype)], **constants)
+    (dq_BTHD,) = _triton.call(
+        kernel, *inputs, out=[jax.ShapeDtypeStruct((b, t, h, d), dtype)], **constants
+    )
     return dq_BTHD, dk, dv
 
 
 def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
     """The constants of a launch: the number of heads that run side by side in place of their rows.
 
-    Groups are even: after 32 of 48 heads the last 16 begin with their longest blocks, and are too few to fill the gaps behind those. Counted
-    for two blocks a multiprocessor of an H200, T = 1024: 33 blocks' time in all, 28.5 as 24 + 24 or 48.
+    Groups are even: after 32 of 48 heads the last 16 begin with their longest blocks, and are too
+    few to fill the gaps behind those. Counted for two blocks a multiprocessor of an H200, T = 1024:
+    33 blocks' time in all, 28.5 as 24 + 24 or 48.
     """
     groups = triton.cdiv(heads, max(1, tile["rows"] // t))
     constants = tile | {"TOGETHER": triton.cdiv(heads, groups)}
@@ -180,7 +211,8 @@ def _inputs(operands, segments_BT):
 
 
 def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> dict[str, Any]:
-    """Constants of every kernel. All of them are: of a number that it is only given, jax-triton does not say that 16 divides it."""
+    """Constants of every kernel. All of them are: of a number that it is only given, jax-triton
+    does not say that 16 divides it."""
     if len(operands) == 1:
         batch, t, _, h, d = operands[0].shape
         k, at = h, {"Q_ROW": 3 * h * d, "KV_ROW": 3 * h * d, "K_AT": h * d, "V_AT": 2 * h * d}
@@ -200,17 +232,22 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> di
         "WINDOW": t if window is None else min(window, t),
         "SEGMENTS": segments_BT is not None,
         "SCALE": scale,
-        "PRECISION": "ieee" if operands[0].dtype != jnp.float32 else tiles["products"] if true_fp32 else "tf32",
+        "PRECISION": "ieee"
+        if operands[0].dtype != jnp.float32
+        else tiles["products"]
+        if true_fp32
+        else "tf32",
     }
 
 
-# ------------------------------------------------------------------------------------------------------------------- tiles
+# -------------------------------------------------------------------------------------------- tiles
 
 
 def tuning(capability: tuple[int, int], products: str, head_dim: int) -> dict[str, Any]:
     """The entry of triton_tiles.json for a GPU, a kind of products and a head dimension.
 
-    A capability that is not listed takes, of the listed ones before it that need no more shared memory, the one that needs most.
+    A capability that is not listed takes, of the listed ones before it that need no more shared
+    memory, the one that needs most.
 
     Args:
         products: "16" (bf16, fp16), "tf32" or "fp32".
@@ -219,10 +256,13 @@ def tuning(capability: tuple[int, int], products: str, head_dim: int) -> dict[st
         ValueError: there is no such entry.
     """
     listed, shared_kb = _tiles(), SHARED_KB.get(capability, 99)
-    fitting = [n for n in listed if _version(n) <= capability and listed[n]["shared_kb"] <= shared_kb]
+    fitting = [
+        n for n in listed if _version(n) <= capability and listed[n]["shared_kb"] <= shared_kb
+    ]
     if not fitting:
         raise ValueError(
-            f"triton_tiles.json has nothing for compute capability {capability[0]}.{capability[1]} with {shared_kb} KB of "
+            f"triton_tiles.json has nothing for compute capability {capability[0]}.{capability[1]} "
+            f"with {shared_kb} KB of "
             f"shared memory; it lists {list(listed)}"
         )
     name = max(fitting, key=lambda n: (listed[n]["shared_kb"], _version(n)))
@@ -230,7 +270,8 @@ def tuning(capability: tuple[int, int], products: str, head_dim: int) -> dict[st
     enough = [p for p in entries if int(p) >= padded(head_dim)]
     if not enough:
         raise ValueError(
-            f"triton_tiles.json has nothing under {name!r}, {products!r} for a head dimension of {head_dim}; it has {list(entries)}"
+            f"triton_tiles.json has nothing under {name!r}, {products!r} for a head dimension of "
+            f"{head_dim}; it has {list(entries)}"
         )
     return entries[min(enough, key=int)]
 
@@ -250,19 +291,32 @@ def _checked(tiles: dict[str, Any]) -> dict[str, Any]:
     for name, of_capability in tiles.items():
         if "shared_kb" not in of_capability:
             raise ValueError(f"triton_tiles.json: {name!r} needs a number of 'shared_kb'")
-        for products, head_dim in ((k, p) for k, entries in of_capability.items() if k != "shared_kb" for p in entries):
+        for products, head_dim in (
+            (k, p) for k, entries in of_capability.items() if k != "shared_kb" for p in entries
+        ):
             entry = of_capability[products][head_dim]
             where = f"triton_tiles.json: {name!r}, {products!r}, {head_dim!r}"
             if entry.get("backward") not in ("split", "fused"):
-                raise ValueError(f"{where}: 'backward' is 'split' or 'fused', not {entry.get('backward')!r}")
+                raise ValueError(
+                    f"{where}: 'backward' is 'split' or 'fused', not {entry.get('backward')!r}"
+                )
             if products == "fp32" and entry.get("products") not in ("ieee", "tf32x3"):
-                raise ValueError(f"{where}: 'products' is 'ieee' or 'tf32x3', not {entry.get('products')!r}")
+                raise ValueError(
+                    f"{where}: 'products' is 'ieee' or 'tf32x3', not {entry.get('products')!r}"
+                )
             for kernel in PASSES:
                 tile = entry.get(kernel, {})
-                if sorted(tile) != sorted(TILE) or not all(isinstance(n, int) and n > 0 for n in tile.values()):
-                    raise ValueError(f"{where}: {kernel!r} needs a positive number for each of {TILE}, and has {tile}")
+                if sorted(tile) != sorted(TILE) or not all(
+                    isinstance(n, int) and n > 0 for n in tile.values()
+                ):
+                    raise ValueError(
+                        f"{where}: {kernel!r} needs a positive number for each of {TILE}, and has "
+                        f"{tile}"
+                    )
                 if any(n < 16 or n & (n - 1) for n in (tile["M"], tile["N"])):
-                    raise ValueError(f"{where}: M and N of {kernel!r} are powers of two from 16 on, not {tile}")
+                    raise ValueError(
+                        f"{where}: M and N of {kernel!r} are powers of two from 16 on, not {tile}"
+                    )
     return tiles
 
 
@@ -278,12 +332,13 @@ def _tuned_by(operands, true_fp32) -> tuple[tuple[int, int], str, int]:
     return _choose.capability() or (9, 0), products, q.shape[-1]
 
 
-# ----------------------------------------------------------------------------------------------------------- parts of kernels
+# --------------------------------------------------------------------------------- parts of kernels
 
 
 @triton.jit
 def block_and_head(BLOCKS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr):
-    """This program's place in the order of blocks, and its head: block 0 of TOGETHER heads, then block 1 of these, …"""
+    """This program's place in the order of blocks, and its head: block 0 of TOGETHER heads, then
+    block 1 of these, …"""
     index = tl.program_id(0)
     first = index // (BLOCKS * TOGETHER) * TOGETHER
     heads = tl.minimum(HEADS - first, TOGETHER)
@@ -310,7 +365,8 @@ def keys_of(
     t0, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Where the blocks of keys begin and end that queries t0 … t0 + M−1 see, and those of them that need no mask."""
+    """Where the blocks of keys begin and end that queries t0 … t0 + M−1 see, and those of them that
+    need no mask."""
     start, end, whole, whole_end = 0, T, 0, T // N * N
     if CAUSAL:
         end = tl.minimum(t0 + M, T)
@@ -328,7 +384,8 @@ def queries_of(
     s0, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Where the blocks of queries begin and end that see keys s0 … s0 + N−1, and those of them that need no mask.
+    """Where the blocks of queries begin and end that see keys s0 … s0 + N−1, and those of them that
+    need no mask.
 
     Queries from T on need none: they are zeros, and so is what they give.
     """
@@ -347,7 +404,7 @@ def queries_of(
     return start, end, whole, whole_end
 
 
-# ------------------------------------------------------------------------------------------------------------------- forward
+# ------------------------------------------------------------------------------------------ forward
 
 
 @triton.jit
@@ -358,7 +415,8 @@ def forward_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    # Positive, so that the highest score stays the highest; a scale of 0 nearly so, because 0 · −∞ is not a number.
+    # Positive, so that the highest score stays the highest; a scale of 0 nearly so, because 0 · −∞
+    # is not a number.
     UNIT: tl.constexpr = (SCALE if SCALE > 0 else 1e-30 - SCALE) * LOG2E
     BLOCKS: tl.constexpr = (T + M - 1) // M
     order, head = block_and_head(BLOCKS, BATCH * H, TOGETHER)
@@ -369,7 +427,9 @@ def forward_kernel(
     v_ptr += turned(b * K + k, T, D, N) if PRECISION == "tf32" else b * T * KV_ROW + k * D + V_AT
     segments_ptr += b * T
 
-    q_MP = rounded(load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0), PRECISION)
+    q_MP = rounded(
+        load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0), PRECISION
+    )
     t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
     out_MP = tl.full((M, P), 0.0, tl.float32)
     highest_M = tl.full((M,), LOWEST, tl.float32)
@@ -383,7 +443,9 @@ def forward_kernel(
             s_MN = -s_MN
         if (s0 < whole) | (s0 >= whole_end):
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
-            seen_MN = visible(t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS)
+            seen_MN = visible(
+                t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS
+            )
             s_MN = tl.where(seen_MN, s_MN, float("-inf"))
         higher_M = tl.maximum(highest_M, tl.max(s_MN, 1) * UNIT)
         p_MN = tl.exp2(s_MN * UNIT - higher_M[:, None])
@@ -392,13 +454,16 @@ def forward_kernel(
         if PRECISION == "tf32":
             v_NP = load_turned(v_ptr, s0, T, D, N, P)
             p_MN = evens_first(operand(p_MN, v_NP.dtype, PRECISION), PRECISION, M, N)
-            # Not added up by the tensor cores: beside a product that still ran, ptxas would not load q, a left operand in
-            # registers, for the next, and would wait for every instruction of both.
+            # Not added up by the tensor cores: beside a product that still ran, ptxas would not
+            # load q, a left operand in registers, for the next, and would wait for every
+            # instruction of both.
             pv_MP = tl.dot(p_MN, v_NP, input_precision=PRECISION)
             out_MP = tl.fma(out_MP, tl.broadcast_to(shrink_M[:, None], (M, P)), pv_MP)
         else:
             v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
-            out_MP = tl.dot(p_MN.to(v_NP.dtype), v_NP, out_MP * shrink_M[:, None], input_precision=PRECISION)
+            out_MP = tl.dot(
+                p_MN.to(v_NP.dtype), v_NP, out_MP * shrink_M[:, None], input_precision=PRECISION
+            )
         highest_M = higher_M
 
     out_MP *= (1.0 / sum_M)[:, None]
@@ -408,7 +473,7 @@ def forward_kernel(
     tl.store(lse_ptr + head.to(tl.int64) * T + rows_M, lse_M, mask=rows_M < T)
 
 
-# ------------------------------------------------------------------------------------------------------------------ backward
+# ----------------------------------------------------------------------------------------- backward
 
 
 @triton.jit
@@ -419,9 +484,11 @@ def dkv_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     FUSED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys. FUSED: its part of dQ / scale is added to dq, B·H·T·D in fp32. PACKED: dk is all of dqkv.
+    """dK and dV of a block of keys. FUSED: its part of dQ / scale is added to dq, B·H·T·D in fp32.
+    PACKED: dk is all of dqkv.
 
-    Scores lie with the keys along the rows, so that Pᵀ and dSᵀ are left operands as they come out of the products before.
+    Scores lie with the keys along the rows, so that Pᵀ and dSᵀ are left operands as they come out
+    of the products before.
     """
     order, head = block_and_head((T + N - 1) // N, BATCH * K, TOGETHER)
     s0 = order * N
@@ -443,16 +510,28 @@ def dkv_kernel(
         for t0 in range(start, end, M):
             lse_M = load_each(lse_ptr + numbers, t0, T, M, T % M != 0) * LOG2E
             delta_M = load_each(delta_ptr + numbers, t0, T, M, T % M != 0)
-            t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
+            t_segment_M = (
+                load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
+            )
             q_MP = load_rows(q_head_ptr, t0, Q_ROW, T, D, M, P, T % M != 0)
             dout_MP = load_rows(dout_head_ptr, t0, H * D, T, D, M, P, T % M != 0)
-            # Both products come before the exponentials of the first, which are then made while the second runs.
+            # Both products come before the exponentials of the first, which are then made while the
+            # second runs.
             s_NM = tl.dot(k_NP, tl.trans(q_MP), input_precision=PRECISION)
             dp_NM = tl.dot(v_NP, tl.trans(dout_MP), input_precision=PRECISION)
             p_NM = tl.exp2(s_NM * (SCALE * LOG2E) - lse_M[None, :])
             if (t0 < whole) | (t0 >= whole_end):
                 t_1M, s_N1 = t0 + tl.arange(0, M)[None, :], s0 + tl.arange(0, N)[:, None]
-                seen_NM = visible(t_1M, s_N1, t_segment_M[None, :], s_segment_N[:, None], T, CAUSAL, WINDOW, SEGMENTS)
+                seen_NM = visible(
+                    t_1M,
+                    s_N1,
+                    t_segment_M[None, :],
+                    s_segment_N[:, None],
+                    T,
+                    CAUSAL,
+                    WINDOW,
+                    SEGMENTS,
+                )
                 p_NM = tl.where(seen_NM, p_NM, 0.0)
             if PRECISION == "tf32":
                 q_MP = load_turned(q_turned_ptr + turned(b * H + h, T, D, M), t0, T, D, M, P)
@@ -460,7 +539,9 @@ def dkv_kernel(
             p_left_NM = evens_first(operand(p_NM, dout_MP.dtype, PRECISION), PRECISION, N, M)
             dv_NP = tl.dot(p_left_NM, dout_MP, dv_NP, input_precision=PRECISION)
             ds_NM = operand(p_NM * (dp_NM - delta_M[None, :]), q_MP.dtype, PRECISION)
-            dk_NP = tl.dot(evens_first(ds_NM, PRECISION, N, M), q_MP, dk_NP, input_precision=PRECISION)
+            dk_NP = tl.dot(
+                evens_first(ds_NM, PRECISION, N, M), q_MP, dk_NP, input_precision=PRECISION
+            )
             if FUSED:
                 dq_MP = tl.dot(tl.trans(ds_NM), k_NP, input_precision=PRECISION)
                 row_M1, column_1P = t0 + tl.arange(0, M)[:, None], tl.arange(0, P)[None, :]
@@ -510,7 +591,9 @@ def dq_kernel(
         p_MN = tl.exp2(s_MN * (SCALE * LOG2E) - lse_M[:, None])
         if (s0 < whole) | (s0 >= whole_end):
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
-            seen_MN = visible(t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS)
+            seen_MN = visible(
+                t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS
+            )
             p_MN = tl.where(seen_MN, p_MN, 0.0)
         ds_MN = operand(p_MN * (dp_MN - delta_M[:, None]), k_NP.dtype, PRECISION)
         if PRECISION == "tf32":

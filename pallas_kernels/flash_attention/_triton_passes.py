@@ -1,4 +1,5 @@
-"""Triton passes before and after the backward pass, the Triton back end's and mosaic's: D and sums of dO, and dQ from its sums.
+"""Triton passes before and after the backward pass, the Triton back end's and mosaic's: D and sums
+of dO, and dQ from its sums.
 
 Shapes as in the back end: M rows of a block, P the head dimension padded to a power of two.
 """
@@ -9,7 +10,13 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.flash_attention._triton_rows import LOG2E, load_each, load_rows, padded, store_rows
+from pallas_kernels.flash_attention._triton_rows import (
+    LOG2E,
+    load_each,
+    load_rows,
+    padded,
+    store_rows,
+)
 
 
 def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, sums: bool = False):
@@ -22,8 +29,8 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, s
         sums: whether dO is summed over all queries.
 
     Returns:
-        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; zeros, B·zeros·H·D, or one number without
-        meaning; and the sum of dO, H·D, or None.
+        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; zeros,
+        B·zeros·H·D, or one number without meaning; and the sum of dO, H·D, or None.
     """
     b, t, h, d = out_BTHD.shape
     m = 128
@@ -53,7 +60,8 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, s
 
 
 def into_packed(sums_BTHD, dqkv_BT3HD, *, scale: float):
-    """(dqkv, Σ dq over all queries, H·D in fp32): dqkv with scale · sums in the place of dq, written where it lies."""
+    """(dqkv, Σ dq over all queries, H·D in fp32): dqkv with scale · sums in the place of dq,
+    written where it lies."""
     b, t, h, d = sums_BTHD.shape
     rows, columns, parts = 16, 256, 256
     times = triton.cdiv(b * t, rows * parts)
@@ -103,7 +111,11 @@ def delta_kernel(
         store_rows(zeros_ptr, tl.full((M, P), 0.0, tl.float32), t0, H * D, ZEROS, D, M, P)
     if SUMS:
         columns_P = tl.arange(0, P)
-        tl.store(sums_ptr + block.to(tl.int64) * (H * D) + h * D + columns_P, tl.sum(dout_MP, 0), mask=columns_P < D)
+        tl.store(
+            sums_ptr + block.to(tl.int64) * (H * D) + h * D + columns_P,
+            tl.sum(dout_MP, 0),
+            mask=columns_P < D,
+        )
 
 
 @triton.jit
@@ -119,7 +131,15 @@ def into_packed_kernel(
     for time in range(TIMES):
         rows = ((part * TIMES + time) * M + tl.arange(0, M)).to(tl.int64)
         mask = (rows < N)[:, None] & (columns < O)[None, :]
-        dq_MP = tl.load(sums_ptr + rows[:, None] * O + columns[None, :], mask=mask, other=0.0) * SCALE
-        tl.store(dqkv_ptr + rows[:, None] * (3 * O) + columns[None, :], dq_MP.to(dqkv_ptr.dtype.element_ty), mask=mask)
+        dq_MP = (
+            tl.load(sums_ptr + rows[:, None] * O + columns[None, :], mask=mask, other=0.0) * SCALE
+        )
+        tl.store(
+            dqkv_ptr + rows[:, None] * (3 * O) + columns[None, :],
+            dq_MP.to(dqkv_ptr.dtype.element_ty),
+            mask=mask,
+        )
         total_MP += dq_MP
-    tl.store(parts_ptr + part.to(tl.int64) * O + columns, tl.sum(total_MP, axis=0), mask=columns < O)
+    tl.store(
+        parts_ptr + part.to(tl.int64) * O + columns, tl.sum(total_MP, axis=0), mask=columns < O
+    )

@@ -1,4 +1,5 @@
-"""Triton: how kernels of attention read and write rows of a head, B·T·H·D, a block of them at a time.
+"""Triton: how kernels of attention read and write rows of a head, B·T·H·D, a block of them at a
+time.
 
 Shapes: R rows of a block, P the head dimension padded to a power of two.
 """
@@ -23,7 +24,8 @@ def load_rows(
     ptr, start, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows start … start + R−1, with zeros for columns from D on and, if CHECKED, for rows from T on."""
+    """Rows start … start + R−1, with zeros for columns from D on and, if CHECKED, for rows from T
+    on."""
     # The way to the tile in 64 bits, the way inside it in 32.
     at_RP = ptr + tl.cast(start, tl.int64) * ROW + offsets(R, P, ROW)
     row_R1, column_1P = start + tl.arange(0, R)[:, None], tl.arange(0, P)[None, :]

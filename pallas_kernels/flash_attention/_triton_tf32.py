@@ -1,12 +1,15 @@
-"""fp32 as TF32 in the Triton back end of flash attention: rounded copies of q, k, v and dO, and what kernels do with such operands.
+"""fp32 as TF32 in the Triton back end of flash attention: rounded copies of q, k, v and dO, and
+what kernels do with such operands.
 
-Tensor cores leave out the bits of fp32 that TF32 does not have, and Hopper's read both operands along the axis that they sum over.
-So there are first made copies that are rounded to nearest, "straight" (B·T·H·D) for sums over D and "turned" (B·H·D·T′) for sums
-over T, and what is read of them goes to the tensor cores as it is. One kernel copies q, k and v, another dO, of which it makes delta
+Tensor cores leave out the bits of fp32 that TF32 does not have, and Hopper's read both operands
+along the axis that they sum over. So there are first made copies that are rounded to nearest,
+"straight" (B·T·H·D) for sums over D and "turned" (B·H·D·T′) for sums over T, and what is read of
+them goes to the tensor cores as it is. One kernel copies q, k and v, another dO, of which it makes
+delta
 too: each array is read once.
 
-Shapes as in the back end: M rows of a block, P the head dimension padded to a power of two, R rows of either kind, T′ the length padded
-to whole blocks of the kernel that reads the copy.
+Shapes as in the back end: M rows of a block, P the head dimension padded to a power of two, R rows
+of either kind, T′ the length padded to whole blocks of the kernel that reads the copy.
 """
 
 import jax
@@ -27,17 +30,25 @@ def tf32_copies(q, k, v, shape, *, straight, turned):
         q, k, v: what holds them.
         shape: the constants of every kernel.
         straight: the names of those of which to make a straight copy, such as "qk".
-        turned: the name of each of which to make a turned copy: the rows of a block of the kernel that reads it.
+        turned: the name of each of which to make a turned copy: the rows of a block of the kernel
+            that reads it.
 
     Returns:
-        (q, k, v) straight and (q, k, v) turned; a copy that was not asked for is a single number without meaning.
+        (q, k, v) straight and (q, k, v) turned; a copy that was not asked for is a single number
+        without meaning.
     """
     b, t, d = shape["BATCH"], shape["T"], shape["D"]
-    heads = {"q": shape["H"] if "q" in straight or "q" in turned else 0, "k": shape["K"], "v": shape["K"]}
+    heads = {
+        "q": shape["H"] if "q" in straight or "q" in turned else 0,
+        "k": shape["K"],
+        "v": shape["K"],
+    }
     columns = {name: _columns(t, turned[name]) if name in turned else 0 for name in heads}
     blocks = triton.cdiv(max(t, *columns.values()), ROWS)
     straight_shapes = [(b, t, heads[name], d) if name in straight else (1,) for name in heads]
-    turned_shapes = [(b, heads[name], d, columns[name]) if name in turned else (1,) for name in heads]
+    turned_shapes = [
+        (b, heads[name], d, columns[name]) if name in turned else (1,) for name in heads
+    ]
     made = _triton.call(
         tf32_kernel,
         *(q, k, v),
@@ -54,14 +65,18 @@ def tf32_copies(q, k, v, shape, *, straight, turned):
 
 
 def tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, *, turned):
-    """The straight copy of dO, the turned one for blocks of so many rows, and Σ_d dO·O, of dO before it is rounded, B·H·T."""
+    """The straight copy of dO, the turned one for blocks of so many rows, and Σ_d dO·O, of dO
+    before it is rounded, B·H·T."""
     b, t, h, d = dout_BTHD.shape
     columns = _columns(t, turned)
     blocks = triton.cdiv(columns, ROWS)
     return _triton.call(
         tf32_dout_kernel,
         *(dout_BTHD, out_BTHD),
-        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((b, t, h, d), (b, h, d, columns), (b, h, t))],
+        out=[
+            jax.ShapeDtypeStruct(s, jnp.float32)
+            for s in ((b, t, h, d), (b, h, d, columns), (b, h, t))
+        ],
         grid=(blocks * b * h,),
         **{name: shape[name] for name in ("T", "H", "D", "P")},
         COLUMNS=columns,
@@ -74,12 +89,13 @@ def _columns(t, rows):
     return triton.cdiv(t, rows) * rows
 
 
-# ------------------------------------------------------------------------------------------------------------------- copies
+# ------------------------------------------------------------------------------------------- copies
 
 
 @triton.jit
 def place(HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
-    """This program's head, first row and sequence. Heads of the same rows run side by side: their rows are one piece of memory."""
+    """This program's head, first row and sequence. Heads of the same rows run side by side: their
+    rows are one piece of memory."""
     block = tl.program_id(0) // HEADS
     return tl.program_id(0) % HEADS, block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
 
@@ -99,7 +115,8 @@ def store_copies(
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     STRAIGHT: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a head, rounded; into a turned copy if COLUMNS, of which those from T on are zero, is not 0."""
+    """Rows of a head, rounded; into a turned copy if COLUMNS, of which those from T on are zero, is
+    not 0."""
     x_MP = rounded(x_MP, "tf32")
     if STRAIGHT:
         row_M1, column_1P = tl.arange(0, M)[:, None], tl.arange(0, P)[None, :]
@@ -108,7 +125,11 @@ def store_copies(
     if COLUMNS:
         column_P1, row_1M = tl.arange(0, P)[:, None], tl.arange(0, M)[None, :]
         at_PM = turned_ptr + (b * H + h) * D * COLUMNS + t0 + (column_P1 * COLUMNS + row_1M)
-        tl.store(at_PM, evens_first(tl.trans(x_MP), "tf32", P, M), mask=(column_P1 < D) & (t0 + row_1M < COLUMNS))
+        tl.store(
+            at_PM,
+            evens_first(tl.trans(x_MP), "tf32", P, M),
+            mask=(column_P1 < D) & (t0 + row_1M < COLUMNS),
+        )
 
 
 @triton.jit
@@ -124,13 +145,31 @@ def tf32_kernel(
     h, t0, b = place(H + 2 * K, BLOCKS, M)
     if h < H:
         x_MP = load_head(q_ptr, b, t0, h, Q_ROW, T, D, P, M)
-        store_copies(x_MP, q_straight_ptr, q_turned_ptr, b, t0, h, T, H, D, P, Q_STRAIGHT, Q_COLUMNS, M)
+        store_copies(
+            x_MP, q_straight_ptr, q_turned_ptr, b, t0, h, T, H, D, P, Q_STRAIGHT, Q_COLUMNS, M
+        )
     elif h < H + K:
         x_MP = load_head(k_ptr + K_AT, b, t0, h - H, KV_ROW, T, D, P, M)
-        store_copies(x_MP, k_straight_ptr, k_turned_ptr, b, t0, h - H, T, K, D, P, K_STRAIGHT, K_COLUMNS, M)
+        store_copies(
+            x_MP, k_straight_ptr, k_turned_ptr, b, t0, h - H, T, K, D, P, K_STRAIGHT, K_COLUMNS, M
+        )
     else:
         x_MP = load_head(v_ptr + V_AT, b, t0, h - H - K, KV_ROW, T, D, P, M)
-        store_copies(x_MP, v_straight_ptr, v_turned_ptr, b, t0, h - H - K, T, K, D, P, V_STRAIGHT, V_COLUMNS, M)
+        store_copies(
+            x_MP,
+            v_straight_ptr,
+            v_turned_ptr,
+            b,
+            t0,
+            h - H - K,
+            T,
+            K,
+            D,
+            P,
+            V_STRAIGHT,
+            V_COLUMNS,
+            M,
+        )
 
 
 @triton.jit
@@ -148,7 +187,7 @@ def tf32_dout_kernel(
     tl.store(delta_ptr + (b * H + h) * T + rows_M, tl.sum(dout_MP * out_MP, 1), mask=rows_M < T)
 
 
-# -------------------------------------------------------------------------------------------------------- parts of kernels
+# --------------------------------------------------------------------------------- parts of kernels
 
 
 @triton.jit
@@ -162,25 +201,33 @@ def load_turned(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P
     """What `load_rows` would have given, from a turned copy (with the order of `evens_first`)."""
     COLUMNS: tl.constexpr = (T + R - 1) // R * R
     at_PR = ptr + start + (tl.arange(0, P)[:, None] * COLUMNS + tl.arange(0, R)[None, :])
-    return tl.trans(tl.load(at_PR, mask=tl.arange(0, P)[:, None] < D, other=0.0) if D < P else tl.load(at_PR))
+    return tl.trans(
+        tl.load(at_PR, mask=tl.arange(0, P)[:, None] < D, other=0.0) if D < P else tl.load(at_PR)
+    )
 
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):
     """Anything, rounded to TF32 if that is PRECISION."""
     if PRECISION == "tf32":
-        return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1
+        )
     else:
         return x
 
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Results of arithmetic as an operand of a product with something of a dtype: rounded to nearest."""
+    """Results of arithmetic as an operand of a product with something of a dtype: rounded to
+    nearest."""
     if PRECISION == "tf32":
-        # In fewer instructions than `rounded` takes: what is left below the bits of TF32, the tensor cores leave out. The one
-        # NaN that arithmetic makes is 0x7FFFFFFF, which may not become −0.
-        return (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000).to(tl.float32, bitcast=True)
+        # In fewer instructions than `rounded` takes: what is left below the bits of TF32, the
+        # tensor cores leave out. The one NaN that arithmetic makes is 0x7FFFFFFF, which may not
+        # become −0.
+        return (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000).to(
+            tl.float32, bitcast=True
+        )
     else:
         return x.to(DTYPE)
 
@@ -189,8 +236,9 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 def evens_first(x_RC, PRECISION: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Of 8 columns those with even numbers, then those with odd ones, if PRECISION is "tf32".
 
-    A thread has two neighbours of a product's result, and as left operand of the next gives two that are 4 columns apart. What
-    the next sums over may come in any order, if it is that of the right operand too.
+    A thread has two neighbours of a product's result, and as left operand of the next gives two
+    that are 4 columns apart. What the next sums over may come in any order, if it is that of the
+    right operand too.
     """
     if PRECISION == "tf32":
         return tl.reshape(tl.permute(tl.reshape(x_RC, (R, C // 8, 4, 2)), (0, 1, 3, 2)), (R, C))

@@ -1,16 +1,22 @@
-"""The classifier at the end of a language model: a row's loss and the gradient of that loss, from one read of its logits.
+"""The classifier at the end of a language model: a row's loss and the gradient of that loss, from
+one read of its logits.
 
-    z = cap(x);  loss_n = logsumexp(z_n) − z_n[target_n];  dx_nv = (softmax(z_n)_v − [v = target_n]) · dz/dx
+    z = cap(x);  loss_n = logsumexp(z_n) − z_n[target_n];  dx_nv = (softmax(z_n)_v − [v = target_n])
+    · dz/dx
 
-Shapes: N rows (tokens), V columns (padding included). Softmax and loss cover the first `vocab_size` columns; the others may hold
-anything, NaN too, and get a gradient of exactly zero. cap is nothing, c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
+Shapes: N rows (tokens), V columns (padding included). Softmax and loss cover the first `vocab_size`
+columns; the others may hold anything, NaN too, and get a gradient of exactly zero. cap is nothing,
+c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
 
-The gradient is that of each row's own loss, and it overwrites the logits: whoever averages over N rows divides afterwards.
+The gradient is that of each row's own loss, and it overwrites the logits: whoever averages over N
+rows divides afterwards.
 
 Back ends:
-    triton: one program a row; the row comes from HBM once, is read again from the cache, and is overwritten. sm_80 and later.
+    triton: one program a row; the row comes from HBM once, is read again from the cache, and is
+        overwritten. sm_80 and later.
     xla: plain JAX with fp32 statistics; any device.
-    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives work, through both results. Any device.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
+        work, through both results. Any device.
 triton and xla are differentiable once, in reverse mode, and in the losses alone.
 """
 
@@ -28,7 +34,8 @@ Number = float | int
 
 
 class SigmoidCap(NamedTuple):
-    """z = scale · σ((x + shift) / width): logits between 0 and `scale` (the modded-nanogpt speedrun's; its values are the defaults)."""
+    """z = scale · σ((x + shift) / width): logits between 0 and `scale` (the modded-nanogpt
+    speedrun's; its values are the defaults)."""
 
     scale: Number = 23.0
     shift: Number = 5.0
@@ -46,14 +53,14 @@ def fused_classifier(
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
     """Cross-entropy of each row in nats, and its gradient with respect to that row's logits.
 
-    The gradient takes the logits' buffer where that is free (an intermediate of a jitted function, or a donated argument);
-    XLA copies the logits first where it is not. Differentiable once in the losses; in the gradient that it returns, or twice, only with
-    implementation "reference".
+    The gradient takes the logits' buffer where that is free (an intermediate of a jitted function,
+    or a donated argument); XLA copies the logits first where it is not. Differentiable once in the
+    losses; in the gradient that it returns, or twice, only with implementation "reference".
 
     Args:
         logits_NV: fp32, bf16 or fp16.
-        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other gives that row a loss and a
-            gradient of NaN.
+        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other
+            gives that row a loss and a gradient of NaN.
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
         ignore_index: rows with this target have a loss and a gradient of exactly 0.
@@ -78,11 +85,14 @@ def fused_classifier(
     if backend == "reference":
         losses_N, dlogits_NV = reference(logits_NV, targets_N, **options.of_the_loss)
         return losses_N, dlogits_NV.astype(logits_NV.dtype)
-    return _calls.differentiable("fused_classifier", _classify, options, logits_NV, to_int32(targets_N))
+    return _calls.differentiable(
+        "fused_classifier", _classify, options, logits_NV, to_int32(targets_N)
+    )
 
 
 def to_int32(ids):
-    """Integer ids in int32. An id that int32 does not hold becomes the nearest that it does, which is no column either."""
+    """Integer ids in int32. An id that int32 does not hold becomes the nearest that it does, which
+    is no column either."""
     held, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
     if held.max > wanted.max:
         ids = ids.clip(max(held.min, wanted.min), wanted.max)
@@ -92,9 +102,11 @@ def to_int32(ids):
 def choose(
     dtype: jax.typing.DTypeLike, columns: int, implementation: str = "auto", *, arrays: tuple = ()
 ) -> str:
-    """The back end that `fused_classifier` uses for logits of this dtype and width on the default device.
+    """The back end that `fused_classifier` uses for logits of this dtype and width on the default
+    device.
 
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
 
     Args:
         arrays: those of the call, whose types say whether the compiler may split them.
@@ -128,7 +140,8 @@ def reference(
         log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
         columns_N = jnp.where(known_N, targets_N, 0)
         losses_N = -jnp.take_along_axis(log_probs_NV, columns_N[:, None], axis=-1)[:, 0]
-        # A factor of NaN, because `where` would give the row of a target that is no column a gradient of 0.
+        # A factor of NaN, because `where` would give the row of a target that is no column a
+        # gradient of 0.
         losses_N = losses_N * jnp.where(known_N | ignored_N, 1.0, jnp.nan)
         return jnp.where(ignored_N, 0.0, losses_N)
 
@@ -157,7 +170,11 @@ class _Options(NamedTuple):
 
     @property
     def of_the_loss(self) -> dict:
-        return {"vocab_size": self.vocab_size, "softcap": self.softcap, "ignore_index": self.ignore_index}
+        return {
+            "vocab_size": self.vocab_size,
+            "softcap": self.softcap,
+            "ignore_index": self.ignore_index,
+        }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,7 +199,8 @@ def _classify_backward(options, dlogits_NV, cotangents):
     if not isinstance(g_of_gradient, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
             "fused_classifier: the gradient that it returns cannot itself be differentiated; "
-            "use only the losses in what is differentiated, or stop_gradient(dlogits), or implementation='reference'"
+            "use only the losses in what is differentiated, or stop_gradient(dlogits), or "
+            "implementation='reference'"
         )
     if isinstance(g_N, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros_like(dlogits_NV), None
@@ -223,7 +241,9 @@ def _in_xla(logits_NV, targets_N, *, vocab_size, softcap, ignore_index):
     exp_NV = jnp.exp(z_NV)
     sum_N1 = exp_NV.sum(-1, keepdims=True)
     known_N = (targets_N >= 0) & (targets_N < vocab_size)
-    losses_N = jnp.where(known_N, jnp.log(sum_N1[:, 0]) - jnp.where(hit_NV, z_NV, 0.0).sum(-1), jnp.nan)
+    losses_N = jnp.where(
+        known_N, jnp.log(sum_N1[:, 0]) - jnp.where(hit_NV, z_NV, 0.0).sum(-1), jnp.nan
+    )
     d_NV = exp_NV / jnp.where(known_N[:, None], sum_N1, jnp.nan) - hit_NV.astype(jnp.float32)
     if softcap is not None:
         d_NV = d_NV * _slope(x_NV, softcap)
@@ -252,11 +272,19 @@ def _check(logits_NV, targets_N, vocab_size, softcap):
             f"got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
         )
     if logits_NV.dtype not in _choose.DTYPES:
-        raise ValueError(f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}")
+        raise ValueError(
+            f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}"
+        )
     if not jnp.issubdtype(targets_N.dtype, jnp.integer):
         raise ValueError(f"fused_classifier: expected integer targets, got {targets_N.dtype}")
     widths = (
-        [1.0] if softcap is None else [softcap.scale, softcap.width] if isinstance(softcap, SigmoidCap) else [softcap]
+        [1.0]
+        if softcap is None
+        else [softcap.scale, softcap.width]
+        if isinstance(softcap, SigmoidCap)
+        else [softcap]
     )
     if not all(math.isfinite(width) and width > 0 for width in widths):
-        raise ValueError(f"fused_classifier: a softcap's scale and width are positive, got {softcap}")
+        raise ValueError(
+            f"fused_classifier: a softcap's scale and width are positive, got {softcap}"
+        )

@@ -1,4 +1,5 @@
-"""Triton kernel of `fused_classifier`: one program a row. R·K columns at a time, K of them in one thread."""
+"""Triton kernel of `fused_classifier`: one program a row. R·K columns at a time, K of them in one
+thread."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,12 @@ import triton.language as tl
 from pallas_kernels import _triton
 from pallas_kernels.softmax._triton import LOG2E, LOWEST, block_columns, online, together
 
-# Two programs of 32 warps fill a multiprocessor, and the rows that are read twice stay in the L2 cache: 26 MB of an H200's 60.
-# 16384×50304 bf16: 32 warps 98 % of the copy rate, 16 warps (four programs, 52 MB) 81 %, 8 warps 71 %. 32 without the hints on
-# eviction 83 %.
+# Two programs of 32 warps fill a multiprocessor, and the rows that are read twice stay in the L2
+# cache: 26 MB of an H200's 60. 16384×50304 bf16: 32 warps 98 % of the copy rate, 16 warps (four
+# programs, 52 MB) 81 %, 8 warps 71 %. 32 without the hints on eviction 83 %.
 MOST_WARPS = 32
-# A cap is bound by arithmetic, and takes more registers than two programs of 32 warps have: 16 warps 57 %, 32 warps 40 %.
+# A cap is bound by arithmetic, and takes more registers than two programs of 32 warps have: 16
+# warps 57 %, 32 warps 40 %.
 MOST_WARPS_CAPPED = 16
 
 
@@ -20,12 +22,19 @@ def classify(logits_NV, targets_N, vocab_size, softcap, ignore_index):
     """losses_N and dlogits_NV, the latter in the logits' place."""
     n, v = logits_NV.shape
     k = 16 // logits_NV.dtype.itemsize  # 16 bytes, the widest load
-    warps = min(MOST_WARPS if softcap is None else MOST_WARPS_CAPPED, triton.next_power_of_2(triton.cdiv(v, 32 * k)))
+    warps = min(
+        MOST_WARPS if softcap is None else MOST_WARPS_CAPPED,
+        triton.next_power_of_2(triton.cdiv(v, 32 * k)),
+    )
     # tanh is a sigmoid: c·tanh(x/c) = 2c·σ(2x/c) − c, and no softmax sees that −c.
     if isinstance(softcap, float):
         cap = {"SCALE": 2 * softcap, "SHIFT": 0.0, "WIDTH": softcap / 2}
     else:
-        cap = {} if softcap is None else {name.upper(): float(value) for name, value in softcap._asdict().items()}
+        cap = (
+            {}
+            if softcap is None
+            else {name.upper(): float(value) for name, value in softcap._asdict().items()}
+        )
     dlogits_NV, losses_N = _triton.call(
         classifier_kernel,
         logits_NV,
@@ -68,19 +77,24 @@ def classifier_kernel(
     # z = SCALE·u up to a constant: u is the logit, or a sigmoid of it.
     m_R = tl.full((R,), LOWEST, tl.float32)
     s_R = tl.full((R,), 0.0, tl.float32)
-    # The block that is cut by the vocabulary comes first in both passes: 98 % of the copy rate; last in both, 93 %.
+    # The block that is cut by the vocabulary comes first in both passes: 98 % of the copy rate;
+    # last in both, 93 %.
     if FULL < VOCAB:
-        # The mask is the array's end and not the vocabulary's: only that one leaves 16-byte loads whole.
-        x_RK = tl.load(logits_ptr + FULL + column_RK, mask=FULL + column_RK < V, eviction_policy="evict_last").to(
-            tl.float32
-        )
+        # The mask is the array's end and not the vocabulary's: only that one leaves 16-byte loads
+        # whole.
+        x_RK = tl.load(
+            logits_ptr + FULL + column_RK, mask=FULL + column_RK < V, eviction_policy="evict_last"
+        ).to(tl.float32)
         # What the padding holds must not reach its neighbours in `reciprocal`.
         u_RK = squashed(tl.where(FULL + column_RK < VOCAB, x_RK, 0.0), SHIFT, WIDTH)
-        m_R, s_R = online(m_R, s_R, tl.where(FULL + column_RK < VOCAB, u_RK, float("-inf")), SCALE * LOG2E)
+        m_R, s_R = online(
+            m_R, s_R, tl.where(FULL + column_RK < VOCAB, u_RK, float("-inf")), SCALE * LOG2E
+        )
     for start in range(0, FULL, BLOCK):
         x_RK = tl.load(logits_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         m_R, s_R = online(m_R, s_R, squashed(x_RK, SHIFT, WIDTH), SCALE * LOG2E)
-    # The target is first used here: no load of the row waits for it. `together` is a barrier: no store is ahead of this load.
+    # The target is first used here: no load of the row waits for it. `together` is a barrier: no
+    # store is ahead of this load.
     known = (target >= 0) & (target < VOCAB)
     x_target = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
     m, s = together(m_R, s_R, SCALE * LOG2E)
@@ -103,13 +117,22 @@ def classifier_kernel(
     else:
         tl.store(losses_ptr + row, loss)
         for start in range(FULL, V, BLOCK):
-            x_RK = tl.load(logits_ptr + start + column_RK, mask=start + column_RK < V).to(tl.float32)
+            x_RK = tl.load(logits_ptr + start + column_RK, mask=start + column_RK < V).to(
+                tl.float32
+            )
             x_RK = tl.where(start + column_RK < VOCAB, x_RK, 0.0)
             d_RK = gradient(x_RK, column_RK, target - start, m, log2_s, BLOCK, SCALE, SHIFT, WIDTH)
             d_RK = tl.where(start + column_RK < VOCAB, d_RK, 0.0)
-            tl.store(logits_ptr + start + column_RK, d_RK, mask=start + column_RK < V, eviction_policy="evict_first")
+            tl.store(
+                logits_ptr + start + column_RK,
+                d_RK,
+                mask=start + column_RK < V,
+                eviction_policy="evict_first",
+            )
         for start in range(0, FULL, BLOCK):
-            x_RK = tl.load(logits_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
+            x_RK = tl.load(logits_ptr + start + column_RK, eviction_policy="evict_first").to(
+                tl.float32
+            )
             d_RK = gradient(x_RK, column_RK, target - start, m, log2_s, BLOCK, SCALE, SHIFT, WIDTH)
             tl.store(logits_ptr + start + column_RK, d_RK, eviction_policy="evict_first")
 
@@ -140,13 +163,16 @@ def gradient(
 def squashed(x_RK, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     """σ((x + SHIFT) / WIDTH), or x.
 
-    Special functions bound a capped pass, not memory: four sigmoids share one of them for their reciprocals. The exponent is at
-    most 30, that the product of four stays finite; a sigmoid is no less than 1e-9.
+    Special functions bound a capped pass, not memory: four sigmoids share one of them for their
+    reciprocals. The exponent is at most 30, that the product of four stays finite; a sigmoid is no
+    less than 1e-9.
     """
     if WIDTH is None:
         return x_RK
     else:
-        exponent_RK = tl.minimum((x_RK + SHIFT) * (-LOG2E / WIDTH), 30.0, propagate_nan=tl.PropagateNan.ALL)
+        exponent_RK = tl.minimum(
+            (x_RK + SHIFT) * (-LOG2E / WIDTH), 30.0, propagate_nan=tl.PropagateNan.ALL
+        )
         inverse_RK = 1 + tl.exp2(exponent_RK)
         u_RK = reciprocal(inverse_RK, 2)
         return u_RK + u_RK * (1 - inverse_RK * u_RK)  # a step of Newton's, for the last bits

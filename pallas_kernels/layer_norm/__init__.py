@@ -1,7 +1,10 @@
-"""Layer normalisation and RMS normalisation over the last axis, fused with the addition of a residual.
+"""Layer normalisation and RMS normalisation over the last axis, fused with the addition of a
+residual.
 
-    total = x + residual + residual_bias                       (added in fp32, rounded once to x's dtype; x itself without them)
-    layer_norm:  y = (total − mean) · rstd · scale + bias      mean = Σ total / C,  rstd = 1/√(Σ (total − mean)² / C + eps)
+    total = x + residual + residual_bias                       (added in fp32, rounded once to x's
+    dtype; x itself without them)
+    layer_norm:  y = (total − mean) · rstd · scale + bias      mean = Σ total / C,  rstd = 1/√(Σ
+    (total − mean)² / C + eps)
     rms_norm:    y = total · rstd · scale                      rstd = 1/√(Σ total² / C + eps)
 
 and with x̂ = y before scale and bias, g = dy · scale:
@@ -9,17 +12,22 @@ and with x̂ = y before scale and bias, g = dy · scale:
     dx = dresidual = rstd · (g − Σ g / C − x̂ · Σ (g·x̂) / C) + dtotal      (no Σ g / C in rms_norm)
     dscale = Σ_n dy · x̂        dbias = Σ_n dy        dresidual_bias = Σ_n dx
 
-residual_bias, which layer_norm alone has, is the bias of the projection whose product the residual is.
+residual_bias, which layer_norm alone has, is the bias of the projection whose product the residual
+is.
 
-Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization",
+2019.
 
-Shapes: N rows (all leading axes), C channels, S statistics (mean and rstd, or rstd alone). Statistics, sums and the
-arithmetic are fp32 in every dtype. Saved for the backward pass: total, and the statistics.
+Shapes: N rows (all leading axes), C channels, S statistics (mean and rstd, or rstd alone).
+Statistics, sums and the arithmetic are fp32 in every dtype. Saved for the backward pass: total, and
+the statistics.
 
 Back ends:
-    triton: forward and backward are one pass each over memory, plus a sum of C-vectors. NVIDIA GPUs from Ampere on.
+    triton: forward and backward are one pass each over memory, plus a sum of C-vectors. NVIDIA GPUs
+        from Ampere on.
     xla: plain JAX with the same saved arrays; any device.
-    reference: fp32 from end to end; any device. Its gradients are JAX's: forward mode and higher derivatives work.
+    reference: fp32 from end to end; any device. Its gradients are JAX's: forward mode and higher
+        derivatives work.
 triton and xla are differentiable once, in reverse mode.
 """
 
@@ -55,10 +63,12 @@ def layer_norm(
         x: rows of fp32, bf16 or fp16.
         scale, bias: both fp32, or both of x's dtype; their gradients have it too.
         residual: added to x first; of x's shape and dtype.
-        residual_bias: added to every row of x and residual; of scale's dtype. Only beside a residual.
+        residual_bias: added to every row of x and residual; of scale's dtype. Only beside a
+            residual.
         eps: added to the biased variance.
         out_dtype: of y; x's when None.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
 
     Returns:
         y; with `residual` (y, total), where total is their sum in x's dtype.
@@ -70,7 +80,8 @@ def layer_norm(
     if residual_bias is not None:
         if residual is None:
             raise ValueError(
-                "layer_norm: residual_bias is added beside a residual, and there is none; give both or neither"
+                "layer_norm: residual_bias is added beside a residual, and there is none; give "
+                "both or neither"
             )
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
@@ -90,10 +101,15 @@ def rms_norm(
 ) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
     """Divides each row by its root mean square, then scales it where there is a scale.
 
-    Args, returns and errors as of `layer_norm`, but for the biases; `eps` is added to the mean square.
+    Args, returns and errors as of `layer_norm`, but for the biases; `eps` is added to the mean
+    square.
     """
-    out_dtype = _check("rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype)
-    backend = choose(x.dtype, x.shape[-1], implementation, kernel="rms_norm", arrays=(x, residual, scale))
+    out_dtype = _check(
+        "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype
+    )
+    backend = choose(
+        x.dtype, x.shape[-1], implementation, kernel="rms_norm", arrays=(x, residual, scale)
+    )
     return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
 
 
@@ -105,9 +121,11 @@ def choose(
     kernel: str = "layer_norm",
     arrays: tuple = (),
 ) -> str:
-    """The back end that `layer_norm` and `rms_norm` use for this dtype and number of channels on the default device.
+    """The back end that `layer_norm` and `rms_norm` use for this dtype and number of channels on
+    the default device.
 
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
 
     Args:
         arrays: those of the call, whose types say whether the compiler may split them.
@@ -133,7 +151,8 @@ def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
 
 def _reference(x, residual, scale, bias, residual_bias, eps, *, centred):
     x, residual, scale, bias, residual_bias = (
-        None if a is None else a.astype(jnp.float32) for a in (x, residual, scale, bias, residual_bias)
+        None if a is None else a.astype(jnp.float32)
+        for a in (x, residual, scale, bias, residual_bias)
     )
     total = x if residual is None else x + residual
     # The axes are lined up by hand so that strict rank promotion holds.
@@ -161,13 +180,17 @@ class _Options:
 
 def _apply(options, x, residual, scale, bias, residual_bias):
     if options.backend == "reference":
-        found = _reference(x, residual, scale, bias, residual_bias, options.eps, centred=options.centred)
+        found = _reference(
+            x, residual, scale, bias, residual_bias, options.eps, centred=options.centred
+        )
         if residual is None:
             return found.astype(options.out_dtype)
         return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
     if not x.size:
         options = dataclasses.replace(options, backend="xla")  # a kernel has no grid for nothing
-    y, total = _calls.differentiable(options.kernel, _norm, options, x, residual, scale, bias, residual_bias)
+    y, total = _calls.differentiable(
+        options.kernel, _norm, options, x, residual, scale, bias, residual_bias
+    )
     return y if residual is None else (y, total)
 
 
@@ -177,7 +200,9 @@ def _norm(options, x, residual, scale_C, bias_C, residual_bias_C):
 
 
 def _norm_forward(options, *primals):
-    x, residual, scale_C, bias_C, residual_bias_C = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    x, residual, scale_C, bias_C, residual_bias_C = (
+        jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    )
     y, total, stats = _forward(options, x, residual, scale_C, bias_C, residual_bias_C)
     return (y, total), (x if residual is None else total, stats, scale_C, residual_bias_C)
 
@@ -192,7 +217,9 @@ def _norm_backward(options, saved, cotangents):
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         dy = jnp.zeros(dy.shape, dy.dtype)
     has_bias = residual_bias_C is not None
-    dx, *dparameters_C = _backward(options, dy, dtotal, total, stats, scale_C, residual_bias=has_bias)
+    dx, *dparameters_C = _backward(
+        options, dy, dtotal, total, stats, scale_C, residual_bias=has_bias
+    )
     return dx, dx if has_residual else None, *dparameters_C
 
 
@@ -208,7 +235,8 @@ def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
 
     # A kernel launch has no rule for vmap; a loop over it does.
     kernel = _calls.launch(
-        options.kernel, jax.custom_batching.sequential_vmap(functools.partial(_triton.forward, **static))
+        options.kernel,
+        jax.custom_batching.sequential_vmap(functools.partial(_triton.forward, **static)),
     )
     y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C, residual_bias_C)
     return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
@@ -222,7 +250,8 @@ def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False
     from pallas_kernels.layer_norm import _triton
 
     kernel = _calls.launch(
-        options.kernel, jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, **static))
+        options.kernel,
+        jax.custom_batching.sequential_vmap(functools.partial(_triton.backward, **static)),
     )
     dx_NC, *dparameters_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
     return dx_NC.reshape(total.shape), *dparameters_C
@@ -271,7 +300,9 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
     dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
     dx = dx.astype(total.dtype)
     # Of dx as it is written, which XLA may then read rather than make again.
-    dresidual_bias_C = dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
+    dresidual_bias_C = (
+        dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
+    )
     return dx, dscale_C, dbias_C, dresidual_bias_C
 
 
@@ -285,15 +316,19 @@ def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
     """The dtype of y."""
     if x.ndim < 1 or x.dtype not in DTYPES:
         raise ValueError(
-            f"{kernel}: expected x of shape (..., C) in float32, bfloat16 or float16, got {x.shape} in {x.dtype}"
+            f"{kernel}: expected x of shape (..., C) in float32, bfloat16 or float16, got "
+            f"{x.shape} in {x.dtype}"
         )
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"{kernel}: expected a residual like x, {x.shape} in {x.dtype}, got {residual.shape} in {residual.dtype}"
+            f"{kernel}: expected a residual like x, {x.shape} in {x.dtype}, got {residual.shape} "
+            f"in {residual.dtype}"
         )
     for name, parameter in parameters.items():
         if parameter.shape != x.shape[-1:]:
-            raise ValueError(f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {parameter.shape}")
+            raise ValueError(
+                f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {parameter.shape}"
+            )
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), x.dtype}:
         raise ValueError(
@@ -302,5 +337,7 @@ def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
         )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in DTYPES:
-        raise ValueError(f"{kernel}: expected out_dtype float32, bfloat16 or float16, got {out_dtype}")
+        raise ValueError(
+            f"{kernel}: expected out_dtype float32, bfloat16 or float16, got {out_dtype}"
+        )
     return out_dtype

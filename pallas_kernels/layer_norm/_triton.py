@@ -1,10 +1,12 @@
-"""Triton kernels of layer_norm (CENTRED: with mean, scale and bias) and rms_norm (without mean and bias).
+"""Triton kernels of layer_norm (CENTRED: with mean, scale and bias) and rms_norm (without mean and
+bias).
 
-A row is read once and stays in registers. Forward, a program takes one tile of rows; backward, a few programs walk over all
-tiles and add up dscale, dbias and dresidual_bias in registers, while the next tiles are being copied to shared memory.
+A row is read once and stays in registers. Forward, a program takes one tile of rows; backward, a
+few programs walk over all tiles and add up dscale, dbias and dresidual_bias in registers, while the
+next tiles are being copied to shared memory.
 
-Shapes: N rows, C channels, P programs. A tile is a tuple of CHUNKS arrays of (ROWS, LANES). One warp has a tile where a row of
-C channels allows it: then the sum over a row needs no barrier.
+Shapes: N rows, C channels, P programs. A tile is a tuple of CHUNKS arrays of (ROWS, LANES). One
+warp has a tile where a row of C channels allows it: then the sum over a row needs no barrier.
 """
 
 import math
@@ -16,23 +18,30 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# By measurement on an H200 (docs/kernels/layer_norm.md). Channels in each thread; backward also the warps of a multiprocessor
-# and the stages of their pipeline, by the size of total's elements: four-byte rows keep the memory busy without copies ahead.
+# By measurement on an H200 (docs/kernels/layer_norm.md). Channels in each thread; backward also the
+# warps of a multiprocessor and the stages of their pipeline, by the size of total's elements:
+# four-byte rows keep the memory busy without copies ahead.
 FORWARD_ELEMENTS = 24
 BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
-# With one more sum in registers: no spills at GPT-2's widths. Reckoned from the registers, not measured.
+# With one more sum in registers: no spills at GPT-2's widths. Reckoned from the registers, not
+# measured.
 BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
-# Of those with 16-bit rows as long as four warps, 1,600 channels: three programs, not two. 36864×1600 132 → 115 µs, four 151; copy 112.
+# Of those with 16-bit rows as long as four warps, 1,600 channels: three programs, not two.
+# 36864×1600 132 → 115 µs, four 151; copy 112.
 FOUR_WARPS_A_ROW = 12
-# Up to so many rows the programs' sums are as much to write and read as the rows: half as many programs, of both dtypes.
+# Up to so many rows the programs' sums are as much to write and read as the rows: half as many
+# programs, of both dtypes.
 FEW_ROWS, BACKWARD_OF_FEW = 8192, (24, 4, 2)
 # What a program may have on every GPU from Ampere on, with room for reductions.
 MAX_SHARED_BYTES = 90_000
 
 
 @triton.jit
-def load_chunk(ptr, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Chunk k of the rows from `first` on, 0 outside; without a mask where it lies inside whatever the row is."""
+def load_chunk(
+    ptr, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):
+    """Chunk k of the rows from `first` on, 0 outside; without a mask where it lies inside whatever
+    the row is."""
     i, c = tl.arange(0, ROWS)[:, None], k * LANES + tl.arange(0, LANES)[None, :]
     ptr += tl.cast(first, tl.int64) * C + (i * C + c)
     if N % ROWS == 0 and (k + 1) * LANES <= C:
@@ -44,7 +53,13 @@ def load_chunk(ptr, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def load_tile(
-    ptr, first, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr
+    ptr,
+    first,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     tile = ()
     for k in tl.static_range(CHUNKS):
@@ -53,7 +68,9 @@ def load_tile(
 
 
 @triton.jit
-def store_chunk(ptr, chunk, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def store_chunk(
+    ptr, chunk, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):
     i, c = tl.arange(0, ROWS)[:, None], k * LANES + tl.arange(0, LANES)[None, :]
     ptr += tl.cast(first, tl.int64) * C + (i * C + c)
     if N % ROWS == 0 and (k + 1) * LANES <= C:
@@ -164,7 +181,9 @@ def norm_backward(
         total = load_tile(total_ptr, first, N, C, ROWS, CHUNKS, LANES)
         if HAS_DTOTAL:
             dtotal = load_tile(dtotal_ptr, first, N, C, ROWS, CHUNKS, LANES)
-        rstd = tl.load(stats_ptr + (N if CENTRED else 0) + first + i, mask=first + i < N, other=0.0)[:, None]
+        rstd = tl.load(
+            stats_ptr + (N if CENTRED else 0) + first + i, mask=first + i < N, other=0.0
+        )[:, None]
         mean = 0.0
         if CENTRED:
             mean = tl.load(stats_ptr + first + i, mask=first + i < N, other=0.0)[:, None]
@@ -209,7 +228,16 @@ def norm_backward(
             store_chunk(dbias_ptr, tl.sum(dbias[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
         if HAS_RESIDUAL_BIAS:
             dresidual_bias_ptr = partial_ptr + 2 * tl.num_programs(0) * C
-            store_chunk(dresidual_bias_ptr, tl.sum(dresidual_bias[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
+            store_chunk(
+                dresidual_bias_ptr,
+                tl.sum(dresidual_bias[k], 0, keep_dims=True),
+                0,
+                k,
+                1,
+                C,
+                1,
+                LANES,
+            )
 
 
 @triton.jit
@@ -223,7 +251,8 @@ def sum_partials(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Adds the programs' sums in a fixed order; grid (C / LANES, how many of dscale, dbias, dresidual_bias there are)."""
+    """Adds the programs' sums in a fixed order; grid (C / LANES, how many of dscale, dbias,
+    dresidual_bias there are)."""
     c = (tl.program_id(0) * LANES + tl.arange(0, LANES))[None, :]
     partial_ptr += tl.program_id(1) * P * C
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -240,13 +269,17 @@ def sum_partials(
 
 
 def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
-    """(y, total, statistics): total is None without `residual_NC`; statistics are mean and rstd, or rstd alone."""
+    """(y, total, statistics): total is None without `residual_NC`; statistics are mean and rstd, or
+    rstd alone."""
     n, c = x_NC.shape
     tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
         # A pointer is given for what is absent too; nothing goes through it.
-        *(x_NC if array is None else array for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)),
+        *(
+            x_NC if array is None else array
+            for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)
+        ),
         out=[
             jax.ShapeDtypeStruct((n, c), out_dtype),
             jax.ShapeDtypeStruct((1, 1) if residual_NC is None else (n, c), x_NC.dtype),
@@ -264,27 +297,36 @@ def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred
 
 
 def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual_bias):
-    """(dx, dscale, dbias, dresidual_bias): dx is the gradient of x and of the residual; None for what there is not.
+    """(dx, dscale, dbias, dresidual_bias): dx is the gradient of x and of the residual; None for
+    what there is not.
 
     `dtotal_NC` is None where nobody read total.
     """
     n, c = total_NC.shape
     table = BACKWARD_WITH_BIAS if residual_bias else BACKWARD
-    elements, warps_per_sm, stages = BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
+    elements, warps_per_sm, stages = (
+        BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
+    )
     tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
     if residual_bias and n > FEW_ROWS and total_NC.dtype.itemsize == 2 and tile["num_warps"] == 4:
         warps_per_sm = FOUR_WARPS_A_ROW
     # A CPU device, where the interpreter runs, has no such attribute.
     sms = getattr(jax.devices()[0], "core_count", 1)
     tiles, most = triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms
-    # As few as take no more turns: 4,096 rows by 512 programs, not 528, whose sums are a second turn for `sum_partials`.
+    # As few as take no more turns: 4,096 rows by 512 programs, not 528, whose sums are a second
+    # turn for `sum_partials`.
     programs = triton.cdiv(tiles, triton.cdiv(tiles, most))
-    bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (1 if dtotal_NC is None else 2)
+    bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (
+        1 if dtotal_NC is None else 2
+    )
     copied_ahead = (stages - 1) * tile["ROWS"] * tile["CHUNKS"] * tile["LANES"] * bytes_per_channel
     sums = 0 if scale_C is None else 1 + centred + residual_bias
     dx_NC, partial_SPC = _triton.call(
         norm_backward,
-        *(dy_NC if array is None else array for array in (dy_NC, dtotal_NC, total_NC, stats_SN, scale_C)),
+        *(
+            dy_NC if array is None else array
+            for array in (dy_NC, dtotal_NC, total_NC, stats_SN, scale_C)
+        ),
         out=[
             jax.ShapeDtypeStruct((n, c), total_NC.dtype),
             jax.ShapeDtypeStruct((sums, programs, c) if sums else (1, 1, 1), jnp.float32),
@@ -314,7 +356,8 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
 
 
 def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:
-    """A tile of rows of these dtypes, with at most `elements` of it in a thread; long rows get more warps."""
+    """A tile of rows of these dtypes, with at most `elements` of it in a thread; long rows get more
+    warps."""
     # 16-byte accesses, or what the alignment of a row allows.
     vector = math.gcd(c, 16 // min(dtype.itemsize for dtype in dtypes))
     warps = min(triton.next_power_of_2(triton.cdiv(c, 32 * max(elements, vector))), 32)

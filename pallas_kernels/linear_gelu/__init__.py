@@ -1,26 +1,31 @@
-"""A linear layer and its activation: y = gelu(x w + b), and y = relu(x w + b)². `mlp` goes on with a second product, y w₂.
+"""A linear layer and its activation: y = gelu(x w + b), and y = relu(x w + b)². `mlp` goes on with
+a second product, y w₂.
 
-gelu is the tanh form, u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))), which is u·σ(2√(2/π)·(u + 0.044715·u³)).
+gelu is the tanh form, u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))), which is u·σ(2√(2/π)·(u +
+0.044715·u³)).
 
-Shapes: N rows (all leading axes of x), I inputs, O outputs. Products, bias and activation are fp32; y is rounded once.
+Shapes: N rows (all leading axes of x), I inputs, O outputs. Products, bias and activation are fp32;
+y is rounded once.
 
-The forward pass saves the activation's derivative at u = x w + b, in x's dtype, for the backward pass, which then is
-du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. It comes with the activation for a few operations more, takes the
-memory that u would, and makes the backward pass a plain product. `triton` in fp32 saves the product x w in its place: it lies in
-memory already.
+The forward pass saves the activation's derivative at u = x w + b, in x's dtype, for the backward
+pass, which then is du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. It comes with the
+activation for a few operations more, takes the memory that u would, and makes the backward pass a
+plain product. `triton` in fp32 saves the product x w in its place: it lies in memory already.
 
 Back ends:
     mosaic: Hopper's TMA and wgmma; bf16 or fp16, sizes that its tiles divide.
-    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the product is XLA's, and bias and activation
-        are a pass over it.
+    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the product is
+        XLA's, and bias and activation are a pass over it.
     xla: any device.
-    reference: the definition in fp32 with true fp32 products, its gradients by JAX: forward mode and higher derivatives work. Any
-        device.
+    reference: the definition in fp32 with true fp32 products, its gradients by JAX: forward mode
+        and higher derivatives work. Any device.
 mosaic, triton and xla are differentiable once, in reverse mode.
-Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel with its sums for db; the products
-for dx and dw are XLA's. `linear_gelu` by itself has no such product: there `mosaic` forms du on the way into the product for dx, and
-writes it for the one for dw (where its tiles divide I; else it goes XLA's way). `triton` forms du and db in a pass of their own, which
-writes duᵀ too where a precision of HIGH asks for TF32, for dw's product (pallas_kernels.products), and in `mlp` yᵀ, for dw₂'s.
+Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel
+with its sums for db; the products for dx and dw are XLA's. `linear_gelu` by itself has no such
+product: there `mosaic` forms du on the way into the product for dx, and writes it for the one for
+dw (where its tiles divide I; else it goes XLA's way). `triton` forms du and db in a pass of their
+own, which writes duᵀ too where a precision of HIGH asks for TF32, for dw's product
+(pallas_kernels.products), and in `mlp` yᵀ, for dw₂'s.
 """
 
 import dataclasses
@@ -31,7 +36,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _choose
-from pallas_kernels.products import checked_linear, product, sum_rows, weight_gradient, weight_gradient_of_transposed
+from pallas_kernels.products import (
+    checked_linear,
+    product,
+    sum_rows,
+    weight_gradient,
+    weight_gradient_of_transposed,
+)
 from pallas_kernels.transpose import transpose_copy
 
 
@@ -47,10 +58,12 @@ def linear_gelu(
 
     Args:
         x: fp32, bf16 or fp16.
-        w, b: of that dtype, or fp32, which is rounded to x's dtype (w) or not at all (b). Their gradients have their dtype and
-            are summed in fp32.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
-        precision: of the fp32 matrix products in the `xla` back end (JAX's own default for fp32 on a GPU is TF32).
+        w, b: of that dtype, or fp32, which is rounded to x's dtype (w) or not at all (b). Their
+            gradients have their dtype and are summed in fp32.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
+        precision: of the fp32 matrix products in the `xla` back end (JAX's own default for fp32 on
+            a GPU is TF32).
 
     Raises:
         ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
@@ -66,7 +79,8 @@ def linear_relu_squared(
     implementation: str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
-    """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021); arguments and errors as of `linear_gelu`."""
+    """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021); arguments and errors
+    as of `linear_gelu`."""
     return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, precision)
 
 
@@ -81,9 +95,10 @@ def mlp(
 ) -> Float[Array, "*B C"]:
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    The second product is XLA's; with back end `mosaic`, where C is a multiple of 64, its gradient is a kernel that goes on through the
-    activation. With back end `triton` in fp32 with a precision of HIGH, the backward pass makes the hidden layer again, transposed as
-    dw₂ wants it, where it goes over the saved product for du: nothing as large is saved beside that.
+    The second product is XLA's; with back end `mosaic`, where C is a multiple of 64, its gradient
+    is a kernel that goes on through the activation. With back end `triton` in fp32 with a precision
+    of HIGH, the backward pass makes the hidden layer again, transposed as dw₂ wants it, where it
+    goes over the saved product for du: nothing as large is saved beside that.
 
     Args:
         w2: as w.
@@ -93,12 +108,19 @@ def mlp(
     _check("mlp", x, w, b)
     if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
-            f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} in {w2.dtype}"
+            f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} "
+            f"in {w2.dtype}"
         )
     n = x.size // x.shape[-1] if x.size else 0
     x_NI = x.reshape(n, x.shape[-1])
-    how = How("gelu", choose(x.dtype, n, *w.shape, implementation, kernel="mlp", arrays=(x, w, b, w2)), precision)
-    through_product = how.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
+    how = How(
+        "gelu",
+        choose(x.dtype, n, *w.shape, implementation, kernel="mlp", arrays=(x, w, b, w2)),
+        precision,
+    )
+    through_product = (
+        how.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
+    )
     if through_product or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
         y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, how)
     else:
@@ -118,9 +140,11 @@ def choose(
     kernel: str = "linear_gelu",
     arrays: tuple = (),
 ) -> str:
-    """The back end that `linear_gelu`, `linear_relu_squared` and `mlp`'s first half use for N, I, O on the default device.
+    """The back end that `linear_gelu`, `linear_relu_squared` and `mlp`'s first half use for N, I, O
+    on the default device.
 
-    `auto` takes mosaic, triton, xla, in that order, but no kernel for arrays that the compiler may split over several devices.
+    `auto` takes mosaic, triton, xla, in that order, but no kernel for arrays that the compiler may
+    split over several devices.
 
     Args:
         kernel: the function, for errors.
@@ -152,7 +176,7 @@ def reference(x, w, b=None, *, activation: str = "gelu"):
     return jax.nn.gelu(u, approximate=True) if activation == "gelu" else jnp.square(jax.nn.relu(u))
 
 
-# --------------------------------------------------------------------------------------------------------------- activations
+# -------------------------------------------------------------------------------------- activations
 
 # gelu(u) = u·σ(v) and v = GELU_1·u + GELU_3·u³.
 GELU_1 = 2 * (2 / jnp.pi) ** 0.5
@@ -176,12 +200,13 @@ def _relu_squared(u):
 ACTIVATIONS = {"gelu": _gelu, "relu_squared": _relu_squared}
 
 
-# ---------------------------------------------------------------------------------------------------------------------- rule
+# --------------------------------------------------------------------------------------------- rule
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What is static: the activation's name, a back end but `reference`, and the precision of its fp32 products."""
+    """What is static: the activation's name, a back end but `reference`, and the precision of its
+    fp32 products."""
 
     activation: str
     backend: str
@@ -193,7 +218,8 @@ class How:
         return f"linear_{self.activation}"
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether Triton's kernels go over a product of XLA's: in fp32. In other dtypes they make it themselves."""
+        """Whether Triton's kernels go over a product of XLA's: in fp32. In other dtypes they make
+        it themselves."""
         return self.backend == "triton" and dtype == jnp.float32
 
 
@@ -223,7 +249,9 @@ def backward(how: How, saved: tuple, dy_NO):
     x_NI, w_IO, b_O, saved_NO = saved
     if how.in_passes(dy_NO.dtype):
         return _backward_passes(how, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
-    dx_NI, du_NO, db_O = _through_activation(dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None)
+    dx_NI, du_NO, db_O = _through_activation(
+        dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None
+    )
     dw_IO = weight_gradient(x_NI, du_NO, precision=how.precision)
     return dx_NI, dw_IO.astype(w_IO.dtype), None if b_O is None else db_O.astype(b_O.dtype)
 
@@ -249,10 +277,15 @@ def _mlp_backward(how, saved, dy_NC):
     if how.backend == "mosaic":
         du_NO, db_O = _through_product(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
         dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=how.precision)
-        dw_IO, dw2_OC = (weight_gradient(*pair, precision=how.precision) for pair in ((x_NI, du_NO), (y_NO, dy_NC)))
+        dw_IO, dw2_OC = (
+            weight_gradient(*pair, precision=how.precision)
+            for pair in ((x_NI, du_NO), (y_NO, dy_NC))
+        )
         return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
     dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=how.precision)
-    dx_NI, dw_IO, db_O, y_ON = _backward_passes(how, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True)
+    dx_NI, dw_IO, db_O, y_ON = _backward_passes(
+        how, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True
+    )
     return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
 
 
@@ -276,7 +309,9 @@ def _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False)
     from pallas_kernels.linear_gelu import _triton
 
     tf32 = how.precision == jax.lax.Precision.HIGH
-    kernel = functools.partial(_triton.through_activation, activation=how.activation, du_across=tf32, y_across=y_across)
+    kernel = functools.partial(
+        _triton.through_activation, activation=how.activation, du_across=tf32, y_across=y_across
+    )
     du_NO, du_ON, y_ON, db_O = _kernel(how.kernel, kernel)(dy_NO, product_NO, b_O)
     dx_NI = jnp.matmul(du_NO, w_IO.T, precision=how.precision)
     if tf32:
@@ -285,7 +320,8 @@ def _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False)
 
 
 def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
-    """(y, what `backward` wants saved), or (y,). That is the derivative, or the product x w where `how.in_passes`."""
+    """(y, what `backward` wants saved), or (y,). That is the derivative, or the product x w where
+    `how.in_passes`."""
     w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
     if how.in_passes(x_NI.dtype):
         from pallas_kernels.linear_gelu import _triton
@@ -297,7 +333,9 @@ def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
     if how.backend == "xla":
         u_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
         u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
-        return tuple(result.astype(x_NI.dtype) for result in ACTIVATIONS[how.activation](u_NO)[: 1 + save])
+        return tuple(
+            result.astype(x_NI.dtype) for result in ACTIVATIONS[how.activation](u_NO)[: 1 + save]
+        )
 
     def kernel(x_NI, w_IO, b_O):
         if how.backend == "mosaic":
@@ -323,7 +361,9 @@ def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
     if how.backend == "triton":
         from pallas_kernels.linear_gelu import _triton
 
-        du_NO, db_O = _kernel(how.kernel, functools.partial(_triton.scaled, bias=bias))(dy_NO, derivative_NO)
+        du_NO, db_O = _kernel(how.kernel, functools.partial(_triton.scaled, bias=bias))(
+            dy_NO, derivative_NO
+        )
     else:
         du_NO = dy_NO.astype(jnp.float32) * derivative_NO.astype(jnp.float32)
         du_NO, db_O = du_NO.astype(dy_NO.dtype), sum_rows(du_NO) if bias else None
@@ -331,7 +371,11 @@ def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
 
 
 def _why_not_16_bit(dtype: jnp.dtype, others: str = "") -> str | None:
-    return None if dtype in (jnp.bfloat16, jnp.float16) else f"takes {others}bfloat16 or float16, not {dtype.name}"
+    return (
+        None
+        if dtype in (jnp.bfloat16, jnp.float16)
+        else f"takes {others}bfloat16 or float16, not {dtype.name}"
+    )
 
 
 def _why_not_tiles(n: int, i: int, o: int) -> str | None:
@@ -341,11 +385,16 @@ def _why_not_tiles(n: int, i: int, o: int) -> str | None:
 
 
 def _check(name, x, w, b):
-    if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (b is not None and b.shape != w.shape[1:]):
+    if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (
+        b is not None and b.shape != w.shape[1:]
+    ):
         raise ValueError(
-            f"{name}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, {None if b is None else b.shape}"
+            f"{name}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, "
+            f"{None if b is None else b.shape}"
         )
-    if x.dtype not in _choose.DTYPES or any(a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)):
+    if x.dtype not in _choose.DTYPES or any(
+        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)
+    ):
         raise ValueError(
             f"{name}: expected x in float32, bfloat16 or float16, w and b in x's dtype or float32, "
             f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"

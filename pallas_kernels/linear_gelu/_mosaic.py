@@ -1,6 +1,8 @@
-"""The Mosaic GPU back end for Hopper: TMA, wgmma, persistent blocks of a warpgroup that loads and two that compute.
+"""The Mosaic GPU back end for Hopper: TMA, wgmma, persistent blocks of a warpgroup that loads and
+two that compute.
 
-Shapes: N rows, I inputs, O outputs; a tile of the result is M×P, its products run over K inputs at a time.
+Shapes: N rows, I inputs, O outputs; a tile of the result is M×P, its products run over K inputs at
+a time.
 """
 
 import dataclasses
@@ -24,8 +26,9 @@ class Tiles:
         stages: steps that shared memory holds.
         cluster: blocks, one below another, that share each tile of w.
         part_rows, part_columns: of the tile are activated and written at a time.
-        slots: parts that wait to be written, for each warpgroup. They divide the parts that lie one below the other: so the next
-            tile's first part finds its slot free when all but the newest `slots` − 1 copies are done, whichever columns were the last.
+        slots: parts that wait to be written, for each warpgroup. They divide the parts that lie one
+            below the other: so the next tile's first part finds its slot free when all but the
+            newest `slots` − 1 copies are done, whichever columns were the last.
     """
 
     rows: int = 128
@@ -40,16 +43,23 @@ class Tiles:
     def __post_init__(self):
         parts = self.rows // self.part_rows
         if parts % self.slots:
-            raise ValueError(f"linear_gelu: {self.slots} slots do not divide the {parts} parts of a column")
+            raise ValueError(
+                f"linear_gelu: {self.slots} slots do not divide the {parts} parts of a column"
+            )
 
     def divide(self, n: int, i: int, o: int) -> bool:
         # The last tile of a row may be cut. TMA reads zeros past the end.
         wasted = pl.cdiv(o, self.columns) * self.columns - o
-        whole = n % (self.rows * self.cluster) == 0 and i % self.depth == 0 and o % self.part_columns == 0
+        whole = (
+            n % (self.rows * self.cluster) == 0
+            and i % self.depth == 0
+            and o % self.part_columns == 0
+        )
         return n > 0 and whole and wasted <= MOST_WASTED * o
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """Rows and columns of each part of a tile, those with the same columns one after the other."""
+        """Rows and columns of each part of a tile, those with the same columns one after the
+        other."""
         return [
             (slice(m, m + self.part_rows), slice(p, p + self.part_columns))
             for p in range(0, self.columns, self.part_columns)
@@ -64,7 +74,8 @@ class BackwardTiles:
     Attributes:
         columns: of dx in a tile of 128 rows.
         depth, stages: as in `Tiles`.
-        registers: the left operands stay in registers; else they pass through shared memory, as the CPU's interpreter wants.
+        registers: the left operands stay in registers; else they pass through shared memory, as the
+            CPU's interpreter wants.
     """
 
     columns: int = 256
@@ -75,14 +86,21 @@ class BackwardTiles:
     def divide(self, n: int, i: int, o: int) -> bool:
         # A tile's share of du is at most 64 steps, a row of an accumulator for each.
         shares = -(-o // self.depth // max(1, i // self.columns))
-        return n > 0 and n % 128 == 0 and o % self.depth == 0 and i % self.columns == 0 and shares <= 64
+        return (
+            n > 0
+            and n % 128 == 0
+            and o % self.depth == 0
+            and i % self.columns == 0
+            and shares <= 64
+        )
 
 
 # Of a row, the share that its tiles may have past the end. GPT-2's other widths: 1 to 3 %.
 MOST_WASTED = 0.05
-# The fastest first (H200, bf16). Forward of 65536×768×3072, where a bare product took 0.44 ms: 0.50 ms with 192 columns, 0.535
-# without the cluster, 0.50–0.55 in parts of 64×32, more with 128 or 256 columns. At the other widths 192 columns take 3 to 9 % less
-# than 128, forward and for du, though the last tile is cut.
+# The fastest first (H200, bf16). Forward of 65536×768×3072, where a bare product took 0.44 ms: 0.50
+# ms with 192 columns, 0.535 without the cluster, 0.50–0.55 in parts of 64×32, more with 128 or 256
+# columns. At the other widths 192 columns take 3 to 9 % less than 128, forward and for du, though
+# the last tile is cut.
 FORWARD = (Tiles(cluster=2), Tiles(columns=128, stages=5))
 BACKWARD = (BackwardTiles(), BackwardTiles(columns=128, stages=4))
 
@@ -101,13 +119,15 @@ def why_not(n: int, i: int, o: int) -> str | None:
     """None where there are tiles for the forward pass, else the reason."""
     if forward_tiles(n, i, o) is None:
         return (
-            f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128, or N of 256 and O of 64 "
+            f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128, "
+            "or N of 256 and O of 64 "
             f"a little below a multiple of {FORWARD[0].columns}"
         )
     return None
 
 
-# One trace and one lowering however many layers call it: these took 28 s of a step's compilation, and no cache spares them.
+# One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
+# and no cache spares them.
 @functools.partial(jax.jit, static_argnames=("epilogue", "save", "tiles"))
 def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None):
     """(y, derivative) = epilogue(x w + b), or y alone; each N×O in x's dtype.
@@ -132,9 +152,13 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
 
             @at.unless_past_the_end(columns)
             def _part(slot=part % tiles.slots, rows=rows, columns=columns):
-                b_P = plgpu.load(b_smem.at[at.wg, columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                b_P = plgpu.load(
+                    b_smem.at[at.wg, columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                )
                 part_MP = acc_MP[rows, columns]
-                results = epilogue(part_MP + lax.broadcast_in_dim(b_P, part_MP.shape, [1]))[:outputs]
+                results = epilogue(part_MP + lax.broadcast_in_dim(b_P, part_MP.shape, [1]))[
+                    :outputs
+                ]
                 plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
                 for which, result in enumerate(results):
                     out_smem[at.wg, slot, which] = result.astype(dtype)
@@ -166,8 +190,9 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
 def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
     """(du, db): du = (dy w₂ᵀ) · derivative, N×O in dy's dtype, and db = Σ_N du in fp32.
 
-    The product is `forward`'s, with the multiplication behind it in place of the activation. A warpgroup reads each part of du
-    across, out of the shared memory that it is written from: so a sum over its rows stays inside of a warp.
+    The product is `forward`'s, with the multiplication behind it in place of the activation. A
+    warpgroup reads each part of du across, out of the shared memory that it is written from: so a
+    sum over its rows stays inside of a warp.
     """
     n, o, dtype = dy_NC.shape[0], w2_OC.shape[0], dy_NC.dtype
     tiles = tiles or forward_tiles(*dy_NC.shape, o)
@@ -198,10 +223,16 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
             def _columns(first=first, columns=columns):
                 sum_P = None
                 for part in range(first, first + part_sums):
-                    rows, slot, last = parts[part][0], part % tiles.slots, part == first + part_sums - 1
+                    rows, slot, last = (
+                        parts[part][0],
+                        part % tiles.slots,
+                        part == first + part_sums - 1,
+                    )
                     out, g = out_smem.at[at.wg, slot], g_smem.at[at.wg, slot]
                     plgpu.barrier_wait(filled.at[at.wg, slot])
-                    du_MP = acc_MP[rows, columns] * plgpu.load(g, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                    du_MP = acc_MP[rows, columns] * plgpu.load(g, layout=plgpu.Layout.WGMMA).astype(
+                        jnp.float32
+                    )
                     plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
                     out[...] = du_MP.astype(dtype)
                     # Behind this the whole warpgroup has read the derivative, too.
@@ -212,10 +243,13 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
                     du_PM = plgpu.load(out.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
                     part_P = du_PM.astype(jnp.float32).sum(1)
                     sum_P = part_P if sum_P is None else sum_P + part_P
-                # What the last tile had here has left: all but the newest `slots` groups of copies have.
+                # What the last tile had here has left: all but the newest `slots` groups of copies
+                # have.
                 db_smem[at.wg, columns] = sum_P
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(db_smem.at[at.wg, columns], db_gmem.at[at.row_tile, at.columns].at[columns])
+                plgpu.copy_smem_to_gmem(
+                    db_smem.at[at.wg, columns], db_gmem.at[at.row_tile, at.columns].at[columns]
+                )
 
     du_NO, db_RO = _product(
         dy_NC,
@@ -241,7 +275,8 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Which tile a warpgroup has: its rows and columns as slices, and its rows as an index of tiles."""
+    """Which tile a warpgroup has: its rows and columns as slices, and its rows as an index of
+    tiles."""
 
     wg: jax.Array
     rows: pl.Slice
@@ -257,22 +292,37 @@ class _Tile:
         return pl.when(columns.start < self.columns_left)
 
 
-def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_types, transposed: bool = False):
+def _product(
+    x_NI,
+    w,
+    other,
+    *,
+    tiles: Tiles,
+    begin,
+    finish,
+    out_type,
+    scratch_types,
+    transposed: bool = False,
+):
     """Runs over the tiles of x w.
 
-    Each of the two warpgroups has its own tiles: one finishes and writes while the other's products run. Both eat from one ring of
-    operands, in the order of the tiles.
+    Each of the two warpgroups has its own tiles: one finishes and writes while the other's products
+    run. Both eat from one ring of operands, in the order of the tiles.
 
     Args:
         w: I×O, or O×I where `transposed`.
         other: one more array, for `begin` and `finish`.
-        begin: (tile, refs) → nothing: starts copies of what `finish` wants. The refs are those of `other`, the outputs and
-            `scratch_types`.
+        begin: (tile, refs) → nothing: starts copies of what `finish` wants. The refs are those of
+            `other`, the outputs and `scratch_types`.
         finish: (tile, fp32 product, refs) → nothing.
     """
     (n, i), dtype = x_NI.shape, x_NI.dtype
     o = w.shape[0 if transposed else 1]
-    row_tiles, column_tiles, steps = n // (tiles.rows * tiles.cluster), pl.cdiv(o, tiles.columns), i // tiles.depth
+    row_tiles, column_tiles, steps = (
+        n // (tiles.rows * tiles.cluster),
+        pl.cdiv(o, tiles.columns),
+        i // tiles.depth,
+    )
     clusters = _mosaic.num_sms() // tiles.cluster
     total = row_tiles * column_tiles
 
@@ -280,7 +330,8 @@ def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_t
         *refs, x_smem, w_smem, filled, consumed = refs
         wg = lax.axis_index("wg")
         cluster, peer = lax.axis_index("cluster"), lax.axis_index("peer")
-        # Tiles cluster, cluster + clusters, … of the whole are this block's; warpgroup 0 takes the first, 1 the second, …
+        # Tiles cluster, cluster + clusters, … of the whole are this block's; warpgroup 0 takes the
+        # first, 1 the second, …
         local = lax.div(total - cluster + clusters - 1, jnp.int32(clusters))
 
         def position(tile):
@@ -300,7 +351,11 @@ def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_t
 
             @pl.loop(0, local * steps)
             def _step(step):
-                slot, tile, k = slot_of(step), lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+                slot, tile, k = (
+                    slot_of(step),
+                    lax.div(step, jnp.int32(steps)),
+                    lax.rem(step, jnp.int32(steps)),
+                )
                 at = position(tile)
                 depth = pl.ds(k * tiles.depth, tiles.depth)
 
@@ -350,7 +405,9 @@ def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_t
                     lax.fori_loop(0, steps, step, None)
                     return acc_ref[...]
 
-                acc_MP = pl.run_scoped(products, plgpu.ACC((tiles.rows, tiles.columns), jnp.float32))
+                acc_MP = pl.run_scoped(
+                    products, plgpu.ACC((tiles.rows, tiles.columns), jnp.float32)
+                )
                 plgpu.barrier_arrive(consumed.at[slot_of(tile * steps + steps - 1)])
                 finish(at, acc_MP, refs)
 
@@ -366,7 +423,11 @@ def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_t
             *scratch_types,
             swizzled((tiles.stages, tiles.rows, tiles.depth), dtype),
             swizzled(
-                (tiles.stages, *((tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns))), dtype
+                (
+                    tiles.stages,
+                    *((tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)),
+                ),
+                dtype,
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=(2, tiles.stages)),
             consumed,
@@ -387,10 +448,11 @@ def _product(x_NI, w, other, *, tiles: Tiles, begin, finish, out_type, scratch_t
 def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | None = None):
     """(dx, du, db): du = dy · derivative, dx = du wᵀ, db = Σ_N du in fp32 or None.
 
-    Two warpgroups have 64 rows of a tile each and form du in registers, where it is the product's left operand. A block keeps to
-    one column of tiles. The blocks that share rows take turns, K columns of du at a time, to write them; such a share's sums are
-    a product too, with a left operand of ones in one row, another for each share. (Mosaic's own sums over rows go through scratch
-    memory that the warpgroups of a block share: two at once came out wrong.)
+    Two warpgroups have 64 rows of a tile each and form du in registers, where it is the product's
+    left operand. A block keeps to one column of tiles. The blocks that share rows take turns, K
+    columns of du at a time, to write them; such a share's sums are a product too, with a left
+    operand of ones in one row, another for each share. (Mosaic's own sums over rows go through
+    scratch memory that the warpgroups of a block share: two at once came out wrong.)
     """
     n, o = dy_NO.shape
     i = w_IO.shape[0]
@@ -404,7 +466,11 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
         dy_gmem, g_gmem, w_gmem, dx_gmem, du_gmem, db_gmem, dy_smem, g_smem, w_smem, out_smem, db_smem, *rest
     ):  # fmt: skip
         *ones_smem, filled, consumed, db_written = rest
-        wg, column, first_row = lax.axis_index("wg"), lax.axis_index("column"), lax.axis_index("row")
+        wg, column, first_row = (
+            lax.axis_index("wg"),
+            lax.axis_index("column"),
+            lax.axis_index("row"),
+        )
         local = lax.div(row_tiles - first_row + row_blocks - 1, jnp.int32(row_blocks))
         our_columns = pl.ds(column * columns, columns)
 
@@ -420,7 +486,11 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
 
             @pl.loop(0, local * steps)
             def _step(step):
-                slot, tile, k = slot_of(step), lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+                slot, tile, k = (
+                    slot_of(step),
+                    lax.div(step, jnp.int32(steps)),
+                    lax.rem(step, jnp.int32(steps)),
+                )
 
                 @pl.when(step >= tiles.stages)
                 def _():
@@ -429,7 +499,9 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
                 rows = pl.ds((tile * row_blocks + first_row) * 2 * half, 2 * half)
                 plgpu.copy_gmem_to_smem(dy_gmem.at[rows, at(k)], dy_smem.at[slot], filled.at[slot])
                 plgpu.copy_gmem_to_smem(g_gmem.at[rows, at(k)], g_smem.at[slot], filled.at[slot])
-                plgpu.copy_gmem_to_smem(w_gmem.at[our_columns, at(k)], w_smem.at[slot], filled.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    w_gmem.at[our_columns, at(k)], w_smem.at[slot], filled.at[slot]
+                )
 
             @pl.loop(jnp.maximum(local * steps - tiles.stages, 0), local * steps)
             def _drain(step):
@@ -456,7 +528,9 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
                         plgpu.barrier_wait(filled.at[slot])
                         du_MK = dy_smem[slot, mine] * g_smem[slot, mine]
                         plgpu.wgmma(
-                            dx_acc, left_operand(du_MK, dy_smem.at[slot, mine]), w_smem.at[slot].transpose((1, 0))
+                            dx_acc,
+                            left_operand(du_MK, dy_smem.at[slot, mine]),
+                            w_smem.at[slot].transpose((1, 0)),
                         )
 
                         @pl.when(lax.rem(k, jnp.int32(column_tiles)) == column)
@@ -466,13 +540,20 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
                             plgpu.commit_smem()
                             plgpu.copy_smem_to_gmem(out_smem.at[wg], du_gmem.at[rows, at(k)])
                             if bias:
-                                row_MM = plgpu.broadcasted_iota(jnp.int32, (half, half), 0, layout=plgpu.Layout.WGMMA)
-                                ones_MM = (row_MM == lax.div(k, jnp.int32(column_tiles))).astype(dtype)
-                                ones = left_operand(ones_MM, ones_smem[0].at[wg] if ones_smem else None)
+                                row_MM = plgpu.broadcasted_iota(
+                                    jnp.int32, (half, half), 0, layout=plgpu.Layout.WGMMA
+                                )
+                                ones_MM = (row_MM == lax.div(k, jnp.int32(column_tiles))).astype(
+                                    dtype
+                                )
+                                ones = left_operand(
+                                    ones_MM, ones_smem[0].at[wg] if ones_smem else None
+                                )
                                 plgpu.wgmma(db_acc[0], ones, out_smem.at[wg])
 
-                        # Not before the product is done, though dy and the derivative are in registers long since: given back
-                        # right after they were read, some were overwritten before (seen in dx).
+                        # Not before the product is done, though dy and the derivative are in
+                        # registers long since: given back right after they were read, some were
+                        # overwritten before (seen in dx).
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(consumed.at[slot])
 
@@ -480,12 +561,16 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
                     return tuple(acc[...] for acc in (dx_acc, *db_acc))
 
                 shapes = [(half, columns)] + [(half, depth)] * bias
-                dx_MP, *more = pl.run_scoped(products, *[plgpu.ACC(shape, jnp.float32) for shape in shapes])
+                dx_MP, *more = pl.run_scoped(
+                    products, *[plgpu.ACC(shape, jnp.float32) for shape in shapes]
+                )
                 for p in range(0, columns, depth):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     out_smem[wg] = dx_MP[:, p : p + depth].astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out_smem.at[wg], dx_gmem.at[rows, our_columns].at[:, p : p + depth])
+                    plgpu.copy_smem_to_gmem(
+                        out_smem.at[wg], dx_gmem.at[rows, our_columns].at[:, p : p + depth]
+                    )
                 return [one + other for one, other in zip(db, more, strict=True)]
 
             zeros = plgpu.layout_cast(jnp.zeros((half, depth), jnp.float32), plgpu.Layout.WGMMA)

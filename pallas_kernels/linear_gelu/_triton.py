@@ -1,9 +1,10 @@
 """The portable back end: Triton, from Ampere on, any shape.
 
-bf16 and fp16: `linear_forward` makes product, bias and activation, `scale` the way back through it. fp32: `activate_forward` and
-`activate_backward` go over a product that XLA made.
+bf16 and fp16: `linear_forward` makes product, bias and activation, `scale` the way back through it.
+fp32: `activate_forward` and `activate_backward` go over a product that XLA made.
 
-Shapes: N rows, I inputs, O outputs. A program makes a tile of M rows and P columns; `tl.dot` runs over K at a time.
+Shapes: N rows, I inputs, O outputs. A program makes a tile of M rows and P columns; `tl.dot` runs
+over K at a time.
 """
 
 import jax
@@ -25,7 +26,8 @@ def activate(u, ACTIVATION: tl.constexpr):
         e = tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR))
         s = 1.0 / (1.0 + e)
         y = u * s
-        # 1 − s is e·s: a difference would lose its digits where s is near 1. e may be infinite, where s is 0.
+        # 1 − s is e·s: a difference would lose its digits where s is near 1. e may be infinite,
+        # where s is 0.
         return y, (y * (u2 * (3 * CUBIC) + LINEAR) * tl.minimum(e, 2.0**126) + 1.0) * s
     r = tl.maximum(u, 0.0)
     return r * r, 2.0 * r
@@ -33,14 +35,16 @@ def activate(u, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles at a time, downwards first, so that neighbours share operands in the L2."""
+    """Row and column of a tile: GROUP rows of tiles at a time, downwards first, so that neighbours
+    share operands in the L2."""
     group = program // (GROUP * column_tiles)
     height = tl.minimum(row_tiles - group * GROUP, GROUP)
     within = program % (GROUP * column_tiles)
     return group * GROUP + within % height, within // height
 
 
-# n, i and o are constants: jax-triton's compiler is not told that a number divides by 16, and would read element by element.
+# n, i and o are constants: jax-triton's compiler is not told that a number divides by 16, and would
+# read element by element.
 @triton.jit
 def linear_forward(
     x_ptr, w_ptr, b_ptr, y_ptr, derivative_ptr, n: tl.constexpr, i: tl.constexpr, o: tl.constexpr,
@@ -49,7 +53,8 @@ def linear_forward(
 ):  # fmt: skip
     row, column = tile_of(tl.program_id(0), (n + M - 1) // M, (o + P - 1) // P, GROUP)
     rows, columns, ks = row * M + tl.arange(0, M), column * P + tl.arange(0, P), tl.arange(0, K)
-    # Rows and columns past the end read others again: cheaper than a mask, and what they give is never stored.
+    # Rows and columns past the end read others again: cheaper than a mask, and what they give is
+    # never stored.
     x_ptrs = x_ptr + (rows % n).to(tl.int64)[:, None] * i + ks[None, :]
     w_ptrs = w_ptr + ks[:, None] * o + (columns % o)[None, :]
     accumulator = tl.full((M, P), 0.0, tl.float32)
@@ -76,7 +81,9 @@ def linear_forward(
         mask = (rows < n)[:, None] & (columns < o)[None, :]
         tl.store(y_ptr + corner + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         if SAVE:
-            tl.store(derivative_ptr + corner + offsets, derivative.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                derivative_ptr + corner + offsets, derivative.to(y_ptr.dtype.element_ty), mask=mask
+            )
 
 
 @triton.jit
@@ -93,7 +100,9 @@ def scale(
         offsets = rows.to(tl.int64)[:, None] * o + columns[None, :]
         mask = (rows < n)[:, None] & (columns < o)[None, :]
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0)
-        du = dy.to(tl.float32) * tl.load(derivative_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        du = dy.to(tl.float32) * tl.load(derivative_ptr + offsets, mask=mask, other=0.0).to(
+            tl.float32
+        )
         tl.store(du_ptr + offsets, du.to(dy.dtype), mask=mask)
         sums += du
     if BIAS:
@@ -124,7 +133,8 @@ def activate_backward(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DU_ACROSS: tl.constexpr, Y_ACROSS: tl.constexpr,
     M: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """du = dy · y'(product + b), its sums over M rows, and duᵀ and yᵀ where they are wanted, in one pass."""
+    """du = dy · y'(product + b), its sums over M rows, and duᵀ and yᵀ where they are wanted, in one
+    pass."""
     row, column = tile_of(tl.program_id(0), (n + M - 1) // M, (o + P - 1) // P, GROUP)
     rows, columns = row * M + tl.arange(0, M), column * P + tl.arange(0, P)
     corner = (row * M).to(tl.int64) * o + column * P
@@ -226,7 +236,8 @@ def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bo
         b_O: fp32 or None.
     """
     n, o = dy_NO.shape
-    # As transpose_copy's tiles of 4-byte types. 16 tiles down, then across: what runs at a time fills long pieces of rows both ways.
+    # As transpose_copy's tiles of 4-byte types. 16 tiles down, then across: what runs at a time
+    # fills long pieces of rows both ways.
     m, p = 64, 64
     parts = triton.cdiv(n, m)
     wanted = (True, du_across, y_across, b_O is not None)
@@ -236,7 +247,10 @@ def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bo
         dy_NO,
         product_NO,
         product_NO if b_O is None else b_O,
-        out=[jax.ShapeDtypeStruct(s if want else (1,), jnp.float32) for s, want in zip(shapes, wanted, strict=True)],
+        out=[
+            jax.ShapeDtypeStruct(s if want else (1,), jnp.float32)
+            for s, want in zip(shapes, wanted, strict=True)
+        ],
         grid=(parts * triton.cdiv(o, p),),
         n=n,
         o=o,
@@ -249,12 +263,15 @@ def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bo
         GROUP=16,
         num_warps=8,
     )
-    du_NO, du_ON, y_ON, db_SO = (array if want else None for array, want in zip(made, wanted, strict=True))
+    du_NO, du_ON, y_ON, db_SO = (
+        array if want else None for array, want in zip(made, wanted, strict=True)
+    )
     return du_NO, du_ON, y_ON, None if db_SO is None else db_SO.sum(0)
 
 
 def tuning(rows: int, columns: int) -> dict[str, int]:
-    """Tile sizes for a result of rows × columns. On the H200 128×128 took 0.78 ms for 65536×768×3072, 128×256 0.94."""
+    """Tile sizes for a result of rows × columns. On the H200 128×128 took 0.78 ms for
+    65536×768×3072, 128×256 0.94."""
     if min(rows, columns) < 128:
         return {"M": 64, "P": 64, "K": 32, "GROUP": 8, "num_warps": 4, "num_stages": 2}
     return {"M": 128, "P": 128, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}

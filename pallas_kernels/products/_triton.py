@@ -1,4 +1,5 @@
-"""Sums over the rows of a matrix: a program sums a few rows of some columns, and XLA what the programs have."""
+"""Sums over the rows of a matrix: a program sums a few rows of some columns, and XLA what the
+programs have."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,8 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# Rows and columns that a program has at a time, how many programs there are at the most, one below the other, and their warps.
+# Rows and columns that a program has at a time, how many programs there are at the most, one below
+# the other, and their warps.
 M, P, PARTS, WARPS = 16, 256, 64, 2
 
 
@@ -22,7 +24,9 @@ def sum_some_rows(
     for time in range(TIMES):
         rows = (part * TIMES + time) * M + tl.arange(0, M)
         mask = (rows < n)[:, None] & (columns < o)[None, :]
-        sums_MP += tl.load(x_ptr + rows.to(tl.int64)[:, None] * o + columns[None, :], mask=mask, other=0.0)
+        sums_MP += tl.load(
+            x_ptr + rows.to(tl.int64)[:, None] * o + columns[None, :], mask=mask, other=0.0
+        )
     tl.store(sums_ptr + part.to(tl.int64) * o + columns, tl.sum(sums_MP, axis=0), mask=columns < o)
 
 

@@ -1,16 +1,18 @@
 """Softmax of rows, short and very long: y = softmax(scale · x) over the last axis.
 
-    y_s = exp(scale·(x_s − max x)) / Σ_s' exp(scale·(x_s' − max x));    dx = scale · y · (dy − Σ_s dy_s·y_s)
+    y_s = exp(scale·(x_s − max x)) / Σ_s' exp(scale·(x_s' − max x));    dx = scale · y · (dy − Σ_s
+    dy_s·y_s)
 
-Shapes: x is (..., S). With `causal` it is (..., T, T), the sums of row t run over the columns 0…t, and the others are exactly 0, in y
-and in dx. Statistics are fp32 in every dtype; the backward pass keeps y and nothing else. A row of only −∞ gives NaN, as
-`jax.nn.softmax` does.
+Shapes: x is (..., S). With `causal` it is (..., T, T), the sums of row t run over the columns 0…t,
+and the others are exactly 0, in y and in dx. Statistics are fp32 in every dtype; the backward pass
+keeps y and nothing else. A row of only −∞ gives NaN, as `jax.nn.softmax` does.
 
 Back ends:
-    triton: a short row stays in registers between its only read and its only write; a long one is read again from the cache.
-        sm_80 and later.
+    triton: a short row stays in registers between its only read and its only write; a long one is
+        read again from the cache. sm_80 and later.
     xla: plain JAX; any device.
-    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives work. Any device.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
+        work. Any device.
 triton and xla are differentiable once, in reverse mode.
 """
 
@@ -28,7 +30,11 @@ Number = float | int
 
 
 def softmax(
-    x: Float[Array, "*B S"], *, scale: Number = 1.0, causal: bool = False, implementation: str = "auto"
+    x: Float[Array, "*B S"],
+    *,
+    scale: Number = 1.0,
+    causal: bool = False,
+    implementation: str = "auto",
 ) -> Float[Array, "*B S"]:
     """softmax(scale · x) over the last axis, in the dtype of x.
 
@@ -36,10 +42,12 @@ def softmax(
         x: fp32, bf16 or fp16.
         scale: a Python number.
         causal: the last two axes are a square, and row t sees the columns 0…t.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
 
     Raises:
-        ValueError: a shape, dtype or scale that does not fit, or the named back end cannot run here.
+        ValueError: a shape, dtype or scale that does not fit, or the named back end cannot run
+            here.
     """
     _check(x, scale, causal)
     backend = choose(x.dtype, implementation, arrays=(x,))
@@ -63,15 +71,19 @@ def gradient(
     """dx of `softmax`, from its output y and the cotangent dy of that: what its backward pass runs.
 
     Args:
-        y, dy: of one shape and dtype. With `causal`, what dy holds in the columns that a row does not see does not matter.
+        y, dy: of one shape and dtype. With `causal`, what dy holds in the columns that a row does
+            not see does not matter.
         scale, causal, implementation: as given to `softmax`.
 
     Raises:
-        ValueError: shapes, dtypes or a scale that do not fit, or the named back end cannot run here.
+        ValueError: shapes, dtypes or a scale that do not fit, or the named back end cannot run
+            here.
     """
     _check(y, scale, causal)
     if y.shape != dy.shape or y.dtype != dy.dtype:
-        raise ValueError(f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}")
+        raise ValueError(
+            f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}"
+        )
     options = _Options(choose(y.dtype, implementation, arrays=(y, dy)), float(scale), causal)
     return y if y.size == 0 else _softmax_backward(options, y, dy)[0]
 
@@ -79,7 +91,8 @@ def gradient(
 def choose(dtype: jax.typing.DTypeLike, implementation: str = "auto", *, arrays: tuple = ()) -> str:
     """The back end that `softmax` uses for this dtype on the default device.
 
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
 
     Args:
         arrays: those of the call, whose types say whether the compiler may split them.
@@ -121,7 +134,9 @@ def _softmax_forward(options, x):
 
 def _softmax_backward(options, y, dy):
     return (
-        _in_triton(options, "backward")(y, dy) if options.backend == "triton" else _gradient_in_xla(options, y, dy),
+        _in_triton(options, "backward")(y, dy)
+        if options.backend == "triton"
+        else _gradient_in_xla(options, y, dy),
     )
 
 
@@ -138,7 +153,10 @@ def _in_triton(options, name):
 
     @kernel.def_vmap
     def _more_rows(size, batched, *arrays):
-        full = [x if b else jnp.broadcast_to(x[None], (size, *x.shape)) for x, b in zip(arrays, batched, strict=True)]
+        full = [
+            x if b else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, b in zip(arrays, batched, strict=True)
+        ]
         return kernel(*full), True
 
     return _calls.launch("softmax", kernel)

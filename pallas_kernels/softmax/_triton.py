@@ -1,6 +1,8 @@
-"""Triton kernels of `softmax`. N rows of S columns; a tile is B rows and C columns, or R·K columns of one row, K of them in one thread.
+"""Triton kernels of `softmax`. N rows of S columns; a tile is B rows and C columns, or R·K columns
+of one row, K of them in one thread.
 
-Loads and stores are masked by whole vectors of K columns (16 bytes): a mask that cuts through one would split it into single columns.
+Loads and stores are masked by whole vectors of K columns (16 bytes): a mask that cuts through one
+would split it into single columns.
 """
 
 import math
@@ -15,19 +17,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Below every fp32 and above −∞, so that −∞ − LOWEST is −∞ and no lane needs a guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-# Short rows at 131072×1024 bf16, in rows a program and warps: forward 1 and 1 97 % of the copy rate, 8 and 8 96 %, 1 and 4 93 %;
-# backward all 100 to 102 %. Causal: forward 1 and 1 84 %, 2 and 4 72 %; backward 2 and 4 92 %, 1 and 1 85 %. (The copy rate is not
-# in reach there: two of three bytes are written, and a memset alone runs at 80 % of it.)
+# Short rows at 131072×1024 bf16, in rows a program and warps: forward 1 and 1 97 % of the copy
+# rate, 8 and 8 96 %, 1 and 4 93 %; backward all 100 to 102 %. Causal: forward 1 and 1 84 %, 2 and 4
+# 72 %; backward 2 and 4 92 %, 1 and 1 85 %. (The copy rate is not in reach there: two of three
+# bytes are written, and a memset alone runs at 80 % of it.)
 LONGEST_SHORT_ROW = 16384
-# Long rows, forward: two programs of 32 warps fill a multiprocessor, and the rows that are read twice stay in the L2 cache, of
-# 50304 columns 26 MB of an H200's 60: 99 % of the copy rate; four programs of 16 warps, 52 MB, 80 %.
+# Long rows, forward: two programs of 32 warps fill a multiprocessor, and the rows that are read
+# twice stay in the L2 cache, of 50304 columns 26 MB of an H200's 60: 99 % of the copy rate; four
+# programs of 16 warps, 52 MB, 80 %.
 FORWARD_WARPS = 32
-# Of rows so long that 264 of them do not fit that cache, one program keeps a part in registers, and so fills its multiprocessor
-# alone. 98304 columns: 93 %, else 83 %; 131072: 80 %, else 74 %; but 65536 columns 86 %, else 96 %.
+# Of rows so long that 264 of them do not fit that cache, one program keeps a part in registers, and
+# so fills its multiprocessor alone. 98304 columns: 93 %, else 83 %; 131072: 80 %, else 74 %; but
+# 65536 columns 86 %, else 96 %.
 TWO_ROWS_FIT = 1 << 17  # bytes of a row
 FORWARD_KEPT = 6
-# Backward: y waits in registers for the sum of dy·y, and only dy is read again: 102 %; both read again 85 %. That takes most of the
-# registers, so one program of 16 warps fills a multiprocessor.
+# Backward: y waits in registers for the sum of dy·y, and only dy is read again: 102 %; both read
+# again 85 %. That takes most of the registers, so one program of 16 warps fills a multiprocessor.
 BACKWARD_WARPS = 16
 MOST_KEPT = 12  # blocks of y, 4 registers of a thread each
 
@@ -38,14 +43,24 @@ def forward(x, *, scale, causal):
     if x.shape[-1] <= LONGEST_SHORT_ROW:
         return _short(short_forward_kernel, x, scale=scale, causal=causal, tile=1024, warps=1)
     kept = FORWARD_KEPT if x.shape[-1] * x.dtype.itemsize > TWO_ROWS_FIT else 0
-    return _long(long_forward_kernel, x, scale=scale, causal=causal, warps=FORWARD_WARPS, most_kept=kept)
+    return _long(
+        long_forward_kernel, x, scale=scale, causal=causal, warps=FORWARD_WARPS, most_kept=kept
+    )
 
 
 def backward(y, dy, *, scale, causal):
     """dx, shaped like y."""
     if y.shape[-1] <= LONGEST_SHORT_ROW:
         return _short(short_backward_kernel, y, dy, scale=scale, causal=causal, tile=2048, warps=4)
-    return _long(long_backward_kernel, y, dy, scale=scale, causal=causal, warps=BACKWARD_WARPS, most_kept=MOST_KEPT)
+    return _long(
+        long_backward_kernel,
+        y,
+        dy,
+        scale=scale,
+        causal=causal,
+        warps=BACKWARD_WARPS,
+        most_kept=MOST_KEPT,
+    )
 
 
 def _short(kernel, x, *more, scale, causal, tile, warps):
@@ -140,15 +155,28 @@ def short_backward_kernel(
 
 
 @triton.jit
-def tile(N: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
-    """Offsets of this program's B rows; what is in the array; what each row sees; the vectors that hold any of that."""
+def tile(
+    N: tl.constexpr,
+    S: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Offsets of this program's B rows; what is in the array; what each row sees; the vectors that
+    hold any of that."""
     row_B = tl.program_id(0) * B + tl.arange(0, B)
     column_C = tl.arange(0, C)
     offset_BC = row_B.to(tl.int64)[:, None] * S + column_C[None, :]
     inside_BC = (row_B < N)[:, None] & (column_C < S)[None, :]
     if CAUSAL:
         t_B1 = (row_B % S)[:, None]
-        return offset_BC, inside_BC, column_C[None, :] <= t_B1, inside_BC & ((column_C // K * K)[None, :] <= t_B1)
+        return (
+            offset_BC,
+            inside_BC,
+            column_C[None, :] <= t_B1,
+            inside_BC & ((column_C // K * K)[None, :] <= t_B1),
+        )
     else:
         return offset_BC, inside_BC, inside_BC, inside_BC
 
@@ -192,7 +220,11 @@ def long_forward_kernel(
         tl.store(y_ptr + i * BLOCK + column_RK, y_RK, eviction_policy="evict_first")
     for start in range(KEPT * BLOCK, full, BLOCK):
         x_RK = tl.load(x_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
-        tl.store(y_ptr + start + column_RK, tl.exp2((x_RK - m) * SCALE) * weight, eviction_policy="evict_first")
+        tl.store(
+            y_ptr + start + column_RK,
+            tl.exp2((x_RK - m) * SCALE) * weight,
+            eviction_policy="evict_first",
+        )
     last_RK = tl.exp2((last_RK - m) * SCALE) * weight
     store_last(y_ptr, last_RK, full, column_RK, columns, S, CAUSAL, BLOCK)
 
@@ -235,18 +267,25 @@ def long_backward_kernel(
     last_RK = last_y_RK * (last_dy_RK - total) * SCALE
     store_last(dx_ptr, last_RK, full, column_RK, columns, S, CAUSAL, BLOCK)
     for i in tl.static_range(KEPT):
-        dy_RK = tl.load(dy_ptr + i * BLOCK + column_RK, eviction_policy="evict_first").to(tl.float32)
+        dy_RK = tl.load(dy_ptr + i * BLOCK + column_RK, eviction_policy="evict_first").to(
+            tl.float32
+        )
         dx_RK = kept[i].to(tl.float32) * (dy_RK - total) * SCALE
         tl.store(dx_ptr + i * BLOCK + column_RK, dx_RK, eviction_policy="evict_first")
     for start in range(KEPT * BLOCK, full, BLOCK):
         y_RK = tl.load(y_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
         dy_RK = tl.load(dy_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
-        tl.store(dx_ptr + start + column_RK, y_RK * (dy_RK - total) * SCALE, eviction_policy="evict_first")
+        tl.store(
+            dx_ptr + start + column_RK,
+            y_RK * (dy_RK - total) * SCALE,
+            eviction_policy="evict_first",
+        )
 
 
 @triton.jit
 def block_columns(R: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
-    """The columns of a block of rows of S: a thread's K are one vector, or where rows start anywhere, neighbours are in neighbours."""
+    """The columns of a block of rows of S: a thread's K are one vector, or where rows start
+    anywhere, neighbours are in neighbours."""
     if S % K == 0:
         return tl.arange(0, R)[:, None] * K + tl.arange(0, K)[None, :]
     else:
@@ -261,7 +300,9 @@ def load_visible(ptr, start, column_RK, columns, S: tl.constexpr, OTHER: tl.cons
 
 
 @triton.jit
-def store_last(ptr, x_RK, start, column_RK, columns, S: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
+def store_last(
+    ptr, x_RK, start, column_RK, columns, S: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):
     """The last visible block, at `start`, and zeros behind what the row sees."""
     if CAUSAL:
         x_RK = tl.where(start + column_RK < columns, x_RK, 0.0)
@@ -274,7 +315,8 @@ def store_last(ptr, x_RK, start, column_RK, columns, S: tl.constexpr, CAUSAL: tl
 
 @triton.jit
 def online(m_R, s_R, x_RK, SCALE: tl.constexpr):
-    """The maximum of x and the sum of exp2(SCALE·(x − maximum)) so far, of each R; no thread needs another here."""
+    """The maximum of x and the sum of exp2(SCALE·(x − maximum)) so far, of each R; no thread needs
+    another here."""
     new_R = tl.maximum(m_R, tl.max(x_RK, 1))
     s_R = s_R * tl.exp2((m_R - new_R) * SCALE) + tl.sum(tl.exp2((x_RK - new_R[:, None]) * SCALE), 1)
     return new_R, s_R

@@ -1,15 +1,18 @@
-"""Symmetric products: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a; the products of Polar Express, batched over matrices.
+"""Symmetric products: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a; the products of Polar Express,
+batched over matrices.
 
-Shapes: M rows, K columns; any leading axes count matrices. Results are symmetric to the last bit: only the tiles on and above
-the diagonal are computed, n(n+1)/2 of n², and each one off it is also written transposed. A sum over k is kept in fp32
-and rounded once, also in b·a + c·a a.
+Shapes: M rows, K columns; any leading axes count matrices. Results are symmetric to the last bit:
+only the tiles on and above the diagonal are computed, n(n+1)/2 of n², and each one off it is also
+written transposed. A sum over k is kept in fp32 and rounded once, also in b·a + c·a a.
 
 Back ends:
-    mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples of 64.
+    mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples
+        of 64.
     triton: NVIDIA GPUs from Ampere on. bf16 or fp16, any shape.
-    xla: a batched product of all tiles; any device. Exactly symmetric only where the library's product is.
-    reference: the definition in fp32 with true fp32 products; any device. Its gradients are JAX's: forward mode and higher derivatives
-        work.
+    xla: a batched product of all tiles; any device. Exactly symmetric only where the library's
+        product is.
+    reference: the definition in fp32 with true fp32 products; any device. Its gradients are JAX's:
+        forward mode and higher derivatives work.
 mosaic, triton and xla are differentiable once, in reverse mode.
 """
 
@@ -24,14 +27,19 @@ from pallas_kernels import _calls, _choose
 
 
 def xxt(
-    a: Float[Array, "*batch M K"], *, implementation: str = "auto", precision: jax.lax.PrecisionLike = None
+    a: Float[Array, "*batch M K"],
+    *,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
     """a aᵀ of each matrix.
 
     Args:
         a: matrices in fp32, bf16 or fp16; the result has this dtype too.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives need "reference".
-        precision: of fp32 products in the `xla` back end (JAX's own default for fp32 on a GPU is TF32).
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
+        precision: of fp32 products in the `xla` back end (JAX's own default for fp32 on a GPU is
+            TF32).
 
     Raises:
         ValueError: `a` is not a matrix, or the named back end cannot run it.
@@ -44,7 +52,10 @@ def xxt(
 
 
 def xtx(
-    a: Float[Array, "*batch M K"], *, implementation: str = "auto", precision: jax.lax.PrecisionLike = None
+    a: Float[Array, "*batch M K"],
+    *,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch K K"]:
     """aᵀ a of each matrix, from the layout that `a` has. Arguments and errors as in `xxt`."""
     _check("xtx", a)
@@ -63,7 +74,8 @@ def ba_plus_caa(
     implementation: str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
-    """b·a + c·a a of each symmetric matrix a, and d on the diagonal added where there is one; rounded once.
+    """b·a + c·a a of each symmetric matrix a, and d on the diagonal added where there is one;
+    rounded once.
 
     Args:
         a: symmetric matrices; of others the result is not defined.
@@ -89,9 +101,11 @@ def choose(
     *,
     arrays: tuple = (),
 ) -> str:
-    """The back end that `kernel` ("xxt", "xtx" or "ba_plus_caa") uses for this dtype and shape on the default device.
+    """The back end that `kernel` ("xxt", "xtx" or "ba_plus_caa") uses for this dtype and shape on
+    the default device.
 
-    `auto` takes mosaic where it is faster than xla, but not for arrays that the compiler may split over several devices.
+    `auto` takes mosaic where it is faster than xla, but not for arrays that the compiler may split
+    over several devices.
 
     Args:
         arrays: those of the call, whose types say whether the compiler may split them.
@@ -114,17 +128,21 @@ def choose(
     return _choose.auto({name: supported[name] for name in ("mosaic", "xla")}, arrays)
 
 
-# ------------------------------------------------------------------------------------------------------------- definitions
+# -------------------------------------------------------------------------------------- definitions
 
 
 def xxt_reference(a):
     """a aᵀ in fp32 with true fp32 products, whatever `a` is."""
-    return _matmul(a.astype(jnp.float32), _transposed(a.astype(jnp.float32)), jax.lax.Precision.HIGHEST)
+    return _matmul(
+        a.astype(jnp.float32), _transposed(a.astype(jnp.float32)), jax.lax.Precision.HIGHEST
+    )
 
 
 def xtx_reference(a):
     """aᵀ a in fp32 with true fp32 products, whatever `a` is."""
-    return _matmul(_transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST)
+    return _matmul(
+        _transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    )
 
 
 def ba_plus_caa_reference(a, *, b, c, d=0.0):
@@ -133,7 +151,7 @@ def ba_plus_caa_reference(a, *, b, c, d=0.0):
     return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST) + d * _ones_on_the_diagonal(a)
 
 
-# --------------------------------------------------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------------------------- gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -183,21 +201,28 @@ def _ba_plus_caa_backward(backend, precision, saved, g):
     a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
     da = bcd[0] * g32 + bcd[1] * (product(g, _transposed(a)) + product(_transposed(a), g))
     # Unused under jit where the coefficients are constants.
-    dbcd = [jnp.sum(g32 * a32), jnp.sum(g32 * product(a, a)), jnp.sum(g32 * _ones_on_the_diagonal(g32))]
+    dbcd = [
+        jnp.sum(g32 * a32),
+        jnp.sum(g32 * product(a, a)),
+        jnp.sum(g32 * _ones_on_the_diagonal(g32)),
+    ]
     return da.astype(a.dtype), jnp.stack(dbcd[: len(bcd)])
 
 
 _ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
 
 
-# --------------------------------------------------------------------------------------------------------------- back ends
+# ---------------------------------------------------------------------------------------- back ends
 
 
 def _run(a, bcd, contract, backend, precision):
-    """a aᵀ (contract=2), aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three."""
+    """a aᵀ (contract=2), aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, and d on the diagonal where
+    there are three."""
     if backend == "xla" and bcd is not None:
         made = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
-        return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(a.dtype)
+        return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(
+            a.dtype
+        )
     if backend == "xla":
         x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
         return _matmul(x, y, precision)
@@ -228,7 +253,10 @@ def _kernel(backend, contract, scaled):
         if any(in_batched[1:]) or not in_batched[0]:
             # A coefficient for each: one after the other.
             pairs = zip([a_BXY, *bc], in_batched, strict=True)
-            args = tuple(x if batched else jnp.broadcast_to(x[None], (axis_size, *x.shape)) for x, batched in pairs)
+            args = tuple(
+                x if batched else jnp.broadcast_to(x[None], (axis_size, *x.shape))
+                for x, batched in pairs
+            )
             return jax.lax.map(lambda args: kernel(*args), args), True
         out_BMM = kernel(a_BXY.reshape(-1, *a_BXY.shape[2:]), *bc)
         return out_BMM.reshape(axis_size, -1, *out_BMM.shape[1:]), True
@@ -251,14 +279,19 @@ def _transposed(x):
 def _is_faster(kernel: str, shape: tuple[int, ...]) -> bool:
     """Whether half of the tiles take `mosaic` less time than all of them take XLA.
 
-    Measured on an H200 (docs/kernels/symmetric.md): it comes down to how many rounds the multiprocessors need. A product of two
-    tiles is one piece of work for one of them; in XLA's kernel the same piece has 128×256 results.
+    Measured on an H200 (docs/kernels/symmetric.md): it comes down to how many rounds the
+    multiprocessors need. A product of two tiles is one piece of work for one of them; in XLA's
+    kernel the same piece has 128×256 results.
     """
     from pallas_kernels import _mosaic
 
     batch, side = math.prod(shape[:-2]), shape[-1] if kernel == "xtx" else shape[-2]
     n = math.ceil(side / 128)
-    pieces, all_tiles, at_once = batch * math.ceil(n * (n + 1) / 4), batch * n * n, _mosaic.num_sms()
+    pieces, all_tiles, at_once = (
+        batch * math.ceil(n * (n + 1) / 4),
+        batch * n * n,
+        _mosaic.num_sms(),
+    )
     rounds = math.ceil(pieces / at_once)
     # XLA writes a product and reads it again for b·a + c·a a.
     return all_tiles / 2 >= (1.0 if kernel == "ba_plus_caa" else 1.15) * rounds * at_once
@@ -287,7 +320,8 @@ def _why_not_triton(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
 def _check(kernel, a):
     if a.ndim < 2 or a.dtype not in _choose.DTYPES:
         raise ValueError(
-            f"{kernel}: expected matrices (..., M, K) in float32, bfloat16 or float16, got {a.dtype} of shape {a.shape}"
+            f"{kernel}: expected matrices (..., M, K) in float32, bfloat16 or float16, got "
+            f"{a.dtype} of shape {a.shape}"
         )
     if kernel == "ba_plus_caa" and a.shape[-1] != a.shape[-2]:
         raise ValueError(f"ba_plus_caa: expected square matrices (..., M, M), got shape {a.shape}")

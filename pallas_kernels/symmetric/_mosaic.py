@@ -1,8 +1,10 @@
-"""Symmetric products on Hopper: TMA, wgmma, one persistent block of threads per multiprocessor (Pallas Mosaic GPU).
+"""Symmetric products on Hopper: TMA, wgmma, one persistent block of threads per multiprocessor
+(Pallas Mosaic GPU).
 
-One piece of work is two tiles (s, p) and (s, q) of 128×128 of one matrix, which share the 128 rows s: 128×256 results from
-three blocks of operands instead of four, two where one of the tiles lies on the diagonal. One warpgroup loads, two multiply,
-64 of the rows each. What was tried beside this: docs/kernels/symmetric.md.
+One piece of work is two tiles (s, p) and (s, q) of 128×128 of one matrix, which share the 128 rows
+s: 128×256 results from three blocks of operands instead of four, two where one of the tiles lies on
+the diagonal. One warpgroup loads, two multiply, 64 of the rows each. What was tried beside this:
+docs/kernels/symmetric.md.
 """
 
 import jax
@@ -14,32 +16,41 @@ from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import pl, plgpu
 
 TILE = 128
-HALF = 64  # rows of one multiplying warpgroup, and the width of a piece of results: 128 bytes, one swizzle
+# rows of one multiplying warpgroup, and the width of a piece of results: 128 bytes, one swizzle
+HALF = 64
 MULTIPLIERS = 2
-# Slices of the sum that are under way, of three blocks each: 192 KB, beside 32 KB of results. Three cost aᵀ a 24×3072×768 10 %.
+# Slices of the sum that are under way, of three blocks each: 192 KB, beside 32 KB of results. Three
+# cost aᵀ a 24×3072×768 10 %.
 DEPTH, STAGES = 64, 4
 
 
 def schedule(n: int) -> np.ndarray:
     """The work on one matrix of n×n tiles: rows (s, p, q, where s lies), int32.
 
-    Every tile on or above the diagonal belongs to one row, as {s, p} or {s, q}; q = −1 where one tile was left over.
-    Operand blocks are kept as p, q, s; s is taken from p's or q's place (0, 1) if it is the same block, else from its own (2).
+    Every tile on or above the diagonal belongs to one row, as {s, p} or {s, q}; q = −1 where one
+    tile was left over. Operand blocks are kept as p, q, s; s is taken from p's or q's place (0, 1)
+    if it is the same block, else from its own (2).
     """
     work = []
     for s in range(n):
         work += [(s, p, p + 1) for p in range(s, n - 1, 2)]
-    # Rows with an odd number of tiles leave their last one, and all of those are in the last column: they share that block.
+    # Rows with an odd number of tiles leave their last one, and all of those are in the last
+    # column: they share that block.
     left = [s for s in range(n) if (n - s) % 2]
-    work += [(n - 1, *left[i : i + 2]) if len(left) > i + 1 else (n - 1, left[i], -1) for i in range(0, len(left), 2)]
+    work += [
+        (n - 1, *left[i : i + 2]) if len(left) > i + 1 else (n - 1, left[i], -1)
+        for i in range(0, len(left), 2)
+    ]
     return np.array([(s, p, q, 0 if p == s else 1 if q == s else 2) for s, p, q in work], np.int32)
 
 
 def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Array:
-    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three.
+    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the
+    diagonal where there are three.
 
     Args:
-        a_BXY: bf16 or fp16, X and Y multiples of 64, as Mosaic's swizzled tiles ask. Half of a last tile may lie past the edge:
+        a_BXY: bf16 or fp16, X and Y multiples of 64, as Mosaic's swizzled tiles ask. Half of a last
+            tile may lie past the edge:
             TMA reads zeros there, and writes nothing.
         bcd: two or three fp32 numbers, or None; only with contract=2.
     """
@@ -47,7 +58,8 @@ def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Ar
     m, k = (sides[0], sides[1]) if contract == 2 else (sides[1], sides[0])
     scaled = bcd is not None
     slices = pl.cdiv(k, DEPTH)
-    # With b·a, the tiles' own part of a follows the operands through the same slots, two of its four pieces at a time.
+    # With b·a, the tiles' own part of a follows the operands through the same slots, two of its
+    # four pieces at a time.
     steps = slices + 2 * scaled
     table = schedule(pl.cdiv(m, TILE))
     total = batch * len(table)
@@ -61,22 +73,28 @@ def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Ar
 
         def work(i):
             """This block's i-th piece of work: matrix, s, p, q, where s lies."""
-            b, entry = lax.div(first + i * blocks, len(table)), lax.rem(first + i * blocks, len(table))
+            b, entry = (
+                lax.div(first + i * blocks, len(table)),
+                lax.rem(first + i * blocks, len(table)),
+            )
             return b, *(table_ref[entry, j] for j in range(4))
 
         def columns(p, q, j):
-            """Where the j-th of the four pieces starts. A lone tile's other half is p's again; nothing of it is stored."""
+            """Where the j-th of the four pieces starts. A lone tile's other half is p's again;
+            nothing of it is stored."""
             return (p if j < 2 else jnp.where(q < 0, p, q)) * TILE + j % 2 * HALF
 
         def store(b, s, tile, column, piece):
-            """Sends a piece of results on its way, and its mirror image if it is not from the diagonal."""
+            """Sends a piece of results on its way, and its mirror image if it is not from the
+            diagonal."""
             rows, span = pl.ds(s * TILE + me * HALF, HALF), pl.ds(column, HALF)
 
             @pl.when(tile >= 0)
             def _():
                 @pl.when(tile != s)
                 def _():
-                    # All but the last to be sent have left: the mirror image of the piece before this.
+                    # All but the last to be sent have left: the mirror image of the piece before
+                    # this.
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     mirror.at[me].transpose((1, 0))[...] = piece
                     plgpu.commit_smem()
@@ -102,7 +120,11 @@ def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Ar
                     plgpu.barrier_wait(empty.at[lax.rem(done, STAGES)])
 
             def block(slot, place):
-                return operands.at[slot, pl.ds(place * TILE, TILE)] if contract == 2 else operands.at[slot, place]
+                return (
+                    operands.at[slot, pl.ds(place * TILE, TILE)]
+                    if contract == 2
+                    else operands.at[slot, place]
+                )
 
             @pl.loop(0, mine)
             def _(i):
@@ -154,10 +176,14 @@ def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Ar
                         plgpu.barrier_wait(full.at[slot])
                         if contract == 2:
                             left = operands.at[slot, pl.ds(where * TILE + me * HALF, HALF)]
-                            plgpu.wgmma(acc, left, operands.at[slot, pl.ds(0, 2 * TILE)].transpose((1, 0)))
+                            plgpu.wgmma(
+                                acc, left, operands.at[slot, pl.ds(0, 2 * TILE)].transpose((1, 0))
+                            )
                             plgpu.wgmma_wait(1)
                         else:
-                            left = operands.at[slot, where, :, pl.ds(me * HALF, HALF)].transpose((1, 0))
+                            left = operands.at[slot, where, :, pl.ds(me * HALF, HALF)].transpose(
+                                (1, 0)
+                            )
                             plgpu.wgmma(acc.at[:, pl.ds(0, TILE)], left, operands.at[slot, 0])
                             plgpu.wgmma(acc.at[:, pl.ds(TILE, TILE)], left, operands.at[slot, 1])
                             plgpu.wgmma_wait(2)
@@ -185,7 +211,9 @@ def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Ar
                         piece = bcd_ref[0] * own.astype(jnp.float32) + bcd_ref[1] * piece
                     if scaled and len(bcd) == 3:
                         row, column = (
-                            plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA)
+                            plgpu.broadcasted_iota(
+                                jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA
+                            )
                             for axis in (0, 1)
                         )
                         apart = columns(p, q, j) - s * TILE - me * HALF
@@ -195,7 +223,9 @@ def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Ar
             plgpu.wait_smem_to_gmem(0)
 
     def shared(shape):
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+        return plgpu.SMEM(
+            shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        )
 
     run = plgpu.kernel(
         kernel,

@@ -1,4 +1,5 @@
-"""Symmetric products for NVIDIA GPUs from Ampere on: one program makes one tile on or above the diagonal, and its mirror image."""
+"""Symmetric products for NVIDIA GPUs from Ampere on: one program makes one tile on or above the
+diagonal, and its mirror image."""
 
 import jax
 import triton
@@ -12,7 +13,8 @@ def _tile(
     a_ptr,
     bcd_ptr,
     out_ptr,
-    m: tl.constexpr,  # constants, or jax-triton's compiler would not know that rows start on 16 bytes
+    # constants, or jax-triton's compiler would not know that rows start on 16 bytes
+    m: tl.constexpr,
     k: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # aᵀ a: the sum runs over the rows of a
     COEFFICIENTS: tl.constexpr,  # 2: b·a + c·a aᵀ; 3: and d on the diagonal
@@ -25,7 +27,8 @@ def _tile(
     per_matrix: tl.constexpr = N * (N + 1) // 2
     index = tl.program_id(0) % per_matrix
     matrix = (tl.program_id(0) // per_matrix).to(tl.int64)
-    # Tiles column by column: column j holds j + 1, from number j(j+1)/2 on. The root may be off by one either way.
+    # Tiles column by column: column j holds j + 1, from number j(j+1)/2 on. The root may be off by
+    # one either way.
     j = ((tl.sqrt(8.0 * index + 1.0) - 1.0) / 2.0).to(tl.int32)
     j = tl.where(j * (j + 1) // 2 > index, j - 1, j)
     j = tl.where((j + 1) * (j + 2) // 2 <= index, j + 1, j)
@@ -48,10 +51,14 @@ def _tile(
             x, y = tl.load(left), tl.load(right)
         elif TRANSPOSED:
             x = tl.load(left, mask=(depth < k - start)[:, None] & (rows < m)[None, :], other=0.0)
-            y = tl.load(right, mask=(depth < k - start)[:, None] & (columns < m)[None, :], other=0.0)
+            y = tl.load(
+                right, mask=(depth < k - start)[:, None] & (columns < m)[None, :], other=0.0
+            )
         else:
             x = tl.load(left, mask=(rows < m)[:, None] & (depth < k - start)[None, :], other=0.0)
-            y = tl.load(right, mask=(columns < m)[:, None] & (depth < k - start)[None, :], other=0.0)
+            y = tl.load(
+                right, mask=(columns < m)[:, None] & (depth < k - start)[None, :], other=0.0
+            )
         if TRANSPOSED:
             acc = tl.dot(tl.trans(x), y, acc)
             left += BLOCK_K * m
@@ -71,7 +78,8 @@ def _tile(
     made = acc.to(out_ptr.dtype.element_ty)
     mirrored = columns[None, :] * m + rows[:, None]
     if i == j:
-        # The mirror image of what lies above the diagonal, so that a tile is symmetric however it was added up.
+        # The mirror image of what lies above the diagonal, so that a tile is symmetric however it
+        # was added up.
         tl.store(out_ptr + direct, made, mask=inside & (rows[:, None] <= columns[None, :]))
         tl.store(out_ptr + mirrored, made, mask=inside & (rows[:, None] < columns[None, :]))
     elif EVEN_M:
@@ -92,12 +100,16 @@ def product(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> jax.Array:
-    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the diagonal where there are three."""
+    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the
+    diagonal where there are three."""
     batch, *sides = a_BXY.shape
-    # Rows that do not start on 16 bytes are read an element at a time, with a pointer for each: big tiles of those spill.
+    # Rows that do not start on 16 bytes are read an element at a time, with a pointer for each: big
+    # tiles of those spill.
     defaults = (128, 64, 8, 3) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4, 3)
     given = (tile, block_k, num_warps, num_stages)
-    tile, block_k, num_warps, num_stages = (d if g is None else g for d, g in zip(defaults, given, strict=True))
+    tile, block_k, num_warps, num_stages = (
+        d if g is None else g for d, g in zip(defaults, given, strict=True)
+    )
     m, k = (sides[0], sides[1]) if contract == 2 else (sides[1], sides[0])
     n = triton.cdiv(m, tile)
     (out_BMM,) = _triton.call(

@@ -1,18 +1,23 @@
-"""Transposition of matrices that are written out: transpose_copy = srcᵀ, transpose_add = dst + srcᵀ.
+"""Transposition of matrices that are written out: transpose_copy = srcᵀ, transpose_add = dst +
+srcᵀ.
 
-`transpose_sum_rows` gives srcᵀ and Σ_r src from one read; a backward pass wants both of the gradient of a linear layer's output.
+`transpose_sum_rows` gives srcᵀ and Σ_r src from one read; a backward pass wants both of the
+gradient of a linear layer's output.
 
-Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. The sum is fp32, rounded once to dst's dtype.
+Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. The sum is fp32,
+rounded once to dst's dtype.
 Gradients: a transpose, and for dst the cotangent itself; transpose_sum_rows has none of a kernel.
 
-A transpose next to a matrix product needs neither: the product reads its operand in either order. These are for arrays that
-are kept in the other order, such as an LM head whose gradient is added to an embedding's.
+A transpose next to a matrix product needs neither: the product reads its operand in either order.
+These are for arrays that are kept in the other order, such as an LM head whose gradient is added to
+an embedding's.
 
 Back ends:
     triton: one pass over memory in tiles. NVIDIA GPUs from Ampere on.
     xla: plain JAX; any device. The compiler may leave the transpose to whoever reads the result.
     reference: the same.
-triton is differentiable once, in reverse mode; xla and reference also in forward mode and to any order.
+triton is differentiable once, in reverse mode; xla and reference also in forward mode and to any
+order.
 """
 
 import functools
@@ -25,7 +30,9 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _choose
 
 
-def transpose_copy(src: Float[Array, "*B R C"], *, implementation: str = "auto") -> Float[Array, "*B C R"]:
+def transpose_copy(
+    src: Float[Array, "*B R C"], *, implementation: str = "auto"
+) -> Float[Array, "*B C R"]:
     """srcᵀ of the last two axes, written out.
 
     Args:
@@ -53,12 +60,14 @@ def transpose_add(
 
     Args:
         dst, src: fp32, bf16 or fp16, not necessarily the same.
-        in_place: the sum is written over dst, which costs a copy of dst where it is still needed (or is an argument of the
-            compiled function that was not donated). False: into a new array.
+        in_place: the sum is written over dst, which costs a copy of dst where it is still needed
+            (or is an argument of the compiled function that was not donated). False: into a new
+            array.
         implementation: "auto", or one of the back ends above.
 
     Raises:
-        ValueError: another dtype, shapes that are not each other's transpose, or the named back end cannot run here.
+        ValueError: another dtype, shapes that are not each other's transpose, or the named back end
+            cannot run here.
     """
     _check("transpose_add", dst, src)
     if _chosen("transpose_add", implementation, src, dst) != "triton":
@@ -70,24 +79,30 @@ def transpose_add(
 def transpose_sum_rows(
     src: Float[Array, "*B R C"], *, implementation: str = "auto"
 ) -> tuple[Float[Array, "*B C R"], Float[Array, "*B C"]]:
-    """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32. Arguments and errors as of `transpose_copy`."""
+    """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32. Arguments and
+    errors as of `transpose_copy`."""
     _check("transpose_sum_rows", src)
     backend = _chosen("transpose_sum_rows", implementation, src)
     src_BRC = _flat(src)
     if backend == "triton":
         from pallas_kernels.transpose import _triton
 
-        out_BCR, sums_BC = _kernel("transpose_sum_rows", lambda src_BRC: _triton.transpose_sum_rows(src_BRC))(src_BRC)
+        out_BCR, sums_BC = _kernel(
+            "transpose_sum_rows", lambda src_BRC: _triton.transpose_sum_rows(src_BRC)
+        )(src_BRC)
     else:
         out_BCR, sums_BC = jnp.swapaxes(src_BRC, -1, -2), src_BRC.astype(jnp.float32).sum(1)
     lead, (r, c) = src.shape[:-2], src.shape[-2:]
     return out_BCR.reshape(*lead, c, r), sums_BC.reshape(*lead, c)
 
 
-def choose(implementation: str = "auto", *, kernel: str = "transpose_copy", arrays: tuple = ()) -> str:
+def choose(
+    implementation: str = "auto", *, kernel: str = "transpose_copy", arrays: tuple = ()
+) -> str:
     """The back end that the functions of this module use on the default device.
 
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over several devices.
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
 
     Args:
         arrays: those of the call, whose types say whether the compiler may split them.
@@ -112,7 +127,9 @@ def _copy(dtype, src_BRC):
     """srcᵀ in `dtype`, by Triton."""
     from pallas_kernels.transpose import _triton
 
-    return _kernel("transpose_copy", functools.partial(_triton.transpose_copy, dtype=dtype))(src_BRC)
+    return _kernel("transpose_copy", functools.partial(_triton.transpose_copy, dtype=dtype))(
+        src_BRC
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -128,7 +145,10 @@ _copy.defvjp(
     lambda dtype, like, d_BCR: (_copy(like.dtype, d_BCR),),
 )
 _add.defvjp(
-    lambda in_place, src_dtype, dst_BCR, src_BRC: (_add(in_place, src_dtype, dst_BCR, src_BRC), None),
+    lambda in_place, src_dtype, dst_BCR, src_BRC: (
+        _add(in_place, src_dtype, dst_BCR, src_BRC),
+        None,
+    ),
     lambda in_place, src_dtype, _, d_BCR: (d_BCR, _copy(src_dtype, d_BCR)),
 )
 
@@ -151,9 +171,11 @@ def _check(kernel, *arrays):
     for x in arrays:
         if x.ndim < 2 or x.dtype not in _choose.DTYPES:
             raise ValueError(
-                f"{kernel}: expected matrices (…, rows, columns) in float32, bfloat16 or float16, got {x.shape} in {x.dtype}"
+                f"{kernel}: expected matrices (…, rows, columns) in float32, bfloat16 or float16, "
+                f"got {x.shape} in {x.dtype}"
             )
     if len({arrays[0].shape, *((*x.shape[:-2], x.shape[-1], x.shape[-2]) for x in arrays[1:])}) > 1:
         raise ValueError(
-            f"{kernel}: expected dst (…, C, R) and src (…, R, C), got {arrays[0].shape} and {arrays[1].shape}"
+            f"{kernel}: expected dst (…, C, R) and src (…, R, C), got {arrays[0].shape} and "
+            f"{arrays[1].shape}"
         )

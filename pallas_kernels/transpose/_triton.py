@@ -20,7 +20,8 @@ def move_tile(
     INDEX: tl.constexpr,
 ):
     """Returns the tile of src, which is 0 outside."""
-    # Consecutive programs take the tiles of a column of src: together they write whole rows of the result.
+    # Consecutive programs take the tiles of a column of src: together they write whole rows of the
+    # result.
     down: tl.constexpr = (R + ROWS - 1) // ROWS
     across: tl.constexpr = (C + COLS - 1) // COLS
     batch, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
@@ -120,7 +121,9 @@ def transpose_sum_rows(src_BRC):
 def transpose_add(dst_BCR, src_BRC, *, in_place):
     """dst + srcᵀ; over dst itself where it is dead afterwards and `in_place`."""
     if in_place:
-        return _triton.call(add_in_place, src_BRC, dst_BCR, out=[], in_place=(1,), **_launch(src_BRC))[0]
+        return _triton.call(
+            add_in_place, src_BRC, dst_BCR, out=[], in_place=(1,), **_launch(src_BRC)
+        )[0]
     out = [jax.ShapeDtypeStruct(dst_BCR.shape, dst_BCR.dtype)]
     return _triton.call(transpose, src_BRC, dst_BCR, out=out, HAS_DST=True, **_launch(src_BRC))[0]
 

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# The same names twice: a type checker reads the imports, and a program imports each name's module at the first use of the name.
-# `python -m gptjax.data` and `gptjax.plot` need no JAX, and start in a tenth of the time.
+# The same names twice: a type checker reads the imports, and a program imports each name's module
+# at the first use of the name. `python -m gptjax.data` and `gptjax.plot` need no JAX, and start in
+# a tenth of the time.
 if TYPE_CHECKING:
     from gptjax.config import Config as Config
     from gptjax.config import OptimizerConfig as OptimizerConfig
@@ -39,7 +40,19 @@ _PUBLIC = {
     "save_llmc": "gptjax.weights",
 }
 _MODULES = (
-    *("bench", "config", "data", "devices", "models", "optim", "plot", "precision", "sampling", "sharding", "training"),
+    *(
+        "bench",
+        "config",
+        "data",
+        "devices",
+        "models",
+        "optim",
+        "plot",
+        "precision",
+        "sampling",
+        "sharding",
+        "training",
+    ),
     "weights",
 )
 __all__ = [*_PUBLIC]

@@ -1,4 +1,5 @@
-"""One typed description of a run. A config file exposes one as `config`; every field can be overridden on the command line."""
+"""One typed description of a run. A config file exposes one as `config`; every field can be
+overridden on the command line."""
 
 import argparse
 import dataclasses
@@ -78,7 +79,8 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     algorithm: Literal["adamw", "normuon", "muon"] = "adamw"
-    """What the matrices inside the blocks take: AdamW, NorMuon, or optax's Muon. Everything else takes AdamW."""
+    """What the matrices inside the blocks take: AdamW, NorMuon, or optax's Muon. Everything else
+    takes AdamW."""
     learning_rate: float = 6e-4
     """AdamW's peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -116,7 +118,8 @@ class OptimizerConfig:
     orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
     """NorMuon's way to orthogonal matrices."""
     adam_every: int = 1
-    """Beside NorMuon and Muon, AdamW moves its parameters at every so many steps only, by the sum of their gradients."""
+    """Beside NorMuon and Muon, AdamW moves its parameters at every so many steps only, by the sum
+    of their gradients."""
     embedding_b1: float | None = None
     """Beside NorMuon and Muon, the embeddings' own b1; None for b1."""
     embedding_b2: float | None = None
@@ -128,7 +131,8 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
     """Largest global gradient norm; None for no clipping."""
     skip_loss_z: float | None = None
-    """Skip an update whose loss is this many deviations above its last 128 values; None never skips."""
+    """Skip an update whose loss is this many deviations above its last 128 values; None never
+    skips."""
     skip_grad_norm_z: float | None = None
     """The same for the gradient norm."""
 
@@ -148,7 +152,8 @@ class Config:
     max_steps: int = 19560
     """Optimizer steps in the whole run."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: go on from the newest checkpoint, if any; never: refuse a run that has one; must: refuse a run that has none."""
+    """auto: go on from the newest checkpoint, if any; never: refuse a run that has one; must:
+    refuse a run that has none."""
     resume_with_changes: bool = False
     """Allow other learning rates, final_fraction, clip_norm and skip options at resume than the
     checkpoint's config has; the change is recorded in the log."""
@@ -163,7 +168,8 @@ class Config:
     """The optimizer, its learning-rate schedule, and when an update is skipped."""
 
     dataset: str = "auto"
-    """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or a folder of .bin shards."""
+    """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or
+    a folder of .bin shards."""
     data_dir: Path = Path("data")
     """Where `python -m gptjax.data` puts prepared datasets."""
     tokenizer: Literal["auto", "gpt2", "byte"] = "auto"
@@ -186,7 +192,8 @@ class Config:
     sample_tokens: int = 128
     """Tokens of a sample."""
     checkpoint_every: int = 500
-    """Steps between checkpoints; one is also made at the end and on SIGTERM or Ctrl-C. 0 for the last only."""
+    """Steps between checkpoints; one is also made at the end and on SIGTERM or Ctrl-C. 0 for the
+    last only."""
     keep_last: int = 2
     """Newest checkpoints kept."""
     keep_every: int | None = None
@@ -195,8 +202,8 @@ class Config:
     """Steps between printed lines where there is no terminal; log.jsonl has every step."""
 
     deterministic: bool = False
-    """Repeat bit for bit on a GPU, by XLA's deterministic operations; needs --model.attention xla, and is slow. A CPU always
-    repeats."""
+    """Repeat bit for bit on a GPU, by XLA's deterministic operations; needs --model.attention xla,
+    and is slow. A CPU always repeats."""
     compilation_cache: Path | None = dataclasses.field(default_factory=cache_folder)
     """Folder of compiled executables, loaded if nothing that they are compiled from has changed.
     Loading runs their code: no other user may own or be able to write it. None to compile at each
@@ -223,9 +230,12 @@ class Config:
             )
         o = self.optimizer
         apart = ("adam_every", "embedding_b1", "embedding_b2", "vector_b1", "vector_b2")
-        if o.algorithm == "adamw" and any(getattr(o, name) != getattr(OptimizerConfig, name) for name in apart):
+        if o.algorithm == "adamw" and any(
+            getattr(o, name) != getattr(OptimizerConfig, name) for name in apart
+        ):
             raise ConfigError(
-                f"{', '.join(_flag('optimizer.' + name) for name in apart)} are of AdamW beside NorMuon or Muon; "
+                f"{', '.join(_flag('optimizer.' + name) for name in apart)} are of AdamW beside "
+                "NorMuon or Muon; "
                 "--optimizer.algorithm adamw treats all parameters alike"
             )
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -267,13 +277,15 @@ class Config:
         """Micro-batches a step on this many devices.
 
         Raises:
-            ConfigError: batch_tokens is not a whole number of them; the message names the nearest that is.
+            ConfigError: batch_tokens is not a whole number of them; the message names the nearest
+                that is.
         """
         tokens = self.micro_batch * self.sequence_length * devices
         if self.batch_tokens % tokens:
             below = self.batch_tokens // tokens * tokens
             raise ConfigError(
-                f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × sequence_length × devices = "
+                f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × "
+                "sequence_length × devices = "
                 f"{self.micro_batch} × {self.sequence_length} × {devices} = {tokens}; "
                 f"take {below + tokens}{f' or {below}' if below else ''}, or another --micro-batch"
             )
@@ -322,12 +334,38 @@ def _has_type(value: Any, kind: Any) -> bool:
     return isinstance(value, (*kinds, int) if float in kinds else kinds)
 
 
-# Fields that may differ between a checkpoint and the command that resumes it: they do not change what is learned.
+# Fields that may differ between a checkpoint and the command that resumes it: they do not change
+# what is learned.
 OPERATIONAL = {
-    *("name", "runs_dir", "data_dir", "dataset", "resume", "device", "max_steps", "micro_batch", "log_every"),
+    *(
+        "name",
+        "runs_dir",
+        "data_dir",
+        "dataset",
+        "resume",
+        "device",
+        "max_steps",
+        "micro_batch",
+        "log_every",
+    ),
     "resume_with_changes",
-    *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
-    *("deterministic", "compilation_cache", "model.attention", "model.norm", "model.mlp", "model.loss"),
+    *(
+        "val_every",
+        "val_tokens",
+        "sample_every",
+        "sample_tokens",
+        "checkpoint_every",
+        "keep_last",
+        "keep_every",
+    ),
+    *(
+        "deterministic",
+        "compilation_cache",
+        "model.attention",
+        "model.norm",
+        "model.mlp",
+        "model.loss",
+    ),
     *("model.loss_chunk", "model.recompute"),
 }
 
@@ -339,11 +377,30 @@ CHANGEABLE = {
 }
 
 
-# Fields that no compiled program depends on. max_steps is where a schedule ends that has no end of its own, and that is in
-# optimizer.schedule_steps as `to_json` fills it in; of val_tokens a program has the shape alone.
+# Fields that no compiled program depends on. max_steps is where a schedule ends that has no end of
+# its own, and that is in optimizer.schedule_steps as `to_json` fills it in; of val_tokens a program
+# has the shape alone.
 OUTSIDE_PROGRAMS = {
-    *("name", "runs_dir", "max_steps", "resume", "seed", "dataset", "data_dir", "tokenizer", "overfit_one_batch"),
-    *("val_every", "val_tokens", "sample_every", "sample_tokens", "checkpoint_every", "keep_last", "keep_every"),
+    *(
+        "name",
+        "runs_dir",
+        "max_steps",
+        "resume",
+        "seed",
+        "dataset",
+        "data_dir",
+        "tokenizer",
+        "overfit_one_batch",
+    ),
+    *(
+        "val_every",
+        "val_tokens",
+        "sample_every",
+        "sample_tokens",
+        "checkpoint_every",
+        "keep_last",
+        "keep_every",
+    ),
     *("log_every", "compilation_cache", "resume_with_changes"),
 }
 
@@ -354,12 +411,15 @@ def made_into_programs(config: Config) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """The config as flat JSON: {"max_steps": 100, "model.n_layer": 12, …}, with what it leaves open filled in."""
+    """The config as flat JSON: {"max_steps": 100, "model.n_layer": 12, …}, with what it leaves open
+    filled in."""
     flat = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, (GPT2Config, OptimizerConfig)):
-            flat |= {f"{field.name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+            flat |= {
+                f"{field.name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)
+            }
         else:
             flat[field.name] = value
     flat["optimizer.schedule_steps"] = config.optimizer.schedule_steps or config.max_steps
@@ -387,7 +447,8 @@ def differences(saved: Any, config: Config) -> list[str]:
 
 
 def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (old, new)} of the fields of `CHANGEABLE` in which a checkpoint's config differs.
+    """Return {name: (old, new)} of the fields of `CHANGEABLE` in which a checkpoint's config
+    differs.
 
     Raises:
         ConfigError: `saved` is not a config's JSON.
@@ -475,7 +536,9 @@ _registry = tyro.constructors.ConstructorRegistry()
 
 
 @_registry.primitive_rule
-def _precision_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+def _precision_rule(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """On the command line a precision is its name."""
     if info.type is not Precision:
         return None
@@ -512,12 +575,16 @@ def from_command_line(argv: list[str] | None = None) -> Config:
     if len(chosen.config) > 1:
         raise ConfigError(f"expected one --config, got {', '.join(map(str, chosen.config))}")
     if not chosen.config and not {"-h", "--help"} & set(rest):
-        raise ConfigError("--config FILE is missing; for a first run: python train.py --config configs/gpt2_tiny.py")
+        raise ConfigError(
+            "--config FILE is missing; for a first run: python train.py --config "
+            "configs/gpt2_tiny.py"
+        )
     file = chosen.config[0] if chosen.config else tyro.MISSING
     return tyro.cli(
         _CommandLine,
         prog="train.py",
-        description="Train a GPT-2." + ("" if chosen.config else " Defaults shown: no config file."),
+        description="Train a GPT-2."
+        + ("" if chosen.config else " Defaults shown: no config file."),
         args=argv,
         default=_CommandLine(file, load(file) if chosen.config else Config()),
         registry=_registry,

@@ -17,7 +17,8 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
     """Makes JAX use the devices of a kind. Has to come before anything else uses JAX.
 
     Args:
-        kind: "gpu": all NVIDIA GPUs; "cpu": the CPU; "auto": GPUs where JAX sees some, else the CPU.
+        kind: "gpu": all NVIDIA GPUs; "cpu": the CPU; "auto": GPUs where JAX sees some, else the
+            CPU.
 
     Returns:
         The devices, and a sentence for the user where a GPU is left idle.
@@ -33,14 +34,17 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
     except RuntimeError as error:
         missing = _what_is_missing(str(error))
         if kind == "gpu":
-            raise DeviceError(f"{missing} To train on the CPU all the same, give --device cpu.") from error
+            raise DeviceError(
+                f"{missing} To train on the CPU all the same, give --device cpu."
+            ) from error
         jax.config.update("jax_platforms", "cpu")
         return jax.devices("cpu"), missing if has_nvidia_driver() else None
     return gpus, None
 
 
 def make_deterministic() -> None:
-    """Asks XLA for operations that repeat bit for bit on a GPU. Has to come before JAX starts its devices."""
+    """Asks XLA for operations that repeat bit for bit on a GPU. Has to come before JAX starts its
+    devices."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
 
 

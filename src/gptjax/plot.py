@@ -51,7 +51,8 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
 
     Raises:
         FileNotFoundError: a folder or its log.jsonl is missing, or the folder of `out` is.
-        ValueError: no paths, a log without a single finite training loss, a malformed log, or an unknown picture format.
+        ValueError: no paths, a log without a single finite training loss, a malformed log, or an
+            unknown picture format.
     """
     out = Path(out)
     if not paths:
@@ -71,7 +72,9 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     handles = [_draw(axes, run, colormaps["tab10"](i % 10)) for i, run in enumerate(runs)]
     handles.append(Line2D([], [], color="0.4", linewidth=1.6, label="training, smoothed"))
     if any(len(run.val_loss) for run in runs):
-        handles.append(Line2D([], [], color="0.4", linestyle="", marker="o", markersize=4, label="validation"))
+        handles.append(
+            Line2D([], [], color="0.4", linestyle="", marker="o", markersize=4, label="validation")
+        )
     _scale_losses(axes, runs)
     axes.set_xlim(left=0)
     axes.set_title(_shortened(", ".join(names), 90), parse_math=False)  # a run's name may hold a $
@@ -89,14 +92,16 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
 def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
     """Centred moving mean over 2·half_width + 1 points that leaves NaN out; NaN where all are.
 
-    At the start, where a loss falls steeply, the window shrinks on both sides; at the end on its right side only.
+    At the start, where a loss falls steeply, the window shrinks on both sides; at the end on its
+    right side only.
     """
     index = np.arange(len(values))
     low = np.maximum(index - half_width, 0)
     high = np.minimum(index + np.minimum(half_width, index) + 1, len(values))
     finite = np.isfinite(values)
     total, count = (
-        np.concatenate([[0.0], np.cumsum(terms)]) for terms in (np.where(finite, values, 0.0), finite.astype(float))
+        np.concatenate([[0.0], np.cumsum(terms)])
+        for terms in (np.where(finite, values, 0.0), finite.astype(float))
     )
     count = count[high] - count[low]
     return np.where(count > 0, (total[high] - total[low]) / np.maximum(count, 1), np.nan)
@@ -158,10 +163,22 @@ def _draw(axes, run: _Curves, color) -> Line2D:
     axes.plot(run.train_x, run.smoothed, color=color, linewidth=1.6)
     # A dark rim keeps the marks apart from the curve that they lie on.
     axes.plot(
-        run.val_x, run.val_loss, color=color, linestyle="", marker="o", markersize=4, mec="black", mew=0.5, zorder=3
+        run.val_x,
+        run.val_loss,
+        color=color,
+        linestyle="",
+        marker="o",
+        markersize=4,
+        mec="black",
+        mew=0.5,
+        zorder=3,
     )
     val = run.val_loss[np.isfinite(run.val_loss)]
-    final = f"val {val[-1]:.4f}" if len(val) else f"train {run.smoothed[np.isfinite(run.smoothed)][-1]:.4f}, no val"
+    final = (
+        f"val {val[-1]:.4f}"
+        if len(val)
+        else f"train {run.smoothed[np.isfinite(run.smoothed)][-1]:.4f}, no val"
+    )
     return Line2D([], [], color=color, linewidth=3, label=f"{run.name} · {final}")
 
 
@@ -184,7 +201,9 @@ def _shortened(text: str, length: int) -> str:
 
 def main(
     runs: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint=""),
     ],
     out: Path = Path("loss.png"),
     x: X = "tokens",

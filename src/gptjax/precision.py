@@ -56,8 +56,9 @@ class Precision:
     def matmul(self) -> jax.lax.Precision:
         """The `precision=` of every matrix product.
 
-        JAX's default for an fp32 product on Ampere and later is TF32, so true fp32 has to be asked for. The preset
-        TF32_TF32_F32 would turn bf16 products into TF32 ones at half the speed; HIGH means TF32 for fp32 inputs only.
+        JAX's default for an fp32 product on Ampere and later is TF32, so true fp32 has to be asked
+        for. The preset TF32_TF32_F32 would turn bf16 products into TF32 ones at half the speed;
+        HIGH means TF32 for fp32 inputs only.
         """
         return {"fp32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.HIGH}.get(
             self.name, jax.lax.Precision.DEFAULT

@@ -1,7 +1,8 @@
 """Sampling from a GPT-2 with a key-value cache: one pass over the prompt, then one token a step.
 
-Shapes: B batch, T tokens fed at once, S cache positions (prompt + new tokens), C channels, H heads, D = C/H, V vocabulary.
-The cache holds one (k_BSHD, v_BSHD) pair a block, in the compute dtype: 2·n_layer·B·S·C elements.
+Shapes: B batch, T tokens fed at once, S cache positions (prompt + new tokens), C channels, H heads,
+D = C/H, V vocabulary. The cache holds one (k_BSHD, v_BSHD) pair a block, in the compute dtype:
+2·n_layer·B·S·C elements.
 """
 
 import functools
@@ -30,22 +31,25 @@ def generate(
 ) -> Int[Array, "B T+{max_new_tokens}"]:
     """Continues each prompt by `max_new_tokens` tokens.
 
-    Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens, then, of what is left
-    and renormalised, to the nucleus: the fewest likeliest tokens whose probabilities sum to at least `top_p`.
+    Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens,
+    then, of what is left and renormalised, to the nucleus: the fewest likeliest tokens whose
+    probabilities sum to at least `top_p`.
 
-    The computation is compiled once for each model shape, prompt shape, `max_new_tokens`, and choice of which of
-    temperature 0, `top_k` and `top_p` are in use; their values, the weights and the key may change freely.
+    The computation is compiled once for each model shape, prompt shape, `max_new_tokens`, and
+    choice of which of temperature 0, `top_k` and `top_p` are in use; their values, the weights and
+    the key may change freely.
 
     Args:
         model: weights and shape; not changed.
         prompt_BT: ids in [0, vocab_size) of any integer type, at least one a row. Rows have one
             length: there is no padding.
         max_new_tokens: at least 1; prompt and new tokens together fit into block_size.
-        temperature: at least 0; 0 takes the likeliest token (the lowest id of equals) whatever filters and key.
+        temperature: at least 0; 0 takes the likeliest token (the lowest id of equals) whatever
+            filters and key.
         top_k: at least 1; None, or anything from vocab_size up, keeps every token.
         top_p: in (0, 1]; None or 1 keeps every token.
-        key: `jax.random.key(seed)`. The token at a position depends on the key and the position alone, so a longer
-            generation begins with the shorter one.
+        key: `jax.random.key(seed)`. The token at a position depends on the key and the position
+            alone, so a longer generation begins with the shorter one.
 
     Returns:
         Prompt and new tokens, int32, shape (B, T + max_new_tokens).
@@ -61,7 +65,8 @@ def generate(
         graphdef,
         params,
         jnp.asarray(prompt_BT, jnp.int32),
-        # What is off is None, which changes the compiled program; what is on is an array, which does not.
+        # What is off is None, which changes the compiled program; what is on is an array, which
+        # does not.
         None if temperature == 0 else jnp.float32(temperature),
         None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else jnp.float32(top_p),
@@ -97,7 +102,9 @@ def _generate(graphdef, params, prompt_BT, temperature, top_k, top_p, key, *, ma
 
 def _empty_cache(model: GPT2, batch: int, length: int) -> Cache:
     config = model.config
-    zeros_BSHD = jnp.zeros((batch, length, config.n_head, config.head_dim), config.precision.compute_dtype)
+    zeros_BSHD = jnp.zeros(
+        (batch, length, config.n_head, config.head_dim), config.precision.compute_dtype
+    )
     return [(zeros_BSHD, zeros_BSHD) for _ in model.blocks]
 
 
@@ -106,7 +113,8 @@ def _advance(
 ) -> tuple[Float[Array, "B T C"], Cache]:
     """Feeds the tokens of positions start…start+T−1.
 
-    Returns what `model.hidden` gives at these positions, and the cache with their keys and values in it.
+    Returns what `model.hidden` gives at these positions, and the cache with their keys and values
+    in it.
     """
     x_BTC, delta = model.embed(tokens_BT, start), None
     filled = []
@@ -119,16 +127,23 @@ def _advance(
 
 
 def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, start):
-    """`block.attn`, over the cache: the query at position start + t sees the positions 0…start + t."""
+    """`block.attn`, over the cache: the query at position start + t sees the positions 0…start +
+    t."""
     q_BTHD, k_BTHD, v_BTHD = jnp.unstack(block.attn.qkv(x_BTC), axis=2)
     k_BSHD, v_BSHD = (
         jax.lax.dynamic_update_slice_in_dim(old_BSHD, new_BTHD, start, axis=1)
         for old_BSHD, new_BTHD in zip(layer_cache, (k_BTHD, v_BTHD), strict=True)
     )
     precision = block.attn.config.precision.matmul
-    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD, precision=precision, preferred_element_type=jnp.float32)
-    visible_TS = jnp.arange(k_BSHD.shape[1])[None, :] <= start + jnp.arange(q_BTHD.shape[1])[:, None]
-    scores_BHTS = jnp.where(visible_TS[None, None], scores_BHTS * q_BTHD.shape[-1] ** -0.5, -jnp.inf)
+    scores_BHTS = jnp.einsum(
+        "bthd,bshd->bhts", q_BTHD, k_BSHD, precision=precision, preferred_element_type=jnp.float32
+    )
+    visible_TS = (
+        jnp.arange(k_BSHD.shape[1])[None, :] <= start + jnp.arange(q_BTHD.shape[1])[:, None]
+    )
+    scores_BHTS = jnp.where(
+        visible_TS[None, None], scores_BHTS * q_BTHD.shape[-1] ** -0.5, -jnp.inf
+    )
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BSHD.dtype)
     y_BTHD = jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BSHD, precision=precision)
     return block.attn.c_proj.delta(y_BTHD.reshape(x_BTC.shape)), (k_BSHD, v_BSHD)
@@ -141,7 +156,8 @@ def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> I
     logits_BV = logits_BV.astype(jnp.float32) / temperature
     if top_k is None and top_p is None:
         return jax.random.categorical(key, logits_BV).astype(jnp.int32)
-    # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep every one of the tied.
+    # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep every one of the
+    # tied.
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     if top_k is not None:
@@ -149,7 +165,8 @@ def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> I
     if top_p is not None:
         probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
         likelier_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-        # The likeliest is named, since an unlucky rounding or a probability of NaN must not empty the set.
+        # The likeliest is named, since an unlucky rounding or a probability of NaN must not empty
+        # the set.
         keep_BV = (likelier_BV < top_p).at[:, 0].set(True)
         ranked_BV = jnp.where(keep_BV, ranked_BV, -jnp.inf)
     choice_B1 = jax.random.categorical(key, ranked_BV)[:, None]
@@ -168,7 +185,9 @@ def _check_prompt(model: GPT2, prompt_BT) -> np.ndarray:
             f"got {prompt_BT.dtype} of shape {prompt_BT.shape}; a single prompt is prompt[None]"
         )
     if not prompt_BT.size:
-        raise ValueError(f"generate: the prompt is empty, shape {prompt_BT.shape}; give at least one token a row")
+        raise ValueError(
+            f"generate: the prompt is empty, shape {prompt_BT.shape}; give at least one token a row"
+        )
     vocab_size = model.config.vocab_size
     low, high = prompt_BT.min(), prompt_BT.max()
     if low < 0 or high >= vocab_size:
@@ -186,8 +205,10 @@ def _check_length(model: GPT2, t: int, max_new_tokens) -> None:
         )
     if t + max_new_tokens > (block_size := model.config.block_size):
         raise ValueError(
-            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, more than "
-            f"block_size={block_size}; shorten the prompt or ask for at most {max(block_size - t, 0)}"
+            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, "
+            "more than "
+            f"block_size={block_size}; shorten the prompt or ask for at most "
+            f"{max(block_size - t, 0)}"
         )
 
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 
 def textbook(q, k, v, *, causal=True, scale=None, window=None):
-    """O and L in the inputs' own dtype; the softmax alone is fp32. Shapes as of `pallas_kernels.flash_attention`."""
+    """O and L in the inputs' own dtype; the softmax alone is fp32. Shapes as of
+    `pallas_kernels.flash_attention`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = (jnp.einsum("bthd,bshd->bhts", q, k) * jnp.asarray(scale, q.dtype)).astype(jnp.float32)

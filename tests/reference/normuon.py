@@ -37,7 +37,8 @@ def neuron_norm(v_IO, variance, b2):
 
 
 class TorchNorMuon:
-    """The record's optimizer for one PyTorch weight (outputs, inputs), from the equations, in fp32."""
+    """The record's optimizer for one PyTorch weight (outputs, inputs), from the equations, in
+    fp32."""
 
     def __init__(self, weight, lr, b2, wd):
         self.w, self.lr, self.b2, self.wd = weight, lr, b2, wd
@@ -55,7 +56,9 @@ class TorchNorMuon:
             x = a * x + (polynomial @ x if wide else x @ polynomial)
         axis = 1 if x.shape[0] >= x.shape[1] else 0
         mean = x.square().mean(axis, keepdim=True)
-        self.variance = (1 - self.b2) * mean if self.variance is None else self.variance.lerp(mean, 1 - self.b2)
+        self.variance = (
+            (1 - self.b2) * mean if self.variance is None else self.variance.lerp(mean, 1 - self.b2)
+        )
         step_size = self.variance.clamp_min(1e-10).rsqrt()
         scaled = x * step_size
         v = scaled * (x.norm() / scaled.norm().clamp_min(1e-10))

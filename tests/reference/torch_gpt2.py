@@ -1,11 +1,13 @@
-"""GPT-2 in PyTorch, from the equations, for the tests to compare with. Nothing here is fast; all of it is meant to be read.
+"""GPT-2 in PyTorch, from the equations, for the tests to compare with. Nothing here is fast; all of
+it is meant to be read.
 
     x = wte[token] + wpe[position]
     x = x + attention(layer_norm(x));  x = x + mlp(layer_norm(x))        for each block
     logits = layer_norm(x) wteᵀ
 
-Shapes: B batch, T time, C channels, H heads, D = C/H, V vocabulary. There is no padding of the vocabulary here.
-Softmax, LayerNorm and loss statistics are at least fp32, and fp64 in an fp64 model.
+Shapes: B batch, T time, C channels, H heads, D = C/H, V vocabulary. There is no padding of the
+vocabulary here. Softmax, LayerNorm and loss statistics are at least fp32, and fp64 in an fp64
+model.
 """
 
 import contextlib
@@ -38,7 +40,9 @@ class Attention(nn.Module):
     def forward(self, x):
         b, t, c = x.shape
         d = c // self.n_head
-        q, k, v = (y.view(b, t, self.n_head, d).transpose(1, 2) for y in self.c_attn(x).split(c, dim=-1))
+        q, k, v = (
+            y.view(b, t, self.n_head, d).transpose(1, 2) for y in self.c_attn(x).split(c, dim=-1)
+        )
         scores = _at_least_fp32(q @ k.transpose(-1, -2)) / math.sqrt(d)
         future = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
         weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
@@ -66,7 +70,8 @@ class Block(nn.Module):
 
 
 class TorchGPT2(nn.Module):
-    """GPT-2. `residual` is the type of the stream that blocks add to; None is the type of the embeddings."""
+    """GPT-2. `residual` is the type of the stream that blocks add to; None is the type of the
+    embeddings."""
 
     def __init__(self, *, vocab_size, block_size, n_layer, n_head, n_embd, residual=None):
         super().__init__()
@@ -89,20 +94,31 @@ class TorchGPT2(nn.Module):
         return -log_probs.gather(-1, targets[..., None]).mean()
 
 
-def from_params(config, params: dict, *, dtype=torch.float32, device="cpu", residual=None) -> TorchGPT2:
+def from_params(
+    config, params: dict, *, dtype=torch.float32, device="cpu", residual=None
+) -> TorchGPT2:
     """A model with the weights of ours.
 
     Args:
         config: a `gptjax.GPT2Config`; its padding is left out.
         params: `nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])`.
     """
-    sizes = {name: getattr(config, name) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")}
+    sizes = {
+        name: getattr(config, name)
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+    }
     model = TorchGPT2(**sizes, residual=residual).to(dtype)
     ours = flatten(params)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             array = np.array(ours.pop(_our_name(name)))
-            array = array[: config.vocab_size] if name == "wte" else array.T if _is_matrix(name) else array
+            array = (
+                array[: config.vocab_size]
+                if name == "wte"
+                else array.T
+                if _is_matrix(name)
+                else array
+            )
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(array)))
     assert not ours, f"parameters without a counterpart in PyTorch: {list(ours)}"
     return model.to(device)
@@ -146,20 +162,23 @@ def _our_name(name: str) -> str:
 
 
 def _is_matrix(name: str) -> bool:
-    return name.endswith(".weight") and "ln_" not in name  # nn.Linear keeps (out, in), our kernels are (in, out)
+    # nn.Linear keeps (out, in), our kernels are (in, out)
+    return name.endswith(".weight") and "ln_" not in name
 
 
 def _at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# ---------------------------------------------------------------------------------------------------- for comparisons
+# ---------------------------------------------------------------------------------- for comparisons
 
 
 def random_params(params: dict, vocab_size: int, seed: int) -> dict:
-    """Weights like `params` for comparing two models: every bias and scale off its start, attention far from uniform.
+    """Weights like `params` for comparing two models: every bias and scale off its start, attention
+    far from uniform.
 
-    GPT-2's own start would hide mistakes: biases are 0, scores are so small that a model with q and k swapped looks right.
+    GPT-2's own start would hide mistakes: biases are 0, scores are so small that a model with q and
+    k swapped looks right.
     """
     rng = np.random.default_rng(seed)
 
@@ -190,13 +209,16 @@ def rms(x) -> float:
 
 
 def assert_within_twice(ours, theirs, exact, *, norm=max_abs, name=""):
-    """The 2× rule: |ours − exact| < 2·|theirs − exact| + 1e-6, where `theirs` is PyTorch in the precision of ours.
+    """The 2× rule: |ours − exact| < 2·|theirs − exact| + 1e-6, where `theirs` is PyTorch in the
+    precision of ours.
 
-    The 1e-6 is relative to the tensor where its numbers are below 1, or a small gradient would pass whatever it is. A
-    tensor that is zero by symmetry has no size to be relative to.
+    The 1e-6 is relative to the tensor where its numbers are below 1, or a small gradient would pass
+    whatever it is. A tensor that is zero by symmetry has no size to be relative to.
     """
     ours, theirs, exact = (np.asarray(x, np.float64) for x in (ours, theirs, exact))
     assert ours.shape == theirs.shape == exact.shape, (name, ours.shape, theirs.shape, exact.shape)
     size = norm(exact) if norm(exact) > 1e-12 else 1.0
     found, allowed = norm(ours - exact), 2 * norm(theirs - exact) + 1e-6 * min(1.0, size)
-    assert found < allowed, f"{name}: off by {found:.3g}, allowed {allowed:.3g} (its size: {norm(exact):.3g})"
+    assert found < allowed, (
+        f"{name}: off by {found:.3g}, allowed {allowed:.3g} (its size: {norm(exact):.3g})"
+    )

@@ -1,4 +1,5 @@
-"""Training steps in PyTorch, for the tests to compare with: AdamW as nanoGPT and llm.c use it for GPT-2."""
+"""Training steps in PyTorch, for the tests to compare with: AdamW as nanoGPT and llm.c use it for
+GPT-2."""
 
 import torch
 from reference.torch_gpt2 import TorchGPT2, computing
@@ -15,9 +16,11 @@ def train(
     clip_norm: float = 1.0,
     precision: str = "fp32",
 ) -> list[float]:
-    """One optimizer step for each learning rate, over the batches in turn. Returns the loss before each step.
+    """One optimizer step for each learning rate, over the batches in turn. Returns the loss before
+    each step.
 
-    Decay acts on tensors of two dimensions or more (matrices and both embeddings), not on biases and LayerNorm.
+    Decay acts on tensors of two dimensions or more (matrices and both embeddings), not on biases
+    and LayerNorm.
     """
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(

@@ -29,12 +29,14 @@ _NAMES = tyro.conf.arg(metavar="[NAME ...]", help_behavior_hint="(default: all)"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Device time of the kernels, as a share of what the GPU can do, beside XLA and PyTorch. Needs a repository checkout."""
+    """Device time of the kernels, as a share of what the GPU can do, beside XLA and PyTorch. Needs
+    a repository checkout."""
 
     names: tyro.conf.Positional[Annotated[tuple[str, ...], _NAMES]] = ()
     """Kernels, by the stem of their file in benchmarks/."""
     torch: bool = True
-    """Measure PyTorch, eager and compiled, in the same run, in the cases that have a bar to reach."""
+    """Measure PyTorch, eager and compiled, in the same run, in the cases that have a bar to
+    reach."""
     case: str = ""
     """Only cases with this in their name, such as TF32; without --out."""
     out: Path | None = None
@@ -46,7 +48,8 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Draws what `kernels --out` wrote: of every case that has a bar to reach, each implementation against the ceiling."""
+    """Draws what `kernels --out` wrote: of every case that has a bar to reach, each implementation
+    against the ceiling."""
 
     results: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RESULTS")]]
     """The folder of JSON files."""
@@ -57,7 +60,8 @@ class Draw:
         files = sorted(self.results.glob("*.json"))
         if not files:
             raise kernels.BenchError(
-                f"no JSON files in {self.results}: python -m gptjax.bench kernels --out {self.results}"
+                f"no JSON files in {self.results}: python -m gptjax.bench kernels --out "
+                f"{self.results}"
             )
         fields = ("kernel", "case", "implementation", "bound", "bar")
         results = [read(file, *fields) for file in files]

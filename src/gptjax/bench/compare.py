@@ -12,9 +12,20 @@ from gptjax.bench.step import OWN_DEFAULT, read
 from gptjax.bench.table import Row, print_table
 from gptjax.terminal import printable
 
-# What makes a row the same measurement in both; a field that a row lacks counts as empty. A rung is its name, whatever it asks for.
+# What makes a row the same measurement in both; a field that a row lacks counts as empty. A rung is
+# its name, whatever it asks for.
 KEYS = (
-    *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch", "sequence_length"),
+    *(
+        "kernel",
+        "case",
+        "implementation",
+        "system",
+        "rung",
+        "model",
+        "precision",
+        "batch",
+        "sequence_length",
+    ),
     *("pass", "algorithm", "recompute", "asked"),
 )
 
@@ -39,7 +50,9 @@ class Compare:
         if self.fail_above is None:
             return
         slower = [
-            f"{row['name']}: {row['ratio']:.3f} ×" for row in rows if "ratio" in row and row["ratio"] > self.fail_above
+            f"{row['name']}: {row['ratio']:.3f} ×"
+            for row in rows
+            if "ratio" in row and row["ratio"] > self.fail_above
         ]
         slower += [f"{row['name']}: {row['after']}" for row in rows if row.get("broken")]
         if slower:
@@ -75,11 +88,15 @@ def name(row: dict) -> str:
     """The same in words."""
     row = _identity(row)
     asked = [f"{part}={value}" for part, value in row.get("asked", {}).items()]
-    return " · ".join([str(row[field]) for field in KEYS if row.get(field) and field != "asked"] + asked)
+    return " · ".join(
+        [str(row[field]) for field in KEYS if row.get(field) and field != "asked"] + asked
+    )
 
 
 def _identity(row: dict) -> dict:
-    return {field: value for field, value in row.items() if field != "asked"} if "rung" in row else row
+    return (
+        {field: value for field, value in row.items() if field != "asked"} if "rung" in row else row
+    )
 
 
 def _found(row: dict | None) -> str:
@@ -90,7 +107,9 @@ def _found(row: dict | None) -> str:
 
 def show(rows: list[dict], before: dict, after: dict) -> None:
     """Print what differs between the two machines and commands, then a row for each measurement."""
-    differing = [(what, before.get(what), after.get(what)) for what in ("command", "date", "device")]
+    differing = [
+        (what, before.get(what), after.get(what)) for what in ("command", "date", "device")
+    ]
     old, new = before["versions"], after["versions"]
     differing += [(package, old.get(package), new.get(package)) for package in sorted({*old, *new})]
     for what, one, other in differing:

@@ -1,10 +1,12 @@
 """Device time of one operation in several implementations, held against the machine's own ceilings.
 
-How a time comes about: an implementation is called on several different sets of inputs in one compiled program (one CUDA graph in
-PyTorch), one call after the other, results in memory of their own, so that neither the host nor the L2 cache is measured. The
-program is long enough that its start, 35 µs, does not show. It runs for about `SECONDS`, rests, and runs again, `ROUNDS` times;
-the median round counts, divided by the number of calls. It rests because an H200 that multiplies matrices without a pause reaches
-its 700 W and slows from 1980 to 1470 MHz: an 8192³ bf16 product then has 690 TFLOP/s, not 800.
+How a time comes about: an implementation is called on several different sets of inputs in one
+compiled program (one CUDA graph in PyTorch), one call after the other, results in memory of their
+own, so that neither the host nor the L2 cache is measured. The program is long enough that its
+start, 35 µs, does not show. It runs for about `SECONDS`, rests, and runs again, `ROUNDS` times; the
+median round counts, divided by the number of calls. It rests because an H200 that multiplies
+matrices without a pause reaches its 700 W and slows from 1980 to 1470 MHz: an 8192³ bf16 product
+then has 690 TFLOP/s, not 800.
 """
 
 import dataclasses
@@ -20,8 +22,9 @@ import jax.numpy as jnp
 ROUNDS = 7
 SECONDS = 0.02
 REST_SECONDS = 0.05
-# So many sets of inputs are made that they hold many times the 60 MB L2 of an H200 together with their outputs, and that a call on each
-# takes about this long at the rates of an H200; fewer where the memory below or the number of calls is at its end.
+# So many sets of inputs are made that they hold many times the 60 MB L2 of an H200 together with
+# their outputs, and that a call on each takes about this long at the rates of an H200; fewer where
+# the memory below or the number of calls is at its end.
 ROTATED_BYTES = 2e9
 PROGRAM_SECONDS = 3e-3
 MOST_SETS = 40
@@ -30,7 +33,8 @@ MOST_BYTES = 24e9
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation at one shape: its implementations, and the bytes and operations that it cannot do without."""
+    """One operation at one shape: its implementations, and the bytes and operations that it cannot
+    do without."""
 
     kernel: str
     name: str
@@ -39,9 +43,11 @@ class Case:
     run: dict[str, Callable]
     """Name → a jittable function of the inputs, for each implementation in JAX."""
     prepare: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    """Name → a jittable function of the inputs to those that this implementation gets in their place; it is not timed."""
+    """Name → a jittable function of the inputs to those that this implementation gets in their
+    place; it is not timed."""
     torch: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    """Name → a function that is given the module torch and returns a function of the same inputs as CUDA tensors."""
+    """Name → a function that is given the module torch and returns a function of the same inputs as
+    CUDA tensors."""
     bytes: float | int = 0
     """Each input read once and each output written once."""
     flops: float | int = 0
@@ -62,16 +68,23 @@ class Ceilings:
 
     def seconds(self, case: Case) -> float:
         """The time under which the case cannot go."""
-        return case.bytes / self.bytes_per_s if case.bound == "memory" else case.flops / self.flops_per_s
+        return (
+            case.bytes / self.bytes_per_s
+            if case.bound == "memory"
+            else case.flops / self.flops_per_s
+        )
 
 
 def ceilings(*, torch: bool) -> Ceilings:
     """The rate of a device copy of 4 GiB (bytes read and written), and of an 8192³ bf16 product.
 
     Args:
-        torch: take PyTorch's copy and product too, and the faster: its copy, the driver's own, is 4 % faster than XLA's on an H200.
+        torch: take PyTorch's copy and product too, and the faster: its copy, the driver's own, is 4
+            % faster than XLA's on an H200.
     """
-    copy = Case(kernel="ceiling", name="copy", make=lambda key: (_normal(key, 2**31),), run={}, bytes=2**33)
+    copy = Case(
+        kernel="ceiling", name="copy", make=lambda key: (_normal(key, 2**31),), run={}, bytes=2**33
+    )
     product = Case(
         kernel="ceiling",
         name="product",
@@ -115,15 +128,21 @@ def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
         # All outputs are returned: what nobody reads, the compiler leaves out.
         outputs, last = [], jnp.zeros(())
         for first, rest in zip(firsts, rests, strict=True):
-            # Each call waits for the one before: calls in parallel, or fused, would be another thing.
+            # Each call waits for the one before: calls in parallel, or fused, would be another
+            # thing.
             (first, *rest), last = jax.lax.optimization_barrier(((first, *rest), last))
             outputs.append(call(first, *rest))
             last = jax.tree.leaves(outputs[-1])[0]
         return outputs
 
-    # The outputs go where the last ones lay: the host is ahead by many programs, and each would have memory of its own.
+    # The outputs go where the last ones lay: the host is ahead by many programs, and each would
+    # have memory of its own.
     program = jax.jit(program, donate_argnums=(0, 2) if case.in_place else 2, keep_unused=True)
-    outputs = None if case.in_place else jax.tree.map(jnp.zeros_like, jax.eval_shape(program, firsts, rests, None))
+    outputs = (
+        None
+        if case.in_place
+        else jax.tree.map(jnp.zeros_like, jax.eval_shape(program, firsts, rests, None))
+    )
 
     def step():
         nonlocal firsts, outputs
@@ -174,7 +193,8 @@ def _median_seconds(run: Callable[[int], float]) -> float:
 
 
 def torch_seconds(make_f: Callable, case: Case) -> float:
-    """Device time of one call of a PyTorch implementation: the same sets of inputs, replayed as one CUDA graph."""
+    """Device time of one call of a PyTorch implementation: the same sets of inputs, replayed as one
+    CUDA graph."""
     import torch
 
     f = make_f(torch)

@@ -36,7 +36,8 @@ def load(name: str) -> list[Case]:
     """
     if name not in available():
         raise BenchError(
-            f"no benchmark named {name!r}; choose from {available()} (they lie in the repository's {FOLDER.name}/)"
+            f"no benchmark named {name!r}; choose from {available()} (they lie in the repository's "
+            f"{FOLDER.name}/)"
         )
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -48,15 +49,23 @@ def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
     """A row for each implementation of each case; one that fails is a row with its error."""
     rows = []
     for case in cases:
-        runs = [(name, lambda name=name, f=f: seconds(f, case, case.prepare.get(name))) for name, f in case.run.items()]
+        runs = [
+            (name, lambda name=name, f=f: seconds(f, case, case.prepare.get(name)))
+            for name, f in case.run.items()
+        ]
         if torch and case.bar:
             runs += [(name, lambda f=f: torch_seconds(f, case)) for name, f in case.torch.items()]
         for name, run in runs:
             row = {"kernel": case.kernel, "case": case.name, "implementation": name}
             try:
                 taken = run()
-            except Exception as error:  # one rival that does not run must not cost the others their figures
-                row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            # one rival that does not run must not cost the others their figures
+            except Exception as error:
+                row["error"] = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                        :300
+                    ]
+                )
             else:
                 row |= {"ms": taken * 1e3, "ceiling": limits.seconds(case) / taken}
                 row |= {"GB/s": case.bytes / taken / 1e9} if case.bytes else {}
@@ -69,7 +78,11 @@ def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
 
 
 def _line(row: dict) -> str:
-    found = row["error"] if "error" in row else f"{row['ms']:.4f} ms, {row['ceiling']:.1%} of the ceiling"
+    found = (
+        row["error"]
+        if "error" in row
+        else f"{row['ms']:.4f} ms, {row['ceiling']:.1%} of the ceiling"
+    )
     return f"{row['kernel']} · {row['case']} · {row['implementation']}: {found}"
 
 
@@ -100,26 +113,36 @@ def show(rows: list[dict], limits: Ceilings) -> None:
 
 
 def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> None:
-    """Measures the named kernels (all where none is named), prints a table for each, and writes OUT/NAME.json for each.
+    """Measures the named kernels (all where none is named), prints a table for each, and writes
+    OUT/NAME.json for each.
 
     Args:
         part: of a case's name; others are left out.
 
     Raises:
-        BenchError: no GPU, no such kernel or case, PyTorch asked for and absent, a part of the cases for a file of all; after all
-            is written, an implementation did not run.
+        BenchError: no GPU, no such kernel or case, PyTorch asked for and absent, a part of the
+            cases for a file of all; after all is written, an implementation did not run.
     """
     failed: list[str] = []
-    cases = {name: [case for case in load(name) if part in case.name] for name in names or available()}
+    cases = {
+        name: [case for case in load(name) if part in case.name] for name in names or available()
+    }
     if part and out:
         raise BenchError("--out holds all cases of a kernel: leave out --case")
     if not any(cases.values()):
         raise BenchError(f"no case of {sorted(cases)} has {part!r} in its name")
     if jax.default_backend() != "gpu":
-        raise BenchError("kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e '.[cuda13]'")
+        raise BenchError(
+            "kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e "
+            "'.[cuda13]'"
+        )
     if torch and importlib.util.find_spec("torch") is None:
-        raise BenchError("PyTorch is not installed: leave it out with --no-torch, or pip install torch")
-    found = versions() | {package: _version(package) for package in ("jax-triton", "triton") + ("torch",) * torch}
+        raise BenchError(
+            "PyTorch is not installed: leave it out with --no-torch, or pip install torch"
+        )
+    found = versions() | {
+        package: _version(package) for package in ("jax-triton", "triton") + ("torch",) * torch
+    }
     for name, its_cases in cases.items():
         if not its_cases:
             continue
@@ -128,7 +151,8 @@ def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> N
         failed += [_line(row) for row in rows if "error" in row]
         if out:
             result = {
-                "command": f"python -m gptjax.bench kernels {name}" + ("" if torch else " --no-torch"),
+                "command": f"python -m gptjax.bench kernels {name}"
+                + ("" if torch else " --no-torch"),
                 "date": time.strftime("%Y-%m-%d"),
                 "device": jax.devices()[0].device_kind,
                 "versions": found,
@@ -136,7 +160,9 @@ def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> N
                 "rows": rows,
             }
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            (out / f"{name}.json").write_text(
+                json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+            )
         show(rows, limits)
         if out:
             print(f"wrote {out / name}.json")

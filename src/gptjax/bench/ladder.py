@@ -1,8 +1,10 @@
-"""`python -m gptjax.bench ladder`: what each rung of the acceleration ladder brings on this GPU, in JAX and in PyTorch.
+"""`python -m gptjax.bench ladder`: what each rung of the acceleration ladder brings on this GPU, in
+JAX and in PyTorch.
 
-Each rung keeps the ones below it: fp32 without jit → jit → TF32 → bf16 → flash attention → padded vocabulary → fused classifier →
-fused norms and MLP → the rest. Every rung is a full training step (forward, backward, clip, AdamW) on the same number of random tokens,
-measured as `bench step` does, for about a second.
+Each rung keeps the ones below it: fp32 without jit → jit → TF32 → bf16 → flash attention → padded
+vocabulary → fused classifier → fused norms and MLP → the rest. Every rung is a full training step
+(forward, backward, clip, AdamW) on the same number of random tokens, measured as `bench step` does,
+for about a second.
 """
 
 import dataclasses
@@ -32,15 +34,16 @@ SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The acceleration ladder on this device, one rung a line, each with those before it; beside it PyTorch's, where PyTorch with CUDA
-    is installed."""
+    """The acceleration ladder on this device, one rung a line, each with those before it; beside it
+    PyTorch's, where PyTorch with CUDA is installed."""
 
     config: Annotated[Path | None, OWN_DEFAULT] = None
     """An experiment card, whose model is taken in place of a preset's."""
     preset: Annotated[Preset | None, OWN_DEFAULT] = None
     """The model's shape (default: gpt2)."""
     batch: int = 16
-    """Sequences a step. In fp32, with all scores of attention made, 16 of 1024 need about 37 GiB."""
+    """Sequences a step. In fp32, with all scores of attention made, 16 of 1024 need about 37
+    GiB."""
     sequence_length: Annotated[int | None, OWN_DEFAULT] = None
     """Tokens a sequence (default: the card's, or 1024)."""
     torch: bool = True
@@ -62,8 +65,9 @@ class Ladder:
             return
         if self.config and self.preset:
             raise BenchError("--config and --preset both name a model: give one of them")
-        # The rung without jit compiles each operation by itself, with XLA's own options: it would write every product in Triton, too, and
-        # time the variants, for minutes. The other rungs leave that out as a training run does. JAX reads it at its first use.
+        # The rung without jit compiles each operation by itself, with XLA's own options: it would
+        # write every product in Triton, too, and time the variants, for minutes. The other rungs
+        # leave that out as a training run does. JAX reads it at its first use.
         flag = "--xla_gpu_enable_triton_gemm=false"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         device = steps.one_device()
@@ -87,9 +91,18 @@ class Ladder:
 
 
 def rungs(model: GPT2Config) -> Iterator[tuple[str, GPT2Config, bool]]:
-    """Name, model and whether it is compiled, of each rung in JAX. The last is the model as it is, in bf16; left out if it is the one before."""
-    plain = {"attention": "xla", "loss": "xla", "norm": "xla", "mlp": "xla", "padded_vocab_size": model.vocab_size}
-    last = dataclasses.replace(model, **plain, loss_chunk=None, recompute="none", precision=Precision("fp32"))
+    """Name, model and whether it is compiled, of each rung in JAX. The last is the model as it is,
+    in bf16; left out if it is the one before."""
+    plain = {
+        "attention": "xla",
+        "loss": "xla",
+        "norm": "xla",
+        "mlp": "xla",
+        "padded_vocab_size": model.vocab_size,
+    }
+    last = dataclasses.replace(
+        model, **plain, loss_chunk=None, recompute="none", precision=Precision("fp32")
+    )
     yield "fp32, no jit", last, False
     for name, changes in (
         ("jit", {}),
@@ -131,7 +144,8 @@ def torch_rungs(*, compiled: bool):
 
 
 def climb(name: str, base: Config, device: jax.Device, *, torch: bool) -> Iterator[list[dict]]:
-    """After each rung a row for every one so far, ours first; one that fails is a row with its error.
+    """After each rung a row for every one so far, ours first; one that fails is a row with its
+    error.
 
     Args:
         name: of the model, for the rows.
@@ -162,7 +176,8 @@ def _measure_ours(row: dict, step: OurStep) -> dict:
             step.compile()
             step.check_memory()
         row = steps.complete(row, step.config, step, steps.sustained(step.run, seconds=SECONDS))
-        # What a compiled step needs is known; of the other, that it is the first to run on the device.
+        # What a compiled step needs is known; of the other, that it is the first to run on the
+        # device.
         row["gib"] = needed_bytes(step.compiled) / GIB if step.jit else row["peak_gib"]
         return row
     except Exception as error:  # one rung that fails must not cost the others their figures
@@ -172,8 +187,11 @@ def _measure_ours(row: dict, step: OurStep) -> dict:
         gc.collect()
 
 
-def _climb_torch(name: str, base: Config, device: jax.Device, ours: list[OurStep]) -> Iterator[dict]:
-    """PyTorch's rows. While PyTorch compiles, in Python, a thread has XLA compile our steps; nothing compiles while one is measured."""
+def _climb_torch(
+    name: str, base: Config, device: jax.Device, ours: list[OurStep]
+) -> Iterator[dict]:
+    """PyTorch's rows. While PyTorch compiles, in Python, a thread has XLA compile our steps;
+    nothing compiles while one is measured."""
     waiting = [step for step in ours if step.jit]
     found = list(torch_rungs(compiled=device.platform == "gpu"))
     models = [_same_model(how) for _, how in found]
@@ -182,13 +200,26 @@ def _climb_torch(name: str, base: Config, device: jax.Device, ours: list[OurStep
     side = None
     with futures.ThreadPoolExecutor(1) as pool:
         for i, (rung, how) in enumerate(found):
-            row = {"system": "torch", "rung": rung, "model": name, "precision": how.precision, "pass": "train"}
-            row |= {"batch": base.micro_batch, "sequence_length": base.sequence_length, "kernels": str(how)}
+            row = {
+                "system": "torch",
+                "rung": rung,
+                "model": name,
+                "precision": how.precision,
+                "pass": "train",
+            }
+            row |= {
+                "batch": base.micro_batch,
+                "sequence_length": base.sequence_length,
+                "kernels": str(how),
+            }
             steps.say(f"{steps.label(row)}: compiling")
             new = i == 0 or models[i] != models[i - 1]
             jobs = []
             if new and how.compiled:
-                jobs, waiting = [pool.submit(_compile, step) for step in waiting[:share]], waiting[share:]
+                jobs, waiting = (
+                    [pool.submit(_compile, step) for step in waiting[:share]],
+                    waiting[share:],
+                )
             try:
                 if new:
                     side = None  # its memory, before the next one's
@@ -224,7 +255,9 @@ def _compare(rows: list[dict]) -> None:
 
 
 def _line(row: dict) -> str:
-    found = row["error"] if "error" in row else f"{row['ms']:.2f} ms, {row['tokens/s']:,.0f} tokens/s"
+    found = (
+        row["error"] if "error" in row else f"{row['ms']:.2f} ms, {row['tokens/s']:,.0f} tokens/s"
+    )
     return f"{steps.label(row)}: {found}"
 
 

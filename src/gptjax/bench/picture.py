@@ -1,4 +1,5 @@
-"""Pictures from JSON: kernels against the ceiling (`python -m gptjax.bench kernels`), and the ladder (`python -m gptjax.bench ladder`)."""
+"""Pictures from JSON: kernels against the ceiling (`python -m gptjax.bench kernels`), and the
+ladder (`python -m gptjax.bench ladder`)."""
 
 from pathlib import Path
 
@@ -17,7 +18,8 @@ LADDERS = {"gptjax": COLOURS["mosaic"], "torch": COLOURS["torch"]}
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """A group of bars for each case that has a bar to reach, a bar for each implementation; 100 % is the ceiling of the same run.
+    """A group of bars for each case that has a bar to reach, a bar for each implementation; 100 %
+    is the ceiling of the same run.
 
     Args:
         results: what `python -m gptjax.bench kernels --out` wrote, a dict for each kernel.
@@ -37,7 +39,14 @@ def draw(results: list[dict], path: Path) -> None:
     y, used = 0.0, {}
     for (kernel, case, bound, bar), group in groups.items():
         ceiling = {"memory": "copy rate", "bf16": "bf16 product"}.get(bound, bound)
-        axes.text(0, y, f"{kernel}: {case}   (of the {ceiling}; aim {bar})", fontsize=8, weight="bold", va="center")
+        axes.text(
+            0,
+            y,
+            f"{kernel}: {case}   (of the {ceiling}; aim {bar})",
+            fontsize=8,
+            weight="bold",
+            va="center",
+        )
         y += 1
         for row in group:
             colour = COLOURS.get(row["implementation"], OTHER)
@@ -55,12 +64,15 @@ def draw(results: list[dict], path: Path) -> None:
     axes.set_xlabel("% of the ceiling measured in the same run (longer is faster)")
     limits = results[0]["ceilings"]
     axes.set_title(
-        f"{results[0]['device']}, {max(result['date'] for result in results)}: copy {limits['bytes_per_s'] / 1e12:.2f} TB/s, "
+        f"{results[0]['device']}, {max(result['date'] for result in results)}: copy "
+        f"{limits['bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 product {limits['flops_per_s'] / 1e12:.0f} TFLOP/s",
         fontsize=10,
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(handles=[Patch(color=c, label=n) for n, c in used.items()], fontsize=7, loc="lower right")
+    axes.legend(
+        handles=[Patch(color=c, label=n) for n, c in used.items()], fontsize=7, loc="lower right"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)
@@ -82,7 +94,10 @@ def draw_ladder(result: dict, path: Path) -> None:
     first, longest = rows[0], max((row.get("tokens/s", 0) for row in rows), default=0) or 1
     figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.8))
     y = 0.0
-    for system, title in (("gptjax", "gptjax (JAX)"), ("torch", f"PyTorch {result['versions'].get('torch', '')}")):
+    for system, title in (
+        ("gptjax", "gptjax (JAX)"),
+        ("torch", f"PyTorch {result['versions'].get('torch', '')}"),
+    ):
         its = [row for row in rows if row["system"] == system]
         if its:
             axes.text(0, y, title, fontsize=9, weight="bold", va="center")
@@ -100,7 +115,8 @@ def draw_ladder(result: dict, path: Path) -> None:
     axes.set_xlabel("tokens/s of a full training step (× over the rung before)")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_title(
-        f"{result['device']}, {result['date']}: {first['model']}, {first['batch']} × {first['sequence_length']} tokens a step",
+        f"{result['device']}, {result['date']}: {first['model']}, {first['batch']} × "
+        f"{first['sequence_length']} tokens a step",
         fontsize=10,
     )
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,8 +1,11 @@
-"""`python -m gptjax.bench profile`: where one training step spends its time, kernel by kernel, and the trace itself.
+"""`python -m gptjax.bench profile`: where one training step spends its time, kernel by kernel, and
+the trace itself.
 
-A kernel in the trace names the HLO instruction that launched it. The compiled program's text says where in the model each instruction
-comes from: its `op_name` holds the `jax.named_scope`s of the source (models/gpt2.py names the parts) and the transformations around
-them, such as `jit(train_step)/transpose(jvp(attention))/dot_general`. A fusion that has none is what most of its instructions are.
+A kernel in the trace names the HLO instruction that launched it. The compiled program's text says
+where in the model each instruction comes from: its `op_name` holds the `jax.named_scope`s of the
+source (models/gpt2.py names the parts) and the transformations around them, such as
+`jit(train_step)/transpose(jvp(attention))/dot_general`. A fusion that has none is what most of its
+instructions are.
 """
 
 import collections
@@ -29,11 +32,14 @@ PARTS = {
     "mlp": "MLP",
     "head": "head, loss",
 }
-# No scope of their own: what is outside of the differentiated part, what only moves or casts data, and what is none of these.
+# No scope of their own: what is outside of the differentiated part, what only moves or casts data,
+# and what is none of these.
 OPTIMIZER, COPIES, OTHER = "optimizer, clip", "copies, casts", "other"
 ORDER = (*PARTS.values(), OPTIMIZER, COPIES, OTHER)
 PASSES = ("forward", "recomputed", "backward", "update")
-COLOURS = dict(zip(PASSES, ("#1b6ca8", "#c9b7dd", "#e07b39", "#3fa34d"), strict=True)) | {"idle": "#d0d0d0"}
+COLOURS = dict(zip(PASSES, ("#1b6ca8", "#c9b7dd", "#e07b39", "#3fa34d"), strict=True)) | {
+    "idle": "#d0d0d0"
+}
 
 # Steps before the trace, and those timed without it.
 WARM_UP, TIMED = 3, 10
@@ -48,7 +54,8 @@ class Place:
     pass_: str
     """One of `PASSES`."""
     op: str
-    """The operation in the source, the last word of its op_name; the HLO opcode where there is no op_name."""
+    """The operation in the source, the last word of its op_name; the HLO opcode where there is no
+    op_name."""
     product: bool
     """Whether it is a matrix product, or has one in it."""
     encloses: bool = False
@@ -63,12 +70,13 @@ class Kernel:
     hlo_op: str
     """The instruction; empty where the trace names none."""
     op_name: str
-    """What the trace itself says of the source, without what all op_names begin with; empty where it says nothing."""
+    """What the trace itself says of the source, without what all op_names begin with; empty where
+    it says nothing."""
     start_ns: float | int
     duration_ns: float | int
 
 
-# ------------------------------------------------------------------------------------------------------ the compiled program
+# ----------------------------------------------------------------------------- the compiled program
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -97,7 +105,11 @@ def places(text: str) -> dict[str, Place]:
         elif body is not None and (found := _INSTRUCTION.match(line)):
             body.append((found[1], found[2]))
     differentiated = "jvp(" in text
-    return {name: _place(words, bodies, differentiated) for body in bodies.values() for name, words in body}
+    return {
+        name: _place(words, bodies, differentiated)
+        for body in bodies.values()
+        for name, words in body
+    }
 
 
 def _place(words: str, bodies: dict, differentiated: bool) -> Place:
@@ -106,14 +118,23 @@ def _place(words: str, bodies: dict, differentiated: bool) -> Place:
     op_names = [name for w in (words, *inside) if (name := _op_name(w))]
     own = _op_name(words)
     sources = [_source(name, differentiated) for name in ([own] if own else []) + op_names]
-    # Its own, that of its last instruction, where that names a part; else the commonest of those inside that do.
+    # Its own, that of its last instruction, where that names a part; else the commonest of those
+    # inside that do.
     known = [source for source in sources if source[0] != OTHER] or sources or [(OTHER, "forward")]
-    part, pass_ = known[0] if own and known[0] == sources[0] else collections.Counter(known).most_common(1)[0][0]
+    part, pass_ = (
+        known[0]
+        if own and known[0] == sources[0]
+        else collections.Counter(known).most_common(1)[0][0]
+    )
     if opcodes and opcodes <= _MOVING:
         part = COPIES
     op = (own or (op_names[0] if op_names else "") or _opcode(words)).split(";")[0].split("/")[-1]
-    product = bool(opcodes & {"dot", "convolution"}) or any(target in words for target in _PRODUCT_TARGETS)
-    return Place(part, pass_, op, product, encloses=_opcode(words) in ("while", "call", "conditional"))
+    product = bool(opcodes & {"dot", "convolution"}) or any(
+        target in words for target in _PRODUCT_TARGETS
+    )
+    return Place(
+        part, pass_, op, product, encloses=_opcode(words) in ("while", "call", "conditional")
+    )
 
 
 def _inside(words: str, bodies: dict) -> list[str]:
@@ -137,7 +158,8 @@ def _opcode(words: str) -> str:
 
 def _op_name(words: str) -> str:
     found = _OP_NAME.search(words)
-    # Reductions' own bodies, arguments and results have names that are not paths from the program's root.
+    # Reductions' own bodies, arguments and results have names that are not paths from the program's
+    # root.
     return found[1] if found and found[1].startswith("jit(") else ""
 
 
@@ -156,7 +178,7 @@ def _source(op_name: str, differentiated: bool) -> tuple[str, str]:
     return OTHER, pass_
 
 
-# ------------------------------------------------------------------------------------------------------------------ the trace
+# ---------------------------------------------------------------------------------------- the trace
 
 
 def newest_xplane(folder: Path) -> Path:
@@ -165,7 +187,9 @@ def newest_xplane(folder: Path) -> Path:
     Raises:
         BenchError: there is none.
     """
-    found = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    found = sorted(
+        folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime
+    )
     if not found:
         raise BenchError(f"jax.profiler left no trace in {folder}/plugins/profile")
     return found[-1]
@@ -175,34 +199,46 @@ def read_kernels(xplane: Path, module: str) -> list[Kernel]:
     """`kernels`, of a `.xplane.pb` file."""
     with warnings.catch_warnings():
         # Of jaxlib's own types, at their first use.
-        warnings.filterwarnings("ignore", message="builtin type .* has no __module__", category=DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", message="builtin type .* has no __module__", category=DeprecationWarning
+        )
         return kernels(list(jax.profiler.ProfileData.from_file(str(xplane)).planes), module)
 
 
 def kernels(planes: Sequence, module: str) -> list[Kernel]:
-    """What ran on the device, in the order of its starts: on a GPU the kernels and copies, on a CPU XLA's operations.
+    """What ran on the device, in the order of its starts: on a GPU the kernels and copies, on a CPU
+    XLA's operations.
 
     Args:
         planes: those of `jax.profiler.ProfileData`.
-        module: name of the program, such as jit_train_step; what other programs launched is left out.
+        module: name of the program, such as jit_train_step; what other programs launched is left
+            out.
 
     Raises:
         BenchError: the GPU's part of the trace has another form.
     """
-    of_gpu = [line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines]
+    of_gpu = [
+        line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines
+    ]
     # The other lines of that plane are sums over the same kernels, where there are any.
     streams = [line for line in of_gpu if line.name.startswith("Stream")]
     if of_gpu and not streams:
         raise BenchError(
-            f"expected lines named Stream #… of the GPU in the trace, found {[line.name for line in of_gpu]}"
+            "expected lines named Stream #… of the GPU in the trace, found "
+            f"{[line.name for line in of_gpu]}"
         )
-    lines = streams or [line for plane in planes if plane.name == "/host:CPU" for line in plane.lines]
+    lines = streams or [
+        line for plane in planes if plane.name == "/host:CPU" for line in plane.lines
+    ]
     found = []
     for event in (event for line in lines for event in line.events):
         stats = dict(event.stats)
         # A GPU's copies may name no program; the threads of a CPU hold much that is no operation.
         if stats.get("hlo_module", module if streams else None) == module:
-            op, op_name = str(stats.get("hlo_op", "")), str(stats.get("tf_op") or stats.get("name") or "")
+            op, op_name = (
+                str(stats.get("hlo_op", "")),
+                str(stats.get("tf_op") or stats.get("name") or ""),
+            )
             found.append(Kernel(event.name, op, op_name, event.start_ns, event.duration_ns))
     return sorted(found, key=lambda kernel: kernel.start_ns)
 
@@ -215,19 +251,24 @@ def summary(found: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
         instructions: from `places`.
 
     Returns:
-        "span_ms", from the first kernel's start to the last one's end; "busy_ms", when at least one ran; "idle_ms", the rest;
-        "kernel_ms", the sum over the kernels, more than busy_ms where some ran side by side; "parts", a dict for each part and
-        pass; "kernels", a dict for each kernel of each of them, the longest first; "gaps", the ten longest idle times.
+        "span_ms", from the first kernel's start to the last one's end; "busy_ms", when at least one
+        ran; "idle_ms", the rest; "kernel_ms", the sum over the kernels, more than busy_ms where
+        some ran side by side; "parts", a dict for each part and pass; "kernels", a dict for each
+        kernel of each of them, the longest first; "gaps", the ten longest idle times.
 
     Raises:
         BenchError: there are no kernels.
     """
-    placed = [(kernel, instructions.get(kernel.hlo_op) or _place_of_name(kernel.op_name)) for kernel in found]
+    placed = [
+        (kernel, instructions.get(kernel.hlo_op) or _place_of_name(kernel.op_name))
+        for kernel in found
+    ]
     # A loop's or a call's event lies over those of its body.
     placed = [(kernel, place) for kernel, place in placed if not place.encloses]
     if not placed:
         raise BenchError(
-            "the trace has no kernels of the step; on a GPU it takes CUPTI (pip install nvidia-cuda-cupti)"
+            "the trace has no kernels of the step; on a GPU it takes CUPTI (pip install "
+            "nvidia-cuda-cupti)"
         )
     parts: dict[tuple, dict] = {}
     by_kernel: dict[tuple, dict] = {}
@@ -235,7 +276,9 @@ def summary(found: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
     for kernel, place in placed:
         ms = kernel.duration_ns / 1e6
         key = {"part": place.part, "pass": place.pass_}
-        part = parts.setdefault(tuple(key.values()), key | {"ms": 0.0, "products_ms": 0.0, "calls": 0})
+        part = parts.setdefault(
+            tuple(key.values()), key | {"ms": 0.0, "products_ms": 0.0, "calls": 0}
+        )
         name = re.sub(r"([._]\d+)+$", "", kernel.name)  # XLA numbers its kernels
         key |= {"name": name, "op": place.op, "product": place.product}
         one = by_kernel.setdefault(tuple(key.values()), key | {"ms": 0.0, "calls": 0})
@@ -262,7 +305,7 @@ def summary(found: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ table and picture
+# -------------------------------------------------------------------------------- table and picture
 
 
 def show(result: dict, top: int) -> None:
@@ -290,7 +333,9 @@ def _part(name: str, ms: float, span: float, rows: Sequence[dict] = ()) -> Row:
     by_pass = [sum(row["ms"] for row in rows if row["pass"] == pass_) for pass_ in PASSES]
     products, calls = (sum(row[column] for row in rows) for column in ("products_ms", "calls"))
     figures = [f"{value:.3f}" if value else "" for value in (*by_pass, products)]
-    return Row(name, [*figures[:-1], f"{ms:.3f}", f"{ms / span:.1%}", figures[-1], str(calls or "")])
+    return Row(
+        name, [*figures[:-1], f"{ms:.3f}", f"{ms / span:.1%}", figures[-1], str(calls or "")]
+    )
 
 
 def _title(result: dict) -> str:
@@ -302,7 +347,8 @@ def _headline(result: dict) -> str:
 
 
 def draw(result: dict, path: Path) -> None:
-    """A bar for each part, in a colour for each pass; its ending names the format (png, pdf, svg)."""
+    """A bar for each part, in a colour for each pass; its ending names the format (png, pdf,
+    svg)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -318,11 +364,19 @@ def draw(result: dict, path: Path) -> None:
             axes.barh(y, row["ms"], left=left, height=0.7, color=COLOURS[row["pass"]])
             left += row["ms"]
             used[row["pass"]] = COLOURS[row["pass"]]
-        axes.text(left, y, f"  {left:.2f} ms, {left / result['span_ms']:.1%}", fontsize=8, va="center")
+        axes.text(
+            left, y, f"  {left:.2f} ms, {left / result['span_ms']:.1%}", fontsize=8, va="center"
+        )
         longest = max(longest, left)
     axes.barh(len(names), result["idle_ms"], height=0.7, color=COLOURS["idle"])
     share = result["idle_ms"] / result["span_ms"]
-    axes.text(result["idle_ms"], len(names), f"  {result['idle_ms']:.2f} ms, {share:.1%}", fontsize=8, va="center")
+    axes.text(
+        result["idle_ms"],
+        len(names),
+        f"  {result['idle_ms']:.2f} ms, {share:.1%}",
+        fontsize=8,
+        va="center",
+    )
     axes.set_yticks(range(len(names) + 1), [*names, "idle"], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(longest, result["idle_ms"]))
@@ -330,18 +384,21 @@ def draw(result: dict, path: Path) -> None:
     axes.set_title(f"{_title(result)}\n{_headline(result)}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     shown = {name: used[name] for name in PASSES if name in used}
-    axes.legend(handles=[Patch(color=c, label=n) for n, c in shown.items()], fontsize=8, loc="lower right")
+    axes.legend(
+        handles=[Patch(color=c, label=n) for n, c in shown.items()], fontsize=8, loc="lower right"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)
 
 
-# ------------------------------------------------------------------------------------------------------------------- the step
+# ----------------------------------------------------------------------------------------- the step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Traces one training step and says which part of the model takes how long; writes the trace, JSON and a picture."""
+    """Traces one training step and says which part of the model takes how long; writes the trace,
+    JSON and a picture."""
 
     out: Path
     """Folder for all of it: profile.json, profile.png, and the trace in plugins/profile/."""
@@ -385,26 +442,34 @@ class Profile:
         (config,) = Step(**same).configs()
         device = bench_step.one_device()
         name = self.config.stem if self.config else self.preset or "gpt2"
-        # By default the cache does not look at op_names, and a program in it may have those of older sources.
+        # By default the cache does not look at op_names, and a program in it may have those of
+        # older sources.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         row = bench_step.describe(name, config, forward=self.forward)
         row |= {"device": device.device_kind, "back_ends": config.kernels()}
         row |= trace(OurStep(config, device, forward=self.forward), self.out)
-        found = bench_step.result(bench_step.command_line("profile", self), [row], device, torch=False)
+        found = bench_step.result(
+            bench_step.command_line("profile", self), [row], device, torch=False
+        )
         bench_step.write(self.out / "profile.json", found)
         draw(row, self.out / "profile.png")
         show(row, self.top)
-        print(f"wrote {self.out / 'profile.png'}\nwrote {row['trace']}, for https://ui.perfetto.dev")
+        print(
+            f"wrote {self.out / 'profile.png'}\nwrote {row['trace']}, for https://ui.perfetto.dev"
+        )
 
 
 def trace(step: OurStep, folder: Path) -> dict:
-    """Compiles and warms up a step, traces one, and returns its `summary`, with "untraced_ms" and "trace", the file for Perfetto.
+    """Compiles and warms up a step, traces one, and returns its `summary`, with "untraced_ms" and
+    "trace", the file for Perfetto.
 
     Raises:
         BenchError: it needs more memory than there is, or the trace shows nothing of it.
     """
     # In a CUDA graph all kernels have one name, that of the graph.
-    step.compile(**({"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}))
+    step.compile(
+        **({"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {})
+    )
     step.check_memory()
     text = step.compiled.as_text()
     step.run(WARM_UP)

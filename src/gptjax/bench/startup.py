@@ -1,8 +1,10 @@
-"""`python -m gptjax.bench startup`: seconds from the command to the first finished step, and where they go.
+"""`python -m gptjax.bench startup`: seconds from the command to the first finished step, and where
+they go.
 
-train.py runs as its users run it, as a process of its own, three times: "cold", with empty caches of compiled programs; "warm", with
-what the first left there; "resumed", the same, going on from a checkpoint. The clock starts before the process does. train.py's log
-says when the first step was finished and how long each part took; "python" is what is left: the interpreter's own start.
+train.py runs as its users run it, as a process of its own, three times: "cold", with empty caches
+of compiled programs; "warm", with what the first left there; "resumed", the same, going on from a
+checkpoint. The clock starts before the process does. train.py's log says when the first step was
+finished and how long each part took; "python" is what is left: the interpreter's own start.
 """
 
 import dataclasses
@@ -33,12 +35,14 @@ TOKENS = 4_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Startup:
-    """Seconds from the command to train.py's first finished step: cold, with a warm cache, resumed. Needs a repository checkout."""
+    """Seconds from the command to train.py's first finished step: cold, with a warm cache, resumed.
+    Needs a repository checkout."""
 
     config: Path
     """The experiment card, as for train.py."""
     options: str = ""
-    """Further options of train.py, in one string after an equals sign: --options="--device cpu --val-every 0"."""
+    """Further options of train.py, in one string after an equals sign: --options="--device cpu
+    --val-every 0"."""
     out: Path | None = None
     """JSON file for the results."""
 
@@ -47,7 +51,11 @@ class Startup:
         if self.out:
             command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
             command += [f"--options={self.options}"] if self.options else []
-            result = {"command": shlex.join(command), "date": time.strftime("%Y-%m-%d"), "rows": rows}
+            result = {
+                "command": shlex.join(command),
+                "date": time.strftime("%Y-%m-%d"),
+                "rows": rows,
+            }
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         show(rows)
@@ -66,14 +74,24 @@ def starts(config: Path, options: list[str]) -> list[dict]:
         ConfigError: no such config.
     """
     if not TRAIN.is_file():
-        raise BenchError(f"there is no {TRAIN}: start-up is measured in a checkout of the repository")
+        raise BenchError(
+            f"there is no {TRAIN}: start-up is measured in a checkout of the repository"
+        )
     vocab_size = configuration.load(config).model.vocab_size
     with tempfile.TemporaryDirectory(prefix="gptjax-startup-") as folder:
         folder = Path(folder)
         _write_random_tokens(folder / "random", vocab_size)
-        given = ["--config", str(config.absolute()), "--dataset", str(folder / "random"), "--sample-every", "0"]
+        given = [
+            "--config",
+            str(config.absolute()),
+            "--dataset",
+            str(folder / "random"),
+            "--sample-every",
+            "0",
+        ]
         given += ["--runs-dir", str(folder / "runs"), "--compilation-cache", str(folder / "cache")]
-        # Without an end of its own the schedule would follow max_steps, and a longer run would not be the same run.
+        # Without an end of its own the schedule would follow max_steps, and a longer run would not
+        # be the same run.
         given += ["--optimizer.schedule-steps", "1000", "--checkpoint-every", "0", *options]
         return [
             _start("cold", [*given, "--name", "cold", "--max-steps", str(STEPS)], folder),
@@ -83,10 +101,14 @@ def starts(config: Path, options: list[str]) -> list[dict]:
 
 
 def _write_random_tokens(folder: Path, vocab_size: int) -> None:
-    """A dataset of random bytes: preparing one is not a part of starting, and a tokenizer might have to be downloaded."""
+    """A dataset of random bytes: preparing one is not a part of starting, and a tokenizer might
+    have to be downloaded."""
     folder.mkdir()
     rng, shards = np.random.default_rng(0), {}
-    for name, count in (("random_train_000001.bin", TOKENS), ("random_val_000000.bin", TOKENS // 2)):
+    for name, count in (
+        ("random_train_000001.bin", TOKENS),
+        ("random_val_000000.bin", TOKENS // 2),
+    ):
         tokens = rng.integers(0, min(256, vocab_size), count, dtype=np.uint16)
         write_shard(folder / name, tokens)
         shards[name] = ShardInfo.of(Shard(folder / name))
@@ -110,10 +132,13 @@ def _start(name: str, arguments: list[str], folder: Path) -> dict:
     )
     if done.returncode:
         raise BenchError(
-            f"the {name} start failed, train.py's last lines:\n" + "\n".join(done.stdout.splitlines()[-15:])
+            f"the {name} start failed, train.py's last lines:\n"
+            + "\n".join(done.stdout.splitlines()[-15:])
         )
     run_name = arguments[arguments.index("--name") + 1]
-    events = [row for row in read_log(folder / "runs" / run_name / "log.jsonl") if row["kind"] == "event"]
+    events = [
+        row for row in read_log(folder / "runs" / run_name / "log.jsonl") if row["kind"] == "event"
+    ]
     *_, start = (row for row in events if row["event"] == "start")
     *_, first = (row for row in events if row["event"] == "first step")
     row = row_of(name, launched, first)
@@ -130,7 +155,8 @@ def row_of(name: str, launched: float, first: dict) -> dict:
         first: the log's event "first step".
 
     Returns:
-        "start" (its name), "total" and "parts" in seconds, the "programs" compiled ahead of time, "cache_hits", "cache_misses".
+        "start" (its name), "total" and "parts" in seconds, the "programs" compiled ahead of time,
+        "cache_hits", "cache_misses".
     """
     total = first["time"] - launched
     return {
@@ -151,8 +177,13 @@ def show(rows: list[dict]) -> None:
     for part in dict.fromkeys(part for row in rows for part in row["parts"]):
         add(part, (row["parts"].get(part) for row in rows))
         if part == "compilation":
-            for program in dict.fromkeys(program["name"] for row in rows for program in row["programs"]):
-                for stage, words in (("lower", "traced and lowered"), ("compile", "compiled, or read")):
+            for program in dict.fromkeys(
+                program["name"] for row in rows for program in row["programs"]
+            ):
+                for stage, words in (
+                    ("lower", "traced and lowered"),
+                    ("compile", "compiled, or read"),
+                ):
                     add(f"  {program}: {words}", (_seconds(row, program, stage) for row in rows))
     table.append(Row())
     add("total", (row["total"] for row in rows))

@@ -1,9 +1,11 @@
-"""`python -m gptjax.bench step`: one configuration's training step (or forward pass), beside PyTorch's in the same run.
+"""`python -m gptjax.bench step`: one configuration's training step (or forward pass), beside
+PyTorch's in the same run.
 
-How a time comes about: random tokens lie on the device, the state is donated, and the step is called many times in a row, so that the host
-runs ahead and only the device is measured. An H200 that multiplies matrices without a pause reaches its 700 W and slows down, so
-each side first warms up for `WARM_UP_SECONDS` and is then measured as it goes on: for `--seconds`, in `ROUNDS` rounds. The sides take
-turns, `TURNS` each; the median round counts.
+How a time comes about: random tokens lie on the device, the state is donated, and the step is
+called many times in a row, so that the host runs ahead and only the device is measured. An H200
+that multiplies matrices without a pause reaches its 700 W and slows down, so each side first warms
+up for `WARM_UP_SECONDS` and is then measured as it goes on: for `--seconds`, in `ROUNDS` rounds.
+The sides take turns, `TURNS` each; the median round counts.
 """
 
 import dataclasses
@@ -53,13 +55,17 @@ OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Time, memory and MFU of one configuration's training step, on one device; several --batch or --recompute: a row for each."""
+    """Time, memory and MFU of one configuration's training step, on one device; several --batch or
+    --recompute: a row for each."""
 
     config: Annotated[Path | None, OWN_DEFAULT] = None
-    """An experiment card: its model, sequence length, micro-batch and optimizer. The options below override it."""
+    """An experiment card: its model, sequence length, micro-batch and optimizer. The options below
+    override it."""
     preset: Annotated[Preset | None, OWN_DEFAULT] = None
     """The model's shape, where there is no card (default: gpt2)."""
-    precision: Annotated[Literal["fp32", "tf32", "bf16", "bf16_residual_fp32"] | None, OWN_DEFAULT] = None
+    precision: Annotated[
+        Literal["fp32", "tf32", "bf16", "bf16_residual_fp32"] | None, OWN_DEFAULT
+    ] = None
     """Default: the card's, or bf16."""
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences a step, in one micro-batch (default: the card's micro-batch, or 64)."""
@@ -74,7 +80,8 @@ class Step:
     mlp: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of the MLP, as --model.mlp (default: the card's, or auto)."""
     recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
-    """Activations recomputed in the backward pass, as --model.recompute (default: the card's, or none)."""
+    """Activations recomputed in the backward pass, as --model.recompute (default: the card's, or
+    none)."""
     algorithm: Annotated[Literal["adamw", "normuon", "muon"] | None, OWN_DEFAULT] = None
     """The optimizer (default: the card's, or adamw); PyTorch's is AdamW all the same."""
     forward: bool = False
@@ -82,10 +89,11 @@ class Step:
     largest: bool = False
     """Take the largest batch that fits (1, 2, or a multiple of 4), in place of --batch."""
     torch: bool = False
-    """Measure PyTorch beside every row, with the same batch: compile (not on a CPU), scaled_dot_product_attention, fused AdamW, padded
-    vocabulary."""
+    """Measure PyTorch beside every row, with the same batch: compile (not on a CPU),
+    scaled_dot_product_attention, fused AdamW, padded vocabulary."""
     seconds: float = 3.0
-    """How long each side is measured in each of its two turns; without PyTorch there is one turn."""
+    """How long each side is measured in each of its two turns; without PyTorch there is one
+    turn."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
 
@@ -113,9 +121,13 @@ class Step:
         if self.config and self.preset:
             raise BenchError("--config and --preset both name a model: give one of them")
         if self.largest and self.batch:
-            raise BenchError("--largest looks for the batch, and --batch names it: give one of them")
+            raise BenchError(
+                "--largest looks for the batch, and --batch names it: give one of them"
+            )
         if self.forward and self.recompute:
-            raise BenchError("--forward has no backward pass to recompute for: leave out --recompute")
+            raise BenchError(
+                "--forward has no backward pass to recompute for: leave out --recompute"
+            )
         base = base_config(self.config, self.preset)
         return [
             one_micro_batch(
@@ -125,7 +137,11 @@ class Step:
                 algorithm=self.algorithm or base.optimizer.algorithm,
                 precision=Precision(self.precision) if self.precision else base.model.precision,
                 recompute=recompute or base.model.recompute,
-                **{part: name for part in ("attention", "loss", "norm", "mlp") if (name := getattr(self, part))},
+                **{
+                    part: name
+                    for part in ("attention", "loss", "norm", "mlp")
+                    if (name := getattr(self, part))
+                },
             )
             for batch in self.batch or (None,)
             for recompute in self.recompute or (None,)
@@ -135,7 +151,11 @@ class Step:
         name = self.config.stem if self.config else self.preset or "gpt2"
         row, sides = describe(name, config, forward=self.forward), {}
         try:
-            ours = self._largest(config, device) if self.largest else OurStep(config, device, forward=self.forward)
+            ours = (
+                self._largest(config, device)
+                if self.largest
+                else OurStep(config, device, forward=self.forward)
+            )
             config = ours.config
             row = describe(name, config, forward=self.forward)
             say(f"{label(row)}: compiling")
@@ -150,8 +170,13 @@ class Step:
         if self.torch:
             from gptjax.bench.torch_gpt2 import How, free_torch
 
-            how = How(precision=config.model.precision.name.split("_")[0], compiled=device.platform == "gpu")
-            asked = {key: row[key] for key in ("model", "precision", "batch", "sequence_length", "pass")}
+            how = How(
+                precision=config.model.precision.name.split("_")[0],
+                compiled=device.platform == "gpu",
+            )
+            asked = {
+                key: row[key] for key in ("model", "precision", "batch", "sequence_length", "pass")
+            }
             rows.append({"system": "torch"} | asked | {"kernels": str(how)})
             say(f"{label(rows[1])}: compiling")
             try:
@@ -165,7 +190,10 @@ class Step:
                 theirs = None  # what it holds, JAX could not have
                 free_torch()
         found = take_turns(sides, seconds=self.seconds)
-        rows = [complete(row, config, sides.get(row["system"]), found.get(row["system"])) for row in rows]
+        rows = [
+            complete(row, config, sides.get(row["system"]), found.get(row["system"]))
+            for row in rows
+        ]
         if len(rows) == 2 and all("ms" in row for row in rows):
             rows[0]["of_torch"] = rows[1]["ms"] / rows[0]["ms"]
         return rows
@@ -174,15 +202,21 @@ class Step:
         made = {}
 
         def needs(batch: int) -> int:
-            step = OurStep(one_micro_batch(config, batch, config.sequence_length), device, forward=self.forward)
+            step = OurStep(
+                one_micro_batch(config, batch, config.sequence_length), device, forward=self.forward
+            )
             step.compile()
             made[batch], needed = step, needed_bytes(step.compiled)
-            say(f"a batch of {batch} needs {needed / GIB:.2f} GiB, compiled in {step.compile_s:.1f} s")
+            say(
+                f"a batch of {batch} needs {needed / GIB:.2f} GiB, compiled in "
+                f"{step.compile_s:.1f} s"
+            )
             return needed
 
         available = available_bytes(device)
         if self.torch:
-            # PyTorch's step needs more than ours: its parameters and moments, say, and the CUDA contexts 1 GiB.
+            # PyTorch's step needs more than ours: its parameters and moments, say, and the CUDA
+            # contexts 1 GiB.
             available -= 3 * 4 * config.model.num_params + GIB
         return made[largest_batch(needs, available)]
 
@@ -194,14 +228,17 @@ class OurStep:
         config: one micro-batch a step.
         device: where it runs.
         forward: the loss alone, without gradients.
-        jit: False runs the same function operation by operation; those that JAX itself wraps in `jit` stay compiled.
+        jit: False runs the same function operation by operation; those that JAX itself wraps in
+            `jit` stay compiled.
 
     Attributes:
         compiled: the program; None before `compile`.
         compile_s: seconds that tracing, lowering and compiling took.
     """
 
-    def __init__(self, config: Config, device: jax.Device, *, forward: bool = False, jit: bool = True):
+    def __init__(
+        self, config: Config, device: jax.Device, *, forward: bool = False, jit: bool = True
+    ):
         self.config, self.device, self.forward, self.jit = config, device, forward, jit
         self.compiled: jax.stages.Compiled | None = None
         self.compile_s = 0.0
@@ -225,11 +262,15 @@ class OurStep:
         replicated = sharding.replicated(self._mesh)
 
         def abstract(tree):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
+            )
 
         state = abstract(jax.eval_shape(self._init))
         windows = abstract(jax.eval_shape(self._windows))
-        program = jax.jit(self._function(), donate_argnums=() if self.forward else 0, out_shardings=replicated)
+        program = jax.jit(
+            self._function(), donate_argnums=() if self.forward else 0, out_shardings=replicated
+        )
         lowered = program.lower(state.params if self.forward else state, windows)
         self.compiled = lowered.compile(compiler_options=compiler_options() | options)
         self.compile_s = time.perf_counter() - started
@@ -238,7 +279,9 @@ class OurStep:
         """Raises BenchError where the compiled program needs more than the device has."""
         needed, available = needed_bytes(self.compiled), available_bytes(self.device)
         if needed > available:
-            raise BenchError(f"needs {needed / GIB:.1f} GiB of {available / GIB:.1f}; nothing was allocated")
+            raise BenchError(
+                f"needs {needed / GIB:.1f} GiB of {available / GIB:.1f}; nothing was allocated"
+            )
 
     def run(self, steps: int) -> float:
         """Seconds that so many steps take on the device, one after the other."""
@@ -269,8 +312,9 @@ class OurStep:
 
     @property
     def room(self) -> int:
-        """Bytes that the device must have for the program, beside those that JAX has already. JAX's allocator takes memory in pieces, which
-        do not fit without a gap: a program that needed 106.6 GiB, 89 of them in one piece, found no room in some 119."""
+        """Bytes that the device must have for the program, beside those that JAX has already. JAX's
+        allocator takes memory in pieces, which do not fit without a gap: a program that needed
+        106.6 GiB, 89 of them in one piece, found no room in some 119."""
         stats = self.device.memory_stats() or {}
         held = stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0)
         return round(1.15 * needed_bytes(self.compiled)) - max(held, 0)
@@ -289,7 +333,9 @@ class OurStep:
 
     def _windows(self):
         shape = (self.config.micro_batch, self.config.sequence_length + 1)
-        tokens = jax.random.randint(jax.random.key(1), shape, 0, self.config.model.vocab_size, jnp.int32)
+        tokens = jax.random.randint(
+            jax.random.key(1), shape, 0, self.config.model.vocab_size, jnp.int32
+        )
         return tokens if self.forward else tokens[None]
 
     def _function(self) -> Callable:
@@ -300,7 +346,7 @@ class OurStep:
         return make_train_step(graphdef, self._tx, self.config.learning_rate_schedule(), **skip)
 
 
-# ------------------------------------------------------------------------------------------------------- what is measured
+# --------------------------------------------------------------------------------- what is measured
 
 
 def one_device() -> jax.Device:
@@ -311,7 +357,8 @@ def one_device() -> jax.Device:
     """
     if jax.default_backend() == "gpu" and len(jax.devices()) > 1:
         raise BenchError(
-            f"one GPU is measured, and JAX sees {len(jax.devices())}: CUDA_VISIBLE_DEVICES=0 python -m gptjax.bench …"
+            f"one GPU is measured, and JAX sees {len(jax.devices())}: CUDA_VISIBLE_DEVICES=0 "
+            "python -m gptjax.bench …"
         )
     return jax.config.jax_default_device or jax.devices()[0]
 
@@ -328,7 +375,9 @@ def has_torch(device: jax.Device) -> bool:
 def need_torch(device: jax.Device) -> None:
     """Raises BenchError where `has_torch` is false."""
     if not has_torch(device):
-        raise BenchError("--torch needs PyTorch with CUDA, and there is none: pip install torch, or leave it out")
+        raise BenchError(
+            "--torch needs PyTorch with CUDA, and there is none: pip install torch, or leave it out"
+        )
 
 
 def base_config(card: Path | None, preset: str | None) -> Config:
@@ -346,14 +395,17 @@ def base_config(card: Path | None, preset: str | None) -> Config:
 def one_micro_batch(
     base: Config, batch: int, sequence_length: int, *, algorithm: str | None = None, **model: Any
 ) -> Config:
-    """The config with a step of one micro-batch of so many sequences, and fields of the model changed."""
+    """The config with a step of one micro-batch of so many sequences, and fields of the model
+    changed."""
     return dataclasses.replace(
         base,
         micro_batch=batch,
         batch_tokens=batch * sequence_length,
         sequence_length=sequence_length,
         model=dataclasses.replace(base.model, **model),
-        optimizer=dataclasses.replace(base.optimizer, algorithm=algorithm or base.optimizer.algorithm),
+        optimizer=dataclasses.replace(
+            base.optimizer, algorithm=algorithm or base.optimizer.algorithm
+        ),
     )
 
 
@@ -372,7 +424,8 @@ def torch_step(config: Config, how, device: jax.Device, **more: Any):
 
 
 def largest_batch(needs: Callable[[int], int], available: int) -> int:
-    """The largest batch of 1, 2, 4, 8, 12, 16, … that fits. Memory grows with the batch, almost in proportion.
+    """The largest batch of 1, 2, 4, 8, 12, 16, … that fits. Memory grows with the batch, almost in
+    proportion.
 
     Args:
         needs: batch → bytes; slow, since it compiles.
@@ -392,7 +445,8 @@ def largest_batch(needs: Callable[[int], int], available: int) -> int:
         least = _up(below[-1][0])
         if above and above[0] <= least:
             break
-        # Where the line through two sizes reaches what there is; logits come in chunks, so near sizes tell more than the first.
+        # Where the line through two sizes reaches what there is; logits come in chunks, so near
+        # sizes tell more than the first.
         (n0, size0), (n1, size1) = (below[-1], above) if above else below[-2:]
         batch = n1 + int((available - size1) * (n1 - n0) / (size1 - size0))
         if above is None and len(below) == 2:
@@ -400,7 +454,10 @@ def largest_batch(needs: Callable[[int], int], available: int) -> int:
         batch = max(least, _floor(min(batch, above[0] - 1) if above else batch))
     if not below[-1][0]:
         needed, has = size / GIB, available / GIB
-        raise BenchError(f"not one sequence fits: it needs {needed:.1f} GiB of {has:.1f}; --recompute block needs less")
+        raise BenchError(
+            f"not one sequence fits: it needs {needed:.1f} GiB of {has:.1f}; --recompute block "
+            "needs less"
+        )
     return below[-1][0]
 
 
@@ -417,8 +474,9 @@ def take_turns(
 ) -> dict[str, list[float] | Exception]:
     """Seconds a step in every round of each side, or the error that ended it.
 
-    JAX keeps what it has allocated. Where PyTorch's step then has no room for a second turn, there is one turn each; and where JAX's
-    has none beside what PyTorch keeps, PyTorch lets go of it after its own.
+    JAX keeps what it has allocated. Where PyTorch's step then has no room for a second turn, there
+    is one turn each; and where JAX's has none beside what PyTorch keeps, PyTorch lets go of it
+    after its own.
 
     Args:
         sides: name → `OurStep` or `TorchStep`, in the order of their turns.
@@ -463,7 +521,8 @@ def sustained(run: Callable[[int], float], *, seconds: float) -> list[float]:
 
 
 def count(text: str) -> dict[str, Any]:
-    """What an optimized program launches: fusions, custom calls by target, and CUDA graphs where the text has them.
+    """What an optimized program launches: fusions, custom calls by target, and CUDA graphs where
+    the text has them.
 
     Args:
         text: `compiled.as_text()`.
@@ -472,10 +531,14 @@ def count(text: str) -> dict[str, Any]:
     for target in re.findall(r'custom-call\(.*?custom_call_target="([^"]+)"', text):
         calls[target] = calls.get(target, 0) + 1
     graphs = len(re.findall(r"to_apply=%?command_buffer", text))
-    return {"fusions": len(re.findall(r" fusion\(", text)), "custom_calls": calls, "command_buffers": graphs or None}
+    return {
+        "fusions": len(re.findall(r" fusion\(", text)),
+        "custom_calls": calls,
+        "command_buffers": graphs or None,
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------- rows and files
+# ----------------------------------------------------------------------------------- rows and files
 
 
 def describe(name: str, config: Config, *, forward: bool) -> dict:
@@ -485,25 +548,42 @@ def describe(name: str, config: Config, *, forward: bool) -> dict:
     asked = {part: value for part, value in parts.items() if value != "auto"}
     if model.loss_chunk:
         asked["loss_chunk"] = model.loss_chunk
-    row = {"system": "gptjax", "model": name, "precision": model.precision.name, "batch": config.micro_batch}
+    row = {
+        "system": "gptjax",
+        "model": name,
+        "precision": model.precision.name,
+        "batch": config.micro_batch,
+    }
     row |= {"sequence_length": config.sequence_length, "pass": "forward" if forward else "train"}
     return (
         row
-        | ({} if forward else {"algorithm": config.optimizer.algorithm, "recompute": model.recompute})
+        | (
+            {}
+            if forward
+            else {"algorithm": config.optimizer.algorithm, "recompute": model.recompute}
+        )
         | {"asked": asked}
     )
 
 
 def complete(row: dict, config: Config, side, found: list[float] | Exception | None) -> dict:
-    """The row with what was measured on a side, or with its error; the same row where nothing was measured."""
+    """The row with what was measured on a side, or with its error; the same row where nothing was
+    measured."""
     if isinstance(found, Exception):
         return row | {"error": first_line(found)}
     if not found:
         return row
     seconds = statistics.median(found)
     tokens = config.micro_batch * config.sequence_length / seconds
-    flops = config.model.flops_per_token(config.sequence_length) / (3 if row["pass"] == "forward" else 1)
-    row = row | {"ms": 1e3 * seconds, "ms_lowest": 1e3 * min(found), "ms_highest": 1e3 * max(found), "tokens/s": tokens}
+    flops = config.model.flops_per_token(config.sequence_length) / (
+        3 if row["pass"] == "forward" else 1
+    )
+    row = row | {
+        "ms": 1e3 * seconds,
+        "ms_lowest": 1e3 * min(found),
+        "ms_highest": 1e3 * max(found),
+        "tokens/s": tokens,
+    }
     row["mfu"] = mfu(tokens, flops, one_device().device_kind, row["precision"], 1)
     row["peak_gib"] = side.peak / GIB if side.peak else None
     return row
@@ -517,7 +597,11 @@ def label(row: dict) -> str:
         row["precision"],
         f"{row['batch']} × {row['sequence_length']}",
     ]
-    parts += [row["pass"] if row["pass"] == "forward" else "", row.get("algorithm", ""), row.get("recompute", "")]
+    parts += [
+        row["pass"] if row["pass"] == "forward" else "",
+        row.get("algorithm", ""),
+        row.get("recompute", ""),
+    ]
     return " · ".join(part for part in parts if part and part not in ("adamw", "none"))
 
 
@@ -572,7 +656,8 @@ def result(command: str, rows: list[dict], device: jax.Device, *, torch: bool) -
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "device": device.device_kind,
-        "versions": versions() | {name: importlib.metadata.version(name) for name in others if _is_installed(name)},
+        "versions": versions()
+        | {name: importlib.metadata.version(name) for name in others if _is_installed(name)},
         "rows": rows,
     }
 
@@ -630,7 +715,8 @@ def _is_installed(package: str) -> bool:
 
 
 def command_line(name: str, options: Any) -> str:
-    """The command that gives these options; those at their defaults, and the files to write, are left out."""
+    """The command that gives these options; those at their defaults, and the files to write, are
+    left out."""
     words = ["python", "-m", "gptjax.bench", name]
     for field in dataclasses.fields(options):
         value, flag = getattr(options, field.name), field.name.replace("_", "-")
@@ -639,7 +725,10 @@ def command_line(name: str, options: Any) -> str:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words += [f"--{flag}", *(str(v) for v in (value if isinstance(value, tuple) else (value,)))]
+            words += [
+                f"--{flag}",
+                *(str(v) for v in (value if isinstance(value, tuple) else (value,))),
+            ]
     return shlex.join(words)
 
 

@@ -1,10 +1,12 @@
-"""GPT-2 in PyTorch, written as one would to train it fast, and measured beside ours by `bench step --torch` and `bench ladder`.
+"""GPT-2 in PyTorch, written as one would to train it fast, and measured beside ours by `bench step
+--torch` and `bench ladder`.
 
-It follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss, scaled_dot_product_attention, autocast to bf16, fused
-AdamW with decay of matrices alone, clip by the global norm. Parameters have Hugging Face's names and PyTorch's layout.
+It follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss,
+scaled_dot_product_attention, autocast to bf16, fused AdamW with decay of matrices alone, clip by
+the global norm. Parameters have Hugging Face's names and PyTorch's layout.
 
-Shapes: B batch, T time, C channels, H heads, D = C/H, V rows of the embedding. Padding, where there is some, counts as vocabulary here: the
-loss covers it, as it does in the original.
+Shapes: B batch, T time, C channels, H heads, D = C/H, V rows of the embedding. Padding, where there
+is some, counts as vocabulary here: the loss covers it, as it does in the original.
 """
 
 import contextlib
@@ -28,15 +30,21 @@ class How:
     compiled: bool = True
     """torch.compile of the model and its loss."""
     flash: bool = True
-    """PyTorch's scaled_dot_product_attention, whichever kernel it takes; otherwise all scores are made."""
+    """PyTorch's scaled_dot_product_attention, whichever kernel it takes; otherwise all scores are
+    made."""
     padded: bool = True
     """The padded vocabulary, otherwise the real one."""
     fused: bool = True
     """AdamW in one kernel."""
 
     def __str__(self) -> str:
-        parts = ("compile" if self.compiled else "eager", "SDPA" if self.flash else "attention by hand")
-        return ", ".join([*parts, *["padded vocabulary"] * self.padded, *["fused AdamW"] * self.fused])
+        parts = (
+            "compile" if self.compiled else "eager",
+            "SDPA" if self.flash else "attention by hand",
+        )
+        return ", ".join(
+            [*parts, *["padded vocabulary"] * self.padded, *["fused AdamW"] * self.fused]
+        )
 
 
 class Attention(nn.Module):
@@ -50,7 +58,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BTC):
         b, t, c = x_BTC.shape
-        q, k, v = (y.view(b, t, self.n_head, -1).transpose(1, 2) for y in self.c_attn(x_BTC).split(c, dim=-1))
+        q, k, v = (
+            y.view(b, t, self.n_head, -1).transpose(1, 2)
+            for y in self.c_attn(x_BTC).split(c, dim=-1)
+        )
         if self.flash:
             y_BHTD = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -119,10 +130,12 @@ class TorchStep:
         config: the model's shape; its precision and back ends are not looked at.
         device: "cuda" or "cpu".
         forward: the loss alone, without gradients.
-        like: a step that differs in precision or optimizer alone: its model is shared, compiled as it is.
+        like: a step that differs in precision or optimizer alone: its model is shared, compiled as
+            it is.
 
     Attributes:
-        peak: the most bytes that PyTorch held in a step; None before the first `rest`, and on a CPU.
+        peak: the most bytes that PyTorch held in a step; None before the first `rest`, and on a
+            CPU.
     """
 
     def __init__(
@@ -142,16 +155,29 @@ class TorchStep:
             torch.manual_seed(0)
             self.model = like.model if like else GPT2(config, how)
             windows = torch.randint(0, config.vocab_size, (batch, sequence_length + 1))
-        # dynamic=False: a second model of another vocabulary would otherwise be compiled for sizes that it does not know.
-        self.loss = like.loss if like else torch.compile(self.model, dynamic=False) if how.compiled else self.model
+        # dynamic=False: a second model of another vocabulary would otherwise be compiled for sizes
+        # that it does not know.
+        self.loss = (
+            like.loss
+            if like
+            else torch.compile(self.model, dynamic=False)
+            if how.compiled
+            else self.model
+        )
         self.tokens_BT, self.targets_BT = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=how.fused)
+        groups = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=how.fused
+        )
 
     def run(self, steps: int) -> float:
-        """Seconds that so many steps take on the device, one after the other; the first compiles."""
+        """Seconds that so many steps take on the device, one after the other; the first
+        compiles."""
         # TF32 stays on under autocast, as in the original.
         torch.set_float32_matmul_precision("highest" if self.how.precision == "fp32" else "high")
         self._wait()
@@ -174,7 +200,8 @@ class TorchStep:
         return loss
 
     def rest(self) -> None:
-        """Between two turns: notes the peak of one more step, and gives back what is not in use, which JAX could not have."""
+        """Between two turns: notes the peak of one more step, and gives back what is not in use,
+        which JAX could not have."""
         if self.device != "cuda":
             return
         torch.cuda.reset_peak_memory_stats()
@@ -183,7 +210,8 @@ class TorchStep:
         free_torch()
 
     def make_room(self, needed: int) -> None:
-        """Lets go of the model and its optimizer where the device has less than so many bytes beside them. No step runs after that."""
+        """Lets go of the model and its optimizer where the device has less than so many bytes
+        beside them. No step runs after that."""
         if self.device == "cuda" and torch.cuda.mem_get_info()[0] < needed:
             self.model = self.loss = self.optimizer = None
             # The compiled functions hold the parameters, too.
@@ -191,10 +219,14 @@ class TorchStep:
             free_torch()
 
     def has_room(self) -> bool:
-        """Whether a step can run: the device has what it needs beside what is held now. Asked after a rest."""
+        """Whether a step can run: the device has what it needs beside what is held now. Asked after
+        a rest."""
         if self.model is None:
             return False
-        return not self.peak or torch.cuda.mem_get_info()[0] >= self.peak - torch.cuda.memory_allocated()
+        return (
+            not self.peak
+            or torch.cuda.mem_get_info()[0] >= self.peak - torch.cuda.memory_allocated()
+        )
 
     def _wait(self) -> None:
         if self.device == "cuda":

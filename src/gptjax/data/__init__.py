@@ -1,4 +1,5 @@
-"""Text and tokens: the shard format, tokenizers, preparation (`python -m gptjax.data`) and the resumable loader.
+"""Text and tokens: the shard format, tokenizers, preparation (`python -m gptjax.data`) and the
+resumable loader.
 
 Stands on its own: numpy, and grain once a `Loader` is made.
 """

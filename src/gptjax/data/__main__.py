@@ -28,11 +28,14 @@ class _Common:
     data_dir: Path = Path("data")
     """Folder that datasets lie in; made if it is not there."""
     name: str | None = None
-    """The dataset's folder under data-dir. None: the corpus and the tokenizer, such as stdlib_byte."""
+    """The dataset's folder under data-dir. None: the corpus and the tokenizer, such as
+    stdlib_byte."""
     tokenizer: TokenizerChoice = "auto"
-    """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs nothing; auto: gpt2 if possible, else byte, said."""
+    """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs nothing; auto: gpt2 if possible,
+    else byte, said."""
     val_fraction: float = 0.05
-    """Part of the text that becomes the validation split: whole documents; of a single document, its end."""
+    """Part of the text that becomes the validation split: whole documents; of a single document,
+    its end."""
     shard_tokens: int = 100_000_000
     """Tokens in a shard. The last shard of a split holds half to one and a half times as many."""
     workers: int | None = None
@@ -43,12 +46,15 @@ class _Common:
     """Make the dataset again if it is there already."""
 
     def options(self) -> Options:
-        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
+        return Options(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stdlib(_Common):
-    """The running Python's own standard-library sources: 10 MB of real text on every machine, no download."""
+    """The running Python's own standard-library sources: 10 MB of real text on every machine, no
+    download."""
 
     def run(self) -> None:
         prepare_corpus("stdlib", corpora.stdlib(), self.options())
@@ -85,7 +91,8 @@ class Jsonl(_Common):
     field: str = "text"
     """The field of each line's object that holds the text."""
     skip_bad_lines: bool = False
-    """Leave out lines that are no JSON object with a text in that field; their number and the first are printed."""
+    """Leave out lines that are no JSON object with a text in that field; their number and the first
+    are printed."""
 
     def run(self) -> None:
         corpus = corpora.jsonl(_some(self.paths), self.field, skip_bad_lines=self.skip_bad_lines)
@@ -94,14 +101,16 @@ class Jsonl(_Common):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineWeb:
-    """FineWeb 10B, already tokenised with GPT-2's BPE: downloaded in shards of 100 M tokens (200 MB)."""
+    """FineWeb 10B, already tokenised with GPT-2's BPE: downloaded in shards of 100 M tokens (200
+    MB)."""
 
     data_dir: Path = Path("data")
     """Folder that datasets lie in; made if it is not there."""
     name: str = "fineweb10B"
     """The dataset's folder under data-dir."""
     shards: int = 10
-    """Training shards to have, 1 to 103 (all of them are 20 GB). Whole ones that are there are not fetched again."""
+    """Training shards to have, 1 to 103 (all of them are 20 GB). Whole ones that are there are not
+    fetched again."""
 
     def run(self) -> None:
         prepare_fineweb(self.data_dir, shards=self.shards, name=self.name)
@@ -109,14 +118,17 @@ class FineWeb:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """Read every shard of a prepared dataset and compare it with dataset.json. Exit code 1 if one is damaged."""
+    """Read every shard of a prepared dataset and compare it with dataset.json. Exit code 1 if one
+    is damaged."""
 
     folder: tyro.conf.Positional[Path]
     """The dataset's folder, such as data/fineweb10B."""
 
     def run(self) -> None:
         if problems := check_dataset(self.folder):
-            raise DatasetError(f"{self.folder}: {len(problems)} damaged shards:\n  " + "\n  ".join(problems))
+            raise DatasetError(
+                f"{self.folder}: {len(problems)} damaged shards:\n  " + "\n  ".join(problems)
+            )
         print(f"{printable(str(self.folder))}: all shards are intact")
 
 
@@ -150,7 +162,8 @@ def main(args: list[str] | None = None) -> int:
             command.run()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has ended; also without a second error at the exit's flush
+    # the reader, such as `head`, has ended; also without a second error at the exit's flush
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (DataError, OSError) as error:

@@ -14,7 +14,8 @@ from gptjax.terminal import printable
 def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = print) -> list[str]:
     """Read every shard of a dataset and compare it with dataset.json.
 
-    Checked are headers, lengths, ids below the tokenizer's vocabulary, and the digests that dataset.json lists.
+    Checked are headers, lengths, ids below the tokenizer's vocabulary, and the digests that
+    dataset.json lists.
 
     Args:
         folder: the dataset's folder.
@@ -61,4 +62,6 @@ def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
         scan_ids(shard, vocab_size)
     known = listed is not None and listed.sha256 is not None
     verdict = f"as {SIDECAR} lists" if known else "no digest to compare with"
-    return f"{shard.size:,} tokens, ids up to {info.max_token}, SHA-256 {info.sha256:.12}…, {verdict}"
+    return (
+        f"{shard.size:,} tokens, ids up to {info.max_token}, SHA-256 {info.sha256:.12}…, {verdict}"
+    )

@@ -1,7 +1,8 @@
 """Where documents come from: the standard library's sources, Tiny Shakespeare, text files, JSONL.
 
-A `Corpus` can measure every document before it gives any of them, so that the split into training and validation is
-decided up front, and gives the texts one by one, so that a corpus never has to fit in memory.
+A `Corpus` can measure every document before it gives any of them, so that the split into training
+and validation is decided up front, and gives the texts one by one, so that a corpus never has to
+fit in memory.
 """
 
 import array
@@ -21,13 +22,23 @@ import numpy as np
 
 from gptjax.data.errors import DataError
 
-TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TINYSHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 _MEND = "correct or remove the line, or leave out such lines with --skip-bad-lines"
 
 # Not part of every installation of Python (tests, tools), not its own (site-packages).
-_STDLIB_WITHOUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_STDLIB_WITHOUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
 
 
 class CorpusError(DataError, ValueError):
@@ -40,7 +51,8 @@ class Corpus:
 
     Attributes:
         source: where they come from, in words; goes into dataset.json.
-        measure: gives the bytes of each document, int64 of shape (documents,), at least one and all above 0.
+        measure: gives the bytes of each document, int64 of shape (documents,), at least one and all
+            above 0.
         documents: gives a fresh iterator over the documents' texts, as many as `measure` counts.
         digest: `digest` of the documents where it is known without reading them, else None.
     """
@@ -67,25 +79,35 @@ def hashed(documents: Iterator[str], total: "hashlib._Hash") -> Iterator[str]:
 
 
 def stdlib() -> Corpus:
-    """The running Python's own standard-library sources, a file a document: real text on every machine."""
+    """The running Python's own standard-library sources, a file a document: real text on every
+    machine."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _STDLIB_WITHOUT and not name.startswith("config-")]
-        sources = (name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _STDLIB_WITHOUT and not name.startswith("config-")
+        ]
+        sources = (
+            name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        )
         paths += [path for path in (Path(folder, name) for name in sources) if path.stat().st_size]
     if not paths:
         raise CorpusError(
-            f"{root}: expected the .py sources of Python's standard library, found none (a Python without sources?); "
+            f"{root}: expected the .py sources of Python's standard library, found none (a Python "
+            "without sources?); "
             "prepare another text: `python -m gptjax.data text PATH...`"
         )
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    # The odd file in another encoding must not cost the default corpus: its stray bytes become U+FFFD.
+    # The odd file in another encoding must not cost the default corpus: its stray bytes become
+    # U+FFFD.
     return _files(f"Python {platform.python_version()} standard library", paths, errors="replace")
 
 
 def tinyshakespeare(file: str | os.PathLike | None = None) -> Corpus:
-    """All of Shakespeare's plays in 1.1 MB, one document; from `file`, or downloaded where `file` is None."""
+    """All of Shakespeare's plays in 1.1 MB, one document; from `file`, or downloaded where `file`
+    is None."""
     if file is not None:
         return dataclasses.replace(text([file]), source="tinyshakespeare")
     download = functools.cache(_download_tinyshakespeare)
@@ -103,14 +125,18 @@ def _download_tinyshakespeare() -> bytes:
             content = response.read()
     except OSError as error:  # URLError, timeouts and broken connections are OSErrors
         raise CorpusError(
-            f"could not download {TINYSHAKESPEARE_URL} ({error}); fetch it on a machine with a network and pass "
-            "`--file PATH`, or take the corpus that needs no network: `python -m gptjax.data stdlib`"
+            f"could not download {TINYSHAKESPEARE_URL} ({error}); fetch it on a machine with a "
+            "network and pass "
+            "`--file PATH`, or take the corpus that needs no network: `python -m gptjax.data "
+            "stdlib`"
         ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != _TINYSHAKESPEARE_SHA256:
         raise CorpusError(
-            f"{TINYSHAKESPEARE_URL}: expected SHA-256 {_TINYSHAKESPEARE_SHA256}, found {found} ({len(content)} bytes); "
-            "the download is broken or something on the network answered in its place: try again, or pass `--file PATH`"
+            f"{TINYSHAKESPEARE_URL}: expected SHA-256 {_TINYSHAKESPEARE_SHA256}, found {found} "
+            f"({len(content)} bytes); "
+            "the download is broken or something on the network answered in its place: try again, "
+            "or pass `--file PATH`"
         )
     return content
 
@@ -119,14 +145,16 @@ def text(paths: Sequence[str | os.PathLike]) -> Corpus:
     """Text files, a file a document, UTF-8; empty files are left out.
 
     Args:
-        paths: files, folders (all files in them, at any depth, without hidden ones) and globs (`**` too).
+        paths: files, folders (all files in them, at any depth, without hidden ones) and globs (`**`
+            too).
     """
     files: dict[Path, None] = {}  # a set that keeps its order
     for given in paths:
         found = [path for path in _expand(given) if path.stat().st_size]
         if not found:
             raise CorpusError(
-                f"{given}: expected a file, folder or glob with text in it, found nothing but empty files"
+                f"{given}: expected a file, folder or glob with text in it, found nothing but "
+                "empty files"
             )
         files.update(dict.fromkeys(found))
     return _files("text: " + " ".join(os.fspath(path) for path in paths), list(files))
@@ -144,8 +172,9 @@ def jsonl(
     Args:
         paths: files, folders and globs, as for `text`.
         field: which field of each line's object holds the text.
-        skip_bad_lines: leave out lines without a text in that field. `measure` logs their number and the first one.
-            Without it the first bad line is a CorpusError of `measure`, before anything is tokenised.
+        skip_bad_lines: leave out lines without a text in that field. `measure` logs their number
+            and the first one. Without it the first bad line is a CorpusError of `measure`, before
+            anything is tokenised.
         log: called with a line for the user.
     """
     files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
@@ -172,7 +201,10 @@ def jsonl(
         if bad:
             log(f"NOTE: skipped {bad:,} bad lines, kept {len(sizes):,}; the first: {first_bad}")
         if not sizes:
-            raise CorpusError(f"{shown}: expected lines of JSON, found only {'bad lines' if bad else 'empty files'}")
+            raise CorpusError(
+                f"{shown}: expected lines of JSON, found only "
+                f"{'bad lines' if bad else 'empty files'}"
+            )
         return np.array(sizes)
 
     def documents() -> Iterator[str]:
@@ -188,8 +220,10 @@ def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
                 yield path.read_bytes().decode(errors=errors)
             except UnicodeDecodeError as error:
                 raise CorpusError(
-                    f"{path}: at byte {error.start}: expected UTF-8 text, found 0x{error.object[error.start]:02x}; "
-                    "convert the file to UTF-8, or leave it out (globs such as 'folder/**/*.txt' choose files)"
+                    f"{path}: at byte {error.start}: expected UTF-8 text, found "
+                    f"0x{error.object[error.start]:02x}; "
+                    "convert the file to UTF-8, or leave it out (globs such as 'folder/**/*.txt' "
+                    "choose files)"
                 ) from error
 
     def measure() -> np.ndarray:
@@ -205,11 +239,20 @@ def _expand(given: str | os.PathLike) -> list[Path]:
         return [path]
     if path.is_dir():
         inside = (found for found in path.rglob("*") if found.is_file())
-        files = sorted(f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts))
+        files = sorted(
+            f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)
+        )
     else:
-        files = sorted(Path(name) for name in glob.glob(os.fspath(given), recursive=True) if os.path.isfile(name))
+        files = sorted(
+            Path(name)
+            for name in glob.glob(os.fspath(given), recursive=True)
+            if os.path.isfile(name)
+        )
     if not files:
-        raise CorpusError(f"{given}: expected a file, a folder of files or a glob that matches some, found nothing")
+        raise CorpusError(
+            f"{given}: expected a file, a folder of files or a glob that matches some, found "
+            "nothing"
+        )
     return files
 
 
@@ -225,17 +268,26 @@ def _lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
 def _field_of(line: bytes, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
-        raise CorpusError(f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_MEND}") from error
-    if not isinstance(row, dict) or field not in row:
-        found = f"the fields {', '.join(map(repr, row))[:200]}" if isinstance(row, dict) else f"{line[:60]!r}"
+    # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
+    except (ValueError, RecursionError) as error:
         raise CorpusError(
-            f"{where}: expected an object with the field {field!r}, found {found}; name another with --field NAME, "
+            f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_MEND}"
+        ) from error
+    if not isinstance(row, dict) or field not in row:
+        found = (
+            f"the fields {', '.join(map(repr, row))[:200]}"
+            if isinstance(row, dict)
+            else f"{line[:60]!r}"
+        )
+        raise CorpusError(
+            f"{where}: expected an object with the field {field!r}, found {found}; name another "
+            "with --field NAME, "
             f"or {_MEND}"
         )
     if not isinstance(row[field], str):
         kind = "null" if row[field] is None else type(row[field]).__name__
         raise CorpusError(
-            f"{where}: expected text in the field {field!r}, found {kind}; name another with --field NAME, or {_MEND}"
+            f"{where}: expected text in the field {field!r}, found {kind}; name another with "
+            f"--field NAME, or {_MEND}"
         )
     return row[field]

@@ -1,4 +1,5 @@
-"""Which shards a run trains on: found by name, prepared on the spot if they are the embedded ones, checked up front."""
+"""Which shards a run trains on: found by name, prepared on the spot if they are the embedded ones,
+checked up front."""
 
 import dataclasses
 import fnmatch
@@ -43,9 +44,13 @@ class Dataset:
     val: tuple[Path, ...]
     tokenizer: str
     note: str | None = None
-    listed: dict[str, ShardInfo] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    listed: dict[str, ShardInfo] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
     # Tokens and sample of each shard, as `validate` or `fingerprint` read them first.
-    _seen: dict[Path, tuple[int, str]] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
+    _seen: dict[Path, tuple[int, str]] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def train_tokens(self) -> int:
@@ -56,7 +61,8 @@ class Dataset:
         return sum(Shard(path).size for path in self.val)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its data; JSON gives back an equal dict. Two runs on the same data agree.
+        """What a checkpoint remembers of its data; JSON gives back an equal dict. Two runs on the
+        same data agree.
 
         The files are read once: a later call returns what `validate` or the first call found.
         """
@@ -65,7 +71,9 @@ class Dataset:
             if path not in self._seen:
                 shard = Shard(path)
                 self._seen[path] = shard.size, sample(shard)
-        listed = {path.name: self.listed[path.name].sha256 for path in paths if path.name in self.listed}
+        listed = {
+            path.name: self.listed[path.name].sha256 for path in paths if path.name in self.listed
+        }
         return {
             "tokenizer": self.tokenizer,
             "train": {path.name: self._seen[path][0] for path in self.train},
@@ -78,8 +86,8 @@ class Dataset:
         """Compare this dataset with the fingerprint that a checkpoint remembers.
 
         Args:
-            saved: any value that JSON can hold. Digests are compared where the fingerprint has them: older ones have
-                names and token counts only.
+            saved: any value that JSON can hold. Digests are compared where the fingerprint has
+                them: older ones have names and token counts only.
 
         Returns:
             A sentence for each shard that differs, at most 10; empty if the data are the same.
@@ -87,36 +95,57 @@ class Dataset:
         now, saved = self.fingerprint(), saved if isinstance(saved, dict) else {}
         differ = []
         if saved.get("tokenizer") != now["tokenizer"]:
-            differ.append(("tokenizer", f"expected {saved.get('tokenizer')!r:.60}, found {now['tokenizer']!r}"))
+            differ.append(
+                (
+                    "tokenizer",
+                    f"expected {saved.get('tokenizer')!r:.60}, found {now['tokenizer']!r}",
+                )
+            )
         for split in ("train", "val"):
-            differ += _entries_that_differ(f"{split} shards", saved.get(split), now[split], "tokens")
+            differ += _entries_that_differ(
+                f"{split} shards", saved.get(split), now[split], "tokens"
+            )
         if "samples" in saved:
-            differ += _entries_that_differ("samples", saved["samples"], now["samples"], "SHA-256 of a sample")
-        if isinstance(saved.get("sha256"), dict):  # only of shards that dataset.json described then and now
-            both = {name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]}
+            differ += _entries_that_differ(
+                "samples", saved["samples"], now["samples"], "SHA-256 of a sample"
+            )
+        # only of shards that dataset.json described then and now
+        if isinstance(saved.get("sha256"), dict):
+            both = {
+                name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]
+            }
             before = {name: saved["sha256"][name] for name in both}
             differ += _entries_that_differ("digests", before, both, f"SHA-256 in {SIDECAR}")
         first = dict(reversed(differ))  # a shard of another count has another digest, too
-        lines = [printable(f"{name}: {first[name]}") for name in dict.fromkeys(name for name, _ in differ)]
+        lines = [
+            printable(f"{name}: {first[name]}")
+            for name in dict.fromkeys(name for name, _ in differ)
+        ]
         return [*lines[:9], f"and {len(lines) - 9} more"] if len(lines) > 10 else lines
 
     def validate(self, vocab_size: int, sequence_length: int) -> None:
         """Look at every shard before the run starts rather than in its third hour.
 
-        A shard that dataset.json describes must have the described token count and sample (1 MiB of a large shard,
-        all of one up to 32 MiB), and its largest id is believed. Any other shard's ids are read completely.
+        A shard that dataset.json describes must have the described token count and sample (1 MiB of
+        a large shard, all of one up to 32 MiB), and its largest id is believed. Any other shard's
+        ids are read completely.
 
         Raises:
-            ShardError: a bad header or length, a shard that is not the described one, fewer than sequence_length + 1
-                tokens, or an id that is not below vocab_size.
+            ShardError: a bad header or length, a shard that is not the described one, fewer than
+                sequence_length + 1 tokens, or an id that is not below vocab_size.
         """
         paths = (*self.train, *self.val)
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-            seen = pool.map(lambda path: _check(path, self.listed.get(path.name), vocab_size, sequence_length), paths)
+            seen = pool.map(
+                lambda path: _check(path, self.listed.get(path.name), vocab_size, sequence_length),
+                paths,
+            )
             self._seen.update(zip(paths, seen, strict=True))
 
 
-def _entries_that_differ(what: str, saved: Any, now: dict[str, Any], unit: str) -> Iterator[tuple[str, str]]:
+def _entries_that_differ(
+    what: str, saved: Any, now: dict[str, Any], unit: str
+) -> Iterator[tuple[str, str]]:
     """Name and difference of each entry."""
     if not isinstance(saved, dict):
         yield what, f"expected a list of shards in the checkpoint, found {type(saved).__name__}"
@@ -125,13 +154,20 @@ def _entries_that_differ(what: str, saved: Any, now: dict[str, Any], unit: str) 
         if name not in now:
             yield name, "expected this shard, which the checkpoint was trained on, found none"
         elif name not in saved:
-            yield name, f"expected no such shard in the {what}, found one that the checkpoint was not trained on"
+            yield (
+                name,
+                f"expected no such shard in the {what}, found one that the checkpoint was not "
+                "trained on",
+            )
         elif saved[name] != now[name]:
             yield name, f"expected {unit} {saved[name]!r:.70}, found {now[name]!r}"
 
 
-def _check(path: Path, info: ShardInfo | None, vocab_size: int, sequence_length: int) -> tuple[int, str]:
-    """Return the tokens and the sample of a shard that can be trained on; raise ShardError for any other."""
+def _check(
+    path: Path, info: ShardInfo | None, vocab_size: int, sequence_length: int
+) -> tuple[int, str]:
+    """Return the tokens and the sample of a shard that can be trained on; raise ShardError for any
+    other."""
     shard = Shard(path)
     sampled = sample(shard)
     if info is not None:
@@ -174,7 +210,8 @@ def scan_ids(shard: Shard, vocab_size: int) -> None:
 
 
 def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise ShardError if one of `tokens` (uint16, they start at token `begin` of `path`) is not below `vocab_size`."""
+    """Raise ShardError if one of `tokens` (uint16, they start at token `begin` of `path`) is not
+    below `vocab_size`."""
     if tokens.max() < vocab_size:
         return
     bad = int(np.argmax(tokens >= vocab_size))
@@ -192,9 +229,10 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
     """The dataset that a configuration means.
 
     Args:
-        dataset: "auto" (FineWeb where it has been prepared and the tokenizer allows it, else "stdlib"), "stdlib"
-            (prepared on the spot if it is not there), the name of a prepared dataset in `data_dir` with or without its
-            tokenizer's suffix, or the path of a folder with `*_train_*.bin` and `*_val_*.bin`.
+        dataset: "auto" (FineWeb where it has been prepared and the tokenizer allows it, else
+            "stdlib"), "stdlib" (prepared on the spot if it is not there), the name of a prepared
+            dataset in `data_dir` with or without its tokenizer's suffix, or the path of a folder
+            with `*_train_*.bin` and `*_val_*.bin`.
         data_dir: where prepared datasets lie.
         tokenizer: "auto" takes what the dataset has; a name must be what made the shards.
 
@@ -206,24 +244,32 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
         return _find(dataset, data_dir, tokenizer)
     except OSError as error:
         raise DatasetError(
-            f"dataset {dataset!r} in {data_dir}: expected files and folders that can be read and written, "
+            f"dataset {dataset!r} in {data_dir}: expected files and folders that can be read and "
+            "written, "
             f"found {error}; correct that, or choose another --dataset or --data-dir"
         ) from error
 
 
 def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
     if not dataset:
-        raise DatasetError("expected a dataset (auto, stdlib, a prepared name or a folder), found an empty name")
+        raise DatasetError(
+            "expected a dataset (auto, stdlib, a prepared name or a folder), found an empty name"
+        )
     if tokenizer not in ("auto", *TOKENIZERS):
-        raise DatasetError(f"unknown tokenizer {tokenizer!r}; choose one of auto, {', '.join(TOKENIZERS)}")
+        raise DatasetError(
+            f"unknown tokenizer {tokenizer!r}; choose one of auto, {', '.join(TOKENIZERS)}"
+        )
     if dataset == "auto":
         has_fineweb = (data_dir / _FINEWEB / SIDECAR).exists() and tokenizer != "byte"
         dataset = _FINEWEB if has_fineweb else "stdlib"
 
     note = None
     folder = _named_folder(dataset, data_dir, tokenizer)
-    if dataset == "stdlib" and (folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"):
-        # BPE may have become available since the bytes were prepared; where it has not, the note says so every time.
+    if dataset == "stdlib" and (
+        folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"
+    ):
+        # BPE may have become available since the bytes were prepared; where it has not, the note
+        # says so every time.
         chosen, note = choose_tokenizer(tokenizer)
         folder = data_dir / f"stdlib_{chosen.name}"
         if not (folder / SIDECAR).exists():
@@ -248,7 +294,8 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
     """Return the dataset in `folder`. Raises DatasetError as `find_dataset`, and OSError."""
     if is_partial(folder):
         raise DatasetError(
-            f"{folder}: expected a dataset, found one that is being prepared or was interrupted; wait for it, "
+            f"{folder}: expected a dataset, found one that is being prepared or was interrupted; "
+            "wait for it, "
             "or run its `python -m gptjax.data` command again"
         )
     names = sorted(os.listdir(folder))
@@ -262,7 +309,9 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
         for split in ("train", "val")
     )
     if not train or not val:
-        missing = " and ".join(f"*_{split}_*.bin" for split, shards in (("train", train), ("val", val)) if not shards)
+        missing = " and ".join(
+            f"*_{split}_*.bin" for split, shards in (("train", train), ("val", val)) if not shards
+        )
         raise DatasetError(
             f"{folder}: expected token shards *_train_*.bin and *_val_*.bin, found no {missing}; "
             "make a dataset with `python -m gptjax.data` (--help lists the kinds)"
@@ -279,14 +328,17 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
     if tokenizer not in ("auto", made_with):
         raise DatasetError(
             f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}; "
-            f"ask for tokenizer 'auto' or {made_with!r}, or prepare the text again with --tokenizer {tokenizer}"
+            f"ask for tokenizer 'auto' or {made_with!r}, or prepare the text again with "
+            f"--tokenizer {tokenizer}"
         )
     notes = [
         *([note] if note else []),
         *_notes(folder, sidecar, [path.name for path in (*train, *val)]),
     ]
     listed = sidecar.shards if sidecar else {}
-    return Dataset(folder.name, folder, train, val, made_with, printable("\n".join(notes)) or None, listed)
+    return Dataset(
+        folder.name, folder, train, val, made_with, printable("\n".join(notes)) or None, listed
+    )
 
 
 def _notes(folder: Path, sidecar: Sidecar | None, names: list[str]) -> Iterator[str]:
@@ -295,7 +347,8 @@ def _notes(folder: Path, sidecar: Sidecar | None, names: list[str]) -> Iterator[
         return
     if any(info.sha256 is None for info in sidecar.shards.values()):
         yield (
-            f"{folder / SIDECAR} is of an older format without digests: a shard that was damaged before this run is "
+            f"{folder / SIDECAR} is of an older format without digests: a shard that was damaged "
+            "before this run is "
             "not noticed; prepare the dataset again with --overwrite to list them"
         )
     if extra := [name for name in names if name not in sidecar.shards]:
@@ -315,7 +368,8 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data
     shards = min(ALL_SHARDS, math.ceil(epochs * dataset.train_tokens / _FINEWEB_SHARD_TOKENS))
     where = "" if data_dir == Path("data") else f" --data-dir {data_dir}"
     return printable(
-        f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training tokens of {dataset.name} "
+        f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training "
+        f"tokens of {dataset.name} "
         f"{epochs:,.0f} times, so the model memorizes them. Prepare more data first: "
         f"python -m gptjax.data fineweb10B --shards {shards}{where}"
     )
@@ -335,7 +389,8 @@ def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
     else:
         command = f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer} --data-dir {data_dir}"
     return (
-        f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or {dataset}, "
+        f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or "
+        f"{dataset}, "
         f"found {'only ' + ', '.join(prepared) if prepared else 'nothing'} prepared in {data_dir}; "
         f"prepare it with: python -m gptjax.data {command}"
     )

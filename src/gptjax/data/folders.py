@@ -1,8 +1,9 @@
 """Dataset folders that are either complete or not there.
 
-A dataset is made in a hidden sibling (`data/.NAME.partial`) and renamed when it is done, so no reader ever meets half
-of one, however the maker died. A lock beside it (`data/.NAME.lock`, dropped by the kernel with its process) lets eight
-processes of one job ask for the same dataset at once: one makes it, seven wait.
+A dataset is made in a hidden sibling (`data/.NAME.partial`) and renamed when it is done, so no
+reader ever meets half of one, however the maker died. A lock beside it (`data/.NAME.lock`, dropped
+by the kernel with its process) lets eight processes of one job ask for the same dataset at once:
+one makes it, seven wait.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
     """`data_dir/name`. Raises PrepareError for a name that is a path or hidden."""
     if not name or name.startswith(".") or Path(name).name != name:
         raise PrepareError(
-            f"expected a plain folder name as the dataset's name, found {name!r}; put folders in --data-dir"
+            f"expected a plain folder name as the dataset's name, found {name!r}; put folders in "
+            "--data-dir"
         )
     return Path(data_dir) / name
 
@@ -39,7 +41,8 @@ def is_partial(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
-    """Hold the lock of the dataset `final`, waiting for whoever has it, and undo what a killed `commit` left."""
+    """Hold the lock of the dataset `final`, waiting for whoever has it, and undo what a killed
+    `commit` left."""
     final.parent.mkdir(parents=True, exist_ok=True)
     with final.with_name(f".{final.name}.lock").open("w") as lock:
         try:
@@ -56,9 +59,11 @@ def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """An empty temporary folder that becomes `final` if the block ends well and vanishes if it does not.
+    """An empty temporary folder that becomes `final` if the block ends well and vanishes if it does
+    not.
 
-    Call it under `locked`. An existing `final` is replaced; a temporary folder left by a killed process is removed.
+    Call it under `locked`. An existing `final` is replaced; a temporary folder left by a killed
+    process is removed.
     """
     partial = partial_folder(final)
     shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +80,9 @@ def commit(partial: Path, final: Path) -> None:
     """Rename `partial` to `final`, in place of what is there."""
     if final.exists():
         if not (final / SIDECAR).exists():
-            raise PrepareError(f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name")
+            raise PrepareError(
+                f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name"
+            )
         os.replace(final, _old_folder(final))
     os.replace(partial, final)
     shutil.rmtree(_old_folder(final), ignore_errors=True)

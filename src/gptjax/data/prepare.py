@@ -1,4 +1,5 @@
-"""A corpus becomes a dataset: tokenised in parallel, split by document, streamed into shards, renamed when complete."""
+"""A corpus becomes a dataset: tokenised in parallel, split by document, streamed into shards,
+renamed when complete."""
 
 import contextlib
 import dataclasses
@@ -27,8 +28,9 @@ TRAIN, VAL = 0, 1
 _SPLIT_NAMES = ("train", "val")
 _FIRST_NUMBER = (1, 0)  # of the files, as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin
 
-# Documents are cut into pieces of about this many characters for the threads. A cut is made only after a newline with
-# text on both sides of it: GPT-2's BPE never joins those two sides, so the tokens are those of the whole document.
+# Documents are cut into pieces of about this many characters for the threads. A cut is made only
+# after a newline with text on both sides of it: GPT-2's BPE never joins those two sides, so the
+# tokens are those of the whole document.
 _PIECE_CHARACTERS = 1 << 20
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
@@ -39,11 +41,12 @@ class Options:
 
     Attributes:
         data_dir: the folder that datasets lie in.
-        name: the dataset's folder under it; None is the corpus and the tokenizer, such as `stdlib_byte`.
+        name: the dataset's folder under it; None is the corpus and the tokenizer, such as
+            `stdlib_byte`.
         tokenizer: "auto", "gpt2" or "byte".
         val_fraction: about this part of the bytes becomes the validation split.
-        shard_tokens: tokens in a shard; the last one of a split holds half to one and a half times as many, so that
-            none is left too short to train on.
+        shard_tokens: tokens in a shard; the last one of a split holds half to one and a half times
+            as many, so that none is left too short to train on.
         workers: tokenising threads; None is one for each CPU core.
         seed: chooses which documents are for validation.
         overwrite: make a dataset again that is already there.
@@ -60,9 +63,13 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 < self.val_fraction < 1:
-            raise PrepareError(f"expected a val-fraction between 0 and 1, found {self.val_fraction}")
+            raise PrepareError(
+                f"expected a val-fraction between 0 and 1, found {self.val_fraction}"
+            )
         if not 2 <= self.shard_tokens <= MAX_TOKENS // 2:
-            raise PrepareError(f"expected shard-tokens in 2..{MAX_TOKENS // 2}, found {self.shard_tokens}")
+            raise PrepareError(
+                f"expected shard-tokens in 2..{MAX_TOKENS // 2}, found {self.shard_tokens}"
+            )
         if self.workers is not None and self.workers < 1:
             raise PrepareError(f"expected workers of at least 1, found {self.workers}")
         if self.seed < 0:
@@ -78,16 +85,26 @@ def prepare_stdlib(
     overwrite: bool = False,
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Prepare the running Python's standard library, unless it is there already; returns the dataset's folder."""
-    options = Options(data_dir=data_dir, name=name, tokenizer=tokenizer, val_fraction=val_fraction, overwrite=overwrite)
+    """Prepare the running Python's standard library, unless it is there already; returns the
+    dataset's folder."""
+    options = Options(
+        data_dir=data_dir,
+        name=name,
+        tokenizer=tokenizer,
+        val_fraction=val_fraction,
+        overwrite=overwrite,
+    )
     return prepare_corpus("stdlib", corpora.stdlib(), options, log=log)
 
 
-def prepare_corpus(corpus_name: str, corpus: Corpus, options: Options, *, log: Callable[[str], object] = print) -> Path:
+def prepare_corpus(
+    corpus_name: str, corpus: Corpus, options: Options, *, log: Callable[[str], object] = print
+) -> Path:
     """Make a dataset of a corpus, unless it is there already.
 
     Args:
-        corpus_name: what the dataset is called unless `options.name` says otherwise: corpus_name_tokenizer.
+        corpus_name: what the dataset is called unless `options.name` says otherwise:
+            corpus_name_tokenizer.
         corpus: the documents.
         log: called with each line for the user.
 
@@ -95,7 +112,8 @@ def prepare_corpus(corpus_name: str, corpus: Corpus, options: Options, *, log: C
         The dataset's folder: shards and dataset.json.
 
     Raises:
-        PrepareError: an option makes no sense, the folder holds something else, or a split would be empty.
+        PrepareError: an option makes no sense, the folder holds something else, or a split would be
+            empty.
         CorpusError: the text cannot be had or read.
         TokenizerUnavailable: tokenizer "gpt2" without its files.
     """
@@ -104,19 +122,24 @@ def prepare_corpus(corpus_name: str, corpus: Corpus, options: Options, *, log: C
         log(note)
     final = dataset_folder(options.data_dir, options.name or f"{corpus_name}_{tokenizer.name}")
     with locked(final, log):
-        if final.exists() and (ready := _already_prepared(final, corpus, tokenizer, options.overwrite)):
+        if final.exists() and (
+            ready := _already_prepared(final, corpus, tokenizer, options.overwrite)
+        ):
             log(printable(ready))
             return final
         start = time.perf_counter()
         with staged(final) as partial:
             digest = hashlib.sha256()
-            hashed = dataclasses.replace(corpus, documents=lambda: corpora.hashed(corpus.documents(), digest))
+            hashed = dataclasses.replace(
+                corpus, documents=lambda: corpora.hashed(corpus.documents(), digest)
+            )
             train, val = _write_shards(partial, final.name, hashed, tokenizer, options, log)
             kind = tokenizer.name, tokenizer.vocab_size, tokenizer.eot
             Sidecar(*kind, corpus.source, digest.hexdigest(), train | val).write(partial)
     log(
         printable(
-            f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_sum_up(train)} for training, {_sum_up(val)} for "
+            f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_sum_up(train)} for training, "
+            f"{_sum_up(val)} for "
             f"validation ({time.perf_counter() - start:.1f} s)"
         )
     )
@@ -128,38 +151,47 @@ def _sum_up(shards: dict[str, ShardInfo]) -> str:
     return f"{tokens:,} tokens in {len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
 
 
-def _already_prepared(final: Path, corpus: Corpus, tokenizer: Tokenizer, overwrite: bool) -> str | None:
-    """Return a line for the user if `final` is the requested dataset, None if it is to be made again.
+def _already_prepared(
+    final: Path, corpus: Corpus, tokenizer: Tokenizer, overwrite: bool
+) -> str | None:
+    """Return a line for the user if `final` is the requested dataset, None if it is to be made
+    again.
 
     Raises:
         PrepareError: the folder holds something else, or was made before the text changed.
     """
     sidecar = read_sidecar(final)
     if sidecar is None:
-        raise PrepareError(f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name")
+        raise PrepareError(
+            f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name"
+        )
     if overwrite:
         return None
     if (sidecar.source, sidecar.tokenizer) != (corpus.source, tokenizer.name):
         raise PrepareError(
-            f"{final} holds something else: expected {corpus.source!r} with tokenizer {tokenizer.name}, "
-            f"found {sidecar.source!r} with {sidecar.tokenizer}; choose another --name, or replace it with --overwrite"
+            f"{final} holds something else: expected {corpus.source!r} with tokenizer "
+            f"{tokenizer.name}, "
+            f"found {sidecar.source!r} with {sidecar.tokenizer}; choose another --name, or replace "
+            "it with --overwrite"
         )
     if sidecar.source_digest is None:
         return f"{final} is already prepared, but {SIDECAR} has no digest of its text; --overwrite makes it again"
     if sidecar.source_digest != (corpus.digest or corpora.digest(corpus.documents())):
         raise PrepareError(
-            f"{final} was prepared from other text: expected the documents that {corpus.source!r} had then, "
+            f"{final} was prepared from other text: expected the documents that {corpus.source!r} "
+            "had then, "
             "found changed ones; replace the dataset with --overwrite, or choose another --name"
         )
     return f"{final} is already prepared from the same text; --overwrite makes it again"
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
-    """Which documents are for validation: about `val_fraction` of the bytes, at least one document on each side.
+    """Which documents are for validation: about `val_fraction` of the bytes, at least one document
+    on each side.
 
-    Documents are drawn in an order that only `seed` and their number decide, and taken while they fit in what is left
-    of the validation's bytes. Where that gives less than half of them (few documents, or long ones), the smallest
-    document that was not taken is taken as well.
+    Documents are drawn in an order that only `seed` and their number decide, and taken while they
+    fit in what is left of the validation's bytes. Where that gives less than half of them (few
+    documents, or long ones), the smallest document that was not taken is taken as well.
 
     Args:
         sizes: bytes of each document, int64 of shape (documents,), at least two of them.
@@ -181,7 +213,8 @@ def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.n
 
 
 def _split_text(text: str, val_fraction: float) -> tuple[str, str]:
-    """A corpus of one document: its end is for validation, cut after a line if there is one to cut after."""
+    """A corpus of one document: its end is for validation, cut after a line if there is one to cut
+    after."""
     wanted = round(len(text) * (1 - val_fraction))
     cut = text.rfind("\n", 0, wanted) + 1 or text.find("\n", wanted) + 1
     if not 0 < cut < len(text):
@@ -201,21 +234,30 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
     """The corpus in order, long documents in several pieces."""
     texts = corpus.documents()
     if sizes.size == 1:
-        texts = itertools.chain.from_iterable(_split_text(text, options.val_fraction) for text in texts)
+        texts = itertools.chain.from_iterable(
+            _split_text(text, options.val_fraction) for text in texts
+        )
         sizes, splits = np.repeat(sizes // 2, 2), np.array([False, True])
     else:
         splits = choose_validation(sizes, options.val_fraction, options.seed)
     for text, size, is_val in itertools.zip_longest(texts, sizes, splits):
         if text is None or size is None:
             raise PrepareError(
-                f"nothing prepared: expected {splits.size} documents in {corpus.source!r} as at the start, "
-                "found another number: the text changed during preparation; run the same command again"
+                f"nothing prepared: expected {splits.size} documents in {corpus.source!r} as at "
+                "the start, "
+                "found another number: the text changed during preparation; run the same command "
+                "again"
             )
         begin = 0
         while begin < len(text):
             cut = _CUT.search(text, begin + _PIECE_CHARACTERS)
             end = cut.end() if cut else len(text)
-            yield _Piece(text[begin:end], VAL if is_val else TRAIN, begin == 0, int(size) * (end - begin) // len(text))
+            yield _Piece(
+                text[begin:end],
+                VAL if is_val else TRAIN,
+                begin == 0,
+                int(size) * (end - begin) // len(text),
+            )
             begin = end
 
 
@@ -258,13 +300,18 @@ def _in_order[Item, Result](
 class _SplitWriter:
     """Collects one split's tokens and writes a shard whenever enough are there.
 
-    The buffer holds one and a half shards and gives away one when it is full, so what is left for the last shard is
-    never less than half a shard.
+    The buffer holds one and a half shards and gives away one when it is full, so what is left for
+    the last shard is never less than half a shard.
     """
 
     def __init__(self, folder: Path, name: str, split: int, shard_tokens: int) -> None:
         self.shards: dict[str, ShardInfo] = {}
-        self._folder, self._name, self._split, self._shard_tokens = folder, name, split, shard_tokens
+        self._folder, self._name, self._split, self._shard_tokens = (
+            folder,
+            name,
+            split,
+            shard_tokens,
+        )
         self._buffer = np.empty(shard_tokens + shard_tokens // 2, dtype=np.uint16)
         self._used = 0
 
@@ -292,19 +339,27 @@ class _SplitWriter:
 
 
 def _write_shards(
-    folder: Path, name: str, corpus: Corpus, tokenizer: Tokenizer, options: Options, log: Callable[[str], object]
+    folder: Path,
+    name: str,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    options: Options,
+    log: Callable[[str], object],
 ) -> tuple[dict[str, ShardInfo], dict[str, ShardInfo]]:
     """Tokenise the corpus into `folder`; the shards of the training and of the validation split."""
     sizes = corpus.measure()
     workers = options.workers or os.cpu_count() or 1
     writers = [_SplitWriter(folder, name, split, options.shard_tokens) for split in (TRAIN, VAL)]
-    # Threads and not processes: tiktoken lets go of the GIL while it works (1.6 times as fast with two threads on two
-    # cores), threads start at once, and a caller's script needs no `if __name__ == "__main__"`.
+    # Threads and not processes: tiktoken lets go of the GIL while it works (1.6 times as fast with
+    # two threads on two cores), threads start at once, and a caller's script needs no `if __name__
+    # == "__main__"`.
     pool = ThreadPoolExecutor(workers, thread_name_prefix="gptjax-tokenize")
     try:
         with _progress(f"tokenising {name}", int(sizes.sum()), log) as advance:
             batches = _batches(_pieces(corpus, sizes, options))
-            for train, val, done in _in_order(pool, lambda batch: _encode(tokenizer, batch), batches, 2 * workers):
+            for train, val, done in _in_order(
+                pool, lambda batch: _encode(tokenizer, batch), batches, 2 * workers
+            ):
                 writers[TRAIN].add(train)
                 writers[VAL].add(val)
                 advance(done)
@@ -314,19 +369,34 @@ def _write_shards(
     if not train or not val:
         raise PrepareError(
             f"nothing prepared: expected text for training and for validation, found none for "
-            f"{'validation' if train else 'training'} in {corpus.source!r}; give more text or another --val-fraction"
+            f"{'validation' if train else 'training'} in {corpus.source!r}; give more text or "
+            "another --val-fraction"
         )
     return train, val
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int, log: Callable[[str], object]) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the bytes that are done: a bar on a terminal, else a line every ten seconds."""
+def _progress(
+    what: str, total: int, log: Callable[[str], object]
+) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the bytes that are done: a bar on a terminal, else a line every
+    ten seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, advance=done)

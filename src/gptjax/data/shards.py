@@ -3,9 +3,9 @@
     bytes 0 .. 1023     256 little-endian int32: magic 20240520, version 1, token count, then zeros
     bytes 1024 ..       the tokens, little-endian uint16
 
-`Shard` reads a file by position, `open_shard` maps a file without reading it, and `write_shard` makes one so that a
-half-written file is never seen. Everything that can be wrong with a file is a `ShardError` that says which file, at
-which byte, what was expected, what was found, and what to do.
+`Shard` reads a file by position, `open_shard` maps a file without reading it, and `write_shard`
+makes one so that a half-written file is never seen. Everything that can be wrong with a file is a
+`ShardError` that says which file, at which byte, what was expected, what was found, and what to do.
 """
 
 import errno
@@ -33,9 +33,13 @@ class ShardError(DataError, ValueError):
     """A token shard that cannot be read, written or trained on."""
 
 
-def shard_error(path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _REMAKE) -> ShardError:
+def shard_error(
+    path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _REMAKE
+) -> ShardError:
     """The one wording of every complaint about a file: where, expected, found, what to do."""
-    return ShardError(f"{os.fspath(path)}: at byte {offset}: expected {expected}, found {found}; {do}")
+    return ShardError(
+        f"{os.fspath(path)}: at byte {offset}: expected {expected}, found {found}; {do}"
+    )
 
 
 def token_offset(index: int) -> int:
@@ -47,8 +51,8 @@ def open_regular(path: str | os.PathLike) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Raises:
-        OSError: the file cannot be opened, or is a directory, FIFO or device. Opening a FIFO otherwise waits for a
-            writer.
+        OSError: the file cannot be opened, or is a directory, FIFO or device. Opening a FIFO
+            otherwise waits for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -62,12 +66,14 @@ def open_regular(path: str | os.PathLike) -> int:
 class Shard:
     """A shard's tokens, read by position.
 
-    The training path uses no memory map: reading a map of a file that was truncated ends the process with SIGBUS.
+    The training path uses no memory map: reading a map of a file that was truncated ends the
+    process with SIGBUS.
 
     Attributes:
         path: the file.
         size: number of tokens.
-        stamp: length in bytes and modification time. A read raises ShardError once the file's are different.
+        stamp: length in bytes and modification time. A read raises ShardError once the file's are
+            different.
     """
 
     def __init__(self, path: str | os.PathLike, stamp: tuple[int, int] | None = None) -> None:
@@ -78,7 +84,8 @@ class Shard:
             stamp: `stamp` of an earlier Shard of this file, which must not have changed since.
 
         Raises:
-            ShardError: the file is missing, is not such a shard, is empty, or its length is not what its header says.
+            ShardError: the file is missing, is not such a shard, is empty, or its length is not
+                what its header says.
         """
         self.path, self._descriptor = Path(path), -1
         try:
@@ -126,7 +133,8 @@ class Shard:
             self.path,
             offset + len(content) if short else offset,
             expected=f"the file of {self.stamp[0]} bytes that was opened, unchanged",
-            found=f"a file of {status.st_size} bytes" + ("" if short else " that was written to since"),
+            found=f"a file of {status.st_size} bytes"
+            + ("" if short else " that was written to since"),
             do="nothing may write to a shard that is in use: restore it, then run the same command again",
         )
 
@@ -135,11 +143,13 @@ def open_shard(path: str | os.PathLike) -> np.ndarray:
     """Map a shard's tokens.
 
     Returns:
-        A read-only memory-mapped uint16 array of shape (tokens,). Nothing but the header has been read. Reading the
-        array after the file was truncated ends the process with SIGBUS; `Shard` raises an error instead.
+        A read-only memory-mapped uint16 array of shape (tokens,). Nothing but the header has been
+        read. Reading the array after the file was truncated ends the process with SIGBUS; `Shard`
+        raises an error instead.
 
     Raises:
-        ShardError: the file is missing, is not such a shard, is empty, or its length is not what its header says.
+        ShardError: the file is missing, is not such a shard, is empty, or its length is not what
+            its header says.
     """
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(Shard(path).size,))
 
@@ -152,7 +162,9 @@ def _unreadable(path: Path, offset: int, error: OSError | ValueError) -> ShardEr
 def _token_count(path: Path, head: bytes, size: int) -> int:
     """Check the first bytes of a file of `size` bytes; return the header's number of tokens."""
     if len(head) < HEADER_BYTES:
-        raise shard_error(path, len(head), expected=f"a header of {HEADER_BYTES} bytes", found=f"a file of {size}")
+        raise shard_error(
+            path, len(head), expected=f"a header of {HEADER_BYTES} bytes", found=f"a file of {size}"
+        )
 
     header = np.frombuffer(head, dtype="<i4")
     magic, version, count = (int(field) for field in header[:3])
@@ -165,14 +177,18 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
             do="tokenise the text with GPT-2's tokenizer: `python -m gptjax.data text PATH... --tokenizer gpt2`",
         )
     if magic != MAGIC:
-        raise shard_error(path, 0, expected=f"magic {MAGIC} (a token shard of llm.c's)", found=f"{magic}")
+        raise shard_error(
+            path, 0, expected=f"magic {MAGIC} (a token shard of llm.c's)", found=f"{magic}"
+        )
     if version != VERSION:
         raise shard_error(path, 4, expected=f"version {VERSION}", found=f"version {version}")
     if count <= 0:
         raise shard_error(path, 8, expected="a token count above 0", found=f"{count}")
     if header[3:].any():
         field = 3 + int(np.flatnonzero(header[3:])[0])
-        raise shard_error(path, 4 * field, expected="0 in the unused header fields", found=f"{header[field]}")
+        raise shard_error(
+            path, 4 * field, expected="0 in the unused header fields", found=f"{header[field]}"
+        )
     if size != token_offset(count):
         raise shard_error(
             path,
@@ -184,7 +200,8 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
-    """Write a shard, all of it or nothing: `path` keeps its old content until the new one is safely on disk.
+    """Write a shard, all of it or nothing: `path` keeps its old content until the new one is safely
+    on disk.
 
     Args:
         path: the file to make or to replace.
@@ -200,18 +217,21 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
         raise ShardError(f"{path}: not written: expected at least one token, found none")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ShardError(
-            f"{path}: not written: expected integers of shape (tokens,), found {tokens.dtype} of shape {tokens.shape}"
+            f"{path}: not written: expected integers of shape (tokens,), found {tokens.dtype} of "
+            f"shape {tokens.shape}"
         )
     if tokens.size > MAX_TOKENS:
         raise ShardError(
-            f"{path}: not written: expected at most {MAX_TOKENS} tokens (the header's int32), found {tokens.size}; "
+            f"{path}: not written: expected at most {MAX_TOKENS} tokens (the header's int32), "
+            f"found {tokens.size}; "
             "split them over several shards"
         )
     if tokens.dtype != np.uint16:
         bad = np.flatnonzero((tokens < 0) | (tokens > 65535))
         if bad.size:
             raise ShardError(
-                f"{path}: not written: expected ids in 0..65535 (uint16), found {tokens[bad[0]]} at token {bad[0]}"
+                f"{path}: not written: expected ids in 0..65535 (uint16), found {tokens[bad[0]]} "
+                f"at token {bad[0]}"
             )
 
     header = np.zeros(256, dtype="<i4")
@@ -220,12 +240,15 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
 
 
 def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:
-    """Write `parts` one after another into a temporary file beside `path`, make it durable, then rename it."""
+    """Write `parts` one after another into a temporary file beside `path`, make it durable, then
+    rename it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             for part in parts:
-                file.write(memoryview(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part)
+                file.write(
+                    memoryview(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part
+                )
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,7 +1,9 @@
 """`dataset.json`, which lies beside the shards that gptjax made and describes them.
 
-    {"format": 2, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": "...", "source_digest": "...",
-     "shards": {"NAME_train_000001.bin": {"tokens": 100000000, "max_token": 50256, "sha256": "...", "sample": "..."}}}
+    {"format": 2, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": "...",
+    "source_digest": "...",
+     "shards": {"NAME_train_000001.bin": {"tokens": 100000000, "max_token": 50256, "sha256": "...",
+     "sample": "..."}}}
 
 It is written last, so a folder of gptjax's own that has one is complete. Format 1 has no digests.
 """
@@ -20,8 +22,8 @@ SIDECAR = "dataset.json"
 FORMAT = 2
 _MAX_BYTES = 1 << 26  # of the file: some 250 bytes a shard
 
-# A sample covers a file of up to 32 MiB completely, and 1 MiB of a larger one, so that the check at the start of a run
-# reads 100 MB of 100 shards of 200 MB.
+# A sample covers a file of up to 32 MiB completely, and 1 MiB of a larger one, so that the check at
+# the start of a run reads 100 MB of 100 shards of 200 MB.
 _SAMPLE_WHOLE = 1 << 25
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK_BYTES = 32, 1 << 15
 
@@ -31,7 +33,8 @@ class DatasetError(DataError, ValueError):
 
 
 def sample(shard: Shard) -> str:
-    """Return the SHA-256 of evenly spaced blocks of a shard's file, the first and the last bytes among them."""
+    """Return the SHA-256 of evenly spaced blocks of a shard's file, the first and the last bytes
+    among them."""
     size, block = shard.stamp[0], _SAMPLE_BLOCK_BYTES
     if size <= _SAMPLE_WHOLE:
         return hashlib.sha256(shard.read_bytes(0, size)).hexdigest()
@@ -72,9 +75,11 @@ class Sidecar:
     """Content of dataset.json.
 
     Attributes:
-        tokenizer, vocab_size, eot: name of the tokenizer, number of its ids, and the id before each document.
+        tokenizer, vocab_size, eot: name of the tokenizer, number of its ids, and the id before each
+            document.
         source: description of the text's origin.
-        source_digest: digest of the documents (`corpora.digest`). None for downloaded tokens and in format 1.
+        source_digest: digest of the documents (`corpora.digest`). None for downloaded tokens and in
+            format 1.
         shards: by file name.
     """
 
@@ -108,8 +113,10 @@ def read_sidecar(folder: Path) -> Sidecar | None:
     except (OSError, ValueError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DatasetError(
-            f"{path}: expected a description of shards, format 1 or {FORMAT}, found {type(error).__name__}: "
-            f"{reason[:300]}; restore the file, or remove this folder and prepare it again with `python -m gptjax.data`"
+            f"{path}: expected a description of shards, format 1 or {FORMAT}, found "
+            f"{type(error).__name__}: "
+            f"{reason[:300]}; restore the file, or remove this folder and prepare it again with "
+            "`python -m gptjax.data`"
         ) from error
 
 
@@ -126,7 +133,9 @@ def _parse(fields: Any) -> Sidecar:
         vocab_size=_integer(fields, "vocab_size", vocab_size, vocab_size),
         eot=_integer(fields, "eot", eot, eot),
         source=_text(fields, "source"),
-        source_digest=None if fields.get("source_digest") is None else _digest(fields, "source_digest"),
+        source_digest=None
+        if fields.get("source_digest") is None
+        else _digest(fields, "source_digest"),
         shards={
             name: _shard_info(_object(info, f"shard {name!r:.60}"), version, vocab_size)
             for name, info in _object(fields.get("shards"), "shards").items()

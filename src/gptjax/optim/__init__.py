@@ -1,4 +1,5 @@
-"""Optimizers and learning-rate schedules as optax transformations; nothing here knows gptjax's model."""
+"""Optimizers and learning-rate schedules as optax transformations; nothing here knows gptjax's
+model."""
 
 from gptjax.optim.adamw import adamw, decay_mask
 from gptjax.optim.groups import Group, GroupError, normuon_and_adamw

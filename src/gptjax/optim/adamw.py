@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019) as GPT-2 is trained with it."""
+"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019) as GPT-2 is trained
+with it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +12,26 @@ from gptjax.optim._ranges import check_range
 def global_norm(tree: optax.Updates) -> jax.Array:
     """‖g‖ of all tensors together, fp32.
 
-    A kernel for each matrix sums its rows, and the rows' sums and the vectors are then laid end to end for one sum over all: on a GPU
-    53 kernels for the 148 tensors of GPT-2 124M. A sum of one matrix at once takes two, and each vector's by itself one more.
+    A kernel for each matrix sums its rows, and the rows' sums and the vectors are then laid end to
+    end for one sum over all: on a GPU 53 kernels for the 148 tensors of GPT-2 124M. A sum of one
+    matrix at once takes two, and each vector's by itself one more.
     """
     squares = [jnp.square(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
     rows = [jnp.sum(s, -1).ravel() if s.ndim >= 2 else s.ravel() for s in squares]
     # XLA would take the sum of what is laid end to end apart again, into a sum of each.
-    return jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.concatenate(rows)))) if rows else jnp.zeros(())
+    return (
+        jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.concatenate(rows))))
+        if rows
+        else jnp.zeros(())
+    )
 
 
 def clip_by_global_norm(largest: ArrayLike) -> optax.GradientTransformation:
     """g ← g · min(1, largest/‖g‖), ‖g‖ the norm of all tensors together.
 
-    optax's divides every element by the norm. One factor leaves a multiplication, which compilers repeat in each of the two
-    moments rather than write a clipped gradient down and read it again; and the norm is the same expression as the metric's, so that
-    one program computes it once.
+    optax's divides every element by the norm. One factor leaves a multiplication, which compilers
+    repeat in each of the two moments rather than write a clipped gradient down and read it again;
+    and the norm is the same expression as the metric's, so that one program computes it once.
     """
 
     def update(updates, state, params=None):
@@ -50,7 +56,8 @@ def clip_or_identity(clip_norm: ArrayLike | None) -> optax.GradientTransformatio
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True for tensors of two or more dimensions (matrices and embeddings), False for biases and LayerNorm's vectors."""
+    """True for tensors of two or more dimensions (matrices and embeddings), False for biases and
+    LayerNorm's vectors."""
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
@@ -142,5 +149,7 @@ def adamw(
         >>> params = optax.apply_updates(params, updates)
     """
     betas = {"b1": b1, "b2": b2}
-    adam = adam_with_decay(learning_rate, **betas, eps=eps, weight_decay=weight_decay, mask=decay_mask)
+    adam = adam_with_decay(
+        learning_rate, **betas, eps=eps, weight_decay=weight_decay, mask=decay_mask
+    )
     return optax.chain(clip_or_identity(clip_norm), adam)

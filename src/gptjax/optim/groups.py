@@ -1,7 +1,8 @@
 """Which optimizer each parameter gets: rules on paths, said in a table, with nothing left to guess.
 
-A path is that of the parameter's tree, such as "blocks.0.attn.c_attn.kernel". A rule names paths by a regular expression that matches
-all of the path; every parameter is matched by exactly one rule, or it is an error.
+A path is that of the parameter's tree, such as "blocks.0.attn.c_attn.kernel". A rule names paths by
+a regular expression that matches all of the path; every parameter is matched by exactly one rule,
+or it is an error.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ class Group:
 
     Attributes:
         paths: regular expression.
-        matrices: how each of them holds matrices, which NorMuon takes; None for those that AdamW takes.
+        matrices: how each of them holds matrices, which NorMuon takes; None for those that AdamW
+            takes.
         learning_rate: multiplies the learning rate of its optimizer.
         weight_decay: multiplies the weight decay of its optimizer.
         b1, b2: AdamW's; None for those of the others.
@@ -57,13 +59,25 @@ def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
     """
     found = {path: [group for group in groups if re.fullmatch(group.paths, path)] for path in paths}
     wrong = [
-        f"{path}: " + ("no rule" if not matching else "the rules " + " and ".join(repr(g.paths) for g in matching))
+        f"{path}: "
+        + (
+            "no rule"
+            if not matching
+            else "the rules " + " and ".join(repr(g.paths) for g in matching)
+        )
         for path, matching in found.items()
         if len(matching) != 1
     ]
-    wrong += [f"the rule {g.paths!r} matches nothing" for g in groups if not any(g in m for m in found.values())]
+    wrong += [
+        f"the rule {g.paths!r} matches nothing"
+        for g in groups
+        if not any(g in m for m in found.values())
+    ]
     if wrong:
-        raise GroupError("every parameter is matched by exactly one rule, but not these:\n  " + "\n  ".join(wrong))
+        raise GroupError(
+            "every parameter is matched by exactly one rule, but not these:\n  "
+            + "\n  ".join(wrong)
+        )
     return {path: matching[0] for path, matching in found.items()}
 
 
@@ -83,13 +97,16 @@ def normuon_and_adamw(
     every: int = 1,
     method=polar_express,
 ) -> optax.GradientTransformation:
-    """NorMuon for the groups that hold matrices, AdamW for the others, after a clip by the global norm of all.
+    """NorMuon for the groups that hold matrices, AdamW for the others, after a clip by the global
+    norm of all.
 
     Args:
         groups: rules, as in `assign`, which is called at `init`.
-        matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as `normuon` has them (neuron_b2 is its b2).
+        matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as `normuon` has
+            them (neuron_b2 is its b2).
         learning_rate, weight_decay, b1, b2, eps, clip_norm: as `adamw` has them.
-        every: AdamW's parameters move at every so many updates, by the sum of their clipped gradients.
+        every: AdamW's parameters move at every so many updates, by the sum of their clipped
+            gradients.
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -130,7 +147,8 @@ def matrices_and_adamw(
     clip_norm: float | None = 1.0,
     every: int = 1,
 ) -> optax.GradientTransformation:
-    """The given transformation, its learning rate included, for the groups that hold matrices, AdamW for the others.
+    """The given transformation, its learning rate included, for the groups that hold matrices,
+    AdamW for the others.
 
     Args and errors as of `normuon_and_adamw`.
     """
@@ -139,10 +157,17 @@ def matrices_and_adamw(
 
     def scaled(by):
         # AdamW counts its own updates; the schedule is of all.
-        return (lambda n: by * learning_rate(every * n + every - 1)) if callable(learning_rate) else by * learning_rate
+        return (
+            (lambda n: by * learning_rate(every * n + every - 1))
+            if callable(learning_rate)
+            else by * learning_rate
+        )
 
     def adam(group):
-        own = {"b1": b1 if group.b1 is None else group.b1, "b2": b2 if group.b2 is None else group.b2}
+        own = {
+            "b1": b1 if group.b1 is None else group.b1,
+            "b2": b2 if group.b2 is None else group.b2,
+        }
         decay = weight_decay * group.weight_decay
         tx = adam_with_decay(scaled(group.learning_rate), eps=eps, weight_decay=decay, **own)
         if every == 1:
@@ -153,7 +178,9 @@ def matrices_and_adamw(
 
     def labels(params):
         found = assign(groups, paths_of(params))
-        names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()]
+        names = [
+            "matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()
+        ]
         return jax.tree.unflatten(jax.tree.structure(params), names)
 
     parts = optax.partition({"matrix": matrix, **rest}, labels)
@@ -161,7 +188,8 @@ def matrices_and_adamw(
 
 
 def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float, float]]:
-    """A row for each kind of parameter: path (numbers as *, how many of them), shape, optimizer, factors of learning rate and decay.
+    """A row for each kind of parameter: path (numbers as *, how many of them), shape, optimizer,
+    factors of learning rate and decay.
 
     Args:
         params: arrays, or `jax.ShapeDtypeStruct`s.
@@ -180,7 +208,13 @@ def describe(groups: Sequence[Group], params) -> list[tuple[str, str, str, float
         kind = "adamw" if matrices is None else f"normuon{_in_words(matrices, path, shape)}"
         size = " × ".join(map(str, shape))
         rows.append(
-            (path + (f" (of {count})" if count > 1 else ""), size, kind, group.learning_rate, group.weight_decay)
+            (
+                path + (f" (of {count})" if count > 1 else ""),
+                size,
+                kind,
+                group.learning_rate,
+                group.weight_decay,
+            )
         )
     return rows
 

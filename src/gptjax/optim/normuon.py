@@ -1,6 +1,8 @@
-"""NorMuon: momentum, orthogonalised a matrix at a time, with every neuron's update brought to the same size.
+"""NorMuon: momentum, orthogonalised a matrix at a time, with every neuron's update brought to the
+same size.
 
-For a gradient g of a matrix with I inputs and O outputs, β the momentum, and each line a transformation of its own here:
+For a gradient g of a matrix with I inputs and O outputs, β the momentum, and each line a
+transformation of its own here:
 
     m ← βm + (1−β)g,   u = (1−β)g + βm                                      scale_by_nesterov
     v = polar_express(u)                                                    orthogonalize
@@ -10,8 +12,9 @@ For a gradient g of a matrix with I inputs and O outputs, β the momentum, and e
     v ← v + wd·p where v·p ≥ 0, else v                                      add_cautious_decay
     v ← v·√max(1, O/I)                                                      scale_by_matrix_shape
 
-Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025. The constants are those of
-modded-nanogpt's record. The Frobenius norm stays as it is in the third, so that nothing needs a correction for bias.
+Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025.
+The constants are those of modded-nanogpt's record. The Frobenius norm stays as it is in the third,
+so that nothing needs a correction for bias.
 
 A parameter of two axes holds one matrix, inputs first, as Flax's `kernel` does, or several side by
 side. With more axes, `Matrices` must name the inputs and the outputs. Every transformation here
@@ -91,7 +94,8 @@ class Matrices:
         if n_out % self.packed:
             raise ValueError(
                 f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} matrices "
-                f"side by side: {n_out} outputs are no multiple of {self.packed}; give it to another "
+                f"side by side: {n_out} outputs are no multiple of {self.packed}; give it to "
+                "another "
                 "optimizer"
             )
         lead = tuple(x.shape[axis] for axis in batch)
@@ -123,7 +127,8 @@ class Matrices:
         if not self.inputs:
             if n > 2:
                 raise ValueError(
-                    f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} axes "
+                    f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} "
+                    "axes "
                     "are inputs and which are outputs. Name them in its layout, such as "
                     "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
                     "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
@@ -148,7 +153,12 @@ def one_matrix(path: str) -> Matrices:
 
 
 def momentum_schedule(
-    total_steps: int, *, low: float = 0.85, high: float = 0.95, warmup_steps: int = 300, cooldown_steps: int = 50
+    total_steps: int,
+    *,
+    low: float = 0.85,
+    high: float = 0.95,
+    warmup_steps: int = 300,
+    cooldown_steps: int = 50,
 ) -> optax.Schedule:
     """Momentum that rises from `low` to `high` over the first steps, and falls back over the last.
 
@@ -183,7 +193,10 @@ def scale_by_nesterov(momentum: optax.ScalarOrSchedule = 0.95) -> optax.Gradient
     check_range("normuon", below=1, momentum=momentum)
 
     def init(params):
-        return NesterovState(jnp.zeros((), jnp.int32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+        return NesterovState(
+            jnp.zeros((), jnp.int32),
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+        )
 
     def update(updates, state, params=None):
         del params
@@ -197,9 +210,12 @@ def scale_by_nesterov(momentum: optax.ScalarOrSchedule = 0.95) -> optax.Gradient
 
 
 def orthogonalize(
-    method: Callable[[Float[Array, "N I O"]], Float[Array, "N I O"]] = polar_express, *, layout: Layout = one_matrix
+    method: Callable[[Float[Array, "N I O"]], Float[Array, "N I O"]] = polar_express,
+    *,
+    layout: Layout = one_matrix,
 ) -> optax.GradientTransformation:
-    """Replaces every matrix by its orthogonal factor. Matrices of one shape, whatever parameters they are in, go through one call.
+    """Replaces every matrix by its orthogonal factor. Matrices of one shape, whatever parameters
+    they are in, go through one call.
 
     Args:
         method: of a batch of matrices; `distributed` makes one that is done on several devices.
@@ -217,7 +233,8 @@ def orthogonalize(
 
 
 def distributed(method: Callable, mesh: Mesh, axis: str = "data") -> Callable:
-    """The method, for a batch of matrices that every device has: each device does its share, and all get the results.
+    """The method, for a batch of matrices that every device has: each device does its share, and
+    all get the results.
 
     Args:
         axis: of the mesh, over which the work is shared.
@@ -229,19 +246,27 @@ def distributed(method: Callable, mesh: Mesh, axis: str = "data") -> Callable:
             return method(x_NIO)
         x_NIO = jnp.pad(x_NIO, ((0, -n % devices), (0, 0), (0, 0)))
         share = PartitionSpec(axis)
-        made = jax.shard_map(method, mesh=mesh, in_specs=share, out_specs=share, check_vma=False)(x_NIO)
-        return jax.lax.with_sharding_constraint(made, jax.sharding.NamedSharding(mesh, PartitionSpec()))[:n]
+        made = jax.shard_map(method, mesh=mesh, in_specs=share, out_specs=share, check_vma=False)(
+            x_NIO
+        )
+        return jax.lax.with_sharding_constraint(
+            made, jax.sharding.NamedSharding(mesh, PartitionSpec())
+        )[:n]
 
     return run
 
 
 class NeuronNormState(NamedTuple):
     variance: optax.Updates
-    """Of the inputs of each output, or the other way round where the outputs are fewer; unpacked."""
+    """Of the inputs of each output, or the other way round where the outputs are fewer;
+    unpacked."""
 
 
-def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> optax.GradientTransformation:
-    """Divides each neuron's update by the running root mean square of it; the norm of each matrix stays as it is."""
+def scale_by_neuron_norm(
+    b2: float = 0.95, *, layout: Layout = one_matrix
+) -> optax.GradientTransformation:
+    """Divides each neuron's update by the running root mean square of it; the norm of each matrix
+    stays as it is."""
     check_range("normuon", below=1, b2=b2)
 
     def reduced(path, x):
@@ -261,9 +286,15 @@ def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> op
     def update(updates, state, params=None):
         del params
         paths, leaves, tree = flatten(updates)
-        leaves, kept = [leaf.astype(jnp.float32) for leaf in leaves], jax.tree.leaves(state.variance)
-        # In batches, as they were orthogonalised: a few kernels, and not several for every parameter.
-        for indices, shapes, v_NIO in _batches(paths, leaves, layout, apart=lambda path: layout(path).axes):
+        leaves, kept = (
+            [leaf.astype(jnp.float32) for leaf in leaves],
+            jax.tree.leaves(state.variance),
+        )
+        # In batches, as they were orthogonalised: a few kernels, and not several for every
+        # parameter.
+        for indices, shapes, v_NIO in _batches(
+            paths, leaves, layout, apart=lambda path: layout(path).axes
+        ):
             axis = reduced(paths[indices[0]], v_NIO)
             # XLA would sum the sums below over all of v once more, and read it twice.
             squares = jax.lax.optimization_barrier(jnp.square(v_NIO).mean(axis, keepdims=True))
@@ -271,7 +302,9 @@ def scale_by_neuron_norm(b2: float = 0.95, *, layout: Layout = one_matrix) -> op
             variance = b2 * before + (1 - b2) * squares
             scale = jax.lax.rsqrt(jnp.maximum(variance, 1e-10))
             norm = jnp.sqrt((squares * v_NIO.shape[axis]).sum((-2, -1), keepdims=True))
-            scaled = jnp.sqrt((squares * v_NIO.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True))
+            scaled = jnp.sqrt(
+                (squares * v_NIO.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True)
+            )
             made = _apart(v_NIO * (scale * (norm / jnp.maximum(scaled, 1e-10))), shapes)
             for i, v, its_variance in zip(indices, made, _apart(variance, shapes), strict=True):
                 leaves[i], kept[i] = layout(paths[i]).together(v, leaves[i].shape), its_variance
@@ -287,10 +320,11 @@ class CautiousDecayState(NamedTuple):
 def add_cautious_decay(
     weight_decay: optax.ScalarOrSchedule, *, factor: Callable[[str], float] | None = None
 ) -> optax.GradientTransformation:
-    """u + wd·p where u and p have the same sign, or one of them is zero; u elsewhere. Stands before the learning rate.
+    """u + wd·p where u and p have the same sign, or one of them is zero; u elsewhere. Stands before
+    the learning rate.
 
-    With a number the decay goes as the learning rate, as in AdamW; with the schedule wd·lr, `lambda count: wd * lr(count)`, it goes
-    as its square, as in modded-nanogpt's record.
+    With a number the decay goes as the learning rate, as in AdamW; with the schedule wd·lr, `lambda
+    count: wd * lr(count)`, it goes as its square, as in modded-nanogpt's record.
 
     Args:
         weight_decay: a number, or a schedule of the update's index.
@@ -299,17 +333,25 @@ def add_cautious_decay(
 
     def update(updates, state, params=None):
         if params is None:
-            raise ValueError("add_cautious_decay needs the parameters: update(updates, state, params)")
-        decay = jnp.asarray(weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32)
+            raise ValueError(
+                "add_cautious_decay needs the parameters: update(updates, state, params)"
+            )
+        decay = jnp.asarray(
+            weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32
+        )
 
         paths, leaves, tree = flatten(updates)
         for i, (path, p) in enumerate(zip(paths, jax.tree.leaves(params), strict=True)):
             p = p.astype(jnp.float32)
             its_decay = decay * factor(path) if factor else decay
             leaves[i] = leaves[i] + jnp.where(leaves[i] * p >= 0, its_decay * p, 0.0)
-        return jax.tree.unflatten(tree, leaves), CautiousDecayState(optax.safe_increment(state.count))
+        return jax.tree.unflatten(tree, leaves), CautiousDecayState(
+            optax.safe_increment(state.count)
+        )
 
-    return optax.GradientTransformation(lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update)
+    return optax.GradientTransformation(
+        lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update
+    )
 
 
 def scale_by_matrix_shape(
@@ -323,7 +365,9 @@ def scale_by_matrix_shape(
         for i, path in enumerate(paths):
             x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaves[i])
             inputs, outputs = (x.shape[axis] for axis in layout(path).axes)
-            leaves[i] = leaves[i] * (math.sqrt(max(1.0, outputs / inputs)) * (factor(path) if factor else 1.0))
+            leaves[i] = leaves[i] * (
+                math.sqrt(max(1.0, outputs / inputs)) * (factor(path) if factor else 1.0)
+            )
         return jax.tree.unflatten(tree, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -338,7 +382,9 @@ def scale_by_normuon(
 ) -> optax.GradientTransformation:
     """The direction of NorMuon: `scale_by_nesterov`, `orthogonalize`, `scale_by_neuron_norm`."""
     return optax.chain(
-        scale_by_nesterov(momentum), orthogonalize(method, layout=layout), scale_by_neuron_norm(b2, layout=layout)
+        scale_by_nesterov(momentum),
+        orthogonalize(method, layout=layout),
+        scale_by_neuron_norm(b2, layout=layout),
     )
 
 
@@ -353,7 +399,8 @@ def normuon(
     factor: Callable[[str], float] | None = None,
     decay_factor: Callable[[str], float] | None = None,
 ) -> optax.GradientTransformation:
-    """NorMuon for parameters that are all matrices; `optax.partition` gives the others to another optimizer.
+    """NorMuon for parameters that are all matrices; `optax.partition` gives the others to another
+    optimizer.
 
     Args:
         learning_rate: a number, or a schedule of the update's index.
@@ -361,7 +408,8 @@ def normuon(
         weight_decay: as of `add_cautious_decay`.
         method: of orthogonalisation: `polar_express`, `newton_schulz`, or `distributed(…)`.
         layout: which matrices a parameter holds, by its path.
-        factor, decay_factor: multiply the learning rate and the weight decay, by a parameter's path.
+        factor, decay_factor: multiply the learning rate and the weight decay, by a parameter's
+            path.
 
     Raises:
         ValueError: a number outside its range; at `init`, a parameter that holds no matrix, or one
@@ -395,9 +443,14 @@ def flatten(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
 
 
 def _batches(
-    paths: list[str], leaves: list[jax.Array], layout: Layout, *, apart: Callable[[str], Hashable] = lambda path: None
+    paths: list[str],
+    leaves: list[jax.Array],
+    layout: Layout,
+    *,
+    apart: Callable[[str], Hashable] = lambda path: None,
 ) -> Iterator[tuple[list[int], list[tuple[int, ...]], jax.Array]]:
-    """The matrices of one shape, whatever leaves they are in: those leaves' indices, their shapes unpacked, and the batch.
+    """The matrices of one shape, whatever leaves they are in: those leaves' indices, their shapes
+    unpacked, and the batch.
 
     Args:
         apart: leaves for which it differs are not in one batch.
@@ -415,4 +468,7 @@ def _apart(x_NIO: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
     """The parts of a batch that `_batches` put together; their last two axes may have changed."""
     counts = [math.prod(shape[:-2]) for shape in shapes]
     parts = jnp.split(x_NIO, list(itertools.accumulate(counts[:-1])))
-    return [part.reshape(*shape[:-2], *part.shape[1:]) for part, shape in zip(parts, shapes, strict=True)]
+    return [
+        part.reshape(*shape[:-2], *part.shape[1:])
+        for part, shape in zip(parts, shapes, strict=True)
+    ]

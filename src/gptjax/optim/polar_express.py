@@ -1,7 +1,9 @@
-"""The orthogonal factor of a matrix by matrix products alone: Polar Express, and the Newton–Schulz iteration of Muon.
+"""The orthogonal factor of a matrix by matrix products alone: Polar Express, and the Newton–Schulz
+iteration of Muon.
 
-Both take X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X with coefficients of their own in each step, after X ← X / (‖X‖_F · margin + 1e-6). They
-move every singular value towards 1 and leave the singular vectors as they are: U Σ Vᵀ becomes nearly U Vᵀ.
+Both take X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X with coefficients of their own in each step, after X ← X
+/ (‖X‖_F · margin + 1e-6). They move every singular value towards 1 and leave the singular vectors
+as they are: U Σ Vᵀ becomes nearly U Vᵀ.
 
 Amsel, Persson, Musco, Gower, "The Polar Express", 2025; Jordan et al., "Muon", 2024.
 
@@ -32,14 +34,16 @@ def polar_express(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str = "auto",
 ) -> Float[Array, "*B M N"]:
-    """U Vᵀ of each matrix U Σ Vᵀ, nearly: five steps bring singular values of [1e-3, 1] times the norm into 0.859 … 1.141.
+    """U Vᵀ of each matrix U Σ Vᵀ, nearly: five steps bring singular values of [1e-3, 1] times the
+    norm into 0.859 … 1.141.
 
     A zero matrix stays zero, and one that holds a NaN becomes NaN.
 
     Args:
         x: matrices of any shape, in fp32 or 16 bits.
         steps: from the sixth on, each repeats the fifth.
-        dtype: of the iteration. The norm, the coefficients and every sum are fp32 in any case, and with float32 so are the products.
+        dtype: of the iteration. The norm, the coefficients and every sum are fp32 in any case, and
+            with float32 so are the products.
         implementation: back end of the symmetric products (`pallas_kernels.xxt` names them).
 
     Returns:
@@ -58,16 +62,22 @@ def newton_schulz(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str = "auto",
 ) -> Float[Array, "*B M N"]:
-    """As `polar_express`, with the one set of coefficients of Muon: singular values end between about 0.7 and 1.2."""
+    """As `polar_express`, with the one set of coefficients of Muon: singular values end between
+    about 0.7 and 1.2."""
     return _iterate(x, NEWTON_SCHULZ, steps, 1.0, dtype, implementation)
 
 
 def _iterate(x, coefficients, steps, margin, dtype, implementation):
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"expected matrices (..., M, N) of floating-point numbers, got {x.shape} in {x.dtype}")
+        raise ValueError(
+            f"expected matrices (..., M, N) of floating-point numbers, got {x.shape} in {x.dtype}"
+        )
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")
-    how = {"implementation": implementation, "precision": "highest" if dtype == jnp.float32 else None}
+    how = {
+        "implementation": implementation,
+        "precision": "highest" if dtype == jnp.float32 else None,
+    }
     wide = x.shape[-2] <= x.shape[-1]
     x32 = x.astype(jnp.float32)
     norm = jnp.sqrt(jnp.square(x32).sum((-2, -1), keepdims=True))
@@ -75,8 +85,8 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
     for a, b, c in (coefficients + coefficients[-1:] * steps)[:steps]:
         # The smaller of the two squares, so that nothing is transposed.
         gram = _rounded(xxt(y, **how) if wide else xtx(y, **how), dtype)
-        # a·1 + b·gram + c·gram², one product for the step instead of a product, a·y and their sum: those would take a pass over fp32
-        # results for no less error (docs/normuon.md).
+        # a·1 + b·gram + c·gram², one product for the step instead of a product, a·y and their sum:
+        # those would take a pass over fp32 results for no less error (docs/normuon.md).
         polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, d=a, **how), dtype)
         left, right = (polynomial, y) if wide else (y, polynomial)
         y = _rounded(jnp.matmul(left, right, precision=how["precision"]), dtype)
@@ -84,6 +94,7 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
 
 
 def _rounded(x, dtype):
-    # XLA would take the unrounded value where it goes on in fp32 and the rounded one in products: the polynomial would be that of one
-    # matrix times another, which cost 2.2 % of error instead of 1.2 (256×1024, on a CPU).
+    # XLA would take the unrounded value where it goes on in fp32 and the rounded one in products:
+    # the polynomial would be that of one matrix times another, which cost 2.2 % of error instead of
+    # 1.2 (256×1024, on a CPU).
     return jax.lax.optimization_barrier(x.astype(dtype))

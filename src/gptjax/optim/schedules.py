@@ -1,4 +1,5 @@
-"""Learning-rate schedules: functions of the update's index, 0 for the first. All warm up linearly."""
+"""Learning-rate schedules: functions of the update's index, 0 for the first. All warm up
+linearly."""
 
 import jax.numpy as jnp
 import optax
@@ -15,13 +16,14 @@ def schedule(
 ) -> optax.Schedule:
     """A schedule by name.
 
-    Warm-up: peak·(step+1)/warmup_steps for the first `warmup_steps` updates. After it, with progress p from 0 to 1 at
-    `total_steps` and floor f = final_fraction:
+    Warm-up: peak·(step+1)/warmup_steps for the first `warmup_steps` updates. After it, with
+    progress p from 0 to 1 at `total_steps` and floor f = final_fraction:
 
         cosine    peak·(f + (1−f)·(1 + cos πp)/2)
         linear    peak·(1 − (1−f)·p)
         constant  peak
-        wsd       peak, then over the last 20 % of all steps peak·(f + (1−f)·(1 − √q)), q from 0 to 1
+        wsd       peak, then over the last 20 % of all steps peak·(f + (1−f)·(1 − √q)), q from 0 to
+        1
                   (warmup, stable, decay: Hägele et al., 2024)
 
     Raises:

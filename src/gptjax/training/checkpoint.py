@@ -1,4 +1,5 @@
-"""Checkpoints of a whole run with Orbax: written asynchronously and atomically, durable, and verified when restored."""
+"""Checkpoints of a whole run with Orbax: written asynchronously and atomically, durable, and
+verified when restored."""
 
 import errno
 import hashlib
@@ -39,8 +40,9 @@ class NotFiniteError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, a folder a step.
 
-    A checkpoint holds a digest of each array and a checksum of its own metadata; `restore` verifies both. Every file is
-    durable before the checkpoint takes its name, and an older checkpoint is deleted only after that.
+    A checkpoint holds a digest of each array and a checksum of its own metadata; `restore` verifies
+    both. Every file is durable before the checkpoint takes its name, and an older checkpoint is
+    deleted only after that.
 
     Args:
         folder: made if absent. Partial files of a killed save are removed before the next save.
@@ -51,8 +53,11 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep_last: int = 1, keep_every: int | None = None):
         self.folder = folder.absolute()
         if any(character in str(self.folder) for character in "*?["):
-            # Orbax takes the path for a pattern when it merges the files of a save, finds none, and saves no array.
-            raise CheckpointError(f"cannot save checkpoints in {self.folder}: choose a path without *, ? and [")
+            # Orbax takes the path for a pattern when it merges the files of a save, finds none, and
+            # saves no array.
+            raise CheckpointError(
+                f"cannot save checkpoints in {self.folder}: choose a path without *, ? and ["
+            )
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             keep_period=keep_every,
@@ -63,10 +68,16 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 options=options,
-                item_handlers={"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()},
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "meta": ocp.JsonCheckpointHandler(),
+                },
             )
-        except Exception as error:  # Orbax reads what is in the folder, and passes on whatever that raises.
-            raise CheckpointError(f"cannot use {self.folder} for checkpoints: {_first_line(error)}") from error
+        # Orbax reads what is in the folder, and passes on whatever that raises.
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot use {self.folder} for checkpoints: {_first_line(error)}"
+            ) from error
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, the newest first."""
@@ -89,10 +100,14 @@ class Checkpoints:
         """
         values, not_finite = digests(state)
         if not_finite:
-            raise NotFiniteError(f"step {step}: NaN or infinity in {_few(not_finite)}; this state was not saved")
+            raise NotFiniteError(
+                f"step {step}: NaN or infinity in {_few(not_finite)}; this state was not saved"
+            )
         meta = {"format": FORMAT, "versions": versions(), **meta, "step": step, "digests": values}
         meta["checksum"] = _checksum(meta)
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
+        )
         self._translate(lambda: self._manager.save(step, args=arguments, force=True))
 
     def check(self) -> None:
@@ -109,8 +124,10 @@ class Checkpoints:
     def _translate(self, action) -> None:
         try:
             action()
-        except Exception as error:  # Orbax passes on whatever its threads and its C++ store raised, of many types.
-            self._manager.reload()  # in its own list Orbax counts the step whose save has just failed
+        # Orbax passes on whatever its threads and its C++ store raised, of many types.
+        except Exception as error:
+            # in its own list Orbax counts the step whose save has just failed
+            self._manager.reload()
             last = self.latest_step()
             newest = "there is no complete checkpoint yet"
             if last is not None:
@@ -128,11 +145,15 @@ class Checkpoints:
             CheckpointError: another program or version wrote it.
         """
         try:
-            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            meta = self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            )["meta"]
         except Exception as error:
             raise self._damaged(step, _first_line(error)) from error
         if not isinstance(meta, dict):
-            raise self._damaged(step, f"its metadata is a {type(meta).__name__}, expected an object")
+            raise self._damaged(
+                step, f"its metadata is a {type(meta).__name__}, expected an object"
+            )
         if meta.get("format") == WITHOUT_DIGESTS and "digests" not in meta:
             return meta
         if meta.get("checksum") != _checksum(meta):
@@ -150,8 +171,8 @@ class Checkpoints:
         """The state of a checkpoint, verified by the digest of each array.
 
         Args:
-            like: a pytree of `jax.ShapeDtypeStruct` with the shardings wanted. The number of devices may be another one
-                than when it was saved.
+            like: a pytree of `jax.ShapeDtypeStruct` with the shardings wanted. The number of
+                devices may be another one than when it was saved.
 
         Raises:
             DamagedError: it cannot be read, or an array differs from what was saved.
@@ -176,15 +197,19 @@ class Checkpoints:
                 raise self._damaged(step, f"the digest of {_few(changed)} is wrong")
         return state
 
-    def newest[T](self, read: Callable[[int], T], *, fall_back: bool = True) -> tuple[int, T, list[str]] | None:
-        """Apply `read` to the newest checkpoint, or to the newest one before it that is not damaged.
+    def newest[T](
+        self, read: Callable[[int], T], *, fall_back: bool = True
+    ) -> tuple[int, T, list[str]] | None:
+        """Apply `read` to the newest checkpoint, or to the newest one before it that is not
+        damaged.
 
         Args:
             read: takes a step; `meta`, or a call of `restore`.
             fall_back: False raises at a damaged newest checkpoint.
 
         Returns:
-            The step, the result, and a sentence for each damaged checkpoint on the way; None where there is none at all.
+            The step, the result, and a sentence for each damaged checkpoint on the way; None where
+            there is none at all.
 
         Raises:
             DamagedError: no checkpoint can be read.
@@ -199,12 +224,15 @@ class Checkpoints:
                     raise
         if damaged:
             raise DamagedError(
-                "\n".join([*damaged, "no older checkpoint is left; choose another --name to begin anew"])
+                "\n".join(
+                    [*damaged, "no older checkpoint is left; choose another --name to begin anew"]
+                )
             )
         return None
 
     def set_aside(self, after: int) -> list[str]:
-        """Rename the checkpoints after a step to STEP.damaged, so that the run can save these steps again.
+        """Rename the checkpoints after a step to STEP.damaged, so that the run can save these steps
+        again.
 
         Returns:
             The new names.
@@ -221,21 +249,28 @@ class Checkpoints:
         self._manager.reload()
         return names
 
-    def _compare(self, step: int, saved: PyTree, expected: dict[str, str] | None, like: PyTree) -> None:
+    def _compare(
+        self, step: int, saved: PyTree, expected: dict[str, str] | None, like: PyTree
+    ) -> None:
         # Orbax would cast a wrong dtype without a word.
         saved, wanted = (
             {path: described(leaf) for path, leaf in named(tree).items()}
             for tree in (getattr(saved, "tree", saved), like)
         )
-        if expected is not None and saved != {path: text.rpartition(" ")[0] for path, text in expected.items()}:
+        if expected is not None and saved != {
+            path: text.rpartition(" ")[0] for path, text in expected.items()
+        }:
             raise self._damaged(step, "its arrays are not those that its metadata names")
         lines = [
-            f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, this run needs {wanted.get(name, 'nothing')}"
+            f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, this run needs "
+            f"{wanted.get(name, 'nothing')}"
             for name in sorted({*saved, *wanted})
             if saved.get(name) != wanted.get(name)
         ]
         if lines:
-            shown = "\n".join(lines[:10] + ([f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []))
+            shown = "\n".join(
+                lines[:10] + ([f"  … and {len(lines) - 10} more"] if len(lines) > 10 else [])
+            )
             raise CheckpointError(f"{self.folder / str(step)} does not fit this run:\n{shown}")
 
     def _damaged(self, step: int, reason: str) -> DamagedError:
@@ -243,25 +278,35 @@ class Checkpoints:
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """Orbax's folder under a temporary name, synchronized with the disk before and after it takes its final name.
+    """Orbax's folder under a temporary name, synchronized with the disk before and after it takes
+    its final name.
 
-    Orbax itself synchronizes the arrays only. After a power cut the metadata of a new checkpoint could be empty, and the
-    checkpoint before it deleted.
+    Orbax itself synchronizes the arrays only. After a power cut the metadata of a new checkpoint
+    could be empty, and the checkpoint before it deleted.
     """
 
     async def finalize(self, *args, **kwargs):
         folder = Path(self.get())
-        if "checkpoint-tmp" in folder.parent.name:  # an item of a checkpoint, which is synchronized as a whole
+        # an item of a checkpoint, which is synchronized as a whole
+        if "checkpoint-tmp" in folder.parent.name:
             return await super().finalize(*args, **kwargs)
         _synchronize([folder, *folder.rglob("*")])
         await super().finalize(*args, **kwargs)
         final = Path(self.get_final())
         # `finalize` itself writes files at the top of the folder, and renames it.
-        _synchronize([*(path for path in final.iterdir() if path.is_file()), final, final.parent, final.parent.parent])
+        _synchronize(
+            [
+                *(path for path in final.iterdir() if path.is_file()),
+                final,
+                final.parent,
+                final.parent.parent,
+            ]
+        )
 
 
 def _synchronize(paths: list[Path]) -> None:
-    """Call fsync for files and folders: 2 ms each one after the other, and together they share the journal's commits."""
+    """Call fsync for files and folders: 2 ms each one after the other, and together they share the
+    journal's commits."""
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(_fsync, paths))
 
@@ -279,7 +324,9 @@ def _fsync(path: Path) -> None:
 
 def _checksum(meta: dict[str, Any]) -> str:
     """SHA-256 of the metadata without its own checksum."""
-    text = json.dumps({key: value for key, value in meta.items() if key != "checksum"}, sort_keys=True)
+    text = json.dumps(
+        {key: value for key, value in meta.items() if key != "checksum"}, sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -288,14 +335,19 @@ def _few(names: list[str]) -> str:
 
 
 def silence_orbax() -> None:
-    """Suppress what Orbax's threads print after an array could not be read or written; the error itself is raised.
+    """Suppress what Orbax's threads print after an array could not be read or written; the error
+    itself is raised.
 
-    The threads find their event loop closed and log a traceback each, some only after the call has returned.
+    The threads find their event loop closed and log a traceback each, some only after the call has
+    returned.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    expected, default = ("loop is closed", "Encountered error while reading array"), sys.unraisablehook
+    expected, default = (
+        ("loop is closed", "Encountered error while reading array"),
+        sys.unraisablehook,
+    )
 
     def hook(unraisable):
         if not any(text in str(unraisable.exc_value) for text in expected):
@@ -307,12 +359,16 @@ def silence_orbax() -> None:
 def versions() -> dict[str, str]:
     """Versions of what a run's numbers depend on."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-    return {"gptjax": gptjax.__version__} | {name: importlib.metadata.version(name) for name in packages}
+    return {"gptjax": gptjax.__version__} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
 
 
 def _first_line(error: BaseException) -> str:
-    # TensorStore buries the system's words ("No space left on device") under the names of two files and, now and then,
-    # between other annotations in brackets; the code is there each time.
+    # TensorStore buries the system's words ("No space left on device") under the names of two files
+    # and, now and then, between other annotations in brackets; the code is there each time.
     if code := re.search(r"\bos_error_code='?(\d+)", str(error)):
         return os.strerror(int(code[1]))
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:400]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
+        :400
+    ]

@@ -1,4 +1,5 @@
-"""Compiling the step ahead of time: kept on disk, counted as hit or miss, and refused when it will not fit."""
+"""Compiling the step ahead of time: kept on disk, counted as hit or miss, and refused when it will
+not fit."""
 
 import math
 import threading
@@ -19,8 +20,9 @@ from gptjax.training.programs import NoKey, Programs, check_private
 def compiler_options() -> dict[str, bool]:
     """What XLA is told beside its own defaults for a step on the default device.
 
-    On a GPU it would also write every product in Triton and time the variants: on an H200 that was most of the 78 s that GPT-2 124M's
-    step took to compile in bf16, and what it chose for the products with a bias took 0.93 ms a layer, cuBLASLt's epilogue 0.82.
+    On a GPU it would also write every product in Triton and time the variants: on an H200 that was
+    most of the 78 s that GPT-2 124M's step took to compile in bf16, and what it chose for the
+    products with a bias took 0.93 ms a layer, cuBLASLt's epilogue 0.82.
     """
     return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
 
@@ -28,20 +30,23 @@ def compiler_options() -> dict[str, bool]:
 class Compiler:
     """Compiles programs, several at once, and keeps them on disk.
 
-    They are kept whole (`gptjax.training.programs`), and found again before anything is traced. All that JAX compiles by itself, such as
-    what draws samples, JAX keeps by its lowered text, and so these programs where `made_from` is not told.
+    They are kept whole (`gptjax.training.programs`), and found again before anything is traced. All
+    that JAX compiles by itself, such as what draws samples, JAX keeps by its lowered text, and so
+    these programs where `made_from` is not told.
 
     Args:
         cache: folder of both, created with mode 700 if absent; None to keep nothing.
-        made_from: all values that the functions close over, or that their `jax.jit` options depend on; JSON.
+        made_from: all values that the functions close over, or that their `jax.jit` options depend
+            on; JSON.
 
     Raises:
         ConfigError: `cache` is not a folder, or another user owns or can write it or a file in it.
 
     Attributes:
-        programs: one for each compiled so far: its "name"; where it was found: "whole", "text" (in JAX's cache) or "no"; and the seconds
-            for "lower" (tracing, and what Triton and Mosaic do to their kernels; 0 where it was found whole) and "compile" (or reading
-            it), keeping it included.
+        programs: one for each compiled so far: its "name"; where it was found: "whole", "text" (in
+            JAX's cache) or "no"; and the seconds for "lower" (tracing, and what Triton and Mosaic
+            do to their kernels; 0 where it was found whole) and "compile" (or reading it), keeping
+            it included.
         notes: why a program was not found or kept whole, where it should have been; why there is no
             cache, if `cache` cannot be created.
     """
@@ -62,9 +67,13 @@ class Compiler:
             jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
             # By default what compiles in less than a second is not kept: dozens of small programs.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-            # Appending is safe from several threads, counting is not. JAX calls the listener in the thread that compiles.
-            jax.monitoring.register_event_listener(lambda event, **_: self._record(event.rpartition("/")[2]))
-            # Several processes compile a program together, and one that found it would leave the others waiting.
+            # Appending is safe from several threads, counting is not. JAX calls the listener in the
+            # thread that compiles.
+            jax.monitoring.register_event_listener(
+                lambda event, **_: self._record(event.rpartition("/")[2])
+            )
+            # Several processes compile a program together, and one that found it would leave the
+            # others waiting.
             if made_from is not None and jax.process_count() == 1:
                 self._kept = Programs(cache / "programs", made_from)
 
@@ -86,9 +95,11 @@ class Compiler:
     def _record(self, event: str) -> None:
         self._events.append((event, threading.get_ident()))
 
-    def start(self, lowerable: jax.stages.Wrapped, *abstract: object) -> Callable[[], jax.stages.Compiled]:
-        """Begins to read, in a thread, the program for arguments of these shapes, dtypes and shardings. Where it is not kept, lowers
-        `lowerable` and begins to compile it in a thread.
+    def start(
+        self, lowerable: jax.stages.Wrapped, *abstract: object
+    ) -> Callable[[], jax.stages.Compiled]:
+        """Begins to read, in a thread, the program for arguments of these shapes, dtypes and
+        shardings. Where it is not kept, lowers `lowerable` and begins to compile it in a thread.
 
         Returns:
             A function that waits for the compiled program and returns it.
@@ -101,12 +112,17 @@ class Compiler:
             except NoKey as error:
                 self.notes.append(f"{lowerable.__name__} is not kept whole: {error}")
         kept = key is not None and self._kept.has(key)
-        future = self._threads.submit(self._read, lowerable, key) if kept else self._compile(lowerable, abstract, key)
+        future = (
+            self._threads.submit(self._read, lowerable, key)
+            if kept
+            else self._compile(lowerable, abstract, key)
+        )
 
         def wait() -> jax.stages.Compiled:
             compiled = future.result()
             if compiled is None:
-                # Not in the thread that read: what `with` statements set in this one, such as a matmul precision, is traced too.
+                # Not in the thread that read: what `with` statements set in this one, such as a
+                # matmul precision, is traced too.
                 compiled = self._compile(lowerable, abstract, key).result()
             self._ended = time.perf_counter()
             return compiled
@@ -120,11 +136,14 @@ class Compiler:
             compiled = self._kept.read(key)
         except Exception as error:
             self.notes.append(
-                f"{name} is compiled again, {self._kept.folder / key} cannot be read: {_first_line(error)}"
+                f"{name} is compiled again, {self._kept.folder / key} cannot be read: "
+                f"{_first_line(error)}"
             )
             return None
         self._record("cache_hits")
-        self.programs.append({"name": name, "found": "whole", "lower": 0.0, "compile": time.perf_counter() - started})
+        self.programs.append(
+            {"name": name, "found": "whole", "lower": 0.0, "compile": time.perf_counter() - started}
+        )
         return compiled
 
     def _compile(self, lowerable: jax.stages.Wrapped, abstract: tuple, key: str | None) -> Future:
@@ -135,12 +154,15 @@ class Compiler:
 
         def compile_it() -> jax.stages.Compiled:
             started, before = time.perf_counter(), len(self._events)
-            # JAX's cache shall not have what is kept whole: a program that XLA has read it cannot write again (on the CPU it leaves out
-            # functions), so one that was found there could not be kept here. JAX shows no other way to set this for one thread.
+            # JAX's cache shall not have what is kept whole: a program that XLA has read it cannot
+            # write again (on the CPU it leaves out functions), so one that was found there could
+            # not be kept here. JAX shows no other way to set this for one thread.
             writes_from = 0.0 if key is None else math.inf
             with jax_config.persistent_cache_min_compile_time_secs(writes_from):
                 compiled = lowered.compile(compiler_options=compiler_options())
-            of_jax = [event for event, thread in self._events[before:] if thread == threading.get_ident()]
+            of_jax = [
+                event for event, thread in self._events[before:] if thread == threading.get_ident()
+            ]
             found = "text" if "cache_hits" in of_jax else "no"
             if key is not None:
                 self._keep(key, name, compiled, found)
@@ -155,7 +177,10 @@ class Compiler:
     def _keep(self, key: str, name: str, compiled: jax.stages.Compiled, found: str) -> None:
         try:
             if found != "no":
-                raise ValueError(f"it came from JAX's cache, and XLA cannot write it again; delete {self._cache} once")
+                raise ValueError(
+                    "it came from JAX's cache, and XLA cannot write it again; delete "
+                    f"{self._cache} once"
+                )
             self._kept.keep(key, compiled)
         except Exception as error:
             self.notes.append(f"{name} is not kept whole: {_first_line(error)}")
@@ -169,9 +194,7 @@ class Compiler:
             return f"{self.seconds:.1f} s (no cache)"
         whole = [program["found"] for program in self.programs].count("whole")
         whole = f"{whole} of {len(self.programs)} programs found whole, " if self._kept else ""
-        return (
-            f"{self.seconds:.1f} s ({whole}{'hit' if self.hits and not self.misses else 'miss'}, cache {self._cache})"
-        )
+        return f"{self.seconds:.1f} s ({whole}{'hit' if self.hits and not self.misses else 'miss'}, cache {self._cache})"
 
 
 def compile_to_fit(
@@ -191,12 +214,14 @@ def compile_to_fit(
     if needed <= available:
         return compiled
     message = (
-        f"a step with --micro-batch {config.micro_batch} needs {needed / GIB:.1f} GiB on each device, "
+        f"a step with --micro-batch {config.micro_batch} needs {needed / GIB:.1f} GiB on each "
+        "device, "
         f"and {device.device_kind} has {available / GIB:.1f} GiB; nothing was allocated. "
     )
     chunk = config.model.loss_chunk or 1
     for smaller in range(config.micro_batch - 1, 0, -1):
-        # Memory grows with the micro-batch, so one that needs far too much in proportion is not worth compiling.
+        # Memory grows with the micro-batch, so one that needs far too much in proportion is not
+        # worth compiling.
         if config.micro_batch % smaller or needed * smaller / config.micro_batch > 2 * available:
             continue
         if smaller * config.sequence_length % chunk:  # this config would be refused

@@ -1,9 +1,10 @@
 """Checksums of arrays, computed where the arrays are.
 
-A digest is two independent 32-bit sums over all elements, each of a bijective hash of the element's bits and its position. A
-change of one element changes both sums; any other change goes unnoticed with probability 2⁻⁶⁴. Integer sums do not depend on
-their order, so a digest is the same on any device and under any sharding. On an H200 it reads memory at full speed, and a
-state of 1.5 GB takes a few milliseconds; a cryptographic hash on the host takes seconds.
+A digest is two independent 32-bit sums over all elements, each of a bijective hash of the element's
+bits and its position. A change of one element changes both sums; any other change goes unnoticed
+with probability 2⁻⁶⁴. Integer sums do not depend on their order, so a digest is the same on any
+device and under any sharding. On an H200 it reads memory at full speed, and a state of 1.5 GB takes
+a few milliseconds; a cryptographic hash on the host takes seconds.
 """
 
 import functools
@@ -15,22 +16,27 @@ from jaxtyping import Array, PyTree, Shaped, UInt32
 
 
 def digests(tree: PyTree) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of every array, and the paths of the floating-point arrays with a value that is not finite.
+    """Return the digest of every array, and the paths of the floating-point arrays with a value
+    that is not finite.
 
     Args:
         tree: arrays of at most 32 bits an element, sharded in any way.
 
     Returns:
-        {"params.wte": "float32[50304, 768] 0123456789abcdef", …}: type, shape and 16 hexadecimal digits; and a list of paths.
+        {"params.wte": "float32[50304, 768] 0123456789abcdef", …}: type, shape and 16 hexadecimal
+        digits; and a list of paths.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return {}, []
-    # One transfer for all: of AdamW's 451 arrays for GPT-2 124M, each by itself, they took longer than the sums.
+    # One transfer for all: of AdamW's 451 arrays for GPT-2 124M, each by itself, they took longer
+    # than the sums.
     sums = _stack([_sums(leaf) for leaf in leaves])
     paths = _paths(structure)
     texts, not_finite = {}, []
-    for path, leaf, (first, second, bad) in zip(paths, leaves, jax.device_get(sums).tolist(), strict=True):
+    for path, leaf, (first, second, bad) in zip(
+        paths, leaves, jax.device_get(sums).tolist(), strict=True
+    ):
         texts[path] = f"{described(leaf)} {first:08x}{second:08x}"
         if bad:
             not_finite.append(path)
@@ -44,9 +50,11 @@ def _paths(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
 
 
 def compile_digests(tree: PyTree) -> None:
-    """Compile all that `digests` runs for arrays of these shapes, dtypes and shardings, so that the first call is fast.
+    """Compile all that `digests` runs for arrays of these shapes, dtypes and shardings, so that the
+    first call is fast.
 
-    An H200 took 4 s for the state of GPT-2 124M; train.py does this in a thread, while the step compiles.
+    An H200 took 4 s for the state of GPT-2 124M; train.py does this in a thread, while the step
+    compiles.
 
     Args:
         tree: `jax.ShapeDtypeStruct`s with shardings.
@@ -54,7 +62,9 @@ def compile_digests(tree: PyTree) -> None:
     kinds = {(leaf.shape, leaf.dtype, leaf.sharding): leaf for leaf in jax.tree.leaves(tree)}
     shardings = {kind: _sums.lower(leaf).compile().output_shardings for kind, leaf in kinds.items()}
     sums = [
-        jax.ShapeDtypeStruct((3,), jnp.uint32, sharding=shardings[leaf.shape, leaf.dtype, leaf.sharding])
+        jax.ShapeDtypeStruct(
+            (3,), jnp.uint32, sharding=shardings[leaf.shape, leaf.dtype, leaf.sharding]
+        )
         for leaf in jax.tree.leaves(tree)
     ]
     _stack.lower(sums).compile()
@@ -78,10 +88,14 @@ def _sums(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
     bits = _bits(x)
     position = jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):
-        position = position * jnp.uint32(x.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        position = position * jnp.uint32(x.shape[axis]) + jax.lax.broadcasted_iota(
+            jnp.uint32, x.shape, axis
+        )
     first = _mix(bits ^ _mix(position + jnp.uint32(0x9E3779B9)))
     second = _mix(bits * jnp.uint32(0xC2B2AE3D) + _mix(position ^ jnp.uint32(0x27D4EB2F)))
-    return jnp.stack([value.sum(dtype=jnp.uint32) for value in (first, second, bad.astype(jnp.uint32))])
+    return jnp.stack(
+        [value.sum(dtype=jnp.uint32) for value in (first, second, bad.astype(jnp.uint32))]
+    )
 
 
 _stack = jax.jit(jnp.stack)

@@ -18,8 +18,8 @@ class LockedError(RuntimeError):
 def locked(run_dir: Path):
     """Hold the lock of a run's folder, made if missing.
 
-    The lock is `flock`'s: the kernel releases it when the process ends, however it ends. The file stays; its text names
-    the last holder.
+    The lock is `flock`'s: the kernel releases it when the process ends, however it ends. The file
+    stays; its text names the last holder.
 
     Yields:
         A sentence for the user where the file system has no locks, else None.

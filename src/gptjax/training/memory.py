@@ -8,7 +8,8 @@ GIB = 2**30
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Arguments, results and temporaries of a compiled program on one device; donated results count once."""
+    """Arguments, results and temporaries of a compiled program on one device; donated results count
+    once."""
     stats = compiled.memory_analysis()
     return (
         stats.argument_size_in_bytes

@@ -1,6 +1,8 @@
-"""What a run measures and where it goes: speed and MFU, a log file with TensorBoard events beside it, a live status line.
+"""What a run measures and where it goes: speed and MFU, a log file with TensorBoard events beside
+it, a live status line.
 
-No JAX here: values arrive as numbers, or as arrays of one element, and reading a log must start fast.
+No JAX here: values arrive as numbers, or as arrays of one element, and reading a log must start
+fast.
 """
 
 import collections
@@ -21,14 +23,16 @@ from rich.text import Text
 
 Number = float | int  # the tests' type checker takes `float` at its word
 
-# Peak FLOP/s of one device: fp32 outside the tensor cores; tf32 and bf16 on the tensor cores with fp32 accumulation, dense.
-# NVIDIA's datasheets mark figures with 2:4 sparsity by a footnote; those are halved here. A name stands for the SXM module
-# where the same chip also comes on slower PCIe cards, which are named.
+# Peak FLOP/s of one device: fp32 outside the tensor cores; tf32 and bf16 on the tensor cores with
+# fp32 accumulation, dense. NVIDIA's datasheets mark figures with 2:4 sparsity by a footnote; those
+# are halved here. A name stands for the SXM module where the same chip also comes on slower PCIe
+# cards, which are named.
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     # HGX B200 / GB200 NVL72 datasheet (Blackwell), "individual Blackwell GPU"
     "B200": {"fp32": 75e12, "tf32": 1100e12, "bf16": 2250e12},
     "GB200": {"fp32": 80e12, "tf32": 1250e12, "bf16": 2500e12},
-    # H100 Tensor Core GPU architecture whitepaper; H100, H200 and GH200 datasheets (the last two carry the H100 SXM's chip)
+    # H100 Tensor Core GPU architecture whitepaper; H100, H200 and GH200 datasheets (the last two
+    # carry the H100 SXM's chip)
     "H100": {"fp32": 66.9e12, "tf32": 494.7e12, "bf16": 989.4e12},
     "H100 PCIe": {"fp32": 51.2e12, "tf32": 378e12, "bf16": 756e12},
     "H100 NVL": {"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12},
@@ -49,8 +53,8 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     # RTX Blackwell GPU architecture whitepaper
     "RTX 5090": {"fp32": 104.8e12, "tf32": 104.8e12, "bf16": 209.5e12},
     "RTX 5080": {"fp32": 56.3e12, "tf32": 56.3e12, "bf16": 112.6e12},
-    # A10, A40 and RTX A6000 datasheets; the A10G is Amazon's variant with half the tensor cores' speed; RTX 30: Ampere GA102
-    # GPU architecture whitepaper
+    # A10, A40 and RTX A6000 datasheets; the A10G is Amazon's variant with half the tensor cores'
+    # speed; RTX 30: Ampere GA102 GPU architecture whitepaper
     "A10": {"fp32": 31.2e12, "tf32": 62.5e12, "bf16": 125e12},
     "A10G": {"fp32": 35e12, "tf32": 35e12, "bf16": 70e12},
     "A40": {"fp32": 37.4e12, "tf32": 74.8e12, "bf16": 149.7e12},
@@ -65,12 +69,15 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 }
 
 _COLUMN = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_residual_fp32": "bf16"}
-# Words of a device's name that say nothing about its speed: makers' brands, the SXM socket, the memory's size and type.
+# Words of a device's name that say nothing about its speed: makers' brands, the SXM socket, the
+# memory's size and type.
 _NOISE = re.compile(r"nvidia|tesla|geforce|sxm\d*|\d+gb?|hbm\d\w*")
 
 
 def _model_words(name: str) -> tuple[str, ...]:
-    return tuple(word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _NOISE.fullmatch(word))
+    return tuple(
+        word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _NOISE.fullmatch(word)
+    )
 
 
 _PEAK_BY_WORDS = {_model_words(name): peaks for name, peaks in PEAK_FLOPS.items()}
@@ -79,7 +86,8 @@ _PEAK_BY_WORDS = {_model_words(name): peaks for name, peaks in PEAK_FLOPS.items(
 def peak_flops(device_kind: str, precision_name: str) -> float | None:
     """Dense peak of one device in FLOP/s.
 
-    The whole model name has to match: an unknown variant (a laptop part, a MIG slice, an export model) has no known peak.
+    The whole model name has to match: an unknown variant (a laptop part, a MIG slice, an export
+    model) has no known peak.
 
     Args:
         device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3".
@@ -97,9 +105,14 @@ def peak_flops(device_kind: str, precision_name: str) -> float | None:
 
 
 def mfu(
-    tokens_per_second: Number, flops_per_token: Number, device_kind: str, precision_name: str, device_count: int
+    tokens_per_second: Number,
+    flops_per_token: Number,
+    device_kind: str,
+    precision_name: str,
+    device_count: int,
 ) -> float | None:
-    """Model FLOPs utilisation: tokens/s · FLOPs/token over the peak of all devices, as a fraction of 1.
+    """Model FLOPs utilisation: tokens/s · FLOPs/token over the peak of all devices, as a fraction
+    of 1.
 
     Args:
         tokens_per_second: of all devices together.
@@ -120,8 +133,8 @@ def mfu(
 class Throughput:
     """Milliseconds a step, the mean of the last `window` steps.
 
-    Time runs from one completed step to the next, so the first step, with its compilation, is never counted; nor is the
-    one after `pause`, with the validation or checkpoint before it.
+    Time runs from one completed step to the next, so the first step, with its compilation, is never
+    counted; nor is the one after `pause`, with the validation or checkpoint before it.
     """
 
     def __init__(self, window: int = 20):
@@ -151,12 +164,14 @@ class LogError(ValueError):
 
 Kind = Literal["train", "val", "sample", "event"]
 
-_FLUSH_SECONDS = 30  # between flushes of TensorBoard's events, each with an fsync in the training loop
+# between flushes of TensorBoard's events, each with an fsync in the training loop
+_FLUSH_SECONDS = 30
 
 
 @contextlib.contextmanager
 def _without_torch():
-    """Makes `import torch` fail unless torch is there already: tensorboardX imports it where it can, 1.2 s and more, for nothing here."""
+    """Makes `import torch` fail unless torch is there already: tensorboardX imports it where it
+    can, 1.2 s and more, for nothing here."""
     if "torch" in sys.modules:
         yield
         return
@@ -168,19 +183,22 @@ def _without_torch():
 
 
 class RunLog:
-    """The record of a run: `log.jsonl`, one JSON object a line, and TensorBoard events in the same folder.
+    """The record of a run: `log.jsonl`, one JSON object a line, and TensorBoard events in the same
+    folder.
 
-    Each line has `kind`, `step`, `tokens`, then the fields given, and is with the system when `write` returns: a killed
-    process loses at most the line it was writing. NaN and ±inf are written as null, since JSON has no name for them.
+    Each line has `kind`, `step`, `tokens`, then the fields given, and is with the system when
+    `write` returns: a killed process loses at most the line it was writing. NaN and ±inf are
+    written as null, since JSON has no name for them.
 
-    On resume, train, val and sample lines after `resume_step` are dropped, since those steps will come again; events stay.
-    TensorBoard hides what it showed of these steps.
+    On resume, train, val and sample lines after `resume_step` are dropped, since those steps will
+    come again; events stay. TensorBoard hides what it showed of these steps.
 
     Args:
         run_dir: the run's folder, made if missing.
-        resume_step: the last step that counts, that of the checkpoint the run goes on from; -1 to start an old folder over.
-            None for a new run.
-        note: called with a sentence when TensorBoard's events cannot be written any more; log.jsonl goes on.
+        resume_step: the last step that counts, that of the checkpoint the run goes on from; -1 to
+            start an old folder over. None for a new run.
+        note: called with a sentence when TensorBoard's events cannot be written any more; log.jsonl
+            goes on.
 
     Raises:
         FileExistsError: `resume_step` is None and the folder already holds a log.
@@ -188,17 +206,25 @@ class RunLog:
         OSError: the log cannot be opened.
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int | None = None, *, note: Callable[[str], object] = print):
+    def __init__(
+        self,
+        run_dir: str | Path,
+        resume_step: int | None = None,
+        *,
+        note: Callable[[str], object] = print,
+    ):
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "log.jsonl"
         if self.path.exists():
             if resume_step is None:
                 raise FileExistsError(
-                    f"{self.path} is the log of an earlier run; resume that run, or choose another folder for this one"
+                    f"{self.path} is the log of an earlier run; resume that run, or choose another "
+                    "folder for this one"
                 )
             _drop_after(self.path, resume_step)
-        # Without a buffer: a line that does not fit on the disk is an error at once, and nothing is left for `close`.
+        # Without a buffer: a line that does not fit on the disk is an error at once, and nothing is
+        # left for `close`.
         self._file = self.path.open("ab", buffering=0)
         self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
 
@@ -218,7 +244,9 @@ class RunLog:
         if kind not in get_args(Kind):
             raise ValueError(f"unknown kind {kind!r}; choose one of {list(get_args(Kind))}")
         fields = {name: _plain(value) for name, value in fields.items()}
-        line = {"kind": kind, "step": int(step), "tokens": int(tokens)} | {k: _finite(v) for k, v in fields.items()}
+        line = {"kind": kind, "step": int(step), "tokens": int(tokens)} | {
+            k: _finite(v) for k, v in fields.items()
+        }
         self._append((json.dumps(line, allow_nan=False) + "\n").encode())
         for name, value in fields.items():
             if isinstance(value, (str, int, float)):
@@ -236,7 +264,8 @@ class RunLog:
             raise
 
     def sync(self) -> None:
-        """Make the lines written so far durable: a checkpoint must not survive a power cut that the log does not.
+        """Make the lines written so far durable: a checkpoint must not survive a power cut that the
+        log does not.
 
         Raises:
             OSError: the disk refused.
@@ -259,8 +288,8 @@ class RunLog:
 class _Events:
     """TensorBoard's event file, written without a thread. The first error ends it with a note.
 
-    tensorboardX's own `SummaryWriter` writes in a thread. On a full disk that thread dies, its queue of ten events fills
-    up, and the next event waits for ever.
+    tensorboardX's own `SummaryWriter` writes in a thread. On a full disk that thread dies, its
+    queue of ten events fills up, and the next event waits for ever.
     """
 
     def __init__(self, run_dir: Path, purge_step: int | None, note: Callable[[str], object]):
@@ -273,10 +302,13 @@ class _Events:
         self._off, self._flushed = False, time.monotonic()
 
         def open_file():
-            # tensorboardX names a file by the second it was opened in and would overwrite that of a run killed in the same
-            # second, hence the suffix.
-            self._writer = event_file_writer.EventsWriter(str(run_dir / "events"), f".{time.time_ns()}")
-            if purge_step is not None:  # TensorBoard hides the steps ≥ purge_step of the files before
+            # tensorboardX names a file by the second it was opened in and would overwrite that of a
+            # run killed in the same second, hence the suffix.
+            self._writer = event_file_writer.EventsWriter(
+                str(run_dir / "events"), f".{time.time_ns()}"
+            )
+            # TensorBoard hides the steps ≥ purge_step of the files before
+            if purge_step is not None:
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._write(step=purge_step, file_version="brain.Event:2")
                 self._write(step=purge_step, session_log=start)
@@ -305,11 +337,15 @@ class _Events:
             action()
         except OSError as error:
             self._off = True
-            self._note(f"TensorBoard's events are no longer written: {error.strerror or error}; log.jsonl goes on")
+            self._note(
+                f"TensorBoard's events are no longer written: {error.strerror or error}; log.jsonl "
+                "goes on"
+            )
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a `log.jsonl`, in order, without a last line that a killed process left unfinished.
+    """The lines of a `log.jsonl`, in order, without a last line that a killed process left
+    unfinished.
 
     Raises:
         FileNotFoundError: no such file.
@@ -319,8 +355,12 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
-    """The lines of a log up to the first malformed one, which must be the last, or come after step `complete_at`."""
-    rows, lines = [], path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+    """The lines of a log up to the first malformed one, which must be the last, or come after step
+    `complete_at`."""
+    rows, lines = (
+        [],
+        path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"),
+    )
     newest = -math.inf
     for number, line in enumerate(lines, start=1):
         try:
@@ -333,7 +373,8 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
             if number == len(lines) or newest >= complete_at:
                 break
             raise LogError(
-                f"{path}, line {number}: expected a JSON object with kind, step and tokens, found {line[:60]!r} ({error}); "
+                f"{path}, line {number}: expected a JSON object with kind, step and tokens, found "
+                f"{line[:60]!r} ({error}); "
                 "mend or delete the line"
             ) from error
         rows.append(row)
@@ -343,7 +384,11 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
 
 def _drop_after(path: Path, step: int) -> None:
     # After a power cut, garbage may follow what was synchronised with the checkpoint of this step.
-    kept = [row for row in _read(path, complete_at=step) if row["kind"] == "event" or row["step"] <= step]
+    kept = [
+        row
+        for row in _read(path, complete_at=step)
+        if row["kind"] == "event" or row["step"] <= step
+    ]
     # Rename within the folder is atomic: a kill here leaves the old log or the new one.
     rewritten = path.with_name(path.name + ".tmp")
     with rewritten.open("w", encoding="utf-8") as file:
@@ -363,11 +408,12 @@ def _finite(value: Any) -> Any:
 
 
 class StatusLine:
-    """One line that shows where training stands: redrawn in place on a terminal, printed now and then elsewhere.
+    """One line that shows where training stands: redrawn in place on a terminal, printed now and
+    then elsewhere.
 
-    Inside the `with`, print through `console.print` (plain `print` works too): the text goes above the line.
-    On a terminal the least important parts are left out until the line fits. Elsewhere the line is
-    complete.
+    Inside the `with`, print through `console.print` (plain `print` works too): the text goes above
+    the line. On a terminal the least important parts are left out until the line fits. Elsewhere
+    the line is complete.
 
     Args:
         total_steps: where training ends.
@@ -400,7 +446,8 @@ class StatusLine:
 
     def __enter__(self) -> "StatusLine":
         if self.console.is_terminal:
-            # Redrawn by `update`, without a thread that would compete with the training loop for the interpreter.
+            # Redrawn by `update`, without a thread that would compete with the training loop for
+            # the interpreter.
             self._live = Live(Text(""), console=self.console, auto_refresh=False)
             self._live.start()
         return self
@@ -471,7 +518,8 @@ class StatusLine:
         self._drawn_at = self._clock() if due else self._drawn_at
 
     def _eta(self, step: int, now: Number) -> str:
-        """Time left at the pace since the first update: with validation and checkpoints, without the compilation."""
+        """Time left at the pace since the first update: with validation and checkpoints, without
+        the compilation."""
         first_step, started = self._first
         if step <= first_step:
             return "–"

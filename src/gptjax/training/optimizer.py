@@ -15,15 +15,18 @@ from gptjax.training.step import init_state
 
 
 def schedules(config: Config) -> dict[str, optax.Schedule]:
-    """What changes in the course of a run, as functions of the update's index: AdamW's learning_rate; the matrix_learning_rate of NorMuon
-    and Muon; NorMuon's matrix_weight_decay and momentum."""
+    """What changes in the course of a run, as functions of the update's index: AdamW's
+    learning_rate; the matrix_learning_rate of NorMuon and Muon; NorMuon's matrix_weight_decay and
+    momentum."""
     o = config.optimizer
     matrix_rate = config.learning_rate_schedule(peak=o.matrix_learning_rate)
     squared = o.matrix_decay_form == "lr_squared"
     return {
         "learning_rate": config.learning_rate_schedule(),
         "matrix_learning_rate": matrix_rate,
-        "matrix_weight_decay": lambda count: o.matrix_weight_decay * (matrix_rate(count) if squared else 1.0),
+        "matrix_weight_decay": lambda count: (
+            o.matrix_weight_decay * (matrix_rate(count) if squared else 1.0)
+        ),
         "momentum": optim.momentum_schedule(
             o.schedule_steps or config.max_steps,
             low=o.momentum_low,
@@ -37,9 +40,14 @@ def schedules(config: Config) -> dict[str, optax.Schedule]:
 def parameter_groups(config: Config) -> tuple[optim.Group, ...]:
     """GPT-2's groups, with the betas that the config gives them."""
     o = config.optimizer
-    own = {"wte|wpe": (o.embedding_b1, o.embedding_b2), r".*\.(bias|scale)": (o.vector_b1, o.vector_b2)}
+    own = {
+        "wte|wpe": (o.embedding_b1, o.embedding_b2),
+        r".*\.(bias|scale)": (o.vector_b1, o.vector_b2),
+    }
     return tuple(
-        dataclasses.replace(group, b1=own[group.paths][0], b2=own[group.paths][1]) if group.matrices is None else group
+        dataclasses.replace(group, b1=own[group.paths][0], b2=own[group.paths][1])
+        if group.matrices is None
+        else group
         for group in PARAMETER_GROUPS
     )
 
@@ -51,8 +59,8 @@ def build(
 
     Args:
         mesh: the devices of the run; NorMuon shares its matrices out among them.
-        changing: in place of `schedules(config)`; what they look up may be an argument of the compiled program, so that one program
-            serves runs of any learning rate and length.
+        changing: in place of `schedules(config)`; what they look up may be an argument of the
+            compiled program, so that one program serves runs of any learning rate and length.
     """
     o, changing = config.optimizer, changing or schedules(config)
     adam = {
@@ -89,7 +97,8 @@ def build(
 
 
 def lines(config: Config) -> list[str]:
-    """What the header says of the optimizer: a line, and for NorMuon and Muon a table of the parameters."""
+    """What the header says of the optimizer: a line, and for NorMuon and Muon a table of the
+    parameters."""
     o = config.optimizer
     adam = f"lr {o.learning_rate:g}, decay {o.weight_decay:g}"
     if o.algorithm == "adamw":
@@ -110,14 +119,24 @@ def lines(config: Config) -> list[str]:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    form = ", decay goes as lr²" if o.algorithm == "normuon" and o.matrix_decay_form == "lr_squared" else ""
+    form = (
+        ", decay goes as lr²"
+        if o.algorithm == "normuon" and o.matrix_decay_form == "lr_squared"
+        else ""
+    )
     how = f", {o.orthogonalization}" if o.algorithm == "normuon" else ", newton_schulz"
-    betas = {"embeddings": (o.embedding_b1, o.embedding_b2), "norms and biases": (o.vector_b1, o.vector_b2)}
+    betas = {
+        "embeddings": (o.embedding_b1, o.embedding_b2),
+        "norms and biases": (o.vector_b1, o.vector_b2),
+    }
     rest = [f"every {o.adam_every} steps, gradients summed"] if o.adam_every > 1 else []
     for name, (b1, b2) in betas.items():
         if (b1, b2) != (None, None):
-            rest.append(f"{name} b1 {o.b1 if b1 is None else b1:g}, b2 {o.b2 if b2 is None else b2:g}")
+            rest.append(
+                f"{name} b1 {o.b1 if b1 is None else b1:g}, b2 {o.b2 if b2 is None else b2:g}"
+            )
     adam = f"; adamw: {'; '.join(rest)}" if rest else ""
     return [f"{o.algorithm}{how}{form}{adam}"] + [
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     ]

@@ -1,7 +1,8 @@
 """Compiled programs kept whole on disk, so that a start neither traces nor lowers them.
 
-JAX's own cache looks a program up by its lowered text, and making that text is most of a warm start: Python traces the model, and Triton
-and Mosaic compile their kernels. Here the key is a hash of all that the text is made from.
+JAX's own cache looks a program up by its lowered text, and making that text is most of a warm
+start: Python traces the model, and Triton and Mosaic compile their kernels. Here the key is a hash
+of all that the text is made from.
 """
 
 import contextlib
@@ -30,12 +31,25 @@ from gptjax.config import ConfigError
 NEWEST = 24
 PACKAGES = ("gptjax", "pallas_kernels")
 # Beginnings of the names of variables that XLA, CUDA's libraries, Triton, Mosaic or JAX read.
-ENVIRONMENT = ("CUBLAS", "CUDA", "CUDNN", "JAX", "LD_LIBRARY_PATH", "LIBTPU", "LLVM", "MLIR", "MOSAIC", "NCCL", "NPROC")
+ENVIRONMENT = (
+    "CUBLAS",
+    "CUDA",
+    "CUDNN",
+    "JAX",
+    "LD_LIBRARY_PATH",
+    "LIBTPU",
+    "LLVM",
+    "MLIR",
+    "MOSAIC",
+    "NCCL",
+    "NPROC",
+)
 ENVIRONMENT += ("NVIDIA", "OMP", "PTXAS", "TF_", "TRITON", "XLA")
 # They choose a folder, and devices that are described by what they are.
 HARMLESS = {"CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR"}
-# A loaded program must find what it calls. Triton's call is registered by `import jax` and Mosaic's is inside the CUDA plugin. But Mosaic
-# compiles its kernels once more where they are loaded, with libraries whose paths this module puts into the environment.
+# A loaded program must find what it calls. Triton's call is registered by `import jax` and Mosaic's
+# is inside the CUDA plugin. But Mosaic compiles its kernels once more where they are loaded, with
+# libraries whose paths this module puts into the environment.
 NEEDED = ("jax.experimental.mosaic.gpu",)
 
 _IMPORTED = time.time()
@@ -70,7 +84,8 @@ def check_private(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process of this user removed it
             if fault := _why_unsafe(path.lstat(), may_be_writable=not others_can_enter):
                 raise ConfigError(
-                    f"{refusal}{path}: {fault}. Delete that file, or choose another --compilation-cache, or None"
+                    f"{refusal}{path}: {fault}. Delete that file, or choose another "
+                    "--compilation-cache, or None"
                 )
 
 
@@ -93,16 +108,18 @@ def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | 
 class Programs:
     """A folder of compiled programs.
 
-    A program is found again only where nothing that it depends on has changed: the files of both packages, of the running script and of
-    each loaded module that is not installed; the versions of all that is; the devices; JAX's configuration; the environment that reaches
-    it; the compiler's options; the arguments' shapes, dtypes and shardings; and `made_from`.
+    A program is found again only where nothing that it depends on has changed: the files of both
+    packages, of the running script and of each loaded module that is not installed; the versions of
+    all that is; the devices; JAX's configuration; the environment that reaches it; the compiler's
+    options; the arguments' shapes, dtypes and shardings; and `made_from`.
 
     Files are Python pickles: whoever can write into the folder can run code in the processes that
     read it. Each file is checked when it is opened; call `check_private` on the folder first.
 
     Args:
         folder: created with mode 700 when the first program is kept.
-        made_from: all values that the functions close over, or that their `jax.jit` options depend on; JSON.
+        made_from: all values that the functions close over, or that their `jax.jit` options depend
+            on; JSON.
     """
 
     def __init__(self, folder: Path, made_from: Any):
@@ -112,7 +129,9 @@ class Programs:
         self._config = sorted(name for name in jax.config.values if "_cache_" not in name)
         self._fixed = {
             "made from": made_from,
-            "sources": {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in self._sources},
+            "sources": {
+                str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in self._sources
+            },
             "installed": _installed(),
             "python": sys.version,
             "processor": _processor(),
@@ -141,7 +160,8 @@ class Programs:
             options: the compiler's.
 
         Raises:
-            NoKey: a source file has changed since this process began, or the function is in none, such as one that was typed in.
+            NoKey: a source file has changed since this process began, or the function is in none,
+                such as one that was typed in.
         """
         self._check_sources()
         code = getattr(inspect.unwrap(function), "__code__", None)
@@ -153,7 +173,8 @@ class Programs:
             "function": [code.co_filename, code.co_firstlineno, code.co_qualname],
             "arguments": [str(tree), *map(_of_argument, leaves)],
             "options": options,
-            # Now and not once: some of it holds inside of a `with` only. But no option that a kernel's module has added since.
+            # Now and not once: some of it holds inside of a `with` only. But no option that a
+            # kernel's module has added since.
             "config": {name: repr(config[name]) for name in self._config},
             "mesh": repr(jax.sharding.get_abstract_mesh()),
         }
@@ -215,7 +236,9 @@ class Programs:
         finally:
             temporary.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another process does the same
-            files = sorted(self.folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+            files = sorted(
+                self.folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True
+            )
             for file in files[NEWEST:]:
                 file.unlink()
 
@@ -225,12 +248,16 @@ def _checksum(key: str, body: bytes) -> bytes:
 
 
 def source_files() -> set[Path]:
-    """Every file of both packages, the running script, and each loaded module that is neither installed nor Python's own."""
+    """Every file of both packages, the running script, and each loaded module that is neither
+    installed nor Python's own."""
     files = set()
     for package in PACKAGES:
         folder = Path(importlib.import_module(package).__file__).parent
         files |= {file for file in folder.rglob("*") if "__pycache__" not in file.parts}
-    elsewhere = (*_folders_of_installed(), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
+    elsewhere = (
+        *_folders_of_installed(),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
+    )
     elsewhere = tuple(str(Path(folder).resolve()) + os.sep for folder in elsewhere)
     for name, module in list(sys.modules.items()):
         # Not `module.__file__`: a module that is loaded on its first use would be.
@@ -267,7 +294,13 @@ def _processor() -> str:
 
 def _of_device(device: jax.Device) -> list:
     details = [getattr(device, name, None) for name in ("compute_capability", "core_count")]
-    return [device.platform, device.device_kind, device.id, device.process_index, *map(str, details)]
+    return [
+        device.platform,
+        device.device_kind,
+        device.id,
+        device.process_index,
+        *map(str, details),
+    ]
 
 
 def _of_argument(leaf: Any) -> list:
@@ -277,14 +310,25 @@ def _of_argument(leaf: Any) -> list:
     devices = [] if sharding is None else sorted(device.id for device in sharding.device_set)
     # A mesh does not show the order of its devices.
     mesh = getattr(sharding, "mesh", None)
-    order = [device.id for device in mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
-    return [list(leaf.shape), str(leaf.dtype), getattr(leaf, "weak_type", False), repr(sharding), devices, order]
+    order = (
+        [device.id for device in mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
+    )
+    return [
+        list(leaf.shape),
+        str(leaf.dtype),
+        getattr(leaf, "weak_type", False),
+        repr(sharding),
+        devices,
+        order,
+    ]
 
 
 def _process_began() -> float:
     """Seconds since the epoch; where the kernel does not tell, until this module was imported."""
     try:
-        after_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        after_boot = int(
+            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        ) / os.sysconf("SC_CLK_TCK")
         boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     except (OSError, AttributeError):  # no Linux
         return _IMPORTED

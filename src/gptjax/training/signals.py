@@ -1,4 +1,5 @@
-"""Signals that ask a run to stop. Imports nothing heavy: train.py installs the first handler before it imports JAX."""
+"""Signals that ask a run to stop. Imports nothing heavy: train.py installs the first handler before
+it imports JAX."""
 
 import contextlib
 import os
@@ -10,7 +11,8 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def end_at_once(number: int, frame: object = None) -> None:
     """Print one sentence and end the process: the handler while there is nothing to save.
 
-    `os._exit`, because Python's own exit would wait for threads that compile, and XLA aborts if they still run then.
+    `os._exit`, because Python's own exit would wait for threads that compile, and XLA aborts if
+    they still run then.
     """
     name = signal.Signals(number).name
     _tell(f"stopped by {name}; nothing new was saved. The same command starts or resumes the run.")
@@ -29,8 +31,8 @@ def install(handler) -> dict[int, object]:
 class StopRequest:
     """Context in which a signal asks the training loop to save and stop.
 
-    The first signal sets `number`. The second prints that the save is under way. The third ends the process without
-    waiting for the save; the checkpoints before it stay complete.
+    The first signal sets `number`. The second prints that the save is under way. The third ends the
+    process without waiting for the save; the checkpoints before it stay complete.
     """
 
     number = 0
@@ -44,9 +46,15 @@ class StopRequest:
         self._count += 1
         self.number = self.number or number
         if self._count == 2:
-            _tell("stopping: the checkpoint is being saved. One more signal ends the process without it.")
+            _tell(
+                "stopping: the checkpoint is being saved. One more signal ends the process without "
+                "it."
+            )
         if self._count >= 3:
-            _tell("ended before the last checkpoint was complete; the same command resumes from the one before.")
+            _tell(
+                "ended before the last checkpoint was complete; the same command resumes from the "
+                "one before."
+            )
             os._exit(128 + number)
 
     def __exit__(self, *exc_info):

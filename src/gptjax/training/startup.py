@@ -4,7 +4,8 @@ import time
 
 
 class StartUp:
-    """Seconds of each part of a start, one after the other: with no gap between them, their sum is the whole.
+    """Seconds of each part of a start, one after the other: with no gap between them, their sum is
+    the whole.
 
     Args:
         began: `time.perf_counter()` when the program began.

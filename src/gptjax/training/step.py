@@ -1,7 +1,8 @@
 """The training state and the pure, jittable training and evaluation steps.
 
-The model is split once into a static graph and a plain dict of arrays; the step maps (state, tokens) to (state, metrics) and
-touches nothing else. Shapes: A micro-batches a step, B sequences a micro-batch over all devices, T time.
+The model is split once into a static graph and a plain dict of arrays; the step maps (state,
+tokens) to (state, metrics) and touches nothing else. Shapes: A micro-batches a step, B sequences a
+micro-batch over all devices, T time.
 """
 
 import dataclasses
@@ -22,24 +23,29 @@ from gptjax.training.outliers import OutlierWindow, observe
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a run is, but for its place in the data. Leaves are arrays, or only their shapes and shardings."""
+    """Everything that a run is, but for its place in the data. Leaves are arrays, or only their
+    shapes and shardings."""
 
     step: PyTree
     """Updates made so far, skipped ones included; an int32 scalar."""
     params: PyTree
     opt_state: PyTree
     rng: PyTree
-    """Key data of the run's random numbers, uint32 of shape (2,); used for sampling, folded with the step."""
+    """Key data of the run's random numbers, uint32 of shape (2,); used for sampling, folded with
+    the step."""
     loss_window: OutlierWindow
     grad_norm_window: OutlierWindow
 
 
 def graph(config: GPT2Config) -> nnx.GraphDef:
-    """The model's static part. `nnx.merge(graph(config), params)` is the model; no array is made."""
+    """The model's static part. `nnx.merge(graph(config), params)` is the model; no array is
+    made."""
     return nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
 
-def init_state(config: GPT2Config, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]) -> TrainState:
+def init_state(
+    config: GPT2Config, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]
+) -> TrainState:
     """The state before the first step; one seed gives one state, in `jax.jit` and outside."""
     params = init_params(config, seed)
     return TrainState(
@@ -75,7 +81,10 @@ def loss_and_grads(
     def add(total, windows_BT1):
         return jax.tree.map(jnp.add, total, value_and_grad(params, windows_BT1)), None
 
-    zero = (jnp.zeros((), jnp.float32), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    zero = (
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+    )
     total, _ = jax.lax.scan(add, zero, windows_ABT1)
     return jax.tree.map(lambda x: x / micro_batches, total)
 
@@ -94,15 +103,18 @@ def make_train_step(
         graphdef: from `graph`.
         tx: the optimizer, its learning rate included.
         learning_rate: the same schedule, for the metrics.
-        skip_loss_z, skip_grad_norm_z: an update whose loss or gradient norm is this many deviations above its last 128
-            values is not applied, nor is one whose loss or gradient norm is not finite; where both are None, none is skipped.
+        skip_loss_z, skip_grad_norm_z: an update whose loss or gradient norm is this many deviations
+            above its last 128 values is not applied, nor is one whose loss or gradient norm is not
+            finite; where both are None, none is skipped.
 
     Returns:
-        A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z, grad_norm_z, skipped
-        (0 or 1).
+        A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z,
+        grad_norm_z, skipped (0 or 1).
     """
 
-    def train_step(state: TrainState, windows_ABT1: Int[Array, "A B T1"]) -> tuple[TrainState, dict]:
+    def train_step(
+        state: TrainState, windows_ABT1: Int[Array, "A B T1"]
+    ) -> tuple[TrainState, dict]:
         loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
@@ -124,7 +136,9 @@ def make_train_step(
                 counter = new.ndim == 0 and jnp.issubdtype(new.dtype, jnp.integer)
                 return new if counter else jnp.where(skipped, old, new)
 
-            params, opt_state = jax.tree.map(keep, (state.params, state.opt_state), (params, opt_state))
+            params, opt_state = jax.tree.map(
+                keep, (state.params, state.opt_state), (params, opt_state)
+            )
 
         metrics = {
             "loss": loss,
@@ -134,7 +148,9 @@ def make_train_step(
             "grad_norm_z": grad_norm_z,
             "skipped": skipped.astype(jnp.int32),
         }
-        state = TrainState(state.step + 1, params, opt_state, state.rng, loss_window, grad_norm_window)
+        state = TrainState(
+            state.step + 1, params, opt_state, state.rng, loss_window, grad_norm_window
+        )
         return state, metrics
 
     return train_step

@@ -1,7 +1,8 @@
 """Hugging Face's GPT-2 folders (config.json and safetensors), both ways.
 
-Their Conv1D keeps its weight as (in, out), like our kernels, so no tensor is transposed. The vocabulary is stored without
-padding; on the way in it is padded with zero rows to a multiple of 128.
+Their Conv1D keeps its weight as (in, out), like our kernels, so no tensor is transposed. The
+vocabulary is stored without padding; on the way in it is padded with zero rows to a multiple of
+128.
 """
 
 import contextlib
@@ -47,7 +48,8 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 # The header of a GPT-2 of 1,000 layers takes 2 MB. JSON takes many times its length in memory.
 MAX_JSON_BYTES = 16 << 20
 
-# What config.json must say for its model to be the one that gptjax computes; a field that is left out has the first value.
+# What config.json must say for its model to be the one that gptjax computes; a field that is left
+# out has the first value.
 _REQUIRED: dict[str, tuple] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -71,11 +73,12 @@ def load_hf(
     Dropout is left out: gptjax trains without it, as it computes without it.
 
     Args:
-        path: a folder with config.json and model.safetensors (or its shards and their index), or one .safetensors file with
-            config.json beside it.
+        path: a folder with config.json and model.safetensors (or its shards and their index), or
+            one .safetensors file with config.json beside it.
         precision: of the model's computation; the parameters are fp32 in each.
         padded_vocab_size: rows of the embedding; the next multiple of 128 when None.
-        **how: other fields of `GPT2Config` that the folder does not decide: attention, loss, loss_chunk, recompute.
+        **how: other fields of `GPT2Config` that the folder does not decide: attention, loss,
+            loss_chunk, recompute.
 
     Raises:
         WeightsError: config.json or the weights are not there; a model that is not GPT-2 as gptjax
@@ -97,9 +100,11 @@ def load_hf(
 
 
 def save_hf(model: GPT2, path: str | os.PathLike) -> None:
-    """Writes a folder that `transformers.GPT2LMHeadModel.from_pretrained(path)` and `load_hf(path)` read.
+    """Writes a folder that `transformers.GPT2LMHeadModel.from_pretrained(path)` and `load_hf(path)`
+    read.
 
-    Weights are fp32, the vocabulary without padding. Each file is replaced when the whole of it is on disk.
+    Weights are fp32, the vocabulary without padding. Each file is replaced when the whole of it is
+    on disk.
 
     Args:
         model: any GPT2, on any number of devices of this process.
@@ -129,7 +134,8 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
 
 
 def _config_json(config: GPT2Config) -> dict[str, Any]:
-    # GPT-2's end of text is its last token; another vocabulary has its own, which the model does not know.
+    # GPT-2's end of text is its last token; another vocabulary has its own, which the model does
+    # not know.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -246,7 +252,8 @@ class _Stored(NamedTuple):
         if found != shape or dtype not in FLOATS:
             raise WeightsError(
                 f"{shown(self.file)}: expected {printable(self.name)} of shape {shape} and a type "
-                f"of {FLOATS}, found {found} {dtype}. Check that config.json belongs to these weights"
+                f"of {FLOATS}, found {found} {dtype}. Check that config.json belongs to these "
+                "weights"
             )
 
     def read(self) -> np.ndarray:

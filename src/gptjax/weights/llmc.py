@@ -1,14 +1,18 @@
 """llm.c's model checkpoints (`.bin`), both ways.
 
-A file is 256 little-endian int32, then every tensor in C order, all fp32 (version 3) or all bf16 (version 5):
+A file is 256 little-endian int32, then every tensor in C order, all fp32 (version 3) or all bf16
+(version 5):
 
-    header  0 magic 20240326 · 1 version · 2 max_seq_len · 3 vocab_size · 4 num_layers · 5 num_heads · 6 channels
+    header  0 magic 20240326 · 1 version · 2 max_seq_len · 3 vocab_size · 4 num_layers · 5 num_heads
+    · 6 channels
             · 7 padded_vocab_size · the rest 0
-    tensors wte (P, C) · wpe (T, C) · ln1w, ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) · attprojw (L, C, C)
-            · attprojb (L, C) · ln2w, ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) · fcprojw (L, C, 4C) · fcprojb (L, C)
-            · lnfw, lnfb (C)
+    tensors wte (P, C) · wpe (T, C) · ln1w, ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) · attprojw
+    (L, C, C)
+            · attprojb (L, C) · ln2w, ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) · fcprojw (L, C,
+            4C) · fcprojb (L, C) · lnfw, lnfb (C)
 
-Matrices are (out, in), the transpose of ours. P padded vocabulary, T block size, C channels, L layers.
+Matrices are (out, in), the transpose of ours. P padded vocabulary, T block size, C channels, L
+layers.
 """
 
 import os
@@ -51,12 +55,14 @@ _OTHER_FILES = {
 
 
 def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **how: Any) -> GPT2:
-    """Reads a checkpoint that llm.c, its train_gpt2.py or `save_llmc` wrote. bf16 tensors become fp32 masters.
+    """Reads a checkpoint that llm.c, its train_gpt2.py or `save_llmc` wrote. bf16 tensors become
+    fp32 masters.
 
     Args:
         path: the `.bin` file.
         precision: of the model's computation; the parameters are fp32 in each.
-        **how: other fields of `GPT2Config` that the file does not decide: attention, loss, loss_chunk, recompute.
+        **how: other fields of `GPT2Config` that the file does not decide: attention, loss,
+            loss_chunk, recompute.
 
     Raises:
         WeightsError: not such a file, or one that is cut short or too long; says where.
@@ -75,12 +81,14 @@ def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **how: An
 
 
 def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> None:
-    """Writes a checkpoint that llm.c reads. `path` is replaced when the whole file is on disk, never left half written.
+    """Writes a checkpoint that llm.c reads. `path` is replaced when the whole file is on disk,
+    never left half written.
 
     Args:
         model: any GPT2; its padded vocabulary is kept (llm.c expects a multiple of 128).
         path: the `.bin` file.
-        dtype: fp32 for llm.c's fp32 build; bf16 for its bf16 build, each number rounded to the nearest.
+        dtype: fp32 for llm.c's fp32 build; bf16 for its bf16 build, each number rounded to the
+            nearest.
 
     Raises:
         ValueError: an unknown dtype.
