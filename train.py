@@ -46,10 +46,12 @@ from gptjax.training.checkpoint import (
 )
 from gptjax.training.compilation import Compiler, compile_to_fit
 from gptjax.training.digests import compile_digests
+from gptjax.training.flops import Throughput, mfu
 from gptjax.training.lock import LockedError, locked
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
-from gptjax.training.metrics import LogError, RunLog, StatusLine, Throughput, mfu
-from gptjax.training.startup import StartUp
+from gptjax.training.run_log import LogError, RunLog
+from gptjax.training.start_up_time import StartUpTime
+from gptjax.training.status_line import StatusLine
 from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
 
 # Updates skipped in a row because of NaN or infinity before the run stops: no batch helps any more.
@@ -72,7 +74,7 @@ def _train(config: Config, console: Console, held: contextlib.ExitStack) -> int:
         console.print(printable(f"{name:<11} {text}"), markup=False)
 
     # -------------------------------------------------------------------------------- devices, data
-    start_up = StartUp(BEGAN)
+    start_up = StartUpTime(BEGAN)
     start_up.mark("imports")
     if config.deterministic:
         devices.make_deterministic()

@@ -8,7 +8,7 @@ import pytest
 
 from gptjax.bench import startup
 from gptjax.bench.__main__ import main
-from gptjax.training.startup import StartUp
+from gptjax.training.start_up_time import StartUpTime
 
 CARD = """
 from gptjax.config import Config
@@ -24,7 +24,7 @@ config = Config(
 def test_the_parts_have_no_gap_between_them(monkeypatch):
     now = iter([12.0, 15.0, 15.5, 16.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    start_up = StartUp(10.0)
+    start_up = StartUpTime(10.0)
     for part in ("imports", "data", "imports", "state"):
         start_up.mark(part)
     assert start_up.seconds == {"imports": 2.5, "data": 3.0, "state": 0.5}

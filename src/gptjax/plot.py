@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from gptjax.terminal import printable
-from gptjax.training.metrics import read_log
+from gptjax.training.run_log import read_log
 
 X = Literal["tokens", "steps"]
 

@@ -25,7 +25,7 @@ from gptjax.bench.kernels import BenchError
 from gptjax.bench.table import Row, print_table
 from gptjax.data.shards import Shard, write_shard
 from gptjax.data.sidecar import ShardInfo, Sidecar
-from gptjax.training.metrics import read_log
+from gptjax.training.run_log import read_log
 
 # Beside src/: it is part of the repository and not of the installed package.
 TRAIN = Path(__file__).parents[3] / "train.py"

@@ -37,8 +37,8 @@ from gptjax.precision import Precision
 from gptjax.training import optimizer
 from gptjax.training.checkpoint import versions
 from gptjax.training.compilation import compiler_options
+from gptjax.training.flops import mfu
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
-from gptjax.training.metrics import mfu
 from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
 
 TURNS = 2

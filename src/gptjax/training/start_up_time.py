@@ -3,7 +3,7 @@
 import time
 
 
-class StartUp:
+class StartUpTime:
     """Seconds of each part of a start, one after the other: with no gap between them, their sum is
     the whole.
 

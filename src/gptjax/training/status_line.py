@@ -1,0 +1,155 @@
+"""The live status line of a run."""
+
+import math
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from gptjax.training.flops import Number
+
+
+class StatusLine:
+    """One line that shows where training stands: redrawn in place on a terminal, printed now and
+    then elsewhere.
+
+    Inside the `with`, print through `console.print` (plain `print` works too): the text goes above
+    the line. On a terminal the least important parts are left out until the line fits. Elsewhere
+    the line is complete.
+
+    Args:
+        total_steps: where training ends.
+        on_gpu: whether a missing MFU means an unknown GPU rather than a CPU.
+        every: steps between lines where the output is not a terminal.
+        console: where to write; standard output by default.
+        clock: seconds, for the time left and for sparing the terminal.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        on_gpu: bool,
+        every: int = 10,
+        console: Console | None = None,
+        clock: Callable[[], Number] = time.monotonic,
+    ):
+        self.console = console or Console()
+        self._total_steps = total_steps
+        self._on_gpu = on_gpu
+        self._every = every
+        self._clock = clock
+        self._live: Live | None = None
+        self._first: tuple[int, Number] | None = None
+        self._drawn_at = -math.inf
+        self._val_loss: Number | None = None
+        self._step = -1
+        self._parts: dict[str, str] = {}
+
+    def __enter__(self) -> "StatusLine":
+        if self.console.is_terminal:
+            # Redrawn by `update`, without a thread that would compete with the training loop for
+            # the interpreter.
+            self._live = Live(Text(""), console=self.console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: Number,
+        lr: Number,
+        ms_per_step: Number | None = None,
+        tokens_per_second: Number | None = None,
+        mfu: Number | None = None,
+        val_loss: Number | None = None,
+    ) -> None:
+        """Shows the state after `step` completed steps.
+
+        Args:
+            loss, val_loss: nats a token; the last `val_loss` given stays on the line.
+            lr: learning rate.
+            ms_per_step, tokens_per_second: None while unknown.
+            mfu: fraction of the peak, None where the peak is unknown.
+        """
+        now = self._clock()
+        self._val_loss = self._val_loss if val_loss is None else val_loss
+        if self._first is None:
+            self._first = step, now
+        self._step = step
+        self._parts = {
+            "step": f"step {step}/{self._total_steps}",
+            "loss": f"loss {loss:.4f}",
+            "val": "",  # `_show` fills it in: `validated` changes it after the step
+            "lr": f"lr {lr:.2e}",
+            "eta": f"ETA {self._eta(step, now)}",
+            "ms": f"{_or_dash(ms_per_step, '.1f')} ms",
+            "speed": f"{_or_dash(tokens_per_second, ',.0f')} tok/s",
+            "mfu": f"MFU {self._mfu(mfu, measured=tokens_per_second is not None)}",
+        }
+        last = step >= self._total_steps
+        if self._live is not None:
+            self._show(due=last or now - self._drawn_at >= 0.1)
+        elif last or step % self._every == 0 or step == self._first[0]:
+            self._show()
+
+    def validated(self, val_loss: Number) -> None:
+        """Show the validation loss after the newest step.
+
+        A terminal's line is redrawn. Elsewhere only the last step's line is printed again, so that
+        the final line is complete.
+        """
+        self._val_loss = val_loss
+        if self._parts and (self._live is not None or self._step >= self._total_steps):
+            self._show()
+
+    def _show(self, due: bool = True) -> None:
+        parts = self._parts | {"val": f"val {_or_dash(self._val_loss, '.4f')}"}
+        if self._live is None:
+            line = " · ".join(parts.values())
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            return
+        line = _fitted(parts, self.console.width)
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=due)
+        self._drawn_at = self._clock() if due else self._drawn_at
+
+    def _eta(self, step: int, now: Number) -> str:
+        """Time left at the pace since the first update: with validation and checkpoints, without
+        the compilation."""
+        first_step, started = self._first
+        if step <= first_step:
+            return "–"
+        seconds = round((self._total_steps - step) * (now - started) / (step - first_step))
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
+
+    def _mfu(self, fraction: Number | None, *, measured: bool) -> str:
+        if fraction is None:
+            return "unknown GPU" if self._on_gpu and measured else "–"
+        return f"{100 * fraction:.1f}%"
+
+
+# Parts of the status line that a narrow terminal loses, the first one first.
+_EXPENDABLE = ("lr", "mfu", "val", "eta", "speed", "ms", "loss")
+
+
+def _fitted(parts: dict[str, str], width: int) -> str:
+    """Join the parts, without as many of the expendable ones as make the line fit."""
+    parts = dict(parts)
+    for name in _EXPENDABLE:
+        if len(" · ".join(parts.values())) <= width:
+            break
+        del parts[name]
+    return " · ".join(parts.values())
+
+
+def _or_dash(value: Number | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)

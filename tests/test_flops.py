@@ -1,0 +1,108 @@
+"""Peak rates, MFU and throughput."""
+
+import math
+
+import pytest
+
+from gptjax import precision
+from gptjax.training.flops import PEAK_FLOPS, Throughput, mfu, peak_flops
+
+
+@pytest.mark.parametrize(
+    "device_kind, name",
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada Generation"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-16GB", "V100 PCIe"),
+        ("Tesla V100S-PCIE-32GB", "V100S PCIe"),
+        ("Tesla T4", "T4"),
+    ],
+)
+def test_each_device_finds_its_own_row(device_kind, name):
+    for column in ("fp32", "tf32", "bf16"):
+        assert peak_flops(device_kind, column) == PEAK_FLOPS[name].get(column)
+
+
+@pytest.mark.parametrize(
+    "device_kind",
+    [
+        "cpu",
+        "",
+        "NVIDIA",
+        "NVIDIA H20",
+        "NVIDIA L2",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA Graphics Device",
+    ],
+)
+def test_an_unknown_variant_has_no_peak(device_kind):
+    assert peak_flops(device_kind, "bf16") is None
+    assert mfu(1e6, 1e9, device_kind, "bf16", 1) is None
+
+
+def test_every_name_finds_its_row_and_the_columns_are_in_order():
+    for name, row in PEAK_FLOPS.items():
+        # each name is its own key: none is swallowed by another
+        assert peak_flops(name, "fp32") == row["fp32"]
+        assert 8e12 <= row["fp32"] <= row.get("tf32", math.inf) <= row.get("bf16", math.inf)
+        # bf16 runs at twice TF32's rate on every chip, up to the datasheet's rounding
+        if "bf16" in row:
+            assert row["bf16"] / row["tf32"] == pytest.approx(2, rel=0.03)
+
+
+def test_every_precision_has_a_peak_and_no_other():
+    for name in precision.NAMES:
+        assert peak_flops("NVIDIA H200", name) is not None
+    assert (
+        peak_flops("NVIDIA H200", "bf16_residual_fp32")
+        == peak_flops("NVIDIA H200", "bf16")
+        == 989.4e12
+    )
+    assert peak_flops("Tesla V100-SXM2-16GB", "tf32") is None
+    with pytest.raises(ValueError, match="unknown precision 'fp16'; choose one of"):
+        peak_flops("NVIDIA H200", "fp16")
+
+
+def test_mfu_is_the_fraction_of_all_devices():
+    # 300,000 tokens/s at 800 MFLOP each are 240 TFLOP/s.
+    assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "bf16", 1) == pytest.approx(240 / 312)
+    assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "tf32", 8) == pytest.approx(240 / 156 / 8)
+
+
+# --------------------------------------------------------------------------------------- throughput
+
+
+def test_throughput_leaves_out_the_first_step_and_pauses():
+    speed = Throughput(window=3)
+    assert speed.step(100.0) is None  # ends the first step, which compiled
+    assert speed.step(100.2) == pytest.approx(200)
+    speed.pause()
+    assert speed.step(150.0) == pytest.approx(200)  # the validation and the step after it
+    assert speed.step(150.4) == pytest.approx(300)
+    speed.step(150.8)
+    assert speed.step(151.2) == pytest.approx(400)  # the 200 ms have left the window

@@ -1,0 +1,245 @@
+"""The run's log: lines, resume, TensorBoard events, damaged files."""
+
+import errno
+import inspect
+import io
+import json
+import math
+import os
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gptjax.training.run_log import LogError, RunLog, read_log
+
+
+def board_events(folder):
+    """Every event of a folder's TensorBoard files, in order: framed as length, its checksum, the
+    bytes, their checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    events = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            events.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += 12 + length + 4
+    return events
+
+
+def board_scalars(folder):
+    return [
+        (v.tag, e.step, v.simple_value)
+        for e in board_events(folder)
+        for v in e.summary.value
+        if "text" not in v.tag
+    ]
+
+
+def write_steps(log, steps):
+    for step in steps:
+        log.write("train", step, 10 * step, loss=float(step))
+        if step % 2 == 0:
+            log.write("val", step, 10 * step, loss=float(step))
+            log.write("sample", step, 10 * step, text=f"at {step}")
+            log.write("event", step, 10 * step, what="checkpoint")
+
+
+def test_a_line_holds_what_was_given(tmp_path):
+    with RunLog(tmp_path / "new" / "run") as log:
+        log.write(
+            "train",
+            3,
+            3072,
+            loss=jnp.float32(2.5),
+            lr=np.float64(1e-3),
+            norm=jnp.bfloat16(1.5),
+            ok=True,
+            note=None,
+        )
+        log.write("sample", 4, 4096, text="Grüße\n\u2028\N{DUCK}")
+        # On the disk already, while the log is open.
+        assert len(log.path.read_text().splitlines()) == 2
+    assert read_log(log.path) == [
+        {
+            "kind": "train",
+            "step": 3,
+            "tokens": 3072,
+            "loss": 2.5,
+            "lr": 1e-3,
+            "norm": 1.5,
+            "ok": True,
+            "note": None,
+        },
+        {"kind": "sample", "step": 4, "tokens": 4096, "text": "Grüße\n\u2028\N{DUCK}"},
+    ]
+    assert ("train/loss", 3, 2.5) in board_scalars(log.path.parent)
+
+
+def test_nan_and_infinity_are_null_and_the_file_is_json(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write("train", 1, 1, loss=math.nan, norm=jnp.float32(jnp.inf), low=-math.inf, fine=1.0)
+    (line,) = log.path.read_text().splitlines()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    row = json.loads(line, parse_constant=refuse)
+    assert row["loss"] is row["norm"] is row["low"] is None and row["fine"] == 1.0
+    assert any(
+        tag == "train/loss" and math.isnan(value) for tag, _, value in board_scalars(tmp_path)
+    )
+
+
+def test_a_wrong_kind_or_an_array_is_refused(tmp_path):
+    with RunLog(tmp_path) as log:
+        with pytest.raises(ValueError, match="unknown kind 'valid'; choose one of"):
+            # outside pytest no annotation is checked
+            inspect.unwrap(RunLog.write)(log, "valid", 1, 1, loss=1.0)
+        with pytest.raises(ValueError):
+            log.write("train", 1, 1, loss=jnp.ones(3))
+    assert log.path.read_text() == ""
+
+
+def test_resume_makes_one_curve_of_two_runs(tmp_path):
+    with RunLog(tmp_path) as log:
+        write_steps(log, range(1, 8))
+    with RunLog(tmp_path, resume_step=4) as log:
+        write_steps(log, range(5, 9))
+    rows = read_log(log.path)
+    steps = {
+        kind: [row["step"] for row in rows if row["kind"] == kind]
+        for kind in ("train", "val", "sample", "event")
+    }
+    assert steps == {
+        "train": list(range(1, 9)),
+        "val": [2, 4, 6, 8],
+        "sample": [2, 4, 6, 8],
+        "event": [2, 4, 6, 6, 8],  # what happened, happened
+    }
+    assert not list(tmp_path.glob("*.tmp"))
+    # TensorBoard hides steps ≥ the START event's of every file before it.
+    starts = [event.step for event in board_events(tmp_path) if event.HasField("session_log")]
+    assert starts == [5]
+    assert [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"] == [
+        *range(1, 8),
+        *range(5, 9),
+    ]
+
+
+class FullDisk:
+    """A file on a disk that takes `room` more bytes."""
+
+    def __init__(self, file, room: int):
+        self._file, self._room = file, room
+
+    def write(self, data):
+        taken = data[: self._room]
+        if data and not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._room -= len(taken)
+        return self._file.write(taken)
+
+    def flush(self):
+        self.write(b"x")
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 30])
+def test_a_full_disk_is_an_error_and_leaves_no_torn_line(tmp_path, room):
+    with RunLog(tmp_path) as log:
+        log.write("train", 1, 10, loss=1.0)
+        real, log._file = log._file, FullDisk(log._file, room)
+        with pytest.raises(OSError, match="No space left"):
+            log.write("train", 2, 20, loss=1.0)
+        log._file = real
+        log.write("train", 2, 20, loss=2.0)
+    assert [row["loss"] for row in read_log(log.path)] == [1.0, 2.0]
+
+
+def test_tensorboard_is_turned_off_with_a_note_at_its_first_error(tmp_path):
+    notes = []
+    with RunLog(tmp_path, note=notes.append) as log:
+        record_writer = log._events._writer._py_recordio_writer
+        real, record_writer._writer = record_writer._writer, FullDisk(io.BytesIO(), 40)
+        for step in range(1, 30):  # more than the ten events that tensorboardX's own queue holds
+            log.write("train", step, step, loss=1.0, lr=0.1)
+        real.close()
+    assert notes == [
+        "TensorBoard's events are no longer written: No space left on device; log.jsonl goes on"
+    ]
+    assert len(read_log(log.path)) == 29
+
+
+def test_starting_over_keeps_only_events(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write("val", 0, 0, loss=11.0)
+        log.write("event", 0, 0, what="started")
+    RunLog(tmp_path, resume_step=-1).close()
+    assert [row["kind"] for row in read_log(log.path)] == ["event"]
+    assert [event.step for event in board_events(tmp_path) if event.HasField("session_log")] == [0]
+
+
+def test_a_new_run_does_not_touch_an_old_log(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write("train", 1, 1, loss=1.0)
+    with pytest.raises(
+        FileExistsError, match="earlier run; resume that run, or choose another folder"
+    ):
+        RunLog(tmp_path)
+    assert len(read_log(log.path)) == 1
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        '{"kind": "train", "st',
+        '{"kind": "train"}',
+        "\0\0\0\0",
+        '{"kind": "train", "step": 3, "tokens',
+    ],
+)
+def test_a_torn_last_line_is_left_out_and_dropped_on_resume(tmp_path, tail):
+    with RunLog(tmp_path) as log:
+        write_steps(log, [1, 3])
+    log.path.write_text(log.path.read_text() + tail)
+    assert [row["step"] for row in read_log(log.path)] == [1, 3]
+    with RunLog(tmp_path, resume_step=3) as log:
+        write_steps(log, [5])
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 3, 5]
+
+
+def test_a_whole_last_line_without_its_newline_counts(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 2, "loss": 3}')
+    with RunLog(tmp_path, resume_step=1) as log:
+        write_steps(log, [3])
+    assert [row["step"] for row in read_log(log.path)] == [1, 3]
+
+
+@pytest.mark.parametrize("bad", ["nonsense", "", "[1, 2]", '{"kind": "train", "step": 2}'])
+def test_a_malformed_middle_line_is_named(tmp_path, bad):
+    path = tmp_path / "log.jsonl"
+    good = '{"kind": "train", "step": 1, "tokens": 2}'
+    path.write_text(f"{good}\n{bad}\n{good}\n")
+    with pytest.raises(
+        ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*mend or delete"
+    ):
+        read_log(path)
+    with pytest.raises(LogError, match="line 2"):
+        RunLog(tmp_path, resume_step=2)
+    assert path.read_text().splitlines()[1] == bad  # left as it was, for the user to mend
+    # What a power cut left after the steps that count: they come again.
+    RunLog(tmp_path, resume_step=1).close()
+    assert path.read_text() == good + "\n"
+
+
+def test_a_missing_or_empty_log(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_log(tmp_path / "log.jsonl")
+    (tmp_path / "log.jsonl").write_text("")
+    assert read_log(tmp_path / "log.jsonl") == []
