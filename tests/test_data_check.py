@@ -9,7 +9,7 @@ import pytest
 import gptjax
 from gptjax import data
 from gptjax.data import Options, check_dataset, corpora, prepare_corpus, write_shard
-from gptjax.data import sidecar as sidecar_module
+from gptjax.data import manifest as manifest_module
 from gptjax.data.__main__ import main
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
@@ -18,9 +18,9 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
 @pytest.fixture
 def small_samples(monkeypatch):
     """Samples of the first and last 8 bytes: as in a large shard, most of a file is not in it."""
-    monkeypatch.setattr(sidecar_module, "_SAMPLE_WHOLE", 0)
-    monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCKS", 2)
-    monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCK_BYTES", 8)
+    monkeypatch.setattr(manifest_module, "_SAMPLE_WHOLE", 0)
+    monkeypatch.setattr(manifest_module, "_SAMPLE_BLOCKS", 2)
+    monkeypatch.setattr(manifest_module, "_SAMPLE_BLOCK_BYTES", 8)
 
 
 @pytest.fixture

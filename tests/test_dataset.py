@@ -18,13 +18,13 @@ from gptjax.data import (
     write_shard,
 )
 from gptjax.data import dataset as module
-from gptjax.data import sidecar as sidecar_module
+from gptjax.data import manifest as manifest_module
 
 KINDS = {"byte": {"vocab_size": 257, "eot": 256}, "gpt2": {"vocab_size": 50257, "eot": 50256}}
 
 
 def make_folder(
-    folder, *, tokenizer="byte", train=(100, 60), val=(50,), sidecar=True, version=2, **extra
+    folder, *, tokenizer="byte", train=(100, 60), val=(50,), manifest=True, version=2, **extra
 ):
     """A dataset folder with the given shard sizes, by hand."""
     folder.mkdir(parents=True)
@@ -44,7 +44,7 @@ def make_folder(
         "source": "test",
         "shards": shards,
     }
-    if sidecar:
+    if manifest:
         (folder / "dataset.json").write_text(json.dumps(said | extra))
     return folder
 
@@ -238,7 +238,7 @@ def test_a_listed_shard_that_is_gone_is_said(tmp_path):
 )
 def test_a_dataset_json_that_cannot_be_understood_is_said(tmp_path, monkeypatch, content, says):
     if content.isspace():
-        monkeypatch.setattr(sidecar_module, "_MAX_BYTES", 2000)
+        monkeypatch.setattr(manifest_module, "_MAX_BYTES", 2000)
     folder = make_folder(tmp_path / "mine")
     (folder / "dataset.json").write_bytes(content)
     says = f"dataset.json: expected a description of shards, format 1 or 2, found {says}.*; restore"
@@ -356,7 +356,7 @@ def test_a_folder_that_cannot_be_read_is_said(tmp_path, monkeypatch):
 
 
 def test_control_characters_of_a_folder_do_not_reach_the_note(tmp_path):
-    folder = make_folder(tmp_path / "red\x1b[31m", sidecar=False)
+    folder = make_folder(tmp_path / "red\x1b[31m", manifest=False)
     assert "red\ufffd[31m has no dataset.json" in find_dataset(str(folder), tmp_path, "auto").note
 
 
@@ -376,10 +376,10 @@ def test_the_fingerprint_survives_json_and_tells_datasets_apart(tmp_path):
     assert prints[0] == prints[1] and prints[0] != prints[2] and prints[0] != prints[3]
 
 
-@pytest.mark.parametrize("sidecar", [True, False])
-def test_changed_tokens_under_the_same_names_and_counts_are_other_data(tmp_path, sidecar):
+@pytest.mark.parametrize("manifest", [True, False])
+def test_changed_tokens_under_the_same_names_and_counts_are_other_data(tmp_path, manifest):
     """Without dataset.json, the checkpoint's digest is all that tells them apart."""
-    folder = make_folder(tmp_path / "mine", sidecar=sidecar)
+    folder = make_folder(tmp_path / "mine", manifest=manifest)
     dataset = find_dataset("mine", tmp_path, "auto")
     saved = json.loads(json.dumps(dataset.fingerprint()))
     assert (
@@ -467,7 +467,10 @@ def test_validate_refuses_a_shard_that_is_not_the_listed_one(tmp_path):
     first, second = (folder / f"some_train_00000{number}.bin" for number in (1, 2))
     whole = first.read_bytes()
     first.write_bytes(whole[:1100] + bytes([whole[1100] ^ 1]) + whole[1101:])
-    says = r"some_train_000001.bin: at byte 8: expected content of digest .*, as dataset.json lists, found .*; "
+    says = (
+        r"some_train_000001.bin: at byte 8: expected content of digest .*, "
+        r"as dataset.json lists, found .*; "
+    )
     with pytest.raises(ShardError, match=says + ".*python -m gptjax.data check"):
         dataset.validate(257, 4)
     first.write_bytes(whole)
@@ -482,13 +485,13 @@ def test_validate_refuses_a_shard_that_is_not_the_listed_one(tmp_path):
 def test_a_sample_reads_the_same_blocks_of_a_large_shard_the_first_and_last_bytes_among_them(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sidecar_module, "_SAMPLE_WHOLE", 4000)
-    monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCKS", 3)
-    monkeypatch.setattr(sidecar_module, "_SAMPLE_BLOCK_BYTES", 100)
+    monkeypatch.setattr(manifest_module, "_SAMPLE_WHOLE", 4000)
+    monkeypatch.setattr(manifest_module, "_SAMPLE_BLOCKS", 3)
+    monkeypatch.setattr(manifest_module, "_SAMPLE_BLOCK_BYTES", 100)
     write_shard(tmp_path / "a.bin", np.arange(4000, dtype=np.uint16))
     content = (tmp_path / "a.bin").read_bytes()  # 9024 bytes
     expected = hashlib.sha256(content[:100] + content[4462:4562] + content[-100:]).hexdigest()
-    assert sidecar_module.sample(module.Shard(tmp_path / "a.bin")) == expected
+    assert manifest_module.sample(module.Shard(tmp_path / "a.bin")) == expected
 
 
 def test_an_older_dataset_json_without_digests_is_read_and_that_is_said(tmp_path):
@@ -510,7 +513,7 @@ def test_shards_that_dataset_json_does_not_list_are_said(tmp_path):
 
 @pytest.mark.parametrize("file", ["some_train_000002.bin", "some_val_000000.bin"])
 def test_validate_refuses_a_shard_too_short_for_a_window(tmp_path, file):
-    folder = make_folder(tmp_path / "mine", sidecar=False)
+    folder = make_folder(tmp_path / "mine", manifest=False)
     write_shard(folder / file, np.zeros(40, dtype=np.uint16))
     dataset = find_dataset("mine", tmp_path, "auto")
     dataset.validate(257, 39)
@@ -528,18 +531,21 @@ def test_validate_refuses_a_bad_header(tmp_path):
         find_dataset("mine", tmp_path, "auto").validate(257, 4)
 
 
-@pytest.mark.parametrize("sidecar", [True, False])
-def test_validate_names_the_first_id_outside_the_vocabulary(tmp_path, sidecar, monkeypatch):
+@pytest.mark.parametrize("manifest", [True, False])
+def test_validate_names_the_first_id_outside_the_vocabulary(tmp_path, manifest, monkeypatch):
     monkeypatch.setattr("gptjax.data.shards._CHUNK_TOKENS", 16)
-    make_folder(tmp_path / "mine", tokenizer="gpt2", sidecar=sidecar)
+    make_folder(tmp_path / "mine", tokenizer="gpt2", manifest=manifest)
     dataset = find_dataset("mine", tmp_path, "auto")
     dataset.validate(100, 4)
-    says = r"some_train_000001.bin: at byte 1204: expected ids below .* 90, found id 90 \(token 90\); .*vocab_size"
+    says = (
+        r"some_train_000001.bin: at byte 1204: expected ids below .* 90, "
+        r"found id 90 \(token 90\); .*vocab_size"
+    )
     with pytest.raises(ShardError, match=says):
         dataset.validate(90, 4)
 
 
-def test_validate_reads_only_what_the_sidecar_does_not_vouch_for(tmp_path, monkeypatch):
+def test_validate_reads_only_what_the_manifest_does_not_vouch_for(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "mine")
     dataset = find_dataset("mine", tmp_path, "auto")
     scanned = []
@@ -551,7 +557,7 @@ def test_validate_reads_only_what_the_sidecar_does_not_vouch_for(tmp_path, monke
     )
     dataset.validate(257, 4)
     assert scanned == []
-    # the sidecar does not list it
+    # the manifest does not list it
     write_shard(folder / "some_train_000003.bin", np.full(61, 300, dtype=np.uint16))
     with pytest.raises(ShardError, match="some_train_000003.bin: at byte 1024: .* found id 300"):
         find_dataset("mine", tmp_path, "auto").validate(257, 4)

@@ -29,9 +29,9 @@ from gptjax.data import (
 )
 from gptjax.data import prepare as module
 from gptjax.data.__main__ import main
-from gptjax.data.folders import locked, staged
+from gptjax.data.atomic import locked, staged
+from gptjax.data.manifest import Manifest
 from gptjax.data.prepare import choose_validation
-from gptjax.data.sidecar import Sidecar
 
 EOT = 256  # of the byte tokenizer
 
@@ -86,7 +86,7 @@ def test_every_document_comes_back_once_in_order_with_an_eot_before_it(texts, tm
     ]
 
 
-def test_the_sidecar_says_what_the_shards_are(texts, tmp_path):
+def test_the_manifest_says_what_the_shards_are(texts, tmp_path):
     made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=10_000)
     said = json.loads((made / "dataset.json").read_text())
     shards = said.pop("shards")
@@ -435,7 +435,7 @@ def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
         prepared_by_the_first = data / "mine"
         assert not prepared_by_the_first.exists()
         with staged(prepared_by_the_first) as partial:
-            Sidecar("byte", 257, 256, f"text: {texts[0]}", None, {}).write(partial)
+            Manifest("byte", 257, 256, f"text: {texts[0]}", None, {}).write(partial)
     said, _ = second.communicate(timeout=30)
     assert second.returncode == 0 and b"already prepared" in said
 

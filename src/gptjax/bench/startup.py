@@ -23,8 +23,8 @@ import numpy as np
 from gptjax import config as configuration
 from gptjax.bench.kernels import BenchError
 from gptjax.bench.table import Row, print_table
+from gptjax.data.manifest import Manifest, ShardInfo
 from gptjax.data.shards import Shard, write_shard
-from gptjax.data.sidecar import ShardInfo, Sidecar
 from gptjax.training.run_log import read_log
 
 # Beside src/: it is part of the repository and not of the installed package.
@@ -112,7 +112,7 @@ def _write_random_tokens(folder: Path, vocab_size: int) -> None:
         tokens = rng.integers(0, min(256, vocab_size), count, dtype=np.uint16)
         write_shard(folder / name, tokens)
         shards[name] = ShardInfo.of(Shard(folder / name))
-    Sidecar("byte", 257, 256, "random", None, shards).write(folder)
+    Manifest("byte", 257, 256, "random", None, shards).write(folder)
 
 
 def _start(name: str, arguments: list[str], folder: Path) -> dict:

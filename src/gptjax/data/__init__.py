@@ -4,16 +4,16 @@ resumable loader.
 Stands on its own: numpy, and grain once a `Loader` is made.
 """
 
+from gptjax.data.atomic import PrepareError
 from gptjax.data.check import check_dataset
 from gptjax.data.corpora import CorpusError
 from gptjax.data.dataset import Dataset, few_tokens_note, find_dataset
 from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
-from gptjax.data.folders import PrepareError
 from gptjax.data.loader import Loader, fixed_batches
+from gptjax.data.manifest import DatasetError
 from gptjax.data.prepare import Options, prepare_corpus, prepare_stdlib
 from gptjax.data.shards import ShardError, open_shard, write_shard
-from gptjax.data.sidecar import DatasetError
 from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
 
 __all__ = [

@@ -10,12 +10,12 @@ from typing import Annotated
 import tyro
 
 from gptjax.data import corpora
+from gptjax.data.atomic import PrepareError
 from gptjax.data.check import check_dataset
 from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
-from gptjax.data.folders import PrepareError
+from gptjax.data.manifest import DatasetError
 from gptjax.data.prepare import Options, prepare_corpus
-from gptjax.data.sidecar import DatasetError
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.terminal import printable
 

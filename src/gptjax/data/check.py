@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptjax.data.dataset import check_listed, open_folder, scan_ids
+from gptjax.data.manifest import MANIFEST, DatasetError, ShardInfo
 from gptjax.data.shards import Shard, ShardError, shard_error
-from gptjax.data.sidecar import SIDECAR, DatasetError, ShardInfo
 from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.terminal import printable
 
@@ -54,14 +54,14 @@ def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
             raise shard_error(
                 path,
                 0,
-                expected=f"a file of SHA-256 {listed.sha256}, as {SIDECAR} lists",
+                expected=f"a file of SHA-256 {listed.sha256}, as {MANIFEST} lists",
                 found=info.sha256,
                 do="the shard was changed or damaged: restore it, or prepare the dataset again",
             )
     if info.max_token >= vocab_size:
         scan_ids(shard, vocab_size)
     known = listed is not None and listed.sha256 is not None
-    verdict = f"as {SIDECAR} lists" if known else "no digest to compare with"
+    verdict = f"as {MANIFEST} lists" if known else "no digest to compare with"
     return (
         f"{shard.size:,} tokens, ids up to {info.max_token}, SHA-256 {info.sha256:.12}…, {verdict}"
     )

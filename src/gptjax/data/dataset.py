@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from gptjax.data.atomic import is_partial
 from gptjax.data.fineweb import ALL_SHARDS
-from gptjax.data.folders import is_partial
+from gptjax.data.manifest import MANIFEST, DatasetError, Manifest, ShardInfo, read_manifest, sample
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, shard_error, token_offset
-from gptjax.data.sidecar import SIDECAR, DatasetError, ShardInfo, Sidecar, read_sidecar, sample
 from gptjax.data.tokenizers import TOKENIZERS, choose_tokenizer
 from gptjax.terminal import printable
 
@@ -115,7 +115,7 @@ class Dataset:
                 name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]
             }
             before = {name: saved["sha256"][name] for name in both}
-            differ += _entries_that_differ("digests", before, both, f"SHA-256 in {SIDECAR}")
+            differ += _entries_that_differ("digests", before, both, f"SHA-256 in {MANIFEST}")
         first = dict(reversed(differ))  # a shard of another count has another digest, too
         lines = [
             printable(f"{name}: {first[name]}")
@@ -176,9 +176,11 @@ def _check(
         raise shard_error(
             path,
             8,
-            expected=f"at least {sequence_length + 1} tokens (one window of sequence length {sequence_length})",
+            expected=f"at least {sequence_length + 1} tokens "
+            f"(one window of sequence length {sequence_length})",
             found=f"{shard.size}",
-            do="train with a shorter sequence, or prepare more text or longer shards (--shard-tokens)",
+            do="train with a shorter sequence, or prepare more text "
+            "or longer shards (--shard-tokens)",
         )
     if info is None or info.max_token >= vocab_size:
         scan_ids(shard, vocab_size)
@@ -196,7 +198,7 @@ def check_listed(shard: Shard, info: ShardInfo, sampled: str) -> None:
     raise shard_error(
         shard.path,
         8,
-        expected=f"{expected}, as {SIDECAR} lists",
+        expected=f"{expected}, as {MANIFEST} lists",
         found=found,
         do="the shard was changed or damaged: restore it, or prepare the dataset again; "
         f"`python -m gptjax.data check {shard.path.parent}` reads all shards completely",
@@ -220,7 +222,8 @@ def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> No
         token_offset(begin + bad),
         expected=f"ids below the model's vocabulary of {vocab_size}",
         found=f"id {tokens[bad]} (token {begin + bad})",
-        do="the shard was made with another tokenizer or is damaged: set the model's vocab_size to the tokenizer's, "
+        do="the shard was made with another tokenizer or is damaged: "
+        "set the model's vocab_size to the tokenizer's, "
         "or make the shard again with `python -m gptjax.data`",
     )
 
@@ -260,7 +263,7 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
             f"unknown tokenizer {tokenizer!r}; choose one of auto, {', '.join(TOKENIZERS)}"
         )
     if dataset == "auto":
-        has_fineweb = (data_dir / _FINEWEB / SIDECAR).exists() and tokenizer != "byte"
+        has_fineweb = (data_dir / _FINEWEB / MANIFEST).exists() and tokenizer != "byte"
         dataset = _FINEWEB if has_fineweb else "stdlib"
 
     note = None
@@ -272,7 +275,7 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
         # says so every time.
         chosen, note = choose_tokenizer(tokenizer)
         folder = data_dir / f"stdlib_{chosen.name}"
-        if not (folder / SIDECAR).exists():
+        if not (folder / MANIFEST).exists():
             prepare_stdlib(data_dir, chosen.name)
     if folder is None:
         raise DatasetError(_not_prepared(dataset, data_dir, tokenizer))
@@ -316,15 +319,15 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
             f"{folder}: expected token shards *_train_*.bin and *_val_*.bin, found no {missing}; "
             "make a dataset with `python -m gptjax.data` (--help lists the kinds)"
         )
-    sidecar = read_sidecar(folder)
-    lost = sorted(set(sidecar.shards if sidecar else ()) - {path.name for path in (*train, *val)})
+    manifest = read_manifest(folder)
+    lost = sorted(set(manifest.shards if manifest else ()) - {path.name for path in (*train, *val)})
     if lost:
         raise DatasetError(
-            f"{folder}: expected the {len(sidecar.shards)} shards that {SIDECAR} lists, "
+            f"{folder}: expected the {len(manifest.shards)} shards that {MANIFEST} lists, "
             f"found {', '.join(lost[:5])} missing; "
             "remove the folder and prepare it again with `python -m gptjax.data`"
         )
-    made_with = sidecar.tokenizer if sidecar else "gpt2"
+    made_with = manifest.tokenizer if manifest else "gpt2"
     if tokenizer not in ("auto", made_with):
         raise DatasetError(
             f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}; "
@@ -333,26 +336,32 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
         )
     notes = [
         *([note] if note else []),
-        *_notes(folder, sidecar, [path.name for path in (*train, *val)]),
+        *_notes(folder, manifest, [path.name for path in (*train, *val)]),
     ]
-    listed = sidecar.shards if sidecar else {}
+    listed = manifest.shards if manifest else {}
     return Dataset(
         folder.name, folder, train, val, made_with, printable("\n".join(notes)) or None, listed
     )
 
 
-def _notes(folder: Path, sidecar: Sidecar | None, names: list[str]) -> Iterator[str]:
-    if sidecar is None:
-        yield f"{folder} has no {SIDECAR}: its shards are taken to be GPT-2 BPE, as llm.c's and modded-nanogpt's are"
-        return
-    if any(info.sha256 is None for info in sidecar.shards.values()):
+def _notes(folder: Path, manifest: Manifest | None, names: list[str]) -> Iterator[str]:
+    if manifest is None:
         yield (
-            f"{folder / SIDECAR} is of an older format without digests: a shard that was damaged "
+            f"{folder} has no {MANIFEST}: its shards are taken to be GPT-2 BPE, "
+            "as llm.c's and modded-nanogpt's are"
+        )
+        return
+    if any(info.sha256 is None for info in manifest.shards.values()):
+        yield (
+            f"{folder / MANIFEST} is of an older format without digests: a shard that was damaged "
             "before this run is "
             "not noticed; prepare the dataset again with --overwrite to list them"
         )
-    if extra := [name for name in names if name not in sidecar.shards]:
-        yield f"{folder} has {len(extra)} shards that {SIDECAR} does not list ({extra[0]}): they are used as they are"
+    if extra := [name for name in names if name not in manifest.shards]:
+        yield (
+            f"{folder} has {len(extra)} shards that {MANIFEST} does not list ({extra[0]}): "
+            "they are used as they are"
+        )
 
 
 def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data")) -> str | None:
@@ -376,7 +385,7 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data
 
 
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
-    prepared = sorted(path.parent.name for path in data_dir.glob(f"[!.]*/{SIDECAR}"))
+    prepared = sorted(path.parent.name for path in data_dir.glob(f"[!.]*/{MANIFEST}"))
     kind, _, suffix = dataset.rpartition("_")
     if suffix in TOKENIZERS:
         chosen = suffix
@@ -387,7 +396,10 @@ def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
     elif kind in ("stdlib", "tinyshakespeare"):
         command = f"{kind} --tokenizer {chosen} --data-dir {data_dir}"
     else:
-        command = f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer} --data-dir {data_dir}"
+        command = (
+            f"text PATH... --name {Path(dataset).name} "
+            f"--tokenizer {tokenizer} --data-dir {data_dir}"
+        )
     return (
         f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or "
         f"{dataset}, "

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from gptjax.data.folders import PrepareError, commit, dataset_folder, locked, partial_folder
+from gptjax.data.atomic import PrepareError, commit, dataset_folder, locked, partial_folder
+from gptjax.data.manifest import Manifest, ShardInfo, read_manifest, sample
 from gptjax.data.shards import Shard, ShardError
-from gptjax.data.sidecar import ShardInfo, Sidecar, read_sidecar, sample
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 ALL_SHARDS = 103
@@ -49,7 +49,7 @@ def prepare_fineweb(
         *(f"fineweb_train_{number:06d}.bin" for number in range(1, shards + 1)),
     ]
     with locked(final, log):
-        before = read_sidecar(final)
+        before = read_manifest(final)
         known = before.shards if before else {}
         partial = partial_folder(final)
         fetched = 0
@@ -69,18 +69,18 @@ def prepare_fineweb(
             known = known | {file: info}
 
         source = f"{REPOSITORY} on the Hugging Face Hub"
-        sidecar = Sidecar("gpt2", _GPT2_VOCABULARY, _GPT2_EOT, source, None, known)
+        manifest = Manifest("gpt2", _GPT2_VOCABULARY, _GPT2_EOT, source, None, known)
         if partial.exists():
             # huggingface_hub's notes on its downloads
             shutil.rmtree(partial / ".cache", ignore_errors=True)
         if not final.exists():
-            sidecar.write(partial)
+            manifest.write(partial)
             commit(partial, final)
         else:
             # Each file is whole and joins a dataset that is complete without it.
             for file in sorted(partial.glob("*.bin")) if partial.exists() else []:
                 os.replace(file, final / file.name)
-            sidecar.write(final)
+            manifest.write(final)
             shutil.rmtree(partial, ignore_errors=True)
     log(
         f"{final}: {len(wanted) - 1} training shards and 1 validation shard, {fetched} of them "

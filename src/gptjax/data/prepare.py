@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from gptjax.data import corpora
+from gptjax.data.atomic import PrepareError, dataset_folder, locked, staged
 from gptjax.data.corpora import Corpus
-from gptjax.data.folders import PrepareError, dataset_folder, locked, staged
+from gptjax.data.manifest import MANIFEST, Manifest, ShardInfo, read_manifest
 from gptjax.data.shards import MAX_TOKENS, Shard, write_shard
-from gptjax.data.sidecar import SIDECAR, ShardInfo, Sidecar, read_sidecar
 from gptjax.data.tokenizers import Tokenizer, choose_tokenizer
 from gptjax.terminal import printable
 
@@ -135,7 +135,7 @@ def prepare_corpus(
             )
             train, val = _write_shards(partial, final.name, hashed, tokenizer, options, log)
             kind = tokenizer.name, tokenizer.vocab_size, tokenizer.eot
-            Sidecar(*kind, corpus.source, digest.hexdigest(), train | val).write(partial)
+            Manifest(*kind, corpus.source, digest.hexdigest(), train | val).write(partial)
     log(
         printable(
             f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_sum_up(train)} for training, "
@@ -160,23 +160,25 @@ def _already_prepared(
     Raises:
         PrepareError: the folder holds something else, or was made before the text changed.
     """
-    sidecar = read_sidecar(final)
-    if sidecar is None:
+    manifest = read_manifest(final)
+    if manifest is None:
         raise PrepareError(
-            f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name"
+            f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another --name"
         )
     if overwrite:
         return None
-    if (sidecar.source, sidecar.tokenizer) != (corpus.source, tokenizer.name):
+    if (manifest.source, manifest.tokenizer) != (corpus.source, tokenizer.name):
         raise PrepareError(
             f"{final} holds something else: expected {corpus.source!r} with tokenizer "
-            f"{tokenizer.name}, "
-            f"found {sidecar.source!r} with {sidecar.tokenizer}; choose another --name, or replace "
-            "it with --overwrite"
+            f"{tokenizer.name}, found {manifest.source!r} with {manifest.tokenizer}; choose another "
+            "--name, or replace it with --overwrite"
         )
-    if sidecar.source_digest is None:
-        return f"{final} is already prepared, but {SIDECAR} has no digest of its text; --overwrite makes it again"
-    if sidecar.source_digest != (corpus.digest or corpora.digest(corpus.documents())):
+    if manifest.source_digest is None:
+        return (
+            f"{final} is already prepared, but {MANIFEST} has no digest of its text; "
+            "--overwrite makes it again"
+        )
+    if manifest.source_digest != (corpus.digest or corpora.digest(corpus.documents())):
         raise PrepareError(
             f"{final} was prepared from other text: expected the documents that {corpus.source!r} "
             "had then, "
@@ -330,7 +332,8 @@ class _SplitWriter:
         return self.shards
 
     def _write(self, count: int) -> None:
-        file = f"{self._name}_{_SPLIT_NAMES[self._split]}_{_FIRST_NUMBER[self._split] + len(self.shards):06d}.bin"
+        number = _FIRST_NUMBER[self._split] + len(self.shards)
+        file = f"{self._name}_{_SPLIT_NAMES[self._split]}_{number:06d}.bin"
         write_shard(self._folder / file, self._buffer[:count])
         self.shards[file] = ShardInfo.of(Shard(self._folder / file))
         rest = self._used - count

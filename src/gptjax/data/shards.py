@@ -135,7 +135,8 @@ class Shard:
             expected=f"the file of {self.stamp[0]} bytes that was opened, unchanged",
             found=f"a file of {status.st_size} bytes"
             + ("" if short else " that was written to since"),
-            do="nothing may write to a shard that is in use: restore it, then run the same command again",
+            do="nothing may write to a shard that is in use: restore it, "
+            "then run the same command again",
         )
 
 
@@ -174,7 +175,8 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
             0,
             expected=f"magic {MAGIC} (uint16 tokens)",
             found=f"magic {magic}: llm.c's Llama 3 shards of uint32 tokens, which GPT-2 cannot use",
-            do="tokenise the text with GPT-2's tokenizer: `python -m gptjax.data text PATH... --tokenizer gpt2`",
+            do="tokenise the text with GPT-2's tokenizer: "
+            "`python -m gptjax.data text PATH... --tokenizer gpt2`",
         )
     if magic != MAGIC:
         raise shard_error(
@@ -194,7 +196,8 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
             path,
             min(size, token_offset(count)),
             expected=f"{token_offset(count)} bytes for the {count} tokens of the header",
-            found=f"a file of {size} bytes ({'cut short' if size < token_offset(count) else 'too long'})",
+            found=f"a file of {size} bytes "
+            f"({'cut short' if size < token_offset(count) else 'too long'})",
         )
     return count
 

@@ -18,7 +18,7 @@ from gptjax.data.errors import DataError
 from gptjax.data.shards import HEADER_BYTES, MAX_TOKENS, Shard, open_regular, write_atomically
 from gptjax.data.tokenizers import VOCABULARIES
 
-SIDECAR = "dataset.json"
+MANIFEST = "dataset.json"
 FORMAT = 2
 _MAX_BYTES = 1 << 26  # of the file: some 250 bytes a shard
 
@@ -71,7 +71,7 @@ class ShardInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sidecar:
+class Manifest:
     """Content of dataset.json.
 
     Attributes:
@@ -92,16 +92,16 @@ class Sidecar:
 
     def write(self, folder: Path) -> None:
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
-        write_atomically(folder / SIDECAR, text.encode())
+        write_atomically(folder / MANIFEST, text.encode())
 
 
-def read_sidecar(folder: Path) -> Sidecar | None:
-    """Return the sidecar of `folder`, or None if there is none.
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of `folder`, or None if there is none.
 
     Raises:
         DatasetError: the file exists and cannot be read or understood.
     """
-    path = folder / SIDECAR
+    path = folder / MANIFEST
     try:
         with open(open_regular(path), "rb") as file:
             content = file.read(_MAX_BYTES + 1)
@@ -120,7 +120,7 @@ def read_sidecar(folder: Path) -> Sidecar | None:
         ) from error
 
 
-def _parse(fields: Any) -> Sidecar:
+def _parse(fields: Any) -> Manifest:
     """Raises ValueError for a field that is missing, of a wrong type or out of range."""
     fields = _object(fields, "the file")
     version = _integer(fields, "format", 1, FORMAT)
@@ -128,7 +128,7 @@ def _parse(fields: Any) -> Sidecar:
     if tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {tokenizer!r:.60}; known are {', '.join(VOCABULARIES)}")
     vocab_size, eot = VOCABULARIES[tokenizer]
-    return Sidecar(
+    return Manifest(
         tokenizer=tokenizer,
         vocab_size=_integer(fields, "vocab_size", vocab_size, vocab_size),
         eot=_integer(fields, "eot", eot, eot),

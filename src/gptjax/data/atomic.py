@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gptjax.data.errors import DataError
-from gptjax.data.sidecar import SIDECAR
+from gptjax.data.manifest import MANIFEST
 
 
 class PrepareError(DataError, ValueError):
@@ -79,9 +79,9 @@ def staged(final: Path) -> Iterator[Path]:
 def commit(partial: Path, final: Path) -> None:
     """Rename `partial` to `final`, in place of what is there."""
     if final.exists():
-        if not (final / SIDECAR).exists():
+        if not (final / MANIFEST).exists():
             raise PrepareError(
-                f"{final} exists and was not made by gptjax (no {SIDECAR}); choose another --name"
+                f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another --name"
             )
         os.replace(final, _old_folder(final))
     os.replace(partial, final)
