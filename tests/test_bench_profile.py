@@ -3,6 +3,7 @@ program on the CPU."""
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,47 +16,7 @@ from gptjax.bench.kernels import BenchError
 from gptjax.bench.profile import Kernel, Place
 
 # As XLA writes a scheduled module for a GPU, cut to one instruction of each kind.
-HLO = """HloModule jit_train_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
-
-FileNames
-1 "gpt2.py"
-
-%region_0.1 (a: f32[], b: f32[]) -> f32[] {
-  ROOT %add.1 = f32[] add(%a, %b), metadata={op_name="reduce_sum"}
-}
-
-%fused_copy (p: bf16[8,4]) -> bf16[4,8] {
-  %p = bf16[8,4]{1,0} parameter(0)
-  ROOT %transpose.1 = bf16[4,8]{1,0} transpose(%p), dimensions={1,0}, metadata={op_name="jit(train_step)/jvp(attention)/transpose"}
-}
-
-%fused_mixed (p.1: f32[8]) -> f32[8] {
-  %p.1 = f32[8]{0} parameter(0)
-  %multiply.1 = f32[8]{0} multiply(%p.1, %p.1), metadata={op_name="jit(train_step)/transpose(jvp(norm))/mul"}
-  %multiply.2 = f32[8]{0} multiply(%p.1, %multiply.1), metadata={op_name="jit(train_step)/transpose(jvp(norm))/mul"}
-  %add.2 = f32[8]{0} add(%multiply.1, %multiply.2), metadata={op_name="jit(train_step)/transpose(jvp(mlp))/add"}
-  ROOT %add.3 = f32[8]{0} add(%add.2, %add.2), metadata={op_name="jit(train_step)/transpose(jvp())/add_any"}
-}
-
-%fused_gemm (p.2: f32[8,8]) -> f32[8,8] {
-  %p.2 = f32[8,8]{1,0} parameter(0)
-  ROOT %dot.1 = f32[8,8]{1,0} dot(%p.2, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main.9 (state: f32[8], tokens: s32[1,64,1025]) -> f32[8] {
-  %state = f32[8]{0} parameter(0), metadata={op_name="state.params['wte']"}
-  %gather.1 = (f32[8]{0}, u8[16]{0}) fusion(%state), kind=kCustom, calls=%fused_other, metadata={op_name="jit(train_step)/jvp(embedding)/jit(_take)/gather"}
-  %fusion.2 = bf16[4,8]{1,0} fusion(%state), kind=kInput, calls=%fused_copy
-  %cublas-gemm.1 = (bf16[8,8]{1,0}, s8[33554432]{0}) custom-call(%state, %state), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(train_step)/jvp(attention)/dot_general" stack_frame_id=3}, backend_config={"gemm_backend_config":{}}
-  %custom-call.7 = bf16[8]{0} custom-call(%state), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(train_step)/transpose(jvp(attention))/jit(backward)/mosaic_gpu_p"}
-  %gemm_fusion_dot.3 = f32[8,8]{1,0} fusion(%state), kind=kCustom, calls=%fused_gemm, metadata={op_name="jit(train_step)/transpose(jvp(checkpoint))/rematted_computation/mlp/dot_general"}, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
-  %fusion.5 = f32[8]{0} fusion(%state), kind=kLoop, calls=%fused_mixed, metadata={op_name="jit(train_step)/transpose(jvp())/add_any"}
-  %copy.11 = f32[8]{0} copy(%state), metadata={op_name="jit(train_step)/transpose(jvp(head))/dot_general"}
-  %reduce.4 = f32[] reduce(%state, %state), dimensions={0}, to_apply=%region_0.1, metadata={op_name="jit(train_step)/jvp(head)/norm/reduce_sum;jit(train_step)/jvp(head)/mul"}
-  %while.1 = f32[8]{0} while(%state), condition=%c, body=%b, metadata={op_name="jit(train_step)/while"}
-  ROOT %fusion.9 = f32[8]{0} fusion(%state), kind=kLoop, calls=%fused_adam, metadata={op_name="jit(train_step)/jit(tree_bias_correction)/div"}
-}
-"""
+HLO = (Path(__file__).parent / "data/scheduled_module.hlo").read_text()
 
 
 def test_where_an_instruction_comes_from():
@@ -77,7 +38,8 @@ def test_where_an_instruction_comes_from():
 
 
 def test_a_forward_pass_has_no_optimizer():
-    text = 'ENTRY %main (x: f32[]) -> f32[] {\n  ROOT %sine = f32[] sine(%x), metadata={op_name="jit(eval_step)/sin"}\n}'
+    root = 'ROOT %sine = f32[] sine(%x), metadata={op_name="jit(eval_step)/sin"}'
+    text = f"ENTRY %main (x: f32[]) -> f32[] {{\n  {root}\n}}"
     assert profile.places(text) == {"sine": Place("other", "forward", "sin", product=False)}
 
 

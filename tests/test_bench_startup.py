@@ -14,9 +14,12 @@ CARD = """
 from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
 
-model = GPT2Config(vocab_size=256, padded_vocab_size=256, block_size=16, n_layer=1, n_head=1, n_embd=16)
+model = GPT2Config(
+    vocab_size=256, padded_vocab_size=256, block_size=16, n_layer=1, n_head=1, n_embd=16
+)
 config = Config(
-    device="cpu", model=model, sequence_length=16, batch_tokens=128, micro_batch=4, val_tokens=128, tokenizer="byte"
+    device="cpu", model=model, sequence_length=16, batch_tokens=128, micro_batch=4, val_tokens=128,
+    tokenizer="byte",
 )
 """
 

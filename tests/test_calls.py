@@ -56,7 +56,10 @@ CASES = {
     "projected_attention": (
         functools.partial(pk.projected_attention, heads=2), (X, W, B), (ROWS, WHOLE, WHOLE), ["xla"]
     ),
-    "fused_classifier": (lambda x, t, **how: pk.fused_classifier(x, t, **how)[0], (LOGITS, TARGETS), (ROWS, ROWS), ["xla"]),
+    "fused_classifier": (
+        lambda x, t, **how: pk.fused_classifier(x, t, **how)[0],
+        (LOGITS, TARGETS), (ROWS, ROWS), ["xla"],
+    ),
     "linear_cross_entropy": (head, (X, HEAD, TARGETS), (ROWS, WHOLE, ROWS), ["fused", "xla"]),
     "xxt": (pk.xxt, (X,), (ROWS,), ["xla"]),
     "xtx": (pk.xtx, (X,), (ROWS,), ["xla"]),

@@ -145,16 +145,21 @@ def test_every_number_has_a_range(kind):
 
 
 OUT_OF_RANGE = [
-    *((f"optimizer.{name}", value) for name in ("learning_rate", "matrix_learning_rate", "eps", "clip_norm")
+    *((f"optimizer.{name}", value)
+      for name in ("learning_rate", "matrix_learning_rate", "eps", "clip_norm")
       for value in (0, -1, 1e-46, 1e39)),
-    *((f"optimizer.{name}", value) for name in ("skip_loss_z", "skip_grad_norm_z") for value in (0, -1)),
+    *((f"optimizer.{name}", value)
+      for name in ("skip_loss_z", "skip_grad_norm_z") for value in (0, -1)),
     *((f"optimizer.{name}", -100) for name in ("weight_decay", "matrix_weight_decay")),
     *((f"optimizer.{name}", value) for name in ("b1", "b2", "momentum", "momentum_low", "neuron_b2")
       for value in (-0.1, 1, 1.5, 1 - 1e-9)),
     *(("optimizer.final_fraction", value) for value in (-3, 50)),
-    *((f"optimizer.{name}", -5) for name in ("warmup_steps", "schedule_steps", "momentum_warmup_steps")),
+    *((f"optimizer.{name}", -5)
+      for name in ("warmup_steps", "schedule_steps", "momentum_warmup_steps")),
     *(("optimizer.schedule_steps", 0), ("optimizer.adam_every", 0)),
-    *((name, value) for name in ("max_steps", "batch_tokens", "val_tokens", "sample_tokens", "keep_last", "keep_every")
+    *((name, value)
+      for name in ("max_steps", "batch_tokens", "val_tokens", "sample_tokens", "keep_last",
+                   "keep_every")
       for value in (0, -1, 2**31)),
     *((name, -1) for name in ("val_every", "sample_every", "checkpoint_every", "seed")),
     ("seed", 2**32),
@@ -480,7 +485,7 @@ def test_the_optimizers_state_has_one_form_for_all_allowed_changes():
         config = other_optimizer(config, algorithm=algorithm)
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
         forms = [
-            jax.eval_shape(lambda c=c: init_state(c.model, build(c, mesh), 0))
+            jax.eval_shape(lambda c=c, mesh=mesh: init_state(c.model, build(c, mesh), 0))
             for c in (config, other_optimizer(config, **CHANGED))
         ]
         assert forms[0] == forms[1]

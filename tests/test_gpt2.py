@@ -795,7 +795,10 @@ def test_padding_is_the_next_multiple_of_128():
 
 def test_the_padding_of_another_vocabulary_is_refused():
     """The 50,304 rows of a config whose vocabulary alone was changed."""
-    message = r"at most 1023 rows of padding, got padded_vocab_size=50304 for vocab_size=256; give padded_vocab_size=256"
+    message = (
+        r"at most 1023 rows of padding, got padded_vocab_size=50304 for vocab_size=256; "
+        r"give padded_vocab_size=256"
+    )
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(GPT2Config(), vocab_size=256)
     smaller = dataclasses.replace(GPT2Config(), vocab_size=256, padded_vocab_size=None)

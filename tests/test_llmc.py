@@ -84,9 +84,12 @@ def read_independently(path):
 
 
 LLMC_NAMES = {
-    "ln_1.scale": "ln1w", "ln_1.bias": "ln1b", "attn.c_attn.kernel": "qkvw", "attn.c_attn.bias": "qkvb",
-    "attn.c_proj.kernel": "attprojw", "attn.c_proj.bias": "attprojb", "ln_2.scale": "ln2w", "ln_2.bias": "ln2b",
-    "mlp.c_fc.kernel": "fcw", "mlp.c_fc.bias": "fcb", "mlp.c_proj.kernel": "fcprojw", "mlp.c_proj.bias": "fcprojb",
+    "ln_1.scale": "ln1w", "ln_1.bias": "ln1b",
+    "attn.c_attn.kernel": "qkvw", "attn.c_attn.bias": "qkvb",
+    "attn.c_proj.kernel": "attprojw", "attn.c_proj.bias": "attprojb",
+    "ln_2.scale": "ln2w", "ln_2.bias": "ln2b",
+    "mlp.c_fc.kernel": "fcw", "mlp.c_fc.bias": "fcb",
+    "mlp.c_proj.kernel": "fcprojw", "mlp.c_proj.bias": "fcprojb",
 }  # fmt: skip
 
 

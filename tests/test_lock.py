@@ -18,7 +18,8 @@ def test_the_second_is_refused_with_the_first_ones_pid_and_host(tmp_path):
         with (
             pytest.raises(
                 LockedError,
-                match=f"run is in use by another process .pid {os.getpid()} on {socket.gethostname()}",
+                match=f"run is in use by another process "
+                f".pid {os.getpid()} on {socket.gethostname()}",
             ),
             locked(tmp_path / "run"),
         ):
@@ -28,8 +29,9 @@ def test_the_second_is_refused_with_the_first_ones_pid_and_host(tmp_path):
 
 
 def test_the_kernel_releases_it_when_a_process_is_killed(tmp_path):
-    code = f"import time\nfrom gptjax.training.lock import locked\nwith locked(__import__('pathlib').Path({str(tmp_path)!r})):"
-    code += "\n    print('locked', flush=True)\n    time.sleep(60)"
+    code = "import pathlib, time\nfrom gptjax.training.lock import locked\n"
+    code += f"with locked(pathlib.Path({str(tmp_path)!r})):\n"
+    code += "    print('locked', flush=True)\n    time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "locked\n"

@@ -62,9 +62,9 @@ def run(tx, grads, params=None):
 
 def test_momentum_rises_and_falls_back():
     momentum = momentum_schedule(1000)
-    assert [round(float(momentum(step)), 6) for step in (0, 150, 300, 500, 950, 975, 1000, 1200)] == [
-        0.85, 0.9, 0.95, 0.95, 0.95, 0.9, 0.85, 0.85,
-    ]  # fmt: skip
+    steps = (0, 150, 300, 500, 950, 975, 1000, 1200)
+    expected = [0.85, 0.9, 0.95, 0.95, 0.95, 0.9, 0.85, 0.85]
+    assert [round(float(momentum(step)), 6) for step in steps] == expected
 
 
 @pytest.mark.parametrize("momentum", [0.9, lambda count: 0.5 + 0.1 * jnp.float32(count)])

@@ -326,7 +326,10 @@ def test_help_names_every_option_and_default():
 
 
 def test_plotting_loads_neither_jax_nor_pyplot():
-    code = "import sys, gptjax.plot; print([m for m in ('jax', 'flax', 'torch', 'matplotlib.pyplot') if m in sys.modules])"
+    code = (
+        "import sys, gptjax.plot; "
+        "print([m for m in ('jax', 'flax', 'torch', 'matplotlib.pyplot') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
     )

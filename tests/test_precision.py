@@ -82,12 +82,14 @@ def test_importing_and_running_gptjax_changes_no_setting():
 import json, os
 import jax
 before, environment = dict(jax.config.values), dict(os.environ)
-import gptjax, gptjax.models.gpt2, gptjax.weights, gptjax.optim, gptjax.training.step, pallas_kernels
+import gptjax, gptjax.models.gpt2, gptjax.weights, gptjax.optim, gptjax.training.step
+import pallas_kernels
 from flax import nnx
 import jax.numpy as jnp
-config = gptjax.GPT2Config(vocab_size=7, padded_vocab_size=8, block_size=4, n_layer=1, n_head=1, n_embd=4,
-                           precision=gptjax.Precision("tf32"))
-gptjax.loss_fn(gptjax.GPT2(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32))
+config = gptjax.GPT2Config(vocab_size=7, padded_vocab_size=8, block_size=4, n_layer=1, n_head=1,
+                           n_embd=4, precision=gptjax.Precision("tf32"))
+tokens = jnp.zeros((1, 4), jnp.int32)
+gptjax.loss_fn(gptjax.GPT2(config, rngs=nnx.Rngs(0)), tokens, tokens)
 after = dict(jax.config.values)
 changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 print(json.dumps([changed, sorted(set(os.environ.items()) ^ set(environment.items()))]))

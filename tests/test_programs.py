@@ -142,7 +142,7 @@ def test_every_source_is_read():
     for name in (
         "src/gptjax/models/gpt2.py",
         "pallas_kernels/_triton.py",
-        "pallas_kernels/flash_attention/mosaic_tiles.json",
+        "pallas_kernels/attention/mosaic_tiles.json",
     ):
         assert root / name in files, name
     files -= {Path(sys.modules["__main__"].__file__).resolve()}  # pytest itself
@@ -360,7 +360,10 @@ def test_nor_is_one_that_changed_before_the_program_was_kept(cache, source, monk
 
 
 def test_when_a_process_began():
-    code = "import time; now = time.time(); from gptjax.training import programs; print(now - programs._process_began())"
+    code = (
+        "import time; now = time.time(); "
+        "from gptjax.training import programs; print(now - programs._process_began())"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert -0.1 < float(done.stdout) < 5
 

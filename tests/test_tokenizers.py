@@ -117,7 +117,10 @@ def test_an_unknown_name_lists_the_choices():
 
 
 def test_without_files_gpt2_is_unavailable_and_auto_says_loudly_that_it_takes_bytes(no_network):
-    says = "not in tiktoken's cache .*ConnectionError: no route to host.*TIKTOKEN_CACHE_DIR.*--tokenizer byte"
+    says = (
+        "not in tiktoken's cache .*ConnectionError: no route to host.*"
+        "TIKTOKEN_CACHE_DIR.*--tokenizer byte"
+    )
     with pytest.raises(TokenizerUnavailable, match=says):
         get_tokenizer("gpt2")
     with pytest.raises(TokenizerUnavailable):

@@ -25,7 +25,7 @@ from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import compilation, programs
 from gptjax.training import step as step_module
-from pallas_kernels import _choose
+from pallas_kernels import _dispatch
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
@@ -50,13 +50,13 @@ def corpus(tmp_path_factory):
     write_shard(folder / "words_train_000001.bin", text[:12_000])
     write_shard(folder / "words_train_000002.bin", text[12_000:24_000])
     write_shard(folder / "words_val_000000.bin", text[24_000:28_000])
-    sidecar = {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
-    sidecar["shards"] = {
+    manifest = {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
+    manifest["shards"] = {
         "words_train_000001.bin": {"tokens": 12_000, "max_token": int(text.max())},
         "words_train_000002.bin": {"tokens": 12_000, "max_token": int(text.max())},
         "words_val_000000.bin": {"tokens": 4_000, "max_token": int(text.max())},
     }
-    (folder / "dataset.json").write_text(json.dumps(sidecar))
+    (folder / "dataset.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -301,10 +301,11 @@ def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
         plain, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
     )
     changes = {
-        "name": "other", "runs_dir": config.runs_dir / "other", "max_steps": 3, "resume": "never", "seed": 5,
-        "dataset": "words", "data_dir": Path(config.dataset).parent, "tokenizer": "byte", "overfit_one_batch": True,
-        "val_every": 2, "val_tokens": 512, "sample_every": 2, "sample_tokens": 4, "checkpoint_every": 2, "keep_last": 1,
-        "keep_every": 2, "log_every": 1, "compilation_cache": config.compilation_cache, "resume_with_changes": True,
+        "name": "other", "runs_dir": config.runs_dir / "other", "max_steps": 3, "resume": "never",
+        "seed": 5, "dataset": "words", "data_dir": Path(config.dataset).parent, "tokenizer": "byte",
+        "overfit_one_batch": True, "val_every": 2, "val_tokens": 512, "sample_every": 2,
+        "sample_tokens": 4, "checkpoint_every": 2, "keep_last": 1, "keep_every": 2, "log_every": 1,
+        "compilation_cache": config.compilation_cache, "resume_with_changes": True,
     }  # fmt: skip
     (Path(config.dataset).parent / "words").symlink_to(config.dataset)
     assert changes.keys() == OUTSIDE_PROGRAMS
@@ -350,7 +351,7 @@ def test_kill_9_in_training_and_while_saving(tmp_path):
     out = tmp_path / "kills.json"
     command = [
         sys.executable,
-        ROOT / "benchmarks" / "attacks" / "kills.py",
+        ROOT / "benchmarks" / "experiments" / "attacks" / "kills.py",
         "--trials",
         "2",
         "--seed",
@@ -583,7 +584,7 @@ def test_a_second_process_finds_its_programs_on_a_gpu(config, tmp_path):
         return done.stdout
 
     first, second = shown_by("first"), shown_by("second")
-    assert "triton" in first and ("mosaic" in first or _choose.capability() != (9, 0))
+    assert "triton" in first and ("mosaic" in first or _dispatch.capability() != (9, 0))
     assert (
         "(0 of 3 programs found whole, miss" in first
         and "(3 of 3 programs found whole, hit" in second

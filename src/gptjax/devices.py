@@ -50,7 +50,10 @@ def make_deterministic() -> None:
 
 def _what_is_missing(jax_error: str) -> str:
     if not has_nvidia_driver():
-        return f"This run needs an NVIDIA GPU, and this machine shows none. On one that has a GPU: {PIP_LINE}."
+        return (
+            f"This run needs an NVIDIA GPU, and this machine shows none. "
+            f"On one that has a GPU: {PIP_LINE}."
+        )
     if not has_cuda_plugin():
         return f"An NVIDIA GPU is here, but this JAX has no CUDA plugin: {PIP_LINE}."
     return f"An NVIDIA GPU and JAX's CUDA plugin are here, but JAX cannot start it: {jax_error}."

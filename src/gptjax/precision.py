@@ -15,14 +15,15 @@ NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32")
 class Precision:
     """A precision configuration, equal in meaning to one of PyTorch's.
 
-    | name               | parameters | matrix products                   | residual stream | equal in meaning to              |
-    | ------------------ | ---------- | --------------------------------- | --------------- | -------------------------------- |
-    | fp32               | fp32       | true fp32                         | fp32            | float32_matmul_precision highest |
-    | tf32               | fp32       | TF32 inputs, fp32 accumulation    | fp32            | float32_matmul_precision high    |
-    | bf16               | fp32       | bf16 inputs, fp32 accumulation    | bf16            | llm.c's bf16 with fp32 masters   |
-    | bf16_residual_fp32 | fp32       | bf16 inputs, fp32 accumulation    | fp32            | torch.autocast(bfloat16)         |
+    | name               | matmul inputs | residual stream | equal in meaning to              |
+    | ------------------ | ------------- | --------------- | -------------------------------- |
+    | fp32               | true fp32     | fp32            | float32_matmul_precision highest |
+    | tf32               | TF32          | fp32            | float32_matmul_precision high    |
+    | bf16               | bf16          | bf16            | llm.c's bf16 with fp32 masters   |
+    | bf16_residual_fp32 | bf16          | fp32            | torch.autocast(bfloat16)         |
 
-    LayerNorm, softmax and loss statistics are fp32 in each; gradients are accumulated in fp32.
+    Parameters, the accumulation of matmuls and gradients, and the statistics of LayerNorm, softmax
+    and the loss are fp32 in each.
 
     Raises:
         ValueError: a name that is not in the table.

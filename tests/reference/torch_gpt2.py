@@ -196,8 +196,10 @@ def random_params(params: dict, vocab_size: int, seed: int) -> dict:
             z[vocab_size:] = 0
         return z.astype(np.float32)
 
-    return {k: random_params(v, vocab_size, seed + i + 1) if isinstance(v, dict) else draw(k, v.shape)
-            for i, (k, v) in enumerate(sorted(params.items(), key=lambda item: str(item[0])))}  # fmt: skip
+    return {
+        k: random_params(v, vocab_size, seed + i + 1) if isinstance(v, dict) else draw(k, v.shape)
+        for i, (k, v) in enumerate(sorted(params.items(), key=lambda item: str(item[0])))
+    }
 
 
 def max_abs(x) -> float:
