@@ -1,6 +1,7 @@
 """`python -m gptjax.bench kernels`: every kernel against the ceiling, XLA and PyTorch."""
 
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -50,11 +51,13 @@ def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
     rows = []
     for case in cases:
         runs = [
-            (name, lambda name=name, f=f: seconds(f, case, case.prepare.get(name)))
+            (name, functools.partial(seconds, f, case, case.prepare.get(name)))
             for name, f in case.run.items()
         ]
         if torch and case.bar:
-            runs += [(name, lambda f=f: torch_seconds(f, case)) for name, f in case.torch.items()]
+            runs += [
+                (name, functools.partial(torch_seconds, f, case)) for name, f in case.torch.items()
+            ]
         for name, run in runs:
             row = {"kernel": case.kernel, "case": case.name, "implementation": name}
             try:

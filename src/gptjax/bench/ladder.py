@@ -249,7 +249,7 @@ def _compile(step: OurStep) -> None:
 def _compare(rows: list[dict]) -> None:
     """Adds what each rung brought: `factor` over the one before, `since_start` over the first."""
     measured = [row for row in rows if "ms" in row]
-    for before, row in zip([None, *measured], measured):
+    for before, row in zip([None, *measured], measured, strict=False):
         row["factor"] = before["ms"] / row["ms"] if before else 1.0
         row["since_start"] = measured[0]["ms"] / row["ms"]
 

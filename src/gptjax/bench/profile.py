@@ -86,9 +86,10 @@ _CALLED = re.compile(r"(?:calls|to_apply)=\{?%?([\w.\-]+)")
 _PRODUCT_TARGETS = ("__cublas", "__triton_gemm", "__triton_nested_gemm")
 # Together they make nothing new of the data. A broadcast alone fills memory with one value.
 _MOVING = {
-    *("parameter", "constant", "bitcast", "bitcast-convert", "copy", "copy-start", "copy-done", "transpose", "reshape", "convert"),
-    *("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast", "tuple", "get-tuple-element"),
-}  # fmt: skip
+    *("parameter", "constant", "bitcast", "bitcast-convert", "reshape", "convert"),
+    *("copy", "copy-start", "copy-done", "transpose", "tuple", "get-tuple-element"),
+    *("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"),
+}
 
 
 def places(text: str) -> dict[str, Place]:
