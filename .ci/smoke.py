@@ -87,7 +87,7 @@ for name, args in {
 
 # The tiles of attention's kernels are data beside them.
 for file in ("mosaic_tiles.json", "triton_tiles.json"):
-    assert importlib.resources.files("pallas_kernels.flash_attention").joinpath(file).is_file(), (
+    assert importlib.resources.files("pallas_kernels.attention").joinpath(file).is_file(), (
         file
     )
 orthogonal = gptjax.optim.polar_express(jax.random.normal(jax.random.key(0), (8, 16)))

@@ -6,14 +6,14 @@ fastest that supports the device, dtype and shape; a named one works or raises. 
 through which the model reaches attention and the loss.
 """
 
-from pallas_kernels.flash_attention import flash_attention, flash_attention_qkv
-from pallas_kernels.fused_classifier import SigmoidCap, fused_classifier
-from pallas_kernels.layer_norm import layer_norm, rms_norm
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.linear_gelu import linear_gelu, linear_relu_squared, mlp
-from pallas_kernels.products import linear
-from pallas_kernels.projected_attention import projected_attention
-from pallas_kernels.softmax import softmax
+from pallas_kernels.attention import flash_attention, flash_attention_qkv
+from pallas_kernels.attention.projected import projected_attention
+from pallas_kernels.classifier import SigmoidCap, fused_classifier
+from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp
+from pallas_kernels.lm_head import linear_cross_entropy
+from pallas_kernels.matmul import linear
+from pallas_kernels.norm import layer_norm, rms_norm
+from pallas_kernels.row_softmax import softmax
 from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
 from pallas_kernels.transpose import transpose_add, transpose_copy
 

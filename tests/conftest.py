@@ -24,7 +24,7 @@ _hook = jaxtyping.install_import_hook(["gptjax", "pallas_kernels"], "beartype.be
 # Triton reads the source of its kernels, so nothing may be wrapped around them.
 _checked = _hook.should_instrument
 _hook.should_instrument = lambda module: (
-    _checked(module) and not module.split(".")[-1].startswith("_triton")
+    _checked(module) and not module.split(".")[-1].lstrip("_").startswith("triton")
 )
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -24,7 +24,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
-from pallas_kernels import _choose
+from pallas_kernels import _dispatch
 
 # ---------------------------------------------------------------------------------- Triton on a CPU
 
@@ -55,7 +55,7 @@ def interpreted(module: str) -> Any:
 def _holds_triton_source(module: str) -> bool:
     return (
         module.startswith("pallas_kernels.")
-        and module.split(".")[-1].startswith("_triton")
+        and module.split(".")[-1].startswith("triton")
         and module.count(".") > 1
     )
 
@@ -164,7 +164,7 @@ def triton_on_cpu(monkeypatch):
     from pallas_kernels import _triton
 
     monkeypatch.setattr(_triton, "call", interpret_call)
-    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
 
 
 # ---------------------------------------------------------------------------------- Mosaic on a CPU
@@ -189,7 +189,7 @@ def mosaic_on_cpu(monkeypatch):
     """
     from pallas_kernels._mosaic import plgpu
 
-    monkeypatch.setattr(_choose, "why_not_mosaic", lambda: None)
+    monkeypatch.setattr(_dispatch, "why_not_mosaic", lambda: None)
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 2)
     _complete_mosaics_interpreter(monkeypatch)
     _RACES.clear()
@@ -331,8 +331,8 @@ def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compil
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_triton, "call", record)
-        patch.setattr(_choose, "why_not_triton", lambda: None)
-        patch.setattr(_choose, "capability", lambda: divmod(capability, 10))
+        patch.setattr(_dispatch, "why_not_triton", lambda: None)
+        patch.setattr(_dispatch, "capability", lambda: divmod(capability, 10))
         jax.eval_shape(lambda *args: f(*args), *args)
     return found
 
@@ -345,8 +345,8 @@ def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Com
     from pallas_kernels import _triton
 
     pointers = {
-        "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32", "int64": "*i64", "uint32": "*u32",
-        "int8": "*i8", "uint8": "*u8", "uint16": "*u16", "bool": "*i1",
+        "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32",
+        "int64": "*i64", "uint32": "*u32", "int8": "*i8", "uint8": "*u8", "uint16": "*u16", "bool": "*i1",
     }  # fmt: skip
     signature, constants, attributes = {}, {}, {}
     names = [p.name for p in kernel.params if not p.is_constexpr]
@@ -413,8 +413,8 @@ def h200() -> Iterator[None]:
         abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda"),
     )
     with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
-        patch.setattr(_choose, "platform", lambda: "gpu")
-        patch.setattr(_choose, "capability", lambda: (9, 0))
+        patch.setattr(_dispatch, "platform", lambda: "gpu")
+        patch.setattr(_dispatch, "capability", lambda: (9, 0))
         patch.setattr(_triton, "call", call)
         yield
 

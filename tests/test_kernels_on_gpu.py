@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from kernel_tools import check
 
 import pallas_kernels as pk
-from gptjax.models.gpt2 import GPT2, GPT2Config, loss_fn
+from gptjax.models.base import loss_fn
+from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.precision import Precision
 from pallas_kernels import symmetric
-from pallas_kernels.fused_classifier import reference as classifier_reference
-from pallas_kernels.layer_norm import reference as layer_norm_reference
-from pallas_kernels.layer_norm import rms_reference
-from pallas_kernels.linear_gelu import reference as linear_reference
-from pallas_kernels.softmax import reference as softmax_reference
+from pallas_kernels.classifier import reference as classifier_reference
+from pallas_kernels.feed_forward import reference as linear_reference
+from pallas_kernels.norm import reference as layer_norm_reference
+from pallas_kernels.norm import rms_reference
+from pallas_kernels.row_softmax import reference as softmax_reference
 
 rows, width = st.integers(1, 300), st.integers(1, 2100)
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernel_tools import check, lower_for_h200, triton_kernels, unchecked
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
-from pallas_kernels import _choose
+from pallas_kernels import _dispatch
 from pallas_kernels.symmetric import (
     ba_plus_caa,
     ba_plus_caa_reference,
@@ -23,7 +23,7 @@ from pallas_kernels.symmetric import (
     xxt,
     xxt_reference,
 )
-from pallas_kernels.symmetric._mosaic import schedule
+from pallas_kernels.symmetric.mosaic import schedule
 
 B, C = 0.7, -0.45
 D = 1.9
@@ -172,7 +172,7 @@ def test_triton_takes_any_shape(kernel, batch, m, k, seed):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_triton, "call", interpret_call)
-        patch.setattr(_choose, "why_not_triton", lambda: None)
+        patch.setattr(_dispatch, "why_not_triton", lambda: None)
         a = matrices(kernel, (batch, m, k), jnp.float16, seed)
         found = np.asarray(FUNCTIONS[kernel](a, implementation="triton"), np.float32)
     true = np.asarray(REFERENCES[kernel](a))
@@ -186,12 +186,12 @@ def test_triton_takes_any_shape(kernel, batch, m, k, seed):
 )
 @pytest.mark.parametrize("side", [768, 1601])
 def test_triton_compiles_without_spills(contract, coefficients, side, capability):
-    from pallas_kernels.symmetric import _triton
+    from pallas_kernels.symmetric import triton
 
     a = jax.ShapeDtypeStruct((4, side, side), jnp.bfloat16)
     bcd = jax.ShapeDtypeStruct((coefficients,), jnp.float32) if coefficients else None
     (made,) = triton_kernels(
-        functools.partial(_triton.product, contract=contract), a, bcd, capability=capability
+        functools.partial(triton.product, contract=contract), a, bcd, capability=capability
     )
     assert made.spill_bytes == 0
     assert ("wgmma" if capability == 90 else "mma.sync") in made.ptx
@@ -301,13 +301,15 @@ def test_errors():
     a = matrices("xxt", (2, 4, 3), jnp.bfloat16)
     with pytest.raises(
         ValueError,
-        match=r"xxt: unknown implementation 'cublas'; choose one of \['auto', 'mosaic', 'triton', 'xla'",
+        match=r"xxt: unknown implementation 'cublas'; "
+        r"choose one of \['auto', 'mosaic', 'triton', 'xla'",
     ):
         xxt(a, implementation="cublas")
     for name in ("mosaic", "triton"):
         with pytest.raises(
             ValueError,
-            match=f"xtx: implementation '{name}' needs an NVIDIA GPU, and the default device is a cpu",
+            match=f"xtx: implementation '{name}' needs an NVIDIA GPU, "
+            "and the default device is a cpu",
         ):
             xtx(a, implementation=name)
     with pytest.raises(
@@ -323,7 +325,8 @@ def test_errors():
             xxt(bad)
         with pytest.raises(
             ValueError,
-            match=rf"xxt: expected matrices \(..., M, K\) in float32, bfloat16 or float16, got {said}",
+            match=rf"xxt: expected matrices \(..., M, K\) "
+            rf"in float32, bfloat16 or float16, got {said}",
         ):
             unchecked(xxt)(bad)
 
@@ -417,11 +420,11 @@ def test_repeated_runs_are_equal():
 
 @pytest.mark.gpu
 def test_auto_on_a_gpu():
-    if _choose.partitioned():
+    if _dispatch.partitioned():
         pytest.skip("several GPUs: outside a shard_map auto leaves kernels of ours out")
     for kernel in FUNCTIONS:
         assert choose(kernel, "bfloat16", (48, 768, 768)) == (
-            "mosaic" if _choose.why_not_mosaic() is None else "xla"
+            "mosaic" if _dispatch.why_not_mosaic() is None else "xla"
         )
     assert (
         choose("xxt", "bfloat16", (1, 768, 768))

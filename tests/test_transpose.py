@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from kernel_tools import triton_kernels, unchecked
 
-from pallas_kernels import _choose, _triton
+from pallas_kernels import _dispatch, _triton
 from pallas_kernels.transpose import (
     choose,
     reference,
@@ -154,7 +154,7 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
     """The code of matrices beyond 2³¹ elements, on one that fits here."""
     import triton.language as tl
 
-    from pallas_kernels.transpose import _triton as kernels
+    from pallas_kernels.transpose import triton as kernels
 
     launch = kernels._launch
     assert launch(jax.ShapeDtypeStruct((1, 2**16, 2**15), jnp.bfloat16))["INDEX"] == tl.int64
@@ -270,9 +270,9 @@ def test_compiled_code_with_sums(capability):
 
 def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
     assert choose() == "xla"
-    monkeypatch.setattr(_choose, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
     assert choose() == "triton"
-    monkeypatch.setattr(_choose, "partitioned", lambda *arrays: True)
+    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
     assert choose() == "xla"
     with pytest.raises(
         ValueError, match="transpose_copy: implementation 'triton' needs arrays of one device"

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _calls, _choose
+from pallas_kernels import _calls, _dispatch
 
 
 def xxt(
@@ -121,11 +121,11 @@ def choose(
         "reference": None,
     }
     if implementation != "auto":
-        return _choose.named(kernel, implementation, supported, arrays)
+        return _dispatch.named(kernel, implementation, supported, arrays)
     if supported["mosaic"] is None and not _is_faster(kernel, shape):
         return "xla"
     # Triton is behind: see docs/kernels/symmetric.md.
-    return _choose.auto({name: supported[name] for name in ("mosaic", "xla")}, arrays)
+    return _dispatch.auto({name: supported[name] for name in ("mosaic", "xla")}, arrays)
 
 
 # -------------------------------------------------------------------------------------- definitions
@@ -237,9 +237,9 @@ def _run(a, bcd, contract, backend, precision):
 def _kernel(backend, contract, scaled):
     """The kernel, which under vmap sees more matrices."""
     if backend == "mosaic":
-        from pallas_kernels.symmetric import _mosaic as module
+        from pallas_kernels.symmetric import mosaic as module
     else:
-        from pallas_kernels.symmetric import _triton as module
+        from pallas_kernels.symmetric import triton as module
 
     # Lowered once for each shape, however often a program calls it.
     product = jax.jit(module.product, static_argnames="contract")
@@ -298,7 +298,7 @@ def _is_faster(kernel: str, shape: tuple[int, ...]) -> bool:
 
 
 def _why_not_mosaic(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
-    if (why := _choose.why_not_mosaic()) is not None:
+    if (why := _dispatch.why_not_mosaic()) is not None:
         return why
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 or float16, not {dtype.name}"
@@ -308,7 +308,7 @@ def _why_not_mosaic(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
 
 
 def _why_not_triton(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
-    if (why := _choose.why_not_triton()) is not None:
+    if (why := _dispatch.why_not_triton()) is not None:
         return why
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 or float16, not {dtype.name}"
@@ -318,7 +318,7 @@ def _why_not_triton(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
 
 
 def _check(kernel, a):
-    if a.ndim < 2 or a.dtype not in _choose.DTYPES:
+    if a.ndim < 2 or a.dtype not in _dispatch.DTYPES:
         raise ValueError(
             f"{kernel}: expected matrices (..., M, K) in float32, bfloat16 or float16, got "
             f"{a.dtype} of shape {a.shape}"

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _calls, _choose
+from pallas_kernels import _calls, _dispatch
 
 
 def transpose_copy(
@@ -85,10 +85,10 @@ def transpose_sum_rows(
     backend = _chosen("transpose_sum_rows", implementation, src)
     src_BRC = _flat(src)
     if backend == "triton":
-        from pallas_kernels.transpose import _triton
+        from pallas_kernels.transpose import triton
 
         out_BCR, sums_BC = _kernel(
-            "transpose_sum_rows", lambda src_BRC: _triton.transpose_sum_rows(src_BRC)
+            "transpose_sum_rows", lambda src_BRC: triton.transpose_sum_rows(src_BRC)
         )(src_BRC)
     else:
         out_BCR, sums_BC = jnp.swapaxes(src_BRC, -1, -2), src_BRC.astype(jnp.float32).sum(1)
@@ -110,10 +110,10 @@ def choose(
     Raises:
         ValueError: the named back end does not exist or cannot run here.
     """
-    supported = {"triton": _choose.why_not_triton(), "xla": None, "reference": None}
+    supported = {"triton": _dispatch.why_not_triton(), "xla": None, "reference": None}
     if implementation == "auto":
-        return _choose.auto(supported, arrays)
-    return _choose.named(kernel, implementation, supported, arrays)
+        return _dispatch.auto(supported, arrays)
+    return _dispatch.named(kernel, implementation, supported, arrays)
 
 
 def reference(src, dst=None):
@@ -125,18 +125,16 @@ def reference(src, dst=None):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _copy(dtype, src_BRC):
     """srcᵀ in `dtype`, by Triton."""
-    from pallas_kernels.transpose import _triton
+    from pallas_kernels.transpose import triton
 
-    return _kernel("transpose_copy", functools.partial(_triton.transpose_copy, dtype=dtype))(
-        src_BRC
-    )
+    return _kernel("transpose_copy", functools.partial(triton.transpose_copy, dtype=dtype))(src_BRC)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _add(in_place, src_dtype, dst_BCR, src_BRC):
-    from pallas_kernels.transpose import _triton
+    from pallas_kernels.transpose import triton
 
-    add = functools.partial(_triton.transpose_add, in_place=in_place)
+    add = functools.partial(triton.transpose_add, in_place=in_place)
     return _kernel("transpose_add", add, overwrites=in_place)(dst_BCR, src_BRC)
 
 
@@ -169,7 +167,7 @@ def _flat(x):
 
 def _check(kernel, *arrays):
     for x in arrays:
-        if x.ndim < 2 or x.dtype not in _choose.DTYPES:
+        if x.ndim < 2 or x.dtype not in _dispatch.DTYPES:
             raise ValueError(
                 f"{kernel}: expected matrices (…, rows, columns) in float32, bfloat16 or float16, "
                 f"got {x.shape} in {x.dtype}"

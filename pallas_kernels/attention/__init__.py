@@ -1,0 +1,490 @@
+"""Scaled dot-product attention: each query's mean of the values that it sees, weighted by a
+softmax, for each head.
+
+    S = scale · Q Kᵀ      P_ts = exp(S_ts − L_t) where t sees s, else 0      L_t = log Σ_s exp(S_ts)
+    O = P V
+
+and with D_t = Σ_d dO_td · O_td − dL_t:
+
+    dV = Pᵀ dO      dS = P ∘ (dO Vᵀ − D)      dQ = scale · dS K      dK = scale · dSᵀ Q
+
+The flash kernels never hold more than a tile of S or P: memory is O(T). Saved for the backward
+pass: Q, K, V, O and L. Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
+
+Shapes: B batch, T time (as many keys as queries), H query heads, K key and value heads, D head
+dimension. Arrays are B·T·H·D ("BTHD"), the packed projection B·T·3·H·D: q, k and v, in this order.
+With fewer key and value heads than query heads (grouped-query attention), query head h takes key
+head h // (H/K). The log-sum-exp L is natural, fp32, B·H·T.
+
+Back ends:
+    mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper.
+    triton: NVIDIA GPUs from Ampere on; the only one here with fp32 in TF32, O(T) memory and segment
+        ids at once.
+    cudnn: cuDNN's fused attention through `jax.nn.dot_product_attention`. bf16 or fp16.
+    xla: S is materialised; any device. Softmax statistics are fp32 in every dtype.
+    reference: the definition in fp32, materialised; any device.
+Every back end takes fp32, bf16 and fp16 alone, or fewer. mosaic, triton and cudnn are
+differentiable once, in reverse mode; xla and reference also in forward mode and to any order.
+mosaic and triton read q, k and v where they lie in the packed projection, and write its gradient as
+one array.
+"""
+
+import functools
+import importlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import DTYPES
+
+
+def flash_attention(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BTKD: Float[Array, "B T K D"],
+    v_BTKD: Float[Array, "B T K D"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
+    """Attention of every query to the keys at or before it.
+
+    Args:
+        q_BTHD, k_BTKD, v_BTKD: queries, keys, values of one dtype: fp32, bf16 or fp16. H is a
+            multiple of K.
+        causal: query t sees keys 0…t; otherwise all.
+        scale: multiplies Q·K; 1/√D when None.
+        window: query t sees only its last `window` keys, t−window+1…t. Needs `causal`.
+        segment_ids: a query sees only keys of its own id (documents packed into one sequence). In
+            any order, in any integer type.
+        return_lse: return the log-sum-exp L too.
+        deterministic: the gradients of two runs are equal bit for bit; a back end that cannot
+            promise it is not taken.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "xla" or "reference".
+        precision: of matrix products in fp32, as in `jax.lax.dot`; None is TF32 on a GPU, "highest"
+            is true fp32.
+
+    Returns:
+        O, like `q_BTHD`; with `return_lse` (O, L), where L is B·H·T in fp32 and has a gradient,
+        too.
+
+    Raises:
+        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+    """
+    _check(q_BTHD, k_BTKD, v_BTKD, segment_ids, causal=causal, window=window)
+    return _attend(
+        (q_BTHD, k_BTKD, v_BTKD),
+        segment_ids,
+        causal,
+        scale,
+        window,
+        return_lse,
+        deterministic,
+        implementation,
+        precision,
+    )
+
+
+def flash_attention_qkv(
+    qkv_BT3HD: Float[Array, "B T 3 H D"],
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
+    """`flash_attention` of q, k and v as they come out of one projection, and the gradient as that
+    projection wants it.
+
+    Args:
+        qkv_BT3HD: q, k and v along the third axis.
+
+    The others, returns and errors as of `flash_attention`.
+    """
+    if qkv_BT3HD.ndim != 5 or qkv_BT3HD.shape[2] != 3:
+        raise ValueError(
+            "flash_attention_qkv: expected (batch, time, 3, heads, head_dim), got "
+            f"{qkv_BT3HD.shape}"
+        )
+    _check(*_split((qkv_BT3HD,)), segment_ids, causal=causal, window=window)
+    return _attend(
+        (qkv_BT3HD,),
+        segment_ids,
+        causal,
+        scale,
+        window,
+        return_lse,
+        deterministic,
+        implementation,
+        precision,
+    )
+
+
+def choose(
+    dtype: jax.typing.DTypeLike,
+    length: int,
+    head_dim: int,
+    implementation: str = "auto",
+    *,
+    window: int | None = None,
+    segments: bool = False,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    arrays: tuple = (),
+) -> str:
+    """The back end that `flash_attention` uses for this dtype, sequence length and head dimension
+    on the default device.
+
+    `auto` takes the first in the order of `FASTEST` that can run here, but no kernel of ours for
+    arrays that the compiler may split over several devices.
+
+    Args:
+        window: as of `flash_attention`.
+        segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for
+            equal gradients.
+        precision: as of `flash_attention`.
+        arrays: those of the call, whose types say whether the compiler may split them.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    dtype = jnp.dtype(dtype)
+    supported = {
+        "cudnn": _why_not_cudnn(dtype, length, head_dim, segments, return_lse, deterministic),
+        "mosaic": _why_not_mosaic(dtype, head_dim, segments),
+        "triton": _why_not_triton(head_dim),
+        "xla": None,
+        "reference": None,
+    }
+    if implementation == "auto":
+        products = "16" if dtype.itemsize == 2 else "fp32" if precision in TRUE_FP32 else "tf32"
+        order = next(
+            row.order
+            for row in FASTEST
+            if row.capability in (None, _dispatch.capability())
+            and row.products == products
+            and row.head_dim in (None, head_dim)
+            and row.narrow in (None, window is not None and 8 * window <= length)
+        )
+        return _dispatch.auto({name: supported[name] for name in order}, arrays)
+    return _dispatch.named("flash_attention", implementation, supported, arrays)
+
+
+def reference(
+    q_BTHD,
+    k_BTKD,
+    v_BTKD,
+    *,
+    causal=True,
+    scale: float | None = None,
+    window=None,
+    segment_ids=None,
+    return_lse=False,
+):
+    """The definition, in fp32 with true fp32 products, whatever the inputs are. Returns fp32
+    arrays."""
+    q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
+    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    options = _Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
+    out_BTHD, lse_BHT = _materialised(options, q_BTHD, k_BTKD, v_BTKD, segment_ids)
+    return (out_BTHD, lse_BHT) if return_lse else out_BTHD
+
+
+class _Fastest(NamedTuple):
+    """The order of back ends for a kind of GPU and shape; the first row that fits counts."""
+
+    capability: tuple[int, int] | None
+    products: str
+    """"16" (bf16, fp16), "tf32" or "fp32"."""
+    head_dim: int | None
+    narrow: bool | None
+    """Whether a query sees an eighth of the keys or fewer."""
+    order: tuple[str, ...]
+
+
+# By the time of forward and backward together in benchmarks/results/kernels/attention.json
+# (H200). GPUs without a row were not measured; there cuDNN comes first, and Triton where cuDNN
+# cannot run.
+FASTEST = (
+    _Fastest((9, 0), "16", 64, True, ("triton", "mosaic", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 64, None, ("mosaic", "triton", "cudnn", "xla")),
+    _Fastest((9, 0), "16", 128, None, ("mosaic", "cudnn", "triton", "xla")),
+    _Fastest(None, "16", None, None, ("cudnn", "triton", "xla")),
+    _Fastest(None, "tf32", None, None, ("triton", "xla")),
+    _Fastest((9, 0), "fp32", 64, None, ("triton", "xla")),
+    _Fastest(None, "fp32", None, None, ("xla",)),
+)
+TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
+
+
+class _Options(NamedTuple):
+    """What is the same for every call of one place in a program."""
+
+    backend: str
+    causal: bool
+    scale: float
+    window: int | None
+    """None where it would see as much as no window."""
+    deterministic: bool
+    precision: jax.lax.PrecisionLike
+
+    @property
+    def true_fp32(self) -> bool:
+        """Whether fp32 inputs are multiplied as they are, not as TF32."""
+        return self.precision in TRUE_FP32
+
+
+def _attend(
+    operands,
+    segments_BT,
+    causal,
+    scale,
+    window,
+    return_lse,
+    deterministic,
+    implementation,
+    precision,
+):
+    """Either operands = (q, k, v), or (qkv,)."""
+    length, head_dim = operands[0].shape[1], operands[0].shape[-1]
+    backend = choose(
+        operands[0].dtype,
+        length,
+        head_dim,
+        implementation,
+        window=window,
+        segments=segments_BT is not None,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        arrays=(operands, segments_BT),
+    )
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    window = None if window is None or window >= length else window
+    options = _Options(backend, causal, scale, window, deterministic, precision)
+    if backend in ("mosaic", "triton") and operands[0].size:
+        out_BTHD, lse_BHT = _calls.differentiable(
+            "flash_attention", _flash, options, operands, segments_BT
+        )
+    elif backend == "cudnn":
+        return _in_cudnn(options, *_split(operands))
+    elif backend == "reference":
+        how = {"causal": causal, "scale": scale, "window": window, "segment_ids": segments_BT}
+        out_BTHD, lse_BHT = reference(*_split(operands), **how, return_lse=True)
+        out_BTHD = out_BTHD.astype(operands[0].dtype)
+    else:
+        out_BTHD, lse_BHT = _materialised(options, *_split(operands), segments_BT)
+    return (out_BTHD, lse_BHT) if return_lse else out_BTHD
+
+
+def _split(operands):
+    return operands if len(operands) == 3 else tuple(operands[0][:, :, i] for i in range(3))
+
+
+# -------------------------------------------------------------------------------- mosaic and triton
+
+# Imported when they are used: the CPU needs none of them.
+_MODULES = {
+    ("mosaic", "forward"): "mosaic_forward",
+    ("mosaic", "backward"): "mosaic_backward",
+    ("triton", "forward"): "triton",
+    ("triton", "backward"): "triton",
+}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(options, operands, segments_BT):
+    return _kernel(options, "forward")(operands, segments_BT)
+
+
+def _flash_forward(options, operands, segments_BT):
+    operands, segments_BT = jax.custom_derivatives.custom_vjp_primal_tree_values(
+        (operands, segments_BT)
+    )
+    out_BTHD, lse_BHT = _kernel(options, "forward")(operands, segments_BT)
+    return (out_BTHD, lse_BHT), (operands, segments_BT, out_BTHD, lse_BHT)
+
+
+def _flash_backward(options, saved, cotangents):
+    operands, segments_BT, out_BTHD, lse_BHT = saved
+    dout_BTHD, dlse_BHT = cotangents
+    if isinstance(dout_BTHD, jax.custom_derivatives.SymbolicZero):
+        dout_BTHD = jnp.zeros(dout_BTHD.shape, dout_BTHD.dtype)
+    if isinstance(dlse_BHT, jax.custom_derivatives.SymbolicZero):
+        dlse_BHT = None
+    args = (operands, segments_BT, lse_BHT, dout_BTHD, out_BTHD, dlse_BHT)
+    return _kernel(options, "backward")(*args), None
+
+
+_flash.defvjp(_flash_forward, _flash_backward, symbolic_zeros=True)
+
+
+def _kernel(options, name):
+    """`forward` or `backward` of the back end. `vmap` makes its axis a part of the batch."""
+    module = importlib.import_module(f"pallas_kernels.attention.{_MODULES[options.backend, name]}")
+    static = options._asdict() | {"true_fp32": options.true_fp32}
+    for key in ("backend", "precision"):
+        del static[key]
+
+    @jax.custom_batching.custom_vmap
+    def kernel(*args):
+        if name == "forward":
+            return module.forward(*args, **static)
+        return module.backward(*args, **static)
+
+    @kernel.def_vmap
+    def _larger_batch(size, batched, *args):
+        def folded(x, is_batched):
+            x = x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        found = kernel(*jax.tree.map(folded, args, tuple(batched)))
+        unfolded = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), found)
+        return unfolded, jax.tree.map(lambda _: True, unfolded)
+
+    return _calls.launch("flash_attention", kernel)
+
+
+# ------------------------------------------------------------------------------------ cudnn and xla
+
+
+def _in_cudnn(options, q_BTHD, k_BTKD, v_BTKD):
+    return jax.nn.dot_product_attention(
+        q_BTHD,
+        k_BTKD,
+        v_BTKD,
+        scale=options.scale,
+        is_causal=options.causal,
+        local_window_size=None if options.window is None else (options.window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+def _materialised(options, q_BTHD, k_BTKD, v_BTKD, segments_BT):
+    b, t, h, d = q_BTHD.shape
+    groups = k_BTKD.shape[2]
+    q_BTKGD = q_BTHD.reshape(b, t, groups, h // groups, d)
+    products = {"precision": options.precision, "preferred_element_type": jnp.float32}
+    scores_BKGTS = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BTKD, **products) * options.scale
+    visible_BTS = _visible(options, t, segments_BT)
+    if visible_BTS is not None:
+        scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BTKD.dtype)
+    out_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BTKD, precision=options.precision)
+    return out_BTKGD.reshape(b, t, h, d), lse_BKGT.reshape(b, h, t)
+
+
+def _visible(options, length, segments_BT):
+    """Which keys s each query t sees, B·T·S or 1·T·S; None for all."""
+    if not options.causal and segments_BT is None:
+        return None
+    visible_BTS = jnp.ones((1, length, length), bool)
+    if options.causal:
+        t_T1, s_1S = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+        visible_BTS &= (s_1S <= t_T1)[None]
+        if options.window is not None:
+            visible_BTS &= (s_1S > t_T1 - options.window)[None]
+    if segments_BT is not None:
+        visible_BTS = visible_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
+    return visible_BTS
+
+
+# ---------------------------------------------------------------------------------- what runs where
+
+
+def _why_not_cudnn(
+    dtype: jnp.dtype,
+    length: int,
+    head_dim: int,
+    segments: bool,
+    return_lse: bool,
+    deterministic: bool,
+) -> str | None:
+    if _dispatch.platform() not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU, and the default device is a {_dispatch.platform()}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, not {dtype.name}"
+    if head_dim % 8 or head_dim > 128:
+        return f"takes a head dimension that is a multiple of 8 and at most 128, not {head_dim}"
+    if length % 2:
+        return f"takes an even sequence length (its backward pass does), not {length}"
+    if segments:
+        return "takes no segment ids"
+    if return_lse:
+        return "leaves out the gradient of the log-sum-exp"
+    if deterministic:
+        return "sums the gradients in any order, and deterministic=True was asked for"
+    return None
+
+
+def _why_not_mosaic(dtype: jnp.dtype, head_dim: int, segments: bool) -> str | None:
+    if (why := _dispatch.why_not_mosaic()) is not None:
+        return why
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 or float16, not {dtype.name}"
+    if head_dim not in (64, 128):
+        return f"takes a head dimension of 64 or 128, not {head_dim}"
+    if segments:
+        return "takes no segment ids"
+    return None
+
+
+def _why_not_triton(head_dim: int) -> str | None:
+    if head_dim > 128:
+        return f"takes a head dimension of at most 128, not {head_dim}"
+    return _dispatch.why_not_triton()
+
+
+def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
+    shapes = f"{q_BTHD.shape}, {k_BTKD.shape}, {v_BTKD.shape}"
+    if not (
+        q_BTHD.ndim == k_BTKD.ndim == 4
+        and k_BTKD.shape == v_BTKD.shape
+        and (*q_BTHD.shape[:2], q_BTHD.shape[3]) == (*k_BTKD.shape[:2], k_BTKD.shape[3])
+    ):
+        raise ValueError(
+            "flash_attention: expected q of shape (batch, time, heads, head_dim), k and v of shape "
+            "(batch, time, "
+            f"key heads, head_dim), got {shapes}"
+        )
+    if q_BTHD.shape[2] % max(1, k_BTKD.shape[2]):
+        raise ValueError(
+            "flash_attention: expected a number of heads that is a multiple of that of key heads, "
+            f"got {shapes}"
+        )
+    if not q_BTHD.dtype == k_BTKD.dtype == v_BTKD.dtype:
+        raise ValueError(
+            f"flash_attention: expected one dtype for q, k, v, got {q_BTHD.dtype}, {k_BTKD.dtype}, "
+            f"{v_BTKD.dtype}"
+        )
+    if q_BTHD.dtype not in DTYPES:
+        raise ValueError(
+            f"flash_attention: expected float32, bfloat16 or float16, got {q_BTHD.dtype}"
+        )
+    if segments_BT is not None and (
+        segments_BT.shape != q_BTHD.shape[:2] or not jnp.issubdtype(segments_BT.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"flash_attention: expected segment_ids of shape {q_BTHD.shape[:2]} in integers, "
+            f"got {segments_BT.shape} in {segments_BT.dtype}"
+        )
+    if window is not None and not (causal and window >= 1):
+        raise ValueError(
+            f"flash_attention: a window needs causal=True and a size of at least 1, got {causal=} "
+            f"{window=}"
+        )

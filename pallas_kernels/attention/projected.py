@@ -1,0 +1,143 @@
+"""Causal attention of a packed projection, qkv = x W + b, with the bias's gradient from sums that
+attention has in its hands.
+
+    db_q = Σ_t dq_t      db_k = Σ_s dk_s = 0      db_v = Σ_s dv_s = Σ_t do_t
+
+The rows of P sum to one, so Σ_s dV_s = Σ_t (Σ_s P_ts) dO_t = Σ_t dO_t, and those of dS = P ∘ (dO Vᵀ
+− D) to D − D = 0, so Σ_s dK_s = scale · Σ_t (Σ_s dS_ts) Q_t = 0: a bias of the keys moves every
+score of a query alike, and the softmax not at all. A sum over all of dqkv reads three arrays as
+large as the stream; here none is read for it but, where attention writes dq itself, dq.
+
+Shapes: B batch, T time, C channels, H heads, D head dimension; N = B·T.
+
+Back ends: those of `flash_attention_qkv`. `mosaic` takes the sums from its passes; with the others
+the bias is the projection's, and its gradient the sum over dqkv. With `reference` the projection is
+that of `linear`, too: forward mode and higher derivatives work. The others are differentiable once,
+in reverse mode.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels.attention import choose, flash_attention_qkv
+from pallas_kernels.matmul import checked_linear, weight_gradient
+
+
+def projected_attention(
+    x_BTC: Float[Array, "B T C"],
+    w_CO: Float[Array, "C O"],
+    b_O: Float[Array, " O"],
+    *,
+    heads: int,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B T H D"]:
+    """flash_attention_qkv(x W + b), causal, with O = 3·H·D: all queries, all keys, all values.
+
+    Args:
+        x_BTC: fp32, bf16 or fp16.
+        w_CO, b_O: of x's dtype, or fp32, which is rounded to it as in `pallas_kernels.linear`.
+            Their gradients have their dtype and are summed in fp32.
+        implementation, precision: as of `flash_attention_qkv`; precision is that of the projection,
+            too.
+
+    Raises:
+        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+    """
+    if (
+        heads < 1
+        or x_BTC.ndim != 3
+        or w_CO.shape != (x_BTC.shape[2], *b_O.shape)
+        or b_O.ndim != 1
+        or b_O.size % (3 * heads)
+    ):
+        raise ValueError(
+            "projected_attention: expected x (B, T, C), W (C, 3·H·D) and b (3·H·D,) with "
+            f"H={heads}, "
+            f"got {x_BTC.shape}, {w_CO.shape}, {b_O.shape}"
+        )
+    if x_BTC.dtype not in _dispatch.DTYPES or any(
+        a.dtype not in (x_BTC.dtype, jnp.float32) for a in (w_CO, b_O)
+    ):
+        raise ValueError(
+            "projected_attention: expected x in float32, bfloat16 or float16, W and b in x's dtype "
+            "or float32, "
+            f"got {x_BTC.dtype}, {w_CO.dtype}, {b_O.dtype}"
+        )
+    length, head_dim, arrays = x_BTC.shape[1], b_O.size // (3 * heads), (x_BTC, w_CO, b_O)
+    backend = choose(
+        x_BTC.dtype, length, head_dim, implementation, precision=precision, arrays=arrays
+    )
+    if backend == "mosaic" and x_BTC.size:
+        return _calls.differentiable(
+            "projected_attention", _projected, *arrays, _How(heads, precision)
+        )
+    qkv_BT3HD = _projection(
+        *arrays, _How(heads, precision), "reference" if backend == "reference" else "xla"
+    )
+    return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
+
+
+class _How(NamedTuple):
+    heads: int
+    precision: jax.lax.PrecisionLike
+
+
+def _projection(x_BTC, w_CO, b_O, how, implementation="xla"):
+    qkv_BTO = checked_linear("projected_attention", x_BTC, w_CO, b_O, implementation, how.precision)
+    return qkv_BTO.reshape(*x_BTC.shape[:2], 3, how.heads, b_O.size // (3 * how.heads))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _projected(x_BTC, w_CO, b_O, how):
+    return _projected_forward(x_BTC, w_CO, b_O, how)[0]
+
+
+def _projected_forward(x_BTC, w_CO, b_O, how):
+    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, how)
+    out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
+    return out_BTHD, (x_BTC, w_CO, b_O, qkv_BT3HD, out_BTHD, lse_BHT)
+
+
+def _projected_backward(how, saved, dout_BTHD):
+    x_BTC, w_CO, b_O, qkv_BT3HD, out_BTHD, lse_BHT = saved
+    dqkv_BT3HD, dq_HD, dout_HD = _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
+    db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
+    x_NC, dqkv_NO = x_BTC.reshape(-1, x_BTC.shape[2]), dqkv_BT3HD.reshape(-1, b_O.size)
+    dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=how.precision)
+    dw_CO = weight_gradient(x_NC, dqkv_NO, precision=how.precision)
+    return (
+        dx_NC.reshape(x_BTC.shape),
+        dw_CO.astype(w_CO.dtype),
+        db_3HD.reshape(-1).astype(b_O.dtype),
+    )
+
+
+_projected.defvjp(_projected_forward, _projected_backward)
+
+
+def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
+    """(dqkv, Σ dq, Σ do)."""
+    from pallas_kernels.attention import mosaic_backward
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(qkv_BT3HD, *others):
+        how = {
+            "causal": True,
+            "scale": qkv_BT3HD.shape[-1] ** -0.5,
+            "window": None,
+            "deterministic": False,
+        }
+        return mosaic_backward.backward(
+            (qkv_BT3HD,), None, *others, None, **how, true_fp32=False, bias=True
+        )
+
+    (dqkv_BT3HD,), dq_HD, dout_HD = _calls.launch("projected_attention", kernel)(
+        qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD
+    )
+    return dqkv_BT3HD, dq_HD, dout_HD

@@ -1,0 +1,145 @@
+"""Triton passes before and after the backward pass, the Triton back end's and mosaic's: D and sums
+of dO, and dQ from its sums.
+
+Shapes as in the back end: M rows of a block, P the head dimension padded to a power of two.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+from pallas_kernels.attention.triton_rows import (
+    LOG2E,
+    load_each,
+    load_rows,
+    padded,
+    store_rows,
+)
+
+
+def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, sums: bool = False):
+    """What the backward pass needs of each query, and room for sums, in fp32 and one launch.
+
+    Args:
+        lse_BHT: for the two numbers that mosaic wants, or None.
+        rows: queries, with those past T, of which mosaic wants them.
+        zeros: queries of which there shall be sums.
+        sums: whether dO is summed over all queries.
+
+    Returns:
+        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; zeros,
+        B·zeros·H·D, or one number without meaning; and the sum of dO, H·D, or None.
+    """
+    b, t, h, d = out_BTHD.shape
+    m = 128
+    blocks = triton.cdiv(max(t, rows, zeros), m)
+    delta, zeros_BTHD, sums_PHD = _triton.call(
+        delta_kernel,
+        out_BTHD,
+        dout_BTHD,
+        dout_BTHD if lse_BHT is None else lse_BHT,
+        out=[
+            jax.ShapeDtypeStruct((b, h, t) if lse_BHT is None else (b, h, 2, rows), jnp.float32),
+            jax.ShapeDtypeStruct((b, zeros, h, d) if zeros else (1,), jnp.float32),
+            jax.ShapeDtypeStruct((b * blocks, h, d) if sums else (1,), jnp.float32),
+        ],
+        grid=(blocks * b * h,),
+        T=t,
+        H=h,
+        D=d,
+        P=padded(d),
+        ROWS=0 if lse_BHT is None else rows,
+        ZEROS=zeros,
+        SUMS=sums,
+        BLOCKS=blocks,
+        M=m,
+    )
+    return delta, zeros_BTHD, sums_PHD.sum(0) if sums else None
+
+
+def into_packed(sums_BTHD, dqkv_BT3HD, *, scale: float):
+    """(dqkv, Σ dq over all queries, H·D in fp32): dqkv with scale · sums in the place of dq,
+    written where it lies."""
+    b, t, h, d = sums_BTHD.shape
+    rows, columns, parts = 16, 256, 256
+    times = triton.cdiv(b * t, rows * parts)
+    parts = triton.cdiv(b * t, rows * times)
+    dqkv_BT3HD, sums_SHD = _triton.call(
+        into_packed_kernel,
+        sums_BTHD,
+        dqkv_BT3HD,
+        in_place=(1,),
+        out=[jax.ShapeDtypeStruct((parts, h, d), jnp.float32)],
+        grid=(parts * triton.cdiv(h * d, columns),),
+        num_warps=2,
+        N=b * t,
+        O=h * d,
+        SCALE=scale,
+        TIMES=times,
+        M=rows,
+        P=columns,
+    )
+    return dqkv_BT3HD, sums_SHD.sum(0)
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, dout_ptr, lse_ptr, delta_ptr, zeros_ptr, sums_ptr,
+    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    # Heads of the same rows run side by side: their rows are one piece of memory.
+    h, block = tl.program_id(0) % H, tl.program_id(0) // H
+    t0, b = block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
+    at = b * T * H * D + h * D
+    CHECKED: tl.constexpr = T < BLOCKS * M
+    out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, CHECKED).to(tl.float32)
+    dout_MP = load_rows(dout_ptr + at, t0, H * D, T, D, M, P, CHECKED).to(tl.float32)
+    rows_M = t0 + tl.arange(0, M)
+    delta_M = tl.sum(out_MP * dout_MP, 1)
+    if ROWS:
+        lse_M = load_each(lse_ptr + (b * H + h) * T, t0, T, M, CHECKED)
+        delta_ptr += (b * H + h) * (2 * ROWS)
+        tl.store(delta_ptr + rows_M, lse_M * LOG2E, mask=rows_M < ROWS)
+        tl.store(delta_ptr + ROWS + rows_M, -delta_M, mask=rows_M < ROWS)
+    else:
+        tl.store(delta_ptr + (b * H + h) * T + rows_M, delta_M, mask=rows_M < T)
+    if ZEROS:
+        zeros_ptr += b * ZEROS * H * D + h * D
+        store_rows(zeros_ptr, tl.full((M, P), 0.0, tl.float32), t0, H * D, ZEROS, D, M, P)
+    if SUMS:
+        columns_P = tl.arange(0, P)
+        tl.store(
+            sums_ptr + block.to(tl.int64) * (H * D) + h * D + columns_P,
+            tl.sum(dout_MP, 0),
+            mask=columns_P < D,
+        )
+
+
+@triton.jit
+def into_packed_kernel(
+    sums_ptr, dqkv_ptr, parts_ptr,
+    N: tl.constexpr, O: tl.constexpr,
+    SCALE: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """dQ from its sums in fp32, N·O, into N·3O, and its sums over TIMES·M rows."""
+    ACROSS: tl.constexpr = (O + P - 1) // P
+    part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
+    total_MP = tl.full((M, P), 0.0, tl.float32)
+    for time in range(TIMES):
+        rows = ((part * TIMES + time) * M + tl.arange(0, M)).to(tl.int64)
+        mask = (rows < N)[:, None] & (columns < O)[None, :]
+        dq_MP = (
+            tl.load(sums_ptr + rows[:, None] * O + columns[None, :], mask=mask, other=0.0) * SCALE
+        )
+        tl.store(
+            dqkv_ptr + rows[:, None] * (3 * O) + columns[None, :],
+            dq_MP.to(dqkv_ptr.dtype.element_ty),
+            mask=mask,
+        )
+        total_MP += dq_MP
+    tl.store(
+        parts_ptr + part.to(tl.int64) * O + columns, tl.sum(total_MP, axis=0), mask=columns < O
+    )

@@ -1,0 +1,290 @@
+"""The classifier at the end of a language model: a row's loss and the gradient of that loss, from
+one read of its logits.
+
+    z = cap(x);  loss_n = logsumexp(z_n) − z_n[target_n];  dx_nv = (softmax(z_n)_v − [v = target_n])
+    · dz/dx
+
+Shapes: N rows (tokens), V columns (padding included). Softmax and loss cover the first `vocab_size`
+columns; the others may hold anything, NaN too, and get a gradient of exactly zero. cap is nothing,
+c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
+
+The gradient is that of each row's own loss, and it overwrites the logits: whoever averages over N
+rows divides afterwards.
+
+Back ends:
+    triton: one program a row; the row comes from HBM once, is read again from the cache, and is
+        overwritten. sm_80 and later.
+    xla: plain JAX with fp32 statistics; any device.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
+        work, through both results. Any device.
+triton and xla are differentiable once, in reverse mode, and in the losses alone.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from pallas_kernels import _calls, _dispatch
+
+Number = float | int
+
+
+class SigmoidCap(NamedTuple):
+    """z = scale · σ((x + shift) / width): logits between 0 and `scale` (the modded-nanogpt
+    speedrun's; its values are the defaults)."""
+
+    scale: Number = 23.0
+    shift: Number = 5.0
+    width: Number = 7.5
+
+
+def fused_classifier(
+    logits_NV: Float[Array, "N V"],
+    targets_N: Integer[Array, " N"],
+    *,
+    vocab_size: int | None = None,
+    softcap: Number | SigmoidCap | None = None,
+    ignore_index: int | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
+    """Cross-entropy of each row in nats, and its gradient with respect to that row's logits.
+
+    The gradient takes the logits' buffer where that is free (an intermediate of a jitted function,
+    or a donated argument); XLA copies the logits first where it is not. Differentiable once in the
+    losses; in the gradient that it returns, or twice, only with implementation "reference".
+
+    Args:
+        logits_NV: fp32, bf16 or fp16.
+        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other
+            gives that row a loss and a gradient of NaN.
+        vocab_size: real columns; V when None.
+        softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
+        ignore_index: rows with this target have a loss and a gradient of exactly 0.
+        implementation: "auto", or one of the back ends above.
+
+    Returns:
+        losses_N in fp32, and dlogits_NV in the logits' dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or the named back end cannot run them.
+        NotImplementedError: something is differentiated through dlogits_NV.
+    """
+    v = logits_NV.shape[1]
+    vocab_size = v if vocab_size is None else vocab_size
+    _check(logits_NV, targets_N, vocab_size, softcap)
+    if softcap is not None and not isinstance(softcap, SigmoidCap):
+        softcap = float(softcap)
+    backend = choose(logits_NV.dtype, v, implementation, arrays=(logits_NV, targets_N))
+    if logits_NV.size == 0:  # nothing to launch
+        return jnp.zeros(targets_N.shape, jnp.float32), logits_NV
+    options = _Options(backend, vocab_size, softcap, ignore_index)
+    if backend == "reference":
+        losses_N, dlogits_NV = reference(logits_NV, targets_N, **options.of_the_loss)
+        return losses_N, dlogits_NV.astype(logits_NV.dtype)
+    return _calls.differentiable(
+        "fused_classifier", _classify, options, logits_NV, to_int32(targets_N)
+    )
+
+
+def to_int32(ids):
+    """Integer ids in int32. An id that int32 does not hold becomes the nearest that it does, which
+    is no column either."""
+    held, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
+    if held.max > wanted.max:
+        ids = ids.clip(max(held.min, wanted.min), wanted.max)
+    return ids.astype(jnp.int32)
+
+
+def choose(
+    dtype: jax.typing.DTypeLike, columns: int, implementation: str = "auto", *, arrays: tuple = ()
+) -> str:
+    """The back end that `fused_classifier` uses for logits of this dtype and width on the default
+    device.
+
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    supported = {"triton": _dispatch.why_not_triton(), "xla": None, "reference": None}
+    if implementation == "auto":
+        return _dispatch.auto(supported, arrays)
+    return _dispatch.named("fused_classifier", implementation, supported, arrays)
+
+
+def reference(
+    logits_NV,
+    targets_N,
+    *,
+    vocab_size: int | None = None,
+    softcap: Number | SigmoidCap | None = None,
+    ignore_index: int | None = None,
+):
+    """The definition, in fp32 whatever the logits are. Returns fp32 losses_N and dlogits_NV."""
+    v = logits_NV.shape[1]
+    vocab_size = v if vocab_size is None else vocab_size
+    targets_N = to_int32(targets_N)
+    known_N = (targets_N >= 0) & (targets_N < vocab_size)
+    ignored_N = jnp.zeros_like(known_N) if ignore_index is None else targets_N == ignore_index
+
+    def losses(logits_NV):
+        real_NV = logits_NV[:, :vocab_size].astype(jnp.float32)
+        log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
+        columns_N = jnp.where(known_N, targets_N, 0)
+        losses_N = -jnp.take_along_axis(log_probs_NV, columns_N[:, None], axis=-1)[:, 0]
+        # A factor of NaN, because `where` would give the row of a target that is no column a
+        # gradient of 0.
+        losses_N = losses_N * jnp.where(known_N | ignored_N, 1.0, jnp.nan)
+        return jnp.where(ignored_N, 0.0, losses_N)
+
+    losses_N, pull = jax.vjp(losses, logits_NV.astype(jnp.float32))
+    return losses_N, pull(jnp.ones_like(losses_N))[0]
+
+
+def apply_softcap(x, softcap: Number | SigmoidCap | None):
+    """z = cap(x), elementwise, in x's own dtype."""
+    match softcap:
+        case None:
+            return x
+        case SigmoidCap(scale, shift, width):
+            return scale * jax.nn.sigmoid((x + shift) / width)
+        case c:
+            return c * jnp.tanh(x / c)
+
+
+class _Options(NamedTuple):
+    """What is the same for every call of one place in a program."""
+
+    backend: str
+    vocab_size: int
+    softcap: Number | SigmoidCap | None
+    ignore_index: int | None
+
+    @property
+    def of_the_loss(self) -> dict:
+        return {
+            "vocab_size": self.vocab_size,
+            "softcap": self.softcap,
+            "ignore_index": self.ignore_index,
+        }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _classify(options, logits_NV, targets_N):
+    return _run(options, logits_NV, targets_N)
+
+
+def _run(options, logits_NV, targets_N):
+    if options.backend == "triton":
+        return _in_triton(options, logits_NV, targets_N)
+    losses_N, dlogits_NV = _in_xla(logits_NV, targets_N, **options.of_the_loss)
+    return losses_N, dlogits_NV.astype(logits_NV.dtype)
+
+
+def _classify_forward(options, logits_NV, targets_N):
+    losses_N, dlogits_NV = _run(options, logits_NV.value, targets_N.value)
+    return (losses_N, dlogits_NV), dlogits_NV
+
+
+def _classify_backward(options, dlogits_NV, cotangents):
+    g_N, g_of_gradient = cotangents
+    if not isinstance(g_of_gradient, jax.custom_derivatives.SymbolicZero):
+        raise NotImplementedError(
+            "fused_classifier: the gradient that it returns cannot itself be differentiated; "
+            "use only the losses in what is differentiated, or stop_gradient(dlogits), or "
+            "implementation='reference'"
+        )
+    if isinstance(g_N, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros_like(dlogits_NV), None
+    return (g_N[:, None] * dlogits_NV.astype(jnp.float32)).astype(dlogits_NV.dtype), None
+
+
+_classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
+
+
+def _in_triton(options, logits_NV, targets_N):
+    from pallas_kernels.classifier import triton
+
+    @jax.custom_batching.custom_vmap
+    def classify(logits_NV, targets_N):
+        return triton.classify(logits_NV, targets_N, *options[1:])
+
+    @classify.def_vmap
+    def _more_rows(size, batched, logits, targets):
+        """A batch of rows is more rows."""
+        logits, targets = (
+            x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, is_batched in zip((logits, targets), batched, strict=True)
+        )
+        losses, dlogits = classify(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        return (losses.reshape(targets.shape), dlogits.reshape(logits.shape)), (True, True)
+
+    return _calls.launch("fused_classifier", classify, overwrites=True)(logits_NV, targets_N)
+
+
+def _in_xla(logits_NV, targets_N, *, vocab_size, softcap, ignore_index):
+    x_NV = logits_NV.astype(jnp.float32)
+    z_NV = apply_softcap(x_NV, softcap)
+    column_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None, :]
+    if vocab_size < logits_NV.shape[1]:
+        z_NV = jnp.where(column_1V < vocab_size, z_NV, -jnp.inf)
+    hit_NV = column_1V == targets_N[:, None]
+    z_NV = z_NV - z_NV.max(-1, keepdims=True)
+    exp_NV = jnp.exp(z_NV)
+    sum_N1 = exp_NV.sum(-1, keepdims=True)
+    known_N = (targets_N >= 0) & (targets_N < vocab_size)
+    losses_N = jnp.where(
+        known_N, jnp.log(sum_N1[:, 0]) - jnp.where(hit_NV, z_NV, 0.0).sum(-1), jnp.nan
+    )
+    d_NV = exp_NV / jnp.where(known_N[:, None], sum_N1, jnp.nan) - hit_NV.astype(jnp.float32)
+    if softcap is not None:
+        d_NV = d_NV * _slope(x_NV, softcap)
+    d_NV = jnp.where(column_1V < vocab_size, d_NV, 0.0)
+    if ignore_index is not None:
+        losses_N = jnp.where(targets_N == ignore_index, 0.0, losses_N)
+        d_NV = jnp.where((targets_N == ignore_index)[:, None], 0.0, d_NV)
+    return losses_N, d_NV
+
+
+def _slope(x, softcap):
+    """dz/dx of `apply_softcap`."""
+    match softcap:
+        case SigmoidCap(scale, shift, width):
+            sigma = jax.nn.sigmoid((x + shift) / width)
+            return scale / width * sigma * (1 - sigma)
+        case c:
+            return 1 - jnp.tanh(x / c) ** 2
+
+
+def _check(logits_NV, targets_N, vocab_size, softcap):
+    n, v = logits_NV.shape
+    if targets_N.shape != (n,) or not 0 < vocab_size <= v:
+        raise ValueError(
+            "fused_classifier: expected logits (N, V), targets (N,) and 0 < vocab_size ≤ V, "
+            f"got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
+        )
+    if logits_NV.dtype not in _dispatch.DTYPES:
+        raise ValueError(
+            f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}"
+        )
+    if not jnp.issubdtype(targets_N.dtype, jnp.integer):
+        raise ValueError(f"fused_classifier: expected integer targets, got {targets_N.dtype}")
+    widths = (
+        [1.0]
+        if softcap is None
+        else [softcap.scale, softcap.width]
+        if isinstance(softcap, SigmoidCap)
+        else [softcap]
+    )
+    if not all(math.isfinite(width) and width > 0 for width in widths):
+        raise ValueError(
+            f"fused_classifier: a softcap's scale and width are positive, got {softcap}"
+        )

@@ -1,0 +1,401 @@
+"""A linear layer and its activation: y = gelu(x w + b), and y = relu(x w + b)². `mlp` goes on with
+a second product, y w₂.
+
+gelu is the tanh form, u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))), which is u·σ(2√(2/π)·(u +
+0.044715·u³)).
+
+Shapes: N rows (all leading axes of x), I inputs, O outputs. Products, bias and activation are fp32;
+y is rounded once.
+
+The forward pass saves the activation's derivative at u = x w + b, in x's dtype, for the backward
+pass, which then is du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. It comes with the
+activation for a few operations more, takes the memory that u would, and makes the backward pass a
+plain product. `triton` in fp32 saves the product x w in its place: it lies in memory already.
+
+Back ends:
+    mosaic: Hopper's TMA and wgmma; bf16 or fp16, sizes that its tiles divide.
+    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the product is
+        XLA's, and bias and activation are a pass over it.
+    xla: any device.
+    reference: the definition in fp32 with true fp32 products, its gradients by JAX: forward mode
+        and higher derivatives work. Any device.
+mosaic, triton and xla are differentiable once, in reverse mode.
+Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel
+with its sums for db; the products for dx and dw are XLA's. `linear_gelu` by itself has no such
+product: there `mosaic` forms du on the way into the product for dx, and writes it for the one for
+dw (where its tiles divide I; else it goes XLA's way). `triton` forms du and db in a pass of their
+own, which writes duᵀ too where a precision of HIGH asks for TF32, for dw's product
+(pallas_kernels.matmul), and in `mlp` yᵀ, for dw₂'s.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels.matmul import (
+    checked_linear,
+    product,
+    sum_rows,
+    weight_gradient,
+    weight_gradient_of_transposed,
+)
+from pallas_kernels.transpose import transpose_copy
+
+
+def linear_gelu(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "I O"],
+    b: Float[Array, " O"],
+    *,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*B O"]:
+    """gelu(x w + b), tanh form, in x's dtype.
+
+    Args:
+        x: fp32, bf16 or fp16.
+        w, b: of that dtype, or fp32, which is rounded to x's dtype (w) or not at all (b). Their
+            gradients have their dtype and are summed in fp32.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
+        precision: of the fp32 matrix products in the `xla` back end (JAX's own default for fp32 on
+            a GPU is TF32).
+
+    Raises:
+        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+    """
+    return _linear("linear_gelu", "gelu", x, w, b, implementation, precision)
+
+
+def linear_relu_squared(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "I O"],
+    b: Float[Array, " O"] | None = None,
+    *,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*B O"]:
+    """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021); arguments and errors
+    as of `linear_gelu`."""
+    return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, precision)
+
+
+def mlp(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "I O"],
+    b: Float[Array, " O"],
+    w2: Float[Array, "O C"],
+    *,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*B C"]:
+    """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
+
+    The second product is XLA's; with back end `mosaic`, where C is a multiple of 64, its gradient
+    is a kernel that goes on through the activation. With back end `triton` in fp32 with a precision
+    of HIGH, the backward pass makes the hidden layer again, transposed as dw₂ wants it, where it
+    goes over the saved product for du: nothing as large is saved beside that.
+
+    Args:
+        w2: as w.
+
+    Others and errors as of `linear_gelu`.
+    """
+    _check("mlp", x, w, b)
+    if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
+        raise ValueError(
+            f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} "
+            f"in {w2.dtype}"
+        )
+    n = x.size // x.shape[-1] if x.size else 0
+    x_NI = x.reshape(n, x.shape[-1])
+    how = How(
+        "gelu",
+        choose(x.dtype, n, *w.shape, implementation, kernel="mlp", arrays=(x, w, b, w2)),
+        precision,
+    )
+    through_product = (
+        how.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
+    )
+    if through_product or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
+        y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, how)
+    else:
+        y_NO = _linear("mlp", "gelu", x_NI, w, b, how.backend, precision)
+        second = "reference" if how.backend == "reference" else "xla"
+        y_NC = checked_linear("mlp", y_NO, w2, None, second, precision)
+    return y_NC.reshape(*x.shape[:-1], w2.shape[1])
+
+
+def choose(
+    dtype: jax.typing.DTypeLike,
+    n: int,
+    i: int,
+    o: int,
+    implementation: str = "auto",
+    *,
+    kernel: str = "linear_gelu",
+    arrays: tuple = (),
+) -> str:
+    """The back end that `linear_gelu`, `linear_relu_squared` and `mlp`'s first half use for N, I, O
+    on the default device.
+
+    `auto` takes mosaic, triton, xla, in that order, but no kernel for arrays that the compiler may
+    split over several devices.
+
+    Args:
+        kernel: the function, for errors.
+        arrays: those of the call, whose types say whether the compiler may split them.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    dtype = jnp.dtype(dtype)
+    supported = {
+        "mosaic": _dispatch.why_not_mosaic() or _why_not_16_bit(dtype) or _why_not_tiles(n, i, o),
+        "triton": _dispatch.why_not_triton()
+        or (None if dtype == jnp.float32 else _why_not_16_bit(dtype, "float32, "))
+        or (None if n else "takes at least one row"),
+        "xla": None,
+        "reference": None,
+    }
+    if implementation == "auto":
+        return _dispatch.auto(supported, arrays)
+    return _dispatch.named(kernel, implementation, supported, arrays)
+
+
+def reference(x, w, b=None, *, activation: str = "gelu"):
+    """The definition, in fp32 with true fp32 products, whatever the inputs are. Returns fp32."""
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    u = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
+    if b is not None:
+        u = u + b.astype(jnp.float32).reshape((1,) * (u.ndim - 1) + (-1,))
+    return jax.nn.gelu(u, approximate=True) if activation == "gelu" else jnp.square(jax.nn.relu(u))
+
+
+# -------------------------------------------------------------------------------------- activations
+
+# gelu(u) = u·σ(v) and v = GELU_1·u + GELU_3·u³.
+GELU_1 = 2 * (2 / jnp.pi) ** 0.5
+GELU_3 = 0.044715 * GELU_1
+LOG2_E = 1.4426950408889634
+
+
+def _gelu(u):
+    """gelu(u) = u·σ and gelu'(u) = σ + u·σ·(1 − σ)·v' with σ = σ(v), in fp32."""
+    u2 = u * u
+    sigma = 0.5 * jnp.tanh(u * (u2 * (GELU_3 / 2) + GELU_1 / 2)) + 0.5
+    y = u * sigma
+    return y, (y - y * sigma) * (u2 * (3 * GELU_3) + GELU_1) + sigma
+
+
+def _relu_squared(u):
+    r = jnp.maximum(u, 0)
+    return r * r, 2 * r
+
+
+ACTIVATIONS = {"gelu": _gelu, "relu_squared": _relu_squared}
+
+
+# --------------------------------------------------------------------------------------------- rule
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What is static: the activation's name, a back end but `reference`, and the precision of its
+    fp32 products."""
+
+    activation: str
+    backend: str
+    precision: jax.lax.PrecisionLike
+
+    @property
+    def kernel(self) -> str:
+        """The public function, for errors."""
+        return f"linear_{self.activation}"
+
+    def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Whether Triton's kernels go over a product of XLA's: in fp32. In other dtypes they make
+        it themselves."""
+        return self.backend == "triton" and dtype == jnp.float32
+
+
+def _linear(kernel, activation, x, w, b, implementation, precision):
+    _check(kernel, x, w, b)
+    n = x.size // x.shape[-1] if x.size else 0
+    backend = choose(x.dtype, n, *w.shape, implementation, kernel=kernel, arrays=(x, w, b))
+    if backend == "reference":
+        return reference(x, w, b, activation=activation).astype(x.dtype)
+    how = How(activation, backend, precision)
+    y_NO = _calls.differentiable(kernel, _activated, x.reshape(n, x.shape[-1]), w, b, how)
+    return y_NO.reshape(*x.shape[:-1], w.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _activated(x_NI, w_IO, b_O, how: How):
+    return forward(x_NI, w_IO, b_O, how, save=False)[0]
+
+
+def _activated_forward(x_NI, w_IO, b_O, how):
+    y_NO, saved_NO = forward(x_NI, w_IO, b_O, how, save=True)
+    return y_NO, (x_NI, w_IO, b_O, saved_NO)
+
+
+def backward(how: How, saved: tuple, dy_NO):
+    """(dx, dw, db) from (x, w, b) and what `forward` saved; db is None where b is."""
+    x_NI, w_IO, b_O, saved_NO = saved
+    if how.in_passes(dy_NO.dtype):
+        return _backward_passes(how, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
+    dx_NI, du_NO, db_O = _through_activation(
+        dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None
+    )
+    dw_IO = weight_gradient(x_NI, du_NO, precision=how.precision)
+    return dx_NI, dw_IO.astype(w_IO.dtype), None if b_O is None else db_O.astype(b_O.dtype)
+
+
+_activated.defvjp(_activated_forward, backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mlp(x_NI, w_IO, b_O, w2_OC, how: How):
+    (y_NO,) = forward(x_NI, w_IO, b_O, how, save=False)
+    return product(y_NO, w2_OC.astype(y_NO.dtype), precision=how.precision, dtype=y_NO.dtype)
+
+
+def _mlp_forward(x_NI, w_IO, b_O, w2_OC, how):
+    y_NO, saved_NO = forward(x_NI, w_IO, b_O, how, save=True)
+    y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=how.precision, dtype=y_NO.dtype)
+    # Where the backward pass makes y again it is not kept.
+    return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if how.backend == "mosaic" else None)
+
+
+def _mlp_backward(how, saved, dy_NC):
+    x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO = saved
+    if how.backend == "mosaic":
+        du_NO, db_O = _through_product(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
+        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=how.precision)
+        dw_IO, dw2_OC = (
+            weight_gradient(*pair, precision=how.precision)
+            for pair in ((x_NI, du_NO), (y_NO, dy_NC))
+        )
+        return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
+    dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=how.precision)
+    dx_NI, dw_IO, db_O, y_ON = _backward_passes(
+        how, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True
+    )
+    return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
+
+
+def _through_product(dy_NC, w2_OC, derivative_NO):
+    """(du, db)."""
+    from pallas_kernels.feed_forward import mosaic
+
+    return _kernel("mlp", mosaic.through_product)(dy_NC, w2_OC, derivative_NO)
+
+
+def _kernel(name, f):
+    # A kernel launch has no rule for vmap; a loop over it does.
+    return _calls.launch(name, jax.custom_batching.sequential_vmap(f))
+
+
+_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
+    """(dx, dw, db, yᵀ) where `how.in_passes`; yᵀ is None where it is not asked for."""
+    from pallas_kernels.feed_forward import triton
+
+    tf32 = how.precision == jax.lax.Precision.HIGH
+    kernel = functools.partial(
+        triton.through_activation, activation=how.activation, du_across=tf32, y_across=y_across
+    )
+    du_NO, du_ON, y_ON, db_O = _kernel(how.kernel, kernel)(dy_NO, product_NO, b_O)
+    dx_NI = jnp.matmul(du_NO, w_IO.T, precision=how.precision)
+    if tf32:
+        return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
+    return dx_NI, weight_gradient(x_NI, du_NO, precision=how.precision), db_O, y_ON
+
+
+def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
+    """(y, what `backward` wants saved), or (y,). That is the derivative, or the product x w where
+    `how.in_passes`."""
+    w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
+    if how.in_passes(x_NI.dtype):
+        from pallas_kernels.feed_forward import triton
+
+        product_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
+        kernel = functools.partial(triton.activated, activation=how.activation)
+        y_NO = _kernel(how.kernel, kernel)(product_NO, b_O)
+        return (y_NO, product_NO) if save else (y_NO,)
+    if how.backend == "xla":
+        u_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
+        u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
+        return tuple(
+            result.astype(x_NI.dtype) for result in ACTIVATIONS[how.activation](u_NO)[: 1 + save]
+        )
+
+    def kernel(x_NI, w_IO, b_O):
+        if how.backend == "mosaic":
+            from pallas_kernels.feed_forward import mosaic
+
+            b_O = jnp.zeros(w_IO.shape[1], jnp.float32) if b_O is None else b_O
+            return mosaic.forward(x_NI, w_IO, b_O, ACTIVATIONS[how.activation], save=save)
+        from pallas_kernels.feed_forward import triton
+
+        return triton.forward(x_NI, w_IO, b_O, how.activation, save=save)
+
+    return _kernel(how.kernel, kernel)(x_NI, w_IO, b_O)
+
+
+def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
+    """(dx, du, db in fp32)."""
+    if how.backend == "mosaic":
+        from pallas_kernels.feed_forward import mosaic
+
+        if mosaic.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
+            kernel = _kernel(how.kernel, functools.partial(mosaic.backward, bias=bias))
+            return kernel(dy_NO, derivative_NO, w_IO)
+    if how.backend == "triton":
+        from pallas_kernels.feed_forward import triton
+
+        du_NO, db_O = _kernel(how.kernel, functools.partial(triton.scaled, bias=bias))(
+            dy_NO, derivative_NO
+        )
+    else:
+        du_NO = dy_NO.astype(jnp.float32) * derivative_NO.astype(jnp.float32)
+        du_NO, db_O = du_NO.astype(dy_NO.dtype), sum_rows(du_NO) if bias else None
+    return jnp.matmul(du_NO, w_IO.T, precision=how.precision), du_NO, db_O
+
+
+def _why_not_16_bit(dtype: jnp.dtype, others: str = "") -> str | None:
+    return (
+        None
+        if dtype in (jnp.bfloat16, jnp.float16)
+        else f"takes {others}bfloat16 or float16, not {dtype.name}"
+    )
+
+
+def _why_not_tiles(n: int, i: int, o: int) -> str | None:
+    from pallas_kernels.feed_forward import mosaic
+
+    return mosaic.why_not(n, i, o)
+
+
+def _check(name, x, w, b):
+    if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (
+        b is not None and b.shape != w.shape[1:]
+    ):
+        raise ValueError(
+            f"{name}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, "
+            f"{None if b is None else b.shape}"
+        )
+    if x.dtype not in _dispatch.DTYPES or any(
+        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)
+    ):
+        raise ValueError(
+            f"{name}: expected x in float32, bfloat16 or float16, w and b in x's dtype or float32, "
+            f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
+        )

@@ -1,0 +1,261 @@
+"""The language-model head and its loss: logits = x Wᵀ, loss_n = logsumexp(z_n) − z_n[target_n], z =
+logits or their soft cap.
+
+Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk. The
+softmax covers the first `vocab_size` columns; padded columns get a gradient of exactly zero, so
+padded rows of W never move.
+
+Back ends:
+    fused: the forward pass takes a chunk of tokens at a time, makes its logits, turns them in place
+        into losses and dlogits (`fused_classifier`), and multiplies those at once into both
+        gradients, so that three products are made in all and never more than a chunk of logits is
+        alive. The backward pass multiplies by the losses' cotangent g: exact for dx, whose rows
+        each belong to one token; for dW = Σ_n g_n dlogits_n x_nᵀ, where all g_n are equal, as they
+        are of a mean or a sum. Where they are not, the backward pass makes dW anew from the logits,
+        chunk by chunk. XLA sees at compile time that the g_n of a mean are equal and leaves that
+        branch out.
+    xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
+        pass.
+    reference: the definition, all of it in fp32, its gradients by JAX: forward mode and higher
+        derivatives work.
+fused and xla are differentiable once, in reverse mode.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels.classifier import SigmoidCap, fused_classifier, to_int32
+from pallas_kernels.classifier import reference as classifier_reference
+from pallas_kernels.transpose import transpose_copy
+
+# Tokens a chunk where none is named. On an H200 chunks of 16,384 rows reach 780 TFLOP/s in the
+# head's product, and 65,536 rows at once 640–700.
+CHUNK = 16384
+
+
+def linear_cross_entropy(
+    x_NC: Float[Array, "N C"],
+    w_VC: Float[Array, "V C"],
+    targets_N: Integer[Array, " N"],
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    softcap: float | int | SigmoidCap | None = None,
+    ignore_index: int | None = None,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, " N"]:
+    """Cross-entropy of each token in nats, in fp32 whatever the inputs are.
+
+    Args:
+        x_NC: hidden states in fp32, bf16 or fp16; the logits have their dtype, the softmax is fp32.
+        w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. Their gradient has
+            their dtype; it is summed in fp32 in the back end fused.
+        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other
+            gives a loss of NaN.
+        vocab_size: real columns; V when None.
+        chunk: at most this many rows of logits are alive at once; N must be a multiple. None: about
+            16,384 in the back end fused, all of them in the others.
+        softcap: as in `fused_classifier`.
+        ignore_index: tokens with this target have loss 0 and no gradient.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
+        precision: of an fp32 matrix product (JAX's own default for fp32 on a GPU is TF32).
+
+    Raises:
+        ValueError: shapes or dtypes disagree, N is not a multiple of `chunk`, no such back end.
+    """
+    backend = choose(implementation, arrays=(x_NC, w_VC, targets_N))
+    n, v = x_NC.shape[0], w_VC.shape[0]
+    vocab_size = v if vocab_size is None else vocab_size
+    if x_NC.shape[1] != w_VC.shape[1] or targets_N.shape != (n,) or not 0 < vocab_size <= v:
+        raise ValueError(
+            "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) and vocab_size ≤ V, "
+            f"got {x_NC.shape}, {w_VC.shape}, {targets_N.shape}, {vocab_size}"
+        )
+    if x_NC.dtype not in _dispatch.DTYPES or w_VC.dtype not in (x_NC.dtype, jnp.float32):
+        raise ValueError(
+            "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype "
+            "or float32, "
+            f"got x in {x_NC.dtype} and w in {w_VC.dtype}"
+        )
+    if not jnp.issubdtype(targets_N.dtype, jnp.integer):
+        raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
+    if chunk is not None and (chunk < 1 or n % chunk):
+        raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
+    how = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
+    if backend == "reference":
+        return reference(x_NC, w_VC, targets_N, **how)
+    if backend == "fused":
+        head = _Head(chunk or _even_chunk(n), precision, **how)
+        return _calls.differentiable(
+            "linear_cross_entropy", _fused, head, x_NC, w_VC, to_int32(targets_N)
+        )
+    head = _Head(chunk or n, precision, **how)
+    return _calls.differentiable("linear_cross_entropy", _in_xla, head, x_NC, w_VC, targets_N)
+
+
+def choose(implementation: str = "auto", *, arrays: tuple = ()) -> str:
+    """The back end that `linear_cross_entropy` uses on the default device.
+
+    `auto` takes fused where its classifier is a kernel of its own, and the compiler does not split
+    the arrays over devices: such arrays cannot be cut into chunks without moving them.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
+
+    Raises:
+        ValueError: no such back end.
+    """
+    supported = {"fused": None, "xla": None, "reference": None}
+    if implementation == "auto":
+        return (
+            "fused"
+            if _dispatch.why_not_triton() is None and not _dispatch.partitioned(arrays)
+            else "xla"
+        )
+    return _dispatch.named("linear_cross_entropy", implementation, supported, arrays)
+
+
+def reference(
+    x_NC,
+    w_VC,
+    targets_N,
+    *,
+    vocab_size: int | None = None,
+    softcap: float | int | SigmoidCap | None = None,
+    ignore_index: int | None = None,
+):
+    """The definition, in fp32 with true fp32 products. Returns fp32 of shape (N,)."""
+    logits_NV = _logits(
+        x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    )
+    return classifier_reference(
+        logits_NV, targets_N, vocab_size=vocab_size, softcap=softcap, ignore_index=ignore_index
+    )[0]
+
+
+def _logits(x_KC, w_VC, precision):
+    return jnp.einsum("kc,vc->kv", x_KC, w_VC.astype(x_KC.dtype), precision=precision)
+
+
+class _Head(NamedTuple):
+    """What is the same for every call of one place in a program."""
+
+    chunk: int
+    precision: jax.lax.PrecisionLike
+    vocab_size: int
+    softcap: float | int | SigmoidCap | None
+    ignore_index: int | None
+
+    def classify(self, x_KC, w_VC, targets_K, implementation="auto"):
+        """losses_K and dlogits_KV of a chunk."""
+        return fused_classifier(
+            _logits(x_KC, w_VC, self.precision),
+            targets_K,
+            vocab_size=self.vocab_size,
+            softcap=self.softcap,
+            ignore_index=self.ignore_index,
+            implementation=implementation,
+        )
+
+    def chunks(self, *arrays):
+        """The arrays, cut along their first axis."""
+        n = arrays[0].shape[0]
+        return [tuple(a[i : i + self.chunk] for a in arrays) for i in range(0, n, self.chunk)]
+
+
+def _even_chunk(n: int) -> int:
+    """The rows of a chunk where n rows are cut into equal parts of at most `CHUNK`, a multiple of
+    128 where there are several."""
+    parts = -(-n // CHUNK)
+    return n if parts == 1 else -(-n // (parts * 128)) * 128
+
+
+def _in_xla(head, x_NC, w_VC, targets_N):
+    def losses(x_KC, targets_K):
+        return head.classify(x_KC, w_VC, targets_K, "xla")[0]
+
+    n = x_NC.shape[0]
+    if n == head.chunk:
+        return losses(x_NC, targets_N)
+    chunks = (
+        x_NC.reshape(n // head.chunk, head.chunk, -1),
+        targets_N.reshape(n // head.chunk, head.chunk),
+    )
+    return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(head, x_NC, w_VC, targets_N):
+    w_VC, losses = w_VC.astype(x_NC.dtype), []
+    for x_KC, targets_K in head.chunks(x_NC, targets_N):
+        x_KC, losses = _after(x_KC, losses)
+        losses = [*losses, head.classify(x_KC, w_VC, targets_K)[0]]
+    return jnp.concatenate(losses)
+
+
+def _after(x_KC, earlier):
+    """The same two, x_KC only once `earlier` is there: the compiler may otherwise make all logits
+    first, and hold them."""
+    return jax.lax.optimization_barrier((x_KC, earlier))
+
+
+def _fused_forward(head, x_NC, w_VC, targets_N):
+    x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
+    saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
+    # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones
+    # take any order.
+    w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
+    losses, dx, dw_VC = [], [], None
+    for x_KC, targets_K in head.chunks(x_NC, targets_N):
+        x_KC, dw_VC = _after(x_KC, dw_VC)
+        losses_K, dlogits_KV = head.classify(x_KC, w_VC, targets_K)
+        losses.append(losses_K)
+        dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=head.precision))
+        dw_VC = _add_dw(head, dw_VC, dlogits_KV, x_KC)
+    return jnp.concatenate(losses), (jnp.concatenate(dx), dw_VC, x_NC, saved_VC, targets_N)
+
+
+def _add_dw(head, dw_VC, dlogits_KV, x_KC):
+    more_VC = jnp.einsum(
+        "kv,kc->vc", dlogits_KV, x_KC, precision=head.precision, preferred_element_type=jnp.float32
+    )
+    return more_VC if dw_VC is None else dw_VC + more_VC
+
+
+def _fused_backward(head, saved, g_N):
+    dx_NC, dw_VC, x_NC, w_VC, targets_N = saved
+    # `bits_N` below has no derivative.
+    g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
+    dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
+    # As integers, so that XLA may take a number for equal to itself: of a mean's cotangent, one
+    # number broadcast, it then knows the answer when it compiles, and the branch below is gone.
+    bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
+    counts_N = (
+        jnp.ones_like(bits_N, bool) if head.ignore_index is None else targets_N != head.ignore_index
+    )
+    first = bits_N[0] if head.ignore_index is None else jnp.where(counts_N, bits_N, 0).max()
+    alike = ((bits_N == first) | ~counts_N).all()
+
+    def anew():
+        dw_VC = None
+        for x_KC, targets_K, g_K in head.chunks(x_NC, targets_N, g_N):
+            x_KC, dw_VC = _after(x_KC, dw_VC)
+            dlogits_KV = head.classify(x_KC, w_VC, targets_K)[1]
+            scaled_KC = (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
+            dw_VC = _add_dw(head, dw_VC, dlogits_KV, scaled_KC)
+        return dw_VC
+
+    dw_VC = jax.lax.cond(
+        alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), anew
+    )
+    return dx_NC, dw_VC.astype(w_VC.dtype), None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)

@@ -1,0 +1,179 @@
+"""Matrix products and sums around the kernels that XLA makes, in the form that is fast on a GPU.
+
+In TF32 Hopper's tensor cores want both operands contiguous along the axis that is summed over;
+cuBLAS's kernels for the other orders reach half the rate (H200: xᵀ dy of 32768×768 and 32768×3072
+at 193 TFLOP/s, where x wᵀ has 413). So operands that lie across are transposed first where a
+precision of HIGH asks for TF32: in passes of their own, or by a kernel that has them in its hands
+anyway. bf16's tensor cores take any order.
+
+Shapes: N rows, I inputs, O outputs.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels.transpose import choose as choose_transpose
+from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
+
+# Of up to so many rows a kernel of ours makes the sum.
+FEW = 8192
+
+
+def product(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
+    """x w in `dtype`."""
+    # Few rows, such as those of a sampled token, would not pay for the copy of w.
+    if precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]:
+        w_OI = transpose_copy(w_IO)
+        return jnp.einsum(
+            "ni,oi->no", x_NI, w_OI, precision=precision, preferred_element_type=dtype
+        )
+    return jnp.matmul(x_NI, w_IO, precision=precision, preferred_element_type=dtype)
+
+
+def weight_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
+    """xᵀ dy in fp32."""
+    if precision == jax.lax.Precision.HIGH:
+        return weight_gradient_of_transposed(transpose_copy(x_NI), transpose_copy(dy_NO))
+    return jnp.matmul(x_NI.T, dy_NO, precision=precision, preferred_element_type=jnp.float32)
+
+
+def weight_gradient_of_transposed(x_IN, dy_ON):
+    """xᵀ dy in fp32, multiplied in TF32, from both in the order that this wants."""
+    how = {"precision": jax.lax.Precision.HIGH, "preferred_element_type": jnp.float32}
+    return jnp.einsum("in,on->io", x_IN, dy_ON, **how)
+
+
+def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
+    """(xᵀ dy, Σ_n dy), both in fp32."""
+    # One read of dy for its transpose and its sum, where our kernel makes them.
+    if precision == jax.lax.Precision.HIGH and choose_transpose(arrays=(x_NI, dy_NO)) == "triton":
+        dy_ON, db_O = transpose_sum_rows(dy_NO)
+        return weight_gradient_of_transposed(transpose_copy(x_NI), dy_ON), db_O
+    return weight_gradient(x_NI, dy_NO, precision=precision), sum_rows(dy_NO, x_NI)
+
+
+def sum_rows(x_NO, *beside):
+    """Σ_n x in fp32, the gradient of a bias.
+
+    Args:
+        beside: other arrays of the call. cuDNN's attention returns gradients whose types do not
+            name the mesh that they are on.
+    """
+    # XLA splits 65,536 rows over many programs, and reads them at the rate of a copy. 4096×2304 it
+    # gives to 18, which take 41 µs on an H200.
+    supported = {"triton": _dispatch.why_not_triton(), "xla": None}
+    if 0 < x_NO.shape[0] <= FEW and _dispatch.auto(supported, x_NO, *beside) == "triton":
+        from pallas_kernels.matmul import triton
+
+        return _calls.launch("linear", jax.custom_batching.sequential_vmap(triton.sum_rows))(x_NO)
+    return x_NO.astype(jnp.float32).sum(0)
+
+
+def linear(
+    x: Float[Array, "*B I"],
+    w: Float[Array, "I O"],
+    b: Float[Array, " O"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    *,
+    implementation: str = "auto",
+) -> Float[Array, "*B O"]:
+    """x w + b in x's dtype, rounded once; x w where b is None. Gradients of w and b are summed in
+    fp32.
+
+    Args:
+        x: fp32, bf16 or fp16.
+        w, b: of x's dtype, or fp32, which is rounded to x's dtype (w) or added before the one
+            rounding (b). Their gradients have their dtype.
+        precision: of an fp32 matrix product in "xla" (JAX's own default for fp32 on a GPU is TF32).
+        implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
+            with true fp32 products, its gradients by JAX: forward mode and higher derivatives work.
+
+    Raises:
+        ValueError: inputs disagree in shape or dtype, no such back end.
+    """
+    return checked_linear("linear", x, w, b, implementation, precision)
+
+
+def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax.PrecisionLike):
+    """`linear` for the public function `kernel`, which errors name."""
+    if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (
+        b is not None and b.shape != w.shape[1:]
+    ):
+        raise ValueError(
+            f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, "
+            f"{None if b is None else b.shape}"
+        )
+    if x.dtype not in _dispatch.DTYPES or any(
+        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)
+    ):
+        raise ValueError(
+            f"{kernel}: expected x in float32, bfloat16 or float16, w and b in x's dtype or "
+            "float32, "
+            f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
+        )
+    if implementation != "auto":
+        _dispatch.named(kernel, implementation, {"xla": None, "reference": None})
+    x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if implementation == "reference":
+        y_NO = reference(x_NI, w, b).astype(x.dtype)
+    else:
+        y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)
+    return y_NO.reshape(*x.shape[:-1], w.shape[1])
+
+
+def reference(x_NI, w_IO, b_O=None):
+    """The definition of `linear`, in fp32 with true fp32 products, whatever the inputs are. Returns
+    fp32."""
+    x_NI, w_IO = x_NI.astype(jnp.float32), w_IO.astype(jnp.float32)
+    y_NO = jnp.matmul(x_NI, w_IO, precision=jax.lax.Precision.HIGHEST)
+    return y_NO if b_O is None else y_NO + b_O.astype(jnp.float32)[None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
+    """`linear` of rows.
+
+    Two roundings lose the bias: in bf16 a number near 0.5 does not move when 0.001 is added to it.
+    It made the losses of ten steps 2.7 times as far from fp64 as PyTorch's are, on an H200; PyTorch
+    and llm.c round once.
+    """
+
+    def add_in(dtype, x_NI, w_IO, b_O):
+        y_NO = product(x_NI, w_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
+        if b_O is not None:
+            y_NO = y_NO + b_O.astype(dtype)[None]
+        return y_NO.astype(x_NI.dtype)
+
+    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 product: that is XLA's name for
+    # its epilogue, and spares the fp32 product's way to memory and back. On a CPU the same words
+    # round twice.
+    return jax.lax.platform_dependent(
+        x_NI,
+        w_IO,
+        b_O,
+        cuda=functools.partial(add_in, x_NI.dtype),
+        default=functools.partial(add_in, jnp.float32),
+    )
+
+
+def _linear_forward(x_NI, w_IO, b_O, precision):
+    return _linear(x_NI, w_IO, b_O, precision), (x_NI, w_IO, b_O)
+
+
+def _linear_backward(precision, saved, dy_NO):
+    # JAX's own rule would multiply an fp32 gradient by bf16 operands, at the speed of fp32, and sum
+    # the bias's in bf16.
+    x_NI, w_IO, b_O = saved
+    dx_NI = jnp.matmul(dy_NO, w_IO.astype(dy_NO.dtype).T, precision=precision)
+    if b_O is None:
+        return dx_NI, weight_gradient(x_NI, dy_NO, precision=precision).astype(w_IO.dtype), None
+    dw_IO, db_O = weight_and_bias_gradient(x_NI, dy_NO, precision=precision)
+    return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)

@@ -1,0 +1,343 @@
+"""Layer normalisation and RMS normalisation over the last axis, fused with the addition of a
+residual.
+
+    total = x + residual + residual_bias                       (added in fp32, rounded once to x's
+    dtype; x itself without them)
+    layer_norm:  y = (total − mean) · rstd · scale + bias      mean = Σ total / C,  rstd = 1/√(Σ
+    (total − mean)² / C + eps)
+    rms_norm:    y = total · rstd · scale                      rstd = 1/√(Σ total² / C + eps)
+
+and with x̂ = y before scale and bias, g = dy · scale:
+
+    dx = dresidual = rstd · (g − Σ g / C − x̂ · Σ (g·x̂) / C) + dtotal      (no Σ g / C in rms_norm)
+    dscale = Σ_n dy · x̂        dbias = Σ_n dy        dresidual_bias = Σ_n dx
+
+residual_bias, which layer_norm alone has, is the bias of the projection whose product the residual
+is.
+
+Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization",
+2019.
+
+Shapes: N rows (all leading axes), C channels, S statistics (mean and rstd, or rstd alone).
+Statistics, sums and the arithmetic are fp32 in every dtype. Saved for the backward pass: total, and
+the statistics.
+
+Back ends:
+    triton: forward and backward are one pass each over memory, plus a sum of C-vectors. NVIDIA GPUs
+        from Ampere on.
+    xla: plain JAX with the same saved arrays; any device.
+    reference: fp32 from end to end; any device. Its gradients are JAX's: forward mode and higher
+        derivatives work.
+triton and xla are differentiable once, in reverse mode.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import DTYPES
+
+MAX_CHANNELS = 8192
+"""Of the Triton kernels: above it a row no longer fits in the registers of a program."""
+
+
+def layer_norm(
+    x: Float[Array, "*N C"],
+    scale: Float[Array, " C"],
+    bias: Float[Array, " C"],
+    *,
+    residual: Float[Array, "*N C"] | None = None,
+    residual_bias: Float[Array, " C"] | None = None,
+    eps: float = 1e-5,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
+    """Normalises each row to mean 0 and variance 1, then scales and shifts it.
+
+    Args:
+        x: rows of fp32, bf16 or fp16.
+        scale, bias: both fp32, or both of x's dtype; their gradients have it too.
+        residual: added to x first; of x's shape and dtype.
+        residual_bias: added to every row of x and residual; of scale's dtype. Only beside a
+            residual.
+        eps: added to the biased variance.
+        out_dtype: of y; x's when None.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
+
+    Returns:
+        y; with `residual` (y, total), where total is their sum in x's dtype.
+
+    Raises:
+        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+    """
+    parameters = {"scale": scale, "bias": bias}
+    if residual_bias is not None:
+        if residual is None:
+            raise ValueError(
+                "layer_norm: residual_bias is added beside a residual, and there is none; give "
+                "both or neither"
+            )
+        parameters["residual_bias"] = residual_bias
+    out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
+    arrays = (x, residual, scale, bias, residual_bias)
+    backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm", arrays=arrays)
+    return _apply(_Options(eps, True, out_dtype, backend), x, residual, scale, bias, residual_bias)
+
+
+def rms_norm(
+    x: Float[Array, "*N C"],
+    scale: Float[Array, " C"] | None = None,
+    *,
+    residual: Float[Array, "*N C"] | None = None,
+    eps: float = 1e-6,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
+    """Divides each row by its root mean square, then scales it where there is a scale.
+
+    Args, returns and errors as of `layer_norm`, but for the biases; `eps` is added to the mean
+    square.
+    """
+    out_dtype = _check(
+        "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype
+    )
+    backend = choose(
+        x.dtype, x.shape[-1], implementation, kernel="rms_norm", arrays=(x, residual, scale)
+    )
+    return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
+
+
+def choose(
+    dtype: jax.typing.DTypeLike,
+    channels: int,
+    implementation: str = "auto",
+    *,
+    kernel: str = "layer_norm",
+    arrays: tuple = (),
+) -> str:
+    """The back end that `layer_norm` and `rms_norm` use for this dtype and number of channels on
+    the default device.
+
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    supported = {"triton": _why_not_triton(channels), "xla": None, "reference": None}
+    if implementation == "auto":
+        return _dispatch.auto(supported, arrays)
+    return _dispatch.named(kernel, implementation, supported, arrays)
+
+
+def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
+    """layer_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
+    return _reference(x, residual, scale, bias, residual_bias, eps, centred=True)
+
+
+def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
+    """rms_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
+    return _reference(x, residual, scale, None, None, eps, centred=False)
+
+
+def _reference(x, residual, scale, bias, residual_bias, eps, *, centred):
+    x, residual, scale, bias, residual_bias = (
+        None if a is None else a.astype(jnp.float32)
+        for a in (x, residual, scale, bias, residual_bias)
+    )
+    total = x if residual is None else x + residual
+    # The axes are lined up by hand so that strict rank promotion holds.
+    total = total if residual_bias is None else total + jnp.broadcast_to(residual_bias, total.shape)
+    y = total - total.mean(-1, keepdims=True) if centred else total
+    y = y / jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = y if scale is None else y * jnp.broadcast_to(scale, y.shape)
+    y = y if bias is None else y + jnp.broadcast_to(bias, y.shape)
+    return y if residual is None else (y, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    eps: float
+    centred: bool
+    """layer_norm, else rms_norm."""
+    out_dtype: jnp.dtype
+    backend: str
+
+    @property
+    def kernel(self) -> str:
+        """The public function, for errors."""
+        return "layer_norm" if self.centred else "rms_norm"
+
+
+def _apply(options, x, residual, scale, bias, residual_bias):
+    if options.backend == "reference":
+        found = _reference(
+            x, residual, scale, bias, residual_bias, options.eps, centred=options.centred
+        )
+        if residual is None:
+            return found.astype(options.out_dtype)
+        return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
+    if not x.size:
+        options = dataclasses.replace(options, backend="xla")  # a kernel has no grid for nothing
+    y, total = _calls.differentiable(
+        options.kernel, _norm, options, x, residual, scale, bias, residual_bias
+    )
+    return y if residual is None else (y, total)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(options, x, residual, scale_C, bias_C, residual_bias_C):
+    return _forward(options, x, residual, scale_C, bias_C, residual_bias_C)[:2]
+
+
+def _norm_forward(options, *primals):
+    x, residual, scale_C, bias_C, residual_bias_C = (
+        jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    )
+    y, total, stats = _forward(options, x, residual, scale_C, bias_C, residual_bias_C)
+    return (y, total), (x if residual is None else total, stats, scale_C, residual_bias_C)
+
+
+def _norm_backward(options, saved, cotangents):
+    total, stats, scale_C, residual_bias_C = saved
+    dy, dtotal = cotangents
+    has_residual = dtotal is not None
+    # The last normalisation of a network leaves its total unused: no zeros are read for it.
+    if isinstance(dtotal, jax.custom_derivatives.SymbolicZero):
+        dtotal = None
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        dy = jnp.zeros(dy.shape, dy.dtype)
+    has_bias = residual_bias_C is not None
+    dx, *dparameters_C = _backward(
+        options, dy, dtotal, total, stats, scale_C, residual_bias=has_bias
+    )
+    return dx, dx if has_residual else None, *dparameters_C
+
+
+_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+
+
+def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
+    """(y, total or None, statistics); the statistics of x (..., C) are (S, ...) or (S, N)."""
+    static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
+    if options.backend == "xla":
+        return _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, **static)
+    from pallas_kernels.norm import triton
+
+    # A kernel launch has no rule for vmap; a loop over it does.
+    kernel = _calls.launch(
+        options.kernel,
+        jax.custom_batching.sequential_vmap(functools.partial(triton.forward, **static)),
+    )
+    y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C, residual_bias_C)
+    return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
+
+
+def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False):
+    """(dx, dscale, dbias, dresidual_bias), where `residual_bias` says whether there is one."""
+    static = {"centred": options.centred, "residual_bias": residual_bias}
+    if options.backend == "xla":
+        return _xla_backward(dy, dtotal, total, stats, scale_C, **static)
+    from pallas_kernels.norm import triton
+
+    kernel = _calls.launch(
+        options.kernel,
+        jax.custom_batching.sequential_vmap(functools.partial(triton.backward, **static)),
+    )
+    dx_NC, *dparameters_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
+    return dx_NC.reshape(total.shape), *dparameters_C
+
+
+def _rows(x):
+    return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
+    # The axes stay as they are: the compiler may have split them over devices.
+    total = x.astype(jnp.float32)
+    if residual is not None:
+        total = total + residual.astype(jnp.float32)
+        if residual_bias_C is not None:
+            total = total + jnp.broadcast_to(residual_bias_C.astype(jnp.float32), total.shape)
+        total = total.astype(x.dtype)
+    y = total.astype(jnp.float32)
+    mean = y.mean(-1, keepdims=True)
+    if centred:
+        y = y - mean
+    rstd = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = y * rstd
+    if scale_C is not None:
+        y = y * jnp.broadcast_to(scale_C.astype(jnp.float32), y.shape)
+    if bias_C is not None:
+        y = y + jnp.broadcast_to(bias_C.astype(jnp.float32), y.shape)
+    stats = jnp.stack([mean[..., 0], rstd[..., 0]] if centred else [rstd[..., 0]])
+    return y.astype(out_dtype), None if residual is None else total, stats
+
+
+def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
+    dy, xhat = dy.astype(jnp.float32), total.astype(jnp.float32)
+    if centred:
+        xhat = xhat - stats[0][..., None]
+    xhat = xhat * stats[-1][..., None]
+    g = dy if scale_C is None else dy * jnp.broadcast_to(scale_C.astype(jnp.float32), dy.shape)
+    dx = g - xhat * (g * xhat).mean(-1, keepdims=True)
+    if centred:
+        dx = dx - g.mean(-1, keepdims=True)
+    dx = dx * stats[-1][..., None]
+    if dtotal is not None:
+        dx = dx + dtotal.astype(jnp.float32)
+    rows = tuple(range(dy.ndim - 1))
+    dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
+    dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
+    dx = dx.astype(total.dtype)
+    # Of dx as it is written, which XLA may then read rather than make again.
+    dresidual_bias_C = (
+        dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
+    )
+    return dx, dscale_C, dbias_C, dresidual_bias_C
+
+
+def _why_not_triton(channels: int) -> str | None:
+    if channels > MAX_CHANNELS:
+        return f"takes at most {MAX_CHANNELS} channels, not {channels}"
+    return _dispatch.why_not_triton()
+
+
+def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
+    """The dtype of y."""
+    if x.ndim < 1 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"{kernel}: expected x of shape (..., C) in float32, bfloat16 or float16, got "
+            f"{x.shape} in {x.dtype}"
+        )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{kernel}: expected a residual like x, {x.shape} in {x.dtype}, got {residual.shape} "
+            f"in {residual.dtype}"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {parameter.shape}"
+            )
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), x.dtype}:
+        raise ValueError(
+            f"{kernel}: expected {' and '.join(parameters)} in float32, or in x's {x.dtype}, "
+            f"got {', '.join(str(parameter.dtype) for parameter in parameters.values())}"
+        )
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if out_dtype not in DTYPES:
+        raise ValueError(
+            f"{kernel}: expected out_dtype float32, bfloat16 or float16, got {out_dtype}"
+        )
+    return out_dtype

@@ -1,0 +1,369 @@
+"""Triton kernels of layer_norm (CENTRED: with mean, scale and bias) and rms_norm (without mean and
+bias).
+
+A row is read once and stays in registers. Forward, a program takes one tile of rows; backward, a
+few programs walk over all tiles and add up dscale, dbias and dresidual_bias in registers, while the
+next tiles are being copied to shared memory.
+
+Shapes: N rows, C channels, P programs. A tile is a tuple of CHUNKS arrays of (ROWS, LANES). One
+warp has a tile where a row of C channels allows it: then the sum over a row needs no barrier.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+
+# By measurement on an H200 (docs/kernels/norm.md). Channels in each thread; backward also the
+# warps of a multiprocessor and the stages of their pipeline, by the size of total's elements:
+# four-byte rows keep the memory busy without copies ahead.
+FORWARD_ELEMENTS = 24
+BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
+# With one more sum in registers: no spills at GPT-2's widths. Reckoned from the registers, not
+# measured.
+BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
+# Of those with 16-bit rows as long as four warps, 1,600 channels: three programs, not two.
+# 36864×1600 132 → 115 µs, four 151; copy 112.
+FOUR_WARPS_A_ROW = 12
+# Up to so many rows the programs' sums are as much to write and read as the rows: half as many
+# programs, of both dtypes.
+FEW_ROWS, BACKWARD_OF_FEW = 8192, (24, 4, 2)
+# What a program may have on every GPU from Ampere on, with room for reductions.
+MAX_SHARED_BYTES = 90_000
+
+
+@triton.jit
+def load_chunk(
+    ptr, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):
+    """Chunk k of the rows from `first` on, 0 outside; without a mask where it lies inside whatever
+    the row is."""
+    i, c = tl.arange(0, ROWS)[:, None], k * LANES + tl.arange(0, LANES)[None, :]
+    ptr += tl.cast(first, tl.int64) * C + (i * C + c)
+    if N % ROWS == 0 and (k + 1) * LANES <= C:
+        chunk = tl.load(ptr)
+    else:
+        chunk = tl.load(ptr, mask=(first + i < N) & (c < C), other=0.0)
+    return chunk
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    first,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    tile = ()
+    for k in tl.static_range(CHUNKS):
+        tile += (load_chunk(ptr, first, k, N, C, ROWS, LANES),)
+    return tile
+
+
+@triton.jit
+def store_chunk(
+    ptr, chunk, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):
+    i, c = tl.arange(0, ROWS)[:, None], k * LANES + tl.arange(0, LANES)[None, :]
+    ptr += tl.cast(first, tl.int64) * C + (i * C + c)
+    if N % ROWS == 0 and (k + 1) * LANES <= C:
+        tl.store(ptr, chunk.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr, chunk.to(ptr.dtype.element_ty), mask=(first + i < N) & (c < C))
+
+
+@triton.jit
+def norm_forward(
+    x_ptr,
+    residual_ptr,
+    scale_ptr,
+    bias_ptr,
+    residual_bias_ptr,
+    y_ptr,
+    total_ptr,
+    stats_ptr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    i, first = tl.arange(0, ROWS), tl.program_id(0) * ROWS
+    if HAS_SCALE:
+        scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
+    if CENTRED:
+        bias = load_tile(bias_ptr, 0, 1, C, 1, CHUNKS, LANES)
+    x = load_tile(x_ptr, first, N, C, ROWS, CHUNKS, LANES)
+    if HAS_RESIDUAL:
+        residual = load_tile(residual_ptr, first, N, C, ROWS, CHUNKS, LANES)
+        if HAS_RESIDUAL_BIAS:
+            residual_bias = load_tile(residual_bias_ptr, 0, 1, C, 1, CHUNKS, LANES)
+        total = ()
+        for k in tl.static_range(CHUNKS):
+            chunk = x[k].to(tl.float32) + residual[k].to(tl.float32)
+            if HAS_RESIDUAL_BIAS:
+                chunk += residual_bias[k].to(tl.float32)
+            total += (chunk.to(total_ptr.dtype.element_ty),)
+        for k in tl.static_range(CHUNKS):
+            store_chunk(total_ptr, total[k], first, k, N, C, ROWS, LANES)
+        x = total
+    mean = 0.0
+    if CENTRED:
+        row_sum = tl.zeros((ROWS, LANES), tl.float32)
+        for k in tl.static_range(CHUNKS):
+            row_sum += x[k].to(tl.float32)
+        mean = tl.sum(row_sum, 1) / C
+        tl.store(stats_ptr + first + i, mean, mask=first + i < N)
+        mean = mean[:, None]
+    squares = tl.zeros((ROWS, LANES), tl.float32)
+    for k in tl.static_range(CHUNKS):
+        centred = x[k].to(tl.float32) - mean
+        if (k + 1) * LANES > C:
+            centred = tl.where(k * LANES + tl.arange(0, LANES)[None, :] < C, centred, 0.0)
+        squares += centred * centred
+    rstd = tl.rsqrt(tl.sum(squares, 1) / C + EPS)
+    tl.store(stats_ptr + (N if CENTRED else 0) + first + i, rstd, mask=first + i < N)
+    rstd = rstd[:, None]
+    for k in tl.static_range(CHUNKS):
+        y = (x[k].to(tl.float32) - mean) * rstd
+        if HAS_SCALE:
+            y *= scale[k].to(tl.float32)
+        if CENTRED:
+            y += bias[k].to(tl.float32)
+        store_chunk(y_ptr, y, first, k, N, C, ROWS, LANES)
+
+
+@triton.jit
+def norm_backward(
+    dy_ptr,
+    dtotal_ptr,
+    total_ptr,
+    stats_ptr,
+    scale_ptr,
+    dx_ptr,
+    partial_ptr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    HAS_RESIDUAL_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i = tl.arange(0, ROWS)
+    if HAS_SCALE:
+        scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
+    dscale, dbias, dresidual_bias = (), (), ()
+    for k in tl.static_range(CHUNKS):
+        if HAS_SCALE:
+            dscale += (tl.zeros((ROWS, LANES), tl.float32),)
+        if CENTRED:
+            dbias += (tl.zeros((ROWS, LANES), tl.float32),)
+        if HAS_RESIDUAL_BIAS:
+            dresidual_bias += (tl.zeros((ROWS, LANES), tl.float32),)
+    for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        dy = load_tile(dy_ptr, first, N, C, ROWS, CHUNKS, LANES)
+        total = load_tile(total_ptr, first, N, C, ROWS, CHUNKS, LANES)
+        if HAS_DTOTAL:
+            dtotal = load_tile(dtotal_ptr, first, N, C, ROWS, CHUNKS, LANES)
+        rstd = tl.load(
+            stats_ptr + (N if CENTRED else 0) + first + i, mask=first + i < N, other=0.0
+        )[:, None]
+        mean = 0.0
+        if CENTRED:
+            mean = tl.load(stats_ptr + first + i, mask=first + i < N, other=0.0)[:, None]
+        sum_g, sum_gx = tl.zeros((ROWS, LANES), tl.float32), tl.zeros((ROWS, LANES), tl.float32)
+        old_dscale, old_dbias, old_dresidual_bias = dscale, dbias, dresidual_bias
+        dscale, dbias, dresidual_bias = (), (), ()
+        for k in tl.static_range(CHUNKS):
+            # Outside of the row dy is 0, and with it all that is summed.
+            g = dy[k].to(tl.float32)
+            g_centred = g * (total[k].to(tl.float32) - mean)
+            if CENTRED:
+                dbias += (old_dbias[k] + g,)
+            if HAS_SCALE:
+                dscale += (old_dscale[k] + g_centred * rstd,)
+                g *= scale[k].to(tl.float32)
+                g_centred *= scale[k].to(tl.float32)
+            sum_g += g
+            sum_gx += g_centred
+        # dx = rstd · g + slope · (total − mean) + shift
+        slope = tl.sum(sum_gx, 1)[:, None] / C * (-rstd * rstd * rstd)
+        if CENTRED:
+            shift = tl.sum(sum_g, 1)[:, None] / C * -rstd
+        for k in tl.static_range(CHUNKS):
+            g = dy[k].to(tl.float32)
+            if HAS_SCALE:
+                g *= scale[k].to(tl.float32)
+            dx = (total[k].to(tl.float32) - mean) * slope
+            if CENTRED:
+                dx += shift
+            dx += g * rstd
+            if HAS_DTOTAL:
+                dx += dtotal[k].to(tl.float32)
+            if HAS_RESIDUAL_BIAS:
+                dresidual_bias += (old_dresidual_bias[k] + dx,)
+            store_chunk(dx_ptr, dx, first, k, N, C, ROWS, LANES)
+    partial_ptr += tl.program_id(0) * C
+    for k in tl.static_range(CHUNKS):
+        if HAS_SCALE:
+            store_chunk(partial_ptr, tl.sum(dscale[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
+        if CENTRED:
+            dbias_ptr = partial_ptr + tl.num_programs(0) * C
+            store_chunk(dbias_ptr, tl.sum(dbias[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
+        if HAS_RESIDUAL_BIAS:
+            dresidual_bias_ptr = partial_ptr + 2 * tl.num_programs(0) * C
+            store_chunk(
+                dresidual_bias_ptr,
+                tl.sum(dresidual_bias[k], 0, keep_dims=True),
+                0,
+                k,
+                1,
+                C,
+                1,
+                LANES,
+            )
+
+
+@triton.jit
+def sum_partials(
+    partial_ptr,
+    dscale_ptr,
+    dbias_ptr,
+    dresidual_bias_ptr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Adds the programs' sums in a fixed order; grid (C / LANES, how many of dscale, dbias,
+    dresidual_bias there are)."""
+    c = (tl.program_id(0) * LANES + tl.arange(0, LANES))[None, :]
+    partial_ptr += tl.program_id(1) * P * C
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for first in range(0, P, ROWS):
+        p = first + tl.arange(0, ROWS)[:, None]
+        total += tl.load(partial_ptr + p * C + c, mask=(p < P) & (c < C), other=0.0)
+    total = tl.sum(total, 0, keep_dims=True)
+    if tl.program_id(1) == 0:
+        tl.store(dscale_ptr + c, total.to(dscale_ptr.dtype.element_ty), mask=c < C)
+    elif tl.program_id(1) == 1:
+        tl.store(dbias_ptr + c, total.to(dbias_ptr.dtype.element_ty), mask=c < C)
+    else:
+        tl.store(dresidual_bias_ptr + c, total.to(dresidual_bias_ptr.dtype.element_ty), mask=c < C)
+
+
+def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
+    """(y, total, statistics): total is None without `residual_NC`; statistics are mean and rstd, or
+    rstd alone."""
+    n, c = x_NC.shape
+    tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
+    y_NC, total_NC, stats_SN = _triton.call(
+        norm_forward,
+        # A pointer is given for what is absent too; nothing goes through it.
+        *(
+            x_NC if array is None else array
+            for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)
+        ),
+        out=[
+            jax.ShapeDtypeStruct((n, c), out_dtype),
+            jax.ShapeDtypeStruct((1, 1) if residual_NC is None else (n, c), x_NC.dtype),
+            jax.ShapeDtypeStruct((2 if centred else 1, n), jnp.float32),
+        ],
+        grid=(triton.cdiv(n, tile["ROWS"]),),
+        EPS=eps,
+        CENTRED=centred,
+        HAS_RESIDUAL=residual_NC is not None,
+        HAS_RESIDUAL_BIAS=residual_bias_C is not None,
+        HAS_SCALE=scale_C is not None,
+        **tile,
+    )
+    return y_NC, None if residual_NC is None else total_NC, stats_SN
+
+
+def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual_bias):
+    """(dx, dscale, dbias, dresidual_bias): dx is the gradient of x and of the residual; None for
+    what there is not.
+
+    `dtotal_NC` is None where nobody read total.
+    """
+    n, c = total_NC.shape
+    table = BACKWARD_WITH_BIAS if residual_bias else BACKWARD
+    elements, warps_per_sm, stages = (
+        BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
+    )
+    tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
+    if residual_bias and n > FEW_ROWS and total_NC.dtype.itemsize == 2 and tile["num_warps"] == 4:
+        warps_per_sm = FOUR_WARPS_A_ROW
+    # A CPU device, where the interpreter runs, has no such attribute.
+    sms = getattr(jax.devices()[0], "core_count", 1)
+    tiles, most = triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms
+    # As few as take no more turns: 4,096 rows by 512 programs, not 528, whose sums are a second
+    # turn for `sum_partials`.
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, most))
+    bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (
+        1 if dtotal_NC is None else 2
+    )
+    copied_ahead = (stages - 1) * tile["ROWS"] * tile["CHUNKS"] * tile["LANES"] * bytes_per_channel
+    sums = 0 if scale_C is None else 1 + centred + residual_bias
+    dx_NC, partial_SPC = _triton.call(
+        norm_backward,
+        *(
+            dy_NC if array is None else array
+            for array in (dy_NC, dtotal_NC, total_NC, stats_SN, scale_C)
+        ),
+        out=[
+            jax.ShapeDtypeStruct((n, c), total_NC.dtype),
+            jax.ShapeDtypeStruct((sums, programs, c) if sums else (1, 1, 1), jnp.float32),
+        ],
+        grid=(programs,),
+        CENTRED=centred,
+        HAS_DTOTAL=dtotal_NC is not None,
+        HAS_RESIDUAL_BIAS=residual_bias,
+        HAS_SCALE=scale_C is not None,
+        STAGES=stages if copied_ahead <= MAX_SHARED_BYTES else 1,
+        **tile,
+    )
+    if scale_C is None:
+        return dx_NC, None, None, None
+    found = _triton.call(
+        sum_partials,
+        partial_SPC,
+        out=[jax.ShapeDtypeStruct((c if row < sums else 1,), scale_C.dtype) for row in range(3)],
+        grid=(triton.cdiv(c, 16), sums),
+        num_warps=16,
+        P=programs,
+        C=c,
+        ROWS=512,
+        LANES=16,
+    )
+    return dx_NC, *(row_C if row < sums else None for row, row_C in enumerate(found))
+
+
+def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:
+    """A tile of rows of these dtypes, with at most `elements` of it in a thread; long rows get more
+    warps."""
+    # 16-byte accesses, or what the alignment of a row allows.
+    vector = math.gcd(c, 16 // min(dtype.itemsize for dtype in dtypes))
+    warps = min(triton.next_power_of_2(triton.cdiv(c, 32 * max(elements, vector))), 32)
+    lanes = min(32 * vector * warps, triton.next_power_of_2(c))
+    chunks = triton.cdiv(c, lanes)
+    # Short rows share a warp.
+    rows = 2 ** int(math.log2(max(1, 32 * elements * warps // (chunks * lanes))))
+    rows = min(rows, 16, triton.next_power_of_2(n))
+    return {"num_warps": warps, "N": n, "C": c, "ROWS": rows, "CHUNKS": chunks, "LANES": lanes}

@@ -1,0 +1,190 @@
+"""Softmax of rows, short and very long: y = softmax(scale · x) over the last axis.
+
+    y_s = exp(scale·(x_s − max x)) / Σ_s' exp(scale·(x_s' − max x));    dx = scale · y · (dy − Σ_s
+    dy_s·y_s)
+
+Shapes: x is (..., S). With `causal` it is (..., T, T), the sums of row t run over the columns 0…t,
+and the others are exactly 0, in y and in dx. Statistics are fp32 in every dtype; the backward pass
+keeps y and nothing else. A row of only −∞ gives NaN, as `jax.nn.softmax` does.
+
+Back ends:
+    triton: a short row stays in registers between its only read and its only write; a long one is
+        read again from the cache. sm_80 and later.
+    xla: plain JAX; any device.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
+        work. Any device.
+triton and xla are differentiable once, in reverse mode.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+
+Number = float | int
+
+
+def softmax(
+    x: Float[Array, "*B S"],
+    *,
+    scale: Number = 1.0,
+    causal: bool = False,
+    implementation: str = "auto",
+) -> Float[Array, "*B S"]:
+    """softmax(scale · x) over the last axis, in the dtype of x.
+
+    Args:
+        x: fp32, bf16 or fp16.
+        scale: a Python number.
+        causal: the last two axes are a square, and row t sees the columns 0…t.
+        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
+            need "reference".
+
+    Raises:
+        ValueError: a shape, dtype or scale that does not fit, or the named back end cannot run
+            here.
+    """
+    _check(x, scale, causal)
+    backend = choose(x.dtype, implementation, arrays=(x,))
+    if x.size == 0:
+        return x
+    if backend == "reference":
+        return reference(x, scale=scale, causal=causal).astype(x.dtype)
+    if scale <= 0:  # the kernels take the maximum before they scale
+        x, scale = (-x, -scale) if scale < 0 else (x * 0, 1)
+    return _calls.differentiable("softmax", _softmax, _Options(backend, float(scale), causal), x)
+
+
+def gradient(
+    y: Float[Array, "*B S"],
+    dy: Float[Array, "*B S"],
+    *,
+    scale: Number = 1.0,
+    causal: bool = False,
+    implementation: str = "auto",
+) -> Float[Array, "*B S"]:
+    """dx of `softmax`, from its output y and the cotangent dy of that: what its backward pass runs.
+
+    Args:
+        y, dy: of one shape and dtype. With `causal`, what dy holds in the columns that a row does
+            not see does not matter.
+        scale, causal, implementation: as given to `softmax`.
+
+    Raises:
+        ValueError: shapes, dtypes or a scale that do not fit, or the named back end cannot run
+            here.
+    """
+    _check(y, scale, causal)
+    if y.shape != dy.shape or y.dtype != dy.dtype:
+        raise ValueError(
+            f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}"
+        )
+    options = _Options(choose(y.dtype, implementation, arrays=(y, dy)), float(scale), causal)
+    return y if y.size == 0 else _softmax_backward(options, y, dy)[0]
+
+
+def choose(dtype: jax.typing.DTypeLike, implementation: str = "auto", *, arrays: tuple = ()) -> str:
+    """The back end that `softmax` uses for this dtype on the default device.
+
+    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
+    several devices.
+
+    Args:
+        arrays: those of the call, whose types say whether the compiler may split them.
+
+    Raises:
+        ValueError: the named back end does not exist or cannot run here.
+    """
+    supported = {"triton": _dispatch.why_not_triton(), "xla": None, "reference": None}
+    if implementation == "auto":
+        return _dispatch.auto(supported, arrays)
+    return _dispatch.named("softmax", implementation, supported, arrays)
+
+
+def reference(x, *, scale: Number = 1.0, causal: bool = False):
+    """The definition, in fp32 whatever x is."""
+    x = scale * x.astype(jnp.float32)
+    if causal:
+        x = jnp.where(_visible(x), x, -jnp.inf)
+    return jax.nn.softmax(x, axis=-1)
+
+
+class _Options(NamedTuple):
+    """What is the same for every call of one place in a program."""
+
+    backend: str
+    scale: float
+    causal: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softmax(options, x):
+    return _in_triton(options, "forward")(x) if options.backend == "triton" else _in_xla(options, x)
+
+
+def _softmax_forward(options, x):
+    y = _softmax(options, x)
+    return y, y
+
+
+def _softmax_backward(options, y, dy):
+    return (
+        _in_triton(options, "backward")(y, dy)
+        if options.backend == "triton"
+        else _gradient_in_xla(options, y, dy),
+    )
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _in_triton(options, name):
+    """The kernel `name`, batched by `vmap` into more rows of one call."""
+    from pallas_kernels.row_softmax import triton
+
+    @jax.custom_batching.custom_vmap
+    def kernel(*arrays):
+        return getattr(triton, name)(*arrays, scale=options.scale, causal=options.causal)
+
+    @kernel.def_vmap
+    def _more_rows(size, batched, *arrays):
+        full = [
+            x if b else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, b in zip(arrays, batched, strict=True)
+        ]
+        return kernel(*full), True
+
+    return _calls.launch("softmax", kernel)
+
+
+def _in_xla(options, x):
+    return reference(x, scale=options.scale, causal=options.causal).astype(x.dtype)
+
+
+def _gradient_in_xla(options, y, dy):
+    y32, dy32 = y.astype(jnp.float32), dy.astype(jnp.float32)
+    if options.causal:
+        dy32 = jnp.where(_visible(dy), dy32, 0.0)
+    return (options.scale * y32 * (dy32 - (dy32 * y32).sum(-1, keepdims=True))).astype(y.dtype)
+
+
+def _visible(x):
+    """Which columns each row of a causal softmax sees, in the rank of x."""
+    length = x.shape[-1]
+    t_T1, s_1S = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    return jnp.broadcast_to(s_1S <= t_T1, x.shape)
+
+
+def _check(x, scale, causal):
+    if x.dtype not in _dispatch.DTYPES:
+        raise ValueError(f"softmax: expected float32, bfloat16 or float16, got {x.dtype}")
+    if x.ndim == 0 or (causal and (x.ndim < 2 or x.shape[-2] != x.shape[-1])):
+        expected = "(..., T, T) for a causal softmax" if causal else "(..., S)"
+        raise ValueError(f"softmax: expected x of shape {expected}, got {x.shape}")
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax: expected a finite scale, got {scale}")

@@ -1,0 +1,200 @@
+"""pallas_kernels._dispatch: what the device can run, and errors that say what is missing."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _dispatch
+
+
+def gpu(compute_capability):
+    return types.SimpleNamespace(platform="gpu", compute_capability=compute_capability)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Makes the default device one of a given compute capability."""
+
+    def choose(compute_capability):
+        monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [gpu(compute_capability)])
+        monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_default_device=None))
+        monkeypatch.setattr(_dispatch.importlib.util, "find_spec", lambda name: object())
+
+    return choose
+
+
+def test_on_a_cpu_no_kernel_runs():
+    assert _dispatch.capability() is None
+    for why in (_dispatch.why_not_triton(), _dispatch.why_not_mosaic()):
+        assert why == "needs an NVIDIA GPU, and the default device is a cpu"
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "expected", "triton", "mosaic"),
+    [
+        ("7.5", (7, 5), "Ampere", "Hopper"),
+        ("8.0", (8, 0), None, "Hopper"),
+        ("8.9", (8, 9), None, "Hopper"),
+        ("9.0", (9, 0), None, None),
+        ("10.0", (10, 0), None, "Hopper"),
+        ("gfx90a", None, "NVIDIA", "NVIDIA"),  # AMD's
+    ],
+)
+def test_what_each_gpu_runs(device, compute_capability, expected, triton, mosaic):
+    device(compute_capability)
+    assert _dispatch.capability() == expected
+    for why, word in ((_dispatch.why_not_triton(), triton), (_dispatch.why_not_mosaic(), mosaic)):
+        assert why is None if word is None else word in why
+
+
+def test_without_jax_triton_the_reason_says_what_to_install(device, monkeypatch):
+    device("9.0")
+    monkeypatch.setattr(_dispatch.importlib.util, "find_spec", lambda name: None)
+    assert _dispatch.why_not_triton() == "needs jax-triton: pip install -e '.[cuda13]'"
+    assert _dispatch.why_not_mosaic() is None
+
+
+AUTO = jax.sharding.AxisType.Auto
+ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+
+def mesh_of(devices, axis_type=AUTO):
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(axis_type,), devices=devices)
+
+
+def on_mesh(mesh, spec=ROWS):
+    return jax.device_put(jnp.ones((4, 4)), jax.sharding.NamedSharding(mesh, spec))
+
+
+def seen_by(transformed, *args):
+    """What `partitioned` says of x, and of arrays computed from it, where transformed(f)(*args)
+    traces f."""
+    seen = []
+
+    def f(x):
+        seen.extend(
+            _dispatch.partitioned(a) for a in (x, x @ x, x.reshape(-1), (x[0], None, jnp.zeros(3)))
+        )
+        return x.sum()
+
+    transformed(f)(*args)
+    assert len(set(seen)) == 1, "arrays of one origin differ"
+    return seen[0]
+
+
+TRANSFORMATIONS = [
+    lambda f: f,
+    jax.jit,
+    jax.grad,
+    lambda f: jax.jit(jax.value_and_grad(jax.checkpoint(f))),
+    lambda f: jax.jit(lambda x: jax.lax.scan(lambda carry, _: (carry, f(carry)), x, length=2)[1]),
+    lambda f: jax.vmap(lambda x: f(jnp.stack([x, x, x, x]))),
+]
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMATIONS)
+def test_arrays_of_one_device_are_not_partitioned(transformed):
+    """However many devices there are; tests run on two."""
+    assert len(jax.devices()) == 2
+    one = jax.device_put(jnp.ones((4, 4)), jax.devices()[1])
+    for x in (
+        jnp.ones((4, 4)),
+        one,
+        on_mesh(mesh_of(jax.devices()[1:])),
+        np.ones((4, 4), np.float32),
+    ):
+        assert not seen_by(transformed, x)
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMATIONS)
+@pytest.mark.parametrize("spec", [ROWS, WHOLE], ids=["split", "replicated"])
+def test_arrays_of_a_mesh_are_partitioned(transformed, spec):
+    assert seen_by(transformed, on_mesh(mesh_of(jax.devices()), spec))
+
+
+def test_the_mesh_of_a_program_that_is_only_lowered():
+    mesh = mesh_of(jax.devices())
+    shape = jax.ShapeDtypeStruct(
+        (4, 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, ROWS)
+    )
+    assert seen_by(lambda f: jax.jit(f).lower, shape)
+    assert seen_by(jax.jit, on_mesh(mesh_of(jax.devices(), jax.sharding.AxisType.Explicit), WHOLE))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert _dispatch.partitioned()
+    with jax.sharding.use_abstract_mesh(mesh_of(jax.devices()[:1]).abstract_mesh):
+        assert not _dispatch.partitioned()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_arrays_inside_shard_map_are_local(check_vma):
+    mesh, how = (
+        mesh_of(jax.devices()),
+        {"in_specs": ROWS, "out_specs": ROWS, "check_vma": check_vma},
+    )
+    outside = on_mesh(mesh)
+    seen = []
+
+    def inside(x):
+        seen.append(_dispatch.partitioned(x) or _dispatch.partitioned(x, outside))
+        return x
+
+    jax.shard_map(inside, mesh=mesh, **how)(outside)
+    assert seen == [False]
+
+
+def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler():
+    mesh = jax.make_mesh((1, 2), ("a", "b"), axis_types=(AUTO, AUTO))
+    seen = []
+
+    def inside(x):
+        seen.append(_dispatch.partitioned(x))
+        return x
+
+    spec = jax.sharding.PartitionSpec("a")
+    jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}))(
+        jnp.ones(2)
+    )
+    assert seen == [True]
+
+
+def test_auto_takes_the_first_that_runs_and_no_kernel_where_arrays_may_be_split():
+    supported = {"mosaic": "needs luck", "triton": None, "xla": None}
+    split = on_mesh(mesh_of(jax.devices()))
+    assert _dispatch.auto(supported) == _dispatch.auto(supported, jnp.ones(3), None) == "triton"
+    assert (
+        _dispatch.auto(supported, split)
+        == _dispatch.auto(supported, (jnp.ones(3), [split]))
+        == "xla"
+    )
+
+
+def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather():
+    supported = {"mosaic": "needs luck", "triton": None, "cudnn": None, "xla": None}
+    split = on_mesh(mesh_of(jax.devices()))
+    assert _dispatch.named("softmax", "triton", supported, jnp.ones(3)) == "triton"
+    assert _dispatch.named("softmax", "cudnn", supported, split) == "cudnn"
+    message = (
+        r"softmax: implementation 'triton' needs arrays of one device.*gather.*jax\.shard_map; "
+        r"these can run here: \['cudnn', 'xla'\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda x: _dispatch.named("softmax", "triton", supported, x) and x)(split)
+    with pytest.raises(ValueError, match="'mosaic' needs luck"):
+        _dispatch.named("softmax", "mosaic", supported, split)
+
+
+def test_named():
+    supported = {"a": None, "b": "needs luck"}
+    assert _dispatch.named("kernel", "a", supported) == "a"
+    with pytest.raises(
+        ValueError, match=r"kernel: implementation 'b' needs luck; these can run here: \['a'\]"
+    ):
+        _dispatch.named("kernel", "b", supported)
+    with pytest.raises(
+        ValueError, match=r"kernel: unknown implementation 'c'; choose one of \['auto', 'a', 'b'\]"
+    ):
+        _dispatch.named("kernel", "c", supported)
