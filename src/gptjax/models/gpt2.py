@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int, Integer
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
 from pallas_kernels import layer_norm, linear, linear_cross_entropy, mlp, projected_attention
-from pallas_kernels.flash_attention import choose as choose_attention
-from pallas_kernels.fused_classifier import to_int32
-from pallas_kernels.layer_norm import choose as choose_norm
-from pallas_kernels.linear_cross_entropy import choose as choose_loss
-from pallas_kernels.linear_gelu import choose as choose_mlp
+from pallas_kernels.attention import choose as choose_attention
+from pallas_kernels.classifier import to_int32
+from pallas_kernels.feed_forward import choose as choose_mlp
+from pallas_kernels.lm_head import choose as choose_loss
+from pallas_kernels.norm import choose as choose_norm
 
 INIT_STD = 0.02
 # Rows of padding: to a multiple of 1,024, at most.
