@@ -159,5 +159,5 @@ def test_sigterm_leaves_nothing_half_made(folder, tmp_path):
         assert process.stdout.readline() == b"hanging\n"
         process.terminate()
         _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (143, b"interrupted; nothing half-made is left\n")
+    assert (process.returncode, error) == (143, b"interrupted; no partial dataset is left\n")
     assert [path for path in (tmp_path / "data").iterdir() if path.is_dir()] == [folder]

@@ -124,7 +124,10 @@ def test_shards_listed_without_digests_get_them(tmp_path, hub):
 
 def test_an_interrupted_download_is_no_dataset_and_goes_on_where_it_stopped(tmp_path, hub):
     hub.on[SECOND] = refuse
-    says = "fineweb_train_000002.bin: could not download .*ConnectionError: no route to host.*same command again.*stdlib"
+    says = (
+        "fineweb_train_000002.bin: could not download .*"
+        "ConnectionError: no route to host.*same command again.*stdlib"
+    )
     with pytest.raises(PrepareError, match=says):
         fetch(tmp_path, 2)
     assert not (tmp_path / "fineweb10B").exists()
@@ -140,7 +143,7 @@ def test_a_download_that_is_no_shard_is_said(tmp_path, hub):
     hub.on[FIRST] = lambda path: path.write_bytes(b"<html>" * 400)
     with pytest.raises(
         PrepareError,
-        match="not a good shard: .*fineweb_train_000001.bin: at byte 0: expected magic",
+        match="the downloaded shard is damaged: .*fineweb_train_000001.bin: at byte 0: expected magic",
     ):
         fetch(tmp_path, 1)
     assert not (tmp_path / "fineweb10B").exists()

@@ -179,7 +179,7 @@ def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(monkeypatch, tmp
         for piece in module._pieces(corpus, corpus.measure(), Options())
         if piece.split == module.TRAIN
     ]
-    assert len(pieces) > 100 and [piece.opens for piece in pieces] == [True] + [False] * (
+    assert len(pieces) > 100 and [piece.first for piece in pieces] == [True] + [False] * (
         len(pieces) - 1
     )
     np.testing.assert_array_equal(
@@ -270,7 +270,7 @@ def test_a_dataset_without_a_digest_of_its_text_stays_and_that_is_said(texts, tm
     lines = []
     options = Options(data_dir=tmp_path / "data", tokenizer="byte")
     prepare_corpus("mine", corpora.text([texts[0]]), options, log=lines.append)
-    assert len(lines) == 1 and "dataset.json has no digest of its text" in lines[0]
+    assert len(lines) == 1 and "dataset.json has no digest of the text" in lines[0]
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -555,4 +555,4 @@ def test_the_command_line_says_errors_in_a_line(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr("gptjax.data.__main__.prepare_corpus", interrupted)
     assert main(["stdlib", "--tokenizer", "byte"]) == 130
-    assert "nothing half-made is left" in capsys.readouterr().err
+    assert "no partial dataset is left" in capsys.readouterr().err

@@ -1,14 +1,12 @@
-"""`python -m gptjax.bench startup`: seconds from the command to the first finished step, and where
-they go.
+"""`python -m gptjax.bench startup`: seconds from the command to the first finished step, by part.
 
-train.py runs as its users run it, as a process of its own, three times: "cold", with empty caches
-of compiled programs; "warm", with what the first left there; "resumed", the same, going on from a
-checkpoint. The clock starts before the process does. train.py's log says when the first step was
-finished and how long each part took; "python" is what is left: the interpreter's own start.
+The training script runs three times as a process of its own: "cold", with empty caches; "warm",
+with the caches that the first run left; "resumed", the same from a checkpoint. The clock starts
+before the process. The script's log has the time of the first finished step and the seconds of each
+part; "python" is the rest: the interpreter's own start.
 """
 
 import dataclasses
-import json
 import os
 import shlex
 import subprocess
@@ -20,26 +18,28 @@ from pathlib import Path
 
 import numpy as np
 
-from gptjax import config as configuration
-from gptjax.bench.kernels import BenchError
+from gptjax import cli
+from gptjax.bench import results
+from gptjax.bench.errors import BenchError
+from gptjax.bench.rows import say
 from gptjax.bench.table import Row, print_table
 from gptjax.data.manifest import Manifest, ShardInfo
 from gptjax.data.shards import Shard, write_shard
 from gptjax.training.run_log import read_log
 
-# Beside src/: it is part of the repository and not of the installed package.
-TRAIN = Path(__file__).parents[3] / "train.py"
 STEPS = 2
 TOKENS = 4_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Startup:
-    """Seconds from the command to train.py's first finished step: cold, with a warm cache, resumed.
-    Needs a repository checkout."""
+    """Measure the seconds from the command to the first finished step of train.py: with empty
+    caches, with full caches, and resumed from a checkpoint."""
 
     config: Path
-    """The experiment card, as for train.py."""
+    """Config file, as for train.py."""
+    train: Path = Path("train.py")
+    """The training script: train.py of the repository."""
     options: str = ""
     """Further options of train.py, in one string after an equals sign: --options="--device cpu
     --val-every 0"."""
@@ -47,61 +47,58 @@ class Startup:
     """JSON file for the results."""
 
     def run(self) -> None:
-        rows = starts(self.config, shlex.split(self.options))
+        rows = starts(self.train, self.config, shlex.split(self.options))
         if self.out:
             command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
             command += [f"--options={self.options}"] if self.options else []
-            result = {
-                "command": shlex.join(command),
-                "date": time.strftime("%Y-%m-%d"),
-                "rows": rows,
-            }
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            device = rows[0]["device"]
+            results.write(self.out, results.new(shlex.join(command), rows, device=device))
         show(rows)
         if self.out:
             print(f"wrote {self.out}")
 
 
-def starts(config: Path, options: list[str]) -> list[dict]:
-    """A dict for each of the three starts, from `row_of`, with "device" and "versions".
+def starts(train: Path, config: Path, options: list[str]) -> list[dict]:
+    """Return a dict for each of the three starts, from `row_of`, with "device" and "versions".
 
     Args:
-        options: further ones of train.py.
+        train: the training script.
+        options: further options of the script.
 
     Raises:
-        BenchError: no train.py here, or a run failed; its last lines are in the message.
+        BenchError: no such script, or a run failed; its last lines are in the message.
         ConfigError: no such config.
     """
-    if not TRAIN.is_file():
+    if not train.is_file():
         raise BenchError(
-            f"there is no {TRAIN}: start-up is measured in a checkout of the repository"
+            f"there is no {train}: give the path of the repository's train.py with --train"
         )
-    vocab_size = configuration.load(config).model.vocab_size
-    with tempfile.TemporaryDirectory(prefix="gptjax-startup-") as folder:
-        folder = Path(folder)
+    vocab_size = cli.load(config).model.vocab_size
+    with tempfile.TemporaryDirectory(prefix="gptjax-startup-") as temporary:
+        folder = Path(temporary)
         _write_random_tokens(folder / "random", vocab_size)
-        given = [
-            "--config",
-            str(config.absolute()),
-            "--dataset",
-            str(folder / "random"),
-            "--sample-every",
-            "0",
+        common = [
+            *("--config", config.absolute(), "--dataset", folder / "random"),
+            *("--runs-dir", folder / "runs", "--compilation-cache", folder / "cache"),
+            *("--sample-every", 0, "--checkpoint-every", 0),
+            # By default the schedule's length is max_steps: a longer run would not be the same run.
+            *("--optimizer.schedule-steps", 1000),
+            *options,
         ]
-        given += ["--runs-dir", str(folder / "runs"), "--compilation-cache", str(folder / "cache")]
-        # Without an end of its own the schedule would follow max_steps, and a longer run would not
-        # be the same run.
-        given += ["--optimizer.schedule-steps", "1000", "--checkpoint-every", "0", *options]
+
+        def start(name: str, run: str, steps: int) -> dict:
+            own = ("--name", run, "--max-steps", steps)
+            return _start(train, name, run, [str(word) for word in (*common, *own)], folder)
+
         return [
-            _start("cold", [*given, "--name", "cold", "--max-steps", str(STEPS)], folder),
-            _start("warm", [*given, "--name", "warm", "--max-steps", str(STEPS)], folder),
-            _start("resumed", [*given, "--name", "warm", "--max-steps", str(2 * STEPS)], folder),
+            start("cold", "cold", STEPS),
+            start("warm", "warm", STEPS),
+            start("resumed", "warm", 2 * STEPS),
         ]
 
 
 def _write_random_tokens(folder: Path, vocab_size: int) -> None:
-    """A dataset of random bytes: preparing one is not a part of starting, and a tokenizer might
+    """Write a dataset of random bytes: its preparation is no part of a start, and a tokenizer might
     have to be downloaded."""
     folder.mkdir()
     rng, shards = np.random.default_rng(0), {}
@@ -111,19 +108,19 @@ def _write_random_tokens(folder: Path, vocab_size: int) -> None:
     ):
         tokens = rng.integers(0, min(256, vocab_size), count, dtype=np.uint16)
         write_shard(folder / name, tokens)
-        shards[name] = ShardInfo.of(Shard(folder / name))
+        shards[name] = ShardInfo.from_shard(Shard(folder / name))
     Manifest("byte", 257, 256, "random", None, shards).write(folder)
 
 
-def _start(name: str, arguments: list[str], folder: Path) -> dict:
-    """One start of train.py, to the end of its few steps."""
+def _start(train: Path, name: str, run: str, arguments: list[str], folder: Path) -> dict:
+    """Run the training script to the end of its few steps; return the row of this start."""
     environment = os.environ | {"CUDA_CACHE_PATH": str(folder / "cuda")}
-    # `python -m gptjax.bench` sets it for its own process; a training run takes its memory at once.
+    # `python -m gptjax.bench` sets it for itself; a training run preallocates its memory.
     environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
     launched = time.time()
     done = subprocess.run(
-        [sys.executable, str(TRAIN), *arguments],
-        cwd=TRAIN.parent,
+        [sys.executable, train.name, *arguments],
+        cwd=train.parent,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -135,20 +132,18 @@ def _start(name: str, arguments: list[str], folder: Path) -> dict:
             f"the {name} start failed, train.py's last lines:\n"
             + "\n".join(done.stdout.splitlines()[-15:])
         )
-    run_name = arguments[arguments.index("--name") + 1]
-    events = [
-        row for row in read_log(folder / "runs" / run_name / "log.jsonl") if row["kind"] == "event"
-    ]
+    log = read_log(folder / "runs" / run / "log.jsonl")
+    events = [row for row in log if row["kind"] == "event"]
     *_, start = (row for row in events if row["event"] == "start")
     *_, first = (row for row in events if row["event"] == "first step")
     row = row_of(name, launched, first)
     row |= {"device": start["device"], "versions": start["versions"]}
-    print(f"{name}: {row['total']:.1f} s", file=sys.stderr, flush=True)
+    say(f"{name}: {row['total']:.1f} s")
     return row
 
 
 def row_of(name: str, launched: float, first: dict) -> dict:
-    """What is told of one start.
+    """Return the row of one start.
 
     Args:
         launched: `time.time()` before the process was started.
@@ -168,7 +163,7 @@ def row_of(name: str, launched: float, first: dict) -> dict:
 
 
 def show(rows: list[dict]) -> None:
-    """Print a table: a part of the start a line, a start a column."""
+    """Print a row for each part, a column for each start."""
     table = []
 
     def add(label: str, seconds: Iterable[float | None]) -> None:
@@ -194,8 +189,8 @@ def show(rows: list[dict]) -> None:
 
 
 def _seconds(row: dict, program: str, stage: str) -> float | None:
-    found = [p[stage] for p in row["programs"] if p["name"] == program]
-    return sum(found) if found else None
+    seconds = [p[stage] for p in row["programs"] if p["name"] == program]
+    return sum(seconds) if seconds else None
 
 
 def _figure(seconds: float | None) -> str:

@@ -1,7 +1,7 @@
-"""Text and tokens: the shard format, tokenizers, preparation (`python -m gptjax.data`) and the
-resumable loader.
+"""Training data: shards, tokenizers, preparation (`python -m gptjax.data`), resumable loader.
 
-Stands on its own: numpy, and grain once a `Loader` is made.
+Every error that a user can correct is a `DataError`. The package imports NumPy only; `Loader`
+imports grain.
 """
 
 from gptjax.data.atomic import PrepareError

@@ -1,4 +1,4 @@
-"""python -m gptjax.data: prepare token shards."""
+"""Prepare token shards: `python -m gptjax.data`."""
 
 import dataclasses
 import os
@@ -26,24 +26,23 @@ type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], _PATHS]]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Common:
     data_dir: Path = Path("data")
-    """Folder that datasets lie in; made if it is not there."""
+    """Folder of the datasets, created if it does not exist."""
     name: str | None = None
-    """The dataset's folder under data-dir. None: the corpus and the tokenizer, such as
-    stdlib_byte."""
+    """The dataset's folder in data-dir. None: corpus and tokenizer, such as stdlib_byte."""
     tokenizer: TokenizerChoice = "auto"
-    """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs nothing; auto: gpt2 if possible,
-    else byte, said."""
+    """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs no files; auto: gpt2 if
+    available, else byte with a note."""
     val_fraction: float = 0.05
-    """Part of the text that becomes the validation split: whole documents; of a single document,
-    its end."""
+    """Fraction of the text in the validation split: complete documents, or the end of a single
+    document."""
     shard_tokens: int = 100_000_000
-    """Tokens in a shard. The last shard of a split holds half to one and a half times as many."""
+    """Tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many."""
     workers: int | None = None
     """Tokenising threads. None: one for each CPU core."""
     seed: int = 0
-    """Chooses which documents are for validation."""
+    """Seed of the choice of validation documents."""
     overwrite: bool = False
-    """Make the dataset again if it is there already."""
+    """Prepare the dataset again if it exists."""
 
     def options(self) -> Options:
         return Options(
@@ -53,8 +52,7 @@ class _Common:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stdlib(_Common):
-    """The running Python's own standard-library sources: 10 MB of real text on every machine, no
-    download."""
+    """Sources of the running Python's standard library: 10 MB on every machine, no download."""
 
     def run(self) -> None:
         prepare_corpus("stdlib", corpora.stdlib(), self.options())
@@ -65,7 +63,7 @@ class TinyShakespeare(_Common):
     """Shakespeare's plays, 1.1 MB, downloaded or from --file."""
 
     file: Path | None = None
-    """The text, if it is here already. None: download it from karpathy/char-rnn on GitHub."""
+    """File with the text. None: download from karpathy/char-rnn on GitHub."""
 
     def run(self) -> None:
         prepare_corpus("tinyshakespeare", corpora.tinyshakespeare(self.file), self.options())
@@ -73,44 +71,45 @@ class TinyShakespeare(_Common):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text(_Common):
-    """Your own text files, UTF-8, a file a document."""
+    """UTF-8 text files, one document for each file."""
 
     paths: _Paths
     """Files, folders (all files in them, at any depth) and globs such as 'books/**/*.txt'."""
 
     def run(self) -> None:
-        prepare_corpus("text", corpora.text(_some(self.paths)), self.options())
+        prepare_corpus("text", corpora.text(_non_empty(self.paths)), self.options())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jsonl(_Common):
-    """Your own JSON lines, a line a document."""
+    """JSON lines, one document for each line."""
 
     paths: _Paths
     """Files, folders (all files in them, at any depth) and globs such as 'dumps/*.jsonl'."""
     field: str = "text"
-    """The field of each line's object that holds the text."""
+    """Field of each line's object that holds the text."""
     skip_bad_lines: bool = False
-    """Leave out lines that are no JSON object with a text in that field; their number and the first
-    are printed."""
+    """Skip lines that are not a JSON object with a text in the field; print their number and the
+    first of them."""
 
     def run(self) -> None:
-        corpus = corpora.jsonl(_some(self.paths), self.field, skip_bad_lines=self.skip_bad_lines)
+        corpus = corpora.jsonl(
+            _non_empty(self.paths), self.field, skip_bad_lines=self.skip_bad_lines
+        )
         prepare_corpus("jsonl", corpus, self.options())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineWeb:
-    """FineWeb 10B, already tokenised with GPT-2's BPE: downloaded in shards of 100 M tokens (200
-    MB)."""
+    """FineWeb 10B, tokenised with GPT-2's BPE: download of shards of 100 M tokens (200 MB)."""
 
     data_dir: Path = Path("data")
-    """Folder that datasets lie in; made if it is not there."""
+    """Folder of the datasets, created if it does not exist."""
     name: str = "fineweb10B"
-    """The dataset's folder under data-dir."""
+    """The dataset's folder in data-dir."""
     shards: int = 10
-    """Training shards to have, 1 to 103 (all of them are 20 GB). Whole ones that are there are not
-    fetched again."""
+    """Number of training shards, 1 to 103 (20 GB). Existing complete shards are not downloaded
+    again."""
 
     def run(self) -> None:
         prepare_fineweb(self.data_dir, shards=self.shards, name=self.name)
@@ -118,8 +117,7 @@ class FineWeb:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """Read every shard of a prepared dataset and compare it with dataset.json. Exit code 1 if one
-    is damaged."""
+    """Compare every shard of a dataset with dataset.json. Exit code 1 if a shard is damaged."""
 
     folder: tyro.conf.Positional[Path]
     """The dataset's folder, such as data/fineweb10B."""
@@ -142,27 +140,27 @@ type _Command = (
 )
 
 
-def _some(paths: tuple[str, ...]) -> tuple[str, ...]:
+def _non_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise PrepareError("expected at least one PATH (a file, a folder or a glob), found none")
     return paths
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     try:
         try:
             command = tyro.cli(
                 _Command,
                 prog="python -m gptjax.data",
                 description="Prepare a text as token shards in llm.c's .bin format. "
-                "A dataset is complete or not there: interrupt and repeat as you like.",
+                "Datasets are created atomically: an interrupted command can be repeated.",
                 args=args,
             )
             command.run()
         finally:
             sys.stdout.flush()
-    # the reader, such as `head`, has ended; also without a second error at the exit's flush
+    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -170,13 +168,13 @@ def main(args: list[str] | None = None) -> int:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print("interrupted; nothing half-made is left", file=sys.stderr)
+        print("interrupted; no partial dataset is left", file=sys.stderr)
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     return 0
 
 
 def _terminate(number: int, _: object) -> None:
-    """End as Ctrl-C does, which removes what is half-made."""
+    """End as Ctrl-C does: partial files are removed."""
     raise KeyboardInterrupt(number)
 
 

@@ -1,9 +1,9 @@
-"""Dataset folders that are either complete or not there.
+"""Atomic creation of dataset folders.
 
-A dataset is made in a hidden sibling (`data/.NAME.partial`) and renamed when it is done, so no
-reader ever meets half of one, however the maker died. A lock beside it (`data/.NAME.lock`, dropped
-by the kernel with its process) lets eight processes of one job ask for the same dataset at once:
-one makes it, seven wait.
+A dataset is written to a hidden sibling folder (`data/.NAME.partial`) and renamed at the end, so a
+partial dataset is never visible. A lock file (`data/.NAME.lock`) serialises the processes that
+request the same dataset: one process prepares the dataset, the others wait. The operating system
+releases the lock when a process ends.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from gptjax.data.manifest import MANIFEST
 
 
 class PrepareError(DataError, ValueError):
-    """A dataset that cannot be prepared as asked."""
+    """A dataset that cannot be prepared with the given options."""
 
 
 def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
-    """`data_dir/name`. Raises PrepareError for a name that is a path or hidden."""
+    """Return `data_dir/name`. Raises PrepareError for a name that is a path or hidden."""
     if not name or name.startswith(".") or Path(name).name != name:
         raise PrepareError(
             f"expected a plain folder name as the dataset's name, found {name!r}; put folders in "
@@ -32,17 +32,21 @@ def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
 
 
 def partial_folder(final: Path) -> Path:
+    """Return the folder in which the dataset `final` is prepared."""
     return final.with_name(f".{final.name}.partial")
 
 
 def is_partial(folder: Path) -> bool:
+    """Return whether a folder is a dataset in preparation or one that is being replaced."""
     return folder.name.startswith(".") and folder.name.endswith((".partial", ".old"))
 
 
 @contextlib.contextmanager
 def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
-    """Hold the lock of the dataset `final`, waiting for whoever has it, and undo what a killed
-    `commit` left."""
+    """Hold the lock of the dataset `final`, and roll back a `commit` that was killed.
+
+    Waits while another process holds the lock.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     with final.with_name(f".{final.name}.lock").open("w") as lock:
         try:
@@ -59,11 +63,10 @@ def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(final: Path) -> Iterator[Path]:
-    """An empty temporary folder that becomes `final` if the block ends well and vanishes if it does
-    not.
+    """Yield an empty temporary folder, and rename it to `final` at the end.
 
-    Call it under `locked`. An existing `final` is replaced; a temporary folder left by a killed
-    process is removed.
+    The folder is removed if the block raises. The caller holds `locked`. An existing `final` is
+    replaced; a temporary folder of a killed process is removed.
     """
     partial = partial_folder(final)
     shutil.rmtree(partial, ignore_errors=True)
@@ -77,7 +80,11 @@ def staged(final: Path) -> Iterator[Path]:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Rename `partial` to `final`, in place of what is there."""
+    """Rename `partial` to `final`. An existing dataset is replaced.
+
+    Raises:
+        PrepareError: `final` exists and is not a dataset of gptjax.
+    """
     if final.exists():
         if not (final / MANIFEST).exists():
             raise PrepareError(

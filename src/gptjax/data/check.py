@@ -12,10 +12,10 @@ from gptjax.terminal import printable
 
 
 def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = print) -> list[str]:
-    """Read every shard of a dataset and compare it with dataset.json.
+    """Read every shard of a dataset completely and compare it with dataset.json.
 
-    Checked are headers, lengths, ids below the tokenizer's vocabulary, and the digests that
-    dataset.json lists.
+    The check covers headers, lengths, ids below the tokenizer's vocabulary size, and the digests in
+    dataset.json.
 
     Args:
         folder: the dataset's folder.
@@ -25,7 +25,7 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
         A sentence for each damaged shard; empty if the dataset is intact.
 
     Raises:
-        DatasetError: no dataset, or an incomplete one.
+        DatasetError: the folder is not a dataset, or an incomplete one.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -45,9 +45,9 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
 
 
 def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
-    """Describe a shard that is intact. Raises ShardError for any other."""
+    """Return a description of an intact shard. Raises ShardError for any other."""
     shard = Shard(path)
-    info = ShardInfo.of(shard)
+    info = ShardInfo.from_shard(shard)
     if listed is not None:
         check_listed(shard, listed, info.sample)
         if listed.sha256 not in (None, info.sha256):

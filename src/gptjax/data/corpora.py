@@ -1,8 +1,8 @@
-"""Where documents come from: the standard library's sources, Tiny Shakespeare, text files, JSONL.
+"""Sources of documents: Python's standard library, Tiny Shakespeare, text files, JSON lines.
 
-A `Corpus` can measure every document before it gives any of them, so that the split into training
-and validation is decided up front, and gives the texts one by one, so that a corpus never has to
-fit in memory.
+A `Corpus` measures all documents before it yields the first, so that the split into training and
+validation is known at the start. It yields the texts one by one, so that a corpus need not fit in
+memory.
 """
 
 import array
@@ -29,8 +29,8 @@ _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 
 _MEND = "correct or remove the line, or leave out such lines with --skip-bad-lines"
 
-# Not part of every installation of Python (tests, tools), not its own (site-packages).
-_STDLIB_WITHOUT = {
+# Folders that are not in every installation of Python (tests, tools) or not part of it.
+_STDLIB_EXCLUDED = {
     "site-packages",
     "dist-packages",
     "test",
@@ -42,7 +42,7 @@ _STDLIB_WITHOUT = {
 
 
 class CorpusError(DataError, ValueError):
-    """Text that is not there or cannot be read as text."""
+    """Text that does not exist or cannot be read as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Corpus:
     """Documents in a fixed order.
 
     Attributes:
-        source: where they come from, in words; goes into dataset.json.
-        measure: gives the bytes of each document, int64 of shape (documents,), at least one and all
-            above 0.
-        documents: gives a fresh iterator over the documents' texts, as many as `measure` counts.
-        digest: `digest` of the documents where it is known without reading them, else None.
+        source: description of the origin, for dataset.json.
+        measure: returns the size of each document in bytes, int64 of shape (documents,): at least
+            one document, all sizes above 0.
+        documents: returns a new iterator over the texts of the documents that `measure` counts.
+        digest: `digest` of the documents if known without reading them, else None.
     """
 
     source: str
@@ -72,22 +72,21 @@ def digest(documents: Iterator[str]) -> str:
 
 
 def hashed(documents: Iterator[str], total: "hashlib._Hash") -> Iterator[str]:
-    """Pass on each document, and update `total` with the document's SHA-256."""
+    """Yield each document after updating `total` with the document's SHA-256."""
     for document in documents:
         total.update(hashlib.sha256(document.encode(errors="surrogatepass")).digest())
         yield document
 
 
 def stdlib() -> Corpus:
-    """The running Python's own standard-library sources, a file a document: real text on every
-    machine."""
+    """Return the sources of the running Python's standard library, one document for each file."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
             name
             for name in folders
-            if name not in _STDLIB_WITHOUT and not name.startswith("config-")
+            if name not in _STDLIB_EXCLUDED and not name.startswith("config-")
         ]
         sources = (
             name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
@@ -96,18 +95,16 @@ def stdlib() -> Corpus:
     if not paths:
         raise CorpusError(
             f"{root}: expected the .py sources of Python's standard library, found none (a Python "
-            "without sources?); "
-            "prepare another text: `python -m gptjax.data text PATH...`"
+            "without sources?); prepare another text: `python -m gptjax.data text PATH...`"
         )
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    # The odd file in another encoding must not cost the default corpus: its stray bytes become
-    # U+FFFD.
+    # A file in another encoding must not make the default corpus unusable: replace its bytes that
+    # are not UTF-8.
     return _files(f"Python {platform.python_version()} standard library", paths, errors="replace")
 
 
 def tinyshakespeare(file: str | os.PathLike | None = None) -> Corpus:
-    """All of Shakespeare's plays in 1.1 MB, one document; from `file`, or downloaded where `file`
-    is None."""
+    """Return Shakespeare's plays (1.1 MB, one document), from `file` or downloaded."""
     if file is not None:
         return dataclasses.replace(text([file]), source="tinyshakespeare")
     download = functools.cache(_download_tinyshakespeare)
@@ -126,27 +123,24 @@ def _download_tinyshakespeare() -> bytes:
     except OSError as error:  # URLError, timeouts and broken connections are OSErrors
         raise CorpusError(
             f"could not download {TINYSHAKESPEARE_URL} ({error}); fetch it on a machine with a "
-            "network and pass "
-            "`--file PATH`, or take the corpus that needs no network: `python -m gptjax.data "
-            "stdlib`"
+            "network and pass `--file PATH`, or use the corpus that needs no network: `python -m "
+            "gptjax.data stdlib`"
         ) from error
     found = hashlib.sha256(content).hexdigest()
     if found != _TINYSHAKESPEARE_SHA256:
         raise CorpusError(
             f"{TINYSHAKESPEARE_URL}: expected SHA-256 {_TINYSHAKESPEARE_SHA256}, found {found} "
-            f"({len(content)} bytes); "
-            "the download is broken or something on the network answered in its place: try again, "
-            "or pass `--file PATH`"
+            f"({len(content)} bytes); the download is damaged or comes from another server, such "
+            "as a proxy: try again, or pass `--file PATH`"
         )
     return content
 
 
 def text(paths: Sequence[str | os.PathLike]) -> Corpus:
-    """Text files, a file a document, UTF-8; empty files are left out.
+    """Return UTF-8 text files as a corpus, one document for each file. Empty files are skipped.
 
     Args:
-        paths: files, folders (all files in them, at any depth, without hidden ones) and globs (`**`
-            too).
+        paths: files, folders (all files at any depth except hidden ones) and globs, including `**`.
     """
     files: dict[Path, None] = {}  # a set that keeps its order
     for given in paths:
@@ -167,15 +161,15 @@ def jsonl(
     skip_bad_lines: bool = False,
     log: Callable[[str], object] = print,
 ) -> Corpus:
-    """JSON lines, a line a document; blank lines are skipped.
+    """Return JSON lines as a corpus, one document for each line. Blank lines are skipped.
 
     Args:
         paths: files, folders and globs, as for `text`.
-        field: which field of each line's object holds the text.
-        skip_bad_lines: leave out lines without a text in that field. `measure` logs their number
-            and the first one. Without it the first bad line is a CorpusError of `measure`, before
-            anything is tokenised.
-        log: called with a line for the user.
+        field: field of each line's object that holds the text.
+        skip_bad_lines: skip lines without a text in the field; `measure` logs their number and the
+            first of them. If False, `measure` raises CorpusError at the first bad line, before
+            tokenising starts.
+        log: called with each message for the user.
     """
     files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
     shown = " ".join(map(os.fspath, paths))
@@ -221,9 +215,8 @@ def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
             except UnicodeDecodeError as error:
                 raise CorpusError(
                     f"{path}: at byte {error.start}: expected UTF-8 text, found "
-                    f"0x{error.object[error.start]:02x}; "
-                    "convert the file to UTF-8, or leave it out (globs such as 'folder/**/*.txt' "
-                    "choose files)"
+                    f"0x{error.object[error.start]:02x}; convert the file to UTF-8, or leave it "
+                    "out (globs such as 'folder/**/*.txt' choose files)"
                 ) from error
 
     def measure() -> np.ndarray:
@@ -233,7 +226,7 @@ def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
 
 
 def _expand(given: str | os.PathLike) -> list[Path]:
-    """The files that one PATH of the command line means, sorted."""
+    """Return the files that match one PATH of the command line, sorted."""
     path = Path(given)
     if path.is_file():
         return [path]
@@ -257,7 +250,7 @@ def _expand(given: str | os.PathLike) -> list[Path]:
 
 
 def _lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
-    """File, line number from 1, and the bytes of every line that is not blank."""
+    """Yield file, line number from 1 and bytes of every line that is not blank."""
     for path in files:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -281,8 +274,7 @@ def _field_of(line: bytes, field: str, where: str) -> str:
         )
         raise CorpusError(
             f"{where}: expected an object with the field {field!r}, found {found}; name another "
-            "with --field NAME, "
-            f"or {_MEND}"
+            f"with --field NAME, or {_MEND}"
         )
     if not isinstance(row[field], str):
         kind = "null" if row[field] is None else type(row[field]).__name__

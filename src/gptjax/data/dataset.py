@@ -1,5 +1,4 @@
-"""Which shards a run trains on: found by name, prepared on the spot if they are the embedded ones,
-checked up front."""
+"""Datasets of runs: find by name, prepare the default corpus, check before training."""
 
 import dataclasses
 import fnmatch
@@ -30,12 +29,13 @@ class Dataset:
     """Shards on disk, in name order.
 
     Attributes:
-        name: what the user asked for, made definite (`auto` becomes `stdlib_gpt2`, say).
+        name: name of the folder, such as `stdlib_gpt2` for the dataset `auto`.
         path: the folder.
-        train, val: the shards of each split, at least one each.
-        tokenizer: what made them.
-        note: something the user should be told, or None.
-        listed: the shards that dataset.json describes, by file name.
+        train: training shards, at least one.
+        val: validation shards, at least one.
+        tokenizer: name of the tokenizer.
+        note: message for the user, or None.
+        listed: descriptions in dataset.json, by file name.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Dataset:
     listed: dict[str, ShardInfo] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
-    # Tokens and sample of each shard, as `validate` or `fingerprint` read them first.
+    # Tokens and sample of each shard, from the first `validate` or `fingerprint`.
     _seen: dict[Path, tuple[int, str]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -61,10 +61,10 @@ class Dataset:
         return sum(Shard(path).size for path in self.val)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its data; JSON gives back an equal dict. Two runs on the
-        same data agree.
+        """Return the identity of the data, for checkpoints. It survives JSON unchanged.
 
-        The files are read once: a later call returns what `validate` or the first call found.
+        The fingerprints of the same data are equal. The files are read once: a later call returns
+        the result of `validate` or of the first call.
         """
         paths = (*self.train, *self.val)
         for path in paths:
@@ -83,11 +83,11 @@ class Dataset:
         }
 
     def differences(self, saved: Any) -> list[str]:
-        """Compare this dataset with the fingerprint that a checkpoint remembers.
+        """Compare this dataset with the fingerprint in a checkpoint.
 
         Args:
-            saved: any value that JSON can hold. Digests are compared where the fingerprint has
-                them: older ones have names and token counts only.
+            saved: any JSON value. Digests are compared if the fingerprint has digests: older
+                fingerprints have names and token counts only.
 
         Returns:
             A sentence for each shard that differs, at most 10; empty if the data are the same.
@@ -109,14 +109,14 @@ class Dataset:
             differ += _entries_that_differ(
                 "samples", saved["samples"], now["samples"], "SHA-256 of a sample"
             )
-        # only of shards that dataset.json described then and now
+        # only shards that dataset.json described at both times
         if isinstance(saved.get("sha256"), dict):
             both = {
                 name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]
             }
             before = {name: saved["sha256"][name] for name in both}
             differ += _entries_that_differ("digests", before, both, f"SHA-256 in {MANIFEST}")
-        first = dict(reversed(differ))  # a shard of another count has another digest, too
+        first = dict(reversed(differ))  # a shard with another token count has another digest too
         lines = [
             printable(f"{name}: {first[name]}")
             for name in dict.fromkeys(name for name, _ in differ)
@@ -124,14 +124,14 @@ class Dataset:
         return [*lines[:9], f"and {len(lines) - 9} more"] if len(lines) > 10 else lines
 
     def validate(self, vocab_size: int, sequence_length: int) -> None:
-        """Look at every shard before the run starts rather than in its third hour.
+        """Check every shard before training starts.
 
-        A shard that dataset.json describes must have the described token count and sample (1 MiB of
-        a large shard, all of one up to 32 MiB), and its largest id is believed. Any other shard's
-        ids are read completely.
+        A shard in dataset.json must have the listed token count and sample (1 MiB of a large shard,
+        all of a shard of up to 32 MiB); the listed largest id is not verified. A shard that is not
+        listed is read completely.
 
         Raises:
-            ShardError: a bad header or length, a shard that is not the described one, fewer than
+            ShardError: a bad header or length, a shard that differs from dataset.json, fewer than
                 sequence_length + 1 tokens, or an id that is not below vocab_size.
         """
         paths = (*self.train, *self.val)
@@ -146,7 +146,7 @@ class Dataset:
 def _entries_that_differ(
     what: str, saved: Any, now: dict[str, Any], unit: str
 ) -> Iterator[tuple[str, str]]:
-    """Name and difference of each entry."""
+    """Yield name and difference of each entry that differs."""
     if not isinstance(saved, dict):
         yield what, f"expected a list of shards in the checkpoint, found {type(saved).__name__}"
         return
@@ -166,8 +166,7 @@ def _entries_that_differ(
 def _check(
     path: Path, info: ShardInfo | None, vocab_size: int, sequence_length: int
 ) -> tuple[int, str]:
-    """Return the tokens and the sample of a shard that can be trained on; raise ShardError for any
-    other."""
+    """Return token count and sample of a shard. Raises ShardError if it is unsuitable."""
     shard = Shard(path)
     sampled = sample(shard)
     if info is not None:
@@ -188,7 +187,7 @@ def _check(
 
 
 def check_listed(shard: Shard, info: ShardInfo, sampled: str) -> None:
-    """Raise ShardError if a shard is not the one that dataset.json describes: `info`."""
+    """Raise ShardError if a shard differs from its description in dataset.json, `info`."""
     if info.tokens != shard.size:
         expected, found = f"{info.tokens} tokens", f"{shard.size}"
     elif info.sample not in (None, sampled):
@@ -212,8 +211,14 @@ def scan_ids(shard: Shard, vocab_size: int) -> None:
 
 
 def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise ShardError if one of `tokens` (uint16, they start at token `begin` of `path`) is not
-    below `vocab_size`."""
+    """Raise ShardError if an id in `tokens` is not below `vocab_size`.
+
+    Args:
+        path: the shard, for the message.
+        begin: index in the shard of the first of `tokens`.
+        tokens: uint16 of shape (count,).
+        vocab_size: exclusive upper bound of the ids.
+    """
     if tokens.max() < vocab_size:
         return
     bad = int(np.argmax(tokens >= vocab_size))
@@ -223,33 +228,32 @@ def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> No
         expected=f"ids below the model's vocabulary of {vocab_size}",
         found=f"id {tokens[bad]} (token {begin + bad})",
         do="the shard was made with another tokenizer or is damaged: "
-        "set the model's vocab_size to the tokenizer's, "
-        "or make the shard again with `python -m gptjax.data`",
+        "set the model's vocab_size to the tokenizer's, or make the shard again with `python -m "
+        "gptjax.data`",
     )
 
 
 def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Dataset:
-    """The dataset that a configuration means.
+    """Find the dataset of a run.
 
     Args:
-        dataset: "auto" (FineWeb where it has been prepared and the tokenizer allows it, else
-            "stdlib"), "stdlib" (prepared on the spot if it is not there), the name of a prepared
-            dataset in `data_dir` with or without its tokenizer's suffix, or the path of a folder
-            with `*_train_*.bin` and `*_val_*.bin`.
-        data_dir: where prepared datasets lie.
-        tokenizer: "auto" takes what the dataset has; a name must be what made the shards.
+        dataset: "auto" (FineWeb if prepared and the tokenizer is not "byte", else "stdlib"),
+            "stdlib" (prepared now if necessary), the name of a prepared dataset in `data_dir` with
+            or without the tokenizer's suffix, or the path of a folder with `*_train_*.bin` and
+            `*_val_*.bin`.
+        data_dir: folder of the prepared datasets.
+        tokenizer: "auto" accepts the tokenizer of the dataset; a name must match it.
 
     Raises:
-        DatasetError: not prepared, incomplete, or made with another tokenizer.
-        TokenizerUnavailable: "stdlib" has to be prepared with "gpt2", and its files cannot be had.
+        DatasetError: the dataset is not prepared, incomplete, or was made with another tokenizer.
+        TokenizerUnavailable: "stdlib" must be prepared with "gpt2", whose files are not available.
     """
     try:
         return _find(dataset, data_dir, tokenizer)
     except OSError as error:
         raise DatasetError(
             f"dataset {dataset!r} in {data_dir}: expected files and folders that can be read and "
-            "written, "
-            f"found {error}; correct that, or choose another --dataset or --data-dir"
+            f"written, found {error}; correct that, or choose another --dataset or --data-dir"
         ) from error
 
 
@@ -271,8 +275,8 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
     if dataset == "stdlib" and (
         folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"
     ):
-        # BPE may have become available since the bytes were prepared; where it has not, the note
-        # says so every time.
+        # BPE may have become available since the byte dataset was prepared. If not, the note is
+        # repeated.
         chosen, note = choose_tokenizer(tokenizer)
         folder = data_dir / f"stdlib_{chosen.name}"
         if not (folder / MANIFEST).exists():
@@ -283,26 +287,25 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
 
 
 def _named_folder(dataset: str, data_dir: Path, tokenizer: str) -> Path | None:
-    """The folder that a name or a path means, or None where there is none."""
+    """Return the folder of a name or path, or None if it does not exist."""
     if dataset != Path(dataset).name:  # a path, such as `.` or `corpora/mine`
         return Path(dataset) if Path(dataset).is_dir() else None
     suffixes = TOKENIZERS if tokenizer == "auto" else (tokenizer,)
     candidates = [data_dir / dataset, *(data_dir / f"{dataset}_{suffix}" for suffix in suffixes)]
-    if dataset != "stdlib":  # a name of ours, whatever lies in the current directory
+    if dataset != "stdlib":  # a reserved name, even if the working directory has such a folder
         candidates.append(Path(dataset))
     return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) -> Dataset:
-    """Return the dataset in `folder`. Raises DatasetError as `find_dataset`, and OSError."""
+    """Return the dataset in `folder`. Raises the errors of `find_dataset`, and OSError."""
     if is_partial(folder):
         raise DatasetError(
             f"{folder}: expected a dataset, found one that is being prepared or was interrupted; "
-            "wait for it, "
-            "or run its `python -m gptjax.data` command again"
+            "wait for it, or run its `python -m gptjax.data` command again"
         )
     names = sorted(os.listdir(folder))
-    # llm.c's smallest datasets have no number in their names.
+    # The file names of llm.c's smallest datasets have no number.
     train, val = (
         tuple(
             folder / name
@@ -323,9 +326,9 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
     lost = sorted(set(manifest.shards if manifest else ()) - {path.name for path in (*train, *val)})
     if lost:
         raise DatasetError(
-            f"{folder}: expected the {len(manifest.shards)} shards that {MANIFEST} lists, "
-            f"found {', '.join(lost[:5])} missing; "
-            "remove the folder and prepare it again with `python -m gptjax.data`"
+            f"{folder}: expected the {len(manifest.shards)} shards that {MANIFEST} lists, found "
+            f"{', '.join(lost[:5])} missing; remove the folder and prepare it again with `python "
+            "-m gptjax.data`"
         )
     made_with = manifest.tokenizer if manifest else "gpt2"
     if tokenizer not in ("auto", made_with):
@@ -347,15 +350,15 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
 def _notes(folder: Path, manifest: Manifest | None, names: list[str]) -> Iterator[str]:
     if manifest is None:
         yield (
-            f"{folder} has no {MANIFEST}: its shards are taken to be GPT-2 BPE, "
-            "as llm.c's and modded-nanogpt's are"
+            f"{folder} has no {MANIFEST}: assuming GPT-2 BPE, the tokenizer of llm.c's and "
+            "modded-nanogpt's shards"
         )
         return
     if any(info.sha256 is None for info in manifest.shards.values()):
         yield (
             f"{folder / MANIFEST} is of an older format without digests: a shard that was damaged "
-            "before this run is "
-            "not noticed; prepare the dataset again with --overwrite to list them"
+            "before this run is not noticed; prepare the dataset again with --overwrite to list "
+            "them"
         )
     if extra := [name for name in names if name not in manifest.shards]:
         yield (
@@ -378,9 +381,8 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data
     where = "" if data_dir == Path("data") else f" --data-dir {data_dir}"
     return printable(
         f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training "
-        f"tokens of {dataset.name} "
-        f"{epochs:,.0f} times, so the model memorizes them. Prepare more data first: "
-        f"python -m gptjax.data fineweb10B --shards {shards}{where}"
+        f"tokens of {dataset.name} {epochs:,.0f} times, so the model memorizes them. Prepare more "
+        f"data first: python -m gptjax.data fineweb10B --shards {shards}{where}"
     )
 
 
@@ -397,12 +399,11 @@ def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
         command = f"{kind} --tokenizer {chosen} --data-dir {data_dir}"
     else:
         command = (
-            f"text PATH... --name {Path(dataset).name} "
-            f"--tokenizer {tokenizer} --data-dir {data_dir}"
+            f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer} --data-dir "
+            f"{data_dir}"
         )
     return (
         f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or "
-        f"{dataset}, "
-        f"found {'only ' + ', '.join(prepared) if prepared else 'nothing'} prepared in {data_dir}; "
-        f"prepare it with: python -m gptjax.data {command}"
+        f"{dataset}, found {'only ' + ', '.join(prepared) if prepared else 'nothing'} prepared in "
+        f"{data_dir}; prepare it with: python -m gptjax.data {command}"
     )

@@ -1,4 +1,4 @@
-"""Base class of the data package's errors."""
+"""Base class of the errors of the data package."""
 
 from gptjax.terminal import printable
 
@@ -6,8 +6,8 @@ from gptjax.terminal import printable
 class DataError(Exception):
     """Data that is missing, damaged or unsuitable: an error that the user can correct.
 
-    Messages quote file names and file contents, so control characters are replaced when an error
-    is shown.
+    Base class of CorpusError, DatasetError, PrepareError, ShardError and TokenizerUnavailable.
+    Messages quote file names and contents, so `str` replaces control characters.
     """
 
     def __str__(self) -> str:

@@ -1,9 +1,8 @@
-"""FineWeb 10B, already tokenised with GPT-2's BPE: 103 training shards and a validation shard of
-100 M tokens each.
+"""FineWeb 10B, tokenised with GPT-2's BPE: 103 training shards and a validation shard.
 
-Downloaded shard by shard from the Hugging Face dataset repository that modded-nanogpt uses. Shards
-that are there and whole are never fetched again, so an interrupted download goes on where it
-stopped.
+A shard has 100 M tokens. The shards are downloaded one by one from the Hugging Face dataset
+repository that modded-nanogpt uses. Complete shards are not downloaded again, so an interrupted
+download resumes with the shard at which it stopped.
 """
 
 import os
@@ -27,12 +26,14 @@ def prepare_fineweb(
     name: str = "fineweb10B",
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Download the validation shard and the first `shards` training shards; returns the dataset's
-    folder.
+    """Download the validation shard and the first `shards` training shards.
+
+    Returns:
+        The dataset's folder.
 
     Raises:
         PrepareError: `shards` not in 1..103, huggingface_hub is not installed, a download failed,
-            or what came is no good shard. Whole shards stay for the next attempt.
+            or a downloaded shard is damaged. Complete shards are kept for the next attempt.
     """
     if not 1 <= shards <= ALL_SHARDS:
         raise PrepareError(f"expected shards in 1..{ALL_SHARDS}, found {shards}")
@@ -55,8 +56,7 @@ def prepare_fineweb(
         fetched = 0
         for number, file in enumerate(wanted, start=1):
             where = f"{number}/{len(wanted)} {file}"
-            # A shard is in the dataset already, or an interrupted run left it in the partial
-            # folder.
+            # A shard may be in the dataset, or in the partial folder of an interrupted run.
             if (info := _info(final / file, known)) or (info := _info(partial / file, {})):
                 log(f"{where}: already there ({info.tokens:,} tokens)")
             else:
@@ -71,13 +71,13 @@ def prepare_fineweb(
         source = f"{REPOSITORY} on the Hugging Face Hub"
         manifest = Manifest("gpt2", _GPT2_VOCABULARY, _GPT2_EOT, source, None, known)
         if partial.exists():
-            # huggingface_hub's notes on its downloads
+            # huggingface_hub's metadata of the downloads
             shutil.rmtree(partial / ".cache", ignore_errors=True)
         if not final.exists():
             manifest.write(partial)
             commit(partial, final)
         else:
-            # Each file is whole and joins a dataset that is complete without it.
+            # Each file is complete, and the dataset is complete without it.
             for file in sorted(partial.glob("*.bin")) if partial.exists() else []:
                 os.replace(file, final / file.name)
             manifest.write(final)
@@ -90,23 +90,23 @@ def prepare_fineweb(
 
 
 def _info(path: Path, known: dict[str, ShardInfo], must: bool = False) -> ShardInfo | None:
-    """Describe a whole shard, or return None if it is missing or damaged; with `must` that is an
-    error.
+    """Return the description of a complete shard, or None if the shard is missing or damaged.
 
     Args:
         path: the file.
-        known: shards of dataset.json. A shard whose sample differs from the listed one is damaged.
+        known: shards in dataset.json. A shard with another sample than the listed one is damaged.
+        must: raise PrepareError instead of returning None.
     """
     try:
         shard = Shard(path)
         info = known.get(path.name)
         if info is None or info.sample is None:
-            return ShardInfo.of(shard)
+            return ShardInfo.from_shard(shard)
         return info if info.sample == sample(shard) else None
     except ShardError as error:
         if must:
             raise PrepareError(
-                f"the download is not a good shard: {error}. Run the same command again"
+                f"the downloaded shard is damaged: {error}. Run the same command again"
             ) from error
         return None
 
@@ -114,11 +114,10 @@ def _info(path: Path, known: dict[str, ShardInfo], must: bool = False) -> ShardI
 def _download(huggingface_hub, file: str, folder: Path) -> None:
     try:
         huggingface_hub.hf_hub_download(REPOSITORY, file, repo_type="dataset", local_dir=folder)
-    # the hub, its HTTP client and the disk each have their own families of errors
+    # The hub, the HTTP client and the disk raise errors without a common base class.
     except Exception as error:
         raise PrepareError(
             f"{file}: could not download it from {REPOSITORY} ({type(error).__name__}: "
-            f"{str(error)[:300]}); "
-            "run the same command again to go on from here, "
-            "or take a corpus that needs no network: `python -m gptjax.data stdlib`"
+            f"{str(error)[:300]}); run the same command again to resume, or use a corpus "
+            "that needs no network: `python -m gptjax.data stdlib`"
         ) from error

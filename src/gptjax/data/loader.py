@@ -1,16 +1,17 @@
-"""Batches of token windows in a global order that one integer describes.
+"""Batches of token windows, with one integer as the loader's complete state.
 
-The shards, in the order given, are one stream of N tokens. Window i is tokens [i*T, i*T + T], T + 1
-of them: the first T are inputs, the last T targets, and neighbours share one token, so every token
-but the first is a target once. There are W = (N - 1) // T windows; fewer than T tokens at the very
-end are never used.
+The shards, in the given order, are one sequence of N tokens. Window i holds the T + 1 tokens
+[i*T, i*T + T]: the first T are inputs, the last T are targets. Adjacent windows share one token, so
+every token except the first is a target once. There are W = (N - 1) // T windows; the last
+(N - 1) % T tokens are not used.
 
-The order is epoch after epoch of the W windows, each epoch shuffled anew. Step s of a run takes the
-windows at places start + s*B .. start + (s+1)*B - 1 of that order, B being the global batch;
-process p of P takes every P-th of them, from the p-th on. So the order does not know how many
-processes there are, and the number of windows consumed so far is all that a resume needs.
+An epoch is a permutation of the W windows, and every epoch has another permutation. Step s of a run
+reads the windows at positions start + s*B .. start + (s+1)*B - 1 of the sequence of epochs, where B
+is the global batch. Process p of P reads every P-th of these windows, beginning with the p-th. The
+order does not depend on the number of processes, and the number of windows consumed so far is
+sufficient to resume.
 
-Axes: B windows of a process's part of a batch, T + 1 tokens of a window.
+Axes: B windows of a batch in one process, T + 1 tokens of a window.
 """
 
 import bisect
@@ -24,19 +25,17 @@ import numpy as np
 from gptjax.data.dataset import check_ids
 from gptjax.data.shards import Shard, ShardError
 
-# Batches that are made ahead of the step that wants them, and the threads that make them.
+# Batches that are read ahead, and threads that read them.
 _PREFETCH_BATCHES = 8
 _PREFETCH_THREADS = 4
 
-# Files that are open at a time: below the usual limit of 1,024 for a process, whatever the number
-# of shards.
+# Maximum number of open files, below the usual limit of 1,024 for a process.
 _OPEN_SHARDS = 128
-_MAX_START = 2**53  # windows: no run is longer, and JSON keeps the number exactly
+_MAX_START = 2**53  # windows; JSON represents smaller integers exactly
 
 
 class Windows:
-    """Random access to the windows of a list of shards: `len(windows)`, `windows[i]` -> int32 of
-    shape (T + 1,)."""
+    """The windows of a list of shards, as a sequence of int32 arrays of shape (T + 1,)."""
 
     def __init__(
         self, shards: Sequence[Path], sequence_length: int, vocab_size: int | None = None
@@ -49,20 +48,20 @@ class Windows:
         sizes, stamps = zip(
             *((shard.size, shard.stamp) for shard in map(Shard, paths)), strict=True
         )
-        # A file is closed when its Shard is in neither the cache nor a thread.
+        # A file is closed when neither the cache nor a thread holds the Shard.
         self._open = functools.lru_cache(_OPEN_SHARDS)(
             lambda number: Shard(paths[number], stamps[number])
         )
-        self._begins = [0, *itertools.accumulate(sizes)]  # in the stream, and its end
+        # position of each shard's first token in the sequence, then the number of tokens
+        self._begins = [0, *itertools.accumulate(sizes)]
         self._length, self._vocab_size = sequence_length, vocab_size
         tokens = self._begins[-1]
         if tokens < sequence_length + 1:
             raise ShardError(
                 f"{self._paths[0]}{' and the shards after it' if len(self._paths) > 1 else ''}: "
-                "expected at least "
-                f"{sequence_length + 1} tokens (one window of sequence length {sequence_length}), "
-                f"found {tokens}; "
-                "train with a shorter sequence or prepare more text"
+                f"expected at least {sequence_length + 1} tokens (one window of sequence length "
+                f"{sequence_length}), found {tokens}; train with a shorter sequence or prepare "
+                "more text"
             )
         self._count = (tokens - 1) // sequence_length
 
@@ -70,15 +69,18 @@ class Windows:
         return self._count
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Raises ShardError if an id is not below the vocabulary's size, or a shard's file has
-        changed."""
+        """Return window `index`.
+
+        Raises:
+            ShardError: an id is not below vocab_size, or a shard's file has changed.
+        """
         if not 0 <= index < self._count:
             raise IndexError(f"expected a window in 0..{self._count - 1}, found {index}")
         window = np.empty(self._length + 1, dtype=np.int32)
         filled = 0
         at = int(index) * self._length
         shard = bisect.bisect_right(self._begins, at) - 1
-        while filled < window.size:  # once, or once more for each shard boundary inside the window
+        while filled < window.size:  # one iteration for each shard that the window covers
             begin = at + filled - self._begins[shard]
             count = min(window.size - filled, self._begins[shard + 1] - at - filled)
             part = self._open(shard).read(begin, count)
@@ -91,24 +93,25 @@ class Windows:
 
 
 class Loader:
-    """The training batches: an endless iterator of int32 arrays of shape (batch / process_count,
-    sequence_length + 1).
+    """Infinite iterator over the training batches.
+
+    A batch is an int32 array of shape (batch / process_count, sequence_length + 1).
 
     Args:
-        shards: the training split's files, in order.
+        shards: files of the training split, in order.
         sequence_length: T, tokens in a row of the model's input.
-        batch: windows a step over all processes.
-        seed: of the shuffle, in 0..2**32-1.
-        process_index, process_count: which part of each batch this process loads.
-        start: windows that the run has consumed before, over all processes; `position` of the
-            loader before.
-        vocab_size: ids must be below it.
+        batch: windows in a step, over all processes.
+        seed: seed of the shuffle, in 0..2**32-1.
+        process_index: index of this process, which loads 1 / process_count of each batch.
+        process_count: number of processes.
+        start: windows that the run has consumed so far, over all processes: `position` of the
+            previous loader.
+        vocab_size: exclusive upper bound of the ids.
 
     Raises:
-        ValueError: the numbers do not fit together.
-        ShardError: a shard is bad, or all of them together hold no window; from `next()`: an id is
-            not below vocab_size, or a shard's file was truncated or written to since the loader was
-            made.
+        ValueError: the arguments do not fit together.
+        ShardError: a shard is bad, or the shards hold no window; from `next()`: an id is not below
+            vocab_size, or a shard's file was truncated or written to.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Loader:
         start: int = 0,
         vocab_size: int,
     ) -> None:
-        import grain  # imports JAX, which `python -m gptjax.data` must not wait for
+        import grain  # imports JAX, which `python -m gptjax.data` does not need
 
         rows = _rows_of_a_process(batch, process_index, process_count)
         if type(start) is not int or not 0 <= start < _MAX_START:
@@ -137,10 +140,10 @@ class Loader:
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
 
-        # grain shuffles epoch e with seed + e, so neighbouring seeds would share all but one epoch:
-        # spread them first.
-        spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        order = grain.MapDataset.source(windows).shuffle(spread).repeat()
+        # grain shuffles epoch e with seed + e: consecutive seeds would share all epochs but one.
+        # Hash the seed first.
+        hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        order = grain.MapDataset.source(windows).shuffle(hashed).repeat()
         mine = order[start:][process_index::process_count]
         batches = mine.batch(rows, drop_remainder=True, batch_fn=np.stack)
         self._iterator = iter(
@@ -153,8 +156,10 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Windows consumed by the whole run so far: those of `next()`, not those prefetched. A
-        resume's `start`."""
+        """Windows that all processes have consumed so far, prefetched windows excluded.
+
+        A resumed run passes the position as `start`.
+        """
         return self._start + self._steps * self._batch
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -164,15 +169,17 @@ class Loader:
         try:
             batch = next(self._iterator)
         except BaseException:
-            # or a caller that caught the error would go on with the batch after the bad one
+            # A caller that caught the error would otherwise continue after the bad batch.
             self.close()
             raise
         self._steps += 1
         return batch
 
     def close(self) -> None:
-        """End the threads; `next()` is an error from here on. Done by itself when the loader is no
-        longer used."""
+        """End the threads. A later `next()` raises an error.
+
+        Called automatically when the loader is garbage-collected.
+        """
         self._iterator.close()
 
     def __enter__(self) -> "Loader":  # noqa: PYI034 (the tests' type checker knows Self only in whole classes)
@@ -192,19 +199,20 @@ def fixed_batches(
     process_count: int = 1,
     vocab_size: int | None = None,
 ) -> list[np.ndarray]:
-    """The validation set: `count` batches of windows spread evenly over the split, the same at
-    every call.
+    """Return the validation set: `count` batches of windows spaced evenly over the split.
+
+    Every call returns the same batches.
 
     Args:
-        batch: windows of a batch over all processes.
-        count: batches wanted; fewer come when the split is smaller.
+        batch: windows of a batch, over all processes.
+        count: maximum number of batches; a small split has fewer.
 
     Returns:
-        int32 arrays of shape (batch / process_count, sequence_length + 1), at least one.
+        At least one int32 array of shape (batch / process_count, sequence_length + 1).
 
     Raises:
-        ValueError: the numbers do not fit together, or the split does not fill one batch.
-        ShardError: a shard is bad, or an id is not below vocab_size where that is given.
+        ValueError: the arguments do not fit together, or the split does not fill one batch.
+        ShardError: a shard is bad, or an id is not below vocab_size.
     """
     _rows_of_a_process(batch, process_index, process_count)
     if count < 1:
@@ -215,9 +223,8 @@ def fixed_batches(
         fits = len(windows) // process_count * process_count
         raise ValueError(
             f"the validation split does not fill one batch: expected at least {batch} windows of "
-            "sequence length "
-            f"{sequence_length}, found {len(windows)} in {shards[0]}"
-            f"{' and the shards after it' if len(shards) > 1 else ''}; "
+            f"sequence length {sequence_length}, found {len(windows)} in "
+            f"{shards[0]}{' and the shards after it' if len(shards) > 1 else ''}; "
             + (
                 f"a validation batch of {fits} would fit"
                 if fits
@@ -239,7 +246,6 @@ def _rows_of_a_process(batch: int, process_index: int, process_count: int) -> in
     if batch < 1 or batch % process_count:
         raise ValueError(
             f"expected a batch (windows a step over all processes) that {process_count} processes "
-            "can share equally, "
-            f"found {batch}; take a multiple of {process_count}"
+            f"can share equally, found {batch}; take a multiple of {process_count}"
         )
     return batch // process_count

@@ -1,11 +1,11 @@
-"""`dataset.json`, which lies beside the shards that gptjax made and describes them.
+"""Manifest of a dataset: `dataset.json` describes the tokenizer, the source and every shard.
 
-    {"format": 2, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": "...",
-    "source_digest": "...",
-     "shards": {"NAME_train_000001.bin": {"tokens": 100000000, "max_token": 50256, "sha256": "...",
-     "sample": "..."}}}
+    {"format": 2, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256,
+     "source": "...", "source_digest": "...",
+     "shards": {"NAME_train_000001.bin": {"tokens": 100000000, "max_token": 50256,
+                                          "sha256": "...", "sample": "..."}}}
 
-It is written last, so a folder of gptjax's own that has one is complete. Format 1 has no digests.
+gptjax writes the manifest last, so a folder with a manifest is complete. Format 1 has no digests.
 """
 
 import dataclasses
@@ -20,21 +20,23 @@ from gptjax.data.tokenizers import VOCABULARIES
 
 MANIFEST = "dataset.json"
 FORMAT = 2
-_MAX_BYTES = 1 << 26  # of the file: some 250 bytes a shard
+_MAX_BYTES = 1 << 26  # maximum size of dataset.json, which has about 250 bytes per shard
 
-# A sample covers a file of up to 32 MiB completely, and 1 MiB of a larger one, so that the check at
-# the start of a run reads 100 MB of 100 shards of 200 MB.
+# A sample covers a file of up to 32 MiB completely, and 1 MiB of a larger file: the check at the
+# start of a run reads 100 MB of 100 shards of 200 MB.
 _SAMPLE_WHOLE = 1 << 25
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK_BYTES = 32, 1 << 15
 
 
 class DatasetError(DataError, ValueError):
-    """A dataset that is missing, incomplete, damaged, or does not fit its use."""
+    """A dataset that is missing, incomplete, damaged or unsuitable."""
 
 
 def sample(shard: Shard) -> str:
-    """Return the SHA-256 of evenly spaced blocks of a shard's file, the first and the last bytes
-    among them."""
+    """Return the SHA-256 of evenly spaced blocks of a shard's file.
+
+    The first and the last bytes are included. A file of up to 32 MiB is hashed completely.
+    """
     size, block = shard.stamp[0], _SAMPLE_BLOCK_BYTES
     if size <= _SAMPLE_WHOLE:
         return hashlib.sha256(shard.read_bytes(0, size)).hexdigest()
@@ -51,7 +53,7 @@ class ShardInfo:
     Attributes:
         tokens: number of tokens.
         max_token: largest id.
-        sha256: digest of the whole file, as `sha256sum` prints it. None in format 1.
+        sha256: digest of the complete file, as `sha256sum` prints it. None in format 1.
         sample: digest of parts of the file, see `sample`. None in format 1.
     """
 
@@ -61,8 +63,8 @@ class ShardInfo:
     sample: str | None = None
 
     @classmethod
-    def of(cls, shard: Shard) -> "ShardInfo":
-        """Read the whole shard (1.4 GB/s)."""
+    def from_shard(cls, shard: Shard) -> "ShardInfo":
+        """Return the description of a shard, which is read completely (1.4 GB/s)."""
         digest, largest = hashlib.sha256(shard.read_bytes(0, HEADER_BYTES)), 0
         for _, tokens in shard.chunks():
             digest.update(tokens)
@@ -75,12 +77,13 @@ class Manifest:
     """Content of dataset.json.
 
     Attributes:
-        tokenizer, vocab_size, eot: name of the tokenizer, number of its ids, and the id before each
-            document.
+        tokenizer: name of the tokenizer.
+        vocab_size: number of ids.
+        eot: id before each document.
         source: description of the text's origin.
         source_digest: digest of the documents (`corpora.digest`). None for downloaded tokens and in
             format 1.
-        shards: by file name.
+        shards: description of each shard, by file name.
     """
 
     tokenizer: str
@@ -91,6 +94,7 @@ class Manifest:
     shards: dict[str, ShardInfo]
 
     def write(self, folder: Path) -> None:
+        """Write dataset.json atomically."""
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
         write_atomically(folder / MANIFEST, text.encode())
 
@@ -99,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of `folder`, or None if there is none.
 
     Raises:
-        DatasetError: the file exists and cannot be read or understood.
+        DatasetError: the file exists and cannot be read or parsed.
     """
     path = folder / MANIFEST
     try:
@@ -114,14 +118,17 @@ def read_manifest(folder: Path) -> Manifest | None:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DatasetError(
             f"{path}: expected a description of shards, format 1 or {FORMAT}, found "
-            f"{type(error).__name__}: "
-            f"{reason[:300]}; restore the file, or remove this folder and prepare it again with "
-            "`python -m gptjax.data`"
+            f"{type(error).__name__}: {reason[:300]}; restore the file, or remove this folder and "
+            "prepare it again with `python -m gptjax.data`"
         ) from error
 
 
 def _parse(fields: Any) -> Manifest:
-    """Raises ValueError for a field that is missing, of a wrong type or out of range."""
+    """Return the manifest in a JSON object.
+
+    Raises:
+        ValueError: a field is missing, of a wrong type or out of range.
+    """
     fields = _object(fields, "the file")
     version = _integer(fields, "format", 1, FORMAT)
     tokenizer = _text(fields, "tokenizer")

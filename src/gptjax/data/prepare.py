@@ -1,5 +1,8 @@
-"""A corpus becomes a dataset: tokenised in parallel, split by document, streamed into shards,
-renamed when complete."""
+"""Preparation of a dataset from a corpus.
+
+The corpus is split by document, tokenised in parallel and written to shards in a temporary folder,
+which is renamed when the dataset is complete.
+"""
 
 import contextlib
 import dataclasses
@@ -26,30 +29,33 @@ from gptjax.terminal import printable
 
 TRAIN, VAL = 0, 1
 _SPLIT_NAMES = ("train", "val")
-_FIRST_NUMBER = (1, 0)  # of the files, as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin
+# as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin
+_FIRST_NUMBER = (1, 0)
 
-# Documents are cut into pieces of about this many characters for the threads. A cut is made only
-# after a newline with text on both sides of it: GPT-2's BPE never joins those two sides, so the
-# tokens are those of the whole document.
+# Documents are cut into pieces of about this many characters, which the threads tokenise. A cut is
+# made only after a newline between two characters that are not white space. GPT-2's BPE never
+# merges across such a newline, so the tokens equal those of the complete document.
 _PIECE_CHARACTERS = 1 << 20
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What all corpora have in common on their way to shards.
+    """Options of preparation, for every corpus.
 
     Attributes:
-        data_dir: the folder that datasets lie in.
-        name: the dataset's folder under it; None is the corpus and the tokenizer, such as
-            `stdlib_byte`.
+        data_dir: folder of the datasets.
+        name: the dataset's folder in data_dir. None: corpus and tokenizer, such as `stdlib_byte`.
         tokenizer: "auto", "gpt2" or "byte".
-        val_fraction: about this part of the bytes becomes the validation split.
-        shard_tokens: tokens in a shard; the last one of a split holds half to one and a half times
-            as many, so that none is left too short to train on.
-        workers: tokenising threads; None is one for each CPU core.
-        seed: chooses which documents are for validation.
-        overwrite: make a dataset again that is already there.
+        val_fraction: approximate fraction of the bytes in the validation split.
+        shard_tokens: tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many,
+            so that no shard is too short to train on.
+        workers: tokenising threads. None: one for each CPU core.
+        seed: seed of the choice of validation documents.
+        overwrite: prepare again if the dataset exists.
+
+    Raises:
+        PrepareError: an option is out of range.
     """
 
     data_dir: str | os.PathLike = "data"
@@ -85,8 +91,7 @@ def prepare_stdlib(
     overwrite: bool = False,
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Prepare the running Python's standard library, unless it is there already; returns the
-    dataset's folder."""
+    """Prepare Python's standard library unless already prepared; return the dataset's folder."""
     options = Options(
         data_dir=data_dir,
         name=name,
@@ -100,22 +105,22 @@ def prepare_stdlib(
 def prepare_corpus(
     corpus_name: str, corpus: Corpus, options: Options, *, log: Callable[[str], object] = print
 ) -> Path:
-    """Make a dataset of a corpus, unless it is there already.
+    """Prepare a dataset from a corpus unless already prepared.
 
     Args:
-        corpus_name: what the dataset is called unless `options.name` says otherwise:
-            corpus_name_tokenizer.
+        corpus_name: first part of the dataset's name, corpus_name_tokenizer, if `options.name` is
+            None.
         corpus: the documents.
-        log: called with each line for the user.
+        options: tokenizer, split and shards.
+        log: called with each message for the user.
 
     Returns:
-        The dataset's folder: shards and dataset.json.
+        The dataset's folder, with shards and dataset.json.
 
     Raises:
-        PrepareError: an option makes no sense, the folder holds something else, or a split would be
-            empty.
-        CorpusError: the text cannot be had or read.
-        TokenizerUnavailable: tokenizer "gpt2" without its files.
+        PrepareError: the folder holds something else, or a split would be empty.
+        CorpusError: the text cannot be downloaded or read.
+        TokenizerUnavailable: the files of tokenizer "gpt2" are not available.
     """
     tokenizer, note = choose_tokenizer(options.tokenizer)
     if note:
@@ -138,15 +143,14 @@ def prepare_corpus(
             Manifest(*kind, corpus.source, digest.hexdigest(), train | val).write(partial)
     log(
         printable(
-            f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_sum_up(train)} for training, "
-            f"{_sum_up(val)} for "
-            f"validation ({time.perf_counter() - start:.1f} s)"
+            f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_summary(train)} for "
+            f"training, {_summary(val)} for validation ({time.perf_counter() - start:.1f} s)"
         )
     )
     return final
 
 
-def _sum_up(shards: dict[str, ShardInfo]) -> str:
+def _summary(shards: dict[str, ShardInfo]) -> str:
     tokens = sum(info.tokens for info in shards.values())
     return f"{tokens:,} tokens in {len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
 
@@ -154,11 +158,10 @@ def _sum_up(shards: dict[str, ShardInfo]) -> str:
 def _already_prepared(
     final: Path, corpus: Corpus, tokenizer: Tokenizer, overwrite: bool
 ) -> str | None:
-    """Return a line for the user if `final` is the requested dataset, None if it is to be made
-    again.
+    """Return a message if `final` is the requested dataset, None with `overwrite`.
 
     Raises:
-        PrepareError: the folder holds something else, or was made before the text changed.
+        PrepareError: the folder holds something else, or the text has changed since.
     """
     manifest = read_manifest(final)
     if manifest is None:
@@ -170,33 +173,35 @@ def _already_prepared(
     if (manifest.source, manifest.tokenizer) != (corpus.source, tokenizer.name):
         raise PrepareError(
             f"{final} holds something else: expected {corpus.source!r} with tokenizer "
-            f"{tokenizer.name}, found {manifest.source!r} with {manifest.tokenizer}; choose another "
-            "--name, or replace it with --overwrite"
+            f"{tokenizer.name}, found {manifest.source!r} with {manifest.tokenizer}; choose "
+            "another --name, or replace it with --overwrite"
         )
     if manifest.source_digest is None:
         return (
-            f"{final} is already prepared, but {MANIFEST} has no digest of its text; "
+            f"{final} is already prepared, but {MANIFEST} has no digest of the text; "
             "--overwrite makes it again"
         )
     if manifest.source_digest != (corpus.digest or corpora.digest(corpus.documents())):
         raise PrepareError(
-            f"{final} was prepared from other text: expected the documents that {corpus.source!r} "
-            "had then, "
-            "found changed ones; replace the dataset with --overwrite, or choose another --name"
+            f"{final} was prepared from other text: expected the earlier documents of "
+            f"{corpus.source!r}, found changed ones; replace the dataset with --overwrite, or "
+            "choose another --name"
         )
     return f"{final} is already prepared from the same text; --overwrite makes it again"
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
-    """Which documents are for validation: about `val_fraction` of the bytes, at least one document
-    on each side.
+    """Choose validation documents of about `val_fraction` of the bytes.
 
-    Documents are drawn in an order that only `seed` and their number decide, and taken while they
-    fit in what is left of the validation's bytes. Where that gives less than half of them (few
-    documents, or long ones), the smallest document that was not taken is taken as well.
+    Documents are visited in a random order that depends only on `seed` and the number of documents.
+    A document is chosen if its size fits in the remaining validation bytes. If the result has less
+    than half of the wanted bytes (few or long documents), the smallest remaining document is chosen
+    too. Each split has at least one document.
 
     Args:
-        sizes: bytes of each document, int64 of shape (documents,), at least two of them.
+        sizes: size of each document in bytes, int64 of shape (documents,), at least two documents.
+        val_fraction: wanted fraction of the bytes.
+        seed: seed of the order.
 
     Returns:
         bool of shape (documents,), True for validation.
@@ -215,8 +220,7 @@ def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.n
 
 
 def _split_text(text: str, val_fraction: float) -> tuple[str, str]:
-    """A corpus of one document: its end is for validation, cut after a line if there is one to cut
-    after."""
+    """Split one document into training text and validation text, after a newline if possible."""
     wanted = round(len(text) * (1 - val_fraction))
     cut = text.rfind("\n", 0, wanted) + 1 or text.find("\n", wanted) + 1
     if not 0 < cut < len(text):
@@ -228,12 +232,12 @@ def _split_text(text: str, val_fraction: float) -> tuple[str, str]:
 class _Piece:
     text: str
     split: int
-    opens: bool  # the first of its document, so an EOT stands before it
+    first: bool  # first piece of a document: preceded by EOT
     bytes: int  # for the progress bar
 
 
 def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Piece]:
-    """The corpus in order, long documents in several pieces."""
+    """Yield the corpus in order, long documents in several pieces."""
     texts = corpus.documents()
     if sizes.size == 1:
         texts = itertools.chain.from_iterable(
@@ -246,9 +250,8 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
         if text is None or size is None:
             raise PrepareError(
                 f"nothing prepared: expected {splits.size} documents in {corpus.source!r} as at "
-                "the start, "
-                "found another number: the text changed during preparation; run the same command "
-                "again"
+                "the start, found another number: the text changed during preparation; run the "
+                "same command again"
             )
         begin = 0
         while begin < len(text):
@@ -264,7 +267,7 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Small pieces together, so that a task is worth handing to a thread."""
+    """Group small pieces, so that a task is large enough for a thread."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -277,11 +280,11 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> tuple[np.ndarray, np.ndarray, int]:
-    """The batch's tokens of each split, uint16, and how many bytes of text they were."""
+    """Return the tokens of each split, uint16, and the size of the batch in bytes."""
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     eot = np.array([tokenizer.eot], dtype=np.uint16)
     for piece in batch:
-        parts[piece.split].extend([eot] * piece.opens + [tokenizer.encode(piece.text)])
+        parts[piece.split].extend([eot] * piece.first + [tokenizer.encode(piece.text)])
     train, val = (np.concatenate(part) if part else np.zeros(0, np.uint16) for part in parts)
     return train, val, sum(piece.bytes for piece in batch)
 
@@ -289,7 +292,7 @@ def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> tuple[np.ndarray, np.n
 def _in_order[Item, Result](
     pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterator[Item], ahead: int
 ) -> Iterator[Result]:
-    """`map` with at most `ahead` items in memory (Executor.map would read the whole corpus)."""
+    """Map with at most `ahead` items in memory. (Executor.map would read the complete corpus.)"""
     pending: deque[Future[Result]] = deque()
     for item in items:
         pending.append(pool.submit(function, item))
@@ -300,10 +303,10 @@ def _in_order[Item, Result](
 
 
 class _SplitWriter:
-    """Collects one split's tokens and writes a shard whenever enough are there.
+    """Buffer the tokens of a split and write complete shards.
 
-    The buffer holds one and a half shards and gives away one when it is full, so what is left for
-    the last shard is never less than half a shard.
+    The buffer holds 1.5 shards, and one shard is written when the buffer is full: at least half a
+    shard remains for the last one.
     """
 
     def __init__(self, folder: Path, name: str, split: int, shard_tokens: int) -> None:
@@ -335,7 +338,7 @@ class _SplitWriter:
         number = _FIRST_NUMBER[self._split] + len(self.shards)
         file = f"{self._name}_{_SPLIT_NAMES[self._split]}_{number:06d}.bin"
         write_shard(self._folder / file, self._buffer[:count])
-        self.shards[file] = ShardInfo.of(Shard(self._folder / file))
+        self.shards[file] = ShardInfo.from_shard(Shard(self._folder / file))
         rest = self._used - count
         self._buffer[:rest] = self._buffer[count : self._used]
         self._used = rest
@@ -349,13 +352,12 @@ def _write_shards(
     options: Options,
     log: Callable[[str], object],
 ) -> tuple[dict[str, ShardInfo], dict[str, ShardInfo]]:
-    """Tokenise the corpus into `folder`; the shards of the training and of the validation split."""
+    """Tokenise the corpus into `folder` and return the training and the validation shards."""
     sizes = corpus.measure()
     workers = options.workers or os.cpu_count() or 1
     writers = [_SplitWriter(folder, name, split, options.shard_tokens) for split in (TRAIN, VAL)]
-    # Threads and not processes: tiktoken lets go of the GIL while it works (1.6 times as fast with
-    # two threads on two cores), threads start at once, and a caller's script needs no `if __name__
-    # == "__main__"`.
+    # Threads instead of processes: tiktoken releases the GIL (1.6 times as fast with two threads on
+    # two cores), and a caller's script needs no `if __name__ == "__main__"`.
     pool = ThreadPoolExecutor(workers, thread_name_prefix="gptjax-tokenize")
     try:
         with _progress(f"tokenising {name}", int(sizes.sum()), log) as advance:
@@ -382,8 +384,10 @@ def _write_shards(
 def _progress(
     what: str, total: int, log: Callable[[str], object]
 ) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the bytes that are done: a bar on a terminal, else a line every
-    ten seconds."""
+    """Yield a function that reports progress, called with the number of new bytes.
+
+    Shows a bar on a terminal, else logs a line every ten seconds.
+    """
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import (
@@ -405,13 +409,13 @@ def _progress(
             yield lambda done: bar.update(task, advance=done)
         return
 
-    said, so_far = time.monotonic(), 0
+    logged, total_done = time.monotonic(), 0
 
     def advance(done: int) -> None:
-        nonlocal said, so_far
-        so_far += done
-        if time.monotonic() - said >= 10:
-            said = time.monotonic()
-            log(f"{what}: {so_far / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        nonlocal logged, total_done
+        total_done += done
+        if time.monotonic() - logged >= 10:
+            logged = time.monotonic()
+            log(f"{what}: {total_done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
     yield advance

@@ -1,11 +1,11 @@
-"""llm.c's token shards: the one file format that llm.c, modded-nanogpt and gptjax share.
+"""llm.c's format of token shards, which modded-nanogpt reads too.
 
     bytes 0 .. 1023     256 little-endian int32: magic 20240520, version 1, token count, then zeros
     bytes 1024 ..       the tokens, little-endian uint16
 
-`Shard` reads a file by position, `open_shard` maps a file without reading it, and `write_shard`
-makes one so that a half-written file is never seen. Everything that can be wrong with a file is a
-`ShardError` that says which file, at which byte, what was expected, what was found, and what to do.
+`Shard` reads by position, `open_shard` maps a file into memory, and `write_shard` writes a file
+atomically. A bad file raises `ShardError`, whose message names the file, the byte, what was
+expected, what was found, and what to do.
 """
 
 import errno
@@ -36,14 +36,14 @@ class ShardError(DataError, ValueError):
 def shard_error(
     path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _REMAKE
 ) -> ShardError:
-    """The one wording of every complaint about a file: where, expected, found, what to do."""
+    """Return an error that says where in a file what was expected and found, and what to do."""
     return ShardError(
         f"{os.fspath(path)}: at byte {offset}: expected {expected}, found {found}; {do}"
     )
 
 
 def token_offset(index: int) -> int:
-    """Byte offset in the file of token number `index`."""
+    """Return the offset in the file of token `index`, in bytes."""
     return HEADER_BYTES + TOKEN_BYTES * index
 
 
@@ -51,8 +51,8 @@ def open_regular(path: str | os.PathLike) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Raises:
-        OSError: the file cannot be opened, or is a directory, FIFO or device. Opening a FIFO
-            otherwise waits for a writer.
+        OSError: the file cannot be opened, or is a directory, FIFO or device. A plain `open` of a
+            FIFO waits for a writer.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -64,16 +64,16 @@ def open_regular(path: str | os.PathLike) -> int:
 
 
 class Shard:
-    """A shard's tokens, read by position.
+    """Tokens of a shard, read by position.
 
-    The training path uses no memory map: reading a map of a file that was truncated ends the
-    process with SIGBUS.
+    Training does not use a memory map: reading the map of a truncated file ends the process with
+    SIGBUS.
 
     Attributes:
         path: the file.
         size: number of tokens.
-        stamp: length in bytes and modification time. A read raises ShardError once the file's are
-            different.
+        stamp: length in bytes and modification time of the file. A read raises ShardError if either
+            has changed.
     """
 
     def __init__(self, path: str | os.PathLike, stamp: tuple[int, int] | None = None) -> None:
@@ -81,11 +81,11 @@ class Shard:
 
         Args:
             path: the file.
-            stamp: `stamp` of an earlier Shard of this file, which must not have changed since.
+            stamp: `stamp` of an earlier Shard of this file, if the file must be unchanged.
 
         Raises:
-            ShardError: the file is missing, is not such a shard, is empty, or its length is not
-                what its header says.
+            ShardError: the file is missing, is not a shard, has no tokens, or its length is not
+                the one in the header.
         """
         self.path, self._descriptor = Path(path), -1
         try:
@@ -110,12 +110,12 @@ class Shard:
         return np.frombuffer(self.read_bytes(token_offset(begin), TOKEN_BYTES * count), dtype="<u2")
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """All tokens in order: the number of the first token of each chunk, and the chunk."""
+        """Yield all tokens in order: the index of the first token of a chunk, and the chunk."""
         for begin in range(0, self.size, _CHUNK_TOKENS):
             yield begin, self.read(begin, min(_CHUNK_TOKENS, self.size - begin))
 
     def read_bytes(self, offset: int, count: int) -> bytes:
-        """Read bytes offset .. offset + count - 1 of the file. Raises ShardError as `read`."""
+        """Read bytes offset .. offset + count - 1 of the file. Raises the errors of `read`."""
         try:
             content = os.pread(self._descriptor, count, offset)
             while len(content) < count:  # a read returns at most 2 GiB
@@ -141,16 +141,16 @@ class Shard:
 
 
 def open_shard(path: str | os.PathLike) -> np.ndarray:
-    """Map a shard's tokens.
+    """Map the tokens of a shard into memory.
 
     Returns:
-        A read-only memory-mapped uint16 array of shape (tokens,). Nothing but the header has been
-        read. Reading the array after the file was truncated ends the process with SIGBUS; `Shard`
-        raises an error instead.
+        A read-only memory-mapped uint16 array of shape (tokens,). Only the header has been read.
+        Reading the array after the file was truncated ends the process with SIGBUS; `Shard` raises
+        an error instead.
 
     Raises:
-        ShardError: the file is missing, is not such a shard, is empty, or its length is not what
-            its header says.
+        ShardError: the file is missing, is not a shard, has no tokens, or its length is not the one
+            in the header.
     """
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(Shard(path).size,))
 
@@ -161,7 +161,7 @@ def _unreadable(path: Path, offset: int, error: OSError | ValueError) -> ShardEr
 
 
 def _token_count(path: Path, head: bytes, size: int) -> int:
-    """Check the first bytes of a file of `size` bytes; return the header's number of tokens."""
+    """Check the header of a file of `size` bytes and return the number of tokens."""
     if len(head) < HEADER_BYTES:
         raise shard_error(
             path, len(head), expected=f"a header of {HEADER_BYTES} bytes", found=f"a file of {size}"
@@ -203,16 +203,15 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
-    """Write a shard, all of it or nothing: `path` keeps its old content until the new one is safely
-    on disk.
+    """Write a shard atomically: `path` stays unchanged until the new file is on disk.
 
     Args:
-        path: the file to make or to replace.
-        tokens: integers of shape (tokens,), each in 0..65535, at least one.
+        path: the file to create or replace.
+        tokens: at least one integer, of shape (tokens,), each in 0..65535.
 
     Raises:
-        ShardError: no tokens, not one axis of integers, or an id that uint16 cannot hold.
-        OSError: the disk refused (full, read-only); no temporary file is left.
+        ShardError: no tokens, not a one-dimensional array of integers, or an id outside uint16.
+        OSError: writing failed (disk full, read-only). No temporary file is left.
     """
     path = Path(path)
     tokens = np.asarray(tokens)
@@ -226,8 +225,7 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
     if tokens.size > MAX_TOKENS:
         raise ShardError(
             f"{path}: not written: expected at most {MAX_TOKENS} tokens (the header's int32), "
-            f"found {tokens.size}; "
-            "split them over several shards"
+            f"found {tokens.size}; split them over several shards"
         )
     if tokens.dtype != np.uint16:
         bad = np.flatnonzero((tokens < 0) | (tokens > 65535))
@@ -243,8 +241,7 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
 
 
 def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:
-    """Write `parts` one after another into a temporary file beside `path`, make it durable, then
-    rename it."""
+    """Write the concatenated `parts` to a temporary file, fsync it, and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Text to token ids and back: GPT-2's BPE where it can be had, bytes everywhere.
+"""Tokenizers: GPT-2's BPE if its files are available, and UTF-8 bytes.
 
-`get_tokenizer("gpt2")` needs two public files (1.5 MB) that tiktoken downloads once and keeps.
-Where they cannot be had it raises `TokenizerUnavailable` within seconds; `choose_tokenizer("auto")`
-then takes bytes and says so in a note that its caller has to show.
+`get_tokenizer("gpt2")` needs two public files (1.5 MB), which tiktoken downloads once and caches.
+It raises `TokenizerUnavailable` within seconds if neither the cache nor the network has the files.
+`choose_tokenizer("auto")` then returns the byte tokenizer and a note for the user.
 """
 
 import threading
@@ -17,38 +17,47 @@ EOT_TEXT = "<|endoftext|>"
 TOKENIZERS = ("gpt2", "byte")
 type TokenizerChoice = Literal["auto", "gpt2", "byte"]
 
-# Getting the BPE files takes 0.2 s from the cache and a second or two from the network. tiktoken's
-# download has no timeout of its own, and behind a firewall that drops packets it would hang for
-# minutes.
+# The BPE files load in 0.2 s from the cache and in 1 to 2 s from the network. tiktoken's download
+# has no timeout: behind a firewall that drops packets it would hang for minutes.
 _LOAD_SECONDS = 15.0
 
 
 class TokenizerUnavailable(DataError, RuntimeError):
-    """The BPE files of a tokenizer are neither cached nor to be had from the network."""
+    """The BPE files of a tokenizer are neither cached nor downloadable."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of gptjax knows of a tokenizer. Instances may be used from several threads at
-    once."""
+    """Interface of a tokenizer. The methods are thread-safe.
+
+    Attributes:
+        name: "gpt2" or "byte".
+        vocab_size: number of ids.
+        eot: end-of-text id, which precedes each document.
+    """
 
     name: str
     vocab_size: int
-    eot: int  # the id that stands before each document
+    eot: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, uint16 of shape (tokens,). `<|endoftext|>` in it is text like any
-        other."""
+        """Return the token ids of `text`, uint16 of shape (tokens,).
+
+        `<|endoftext|>` in the text is encoded as plain text.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. ValueError for an id not in
-        the vocabulary."""
+        """Return the text of `ids`. Bytes that are not UTF-8 are replaced by U+FFFD.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and 256 for the end of a text. Needs no files."""
+    """UTF-8 bytes, and id 256 for the end of a text. Needs no files."""
 
     name = "byte"
     vocab_size = 257
@@ -60,7 +69,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = _checked(ids, self)
         documents = np.split(ids, np.flatnonzero(ids == self.eot))
-        # Every piece but the first starts with the EOT at which it was split off.
+        # Every piece except the first begins with the EOT at which the ids were split.
         texts = [documents[0], *(piece[1:] for piece in documents[1:])]
         return EOT_TEXT.join(
             text.astype(np.uint8).tobytes().decode(errors="replace") for text in texts
@@ -68,7 +77,7 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-level BPE, through tiktoken."""
+    """GPT-2's byte-level BPE from tiktoken."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -78,25 +87,23 @@ class GPT2Tokenizer:
         self._bpe = _load_tiktoken("gpt2")
 
     def encode(self, text: str) -> np.ndarray:
-        # encode_ordinary and not encode_to_numpy: before tiktoken 0.11 the latter took
-        # `<|endoftext|>` for the token.
+        # Before tiktoken 0.11, encode_to_numpy encoded `<|endoftext|>` as the special token.
         return np.array(self._bpe.encode_ordinary(_without_surrogates(text)), dtype=np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._bpe.decode(_checked(ids, self).tolist(), errors="replace")
 
 
-# Number of ids and end-of-text id by tokenizer: known without loading GPT-2's files.
+# Number of ids and end-of-text id of each tokenizer, without loading GPT-2's files.
 VOCABULARIES = {kind.name: (kind.vocab_size, kind.eot) for kind in (GPT2Tokenizer, ByteTokenizer)}
 
 
 def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "gpt2" or "byte".
+    """Return the tokenizer "gpt2" or "byte".
 
     Raises:
         ValueError: unknown name.
-        TokenizerUnavailable: "gpt2", and its files are neither cached nor to be had from the
-            network.
+        TokenizerUnavailable: the files of "gpt2" are neither cached nor downloadable.
     """
     if name == "gpt2":
         return GPT2Tokenizer()
@@ -106,11 +113,14 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def choose_tokenizer(choice: str) -> tuple[Tokenizer, str | None]:
-    """`get_tokenizer`, where "auto" means gpt2 if it can be had and bytes otherwise.
+    """Return the tokenizer `choice`; "auto" is gpt2 if available, else byte.
 
     Returns:
-        The tokenizer, and a note to print whenever it is not the one that was hoped for (else
-        None).
+        The tokenizer, and a note for the user if "auto" returned byte, else None.
+
+    Raises:
+        ValueError: unknown name.
+        TokenizerUnavailable: `choice` is "gpt2", and its files are not available.
     """
     if choice not in ("auto", *TOKENIZERS):
         raise ValueError(
@@ -122,14 +132,13 @@ def choose_tokenizer(choice: str) -> tuple[Tokenizer, str | None]:
         return get_tokenizer("gpt2"), None
     except TokenizerUnavailable as error:
         return get_tokenizer("byte"), (
-            "NOTE: using the BYTE tokenizer (257 ids), because GPT-2's cannot be had here. Losses "
-            "are per byte, "
-            f"not comparable with GPT-2's. {error}"
+            "NOTE: using the BYTE tokenizer (257 ids), because GPT-2's is not available. Losses "
+            f"are per byte, not comparable with GPT-2's. {error}"
         )
 
 
 def _without_surrogates(text: str) -> str:
-    """`text` with lone surrogates, which JSON allows and UTF-8 does not, replaced by U+FFFD."""
+    """Replace lone surrogates, which JSON allows and UTF-8 does not, by U+FFFD."""
     try:
         text.encode()
         return text
@@ -138,7 +147,7 @@ def _without_surrogates(text: str) -> str:
 
 
 def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """`ids` as an int64 array of shape (tokens,), all inside the vocabulary."""
+    """Return `ids` as an int64 array of shape (tokens,) after a check of the range."""
     array = np.asarray(ids)
     if array.size == 0:
         return np.zeros(0, np.int64)
@@ -150,20 +159,19 @@ def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarra
     if bad.size:
         raise ValueError(
             f"expected ids in 0..{tokenizer.vocab_size - 1} (tokenizer {tokenizer.name!r}), found "
-            f"{array[bad[0]]} at "
-            f"position {bad[0]}; logits of a padded vocabulary must be cut to "
+            f"{array[bad[0]]} at position {bad[0]}; logits of a padded vocabulary must be cut to "
             f"{tokenizer.vocab_size} before sampling"
         )
     return array.astype(np.int64)
 
 
-# One attempt at a time; a hung one is left behind as a daemon, and later calls do not wait for it
-# again.
+# At most one download at a time. A download that hangs continues in a daemon thread, and later
+# calls do not wait for it.
 _attempt: threading.Thread | None = None
 
 
 def _load_tiktoken(name: str):
-    """tiktoken's encoding, or TokenizerUnavailable after at most `_LOAD_SECONDS`."""
+    """Return tiktoken's encoding, or raise TokenizerUnavailable after at most `_LOAD_SECONDS`."""
     global _attempt
     result: list = []
 
@@ -191,8 +199,7 @@ def _load_tiktoken(name: str):
             return result[0]
     raise TokenizerUnavailable(
         f"tokenizer {name!r} needs its BPE files, which are not in tiktoken's cache and could not "
-        "be downloaded "
-        f"({reason}). What to do: run once on a machine with a network with "
-        "TIKTOKEN_CACHE_DIR=FOLDER, copy the "
-        "folder here and set TIKTOKEN_CACHE_DIR to it; or take bytes with `--tokenizer byte`"
+        f"be downloaded ({reason}). What to do: run once on a machine with a network with "
+        "TIKTOKEN_CACHE_DIR=FOLDER, copy the folder here and set TIKTOKEN_CACHE_DIR to it; or use "
+        "bytes: `--tokenizer byte`"
     ) from cause
