@@ -199,7 +199,10 @@ def test_a_token_outside_the_vocabulary_is_said_with_its_place_and_ends_the_load
     tokens[6] = 60000
     write_shard(stream[1], tokens)
     loader = make(stream, batch=25, vocab_size=50257)
-    says = r"count_train_000002.bin: at byte 1036: expected ids below .* 50257, found id 60000 \(token 6\); .*tokenizer"
+    says = (
+        r"count_train_000002.bin: at byte 1036: expected ids below .* 50257, "
+        r"found id 60000 \(token 6\); .*tokenizer"
+    )
     with pytest.raises(ShardError, match=says):
         next(loader)
     assert loader.position == 0
@@ -257,7 +260,10 @@ def test_close_ends_the_threads(stream):
 
 
 def test_the_data_package_starts_without_jax():
-    code = "import sys, gptjax.data, gptjax.data.__main__; sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
+    code = (
+        "import sys, gptjax.data, gptjax.data.__main__; "
+        "sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
+    )
     import gptjax
 
     source = str(Path(gptjax.__file__).parents[1])
