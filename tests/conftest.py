@@ -30,6 +30,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Return one process a core for whole folders, and none for named tests, `-s` and `-m gpu`.
+
+    A process takes four seconds to start and up to 4 GB; xdist hides the output of `-s`; the tests
+    of `-m gpu` share one GPU, for which `-n 8` is a choice of its user.
+    """
+    folders = all(Path(name).is_dir() for name in config.args)
+    if not folders or config.option.capture == "no" or "gpu" in config.option.markexpr:
+        return 0
+    return min(os.cpu_count() or 1, 8)
+
+
 def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 

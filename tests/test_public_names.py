@@ -1,11 +1,19 @@
 """What `import gptjax` and `import pallas_kernels` offer, and when it is loaded."""
 
 import ast
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gptjax
+import gptjax.data
+import gptjax.optim
+import gptjax.weights
 import pallas_kernels
 
 NAMES = {
@@ -46,6 +54,30 @@ def test_type_checkers_see_the_public_names():
     assert imported == {name: (module, name) for name, module in gptjax._PUBLIC.items()}
     for package in (gptjax, pallas_kernels):
         assert (Path(package.__file__).parent / "py.typed").is_file()
+
+
+def test_pyright_knows_the_type_of_every_public_name(tmp_path):
+    pytest.importorskip("pyright", reason="pyright is in the extra `dev`")
+    packages = (gptjax, gptjax.data, gptjax.optim, gptjax.weights, pallas_kernels)
+    names = [f"{package.__name__}.{name}" for package in packages for name in package.__all__]
+    imports = [f"import {package.__name__}" for package in packages]
+    lines = imports + [f"reveal_type({name})" for name in names]
+    (tmp_path / "user.py").write_text("\n".join(lines))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable],
+        cwd=tmp_path,
+        env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [found["message"] for found in json.loads(done.stdout)["generalDiagnostics"]]
+    types = dict(
+        re.fullmatch(r'Type of "(.+?)" is "(.+)"', text, re.DOTALL).groups() for text in said
+    )
+    assert [*types] == names
+    assert [name for name in names if re.search(r"(^|^\(.*\) -> )Unknown$", types[name])] == []
 
 
 def test_submodules_are_loaded_at_their_first_use():

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from gptjax import config as configuration
+from gptjax import cli
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src", "tests")
+# TensorBoard's option, and a placeholder.
+OTHERS = {"--logdir", "--any-option"}
 # Sizes that two CPU cores run in seconds; everything else runs as printed.
 SMALLER = {
     "GPT2Config(": "GPT2Config(n_layer=1, n_head=2, n_embd=32, ",
@@ -109,13 +113,87 @@ def test_the_names_of_a_page_resolve(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_files_that_a_page_names_are_there(page):
+    """Links, paths from the root of the repository, and the ends of paths of Python files."""
     text = read(page)
     links = [
         link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link
     ]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
-    commands = re.findall(r"\b((?:benchmarks|tests|configs)/[\w/]+\.py)\b", text)
-    assert [path for path in commands if not (ROOT / path).exists()] == []
+    paths = re.findall(rf"(?<![\w/.~$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    modules = re.findall(r"(?<![\w/.*{}~$-])(?:\.\./)*([\w./-]+\.py)\b", text)
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    parts = [file.relative_to(ROOT).parts for file in [ROOT / "train.py", *files]]
+    names = {"/".join(part[i:]) for part in parts for i in range(len(part))}
+    assert [name for name in modules if name not in names] == []
+
+
+SCRIPT = r"train\.py|-m gptjax\.[\w.]+(?: [a-z]\w*)?|(?:benchmarks|examples)/[\w/]+\.py"
+COMMAND = re.compile(rf"python ({SCRIPT})([^`#\n]*)")
+# Print the --help of each command, in one process: the imports are the time.
+HELP = """
+import contextlib, io, json, os, runpy, sys
+texts = {}
+for command in json.loads(sys.argv[1]):
+    words = command.split()
+    module = words.pop(0) == "-m" and words.pop(0)
+    sys.argv = [module or command, *(words if module else []), "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = os.path.dirname(os.path.abspath(command))
+                runpy.run_path(command, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, (command, end.code)
+    texts[command] = out.getvalue()
+json.dump(texts, sys.stdout)
+"""
+
+
+def options(text):
+    """Options such as --max-steps, outside of quotes."""
+    return {
+        *re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9](?!\w)", re.sub(r'"[^"]*"', "", text))
+    }
+
+
+def test_the_options_that_the_pages_name_exist():
+    """Those of a command in its own --help, and an option by itself in the help of any command."""
+    texts = {page: read(page).replace("\\\n", " ") for page in PAGES}
+    used = [(page, *found) for page, text in texts.items() for found in COMMAND.findall(text)]
+    commands = sorted({command for _, command, _ in used})
+    assert {"train.py", "-m gptjax.data text", "-m gptjax.bench step"} <= {*commands}
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, json.dumps(commands)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    known = {command: options(text) for command, text in json.loads(done.stdout).items()}
+    assert all("--help" in names for names in known.values())
+    wrong = [
+        f"{page.relative_to(ROOT)}: python {command} {name}"
+        for page, command, rest in used
+        for name in sorted(options(rest) - known[command] - OTHERS)
+    ]
+    everywhere = set.union(*known.values(), OTHERS)
+    for page, text in texts.items():
+        quoted = options(" ".join(re.findall(r"`([^`\n]+)`", COMMAND.sub("", text))))
+        wrong += [f"{page.relative_to(ROOT)}: {name}" for name in sorted(quoted - everywhere)]
+    assert wrong == []
+
+
+def test_the_markers_that_the_pages_name_exist(pytestconfig):
+    named = {
+        name for page in PAGES for name in re.findall(r"pytest (?:\S+ )*?-m (\w+)", read(page))
+    }
+    assert {"gpu", "quick"} <= named
+    assert named <= {line.split(":")[0] for line in pytestconfig.getini("markers")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -130,7 +208,7 @@ def test_a_table_has_one_header(page):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_a_config_states_the_tokens_that_it_needs(path):
     """Shards of 100 M tokens for all steps, and the time that follows from the tokens/s named."""
-    text, config = path.read_text(encoding="utf-8"), configuration.load(path)
+    text, config = path.read_text(encoding="utf-8"), cli.load(path)
     tokens = config.max_steps * config.batch_tokens
     if shards := re.search(r"--shards (\d+)", text):
         assert int(shards[1]) == min(103, -(-tokens // 100_000_000))
