@@ -1,12 +1,14 @@
 """Meaningless command lines end in a sentence: a small part of
-benchmarks/attacks/command_lines.py."""
+benchmarks/experiments/attacks/command_lines.py."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-ATTACK = Path(__file__).parent.parent / "benchmarks" / "attacks" / "command_lines.py"
+ATTACK = (
+    Path(__file__).parent.parent / "benchmarks" / "experiments" / "attacks" / "command_lines.py"
+)
 
 
 def test_command_lines(tmp_path):

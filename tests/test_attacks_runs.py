@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ATTACKS = Path(__file__).parent.parent / "benchmarks" / "attacks"
+ATTACKS = Path(__file__).parent.parent / "benchmarks" / "experiments" / "attacks"
 
 
 def counts(tmp_path: Path, script: str, *options: str) -> dict[str, int]:

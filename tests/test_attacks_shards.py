@@ -1,4 +1,5 @@
-"""benchmarks/attacks/shards.py: a few damaged datasets are refused, or read as they were."""
+"""benchmarks/experiments/attacks/shards.py: a few damaged datasets are refused
+or read correctly."""
 
 import importlib.util
 import json
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "attacks" / "shards.py"
+PATH = Path(__file__).parents[1] / "benchmarks" / "experiments" / "attacks" / "shards.py"
 
 
 def test_damaged_datasets_are_refused(tmp_path):

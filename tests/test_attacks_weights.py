@@ -1,11 +1,12 @@
-"""Damaged weight files are refused in a sentence: a small part of benchmarks/attacks/weights.py."""
+"""Damaged weight files are refused in a sentence: a small part of
+benchmarks/experiments/attacks/weights.py."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-ATTACK = Path(__file__).parent.parent / "benchmarks" / "attacks" / "weights.py"
+ATTACK = Path(__file__).parent.parent / "benchmarks" / "experiments" / "attacks" / "weights.py"
 
 
 def test_damaged_weights(tmp_path):

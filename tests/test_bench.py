@@ -3,6 +3,7 @@ measure."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from gptjax.bench import harness, kernels
 from gptjax.bench.__main__ import main
 from gptjax.bench.harness import Case, Ceilings
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+# Experiments whose cases are measured as those of kernels.
+ON_KERNELS = ("optimizer", "polar_express")
 LIMITS = Ceilings(bytes_per_s=1e9, flops_per_s=1e12)
 
 
@@ -117,6 +121,7 @@ def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys)
         "rows": rows + [row | {"bar": ""} for row in rows],
         "device": "a GPU",
         "date": "2026-01-01",
+        "command": "python -m gptjax.bench kernels double.py",
         "versions": {},
         "ceilings": {"bytes_per_s": 1e12, "flops_per_s": 1e14},
     }
@@ -131,10 +136,11 @@ def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys)
 
 
 def test_every_benchmark_can_be_read_and_has_what_its_table_needs():
-    """Bytes for what is bound by memory, operations for what is bound by products; names that
+    """Bytes for what is bound by memory, operations for what is bound by matmuls; names that
     differ."""
-    assert {"linear_cross_entropy", "softmax"} <= set(kernels.available())
-    for name in kernels.available():
+    files = kernels.benchmark_files([BENCHMARKS / "kernels"])
+    assert {"lm_head", "row_softmax"} <= {file.stem for file in files}
+    for name in [*files, *(BENCHMARKS / "experiments" / f"{n}.py" for n in ON_KERNELS)]:
         found = kernels.load(name)
         assert len({(c.kernel, c.name) for c in found}) == len(found)
         for c in found:
@@ -149,11 +155,11 @@ def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(
         raise ValueError("no such shape")
 
     monkeypatch.setattr(
-        kernels, "load", lambda name: [case(run={"broken": broken, "xla": lambda x, one: x + one})]
+        kernels, "load", lambda file: [case(run={"broken": broken, "xla": lambda x, one: x + one})]
     )
     monkeypatch.setattr(kernels, "ceilings", lambda torch: LIMITS)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["kernels", "double", "--no-torch", "--out", str(tmp_path)]) == 1
+    assert main(["kernels", double(tmp_path), "--no-torch", "--out", str(tmp_path)]) == 1
     assert (
         "did not run:\ndouble · 64×64 · broken: ValueError: no such shape"
         in capsys.readouterr().err
@@ -162,25 +168,42 @@ def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(
     assert rows[1]["ms"] > 0
 
 
+def double(folder):
+    """A benchmark's file; its cases come from elsewhere."""
+    (folder / "double.py").touch()
+    return str(folder / "double.py")
+
+
 def test_one_case_of_a_kernel(tmp_path, monkeypatch, capsys):
     cases = [
         dataclasses.replace(case(), name=name) for name in ("64×64 bf16", "64×64 fp32 as TF32")
     ]
-    monkeypatch.setattr(kernels, "load", lambda name: cases)
+    monkeypatch.setattr(kernels, "load", lambda file: cases)
     monkeypatch.setattr(kernels, "ceilings", lambda torch: LIMITS)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["kernels", "double", "--no-torch", "--case", "TF32"]) == 0
+    assert main(["kernels", double(tmp_path), "--no-torch", "--case", "TF32"]) == 0
     measured = capsys.readouterr().err
     assert "fp32 as TF32" in measured and "bf16" not in measured
-    assert main(["kernels", "double", "--no-torch", "--case", "fp8"]) == 1
-    assert "no case of ['double'] has 'fp8' in its name" in capsys.readouterr().err
-    assert main(["kernels", "double", "--no-torch", "--case", "TF32", "--out", str(tmp_path)]) == 1
+    assert main(["kernels", double(tmp_path), "--no-torch", "--case", "fp8"]) == 1
+    assert "double.py'] has 'fp8' in its name" in capsys.readouterr().err
+    assert (
+        main(["kernels", double(tmp_path), "--no-torch", "--case", "TF32", "--out", str(tmp_path)])
+        == 1
+    )
     assert "--out holds all cases" in capsys.readouterr().err
 
 
-def test_errors(capsys):
-    assert main(["kernels", "nonsense"]) == 1
-    assert "no benchmark named 'nonsense'; choose from [" in capsys.readouterr().err
+def test_errors(tmp_path, capsys):
+    def told(*files):
+        assert main(["kernels", *map(str, files)]) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.py").write_text("cases = 1")
+    (tmp_path / "text.txt").touch()
+    assert "expected Python files with a function cases()" in told()
+    for name in ("nonsense.py", "empty", "text.txt"):
+        assert f"{name}: expected a Python file with a function cases()" in told(tmp_path / name)
+    assert "other.py: expected a function cases()" in told(tmp_path / "other.py")
     if jax.default_backend() != "gpu":
-        assert main(["kernels", "linear_cross_entropy"]) == 1
-        assert "JAX sees none here" in capsys.readouterr().err
+        assert "JAX sees none here" in told(BENCHMARKS / "kernels" / "lm_head.py")

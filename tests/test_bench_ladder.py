@@ -12,10 +12,12 @@ import torch
 from reference.torch_gpt2 import TorchGPT2
 from reference.torch_train import train
 
-from gptjax.bench import ladder, step
+from gptjax.bench import batch_size, configs, jax_step, ladder, measuring, step
 from gptjax.bench.__main__ import main
 from gptjax.bench.compare import compare
-from gptjax.bench.kernels import BenchError
+from gptjax.bench.errors import BenchError
+from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.rows import first_line
 from gptjax.bench.torch_gpt2 import How, TorchStep
 from gptjax.models.gpt2 import PRESETS, GPT2Config
 from gptjax.precision import Precision
@@ -34,8 +36,8 @@ config = Config(model=model, sequence_length=8, batch_tokens=32, micro_batch=2)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(step, "WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(step, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "REST_SECONDS", 0.0)
     monkeypatch.setattr(ladder, "SECONDS", 0.0)
 
 
@@ -216,16 +218,18 @@ def test_both_ladders_in_one_run(monkeypatch):
     fails."""
     nowhere = dataclasses.replace(TINY, attention="triton")
     monkeypatch.setattr(ladder, "rungs", lambda model: [("jit", nowhere, True)])
-    base = step.one_micro_batch(step.base_config(None, None), 2, 8)
+    base = configs.one_micro_batch(configs.base_config(None, None), 2, 8)
     climbed = list(
-        ladder.climb("tiny", dataclasses.replace(base, model=TINY), step.one_device(), torch=True)
+        ladder.climb(
+            "tiny", dataclasses.replace(base, model=TINY), measuring.one_device(), torch=True
+        )
     )
     assert [len(rows) for rows in climbed] == list(range(1, 8)), "after each rung all so far"
     rows = climbed[-1]
     assert [row["system"] for row in rows] == ["gptjax"] + ["torch"] * 6
     assert "error" in rows[0] and all(row["ms"] > 0 for row in rows[1:])
     assert rows[-1]["since_start"] == pytest.approx(rows[1]["ms"] / rows[-1]["ms"])
-    ladder.show(rows, step.one_device())
+    ladder.show(rows, measuring.one_device())
 
 
 # ------------------------------------------------------------------------------------------- a step
@@ -262,10 +266,10 @@ def test_a_step_beside_pytorch(card, tmp_path, capsys):
 
 def test_our_step_trains(card):
     """The program that is timed is the training step: it updates its state, from call to call."""
-    config = step.one_micro_batch(step.base_config(None, None), 2, 8)
+    config = configs.one_micro_batch(configs.base_config(None, None), 2, 8)
     config = dataclasses.replace(config, model=TINY)
     with jax.numpy_dtype_promotion("standard"):
-        ours = step.OurStep(config, step.one_device(), jit=False)
+        ours = JaxStep(config, measuring.one_device(), jit=False)
         ours.run(2)
     assert int(ours._state.step) == 2 and ours.compiled is None
 
@@ -273,9 +277,10 @@ def test_our_step_trains(card):
 def test_the_largest_forward_pass(card, tmp_path, monkeypatch, capsys):
     out, asked = tmp_path / "largest.json", []
     needed = {n: step.needed_bytes(_compiled(n)) for n in (20, 24)}
-    monkeypatch.setattr(
-        step, "available_bytes", lambda device: asked.append(device) or needed[20] + 100
-    )
+    for module in (step, jax_step):
+        monkeypatch.setattr(
+            module, "available_bytes", lambda device: asked.append(device) or needed[20] + 100
+        )
     command = [
         "step",
         "--config",
@@ -291,16 +296,16 @@ def test_the_largest_forward_pass(card, tmp_path, monkeypatch, capsys):
     (row,) = json.loads(out.read_text())["rows"]
     assert needed[24] > needed[20] + 100
     assert row["batch"] == 20 and row["needed_gib"] * GIB == needed[20] and row["pass"] == "forward"
-    monkeypatch.setattr(step, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(jax_step, "available_bytes", lambda device: 1000)
     assert main(["step", "--config", card, "--forward"]) == 1
     assert "nothing was allocated" in capsys.readouterr().err
 
 
 def _compiled(batch):
     config = dataclasses.replace(
-        step.one_micro_batch(step.base_config(None, None), batch, 8), model=TINY
+        configs.one_micro_batch(configs.base_config(None, None), batch, 8), model=TINY
     )
-    ours = step.OurStep(config, step.one_device(), forward=True)
+    ours = JaxStep(config, measuring.one_device(), forward=True)
     ours.compile()
     return ours.compiled
 
@@ -316,7 +321,7 @@ def test_the_largest_batch_is_found_in_few_compilations(limit, fixed):
         return fixed + 1000 * batch + 300 * min(batch, 16)  # logits grow up to a chunk
 
     available = fixed + 1000 * limit + 300 * min(limit, 16)
-    assert step.largest_batch(needs, available) == (
+    assert batch_size.largest_batch(needs, available) == (
         limit if limit < 3 else 2 if limit == 3 else limit // 4 * 4
     )
     assert len(asked) <= 6
@@ -324,13 +329,13 @@ def test_the_largest_batch_is_found_in_few_compilations(limit, fixed):
 
 def test_nothing_fits():
     with pytest.raises(BenchError, match="not one sequence fits"):
-        step.largest_batch(lambda batch: 10 * GIB * batch, GIB)
+        batch_size.largest_batch(lambda batch: 10 * GIB * batch, GIB)
 
 
 def test_rounds_follow_a_warm_up_and_fill_the_time(monkeypatch):
-    monkeypatch.setattr(step, "WARM_UP_SECONDS", 1.0)
+    monkeypatch.setattr(measuring, "WARM_UP_SECONDS", 1.0)
     calls = []
-    found = step.sustained(lambda steps: calls.append(steps) or 0.1 * steps, seconds=3.0)
+    found = measuring.sustained(lambda steps: calls.append(steps) or 0.1 * steps, seconds=3.0)
     assert calls == [1, 1, 10] + [6] * 5 and found == pytest.approx([0.1] * 5)
 
 
@@ -359,7 +364,7 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
 
     order, fits = [], True
     sides = {"torch": Side("torch"), "gptjax": Side("gptjax")}
-    found = step.take_turns(sides, seconds=1.0)
+    found = measuring.take_turns(sides, seconds=1.0)
     assert [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name] == [
         "torch",
         "rest",
@@ -370,16 +375,16 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
     ]
     assert (
         found["torch"] == [1.0, 1.0]
-        and step.first_line(found["gptjax"]) == "RuntimeError: out of memory"
+        and first_line(found["gptjax"]) == "RuntimeError: out of memory"
     )
     # Nor does an error between two turns cost what was measured.
     order = []
     monkeypatch.setattr(Side, "make_room", lambda *_: 1 / 0)
-    found = step.take_turns(sides, seconds=1.0)
+    found = measuring.take_turns(sides, seconds=1.0)
     assert found["torch"] == [1.0, 1.0] and isinstance(found["gptjax"], ZeroDivisionError)
     monkeypatch.setattr(Side, "make_room", lambda *_: None)
     order, fits = [], False
-    assert step.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
+    assert measuring.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
 
 
 def test_launches_are_counted():
@@ -392,7 +397,7 @@ ENTRY %main {
   %c = f32[2] custom-call(%a), custom_call_target="__cublas$gemm"
   %d = f32[2] call(%b), to_apply=%command_buffer.1
 }"""
-    assert step.count(text) == {
+    assert step.launches(text) == {
         "fusions": 1,
         "custom_calls": {"__cublas$gemm": 2},
         "command_buffers": 1,

@@ -12,27 +12,29 @@ import pytest
 
 from gptjax.bench import profile, step
 from gptjax.bench.__main__ import main
-from gptjax.bench.kernels import BenchError
-from gptjax.bench.profile import Kernel, Place
+from gptjax.bench.errors import BenchError
+from gptjax.bench.hlo import Place, places
+from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.trace import Kernel, kernels, newest_xplane, summary
 
 # As XLA writes a scheduled module for a GPU, cut to one instruction of each kind.
 HLO = (Path(__file__).parent / "data/scheduled_module.hlo").read_text()
 
 
 def test_where_an_instruction_comes_from():
-    found = profile.places(HLO)
+    found = places(HLO)
     expected = {
-        "gather.1": Place("embedding", "forward", "gather", product=False),
-        "fusion.2": Place("copies, casts", "forward", "transpose", product=False),
-        "cublas-gemm.1": Place("attention", "forward", "dot_general", product=True),
-        "custom-call.7": Place("attention", "backward", "mosaic_gpu_p", product=False),
-        "gemm_fusion_dot.3": Place("MLP", "recomputed", "dot_general", product=True),
+        "gather.1": Place("embedding", "forward", "gather", matmul=False),
+        "fusion.2": Place("copies, casts", "forward", "transpose", matmul=False),
+        "cublas-gemm.1": Place("attention", "forward", "dot_general", matmul=True),
+        "custom-call.7": Place("attention", "backward", "mosaic_gpu_p", matmul=False),
+        "gemm_fusion_dot.3": Place("MLP", "recomputed", "dot_general", matmul=True),
         # Of its instructions two are the norm's, one the MLP's, and the last one nobody's.
-        "fusion.5": Place("norm, residual", "backward", "add_any", product=False),
-        "copy.11": Place("copies, casts", "backward", "dot_general", product=False),
+        "fusion.5": Place("norm, residual", "backward", "add_any", matmul=False),
+        "copy.11": Place("copies, casts", "backward", "dot_general", matmul=False),
         # The innermost scope of the first of two op_names.
-        "reduce.4": Place("norm, residual", "forward", "reduce_sum", product=False),
-        "fusion.9": Place("optimizer, clip", "update", "div", product=False),
+        "reduce.4": Place("norm, residual", "forward", "reduce_sum", matmul=False),
+        "fusion.9": Place("optimizer, clip", "update", "div", matmul=False),
     }
     assert {name: found[name] for name in expected} == expected
 
@@ -40,7 +42,7 @@ def test_where_an_instruction_comes_from():
 def test_a_forward_pass_has_no_optimizer():
     root = 'ROOT %sine = f32[] sine(%x), metadata={op_name="jit(eval_step)/sin"}'
     text = f"ENTRY %main (x: f32[]) -> f32[] {{\n  {root}\n}}"
-    assert profile.places(text) == {"sine": Place("other", "forward", "sin", product=False)}
+    assert places(text) == {"sine": Place("other", "forward", "sin", matmul=False)}
 
 
 def line(name, *events):
@@ -83,7 +85,7 @@ def gpu_planes():
 
 
 def test_the_kernels_of_a_gpu_are_those_of_its_streams():
-    found = profile.kernels(gpu_planes(), "jit_train_step")
+    found = kernels(gpu_planes(), "jit_train_step")
     assert [k.name for k in found] == [
         *(
             "loop_gather_fusion_1",
@@ -102,7 +104,7 @@ def test_the_kernels_of_a_gpu_are_those_of_its_streams():
 
 
 def test_a_trace_adds_up():
-    found = profile.summary(profile.kernels(gpu_planes(), "jit_train_step"), profile.places(HLO))
+    found = summary(kernels(gpu_planes(), "jit_train_step"), places(HLO))
     # From 1000 to 14000 ns; nothing ran for 500 + 1000 + 1500; MemcpyD2D began 1000 before the
     # kernel beside it ended.
     assert found["span_ms"] == pytest.approx(0.013)
@@ -118,7 +120,7 @@ def test_a_trace_adds_up():
         ("other", "forward", pytest.approx(0.0005), 0, 1),
     ]
     longest = found["kernels"][0]
-    assert (longest["name"], longest["calls"], longest["product"]) == ("nvjet_hsh_128x256", 2, True)
+    assert (longest["name"], longest["calls"], longest["matmul"]) == ("nvjet_hsh_128x256", 2, True)
     adam = [row for row in found["kernels"] if row["part"] == "optimizer, clip"]
     assert [(row["name"], row["calls"]) for row in adam] == [("loop_adam_fusion", 2)]
     assert found["gaps"][0] == {"us": 1.5, "after": "MemcpyH2D", "before": "loop_adam_fusion"}
@@ -127,14 +129,12 @@ def test_a_trace_adds_up():
 
 def test_a_loop_does_not_count_what_is_inside_it_again():
     inside = [Kernel("while", "while.1", "", 0, 100), Kernel("loop_fusion", "fusion.9", "", 10, 50)]
-    found = profile.summary(inside, profile.places(HLO))
+    found = summary(inside, places(HLO))
     assert found["kernel_ms"] == pytest.approx(50e-6)
 
 
 def test_an_instruction_that_the_text_does_not_have_is_where_the_trace_says():
-    found = profile.summary(
-        [Kernel("late", "fusion.99", "transpose(jvp(mlp))/mul", 0, 1000)], profile.places(HLO)
-    )
+    found = summary([Kernel("late", "fusion.99", "transpose(jvp(mlp))/mul", 0, 1000)], places(HLO))
     assert [(row["part"], row["pass"]) for row in found["parts"]] == [("MLP", "backward")]
 
 
@@ -143,17 +143,17 @@ def test_a_trace_of_another_form_is_an_error():
         SimpleNamespace(name="/device:GPU:0", lines=[line("Queue 1", ("k", 0, 1, of("gather.1")))])
     ]
     with pytest.raises(BenchError, match=r"expected lines named Stream.*found \['Queue 1'\]"):
-        profile.kernels(planes, "jit_train_step")
+        kernels(planes, "jit_train_step")
 
 
 def test_an_empty_trace_is_an_error(tmp_path):
     with pytest.raises(BenchError, match="no kernels of the step"):
-        profile.summary(profile.kernels(gpu_planes(), "jit_eval_step")[1:], {})
+        summary(kernels(gpu_planes(), "jit_eval_step")[1:], {})
     with pytest.raises(BenchError, match="left no trace in"):
-        profile.newest_xplane(tmp_path)
+        newest_xplane(tmp_path)
 
 
-class SmallStep(step.OurStep):
+class SmallStep(JaxStep):
     """A product, an activation and an update, in place of the model's."""
 
     def __init__(self):
@@ -187,9 +187,7 @@ def test_a_real_trace(tmp_path):
     found = profile.trace(small, tmp_path)
     assert small.runs == [profile.WARM_UP, profile.TIMED, 1, 1] and found["untraced_ms"] == 500
     parts = {(row["part"], row["pass"]): row for row in found["parts"]}
-    assert (
-        parts["MLP", "forward"]["products_ms"] > 0 and parts["MLP", "backward"]["products_ms"] > 0
-    )
+    assert parts["MLP", "forward"]["matmul_ms"] > 0 and parts["MLP", "backward"]["matmul_ms"] > 0
     assert ("norm, residual", "forward") in parts and ("optimizer, clip", "update") in parts
     assert found["kernel_ms"] == pytest.approx(sum(row["ms"] for row in found["kernels"]))
     # Whose a kernel is, is known of all but a few.

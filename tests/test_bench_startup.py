@@ -3,6 +3,7 @@ it."""
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from gptjax.bench import startup
 from gptjax.bench.__main__ import main
 from gptjax.training.start_up_time import StartUpTime
 
+TRAIN = str(Path(__file__).parents[1] / "train.py")
 CARD = """
 from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
@@ -59,14 +61,34 @@ def test_three_starts(tmp_path, capsys):
     card, out = tmp_path / "card.py", tmp_path / "results" / "startup.json"
     card.write_text(CARD)
     assert (
-        main(["startup", "--config", str(card), "--options=--val-tokens 128 --name-of-nothing 1"])
+        main(
+            [
+                "startup",
+                "--train",
+                TRAIN,
+                "--config",
+                str(card),
+                "--options=--val-tokens 128 --name-of-nothing 1",
+            ]
+        )
         == 1
     )
     told = capsys.readouterr().err
     assert "the cold start failed" in told and "name-of-nothing" in told
 
     assert (
-        main(["startup", "--config", str(card), "--options=--val-tokens 128", "--out", str(out)])
+        main(
+            [
+                "startup",
+                "--train",
+                TRAIN,
+                "--config",
+                str(card),
+                "--options=--val-tokens 128",
+                "--out",
+                str(out),
+            ]
+        )
         == 0
     )
     shown = capsys.readouterr().out
@@ -93,6 +115,6 @@ def test_three_starts(tmp_path, capsys):
 
 
 def test_without_the_repository(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(startup, "TRAIN", tmp_path / "train.py")
+    monkeypatch.chdir(tmp_path)
     assert main(["startup", "--config", "card.py"]) == 1
-    assert "in a checkout of the repository" in capsys.readouterr().err
+    assert "give the path of the repository's train.py with --train" in capsys.readouterr().err

@@ -10,8 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from gptjax.bench import compare, kernels, ladder, profile, startup, step, table
+from gptjax.bench import compare, kernels, ladder, profile, results, startup, step, table
 from gptjax.bench.__main__ import main
+from gptjax.bench.errors import BenchError
 from gptjax.bench.harness import Ceilings
 from gptjax.bench.table import Row
 
@@ -24,7 +25,7 @@ def result(name):
 
 
 def show_kernels():
-    found = result("kernels/flash_attention.json")
+    found = result("kernels/attention.json")
     kernels.show(found["rows"], Ceilings(**found["ceilings"]))
 
 
@@ -167,6 +168,47 @@ def test_a_file_with_other_contents_is_refused(tmp_path, capsys, text, said):
             "bad\ufffd.json: expected JSON of bench step, ladder or kernels" in told
             and said in told
         )
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.rglob("*.json")), ids=lambda file: file.stem)
+def test_every_stored_result_has_the_schema(file):
+    stored = results.read(file)
+    assert {"date", "device", "versions", "commit", "command", "rows"} <= stored.keys()
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path):
+    rows = [{"ms": 1.5, "asked": {}, "kernels": {"norm": "triton"}, "runs": [[1, None], []]}, {}]
+    new = results.new("a command", rows, device="a GPU", packages=("pytest", "none"), note="µ")
+    file = tmp_path / "folder" / "result.json"
+    results.write(file, new)
+    assert results.read(file) == new and "µ" in file.read_text()
+    assert "pytest" in new["versions"] and "none" not in new["versions"]
+
+
+@pytest.mark.parametrize("change", [{"rows": []}, {"rows": [1]}, {"commit": 7}, {"device": None}])
+def test_a_result_without_the_schema_is_refused(tmp_path, change):
+    (tmp_path / "result.json").write_text(json.dumps(GOOD | change))
+    with pytest.raises(BenchError, match="expected a result of"):
+        results.read(tmp_path / "result.json")
+
+
+def test_the_commit_is_that_of_the_sources_or_unknown(tmp_path, monkeypatch):
+    """An installed package in somebody else's repository does not have that repository's commit."""
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+    package = tmp_path / "site-packages" / "gptjax"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(results.gptjax, "__file__", str(package / "__init__.py"))
+    assert results.commit() is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    assert results.commit() is None
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    assert head.stdout.startswith(results.commit())
+    (package / "__init__.py").write_text("changed")
+    assert results.commit() == f"{head.stdout[:12]}-dirty"
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

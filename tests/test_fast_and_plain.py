@@ -1,5 +1,5 @@
-"""benchmarks/fast_and_plain.py: fast and plain see one start and the same batches, and the verdict
-is the numbers'."""
+"""benchmarks/experiments/fast_and_plain.py: fast and plain see one start and the same
+batches, and the verdict is the numbers'."""
 
 import dataclasses
 import importlib
@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from gptjax import cli, data, sharding
 from gptjax import config as configuration
-from gptjax import data, sharding
+from gptjax.models.base import graph
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.training import optimizer
-from gptjax.training.step import graph, init_state, make_eval_step, make_train_step
+from gptjax.training.step import init_state, make_eval_step, make_train_step
 
 CARD = """
 from gptjax.config import Config, OptimizerConfig
@@ -22,7 +22,8 @@ from gptjax.models.gpt2 import GPT2Config
 from gptjax.precision import Precision
 config = Config(
     model=GPT2Config(
-        vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16, precision=Precision("bf16")
+        vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16,
+        precision=Precision("bf16"),
     ),
     sequence_length=16,
     optimizer=OptimizerConfig(learning_rate=1e-2),
@@ -37,8 +38,8 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 @pytest.fixture
 def bench(monkeypatch):
-    # As when it is run: what it shares with benchmarks/learning.py lies beside it.
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    # As when it is run: what it shares with benchmarks/experiments/learning.py lies beside it.
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks" / "experiments")
     return importlib.import_module("fast_and_plain")
 
 
@@ -99,7 +100,8 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     found = result(options)
     comparison, (row,) = found["result"]["comparison"], found["result"]["sizes"]
     assert (
-        found["runs"] == made and found["command"] == "python benchmarks/fast_and_plain.py --given"
+        found["runs"] == made
+        and found["command"] == "python benchmarks/experiments/fast_and_plain.py --given"
     )
     assert comparison["within"] and comparison["kernels"]["plain"]["attention"] == "reference"
     assert comparison["validation"]["fast"] == [r["val"] for r in made[2:4]]
@@ -122,8 +124,8 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     )
 
     # The losses are those of train.py's step.
-    config = bench.config_of_seed(configuration.load(options.card), options, "fast", 1)
-    tx = optimizer.build(config, sharding.data_mesh(jax.devices("cpu")[:1]))
+    config = bench.config_of_seed(cli.load(options.card), options, "fast", 1)
+    tx = config.build_optimizer(sharding.data_mesh(jax.devices("cpu")[:1]))
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
     state, dataset = (
         init_state(config.model, tx, 1),
@@ -279,7 +281,7 @@ def test_a_run_that_breaks_off_is_drawn_all_the_same(bench, options, monkeypatch
 
 
 def test_fast_and_plain_differ_in_their_back_ends_alone(bench, options):
-    card = configuration.load(Path(__file__).parents[1] / "configs" / "gpt2_124m.py")
+    card = cli.load(Path(__file__).parents[1] / "configs" / "gpt2_124m.py")
     plain, fast = (
         bench.config_of_seed(card, bench.Options(out=options.out), side, 2)
         for side in ("plain", "fast")

@@ -1,5 +1,5 @@
-"""benchmarks/learning.py: both optimizers see one start and one order of the data, runs are made
-once, and the comparison is the numbers'."""
+"""benchmarks/experiments/learning.py: both optimizers see one start and one order of the
+data, runs are made once, and the comparison is the numbers'."""
 
 import dataclasses
 import importlib.util
@@ -11,19 +11,22 @@ import jax
 import numpy as np
 import pytest
 
+from gptjax import cli, data, sharding
 from gptjax import config as configuration
-from gptjax import data, sharding
-from gptjax.training import optimizer
-from gptjax.training.step import graph, init_state, make_train_step
+from gptjax.models.base import graph
+from gptjax.training.step import init_state, make_train_step
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "learning.py"
+PATH = Path(__file__).parents[1] / "benchmarks" / "experiments" / "learning.py"
 RECIPE = """
-from gptjax.config import Config, OptimizerConfig
+from gptjax import optim
+from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
 config = Config(
-    model=GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16),
+    model=GPT2Config(
+        vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=1, n_head=2, n_embd=16
+    ),
     sequence_length=16,
-    optimizer=OptimizerConfig(algorithm="{}"),
+    optimizer=optim.ALGORITHMS["{}"](),
 )
 """
 
@@ -94,12 +97,12 @@ def test_trains_once_and_compares(learning, options, monkeypatch, capsys):
 
     # The tables train as the schedules do that train.py has.
     (last,) = [r for r in made if r["label"] == "normuon lr 0.04, rest 0.01, 6 steps seed 0"]
-    recipe = configuration.load(options.normuon)
+    recipe = cli.load(options.normuon)
     config = learning.config_of(
         recipe, options, 6, 0, matrix_learning_rate=0.04, learning_rate=1e-2
     )
     mesh = sharding.data_mesh(jax.devices("cpu")[:1])
-    tx = optimizer.build(config, mesh)
+    tx = config.build_optimizer(mesh)
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
     state, dataset = (
         init_state(config.model, tx, 0),
@@ -119,7 +122,7 @@ def test_stops_in_time_and_goes_on(learning, options, monkeypatch, capsys):
     def train(self, config, label):
         made.append(label)
         o = config.optimizer
-        matrix = o.matrix_learning_rate if o.algorithm == "normuon" else None
+        matrix = o.matrix_learning_rate if o.name == "normuon" else None
         # AdamW is best at 3e-2, which is the last, and NorMuon at 0.02; a rate of 0.04 breaks off.
         end = (
             None

@@ -1,5 +1,5 @@
-"""benchmarks/mosaic_sass.py: the modules come out of a lowered program whole; what is missing is
-said."""
+"""benchmarks/tools/mosaic_sass.py: the modules come out of a lowered program whole;
+what is missing is said."""
 
 import functools
 import importlib.util
@@ -11,7 +11,7 @@ import pytest
 
 import pallas_kernels
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "mosaic_sass.py"
+PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "mosaic_sass.py"
 
 
 @pytest.fixture

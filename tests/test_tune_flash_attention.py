@@ -1,4 +1,4 @@
-"""benchmarks/tune_flash_attention.py finds the fastest tiles that are right, and writes them where
+"""benchmarks/tools/tune_attention.py finds the fastest tiles that are right, and writes them where
 the kernels read them."""
 
 import importlib.util
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import _choose
-from pallas_kernels.flash_attention import _mosaic_backward, _mosaic_forward, _triton
+from pallas_kernels import _dispatch
+from pallas_kernels.attention import mosaic_backward, mosaic_forward, triton
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "tune_flash_attention.py"
+PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "tune_attention.py"
 SHAPE = ["--shape", "1", "64", "1", "16", "--dtype", "fp16"]
 
 
@@ -23,8 +23,8 @@ def tune(tmp_path, monkeypatch):
     for file in module.FOLDER.glob("*_tiles.json"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path)
-    monkeypatch.setattr(_choose, "capability", lambda: (9, 0))
-    monkeypatch.setattr(_choose, "platform", lambda: "gpu")
+    monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
+    monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     return module
 
 
@@ -49,7 +49,7 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
     how = ["--back-end", "triton", "--kernel", "forward", *SHAPE, "--write", "--out", str(out)]
     assert tune.main(how) == 0
     found = json.loads((tmp_path / "triton_tiles.json").read_text())
-    ours = _triton._tiles()
+    ours = triton._tiles()
     padded = min((p for p in ours["9.0"]["16"] if int(p) >= 16), key=int)
     best = found["9.0"]["16"][padded]["forward"]
     assert (best["M"], best["N"], best["num_stages"]) == (32, 64, 2)
@@ -62,7 +62,7 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
 
 
 def test_mosaics_space_is_pruned_and_its_file_rewritten(tune, tmp_path):
-    for kernel, module in (("forward", _mosaic_forward), ("backward", _mosaic_backward)):
+    for kernel, module in (("forward", mosaic_forward), ("backward", mosaic_backward)):
         o = tune.Options(back_end="mosaic", kernel=kernel)
         space = tune.mosaic(o)
         assert space.why_not(space.start) is None
@@ -82,7 +82,7 @@ def test_mosaics_space_is_pruned_and_its_file_rewritten(tune, tmp_path):
 def test_errors(tune, monkeypatch, capsys):
     assert tune.main(["--back-end", "mosaic", "--kernel", "dq"]) == 1
     assert tune.main(["--back-end", "triton", "--kernel", "backward"]) == 1
-    monkeypatch.setattr(_choose, "capability", lambda: (8, 0))
+    monkeypatch.setattr(_dispatch, "capability", lambda: (8, 0))
     assert tune.main(["--back-end", "mosaic", "--kernel", "forward"]) == 1
     assert (
         "error: mosaic needs a Hopper GPU (compute capability 9.0), not (8, 0)"

@@ -7,26 +7,16 @@ from typing import Annotated
 
 import tyro
 
-from gptjax.bench.kernels import BenchError
-from gptjax.bench.step import OWN_DEFAULT, read
+from gptjax.bench import results
+from gptjax.bench.configs import OWN_DEFAULT
+from gptjax.bench.errors import BenchError
 from gptjax.bench.table import Row, print_table
 from gptjax.terminal import printable
 
-# What makes a row the same measurement in both; a field that a row lacks counts as empty. A rung is
-# its name, whatever it asks for.
+# Rows with equal values in these fields are the same measurement. A missing field counts as empty.
 KEYS = (
-    *(
-        "kernel",
-        "case",
-        "implementation",
-        "system",
-        "rung",
-        "model",
-        "precision",
-        "batch",
-        "sequence_length",
-    ),
-    *("pass", "algorithm", "recompute", "asked"),
+    *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
+    *("sequence_length", "pass", "algorithm", "recompute", "asked"),
 )
 
 
@@ -42,7 +32,7 @@ class Compare:
     """Exit code 1 if a row takes more than this many times as long as before, or no longer runs."""
 
     def run(self) -> None:
-        before, after = (read(path) for path in (self.before, self.after))
+        before, after = (results.read_times(path) for path in (self.before, self.after))
         rows = compare(before["rows"], after["rows"])
         show(rows, before, after)
         if not any("ratio" in row for row in rows):
@@ -61,31 +51,31 @@ class Compare:
 
 
 def compare(before: list[dict], after: list[dict]) -> list[dict]:
-    """Pair the rows of before, in their order, then those that only after has.
+    """Pair the rows of two results, in the order of `before`; rows of `after` alone come last.
 
     Returns:
         For each row its name, both outcomes in words, and the ratio after/before of the times.
     """
-    of_a, of_b = ({key(row): row for row in rows} for rows in (before, after))
-    found = []
-    for k in [*of_a, *(k for k in of_b if k not in of_a)]:
-        one, other = of_a.get(k), of_b.get(k)
-        row = {"name": name(one or other), "before": _found(one), "after": _found(other)}
+    old, new = ({key(row): row for row in rows} for rows in (before, after))
+    pairs = []
+    for k in [*old, *(k for k in new if k not in old)]:
+        one, other = old.get(k), new.get(k)
+        row = {"name": name(one or other), "before": _outcome(one), "after": _outcome(other)}
         if one and other and "ms" in one and "ms" in other:
             row["ratio"] = other["ms"] / one["ms"]
         elif one and other and "ms" in one:
             row["broken"] = True
-        found.append(row)
-    return found
+        pairs.append(row)
+    return pairs
 
 
 def key(row: dict) -> tuple:
-    """What a row measures, told from every other row of its result."""
+    """Return what identifies a row among those of its result."""
     return tuple(json.dumps(_identity(row).get(field, ""), sort_keys=True) for field in KEYS)
 
 
 def name(row: dict) -> str:
-    """The same in words."""
+    """Return the key of a row in words."""
     row = _identity(row)
     asked = [f"{part}={value}" for part, value in row.get("asked", {}).items()]
     return " · ".join(
@@ -94,21 +84,23 @@ def name(row: dict) -> str:
 
 
 def _identity(row: dict) -> dict:
-    return (
-        {field: value for field, value in row.items() if field != "asked"} if "rung" in row else row
-    )
+    """Return the row without the options of a rung, which its name stands for."""
+    if "rung" not in row:
+        return row
+    return {field: value for field, value in row.items() if field != "asked"}
 
 
-def _found(row: dict | None) -> str:
+def _outcome(row: dict | None) -> str:
     if row is None:
         return "absent"
     return f"{row['ms']:.4g} ms" if "ms" in row else row["error"]
 
 
 def show(rows: list[dict], before: dict, after: dict) -> None:
-    """Print what differs between the two machines and commands, then a row for each measurement."""
+    """Print the differences of machine and command, then a row for each measurement."""
     differing = [
-        (what, before.get(what), after.get(what)) for what in ("command", "date", "device")
+        (what, before.get(what), after.get(what))
+        for what in ("command", "commit", "date", "device")
     ]
     old, new = before["versions"], after["versions"]
     differing += [(package, old.get(package), new.get(package)) for package in sorted({*old, *new})]

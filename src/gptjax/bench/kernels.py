@@ -1,105 +1,176 @@
-"""`python -m gptjax.bench kernels`: every kernel against the ceiling, XLA and PyTorch."""
+"""`python -m gptjax.bench kernels FILE`: every kernel against the ceiling, XLA and PyTorch.
+
+A benchmark is a Python file with a function `cases()` that returns a list of `harness.Case`.
+"""
 
 import dataclasses
-import functools
 import gc
-import importlib.metadata
 import importlib.util
-import json
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import jax
+import tyro
 
+from gptjax.bench import results
+from gptjax.bench.errors import BenchError
 from gptjax.bench.harness import Case, Ceilings, ceilings, seconds, torch_seconds
+from gptjax.bench.rows import first_line, say
 from gptjax.bench.table import Row, print_table
-from gptjax.training.checkpoint import versions
-
-# benchmarks/ beside src/: they are part of the repository and not of the installed package.
-FOLDER = Path(__file__).parents[3] / "benchmarks"
 
 
-class BenchError(ValueError):
-    """What was asked for cannot be measured here; the message says why."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Measure the device time of kernels as a share of the GPU's ceiling, compared with XLA and
+    PyTorch."""
+
+    files: tyro.conf.Positional[
+        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="")]
+    ]
+    """Python files with a function cases(), such as benchmarks/kernels/attention.py, or folders of
+    them."""
+    torch: bool = True
+    """Measure PyTorch, eager and compiled, in the same run, in the cases with a target."""
+    case: str = ""
+    """Only cases with this text in their name, such as TF32. Not with --out."""
+    out: Path | None = None
+    """Folder for the results, one JSON file for each FILE. Created if absent."""
+
+    def run(self) -> None:
+        if not self.files:
+            raise BenchError(
+                "expected Python files with a function cases(), or folders of them, such as "
+                "benchmarks/kernels in the repository"
+            )
+        if self.case and self.out:
+            raise BenchError("--out holds all cases of a kernel: leave out --case")
+        cases = {
+            file: [case for case in load(file) if self.case in case.name]
+            for file in benchmark_files(self.files)
+        }
+        if not any(cases.values()):
+            raise BenchError(f"no case of {sorted(map(str, cases))} has {self.case!r} in its name")
+        if jax.default_backend() != "gpu":
+            raise BenchError(
+                "kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e "
+                "'.[cuda13]'"
+            )
+        if self.torch and not results.is_installed("torch"):
+            raise BenchError(
+                "PyTorch is not installed: leave it out with --no-torch, or pip install torch"
+            )
+        failed = [
+            line
+            for file, of_file in cases.items()
+            if of_file
+            for line in self._measure(file, of_file)
+        ]
+        if failed:
+            raise BenchError("\n".join(["did not run:", *failed]))
+
+    def _measure(self, file: Path, cases: list[Case]) -> list[str]:
+        """Measure, write and print the cases of one file; return a line for each failure."""
+        limits = ceilings(torch=self.torch)
+        rows = measure(cases, limits, torch=self.torch)
+        if self.out:
+            result = results.new(
+                f"python -m gptjax.bench kernels {file}" + ("" if self.torch else " --no-torch"),
+                rows,
+                device=jax.devices()[0].device_kind,
+                packages=("jax-triton", "triton") + ("torch",) * self.torch,
+                ceilings=dataclasses.asdict(limits),
+            )
+            results.write(self.out / f"{file.stem}.json", result)
+        show(rows, limits)
+        if self.out:
+            print(f"wrote {self.out / file.stem}.json")
+        return [_line(row) for row in rows if "error" in row]
 
 
-def available() -> list[str]:
-    """The kernels that have a benchmark."""
-    return sorted(path.stem for path in FOLDER.glob("*.py") if "def cases()" in path.read_text())
-
-
-def load(name: str) -> list[Case]:
-    """The cases of benchmarks/NAME.py.
+def benchmark_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files, and the Python files of the folders among them.
 
     Raises:
-        BenchError: there is no such benchmark.
+        BenchError: a path does not exist, or a folder has no Python file.
     """
-    if name not in available():
-        raise BenchError(
-            f"no benchmark named {name!r}; choose from {available()} (they lie in the repository's "
-            f"{FOLDER.name}/)"
-        )
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    files = []
+    for path in paths:
+        inside = sorted(path.glob("*.py")) if path.is_dir() else [path]
+        if not inside or not path.exists():
+            raise BenchError(
+                f"{path}: expected a Python file with a function cases(), or a folder of them"
+            )
+        files += inside
+    return files
+
+
+def load(file: Path) -> list[Case]:
+    """Import a benchmark and return its cases.
+
+    Raises:
+        BenchError: it is no Python file, or has no function cases().
+    """
+    spec = importlib.util.spec_from_file_location(f"benchmark_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise BenchError(f"{file}: expected a Python file with a function cases()")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not callable(getattr(module, "cases", None)):
+        raise BenchError(f"{file}: expected a function cases() that returns a list of Case")
     return module.cases()
 
 
 def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
-    """A row for each implementation of each case; one that fails is a row with its error."""
+    """Return a row for each implementation of each case; a failure is a row with its error."""
     rows = []
     for case in cases:
         runs = [
-            (name, functools.partial(seconds, f, case, case.prepare.get(name)))
+            (name, lambda name=name, f=f, case=case: seconds(f, case, case.prepare.get(name)))
             for name, f in case.run.items()
         ]
         if torch and case.bar:
             runs += [
-                (name, functools.partial(torch_seconds, f, case)) for name, f in case.torch.items()
+                (name, lambda f=f, case=case: torch_seconds(f, case))
+                for name, f in case.torch.items()
             ]
         for name, run in runs:
             row = {"kernel": case.kernel, "case": case.name, "implementation": name}
             try:
                 taken = run()
-            # one rival that does not run must not cost the others their figures
-            except Exception as error:
-                row["error"] = (
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
-                        :300
-                    ]
-                )
+            except Exception as error:  # a failure must not lose the other rows
+                row["error"] = first_line(error)
             else:
                 row |= {"ms": taken * 1e3, "ceiling": limits.seconds(case) / taken}
                 row |= {"GB/s": case.bytes / taken / 1e9} if case.bytes else {}
                 row |= {"TFLOP/s": case.flops / taken / 1e12} if case.flops else {}
             row |= {"bound": case.bound, "bar": case.bar}
             rows.append(row)
-            print(_line(row), file=sys.stderr, flush=True)
+            say(_line(row))
             gc.collect()
     return rows
 
 
 def _line(row: dict) -> str:
-    found = (
+    outcome = (
         row["error"]
         if "error" in row
         else f"{row['ms']:.4f} ms, {row['ceiling']:.1%} of the ceiling"
     )
-    return f"{row['kernel']} · {row['case']} · {row['implementation']}: {found}"
+    return f"{row['kernel']} · {row['case']} · {row['implementation']}: {outcome}"
 
 
 def show(rows: list[dict], limits: Ceilings) -> None:
     """Print a heading for each case, and under it a row for each implementation."""
     title = (
         f"{jax.devices()[0].device_kind}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, "
-        f"bf16 product {limits.flops_per_s / 1e12:.0f} TFLOP/s"
+        f"bf16 matmul {limits.flops_per_s / 1e12:.0f} TFLOP/s"
     )
     table, last = [], None
     for row in rows:
         case = f"{row['kernel']}: {row['case']}"
         if case != last:
-            table.append(Row(case, note=f"aim {row['bar']}" if row["bar"] else ""))
+            table.append(Row(case, note=f"target {row['bar']}" if row["bar"] else ""))
         last = case
         name = f"  {row['implementation']}"
         if "error" in row:
@@ -113,68 +184,3 @@ def show(rows: list[dict], limits: Ceilings) -> None:
         )
         table.append(Row(name, figures))
     print_table(title, ("ms", "TB/s", "TFLOP/s", "of ceiling"), table)
-
-
-def run(names: list[str], *, out: Path | None, torch: bool, part: str = "") -> None:
-    """Measures the named kernels (all where none is named), prints a table for each, and writes
-    OUT/NAME.json for each.
-
-    Args:
-        part: of a case's name; others are left out.
-
-    Raises:
-        BenchError: no GPU, no such kernel or case, PyTorch asked for and absent, a part of the
-            cases for a file of all; after all is written, an implementation did not run.
-    """
-    failed: list[str] = []
-    cases = {
-        name: [case for case in load(name) if part in case.name] for name in names or available()
-    }
-    if part and out:
-        raise BenchError("--out holds all cases of a kernel: leave out --case")
-    if not any(cases.values()):
-        raise BenchError(f"no case of {sorted(cases)} has {part!r} in its name")
-    if jax.default_backend() != "gpu":
-        raise BenchError(
-            "kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e "
-            "'.[cuda13]'"
-        )
-    if torch and importlib.util.find_spec("torch") is None:
-        raise BenchError(
-            "PyTorch is not installed: leave it out with --no-torch, or pip install torch"
-        )
-    found = versions() | {
-        package: _version(package) for package in ("jax-triton", "triton") + ("torch",) * torch
-    }
-    for name, its_cases in cases.items():
-        if not its_cases:
-            continue
-        limits = ceilings(torch=torch)
-        rows = measure(its_cases, limits, torch=torch)
-        failed += [_line(row) for row in rows if "error" in row]
-        if out:
-            result = {
-                "command": f"python -m gptjax.bench kernels {name}"
-                + ("" if torch else " --no-torch"),
-                "date": time.strftime("%Y-%m-%d"),
-                "device": jax.devices()[0].device_kind,
-                "versions": found,
-                "ceilings": dataclasses.asdict(limits),
-                "rows": rows,
-            }
-            out.mkdir(parents=True, exist_ok=True)
-            (out / f"{name}.json").write_text(
-                json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-            )
-        show(rows, limits)
-        if out:
-            print(f"wrote {out / name}.json")
-    if failed:
-        raise BenchError("\n".join(["did not run:", *failed]))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"

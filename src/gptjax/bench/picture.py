@@ -1,125 +1,136 @@
-"""Pictures from JSON: kernels against the ceiling (`python -m gptjax.bench kernels`), and the
-ladder (`python -m gptjax.bench ladder`)."""
+"""Pictures of results: kernels against the ceiling, the ladder, and the profile of a step."""
 
 from pathlib import Path
 
-COLOURS = {
-    "mosaic": "#1b6ca8",
-    "triton": "#3fa34d",
-    "xla": "#9a9a9a",
-    "cudnn": "#6f6f6f",
-    "torch": "#e07b39",
-    "torch cudnn": "#e07b39",
-    "torch.compile": "#f2b880",
-    "torch flash": "#f2b880",
+from matplotlib.patches import Patch
+from matplotlib.ticker import StrMethodFormatter
+
+from gptjax.bench import style
+from gptjax.bench.hlo import ORDER, PASSES
+
+IMPLEMENTATIONS = {
+    "mosaic": style.BLUE,
+    "triton": style.GREEN,
+    "xla": style.GREY,
+    "cudnn": style.DARK_GREY,
+    "torch": style.ORANGE,
+    "torch cudnn": style.ORANGE,
+    "torch.compile": style.LIGHT_ORANGE,
+    "torch flash": style.LIGHT_ORANGE,
 }
-OTHER = "#c9b7dd"
-LADDERS = {"gptjax": COLOURS["mosaic"], "torch": COLOURS["torch"]}
+SYSTEMS = {"gptjax": style.BLUE, "torch": style.ORANGE}
+PASS_COLOURS = dict(zip(PASSES, (style.BLUE, style.VIOLET, style.ORANGE, style.GREEN), strict=True))
+CEILINGS = {"memory": "copy rate", "bf16": "bf16 matmul"}
 
 
-def draw(results: list[dict], path: Path) -> None:
-    """A group of bars for each case that has a bar to reach, a bar for each implementation; 100 %
-    is the ceiling of the same run.
+def draw_kernels(results: list[dict], path: Path) -> None:
+    """Draw a group of bars for each case with a target, a bar for each implementation; 100 % is the
+    ceiling of the same run.
 
     Args:
-        results: what `python -m gptjax.bench kernels --out` wrote, a dict for each kernel.
+        results: those of `python -m gptjax.bench kernels --out`, a dict for each file.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
     groups: dict[tuple, list[dict]] = {}
     for row in (row for result in results for row in result["rows"] if row["bar"]):
         groups.setdefault((row["kernel"], row["case"], row["bound"], row["bar"]), []).append(row)
     rows = sum(len(group) for group in groups.values())
     longest = max((row.get("ceiling", 0) for group in groups.values() for row in group), default=0)
-    figure, axes = plt.subplots(figsize=(10, 0.2 * rows + 0.3 * len(groups) + 1.4))
-    y, used = 0.0, {}
-    for (kernel, case, bound, bar), group in groups.items():
-        ceiling = {"memory": "copy rate", "bf16": "bf16 product"}.get(bound, bound)
-        axes.text(
-            0,
-            y,
-            f"{kernel}: {case}   (of the {ceiling}; aim {bar})",
-            fontsize=8,
-            weight="bold",
-            va="center",
-        )
-        y += 1
-        for row in group:
-            colour = COLOURS.get(row["implementation"], OTHER)
-            used[row["implementation"] if colour != OTHER else "other"] = colour
-            if "error" in row:
-                label = f" {row['implementation']}: did not run"
-            else:
-                axes.barh(y, 100 * row["ceiling"], height=0.85, color=colour)
-                label = f" {row['implementation']}  {row['ms']:.3g} ms"
-            axes.text(100 * row.get("ceiling", 0), y, label, fontsize=7, va="center")
+    height = 0.2 * rows + 0.3 * len(groups) + 1.4
+    with style.picture(path, (10, height)) as axes:
+        style.bars(axes)
+        y, used = 0.0, {}
+        for (kernel, case, bound, bar), group in groups.items():
+            heading = f"{kernel}: {case}   (of the {CEILINGS.get(bound, bound)}; target {bar})"
+            axes.text(0, y, heading, weight="bold", va="center")
             y += 1
-        y += 0.4
-    axes.axvline(100, color="black", linewidth=1, zorder=0)
-    axes.set(ylim=(y, -1), xlim=(0, max(135, 135 * longest)), yticks=[])
-    axes.set_xlabel("% of the ceiling measured in the same run (longer is faster)")
-    limits = results[0]["ceilings"]
-    axes.set_title(
-        f"{results[0]['device']}, {max(result['date'] for result in results)}: copy "
-        f"{limits['bytes_per_s'] / 1e12:.2f} TB/s, "
-        f"bf16 product {limits['flops_per_s'] / 1e12:.0f} TFLOP/s",
-        fontsize=10,
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(
-        handles=[Patch(color=c, label=n) for n, c in used.items()], fontsize=7, loc="lower right"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+            for row in group:
+                name = row["implementation"]
+                colour = IMPLEMENTATIONS.get(name, style.VIOLET)
+                used[name if name in IMPLEMENTATIONS else "other"] = colour
+                if "error" in row:
+                    label = f" {name}: did not run"
+                else:
+                    axes.barh(y, 100 * row["ceiling"], height=0.85, color=colour)
+                    label = f" {name}  {row['ms']:.3g} ms"
+                axes.text(100 * row.get("ceiling", 0), y, label, fontsize=7, va="center")
+                y += 1
+            y += 0.4
+        axes.axvline(100, color="black", linewidth=1, zorder=0)
+        axes.set(ylim=(y, -1), xlim=(0, max(135, 135 * longest)), yticks=[])
+        axes.set_xlabel("% of the ceiling measured in the same run (longer is faster)")
+        limits = results[0]["ceilings"]
+        axes.set_title(
+            f"{results[0]['device']}, {max(result['date'] for result in results)}: copy "
+            f"{limits['bytes_per_s'] / 1e12:.2f} TB/s, "
+            f"bf16 matmul {limits['flops_per_s'] / 1e12:.0f} TFLOP/s"
+        )
+        axes.legend(handles=[Patch(color=c, label=n) for n, c in used.items()], loc="lower right")
 
 
 def draw_ladder(result: dict, path: Path) -> None:
-    """A bar of tokens/s for each rung, JAX's ladder above PyTorch's where both were climbed.
+    """Draw a bar of tokens/s for each rung: JAX's ladder and, if it was measured, PyTorch's.
 
     Args:
-        result: what `python -m gptjax.bench ladder --out` wrote.
+        result: that of `python -m gptjax.bench ladder --out`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import StrMethodFormatter
-
     rows = result["rows"]
     first, longest = rows[0], max((row.get("tokens/s", 0) for row in rows), default=0) or 1
-    figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.8))
-    y = 0.0
-    for system, title in (
-        ("gptjax", "gptjax (JAX)"),
-        ("torch", f"PyTorch {result['versions'].get('torch', '')}"),
-    ):
-        its = [row for row in rows if row["system"] == system]
-        if its:
-            axes.text(0, y, title, fontsize=9, weight="bold", va="center")
-            y += 1
-        for row in its:
-            speed = row.get("tokens/s", 0)
-            axes.barh(y, speed, height=0.8, color=LADDERS[system])
-            axes.text(-0.01 * longest, y, row["rung"], fontsize=8, va="center", ha="right")
-            factor = f"   {row['factor']:.2f} ×" if row is not its[0] and "factor" in row else ""
-            text = f" {speed:,.0f}{factor}" if "ms" in row else " did not run"
-            axes.text(speed, y, text, fontsize=8, va="center")
-            y += 1
-        y += 0.5
-    axes.set(ylim=(y - 0.5, -1), xlim=(0, 1.22 * longest), yticks=[])
-    axes.set_xlabel("tokens/s of a full training step (× over the rung before)")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_title(
-        f"{result['device']}, {result['date']}: {first['model']}, {first['batch']} × "
-        f"{first['sequence_length']} tokens a step",
-        fontsize=10,
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    titles = {"gptjax": "gptjax (JAX)", "torch": f"PyTorch {result['versions'].get('torch', '')}"}
+    with style.picture(path, (10, 0.32 * len(rows) + 1.8)) as axes:
+        style.bars(axes)
+        y, rungs = 0.0, {}
+        for system, title in titles.items():
+            ladder = [row for row in rows if row["system"] == system]
+            if ladder:
+                axes.text(0, y, title, fontsize=9, weight="bold", va="center")
+                y += 1
+            for row in ladder:
+                speed = row.get("tokens/s", 0)
+                axes.barh(y, speed, height=0.8, color=SYSTEMS[system])
+                factor = (
+                    f"   {row['factor']:.2f} ×" if row is not ladder[0] and "factor" in row else ""
+                )
+                text = f" {speed:,.0f}{factor}" if "ms" in row else " did not run"
+                axes.text(speed, y, text, va="center")
+                rungs[y] = row["rung"]
+                y += 1
+            y += 0.5
+        axes.set_yticks(list(rungs), list(rungs.values()))
+        axes.set(ylim=(y - 0.5, -1), xlim=(0, 1.22 * longest))
+        axes.set_xlabel("tokens/s of a full training step (× over the rung before)")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_title(
+            f"{result['device']}, {result['date']}: {first['model']}, {first['batch']} × "
+            f"{first['sequence_length']} tokens a step"
+        )
+
+
+def draw_profile(row: dict, title: str, path: Path) -> None:
+    """Draw a bar for each part of the model, with a colour for each pass.
+
+    Args:
+        row: that of `python -m gptjax.bench profile`.
+    """
+    names = [part for part in ORDER if any(each["part"] == part for each in row["parts"])]
+    with style.picture(path, (9, 0.42 * (len(names) + 1) + 1.3)) as axes:
+        style.bars(axes)
+        used, longest = set(), row["idle_ms"]
+        for y, part in enumerate(names):
+            left = 0.0
+            for each in (each for each in row["parts"] if each["part"] == part):
+                colour = PASS_COLOURS[each["pass"]]
+                axes.barh(y, each["ms"], left=left, height=0.7, color=colour)
+                left += each["ms"]
+                used.add(each["pass"])
+            axes.text(left, y, f"  {left:.2f} ms, {left / row['span_ms']:.1%}", va="center")
+            longest = max(longest, left)
+        axes.barh(len(names), row["idle_ms"], height=0.7, color=style.LIGHT_GREY)
+        idle = f"  {row['idle_ms']:.2f} ms, {row['idle_ms'] / row['span_ms']:.1%}"
+        axes.text(row["idle_ms"], len(names), idle, va="center")
+        axes.set_yticks(range(len(names) + 1), [*names, "idle"])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.25 * longest)
+        axes.set_xlabel("ms a step, in the trace")
+        axes.set_title(title)
+        handles = [Patch(color=PASS_COLOURS[p], label=p) for p in PASSES if p in used]
+        axes.legend(handles=handles, loc="lower right")

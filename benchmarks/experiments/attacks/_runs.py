@@ -1,0 +1,154 @@
+"""Parts that the attacks on a whole run share: a small CPU run in a folder of its own, and the
+report."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from gptjax import cli, optim
+from gptjax.training.checkpoint import Checkpoints, versions
+from gptjax.training.step import init_state
+
+ROOT = Path(__file__).parents[3]
+STEPS = 300
+CONFIG = f"""
+from gptjax.config import Config, OptimizerConfig
+from gptjax.models.gpt2 import GPT2Config
+
+config = Config(
+    device="cpu",
+    model=GPT2Config(
+        vocab_size=257, padded_vocab_size=384, block_size=32, n_layer=2, n_head=2, n_embd=64
+    ),
+    optimizer=OptimizerConfig(
+        learning_rate=3e-3, warmup_steps=20, skip_loss_z=3.0, skip_grad_norm_z=3.0
+    ),
+    dataset="stdlib",
+    tokenizer="byte",
+    sequence_length=32,
+    batch_tokens=512,
+    micro_batch=4,
+    max_steps={STEPS},
+    val_every=50,
+    val_tokens=1024,
+    sample_every=0,
+    checkpoint_every=15,
+)
+"""
+FAILURES = ("silent wrong", "hang", "lost", "traceback", "crash")
+
+
+def prepare(folder: Path) -> float:
+    """Write the config, prepare the corpus, fill the compilation cache, and train the run `alone`.
+
+    Returns:
+        Seconds from that run's first log line to its end.
+    """
+    (folder / "config.py").write_text(CONFIG)
+    finish(folder, "first", "--max-steps", "15")
+    return finish(folder, "alone")
+
+
+def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> subprocess.Popen:
+    """Start a run in the background; its output goes to NAME.txt in the folder."""
+    arguments = [
+        "--config",
+        folder / "config.py",
+        "--runs-dir",
+        runs or folder / "runs",
+        "--data-dir",
+        folder / "data",
+    ]
+    arguments += [
+        "--compilation-cache",
+        folder / "cache",
+        "--name",
+        name,
+        "--optimizer.schedule-steps",
+        STEPS,
+        *options,
+    ]
+    log = (folder / f"{name}.txt").open("ab")
+    return subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *map(str, arguments)], stdout=log, stderr=log
+    )
+
+
+def wait_for_log(folder: Path, name: str, runs: Path | None = None) -> float:
+    """Return the time at which the run began to write its log, just before its first step."""
+    while not ((runs or folder / "runs") / name / "log.jsonl").exists():
+        time.sleep(0.005)
+    return time.monotonic()
+
+
+def finish(folder: Path, name: str, *options: str, runs: Path | None = None) -> float:
+    """Run to the end; return the seconds from the log's first line on."""
+    process = start(folder, name, *options, runs=runs)
+    began = wait_for_log(folder, name, runs)
+    if code := process.wait():
+        raise SystemExit(
+            f"{name} ended with code {code}:\n{(folder / f'{name}.txt').read_text()[-2000:]}"
+        )
+    return time.monotonic() - began
+
+
+def abstract_state(folder: Path):
+    """The state's shapes, on one CPU device."""
+    config = cli.load(folder / "config.py")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = jax.eval_shape(
+        lambda: init_state(config.model, optim.adamw(config.learning_rate_schedule()), 0)
+    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
+
+
+def arrays_and_losses(
+    folder: Path, name: str, runs: Path | None = None
+) -> tuple[list[np.ndarray], dict]:
+    """The arrays of the last step's checkpoint, and every logged loss and gradient norm."""
+    run = (runs or folder / "runs") / name
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=2)
+    leaves = [
+        np.asarray(x) for x in jax.tree.leaves(checkpoints.restore(STEPS, abstract_state(folder)))
+    ]
+    checkpoints.close()
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    losses = {
+        (r["kind"], r["step"]): (r["loss"], r.get("grad_norm"))
+        for r in rows
+        if r["kind"] in ("train", "val")
+    }
+    return leaves, losses
+
+
+def same(a: tuple[list[np.ndarray], dict], b: tuple[list[np.ndarray], dict]) -> bool:
+    """Whether two results of `arrays_and_losses` are equal bit for bit."""
+    return a[1] == b[1] and all(np.array_equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+def report(script: str, rows: Sequence[dict], out: Path | None) -> None:
+    """Print the counts by outcome, write the results, and exit with 1 if one of them is a
+    failure."""
+    counts = dict(Counter(row["outcome"] for row in rows).most_common())
+    print(", ".join(f"{outcome}: {count}" for outcome, count in counts.items()))
+    if out:
+        result = {
+            "command": f"python benchmarks/experiments/attacks/{script} " + " ".join(sys.argv[1:]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": f"CPU, {os.cpu_count()} cores, {platform.machine()}",
+            "versions": versions(),
+            "counts": counts,
+            "rows": list(rows),
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    raise SystemExit(any(outcome in FAILURES for outcome in counts))

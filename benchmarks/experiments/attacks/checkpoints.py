@@ -1,0 +1,289 @@
+"""Damages the files and folders of checkpoints, and restores them.
+
+    python benchmarks/experiments/attacks/checkpoints.py --flips 350 --out
+    benchmarks/results/attacks/checkpoints.json
+
+Two checkpoints of a small model are saved. Each trial copies them and changes one thing: a bit, a
+block of zeros or the length of one file of the newer one, or folders and files as a whole (renamed,
+swapped, mixed, missing). Then the newest readable one is restored, as train.py does.
+
+Outcomes: `fell back` (the damage was named and the older checkpoint restored), `refused` (no
+checkpoint was restored, in a sentence), `same` (the change touched no value that is read, and
+everything restored is what was saved). Failures: `silent wrong`, `traceback`, `hang`, `crash`.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import tyro
+from _runs import report
+
+OLD, NEW = 15, 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Damage checkpoints; exit code 1 if one is restored wrongly without a word."""
+
+    flips: int = 350
+    """Trials that change bytes of one file, spread over all files."""
+    folders: bool = True
+    """Also all the changes to whole files and folders."""
+    out: Path | None = None
+    """JSON file for the results."""
+    seed: int = 0
+    """Of the changes."""
+    timeout: float = 60.0
+    """Seconds after which a restore counts as a hang."""
+
+
+def make(folder: Path, seed: int = 0):
+    """Save two checkpoints; return their states."""
+    import jax
+    import jax.numpy as jnp
+
+    from gptjax.training.checkpoint import Checkpoints
+
+    keys = jax.random.split(jax.random.key(seed), 4)
+    state = {
+        "params": {
+            "w": jax.random.normal(keys[0], (64, 48)),
+            "b": jax.random.normal(keys[1], (300,)),
+        },
+        "low": jax.random.normal(keys[2], (33, 7)).astype(jnp.bfloat16),
+        "rng": jax.random.key_data(keys[3]),
+        "step": jnp.int32(OLD),
+    }
+    states = {
+        OLD: state,
+        NEW: {
+            **state,
+            "params": jax.tree.map(lambda x: x * 2, state["params"]),
+            "step": jnp.int32(NEW),
+        },
+    }
+    checkpoints = Checkpoints(folder, keep_last=2)
+    for step, state in states.items():
+        checkpoints.save(step, state, {"data": {"position": step * 16}})
+        checkpoints.wait()
+    checkpoints.close()
+    return states
+
+
+_states = {}
+
+
+def restore(folder: Path) -> tuple[str, str]:
+    """Restore the newest readable checkpoint; return the outcome and what was said."""
+    import jax
+    import numpy as np
+
+    from gptjax.training.checkpoint import CheckpointError, Checkpoints, silence_orbax
+
+    if not _states:
+        silence_orbax()
+        with tempfile.TemporaryDirectory() as temporary:
+            _states.update(make(Path(temporary)))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), _states[OLD]
+    )
+    try:
+        checkpoints = Checkpoints(folder, keep_last=2)
+        found = checkpoints.newest(lambda step: checkpoints.restore(step, like))
+        if found is None:
+            return "refused", "no checkpoint"
+        step, state, damaged = found
+        meta = checkpoints.meta(step)
+        checkpoints.close()
+    except CheckpointError as error:
+        return "refused", str(error)
+    except BaseException as error:
+        return "traceback", repr(error)
+    right = step in _states and meta["data"]["position"] == step * 16
+    right = right and all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(_states[step]), strict=True)
+    )
+    if not right:
+        return "silent wrong", f"step {step}"
+    return ("fell back", damaged[0]) if damaged else ("same", f"step {step}")
+
+
+def flip(file: Path, rng: random.Random) -> str:
+    """Change bytes of one file; return what was done."""
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["bit"] * 6 + ["zeros", "truncated", "longer"])
+    if not data or kind == "longer":
+        data += rng.randbytes(rng.randrange(1, 100))
+        kind = "longer"
+    elif kind == "bit":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == "zeros":
+        begin = rng.randrange(len(data))
+        data[begin : begin + 64] = bytes(len(data[begin : begin + 64]))
+    else:
+        del data[rng.randrange(len(data)) :]
+    file.write_bytes(data)
+    return kind
+
+
+def metadata(field: str, value: object) -> Callable[[Path], None]:
+    """A change of one value in the newer checkpoint's metadata."""
+
+    def change(folder: Path) -> None:
+        path = folder / str(NEW) / "meta" / "metadata"
+        meta = json.loads(path.read_text())
+        if field == "position":
+            meta["data"]["position"] = value
+        elif value is None:
+            del meta[field]
+        else:
+            meta[field] = value
+        path.write_text(json.dumps(meta))
+
+    return change
+
+
+def rename(source: str, target: str) -> Callable[[Path], None]:
+    return lambda folder: shutil.move(folder / source, folder / target)
+
+
+def replace(source: str, target: str) -> Callable[[Path], None]:
+    """A change that puts a copy of one item in place of another."""
+
+    def change(folder: Path) -> None:
+        remove(target)(folder)
+        (shutil.copytree if (folder / source).is_dir() else shutil.copyfile)(
+            folder / source, folder / target
+        )
+
+    return change
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+    )
+
+
+def swap(a: str, b: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        shutil.move(folder / a, folder / "x")
+        shutil.move(folder / b, folder / a)
+        shutil.move(folder / "x", folder / b)
+
+    return change
+
+
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def folder_changes() -> dict[str, Callable[[Path], None]]:
+    new, old = str(NEW), str(OLD)
+    changes = {
+        "steps swapped": swap(new, old),
+        "states swapped": swap(f"{new}/state", f"{old}/state"),
+        "metadata swapped": swap(f"{new}/meta", f"{old}/meta"),
+        "only the older one is left": remove(new),
+        "only the newer one is left": remove(old),
+        "both removed": both(remove(new), remove(old)),
+        "an empty folder of a later step": lambda folder: (folder / "45").mkdir(),
+        "a file with a step's name": lambda folder: (folder / "45").write_text("x"),
+        "a foreign folder": lambda folder: (folder / "notes").mkdir(),
+        "a link to the older one": lambda folder: (folder / "45").symlink_to(folder / old),
+        "files of the root removed": lambda folder: [
+            p.unlink() for p in folder.iterdir() if p.is_file()
+        ],
+        "the state is a file": both(
+            remove(f"{new}/state"), lambda folder: (folder / new / "state").write_text("x")
+        ),
+        "the state is empty": both(
+            remove(f"{new}/state"), lambda folder: (folder / new / "state").mkdir()
+        ),
+    }
+    for later in ("31", "45", "100000"):
+        changes[f"newer renamed to {later}"] = rename(new, later)
+        changes[f"older renamed to {later}"] = rename(old, later)
+        changes[f"older copied to {later}"] = lambda folder, later=later: shutil.copytree(
+            folder / old, folder / later
+        )
+    for item in ("state", "meta"):
+        changes[f"{item} of the older one"] = replace(f"{old}/{item}", f"{new}/{item}")
+        changes[f"{item} removed"] = remove(f"{new}/{item}")
+    for name in (
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "state/_METADATA",
+        "state/manifest.ocdbt",
+        "state/d",
+    ):
+        changes[f"{name} removed"] = remove(f"{new}/{name}")
+        changes[f"{name} of the older one"] = replace(f"{old}/{name}", f"{new}/{name}")
+    for position in (-1, 1.5, 2**70, 17, "480", None, [], True):
+        changes[f"position {position!r}"] = metadata("position", position)
+    for field in ("step", "digests", "checksum", "format", "data"):
+        changes[f"{field} missing"] = metadata(field, None)
+    return changes
+
+
+def main(options: Options) -> None:
+    rng = random.Random(options.seed)
+    rows, pool = [], None
+    with tempfile.TemporaryDirectory() as temporary:
+        good = Path(temporary) / "good"
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as maker:
+            maker.submit(_make_quietly, good).result()
+        files = sorted(
+            str(p.relative_to(good)) for p in (good / str(NEW)).rglob("*") if p.is_file()
+        )
+        trials = [(f"{name}", lambda folder, name=name: flip(folder / name, rng)) for name in files]
+        trials = [trials[i % len(trials)] for i in range(options.flips)]
+        if options.folders:
+            trials += folder_changes().items()
+        for number, (name, change) in enumerate(trials):
+            folder = Path(temporary) / f"trial{number}"
+            shutil.copytree(good, folder)
+            kind = change(folder)
+            pool = pool or ProcessPoolExecutor(1, mp_context=context)
+            try:
+                outcome, said = pool.submit(restore, folder).result(timeout=options.timeout)
+            except (BrokenProcessPool, TimeoutError) as error:
+                outcome, said = ("hang" if isinstance(error, TimeoutError) else "crash"), ""
+                for process in pool._processes.values():
+                    process.kill()
+                pool.shutdown(wait=False, cancel_futures=True)
+                pool = None
+            kind = kind if isinstance(kind, str) else "folder"
+            rows.append(
+                {
+                    "change": name,
+                    "kind": kind,
+                    "outcome": outcome,
+                    "said": said.replace(str(folder), "")[:200],
+                }
+            )
+            shutil.rmtree(folder)
+            if number % 50 == 49:
+                print(f"{number + 1} of {len(trials)}", flush=True)
+    if pool:
+        pool.shutdown()
+    report("checkpoints.py", rows, options.out)
+
+
+def _make_quietly(folder: Path) -> None:
+    make(folder)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

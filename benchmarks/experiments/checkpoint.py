@@ -1,0 +1,156 @@
+"""Time saving and restoring a training state, alone or in turns with another checkout of gptjax.
+
+    python benchmarks/experiments/checkpoint.py --preset gpt2 --compare PATH --out
+    benchmarks/results/checkpoint_gpt2.json
+
+The state has the shapes of GPT-2 with AdamW, with random numbers in every array. Each turn is a
+process of its own. `blocking` is the time in which training stands still, `complete` the time until
+the checkpoint is on the disk, `restore` the time until the state is on the device again.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ("blocking", "complete", "restore")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Time saves and restores."""
+
+    preset: str = "gpt2"
+    """Size of the model, a name of gptjax.PRESETS."""
+    compare: Path | None = None
+    """Another checkout of gptjax, measured in turns with this one."""
+    turns: int = 3
+    """Processes for each checkout."""
+    saves: int = 3
+    """Saves and restores in each process; the first one is not counted."""
+    folder: Path | None = None
+    """Folder for the checkpoints; a temporary one if None."""
+    out: Path | None = None
+    """JSON file for the results."""
+    worker: bool = False
+    """Measure in this process and print JSON; used by the script itself."""
+
+
+def measure(options: Options) -> list[dict[str, float]]:
+    import jax
+    import jax.numpy as jnp
+
+    from gptjax import PRESETS, optim
+    from gptjax.training.checkpoint import Checkpoints
+    from gptjax.training.step import init_state
+
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.eval_shape(lambda: init_state(PRESETS[options.preset], optim.adamw(1e-3), 0))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
+    )
+    key = jax.random.key(0)
+
+    @jax.jit
+    def fill(key):
+        return jax.tree.map(
+            lambda x: (
+                jax.random.normal(key, x.shape, x.dtype)
+                if x.dtype == jnp.float32
+                else jnp.ones(x.shape, x.dtype)
+            ),
+            abstract,
+        )
+
+    state = jax.block_until_ready(fill(key))
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    rows = []
+    try:
+        checkpoints = Checkpoints(folder, keep_last=1)
+        for step in range(1, options.saves + 1):
+            began = time.perf_counter()
+            checkpoints.save(step, state, {"config": {}})
+            row = {"blocking": time.perf_counter() - began}
+            checkpoints.wait()
+            row["complete"] = time.perf_counter() - began
+            began = time.perf_counter()
+            back = jax.block_until_ready(checkpoints.restore(step, abstract))
+            row["restore"] = time.perf_counter() - began
+            del back
+            rows.append(row)
+        checkpoints.close()
+    finally:
+        shutil.rmtree(folder)
+    return rows[1:]
+
+
+def turn(options: Options, checkout: Path) -> list[dict[str, float]]:
+    paths = os.pathsep.join(
+        [str(checkout / "src"), str(checkout), os.environ.get("PYTHONPATH", "")]
+    )
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        "--preset",
+        options.preset,
+        "--saves",
+        str(options.saves),
+    ]
+    command += ["--folder", str(options.folder)] if options.folder else []
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=checkout,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(options: Options) -> None:
+    if options.worker:
+        print(json.dumps(measure(options)))
+        return
+    rows: dict[str, list] = {"this": []} | ({"other": []} if options.compare else {})
+    for number in range(options.turns):
+        for name in rows:
+            rows[name] += turn(options, ROOT if name == "this" else options.compare.absolute())
+            print(f"turn {number + 1} of {options.turns}, {name}: {rows[name][-1]}", flush=True)
+    medians = {
+        name: {m: round(statistics.median(row[m] for row in rows[name]), 3) for m in MEASURED}
+        for name in rows
+    }
+    print(f"{options.preset}: seconds      " + "".join(f"{m:>10}" for m in MEASURED))
+    for name, values in medians.items():
+        print(f"{name:<20}" + "".join(f"{values[m]:>10.2f}" for m in MEASURED))
+    if options.out:
+        import jax
+
+        from gptjax.training.checkpoint import versions
+
+        result = {
+            "command": "python benchmarks/experiments/checkpoint.py " + " ".join(sys.argv[1:]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": jax.devices()[0].device_kind,
+            "versions": versions(),
+            "preset": options.preset,
+            "median_seconds": medians,
+            "rows": rows,
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

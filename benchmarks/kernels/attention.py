@@ -1,0 +1,175 @@
+"""Causal attention from the packed projection to its gradient.
+
+    python -m gptjax.bench kernels benchmarks/kernels/attention.py
+
+TFLOP/s count what the mask leaves of the two products of the forward pass, and 2.5 times as much
+for the backward pass. q, k and v are read out of one array and their gradient is one array,
+whatever copies an implementation needs for that: they are part of its time. PyTorch's backward pass
+is the difference of its two cases.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels import flash_attention_qkv
+
+GPT2 = (64, 1024, 12, 64)
+LONG = (16, 4096, 12, 64)
+LONG_128 = (16, 4096, 6, 128)
+TF32 = (32, 1024, 12, 64)
+VERY_LONG = (1, 65536, 12, 64)
+BACK_ENDS = ("mosaic", "triton", "cudnn", "xla")
+# S, materialised, would not fit.
+LINEAR = ("mosaic", "triton", "cudnn")
+
+
+def cases() -> list[Case]:
+    found = [
+        _forward(GPT2, bar="≥ 300 TFLOP/s, ≥ 1.0× cuDNN"),
+        _backward(GPT2, bar="≥ 225 TFLOP/s, ≥ 1.0× cuDNN"),
+        _both(GPT2, bar="≥ 1.15× cuDNN"),
+        _backward(GPT2, back_ends=("mosaic", "triton", "xla"), deterministic=True),
+    ]
+    for shape in (LONG, LONG_128):
+        found += [
+            _forward(shape, back_ends=LINEAR, bar="≥ 0.85× cuDNN"),
+            _backward(shape, back_ends=LINEAR, bar="≥ 0.95× cuDNN"),
+        ]
+    found += [
+        _both(TF32, back_ends=("triton", "xla"), dtype=jnp.float32, bar="≥ 4× XLA"),
+        _both(TF32, back_ends=("triton", "xla"), dtype=jnp.float32, precision="highest"),
+    ]
+    for window in (None, 256):
+        found.append(
+            _both(
+                LONG,
+                back_ends=LINEAR,
+                window=window,
+                bar="≤ 0.25× of full causal" if window else "",
+            )
+        )
+    return [*found, _forward(VERY_LONG, back_ends=LINEAR), _both(VERY_LONG, back_ends=LINEAR)]
+
+
+def _name(what, shape, dtype, how):
+    size = {
+        jnp.float32: "fp32, true products" if how.get("precision") else "fp32 as TF32",
+        jnp.bfloat16: "bf16",
+    }[dtype]
+    extra = [f"window {how['window']}"] if how.get("window") else []
+    extra += ["deterministic"] if how.get("deterministic") else []
+    return f"{what} B={shape[0]} T={shape[1]} H={shape[2]} D={shape[3]} {', '.join([size, *extra])}"
+
+
+def _flops(shape, window):
+    b, t, h, d = shape
+    seen = t if window is None else min(window, t)
+    pairs = t * (t + 1) / 2 - (t - seen) * (t - seen + 1) / 2
+    return 4 * b * h * d * pairs
+
+
+def _make(shape, dtype, key):
+    b, t, h, d = shape
+    keys = jax.random.split(key)
+    return jax.random.normal(keys[0], (b, t, 3, h, d), dtype), jax.random.normal(
+        keys[1], shape, dtype
+    )
+
+
+def _attention(name, **how):
+    return functools.partial(flash_attention_qkv, implementation=name, **how)
+
+
+def _case(what, shape, run, dtype, how, factor, *, torch=None, prepare=None, bar):
+    return Case(
+        kernel="flash_attention",
+        name=_name(what, shape, dtype, how),
+        make=functools.partial(_make, shape, dtype),
+        run=run,
+        prepare=prepare or {},
+        torch=torch or {},
+        flops=factor * _flops(shape, how.get("window")),
+        bound="bf16",
+        bar=bar,
+    )
+
+
+def _forward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
+    def run(name):
+        return lambda qkv, _: _attention(name, **how)(qkv)
+
+    torch = (
+        {name: functools.partial(_in_torch, name, False) for name in _TORCH[dtype]}
+        if "window" not in how
+        else {}
+    )
+    return _case(
+        "forward", shape, {n: run(n) for n in back_ends}, dtype, how, 1, torch=torch, bar=bar
+    )
+
+
+def _both(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
+    def run(name):
+        def both(qkv, dout):
+            out, pull = jax.vjp(_attention(name, **how), qkv)
+            return out, *pull(dout)
+
+        return both
+
+    torch = (
+        {name: functools.partial(_in_torch, name, True) for name in _TORCH[dtype]}
+        if "window" not in how
+        else {}
+    )
+    what = "forward and backward"
+    return _case(what, shape, {n: run(n) for n in back_ends}, dtype, how, 3.5, torch=torch, bar=bar)
+
+
+def _backward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
+    def prepare(name):
+        # What an implementation keeps for its backward pass is its own; it is made before the clock
+        # runs.
+        return lambda qkv, dout: (jax.vjp(_attention(name, **how), qkv)[1], dout)
+
+    run = {name: lambda pull, dout: pull(dout) for name in back_ends}
+    return _case(
+        "backward",
+        shape,
+        run,
+        dtype,
+        how,
+        2.5,
+        prepare={name: prepare(name) for name in back_ends},
+        bar=bar,
+    )
+
+
+_TORCH = {jnp.bfloat16: ("torch cudnn", "torch flash"), jnp.float32: ("torch",)}
+
+
+def _in_torch(name, gradient, torch):
+    """PyTorch's scaled_dot_product_attention, held to one of its back ends."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.set_float32_matmul_precision("high")
+    back_end = {
+        "torch cudnn": SDPBackend.CUDNN_ATTENTION,
+        "torch flash": SDPBackend.FLASH_ATTENTION,
+        "torch": SDPBackend.EFFICIENT_ATTENTION,
+    }[name]
+
+    def forward(qkv):
+        # B·T·3·H·D → three views of B·H·T·D
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(back_end):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both(qkv, dout):
+        qkv.requires_grad_(True)
+        out = forward(qkv)
+        return out.detach(), *torch.autograd.grad(out, qkv, dout.transpose(1, 2))
+
+    return both if gradient else lambda qkv, _: forward(qkv)

@@ -1,0 +1,83 @@
+"""Loss and gradient of the logits in one pass, in place: python -m gptjax.bench kernels
+fused_classifier"""
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels.classifier import SigmoidCap, fused_classifier
+
+COLUMNS, VOCAB_SIZE = 50304, 50257
+
+
+def cases() -> list[Case]:
+    return [
+        _case(65536, None, bar="≤ 3.6 ms"),
+        _case(65536, SigmoidCap()),
+        _case(16384, None),
+        _case(16384, 30.0),
+        _case(16384, SigmoidCap()),
+        _case(16384, None, columns=VOCAB_SIZE),  # rows that start anywhere
+    ]
+
+
+def _case(rows, softcap, columns=COLUMNS, bar=""):
+    def make(key):
+        keys = jax.random.split(key)
+        logits_NV = jax.random.normal(keys[0], (rows, columns), jnp.bfloat16)
+        return logits_NV, jax.random.randint(keys[1], (rows,), 0, VOCAB_SIZE, jnp.int32)
+
+    def in_jax(implementation):
+        def f(logits_NV, targets_N):
+            losses_N, dlogits_NV = fused_classifier(
+                logits_NV,
+                targets_N,
+                vocab_size=VOCAB_SIZE,
+                softcap=softcap,
+                implementation=implementation,
+            )
+            return dlogits_NV, losses_N
+
+        return f
+
+    def capped(torch, x):
+        if softcap is None:
+            return x
+        if isinstance(softcap, SigmoidCap):
+            return softcap.scale * torch.sigmoid((x + softcap.shift) / softcap.width)
+        return softcap * torch.tanh(x / softcap)
+
+    def in_torch(torch, wrap):
+        """As a training step has it: the loss in fp32, then autograd. The memory of 65,536 rows in
+        fp32 is most of an H200."""
+
+        def loss(x, targets):
+            return torch.nn.functional.cross_entropy(
+                capped(torch, x[:, :VOCAB_SIZE].float()), targets.long(), reduction="none"
+            )
+
+        loss = wrap(loss)
+
+        def f(x, targets):
+            x = x.detach().requires_grad_()
+            losses = loss(x, targets)
+            return torch.autograd.grad(losses.sum(), x)[0], losses.detach()
+
+        return f
+
+    name = f"{rows}×{columns} bf16"
+    if softcap is not None:
+        name += " sigmoid cap" if isinstance(softcap, SigmoidCap) else " tanh cap"
+    return Case(
+        kernel="fused_classifier",
+        name=name,
+        make=make,
+        run={implementation: in_jax(implementation) for implementation in ("triton", "xla")},
+        torch={
+            "torch": lambda torch: in_torch(torch, lambda f: f),
+            "torch.compile": lambda torch: in_torch(torch, torch.compile),
+        },
+        bytes=2 * 2 * rows * columns,
+        in_place=True,
+        bar=bar,
+    )

@@ -1,0 +1,200 @@
+"""linear_gelu, linear_relu_squared and mlp: forward and backward at GPT-2's widths.
+
+    python -m gptjax.bench kernels benchmarks/kernels/feed_forward.py
+
+Forward writes y and the derivative that the backward pass reads (Triton in fp32: the product in its
+place), but for the column "nothing saved". Backward makes dx, dw and db from dy, the saved
+derivative, x and w. "product" and "two products" are XLA's bare matrix products (cuBLASLt). PyTorch
+saves the pre-activation instead; its backward takes the same array for that.
+
+fp32 is multiplied as TF32: precision HIGH, and PyTorch's "high". XLA's bare product then does
+without the transposed copy of w.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels.feed_forward import How, backward, forward, linear_gelu, mlp
+
+# N, I, O
+SHAPES = [(65536, 768, 3072), (16384, 1280, 5120), (16384, 1600, 6400), (4096, 768, 3072)]
+BACKENDS = ("mosaic", "triton", "xla")
+TF32 = (32768, 768, 3072)
+TF32_BACKENDS = ("triton", "xla")
+HIGH = jax.lax.Precision.HIGH
+
+
+def normal(key, *shapes, dtype=jnp.bfloat16):
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def forward_inputs(key, *, n, i, o, dtype=jnp.bfloat16):
+    x, w, b = normal(key, (n, i), (i, o), (o,), dtype=dtype)
+    return x, w * dtype(i**-0.5), b
+
+
+def backward_inputs(key, *, n, i, o):
+    dy, derivative, x, w = normal(key, (n, o), (n, o), (n, i), (i, o))
+    return dy, derivative, x, w
+
+
+def forward_case(n, i, o, activation, *, tf32=False) -> Case:
+    precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
+
+    def run(backend, x, w, b, *, save=True):
+        return forward(
+            x,
+            w,
+            b if activation == "gelu" else None,
+            How(activation, backend, precision),
+            save=save,
+        )
+
+    def torch_forward(torch):
+        f = torch.nn.functional
+        torch.set_float32_matmul_precision("high")
+
+        def eager(x, w, b):
+            u = torch.addmm(b, x, w) if activation == "gelu" else x @ w
+            return u, f.gelu(u, approximate="tanh") if activation == "gelu" else f.relu(u).square()
+
+        return eager
+
+    return Case(
+        kernel="linear_gelu",
+        name=f"linear_{activation} forward {n}×{i}×{o} {'fp32 as TF32' if tf32 else 'bf16'}",
+        make=functools.partial(forward_inputs, n=n, i=i, o=o, dtype=dtype),
+        run={
+            **{
+                backend: functools.partial(run, backend)
+                for backend in (TF32_BACKENDS if tf32 else BACKENDS)
+            },
+            "xla, nothing saved": functools.partial(run, "xla", save=False),
+            **(
+                {}
+                if tf32
+                else {"mosaic, nothing saved": functools.partial(run, "mosaic", save=False)}
+            ),
+            "product": lambda x, w, b: jnp.matmul(x, w, precision=precision),
+        },
+        torch={
+            "torch": torch_forward,
+            "torch.compile": lambda torch: torch.compile(torch_forward(torch)),
+        },
+        bytes=(4 if tf32 else 2) * (n * i + i * o + o + 2 * n * o),
+        flops=2 * n * i * o,
+        bound="bf16",
+        bar="≤ 0.56 ms" if (n, i) == (65536, 768) else "",
+    )
+
+
+def backward_case(n, i, o, activation) -> Case:
+    def run(backend, dy, derivative, x, w):
+        b = jnp.zeros(o, jnp.bfloat16) if activation == "gelu" else None
+        return backward(How(activation, backend, None), (x, w, b, derivative), dy)
+
+    def two_products(dy, derivative, x, w):
+        return dy @ w.T, x.T @ dy
+
+    def torch_backward(torch):
+        def eager(dy, u, x, w):
+            if activation == "gelu":
+                du = torch.ops.aten.gelu_backward(dy, u, approximate="tanh")
+                return du @ w.T, x.T @ du, du.sum(0)
+            du = dy * 2 * torch.nn.functional.relu(u)
+            return du @ w.T, x.T @ du
+
+        return eager
+
+    return Case(
+        kernel="linear_gelu",
+        name=f"linear_{activation} backward {n}×{i}×{o} bf16",
+        make=functools.partial(backward_inputs, n=n, i=i, o=o),
+        run={
+            **{backend: functools.partial(run, backend) for backend in BACKENDS},
+            "two products": two_products,
+        },
+        torch={
+            "torch": torch_backward,
+            "torch.compile": lambda torch: torch.compile(torch_backward(torch)),
+        },
+        bytes=2 * (2 * n * o + 2 * n * i + 2 * i * o),
+        flops=4 * n * i * o,
+        bound="bf16",
+        bar="≤ 1.05× the two products" if (n, i) == (65536, 768) else "",
+    )
+
+
+def whole_inputs(key, *, n, i, o, c, dtype):
+    """dy, x, w, b, and w2 where there are C outputs of a second product."""
+    dy, x, w, b, w2 = normal(key, (n, c or o), (n, i), (i, o), (o,), (o, c or 1), dtype=dtype)
+    return (dy, x, w * dtype(i**-0.5), b, *([w2 * dtype(o**-0.5)] if c else []))
+
+
+def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
+    """Forward and backward of `linear_gelu`, or of `mlp` with C outputs."""
+    precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
+
+    def run(backend, dy, *args):
+        y, pull = jax.vjp(functools.partial(f, implementation=backend, precision=precision), *args)
+        return y, *pull(dy)
+
+    def six_products(dy, x, w, b, w2):
+        h = x @ w
+        dh = dy @ w2.T
+        return h @ w2, dh @ w.T, x.T @ dh, h.T @ dy
+
+    def in_torch(torch, *, compiled):
+        torch.set_float32_matmul_precision("high")
+
+        def forward(x, w, b, *w2):
+            y = torch.nn.functional.gelu(torch.addmm(b, x, w), approximate="tanh")
+            return y @ w2[0] if w2 else y
+
+        apply = torch.compile(forward) if compiled else forward
+
+        def both(dy, *args):
+            args = [a.requires_grad_(True) for a in args]
+            y = apply(*args)
+            return y.detach(), *torch.autograd.grad(y, args, dy)
+
+        return both
+
+    sizes = [n * i, i * o, o, *([o * c] if c else [])]
+    return Case(
+        kernel="linear_gelu",
+        name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} "
+        f"{'fp32 as TF32' if tf32 else 'bf16'}",
+        make=functools.partial(whole_inputs, n=n, i=i, o=o, c=c, dtype=dtype),
+        run={
+            **{
+                backend: functools.partial(run, backend)
+                for backend in (TF32_BACKENDS if tf32 else BACKENDS)
+            },
+            **({"six products": six_products} if c and not tf32 else {}),
+        },
+        torch={
+            "torch": functools.partial(in_torch, compiled=False),
+            "torch.compile": functools.partial(in_torch, compiled=True),
+        },
+        bytes=(4 if tf32 else 2) * 2 * (sum(sizes) + n * (c or o)),
+        flops=6 * n * o * (i + (c or 0)),
+        bound="bf16",
+    )
+
+
+def cases() -> list[Case]:
+    """Every width for GELU and the whole MLP, GPT-2 124M's for the squared ReLU and in fp32."""
+    made = [case(*shape, "gelu") for case in (forward_case, backward_case) for shape in SHAPES]
+    made += [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
+    made += [whole_case(mlp, *shape, shape[1]) for shape in SHAPES]
+    return [
+        *made,
+        forward_case(*TF32, "gelu", tf32=True),
+        whole_case(linear_gelu, *TF32, tf32=True),
+        whole_case(mlp, *TF32, TF32[1], tf32=True),
+    ]

@@ -1,0 +1,97 @@
+"""The head and its loss for GPT-2 124M: losses and both gradients, and losses alone.
+
+python -m gptjax.bench kernels benchmarks/kernels/lm_head.py
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels import linear_cross_entropy
+
+C, V, VOCAB = 768, 50304, 50257
+
+
+def make(n: int, key: jax.Array) -> tuple:
+    keys = jax.random.split(key, 3)
+    x_NC = jax.random.normal(keys[0], (n, C), jnp.bfloat16)
+    w_VC = jax.random.normal(keys[1], (V, C), jnp.bfloat16) * jnp.bfloat16(0.05)
+    return x_NC, w_VC, jax.random.randint(keys[2], (n,), 0, VOCAB)
+
+
+def mean_loss(**how):
+    return lambda x, w, targets: linear_cross_entropy(x, w, targets, vocab_size=VOCAB, **how).mean()
+
+
+def with_gradients(**how):
+    return jax.value_and_grad(mean_loss(**how), (0, 1))
+
+
+def bare_products(x, w, targets):
+    """The three products of a head in chunks of 16,384 rows, and nothing else: what is left to the
+    loss."""
+    dx, dw = [], jnp.zeros((V, C), jnp.float32)
+    for i in range(0, x.shape[0], 16384):
+        x_KC, dw = jax.lax.optimization_barrier((x[i : i + 16384], dw))
+        logits = x_KC @ w.T
+        logits = jax.lax.optimization_barrier(logits)
+        dx.append(logits @ w)
+        dw = dw + jnp.matmul(logits.T, x_KC, preferred_element_type=jnp.float32)
+    return jnp.concatenate(dx), dw.astype(jnp.bfloat16)
+
+
+def torch_with_gradients(torch, compiled: bool):
+    def loss(x, w, targets):
+        logits = torch.nn.functional.linear(x, w).float()
+        return torch.nn.functional.cross_entropy(logits[:, :VOCAB], targets.long())
+
+    loss = torch.compile(loss) if compiled else loss
+
+    def run(x, w, targets):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        value = loss(x, w, targets)
+        return value, *torch.autograd.grad(value, (x, w))
+
+    return run
+
+
+def cases() -> list[Case]:
+    found = []
+    for n in (65536, 4096):
+        product = 2 * n * C * V
+        found.append(
+            Case(
+                kernel="linear_cross_entropy",
+                name=f"loss and both gradients {n}×{C}×{V} bf16",
+                make=functools.partial(make, n),
+                run={
+                    "fused": with_gradients(implementation="fused"),
+                    "xla": with_gradients(implementation="xla"),
+                    "three bare products": bare_products,
+                },
+                torch={
+                    "torch": lambda torch: torch_with_gradients(torch, compiled=False),
+                    "torch.compile": lambda torch: torch_with_gradients(torch, compiled=True),
+                },
+                flops=3 * product,
+                bound="bf16",
+                bar="≤ 26 ms" if n == 65536 else "",
+            )
+        )
+    n = 65536
+    found.append(
+        Case(
+            kernel="linear_cross_entropy",
+            name=f"loss alone {n}×{C}×{V} bf16",
+            make=functools.partial(make, n),
+            run={
+                "fused": mean_loss(implementation="fused"),
+                "xla": mean_loss(implementation="xla"),
+            },
+            flops=2 * n * C * V,
+            bound="bf16",
+        )
+    )
+    return found

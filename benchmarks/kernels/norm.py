@@ -1,0 +1,109 @@
+"""layer_norm and rms_norm with a residual at GPT-2's widths: `python -m gptjax.bench kernels
+layer_norm`."""
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels.norm import _backward, _forward, _Options
+
+N = 65536
+EPS = 1e-5
+
+
+def cases() -> list[Case]:
+    bf16, fp32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    return [
+        *_pair("layer_norm", 768, bf16, bf16, bar="≥ 85 % of the copy rate"),
+        *_pair("layer_norm", 1600, bf16, bf16),
+        *_pair("layer_norm", 768, fp32, bf16),
+        *_pair("rms_norm", 768, bf16, bf16),
+    ]
+
+
+def _pair(kernel, c, dtype, out_dtype, bar=""):
+    centred = kernel == "layer_norm"
+    name = f"{N}×{c} {dtype.name}" + (f" → {out_dtype.name}" if out_dtype != dtype else "")
+    stream, out = N * c * dtype.itemsize, N * c * out_dtype.itemsize
+
+    def parameters():
+        return (jnp.ones((c,)), jnp.zeros((c,))) if centred else (None, None)
+
+    def make_forward(key):
+        return tuple(jax.random.normal(k, (N, c), dtype) for k in jax.random.split(key))
+
+    def make_backward(key):
+        keys = jax.random.split(key, 3)
+        dy, dtotal = (
+            jax.random.normal(keys[0], (N, c), out_dtype),
+            jax.random.normal(keys[1], (N, c), dtype),
+        )
+        _, total, stats = jax.jit(forward("xla"))(*make_forward(keys[2]))
+        return dy, dtotal, total, stats
+
+    def forward(backend):
+        options = _Options(EPS, centred, out_dtype, backend)
+        return lambda x, residual: _forward(options, x, residual, *parameters())
+
+    def backward(backend):
+        options = _Options(EPS, centred, out_dtype, backend)
+        return lambda dy, dtotal, total, stats: _backward(
+            options, dy, dtotal, total, stats, parameters()[0]
+        )
+
+    def torch_forward(torch):
+        scale, bias = (
+            torch.full((c,), value, device="cuda", dtype=getattr(torch, out_dtype.name))
+            for value in (1, 0)
+        )
+        norm = torch.nn.functional.layer_norm
+
+        def f(x, residual):
+            total = x + residual
+            if not centred:
+                return torch.nn.functional.rms_norm(total, (c,), None, EPS), total
+            return norm(total, (c,), scale, bias, EPS), total
+
+        return f
+
+    def torch_backward(torch):
+        scale, bias = (torch.full((c,), value, device="cuda") for value in (1.0, 0.0))
+
+        def f(dy, dtotal, total, stats):
+            dx, dscale, dbias = torch.ops.aten.native_layer_norm_backward(
+                dy,
+                total,
+                [c],
+                stats[0][:, None],
+                stats[1][:, None],
+                scale.to(dy.dtype),
+                bias.to(dy.dtype),
+                [True] * 3,
+            )
+            return dx + dtotal, dscale, dbias
+
+        return f
+
+    def rivals(f):
+        return {"torch": f, "torch.compile": lambda torch: torch.compile(f(torch))}
+
+    return [
+        Case(
+            kernel=kernel,
+            name=f"forward {name}",
+            make=make_forward,
+            run={name: forward(name) for name in ("triton", "xla")},
+            torch=rivals(torch_forward) if dtype == out_dtype else {},
+            bytes=3 * stream + out,
+            bar=bar,
+        ),
+        Case(
+            kernel=kernel,
+            name=f"backward {name}",
+            make=make_backward,
+            run={name: backward(name) for name in ("triton", "xla")},
+            torch=rivals(torch_backward) if centred and dtype == out_dtype else {},
+            bytes=3 * stream + out,
+            bar=bar,
+        ),
+    ]

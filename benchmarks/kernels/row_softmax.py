@@ -1,0 +1,106 @@
+"""Softmax, forward and backward: python -m gptjax.bench kernels benchmarks/kernels/row_softmax.py"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels.row_softmax import gradient, softmax
+
+
+def cases() -> list[Case]:
+    found = []
+    for shape in ((65536, 1024), (16384, 50304)):
+        found += [
+            _forward(shape, bar="≥ 85 % of the copy rate"),
+            _backward(shape, bar="≥ 80 % of the copy rate"),
+        ]
+    # Very long rows, and rows that start anywhere.
+    for shape in ((4096, 131072), (16384, 50257)):
+        found += [_forward(shape), _backward(shape)]
+    # The scores of 64 sequences of 1024 tokens in 12 heads; what a row does not see need not be
+    # read.
+    return [
+        *found,
+        _forward((768, 1024, 1024), causal=True),
+        _backward((768, 1024, 1024), causal=True),
+    ]
+
+
+def _name(direction, shape, causal):
+    return f"{direction} {'×'.join(map(str, shape))} bf16{' causal' if causal else ''}"
+
+
+def _random(key, shape):
+    return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def _bytes(shape, *, read, written, causal):
+    return (
+        2
+        * math.prod(shape)
+        * (written + (read * (shape[-1] + 1) / (2 * shape[-1]) if causal else read))
+    )
+
+
+def _forward(shape, causal=False, bar=""):
+    def in_jax(implementation):
+        return functools.partial(softmax, causal=causal, implementation=implementation)
+
+    def in_torch(torch, wrap):
+        def f(x):
+            if causal:
+                x = x.masked_fill(
+                    torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1),
+                    float("-inf"),
+                )
+            return torch.softmax(x, -1)
+
+        return wrap(f)
+
+    return Case(
+        kernel="softmax",
+        name=_name("forward", shape, causal),
+        make=lambda key: (_random(key, shape),),
+        run={name: in_jax(name) for name in ("triton", "xla")},
+        torch={
+            "torch": lambda torch: in_torch(torch, lambda f: f),
+            "torch.compile": lambda torch: in_torch(torch, torch.compile),
+        },
+        bytes=_bytes(shape, read=1, written=1, causal=causal),
+        bar=bar,
+    )
+
+
+def _backward(shape, causal=False, bar=""):
+    def make(key):
+        keys = jax.random.split(key)
+        return softmax(_random(keys[0], shape), causal=causal, implementation="xla"), _random(
+            keys[1], shape
+        )
+
+    def in_jax(implementation):
+        return functools.partial(gradient, causal=causal, implementation=implementation)
+
+    def in_torch(torch):
+        # y is zero where a causal row does not see.
+        return lambda y, dy: torch._softmax_backward_data(dy, y, -1, y.dtype)
+
+    def compiled(torch):
+        def f(y, dy):
+            y32, dy32 = y.float(), dy.float()
+            return (y32 * (dy32 - (dy32 * y32).sum(-1, keepdim=True))).to(y.dtype)
+
+        return torch.compile(f)
+
+    return Case(
+        kernel="softmax",
+        name=_name("backward", shape, causal),
+        make=make,
+        run={name: in_jax(name) for name in ("triton", "xla")},
+        torch={"torch": in_torch, "torch.compile": compiled},
+        bytes=_bytes(shape, read=2, written=1, causal=causal),
+        bar=bar,
+    )

@@ -1,0 +1,83 @@
+"""Symmetric products at the shapes of Polar Express for GPT-2's matrices.
+
+    python -m gptjax.bench kernels benchmarks/kernels/symmetric.py
+
+TFLOP/s count the half of the results that a symmetric product has to compute.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gptjax.bench.harness import Case
+from pallas_kernels import symmetric
+
+B, C = 4.042929935166739, -2.808917465908714
+
+# (kernel, shape, what we want): the bars first, then other shapes that training meets.
+SHAPES = [
+    ("ba_plus_caa", (48, 768, 768), "≥ 1.3× XLA"),
+    ("xtx", (24, 3072, 768), "≥ 1.3× XLA"),
+    ("xxt", (48, 768, 768), "≥ 1.0× XLA"),
+    ("xxt", (12, 768, 768), ""),
+    ("xtx", (12, 3072, 768), ""),
+    ("xxt", (24, 768, 3072), ""),
+    ("xxt", (48, 1600, 1600), ""),
+    ("xxt", (1, 768, 768), "auto takes XLA"),
+]
+
+
+def make(kernel, shape, key):
+    a = jax.random.normal(key, shape, jnp.bfloat16)
+    return (symmetric.xxt(a, implementation="xla"),) if kernel == "ba_plus_caa" else (a,)
+
+
+def in_jax(kernel, implementation):
+    keywords = {"b": B, "c": C} if kernel == "ba_plus_caa" else {}
+    return functools.partial(getattr(symmetric, kernel), implementation=implementation, **keywords)
+
+
+def added_after_rounding(a):
+    """What XLA makes of the line as one would write it: the product in bf16, then the scaled
+    sum."""
+    return jnp.asarray(B, a.dtype) * a + jnp.asarray(C, a.dtype) * (a @ a)
+
+
+def in_torch(kernel, torch):
+    if kernel == "ba_plus_caa":
+        return lambda a: torch.baddbmm(a, a, a, beta=B, alpha=C)
+    return lambda a: torch.bmm(a, a.mT) if kernel == "xxt" else torch.bmm(a.mT, a)
+
+
+def cases() -> list[Case]:
+    found = []
+    for kernel, shape, bar in SHAPES:
+        batch, rows, columns = shape
+        m, k = (columns, rows) if kernel == "xtx" else (rows, columns)
+        found.append(
+            Case(
+                kernel=kernel,
+                name=f"{'×'.join(map(str, shape))} bf16",
+                make=functools.partial(make, kernel, shape),
+                run={
+                    **{name: in_jax(kernel, name) for name in ("mosaic", "triton", "xla")},
+                    **(
+                        {"xla, rounded twice": added_after_rounding}
+                        if kernel == "ba_plus_caa"
+                        else {}
+                    ),
+                },
+                torch={
+                    "torch": functools.partial(in_torch, kernel),
+                    "torch.compile": lambda torch, kernel=kernel: torch.compile(
+                        in_torch(kernel, torch)
+                    ),
+                },
+                bytes=2 * batch * (rows * columns + m * m),
+                flops=batch * m * (m + 1) * k,
+                bound="bf16",
+                bar=bar,
+            )
+        )
+    return found

@@ -1,0 +1,138 @@
+"""The configs that bench measures: options of the command line → `Config`s of one micro-batch."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from gptjax import cli, optim
+from gptjax.bench.errors import BenchError
+from gptjax.config import Config
+from gptjax.models.gpt2 import PRESETS
+from gptjax.precision import Precision
+
+Preset = Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+
+# The help text itself says which value replaces an option that is not given.
+OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """The model: that of a config file, or a preset."""
+
+    config: Annotated[Path | None, OWN_DEFAULT] = None
+    """Config file: its model, sequence length, micro-batch and optimizer. The options below
+    override it."""
+    preset: Annotated[Preset | None, OWN_DEFAULT] = None
+    """The model's shape if there is no --config (default: gpt2)."""
+    sequence_length: Annotated[int | None, OWN_DEFAULT] = None
+    """Tokens of a sequence (default: the config's, or 1024)."""
+
+    @property
+    def name(self) -> str:
+        """Name of the model in rows."""
+        return self.config.stem if self.config else self.preset or "gpt2"
+
+    def base(self) -> Config:
+        """Return the config before the other options.
+
+        Raises:
+            BenchError: a config file and a preset.
+            ConfigError: no such config file.
+        """
+        if self.config and self.preset:
+            raise BenchError("--config and --preset both name a model: give one of them")
+        return base_config(self.config, self.preset)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions(BaseOptions):
+    """The model and how its step is computed."""
+
+    precision: Annotated[
+        Literal["fp32", "tf32", "bf16", "bf16_residual_fp32"] | None, OWN_DEFAULT
+    ] = None
+    """Default: the config's, or bf16."""
+    attention: Annotated[str | None, OWN_DEFAULT] = None
+    """Back end of attention, as --model.attention of train.py (default: the config's, or auto)."""
+    loss: Annotated[str | None, OWN_DEFAULT] = None
+    """Back end of the head and its loss, as --model.loss (default: the config's, or auto)."""
+    norm: Annotated[str | None, OWN_DEFAULT] = None
+    """Back end of the norms, as --model.norm (default: the config's, or auto)."""
+    mlp: Annotated[str | None, OWN_DEFAULT] = None
+    """Back end of the MLP, as --model.mlp (default: the config's, or auto)."""
+    algorithm: Annotated[Literal["adamw", "normuon", "muon"] | None, OWN_DEFAULT] = None
+    """The optimizer (default: the config's, or adamw). PyTorch's is always AdamW."""
+    forward: bool = False
+    """Run the forward pass and its loss alone."""
+
+    def with_options(
+        self, base: Config, *, batch: int | None = None, recompute: str | None = None
+    ) -> Config:
+        """Return the base config with these options, one micro-batch a step.
+
+        Raises:
+            BenchError: the model does not have one of the options, or options contradict each
+                other.
+            ConfigError: the config is invalid.
+        """
+        if self.forward and recompute:
+            raise BenchError(
+                "--forward has no backward pass to recompute for: leave out --recompute"
+            )
+        parts = ("attention", "loss", "norm", "mlp")
+        return one_micro_batch(
+            base,
+            batch or base.micro_batch,
+            self.sequence_length or base.sequence_length,
+            algorithm=self.algorithm,
+            precision=Precision(self.precision) if self.precision else base.model.precision,
+            recompute=recompute or base.model.recompute,
+            **{part: name for part in parts if (name := getattr(self, part))},
+        )
+
+
+def base_config(file: Path | None, preset: str | None) -> Config:
+    """Return the config of a file, or that of a preset: bf16, 64 sequences of 1024.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    if file:
+        return cli.load(file)
+    model = dataclasses.replace(PRESETS[preset or "gpt2"], precision=Precision("bf16"))
+    return Config(model=model, micro_batch=64, batch_tokens=64 * 1024)
+
+
+def one_micro_batch(
+    base: Config, batch: int, sequence_length: int, *, algorithm: str | None = None, **model: Any
+) -> Config:
+    """Return the config with a step of one micro-batch.
+
+    Args:
+        batch: sequences of the micro-batch.
+        algorithm: the optimizer, if another one.
+        model: fields of the model to replace.
+
+    Raises:
+        BenchError: the model does not have one of the fields.
+        ConfigError: the config is invalid.
+    """
+    if unknown := [field for field in model if not has_field(base.model, field)]:
+        name = type(base.model).__name__
+        raise BenchError(f"{name} has no option {unknown[0]}: leave out --{unknown[0]}")
+    return dataclasses.replace(
+        base,
+        micro_batch=batch,
+        batch_tokens=batch * sequence_length,
+        sequence_length=sequence_length,
+        model=dataclasses.replace(base.model, **model),
+        optimizer=optim.switch_algorithm(base.optimizer, algorithm or base.optimizer.name),
+    )
+
+
+def has_field(model: Any, name: str) -> bool:
+    """Return whether a model's config has a field."""
+    return any(field.name == name for field in dataclasses.fields(model))

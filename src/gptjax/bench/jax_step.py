@@ -1,0 +1,146 @@
+"""gptjax's training step, or its forward pass, as the benchmarks run it.
+
+Random tokens are on the device and the state is donated. The step is called many times in a row:
+the host runs ahead, and only the device is measured.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from gptjax import sharding
+from gptjax.bench.errors import BenchError
+from gptjax.config import Config
+from gptjax.models.base import graph
+from gptjax.training.compilation import compiler_options
+from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
+from gptjax.training.step import init_state, make_eval_step, make_train_step
+
+
+class JaxStep:
+    """A training step, or the forward pass alone, on random tokens.
+
+    Args:
+        config: one micro-batch a step.
+        forward: the loss alone, without gradients.
+        jit: False runs the same function operation by operation. Functions to which JAX itself
+            applies `jit` stay compiled.
+
+    Attributes:
+        compiled: the executable; None before `compile`.
+        compile_s: seconds of tracing, lowering and compiling.
+    """
+
+    def __init__(
+        self, config: Config, device: jax.Device, *, forward: bool = False, jit: bool = True
+    ):
+        self.config, self.device, self.forward, self.jit = config, device, forward, jit
+        self.compiled: jax.stages.Compiled | None = None
+        self.compile_s = 0.0
+        self._mesh = sharding.data_mesh([device])
+        self._call: Callable | None = None
+        self._state = None
+
+    def compile(self, **options: bool | str) -> None:
+        """Compile the step, once.
+
+        Args:
+            options: for XLA, in addition to those of a training run.
+
+        Raises:
+            ConfigError: a named back end cannot run here.
+        """
+        if self.compiled is not None:
+            return
+        self.config.kernels()
+        started = time.perf_counter()
+        replicated = sharding.replicated(self._mesh)
+
+        def abstract(tree):
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
+            )
+
+        state = abstract(jax.eval_shape(self._init))
+        windows = abstract(jax.eval_shape(self._windows))
+        step = jax.jit(
+            self._function(), donate_argnums=() if self.forward else 0, out_shardings=replicated
+        )
+        lowered = step.lower(state.params if self.forward else state, windows)
+        self.compiled = lowered.compile(compiler_options=compiler_options() | options)
+        self.compile_s = time.perf_counter() - started
+
+    def check_memory(self) -> None:
+        """Raise BenchError if the executable needs more memory than the device has."""
+        needed, available = needed_bytes(self.compiled), available_bytes(self.device)
+        if needed > available:
+            raise BenchError(
+                f"needs {needed / GIB:.1f} GiB of {available / GIB:.1f}; nothing was allocated"
+            )
+
+    def run(self, steps: int) -> float:
+        """Return the device's seconds for so many consecutive steps."""
+        if self._state is None:
+            if self.jit:
+                self.compile()
+            replicated = sharding.replicated(self._mesh)
+            self._state = jax.device_put(self._init(), replicated)
+            self._batch = jax.device_put(self._windows(), replicated)
+            self._call = self.compiled or self._function()
+        # Without jit nothing is donated: a second reference would keep the old state alive.
+        state, self._state = self._state, None
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        for _ in range(steps):
+            if self.forward:
+                last = self._call(state.params, self._batch)
+            else:
+                state, last = self._call(state, self._batch)
+        jax.block_until_ready((state, last))
+        taken = time.perf_counter() - started
+        self._state = state
+        return taken
+
+    def free(self) -> None:
+        """Release the state and the executable."""
+        self.compiled = self._call = self._state = self._batch = None
+
+    @property
+    def room(self) -> int:
+        """Bytes that the device must have free for the executable, beyond what JAX holds.
+
+        JAX's allocator takes memory in pieces, which leave gaps: an executable that needed 106.6
+        GiB, 89 of them in one piece, did not fit into 119.
+        """
+        stats = self.device.memory_stats() or {}
+        held = stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0)
+        return round(1.15 * needed_bytes(self.compiled)) - max(held, 0)
+
+    @property
+    def peak(self) -> int | None:
+        """Largest number of bytes that this process has allocated through JAX; None on a CPU."""
+        return peak_bytes(self.device)
+
+    @functools.cached_property
+    def _tx(self):
+        return self.config.build_optimizer(self._mesh)
+
+    def _init(self):
+        return init_state(self.config.model, self._tx, seed=0)
+
+    def _windows(self):
+        shape = (self.config.micro_batch, self.config.sequence_length + 1)
+        tokens = jax.random.randint(
+            jax.random.key(1), shape, 0, self.config.model.vocab_size, jnp.int32
+        )
+        return tokens if self.forward else tokens[None]
+
+    def _function(self) -> Callable:
+        graphdef, o = graph(self.config.model), self.config.optimizer
+        if self.forward:
+            return make_eval_step(graphdef)
+        skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
+        return make_train_step(graphdef, self._tx, self.config.learning_rate_schedule(), **skip)

@@ -1,0 +1,60 @@
+"""PyTorch's side of a comparison: whether it can run here, and its step for a config.
+
+PyTorch is imported only where it is asked for.
+"""
+
+from typing import Any
+
+import jax
+
+from gptjax.bench import results
+from gptjax.bench.errors import BenchError
+from gptjax.config import Config
+from gptjax.models.gpt2 import GPT2Config
+
+
+def has_torch(device: jax.Device) -> bool:
+    """Return whether PyTorch is installed and can use the same kind of device."""
+    if not results.is_installed("torch"):
+        return False
+    import torch
+
+    return device.platform != "gpu" or torch.cuda.is_available()
+
+
+def require_torch(device: jax.Device) -> None:
+    """Raise BenchError if `has_torch` is false."""
+    if not has_torch(device):
+        raise BenchError(
+            "--torch needs PyTorch with CUDA, and there is none: pip install torch, or leave it out"
+        )
+
+
+def why_no_rival(config: Config) -> str | None:
+    """Return why PyTorch has no step to compare with, or None. Its model is GPT-2."""
+    if isinstance(config.model, GPT2Config):
+        return None
+    return f"PyTorch's model is GPT-2, and {type(config.model).__name__} is not: leave out --torch"
+
+
+def how_of(config: Config, device: jax.Device):
+    """Return the `How` of PyTorch's fastest step in the precision of a config."""
+    from gptjax.bench.torch_gpt2 import How
+
+    return How(
+        precision=config.model.precision.name.split("_")[0], compiled=device.platform == "gpu"
+    )
+
+
+def torch_step(config: Config, how, device: jax.Device, **more: Any):
+    """Return the `TorchStep` of a config, on the same kind of device."""
+    from gptjax.bench.torch_gpt2 import TorchStep
+
+    return TorchStep(
+        config.model,
+        how,
+        batch=config.micro_batch,
+        sequence_length=config.sequence_length,
+        device="cuda" if device.platform == "gpu" else "cpu",
+        **more,
+    )

@@ -1,0 +1,146 @@
+"""The kernels of one step in a trace of `jax.profiler`, and the time of each part of the model."""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from gptjax.bench.errors import BenchError
+from gptjax.bench.hlo import ORDER, PASSES, Place, place_of_op_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One launch on the device."""
+
+    name: str
+    hlo_op: str
+    """The HLO instruction; empty if the trace has none."""
+    op_name: str
+    """The trace's own op_name, without the prefix common to all; empty if the trace has none."""
+    start_ns: float | int
+    duration_ns: float | int
+
+
+def newest_xplane(folder: Path) -> Path:
+    """Return the newest trace that `jax.profiler` wrote into a folder.
+
+    Raises:
+        BenchError: there is none.
+    """
+    traces = sorted(
+        folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime
+    )
+    if not traces:
+        raise BenchError(f"jax.profiler left no trace in {folder}/plugins/profile")
+    return traces[-1]
+
+
+def read_kernels(xplane: Path, module: str) -> list[Kernel]:
+    """Return the `kernels` of a `.xplane.pb` file."""
+    with warnings.catch_warnings():
+        # About jaxlib's own types, at their first use.
+        warnings.filterwarnings(
+            "ignore", message="builtin type .* has no __module__", category=DeprecationWarning
+        )
+        return kernels(list(jax.profiler.ProfileData.from_file(str(xplane)).planes), module)
+
+
+def kernels(planes: Sequence, module: str) -> list[Kernel]:
+    """Return what ran on the device, in the order of the starts: on a GPU kernels and copies, on a
+    CPU XLA's operations.
+
+    Args:
+        planes: those of `jax.profiler.ProfileData`.
+        module: name of the executable, such as jit_train_step; launches of others are left out.
+
+    Raises:
+        BenchError: the GPU's part of the trace has another form.
+    """
+    of_gpu = [
+        line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines
+    ]
+    # Other lines of that plane are sums over the same kernels.
+    streams = [line for line in of_gpu if line.name.startswith("Stream")]
+    if of_gpu and not streams:
+        raise BenchError(
+            "expected lines named Stream #… of the GPU in the trace, found "
+            f"{[line.name for line in of_gpu]}"
+        )
+    lines = streams or [
+        line for plane in planes if plane.name == "/host:CPU" for line in plane.lines
+    ]
+    launched = []
+    for event in (event for line in lines for event in line.events):
+        stats = dict(event.stats)
+        # A GPU's copies may name no executable; a CPU's threads have events that are no operations.
+        if stats.get("hlo_module", module if streams else None) == module:
+            op = str(stats.get("hlo_op", ""))
+            op_name = str(stats.get("tf_op") or stats.get("name") or "")
+            launched.append(Kernel(event.name, op, op_name, event.start_ns, event.duration_ns))
+    return sorted(launched, key=lambda kernel: kernel.start_ns)
+
+
+def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
+    """Return the time of each part, pass and kernel of a step.
+
+    Args:
+        launched: the kernels of one step.
+        instructions: from `hlo.places`.
+
+    Returns:
+        "span_ms", from the first kernel's start to the last one's end; "busy_ms", while at least
+        one ran; "idle_ms", the rest; "kernel_ms", the sum over the kernels, which exceeds busy_ms
+        if some ran at the same time; "parts", a dict for each part and pass; "kernels", a dict for
+        each kernel of each of them, the longest first; "gaps", the ten longest idle times.
+
+    Raises:
+        BenchError: there are no kernels.
+    """
+    placed = [
+        (kernel, instructions.get(kernel.hlo_op) or place_of_op_name(kernel.op_name))
+        for kernel in launched
+    ]
+    # The event of a loop or a call covers those of its body.
+    placed = [(kernel, place) for kernel, place in placed if not place.encloses]
+    if not placed:
+        raise BenchError(
+            "the trace has no kernels of the step; on a GPU it takes CUPTI (pip install "
+            "nvidia-cuda-cupti)"
+        )
+    parts: dict[tuple, dict] = {}
+    by_kernel: dict[tuple, dict] = {}
+    gaps, busy, end, last = [], 0.0, placed[0][0].start_ns, ""
+    for kernel, place in placed:
+        ms = kernel.duration_ns / 1e6
+        key = {"part": place.part, "pass": place.pass_}
+        part = parts.setdefault(
+            tuple(key.values()), key | {"ms": 0.0, "matmul_ms": 0.0, "calls": 0}
+        )
+        name = re.sub(r"([._]\d+)+$", "", kernel.name)  # XLA numbers its kernels
+        key |= {"name": name, "op": place.op, "matmul": place.matmul}
+        one = by_kernel.setdefault(tuple(key.values()), key | {"ms": 0.0, "calls": 0})
+        part["matmul_ms"] += ms * place.matmul
+        for row in (part, one):
+            row["ms"] += ms
+            row["calls"] += 1
+        if kernel.start_ns > end:
+            gaps.append({"us": (kernel.start_ns - end) / 1e3, "after": last, "before": name})
+        stop = kernel.start_ns + kernel.duration_ns
+        busy += max(0, stop - max(end, kernel.start_ns))
+        if stop >= end:
+            end, last = stop, name
+    span = end - placed[0][0].start_ns
+    order = [(part, pass_) for part in ORDER for pass_ in PASSES]
+    return {
+        "span_ms": span / 1e6,
+        "busy_ms": busy / 1e6,
+        "idle_ms": (span - busy) / 1e6,
+        "kernel_ms": sum(part["ms"] for part in parts.values()),
+        "parts": [parts[key] for key in order if key in parts],
+        "kernels": sorted(by_kernel.values(), key=lambda row: -row["ms"]),
+        "gaps": sorted(gaps, key=lambda gap: -gap["us"])[:10],
+    }
