@@ -11,8 +11,9 @@ Loss:      llm.c's run of this recipe on FineWeb validates at 6.17 (step 250), 4
 
 from dataclasses import replace
 
-from gptjax.config import Config, OptimizerConfig
+from gptjax.config import Config
 from gptjax.models.gpt2 import PRESETS
+from gptjax.optim import OptimizerConfig
 from gptjax.precision import Precision
 
 config = Config(

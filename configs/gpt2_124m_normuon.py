@@ -12,15 +12,15 @@ this learning rate, decay and number
 
 from dataclasses import replace
 
-from gptjax.config import Config, OptimizerConfig
+from gptjax.config import Config
 from gptjax.models.gpt2 import PRESETS
+from gptjax.optim import NorMuonConfig
 from gptjax.precision import Precision
 
 config = Config(
     name="gpt2_124m_normuon",
     model=replace(PRESETS["gpt2"], precision=Precision("bf16")),
-    optimizer=OptimizerConfig(
-        algorithm="normuon",
+    optimizer=NorMuonConfig(
         matrix_learning_rate=0.035,
         matrix_weight_decay=0.025,
         learning_rate=6e-4,

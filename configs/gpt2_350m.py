@@ -11,8 +11,9 @@ named by --dataset
 
 from dataclasses import replace
 
-from gptjax.config import Config, OptimizerConfig
+from gptjax.config import Config
 from gptjax.models.gpt2 import PRESETS
+from gptjax.optim import OptimizerConfig
 from gptjax.precision import Precision
 
 config = Config(

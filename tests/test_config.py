@@ -1,4 +1,4 @@
-"""Configs: files, the command line, what a checkpoint remembers of them, and every error's text."""
+"""Configs: types and ranges of options, their JSON, and the differences from a checkpoint's."""
 
 import copy
 import dataclasses
@@ -8,22 +8,17 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import jax
 import pytest
 
 from gptjax import config as configuration
-from gptjax.config import (
-    RANGES,
-    Config,
-    ConfigError,
-    OptimizerConfig,
-    from_command_line,
-    load,
-    to_json,
-)
+from gptjax.cli import from_command_line, load
+from gptjax.config import Config, ConfigError, to_json
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.training.optimizer import build
+from gptjax.optim import ALGORITHMS, NorMuonConfig, switch_algorithm
+from gptjax.ranges import ranges
 from gptjax.training.step import init_state
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
@@ -67,81 +62,15 @@ def test_the_flagship_is_llm_c_s_recipe():
     assert (o.b1, o.b2, o.eps) == (0.9, 0.95, 1e-8)
 
 
-def test_every_field_can_be_overridden():
-    config = from_command_line(
-        [
-            "--model.n-layer",
-            "6",
-            "--config",
-            TINY,
-            "--model.precision",
-            "bf16_residual_fp32",
-            "--max-steps",
-            "7",
-        ]
-        + [
-            "--optimizer.skip-loss-z",
-            "3",
-            "--optimizer.clip-norm",
-            "None",
-            "--runs-dir",
-            "elsewhere",
-            "--name",
-            "x",
-        ]
-    )
-    assert config.model.n_layer == 6 and config.model.precision.name == "bf16_residual_fp32"
-    assert config.optimizer.skip_loss_z == 3.0 and config.optimizer.clip_norm is None
-    assert config.run_dir == Path("elsewhere/x") and config.max_steps == 7
-    assert config.model.n_embd == load(Path(TINY)).model.n_embd  # what was not named stays
-
-
-def test_help_shows_every_field_with_its_meaning(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        from_command_line(["--config", TINY, "--help"])
-    assert exit_info.value.code == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for kind, prefix in ((Config, ""), (GPT2Config, "model."), (OptimizerConfig, "optimizer.")):
-        for field in dataclasses.fields(kind):
-            if field.name not in ("model", "optimizer"):
-                assert f"--{prefix}{field.name.replace('_', '-')}" in shown
-    assert "--config PATH Python file that defines `config`." in shown
-    assert (
-        "Sequences on each device at a time" in shown
-        and "The optimizer, its learning-rate schedule, and when an update is skipped" in shown
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--model.precision", "fp8"], "fp32.*tf32.*bf16"),
-        (["--resume", "maybe"], "auto.*never.*must"),
-        (["--optimizer.schedule", "cos"], "cosine.*linear.*constant.*wsd"),
-        (["--model.recompute", "all"], "none.*block.*sublayer"),
-        (["--modl.n-layer", "3"], "--model.n-layer"),
-        (["--max-steps", "many"], "invalid literal"),
-        (["--model.n-head", "3"], "n_embd=128 is not a multiple of n_head=3"),
-    ],
-)
-def test_a_bad_option_is_an_error_that_names_the_choices(arguments, says, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        from_command_line(["--config", TINY, *arguments])
-    assert exit_info.value.code == 2
-    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert re.search(says, shown), shown
-
-
-@pytest.mark.parametrize("kind", [Config, OptimizerConfig])
+@pytest.mark.parametrize("kind", [Config, *ALGORITHMS.values()])
 def test_every_number_has_a_range(kind):
-    prefix = "optimizer." if kind is OptimizerConfig else ""
+    types = get_type_hints(kind)
     numbers = {
-        prefix + f.name
+        f.name
         for f in dataclasses.fields(kind)
-        if f.type in (int, float, int | None, float | None)
+        if types[f.name] in (int, float, int | None, float | None)
     }
-    others = {prefix + f.name for f in dataclasses.fields(kind)} - numbers
-    assert numbers <= RANGES.keys() and not others & RANGES.keys()
+    assert numbers and numbers == ranges(kind).keys()
 
 
 OUT_OF_RANGE = [
@@ -166,7 +95,7 @@ OUT_OF_RANGE = [
 ]  # fmt: skip
 
 
-NORMUON = Config(optimizer=OptimizerConfig(algorithm="normuon"))
+NORMUON = Config(optimizer=NorMuonConfig())
 
 
 def with_option(name: str, value: object) -> Config:
@@ -193,7 +122,8 @@ def test_a_number_out_of_its_range_is_refused():
 
 
 def test_nan_and_infinity_are_refused():
-    floats = [name for name, (_, low, _) in RANGES.items() if isinstance(low, float)]
+    allowed = ranges(Config) | {f"optimizer.{n}": r for n, r in ranges(NorMuonConfig).items()}
+    floats = [name for name, interval in allowed.items() if isinstance(interval.low, float)]
     assert len(floats) == 18
     for name, value in itertools.product(floats, (math.nan, math.inf, -math.inf)):
         with pytest.raises(
@@ -242,7 +172,7 @@ def test_the_ends_of_a_range_are_allowed():
         ("overfit_one_batch", 1, r"--overfit-one-batch must be bool, got 1"),
         ("runs_dir", "runs", r"--runs-dir must be Path, got 'runs' \(str\)"),
         ("optimizer", {"learning_rate": 1}, r"--optimizer must be OptimizerConfig, got .*\(dict\)"),
-        ("model", None, r"--model must be GPT2Config, got None"),
+        ("model", None, r"--model must be ModelConfig, got None"),
         (
             "dataset",
             "a\0b",
@@ -278,121 +208,6 @@ def test_a_chunk_of_the_loss_divides_a_micro_batch():
     Config(model=GPT2Config(loss_chunk=1024))
 
 
-def test_config_is_given_once():
-    with pytest.raises(ConfigError, match="expected one --config, got .*gpt2_tiny.py, other.py"):
-        from_command_line(["--config", TINY, "--config=other.py"])
-    with pytest.raises(SystemExit) as exit_info:
-        from_command_line(["--config"])
-    assert exit_info.value.code == 2
-
-
-def test_an_option_out_of_its_range_is_one_sentence():
-    with pytest.raises(
-        ConfigError, match=r"^--optimizer.eps must be above 0 and finite in fp32, got -1.0$"
-    ):
-        from_command_line(["--config", TINY, "--optimizer.eps", "-1"])
-
-
-def test_a_missing_config_names_those_that_there_are():
-    with pytest.raises(
-        ConfigError, match=r"no config file .*gpt2_giant\.py; there are: .*gpt2_tiny\.py"
-    ):
-        from_command_line(["--config", str(Path(TINY).with_name("gpt2_giant.py"))])
-    with pytest.raises(ConfigError, match=r"--config FILE is missing.*configs/gpt2_tiny\.py"):
-        from_command_line([])
-
-
-@pytest.mark.parametrize(("text", "says"), [("", "is missing"), ("config = {'a': 1}", "is a dict")])
-def test_a_file_without_a_config_says_what_it_must_define(tmp_path, text, says):
-    path = tmp_path / "mine.py"
-    path.write_text(text)
-    with pytest.raises(
-        ConfigError,
-        match=rf"must define `config = gptjax.config.Config\(...\)`; its `config` {says}",
-    ):
-        load(path)
-
-
-IMPORTS = (
-    "from gptjax.config import Config, OptimizerConfig\nfrom gptjax.models.gpt2 import GPT2Config\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "x = 1\nraise RuntimeError('no\x1b[31m GPU\\nsecond line')",
-            "line 2: RuntimeError: no\ufffd\\[31m GPU$",
-        ),
-        ("def f():\n    raise KeyError('k')\nf()", "line 2: KeyError: 'k'"),
-        ("assert False", "line 1: AssertionError: no message"),
-        ("config = Config(\n", r"line 1: SyntaxError: '\(' was never closed"),
-        ("x = 'unfinished", "line 1: SyntaxError: unterminated string"),
-        ("import no_such_module", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
-        (
-            IMPORTS + "config = Config(learning_rat=1)",
-            r"line 3: TypeError: .*'learning_rat'.*--help` lists",
-        ),
-        (
-            IMPORTS + "config = Config(optimizer=OptimizerConfig(eps=-1.0))",
-            "line 3: --optimizer.eps must be above 0",
-        ),
-        (
-            IMPORTS + "config = Config(model=GPT2Config(n_head=7))",
-            "line 3: ValueError: GPT2Config: n_embd=768",
-        ),
-        (
-            "import sys\nsys.exit(3)",
-            "line 2: expected a definition of `config`, but it exits with 3",
-        ),
-        ("def f(): f()\nf()", "line 1: RecursionError"),
-        ('{"max_steps": 3', "line 1: SyntaxError"),
-        ("\0\1", "SyntaxError: source code string cannot contain null bytes"),
-    ],
-)
-def test_a_config_file_that_cannot_be_executed_is_a_sentence(tmp_path, monkeypatch, text, says):
-    (tmp_path / "mine.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^mine.py(,|:) ?{says}") as error:
-        load(Path("mine.py"))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("config.json", "must be a Python file, NAME.py, but .* is another file"),
-        ("folder.py", "is a folder"),
-        ("fifo.py", "is not a regular file"),
-        ("binary.py", "line 1: SyntaxError|SyntaxError"),
-        ("x" * 300 + ".py", "cannot be read: File name too long"),
-    ],
-)
-def test_what_is_not_a_python_file_is_a_sentence(tmp_path, name, says):
-    path = tmp_path / name
-    if name == "fifo.py":
-        os.mkfifo(path)
-    elif name == "folder.py":
-        path.mkdir()
-    elif len(name) < 200:
-        path.write_bytes(b"\xff\xfe\x00" if name == "binary.py" else b"{}")
-    with pytest.raises(ConfigError, match=says):
-        load(path)
-
-
-def test_an_unreadable_config_is_a_sentence(tmp_path, monkeypatch):
-    path = tmp_path / "mine.py"
-    path.write_text("")
-
-    def denied(self, path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("importlib.machinery.SourceFileLoader.get_data", denied)
-    with pytest.raises(ConfigError, match="mine.py: PermissionError: .*Permission denied"):
-        load(path)
-
-
 def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Config().compilation_cache == tmp_path / "gptjax"
@@ -402,10 +217,8 @@ def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
     # as where no home folder is known
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert Config().compilation_cache is None
-    assert (
-        from_command_line(["--config", TINY, "--compilation-cache", "None"]).compilation_cache
-        is None
-    )
+    command = ["--config", TINY, "--compilation-cache", "None"]
+    assert from_command_line(command).compilation_cache is None
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
@@ -454,18 +267,25 @@ CHANGED = {
 }
 
 
-def test_changes_are_allowed_on_purpose_only():
+def tiny_with(algorithm: str) -> Config:
     config = load(Path(TINY))
+    return dataclasses.replace(config, optimizer=switch_algorithm(config.optimizer, algorithm))
+
+
+def test_changes_are_allowed_on_purpose_only():
+    config = tiny_with("normuon")
     saved = json.loads(json.dumps(to_json(config)))
     changed = other_optimizer(config, **CHANGED)
-    assert {f"optimizer.{name}" for name in CHANGED} == configuration.CHANGEABLE
+    assert {f"optimizer.{name}" for name in CHANGED} == configuration.changeable(changed)
     lines = configuration.differences(saved, changed)
     assert lines[2] == "--optimizer.learning-rate: the checkpoint has 0.003, now 0.0001"
     assert len(lines) == 7 and lines[-1] == "--resume-with-changes allows such changes"
     allowed = dataclasses.replace(changed, resume_with_changes=True)
     assert configuration.differences(saved, allowed) == []
     found = configuration.changes(saved, allowed)
-    assert found["optimizer.clip_norm"] == (1.0, None) and found.keys() == configuration.CHANGEABLE
+    assert found["optimizer.clip_norm"] == (1.0, None) and found.keys() == configuration.changeable(
+        config
+    )
     assert configuration.changes(saved, config) == {}
     # Nothing else is allowed, and the option is not offered for it.
     other = other_optimizer(allowed, b1=0.5)
@@ -480,15 +300,36 @@ def test_changes_are_allowed_on_purpose_only():
 
 def test_the_optimizers_state_has_one_form_for_all_allowed_changes():
     """Else a resumed run could not restore it."""
-    config = load(Path(TINY))
     for algorithm in ("adamw", "normuon", "muon"):
-        config = other_optimizer(config, algorithm=algorithm)
+        config = tiny_with(algorithm)
+        changed = {name: CHANGED[name] for name in config.optimizer.changeable}
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
         forms = [
-            jax.eval_shape(lambda c=c, mesh=mesh: init_state(c.model, build(c, mesh), 0))
-            for c in (config, other_optimizer(config, **CHANGED))
+            jax.eval_shape(lambda c=c, mesh=mesh: init_state(c.model, c.build_optimizer(mesh), 0))
+            for c in (config, other_optimizer(config, **changed))
         ]
         assert forms[0] == forms[1]
+
+
+def test_another_algorithm_is_refused_in_one_line():
+    """Also with --resume-with-changes. The options that only one of them has do not matter."""
+    for old, new in itertools.permutations(ALGORITHMS, 2):
+        saved = json.loads(json.dumps(to_json(tiny_with(old))))
+        now = dataclasses.replace(tiny_with(new), resume_with_changes=True)
+        wanted = [f"--optimizer: the checkpoint has {old}, now {new}"]
+        assert configuration.differences(saved, now) == wanted
+    # As written before each algorithm had options of its own.
+    saved = json.loads(json.dumps(to_json(tiny_with("normuon"))))
+    saved["optimizer.algorithm"] = "adamw"
+    assert configuration.differences(saved, tiny_with("adamw")) == []
+
+
+def test_json_has_the_algorithm_and_only_its_options():
+    flat = to_json(tiny_with("muon"))
+    assert flat["optimizer.algorithm"] == "muon" and flat["optimizer.momentum"] == 0.95
+    assert "optimizer.neuron_b2" not in flat and "model" not in flat and "optimizer" not in flat
+    assert flat["optimizer.schedule_steps"] == flat["max_steps"] == 1000
+    assert {name.partition(".")[0] for name in flat if "." in name} == {"model", "optimizer"}
 
 
 @pytest.mark.parametrize("saved", [None, [], "x", 3, {3: 4}])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reference.normuon import TorchNorMuon, neuron_norm
 from reference.normuon import polar_express as exact_polar_express
 
-from gptjax.models.gpt2 import GPT2, PARAMETER_GROUPS, GPT2Config
+from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.optim import (
     Matrices,
     add_cautious_decay,
@@ -450,7 +450,7 @@ def test_under_nnx_optimizer_gpt2s_groups_apply():
     model = GPT2(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     tx = normuon_and_adamw(
-        PARAMETER_GROUPS,
+        config.parameter_groups(),
         matrix_learning_rate=0.02,
         learning_rate=1e-3,
         matrix_weight_decay=0.1,

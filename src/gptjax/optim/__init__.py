@@ -1,33 +1,43 @@
-"""Optimizers and learning-rate schedules as optax transformations; nothing here knows gptjax's
-model."""
+"""Optimizers and learning-rate schedules as optax transformations, independent of any model."""
 
-from gptjax.optim.adamw import adamw, decay_mask
-from gptjax.optim.groups import Group, GroupError, normuon_and_adamw
-from gptjax.optim.mantissa import with_mantissa, with_stochastic_rounding
+from gptjax.optim.adamw import OptimizerConfig, adamw, decay_mask
+from gptjax.optim.algorithms import ALGORITHMS, switch_algorithm
+from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
+from gptjax.optim.matrices import Matrices
+from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
+from gptjax.optim.muon import MuonConfig
 from gptjax.optim.normuon import (
-    Matrices,
+    NorMuonConfig,
     add_cautious_decay,
     distributed,
     momentum_schedule,
     normuon,
+    normuon_and_adamw,
     orthogonalize,
     scale_by_matrix_shape,
     scale_by_nesterov,
     scale_by_neuron_norm,
     scale_by_normuon,
 )
+from gptjax.optim.partition import Group, GroupError
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, schedule
 
 __all__ = [
+    "ALGORITHMS",
     "SCHEDULES",
     "Group",
     "GroupError",
     "Matrices",
+    "MatrixOptimizerConfig",
+    "MuonConfig",
+    "NorMuonConfig",
+    "OptimizerConfig",
     "add_cautious_decay",
     "adamw",
     "decay_mask",
     "distributed",
+    "matrices_and_adamw",
     "momentum_schedule",
     "newton_schulz",
     "normuon",
@@ -39,6 +49,9 @@ __all__ = [
     "scale_by_neuron_norm",
     "scale_by_normuon",
     "schedule",
+    "switch_algorithm",
+    "view",
+    "whole",
     "with_mantissa",
     "with_stochastic_rounding",
 ]

@@ -1,24 +1,41 @@
-"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019) as GPT-2 is trained
-with it."""
+"""AdamW with gradient clipping, and its config, from which every other optimizer's is derived.
+
+Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from gptjax.optim._ranges import check_range
+from gptjax.optim.partition import Group
+from gptjax.optim.schedules import schedule
+from gptjax.ranges import (
+    DecayRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+    check_range,
+)
 
 
 def global_norm(tree: optax.Updates) -> jax.Array:
-    """‖g‖ of all tensors together, fp32.
+    """Return the norm ‖g‖ of all tensors together, in fp32.
 
-    A kernel for each matrix sums its rows, and the rows' sums and the vectors are then laid end to
-    end for one sum over all: on a GPU 53 kernels for the 148 tensors of GPT-2 124M. A sum of one
-    matrix at once takes two, and each vector's by itself one more.
+    One kernel for each matrix sums its rows. The row sums and the vectors are concatenated for one
+    sum over all: on a GPU 53 kernels for the 148 tensors of GPT-2 124M. A full sum of a matrix
+    takes two kernels, and a separate sum of each vector one more.
     """
     squares = [jnp.square(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
     rows = [jnp.sum(s, -1).ravel() if s.ndim >= 2 else s.ravel() for s in squares]
-    # XLA would take the sum of what is laid end to end apart again, into a sum of each.
+    # Without the barrier XLA splits the sum of the concatenation into a sum of each part.
     return (
         jnp.sqrt(jnp.sum(jax.lax.optimization_barrier(jnp.concatenate(rows))))
         if rows
@@ -27,11 +44,11 @@ def global_norm(tree: optax.Updates) -> jax.Array:
 
 
 def clip_by_global_norm(largest: ArrayLike) -> optax.GradientTransformation:
-    """g ← g · min(1, largest/‖g‖), ‖g‖ the norm of all tensors together.
+    """Scale gradients: g ← g · min(1, largest/‖g‖), ‖g‖ the norm of all tensors together.
 
-    optax's divides every element by the norm. One factor leaves a multiplication, which compilers
-    repeat in each of the two moments rather than write a clipped gradient down and read it again;
-    and the norm is the same expression as the metric's, so that one program computes it once.
+    optax's version divides every element by the norm. A multiplication by one factor is fused into
+    the kernels of both moments, so that no clipped gradient is stored. The norm is the same
+    expression as that of the metric, so that one executable computes it once.
     """
 
     def update(updates, state, params=None):
@@ -43,10 +60,10 @@ def clip_by_global_norm(largest: ArrayLike) -> optax.GradientTransformation:
 
 
 def clip_or_identity(clip_norm: ArrayLike | None) -> optax.GradientTransformation:
-    """`clip_by_global_norm`, or no clipping for None.
+    """Return `clip_by_global_norm`, or the identity for None.
 
     Raises:
-        ValueError: a norm that is not positive.
+        ValueError: clip_norm is not positive.
     """
     if clip_norm is None:
         return optax.identity()
@@ -56,13 +73,12 @@ def clip_or_identity(clip_norm: ArrayLike | None) -> optax.GradientTransformatio
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
-    """True for tensors of two or more dimensions (matrices and embeddings), False for biases and
-    LayerNorm's vectors."""
+    """Return True for tensors of two or more axes (matrices, embeddings), False for vectors."""
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
 def scale_by_adam(b1: ArrayLike, b2: ArrayLike, eps: ArrayLike) -> optax.GradientTransformation:
-    """Adam's direction: m̂/(√v̂ + eps), m̂ = m/(1 − b1ᵗ), v̂ = v/(1 − b2ᵗ), from t = 1 on.
+    """Scale gradients to m̂/(√v̂ + eps), m̂ = m/(1 − b1ᵗ), v̂ = v/(1 − b2ᵗ), t = 1, 2, ….
 
     The state is `optax.ScaleByAdamState`. optax.scale_by_adam computes 1 − bᵗ by a subtraction in
     fp32: with b2 = 0.999 the first updates are off by 1e-5. Here b is rounded to fp32 once. Then
@@ -105,13 +121,13 @@ def adam_with_decay(
     weight_decay: ArrayLike,
     mask=None,
 ) -> optax.GradientTransformation:
-    """`adamw` without the clip.
+    """Return `adamw` without the clipping.
 
     Args:
-        mask: function of the parameters, True for those that decay; None for all.
+        mask: function that maps the parameters to True for those that decay; None for all.
     """
     check_range("adamw", learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
-    # From here on fp32 rounds to 1.
+    # fp32 rounds numbers from 1 − 2⁻²⁵ on to 1.
     check_range("adamw", below=1 - 2**-25, b1=b1, b2=b2)
     return optax.chain(
         scale_by_adam(b1, b2, eps),
@@ -129,7 +145,7 @@ def adamw(
     weight_decay: ArrayLike = 0.1,
     clip_norm: ArrayLike | None = 1.0,
 ) -> optax.GradientTransformation:
-    """Clip by global norm, bias-corrected Adam, decoupled decay of the tensors in `decay_mask`.
+    """Return AdamW: clip by global norm, Adam, decoupled decay of the tensors in `decay_mask`.
 
         g ← g · min(1, clip_norm/‖g‖)
         m ← b1·m + (1−b1)·g,   v ← b2·v + (1−b2)·g²
@@ -153,3 +169,106 @@ def adamw(
         learning_rate, **betas, eps=eps, weight_decay=weight_decay, mask=decay_mask
     )
     return optax.chain(clip_or_identity(clip_norm), adam)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW for every parameter, and the options that all algorithms share.
+
+    Another algorithm derives its config from this one and adds only the options that it uses.
+
+    Attributes:
+        name: the algorithm, as --optimizer names it.
+        changeable: options that --resume-with-changes allows to change. The form of the optimizer's
+            state must not depend on them.
+    """
+
+    name: ClassVar[str] = "adamw"
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        ("learning_rate", "final_fraction", "clip_norm", "skip_loss_z", "skip_grad_norm_z")
+    )
+
+    learning_rate: PositiveFloat = 6e-4
+    """Peak learning rate of AdamW."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd decays over the last 20 % of the steps as 1 − √progress."""
+    warmup_steps: NonNegativeInt = 700
+    """Steps of linear warm-up."""
+    schedule_steps: PositiveInt | None = None
+    """Step at which the schedule ends; max_steps when None."""
+    final_fraction: UnitFloat = 0.0
+    """Learning rate at the schedule's end, as a fraction of the peak."""
+    b1: DecayRate = 0.9
+    """Decay rate of AdamW's first moment."""
+    b2: DecayRate = 0.95
+    """Decay rate of AdamW's second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon, outside the square root."""
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's decoupled weight decay; norms and biases have none."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest global gradient norm; None for no clipping."""
+    skip_loss_z: PositiveFloat | None = None
+    """Skip an update whose loss is this many deviations above its last 128 values; None never
+    skips."""
+    skip_grad_norm_z: PositiveFloat | None = None
+    """Skip an update whose gradient norm is this many deviations above its last 128 values."""
+
+    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
+        """Return the hyperparameters that change during a run, as functions of the update's index.
+
+        Args:
+            total_steps: end of a schedule whose `schedule_steps` is None.
+        """
+        return {"learning_rate": self._learning_rate(self.learning_rate, total_steps)}
+
+    def build(
+        self,
+        *,
+        total_steps: int,
+        groups: Sequence[Group],
+        mesh: Mesh,
+        schedules: Mapping[str, optax.Schedule] | None = None,
+    ) -> optax.GradientTransformation:
+        """Return the transformation of a run: clipping, optimizer, learning rate and decay.
+
+        Args:
+            total_steps: optimizer steps of the run.
+            groups: the `Group`s of the model's parameters.
+            mesh: the devices of the run.
+            schedules: used instead of `self.schedules(total_steps)`. A schedule may read an
+                argument of the compiled function: one executable then serves runs of any learning
+                rate and length.
+        """
+        del groups, mesh
+        return adamw(**self._adamw_options(schedules or self.schedules(total_steps)))
+
+    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
+        """Describe the optimizer and the treatment of each parameter, a line each.
+
+        Args:
+            params: arrays, or `jax.ShapeDtypeStruct`s.
+            groups: the `Group`s of the model's parameters.
+        """
+        del params, groups
+        rates = f"lr {self.learning_rate:g}, decay {self.weight_decay:g}"
+        return [f"adamw: {rates} (of tensors with two or more axes)"]
+
+    def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
+        return schedule(
+            self.schedule,
+            peak=peak,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.schedule_steps or total_steps,
+            final_fraction=self.final_fraction,
+        )
+
+    def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
+        return {
+            "learning_rate": schedules["learning_rate"],
+            "weight_decay": self.weight_decay,
+            "b1": self.b1,
+            "b2": self.b2,
+            "eps": self.eps,
+            "clip_norm": self.clip_norm,
+        }

@@ -1,8 +1,7 @@
-"""NorMuon: momentum, orthogonalised a matrix at a time, with every neuron's update brought to the
-same size.
+"""NorMuon: orthogonalized momentum with the update of each neuron normalized.
 
-For a gradient g of a matrix with I inputs and O outputs, β the momentum, and each line a
-transformation of its own here:
+For a gradient g of a matrix with I inputs and O outputs, β the momentum, and one transformation for
+each line:
 
     m ← βm + (1−β)g,   u = (1−β)g + βm                                      scale_by_nesterov
     v = polar_express(u)                                                    orthogonalize
@@ -13,20 +12,21 @@ transformation of its own here:
     v ← v·√max(1, O/I)                                                      scale_by_matrix_shape
 
 Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025.
-The constants are those of modded-nanogpt's record. The Frobenius norm stays as it is in the third,
-so that nothing needs a correction for bias.
+The constants are those of modded-nanogpt's record. `scale_by_neuron_norm` keeps the Frobenius norm,
+so that V needs no bias correction.
 
-A parameter of two axes holds one matrix, inputs first, as Flax's `kernel` does, or several side by
-side. With more axes, `Matrices` must name the inputs and the outputs. Every transformation here
-calls a function that maps a parameter's path, such as "blocks.0.attn.c_attn.kernel", to its
-`Matrices`. Nothing here knows gptjax's model.
+Every transformation here calls a function that maps a parameter's path, such as
+"blocks.0.attn.c_attn.kernel", to the layout of its matrices, `gptjax.optim.Matrices`.
+
+Shapes: N matrices of one shape, I inputs, O outputs.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,122 +34,13 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from gptjax.optim._ranges import check_range
-from gptjax.optim.polar_express import polar_express
+from gptjax.optim.matrices import Layout, flatten, one_matrix
+from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
+from gptjax.optim.partition import Group, group_of
+from gptjax.optim.polar_express import newton_schulz, polar_express
+from gptjax.ranges import DecayRate, NonNegativeFloat, NonNegativeInt, check_range
 
-
-@dataclasses.dataclass(frozen=True)
-class Matrices:
-    """Layout of the matrices in a parameter.
-
-    Attributes:
-        packed: number of matrices that share the outputs, one after the other (3 for q|k|v).
-        outputs_first: for two axes: outputs, inputs, as in PyTorch; else inputs, outputs, as in
-            Flax.
-        inputs, outputs: axes of inputs and of outputs, for a parameter of any number of axes.
-            Several axes are merged in the given order. Each remaining axis holds separate matrices.
-
-    Example:
-        >>> # Flax's attention, query kernel (C, H, D): one C × H·D matrix
-        >>> Matrices(inputs=(0,), outputs=(1, 2))
-        >>> # Flax's attention, out kernel (H, D, C): one H·D × C matrix
-        >>> Matrices(inputs=(0, 1), outputs=(2,))
-        >>> # convolution (kh, kw, in, out): one kh·kw·in × out matrix
-        >>> Matrices(inputs=(0, 1, 2), outputs=(3,))
-        >>> # stacked layers (L, in, out): L matrices
-        >>> Matrices(inputs=(1,), outputs=(2,))
-
-    Raises:
-        ValueError: packed below 1; only one of inputs and outputs; an axis named twice;
-            outputs_first with named axes.
-    """
-
-    packed: int = 1
-    outputs_first: bool = False
-    inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        named = (*self.inputs, *self.outputs)
-        if self.packed < 1:
-            raise ValueError(f"Matrices: packed must be at least 1, got {self.packed}")
-        if bool(self.inputs) != bool(self.outputs) or len(set(named)) != len(named):
-            raise ValueError(
-                "Matrices: expected inputs and outputs to name different axes, such as "
-                "inputs=(0,), outputs=(1, 2), "
-                f"got inputs={self.inputs}, outputs={self.outputs}"
-            )
-        if self.outputs_first and named:
-            raise ValueError("Matrices: leave out outputs_first where inputs and outputs are named")
-
-    def unpacked(self, x: jax.Array, path: str = "") -> jax.Array:
-        """Return each matrix by itself: (…, packed, I, O), or (…, packed, O, I) with outputs_first.
-
-        Raises:
-            ValueError: x has fewer than two axes; x has more and the layout does not name them; an
-                axis is out of range; the number of outputs is not a multiple of `packed`.
-        """
-        batch, inputs, outputs = self._axes_of(x.shape, path)
-        n_in, n_out = (math.prod(x.shape[axis] for axis in axes) for axes in (inputs, outputs))
-        if n_out % self.packed:
-            raise ValueError(
-                f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} matrices "
-                f"side by side: {n_out} outputs are no multiple of {self.packed}; give it to "
-                "another "
-                "optimizer"
-            )
-        lead = tuple(x.shape[axis] for axis in batch)
-        if self.outputs_first:
-            return x.reshape(*lead, self.packed, n_out // self.packed, n_in)
-        x = jnp.transpose(x, (*batch, *inputs, *outputs))
-        return jnp.moveaxis(x.reshape(*lead, n_in, self.packed, n_out // self.packed), -2, -3)
-
-    def together(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the parameter of this shape from its matrices: the inverse of `unpacked`."""
-        if self.outputs_first:
-            return x.reshape(shape)
-        order = tuple(itertools.chain(*self._axes_of(shape)))
-        x = jnp.moveaxis(x, -3, -2).reshape(tuple(shape[axis] for axis in order))
-        return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
-
-    @property
-    def axes(self) -> tuple[int, int]:
-        """The axes of inputs and outputs of an unpacked array."""
-        return (-1, -2) if self.outputs_first else (-2, -1)
-
-    def _axes_of(self, shape: tuple[int, ...], path: str = "") -> tuple[tuple[int, ...], ...]:
-        """The remaining axes of a parameter, the axes of inputs, and the axes of outputs."""
-        n, name = len(shape), path or "a parameter"
-        if n < 2:
-            raise ValueError(
-                f"{name} of shape {shape} does not hold a matrix; give it to another optimizer"
-            )
-        if not self.inputs:
-            if n > 2:
-                raise ValueError(
-                    f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} "
-                    "axes "
-                    "are inputs and which are outputs. Name them in its layout, such as "
-                    "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
-                    "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
-                )
-            return ((), (1,), (0,)) if self.outputs_first else ((), (0,), (1,))
-        named = [axis + n if axis < 0 else axis for axis in (*self.inputs, *self.outputs)]
-        if not set(named) <= set(range(n)) or len(set(named)) != len(named):
-            raise ValueError(
-                f"{name} of shape {shape}: inputs={self.inputs} and outputs={self.outputs} do not "
-                "name different axes of it"
-            )
-        batch, k = tuple(axis for axis in range(n) if axis not in named), len(self.inputs)
-        return batch, tuple(named[:k]), tuple(named[k:])
-
-
-Layout = Callable[[str], Matrices]
-
-
-def one_matrix(path: str) -> Matrices:
-    """The layout of a parameter that is one Flax kernel of two axes."""
-    return Matrices()
+METHODS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
 
 
 def momentum_schedule(
@@ -429,17 +320,118 @@ def normuon(
     )
 
 
-def flatten(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
-    """Return the leaves' paths, such as "blocks.0.attn.c_attn.kernel", the leaves, the structure.
+def normuon_and_adamw(
+    groups: Sequence[Group],
+    *,
+    matrix_learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule,
+    matrix_weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay: float = 0.1,
+    momentum: optax.ScalarOrSchedule = 0.95,
+    neuron_b2: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip_norm: float | None = 1.0,
+    every: int = 1,
+    method=polar_express,
+) -> optax.GradientTransformation:
+    """Return NorMuon for the groups of matrices and AdamW for the others, after a common clipping.
 
-    The last key of a leaf inside a Flax variable is `.value`, which is left out: `nnx.Optimizer`
-    calls `init` with variables and `update` with their arrays, and both must have one path.
+    Args:
+        groups: rules, as for `assign`, which is called at `init`.
+        matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as for `normuon`
+            (neuron_b2 is its b2).
+        learning_rate, weight_decay, b1, b2, eps, clip_norm: as for `adamw`.
+        every: period in updates of AdamW, which uses the sum of the clipped gradients of a period.
+
+    Raises:
+        GroupError: at `init`, as in `assign`.
+        ValueError: a number outside its range.
     """
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    value = jax.tree_util.GetAttrKey("value")
-    paths = [path[:-1] if path[-1:] == (value,) else path for path, _ in with_paths]
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-    return names, [leaf for _, leaf in with_paths], structure
+    of = functools.partial(group_of, tuple(groups))
+    matrix = normuon(
+        matrix_learning_rate,
+        momentum=momentum,
+        b2=neuron_b2,
+        weight_decay=matrix_weight_decay,
+        method=method,
+        layout=lambda path: of(path).matrices,
+        factor=lambda path: of(path).learning_rate,
+        decay_factor=lambda path: of(path).weight_decay,
+    )
+    return matrices_and_adamw(
+        groups,
+        matrix,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        clip_norm=clip_norm,
+        every=every,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class NorMuonConfig(MatrixOptimizerConfig):
+    """NorMuon for the matrices inside the blocks, AdamW for all other parameters."""
+
+    name: ClassVar[str] = "normuon"
+
+    matrix_weight_decay: NonNegativeFloat = 0.025
+    """Weight decay of the matrices, applied where update and weight have the same sign."""
+    matrix_decay_form: Literal["lr", "lr_squared"] = "lr"
+    """Decay proportional to the learning rate, or to its square."""
+    momentum_low: DecayRate = 0.85
+    """Momentum at the first and the last step."""
+    momentum_warmup_steps: NonNegativeInt = 300
+    """Steps in which the momentum rises."""
+    momentum_cooldown_steps: NonNegativeInt = 50
+    """Steps before the schedule's end in which the momentum falls."""
+    neuron_b2: DecayRate = 0.95
+    """Decay rate of each neuron's second moment."""
+    orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
+    """Iteration that orthogonalizes the matrices."""
+
+    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
+        result = super().schedules(total_steps)
+        rate, squared = result["matrix_learning_rate"], self.matrix_decay_form == "lr_squared"
+
+        def weight_decay(count):
+            return self.matrix_weight_decay * (rate(count) if squared else 1.0)
+
+        momentum = momentum_schedule(
+            self.schedule_steps or total_steps,
+            low=self.momentum_low,
+            high=self.momentum,
+            warmup_steps=self.momentum_warmup_steps,
+            cooldown_steps=self.momentum_cooldown_steps,
+        )
+        return result | {"matrix_weight_decay": weight_decay, "momentum": momentum}
+
+    def build(
+        self,
+        *,
+        total_steps: int,
+        groups: Sequence[Group],
+        mesh: Mesh,
+        schedules: Mapping[str, optax.Schedule] | None = None,
+    ) -> optax.GradientTransformation:
+        schedules = schedules or self.schedules(total_steps)
+        return normuon_and_adamw(
+            self._with_betas(groups),
+            matrix_learning_rate=schedules["matrix_learning_rate"],
+            matrix_weight_decay=schedules["matrix_weight_decay"],
+            momentum=schedules["momentum"],
+            neuron_b2=self.neuron_b2,
+            method=distributed(METHODS[self.orthogonalization], mesh),
+            **self._adamw_options(schedules),
+        )
+
+    def _method(self) -> str:
+        squared = ", decay goes as lr²" if self.matrix_decay_form == "lr_squared" else ""
+        return f"{self.orthogonalization}{squared}"
 
 
 def _batches(

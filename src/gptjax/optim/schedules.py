@@ -4,7 +4,7 @@ linearly."""
 import jax.numpy as jnp
 import optax
 
-from gptjax.optim._ranges import check_range
+from gptjax.ranges import check_range
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 

@@ -1,6 +1,8 @@
-"""gptjax.training.optimizer: a config becomes the optimizer it names, and the header says which."""
+"""gptjax.optim.algorithms: each config builds its optimizer and describes it; switching between
+them keeps the options that both have."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,17 @@ import optax
 import pytest
 
 from gptjax import optim, sharding
-from gptjax.config import Config, ConfigError, OptimizerConfig
+from gptjax.config import Config, ConfigError
+from gptjax.models.base import abstract_params, graph
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.training.optimizer import build, lines
-from gptjax.training.step import graph, init_state, make_train_step
+from gptjax.optim import (
+    ALGORITHMS,
+    MuonConfig,
+    NorMuonConfig,
+    OptimizerConfig,
+    switch_algorithm,
+)
+from gptjax.training.step import init_state, make_train_step
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -22,10 +31,15 @@ MODEL = GPT2Config(
 CONFIG = Config(model=MODEL, sequence_length=16, max_steps=30)
 
 
-def config_of(**optimizer):
-    return dataclasses.replace(
-        CONFIG, optimizer=OptimizerConfig(warmup_steps=2, schedule="constant", **optimizer)
-    )
+def config_of(algorithm="adamw", **options):
+    optimizer = ALGORITHMS[algorithm](warmup_steps=2, schedule="constant", **options)
+    return dataclasses.replace(CONFIG, optimizer=optimizer)
+
+
+def lines(config):
+    """The header's lines."""
+    params, groups = abstract_params(config.model), config.model.parameter_groups()
+    return config.optimizer.describe(params, groups)
 
 
 def mesh(devices=1):
@@ -34,7 +48,7 @@ def mesh(devices=1):
 
 def losses(config, devices=1, steps=30):
     """Of learning one batch by heart."""
-    tx, schedule = build(config, mesh(devices)), config.learning_rate_schedule()
+    tx, schedule = config.build_optimizer(mesh(devices)), config.learning_rate_schedule()
     step = jax.jit(make_train_step(graph(MODEL), tx, schedule))
     state = jax.device_put(init_state(MODEL, tx, 0), sharding.replicated(mesh(devices)))
     windows = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 4, 17)), jnp.int32)
@@ -59,7 +73,7 @@ def test_with_muon_the_rest_takes_adamw_as_the_header_says():
     theirs = optim.adamw(config.learning_rate_schedule(), weight_decay=0.5, eps=1e-3)
     grads = jax.tree.map(lambda p: jnp.cos(100 * p), params)
     found = []
-    for tx in (build(config, mesh()), theirs):
+    for tx in (config.build_optimizer(mesh()), theirs):
         state = tx.init(params)
         for _ in range(2):
             updates, state = tx.update(grads, state, params)
@@ -89,7 +103,7 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         "neuron_b2": 0.8,
     }
     monkeypatch.setattr(
-        optim,
+        importlib.import_module("gptjax.optim.normuon"),
         "normuon_and_adamw",
         lambda groups, **how: given.update(how, groups=groups) or optax.identity(),
     )
@@ -109,7 +123,7 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         vector_b2=0.99,
         **adam,
     )
-    build(config, mesh())
+    config.build_optimizer(mesh())
     assert {name: given[name] for name in adam} == adam
     at = lambda name: [round(float(given[name](count)), 6) for count in (0, 1, 20, 28)]
     assert at("learning_rate") == [1.5e-3, 3e-3, 3e-3, 3e-3] and at("matrix_learning_rate") == [
@@ -133,12 +147,8 @@ def test_normuon_is_what_the_config_says(monkeypatch):
     ]
     x = jnp.ones((1, 2, 3))
     np.testing.assert_array_equal(given["method"](x), optim.newton_schulz(x))
-    build(
-        dataclasses.replace(
-            config, optimizer=dataclasses.replace(config.optimizer, matrix_decay_form="lr")
-        ),
-        mesh(),
-    )
+    optimizer = dataclasses.replace(config.optimizer, matrix_decay_form="lr")
+    dataclasses.replace(config, optimizer=optimizer).build_optimizer(mesh())
     assert float(given["matrix_weight_decay"](20)) == 0.3
 
 
@@ -168,11 +178,11 @@ def test_the_header_says_who_gets_what():
     assert lines(own)[0] == wanted
 
 
-def test_the_options_beside_normuon_are_refused_where_there_is_none():
-    with pytest.raises(
-        ConfigError, match="--optimizer.adam-every, .* are of AdamW beside NorMuon or Muon"
-    ):
+def test_an_option_of_another_algorithm_or_out_of_range_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'embedding_b2'"):
         config_of(embedding_b2=0.9)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'neuron_b2'"):
+        config_of(algorithm="muon", neuron_b2=0.9)
     with pytest.raises(
         ConfigError, match="--optimizer.adam-every must be at least 1 and at most .*, got 0"
     ):
@@ -184,3 +194,41 @@ def test_learns_a_batch_with_adamw_at_every_second_step():
         config_of(algorithm="normuon", learning_rate=1e-2, adam_every=2, embedding_b1=0.5)
     )
     assert found[-1] < 0.5 * found[0]
+
+
+def test_an_algorithm_is_its_name_and_has_only_the_options_that_it_uses():
+    assert {name: kind.name for name, kind in ALGORITHMS.items()} == {
+        name: name for name in ("adamw", "normuon", "muon")
+    }
+    options = {
+        name: {field.name for field in dataclasses.fields(kind)}
+        for name, kind in ALGORITHMS.items()
+    }
+    assert options["adamw"] < options["muon"] < options["normuon"]
+    assert "matrix_learning_rate" in options["muon"] - options["adamw"]
+    assert "orthogonalization" in options["normuon"] - options["muon"]
+
+
+def test_another_algorithm_keeps_the_options_that_both_have():
+    adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=5, clip_norm=None)
+    normuon = switch_algorithm(adamw, "normuon")
+    assert normuon == NorMuonConfig(learning_rate=1e-3, warmup_steps=5, clip_norm=None)
+    normuon = dataclasses.replace(normuon, momentum=0.5, neuron_b2=0.1, embedding_b1=0.3)
+    muon = switch_algorithm(normuon, "muon")
+    wanted = {"learning_rate": 1e-3, "warmup_steps": 5, "clip_norm": None}
+    assert muon == MuonConfig(**wanted, momentum=0.5, embedding_b1=0.3)
+    assert switch_algorithm(muon, "adamw") == adamw and switch_algorithm(muon, "muon") is muon
+    with pytest.raises(ValueError, match=r"unknown optimizer 'sgd'.*adamw.*normuon.*muon"):
+        switch_algorithm(muon, "sgd")
+
+
+def test_a_models_own_betas_stay_where_the_config_has_none(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        importlib.import_module("gptjax.optim.normuon"),
+        "normuon_and_adamw",
+        lambda groups, **how: given.update(groups=groups) or optax.identity(),
+    )
+    groups = [optim.Group("a", b1=0.1, b2=0.2, kind="embedding"), optim.Group("b", b1=0.3)]
+    NorMuonConfig(embedding_b2=0.7).build(total_steps=1, groups=groups, mesh=mesh())
+    assert [(g.b1, g.b2) for g in given["groups"]] == [(0.1, 0.7), (0.3, None)]

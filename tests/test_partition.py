@@ -1,4 +1,4 @@
-"""gptjax.optim.groups: every parameter has exactly one rule, and gets what its rule says."""
+"""gptjax.optim.partition: every parameter has exactly one rule, and gets what its rule says."""
 
 import itertools
 
@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from gptjax.models.gpt2 import PARAMETER_GROUPS, GPT2Config
+from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import Group, Matrices, adamw, normuon, normuon_and_adamw
-from gptjax.optim.groups import GroupError, assign, describe
+from gptjax.optim.partition import GroupError, assign, describe
 from gptjax.training.step import init_state
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -183,7 +183,7 @@ def test_the_table_shows_the_matrices_of_named_axes():
         "conv": jax.ShapeDtypeStruct((3, 3, 2, 8), jnp.float32),
         "stack": jax.ShapeDtypeStruct((5, 4, 6), jnp.float32),
     }
-    assert [row[2] for row in describe(groups, shapes)] == [
+    assert [row[2] for row in describe(groups, shapes, "normuon")] == [
         "normuon, 1 matrix of 18 × 8",
         "normuon, 5 matrices of 4 × 6",
     ]
@@ -193,7 +193,7 @@ def test_gpt2s_parameters():
     """The block's matrices take NorMuon, with q, k and v apart; embeddings decay, norms and biases
     do not."""
     state = jax.eval_shape(lambda: init_state(CONFIG, optax.identity(), 0))
-    rows = {row[0]: row[1:] for row in describe(PARAMETER_GROUPS, state.params)}
+    rows = {row[0]: row[1:] for row in describe(CONFIG.parameter_groups(), state.params, "normuon")}
     assert rows == {
         "blocks.*.attn.c_attn.kernel (of 2)": ("16 × 48", "normuon, 3 matrices", 1.0, 1.0),
         "blocks.*.attn.c_proj.kernel (of 2)": ("16 × 16", "normuon", 1.0, 1.0),

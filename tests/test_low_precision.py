@@ -1,4 +1,4 @@
-"""gptjax.optim.mantissa: the two halves are an fp32 number, bit for bit; stochastic rounding is
+"""gptjax.optim.low_precision: the two halves are an fp32 number, bit for bit; stochastic rounding is
 right on average."""
 
 import jax
@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptjax.optim import normuon
-from gptjax.optim.mantissa import join, split, view, whole, with_mantissa, with_stochastic_rounding
+from gptjax.optim.low_precision import (
+    join,
+    split,
+    view,
+    whole,
+    with_mantissa,
+    with_stochastic_rounding,
+)
 
 # optax.apply_updates adds an fp32 step to a bf16 parameter, which strict promotion refuses.
 pytestmark = pytest.mark.usefixtures("optax_promotion")

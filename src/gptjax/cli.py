@@ -1,0 +1,186 @@
+"""The command line of train.py: a config file, and options that override its fields."""
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gptjax.config import Config, ConfigError
+from gptjax.optim import ALGORITHMS, OptimizerConfig, switch_algorithm
+from gptjax.precision import NAMES as PRECISIONS
+from gptjax.precision import Precision
+from gptjax.terminal import printable
+
+
+def from_command_line(argv: list[str] | None = None) -> Config:
+    """Return the config of `--config FILE`, with the values of all other options.
+
+    `--optimizer NAME` replaces the file's optimizer by another one, which keeps the values of all
+    options that both have.
+
+    Raises:
+        ConfigError: `--config` is missing or repeated, the file is not a config, an option belongs
+            to another optimizer, or a value is out of range.
+        SystemExit: an unknown or ill-typed option (code 2, with the choices), or `--help` (code 0).
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path, action="append", default=[])
+    first.add_argument("--optimizer", action="append", default=[])
+    given, rest = first.parse_known_args(argv)
+    for name, values in vars(given).items():
+        if len(values) > 1:
+            raise ConfigError(f"expected one --{name}, got {', '.join(map(str, values))}")
+    if not given.config and not {"-h", "--help"} & set(rest):
+        raise ConfigError(
+            "--config FILE is missing; for a first run: python train.py --config "
+            "configs/gpt2_tiny.py"
+        )
+    config = load(given.config[0]) if given.config else Config()
+    if given.optimizer:
+        config = _with_optimizer(config, given.optimizer[0])
+    _check_optimizer_options(config.optimizer, rest)
+    file = given.config[0] if given.config else tyro.MISSING
+    return tyro.cli(
+        _CommandLine,
+        prog="train.py",
+        description="Train a language model."
+        + ("" if given.config else " Defaults shown: no config file."),
+        args=argv,
+        default=_CommandLine(file, config.optimizer.name, config),
+        registry=_registry,
+    ).options
+
+
+def load(path: Path) -> Config:
+    """Return the `config` that a Python file defines.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not Python, it raises, or its `config` is
+            missing or not a `Config`. The message names the line if it is known.
+    """
+    _check_is_python(path)
+    spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_why_not_loaded(path, error)) from error
+    config = getattr(module, "config", None)
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"{path} must define `config = gptjax.config.Config(...)`; its `config` is "
+            + ("missing" if config is None else f"a {type(config).__name__}")
+        )
+    return config
+
+
+def _check_is_python(path: Path) -> None:
+    """Check that a path is a Python file.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        is_file, is_folder, exists = path.is_file(), path.is_dir(), path.exists()
+        known = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
+    except OSError as error:  # the name is too long, or a folder may not be read
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    if not exists:
+        there = f"; there are: {', '.join(known)}" if known else ""
+        raise ConfigError(f"no config file {path}{there}")
+    if not is_file or path.suffix != ".py":
+        found = "a folder" if is_folder else "another file" if is_file else "not a regular file"
+        raise ConfigError(f"--config must be a Python file, NAME.py, but {path} is {found}")
+
+
+def _why_not_loaded(path: Path, error: BaseException) -> str:
+    """Describe an exception from the execution of a config file, with the file's line if known."""
+    frames, file = traceback.extract_tb(error.__traceback__), str(path.absolute())
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines = [error.lineno]
+    where = f"{path}, line {lines[-1]}" if lines and lines[-1] else str(path)
+    if isinstance(error, SystemExit):
+        return f"{where}: expected a definition of `config`, but it exits with {error.code!r}"
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    said = (said.strip().splitlines() or ["no message"])[0]
+    if not isinstance(error, ConfigError):
+        said = f"{type(error).__name__}: {said}"
+    if "unexpected keyword argument" in said:
+        said += "; `python train.py --help` lists the options"
+    return printable(f"{where}: {said}")
+
+
+def _with_optimizer(config: Config, name: str) -> Config:
+    """Return the config with another algorithm, unless the name is that of its own.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    known = _algorithms(config.optimizer)
+    if name not in known:
+        raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}")
+    return dataclasses.replace(config, optimizer=switch_algorithm(config.optimizer, name))
+
+
+def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -> None:
+    """Check that no argument is an option of another algorithm only.
+
+    Raises:
+        ConfigError: one is; the message names the algorithms that have it.
+    """
+    options = {
+        name: {field.name for field in dataclasses.fields(kind)}
+        for name, kind in _algorithms(optimizer).items()
+    }
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        option = flag.removeprefix("--optimizer.").replace("-", "_")
+        having = [name for name in options if option in options[name]]
+        if flag.startswith("--optimizer.") and having and optimizer.name not in having:
+            raise ConfigError(
+                f"{flag} is an option of {' and '.join(having)}, but the optimizer is "
+                f"{optimizer.name}; give --optimizer {having[0]} too, or leave out {flag}"
+            )
+
+
+def _algorithms(optimizer: OptimizerConfig) -> dict[str, type[OptimizerConfig]]:
+    """Return the known algorithms, and that of a config file which defines its own."""
+    return ALGORITHMS | {optimizer.name: type(optimizer)}
+
+
+_registry = tyro.constructors.ConstructorRegistry()
+
+
+@_registry.primitive_rule
+def _precision_rule(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Parse a precision from its name."""
+    if info.type is not Precision:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(PRECISIONS) + "}",
+        instance_from_str=lambda args: Precision(args[0]),
+        is_instance=lambda value: isinstance(value, Precision),
+        str_from_instance=lambda precision: [precision.name],
+        choices=PRECISIONS,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommandLine:
+    config: Path
+    """Python file that defines `config`. The options below override its fields; their defaults are
+    its values."""
+    optimizer: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
+    """Algorithm of the optimizer. Another one than the config file's keeps the values of all
+    options that both have. The options of the chosen one are listed below."""
+    options: Annotated[Config, tyro.conf.arg(name="")]

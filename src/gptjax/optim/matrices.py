@@ -1,0 +1,138 @@
+"""The layout of the matrices in a parameter, and the paths of parameters.
+
+A parameter of two axes holds one matrix, inputs first, as Flax's `kernel` does, or several side by
+side. With more axes, `Matrices` must name the inputs and the outputs.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Layout of the matrices in a parameter.
+
+    Attributes:
+        packed: number of matrices concatenated along the outputs (3 for q|k|v).
+        outputs_first: order of two axes: True for (outputs, inputs), as in PyTorch; False for
+            (inputs, outputs), as in Flax.
+        inputs, outputs: axes of inputs and of outputs, for a parameter of any number of axes.
+            Several axes are merged in the given order. Each remaining axis holds separate matrices.
+
+    Example:
+        >>> # Flax's attention, query kernel (C, H, D): one C × H·D matrix
+        >>> Matrices(inputs=(0,), outputs=(1, 2))
+        >>> # Flax's attention, out kernel (H, D, C): one H·D × C matrix
+        >>> Matrices(inputs=(0, 1), outputs=(2,))
+        >>> # convolution (kh, kw, in, out): one kh·kw·in × out matrix
+        >>> Matrices(inputs=(0, 1, 2), outputs=(3,))
+        >>> # stacked layers (L, in, out): L matrices
+        >>> Matrices(inputs=(1,), outputs=(2,))
+
+    Raises:
+        ValueError: packed below 1; only one of inputs and outputs; an axis named twice;
+            outputs_first with named axes.
+    """
+
+    packed: int = 1
+    outputs_first: bool = False
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        named = (*self.inputs, *self.outputs)
+        if self.packed < 1:
+            raise ValueError(f"Matrices: packed must be at least 1, got {self.packed}")
+        if bool(self.inputs) != bool(self.outputs) or len(set(named)) != len(named):
+            raise ValueError(
+                "Matrices: expected inputs and outputs to name different axes, such as "
+                "inputs=(0,), outputs=(1, 2), "
+                f"got inputs={self.inputs}, outputs={self.outputs}"
+            )
+        if self.outputs_first and named:
+            raise ValueError("Matrices: leave out outputs_first where inputs and outputs are named")
+
+    def unpacked(self, x: jax.Array, path: str = "") -> jax.Array:
+        """Return the matrices: (…, packed, I, O), or (…, packed, O, I) with outputs_first.
+
+        Raises:
+            ValueError: x has fewer than two axes; x has more and the layout does not name them; an
+                axis is out of range; the number of outputs is not a multiple of `packed`.
+        """
+        batch, inputs, outputs = self._axes_of(x.shape, path)
+        n_in, n_out = (math.prod(x.shape[axis] for axis in axes) for axes in (inputs, outputs))
+        if n_out % self.packed:
+            raise ValueError(
+                f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} matrices "
+                f"side by side: {n_out} outputs are no multiple of {self.packed}; give it to "
+                "another optimizer"
+            )
+        lead = tuple(x.shape[axis] for axis in batch)
+        if self.outputs_first:
+            return x.reshape(*lead, self.packed, n_out // self.packed, n_in)
+        x = jnp.transpose(x, (*batch, *inputs, *outputs))
+        return jnp.moveaxis(x.reshape(*lead, n_in, self.packed, n_out // self.packed), -2, -3)
+
+    def together(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the parameter of this shape from its matrices: the inverse of `unpacked`."""
+        if self.outputs_first:
+            return x.reshape(shape)
+        order = tuple(itertools.chain(*self._axes_of(shape)))
+        x = jnp.moveaxis(x, -3, -2).reshape(tuple(shape[axis] for axis in order))
+        return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Axes of the inputs and of the outputs in an unpacked array."""
+        return (-1, -2) if self.outputs_first else (-2, -1)
+
+    def _axes_of(self, shape: tuple[int, ...], path: str = "") -> tuple[tuple[int, ...], ...]:
+        """Return a parameter's remaining axes, its axes of inputs, and its axes of outputs."""
+        n, name = len(shape), path or "a parameter"
+        if n < 2:
+            raise ValueError(
+                f"{name} of shape {shape} does not hold a matrix; give it to another optimizer"
+            )
+        if not self.inputs:
+            if n > 2:
+                raise ValueError(
+                    f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} "
+                    "axes are inputs and which are outputs. Name them in its layout, such as "
+                    "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
+                    "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
+                )
+            return ((), (1,), (0,)) if self.outputs_first else ((), (0,), (1,))
+        named = [axis + n if axis < 0 else axis for axis in (*self.inputs, *self.outputs)]
+        if not set(named) <= set(range(n)) or len(set(named)) != len(named):
+            raise ValueError(
+                f"{name} of shape {shape}: inputs={self.inputs} and outputs={self.outputs} do not "
+                "name different axes of it"
+            )
+        batch, k = tuple(axis for axis in range(n) if axis not in named), len(self.inputs)
+        return batch, tuple(named[:k]), tuple(named[k:])
+
+
+Layout = Callable[[str], Matrices]
+
+
+def one_matrix(path: str) -> Matrices:
+    """Return the layout of a parameter that is one Flax kernel of two axes."""
+    return Matrices()
+
+
+def flatten(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+    """Return the leaves' paths, such as "blocks.0.attn.c_attn.kernel", the leaves, the structure.
+
+    The last key of a leaf inside a Flax variable is `.value`, which is left out: `nnx.Optimizer`
+    calls `init` with variables and `update` with their arrays, and both must have one path.
+    """
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    value = jax.tree_util.GetAttrKey("value")
+    paths = [path[:-1] if path[-1:] == (value,) else path for path, _ in with_paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    return names, [leaf for _, leaf in with_paths], structure

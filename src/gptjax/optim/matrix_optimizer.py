@@ -1,0 +1,153 @@
+"""What optimizers of matrices share: AdamW for all other parameters, and the options for it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import optax
+
+from gptjax.optim.adamw import OptimizerConfig, adam_with_decay, clip_or_identity
+from gptjax.optim.partition import Group, assign, describe, paths_of
+from gptjax.ranges import (
+    DecayRate,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_range,
+)
+
+
+def matrices_and_adamw(
+    groups: Sequence[Group],
+    matrix: optax.GradientTransformation,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip_norm: float | None = 1.0,
+    every: int = 1,
+) -> optax.GradientTransformation:
+    """Return `matrix` for the groups of matrices, AdamW for the others, after a common clipping.
+
+    Args:
+        groups: rules, as for `assign`, which is called at `init`.
+        matrix: transformation of the matrices, learning rate included.
+        learning_rate, weight_decay, b1, b2, eps, clip_norm: as for `adamw`.
+        every: period in updates of AdamW, which uses the sum of the clipped gradients of a period.
+
+    Raises:
+        GroupError: at `init`, as in `assign`.
+        ValueError: a number outside its range.
+    """
+    groups = tuple(groups)
+    check_range("matrices_and_adamw", at_least=1, every=every)
+
+    def scaled(by):
+        # AdamW counts its own updates, the schedule counts all.
+        return (
+            (lambda n: by * learning_rate(every * n + every - 1))
+            if callable(learning_rate)
+            else by * learning_rate
+        )
+
+    def adam(group):
+        own = {
+            "b1": b1 if group.b1 is None else group.b1,
+            "b2": b2 if group.b2 is None else group.b2,
+        }
+        decay = weight_decay * group.weight_decay
+        tx = adam_with_decay(scaled(group.learning_rate), eps=eps, weight_decay=decay, **own)
+        if every == 1:
+            return tx
+        return optax.MultiSteps(tx, every, use_grad_mean=False).gradient_transformation()
+
+    rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
+
+    def labels(params):
+        found = assign(groups, paths_of(params))
+        names = [
+            "matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), names)
+
+    parts = optax.partition({"matrix": matrix, **rest}, labels)
+    return optax.chain(clip_or_identity(clip_norm), parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixOptimizerConfig(OptimizerConfig):
+    """An optimizer of the matrices inside the blocks, with AdamW for all other parameters."""
+
+    changeable: ClassVar[frozenset[str]] = OptimizerConfig.changeable | {"matrix_learning_rate"}
+
+    matrix_learning_rate: PositiveFloat = 0.035
+    """Peak learning rate of the matrices; the schedule has the same shape as AdamW's."""
+    matrix_weight_decay: NonNegativeFloat = 0.025
+    """Weight decay of the matrices."""
+    momentum: DecayRate = 0.95
+    """Momentum of the matrices."""
+    adam_every: PositiveInt = 1
+    """Apply AdamW every N steps, using the sum of the N gradients."""
+    embedding_b1: DecayRate | None = None
+    """b1 of the embeddings; None for the value of b1."""
+    embedding_b2: DecayRate | None = None
+    """b2 of the embeddings; None for the value of b2."""
+    vector_b1: DecayRate | None = None
+    """b1 of norms and biases; None for the value of b1."""
+    vector_b2: DecayRate | None = None
+    """b2 of norms and biases; None for the value of b2."""
+
+    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
+        matrix_rate = self._learning_rate(self.matrix_learning_rate, total_steps)
+        return super().schedules(total_steps) | {"matrix_learning_rate": matrix_rate}
+
+    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
+        rows = [("parameter", "shape", "optimizer", "lr", "decay")]
+        for path, shape, kind, rate_factor, decay_factor in describe(groups, params, self.name):
+            rate, decay = self.matrix_learning_rate, self.matrix_weight_decay
+            if kind == "adamw":
+                rate, decay = self.learning_rate, self.weight_decay
+            rows.append((path, shape, kind, f"{rate * rate_factor:g}", f"{decay * decay_factor:g}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return [f"{self.name}, {self._method()}{self._adamw_differences()}", *lines]
+
+    @property
+    def _betas(self) -> dict[str, tuple[float | None, float | None]]:
+        """b1 and b2 of each `Group.kind`."""
+        return {
+            "embedding": (self.embedding_b1, self.embedding_b2),
+            "vector": (self.vector_b1, self.vector_b2),
+        }
+
+    def _method(self) -> str:
+        """Describe the update of the matrices."""
+        raise NotImplementedError
+
+    def _adamw_differences(self) -> str:
+        """Describe the options in which AdamW differs from AdamW for every parameter."""
+        texts = [f"every {self.adam_every} steps, gradients summed"] if self.adam_every > 1 else []
+        names = {"embedding": "embeddings", "vector": "norms and biases"}
+        for kind, (b1, b2) in self._betas.items():
+            if (b1, b2) != (None, None):
+                b1, b2 = self.b1 if b1 is None else b1, self.b2 if b2 is None else b2
+                texts.append(f"{names[kind]} b1 {b1:g}, b2 {b2:g}")
+        return f"; adamw: {'; '.join(texts)}" if texts else ""
+
+    def _with_betas(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """Return the groups with the b1 and b2 that this config has for their kind."""
+        result = []
+        for group in groups:
+            b1, b2 = self._betas.get(group.kind, (None, None))
+            b1, b2 = group.b1 if b1 is None else b1, group.b2 if b2 is None else b2
+            result.append(dataclasses.replace(group, b1=b1, b2=b2))
+        return tuple(result)
+
+    def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
+        return super()._adamw_options(schedules) | {"every": self.adam_every}
