@@ -29,10 +29,10 @@ def machine(monkeypatch, *, driver, plugin):
     [
         (False, False, r"needs an NVIDIA GPU.*pip install -e '\.\[cuda13\]'.*--device cpu"),
         (True, False, r"no CUDA plugin: pip install -e '\.\[cuda13\]'.*--device cpu"),
-        (True, True, r"cannot start it: Unknown backend.*--device cpu"),
+        (True, True, r"cannot use the GPU: Unknown backend.*--device cpu"),
     ],
 )
-def test_a_gpu_that_cannot_be_had_is_an_error_with_its_cause(
+def test_an_unavailable_gpu_is_an_error_with_its_cause(
     no_gpu, monkeypatch, driver, plugin, says
 ):
     machine(monkeypatch, driver=driver, plugin=plugin)

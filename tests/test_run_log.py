@@ -171,7 +171,7 @@ def test_tensorboard_is_turned_off_with_a_note_at_its_first_error(tmp_path):
             log.write("train", step, step, loss=1.0, lr=0.1)
         real.close()
     assert notes == [
-        "TensorBoard's events are no longer written: No space left on device; log.jsonl goes on"
+        "TensorBoard's events are no longer written: No space left on device; log.jsonl is still written"
     ]
     assert len(read_log(log.path)) == 29
 

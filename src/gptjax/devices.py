@@ -1,4 +1,4 @@
-"""Finding the GPU, or saying plainly why there is none."""
+"""Selection of JAX's devices, with an error that says why there is no GPU."""
 
 import importlib.util
 import os
@@ -10,21 +10,21 @@ PIP_LINE = "pip install -e '.[cuda13]'"
 
 
 class DeviceError(RuntimeError):
-    """The device that was asked for cannot be used."""
+    """The requested device cannot be used."""
 
 
 def select(kind: str) -> tuple[list[jax.Device], str | None]:
-    """Makes JAX use the devices of a kind. Has to come before anything else uses JAX.
+    """Select the devices of JAX. Call this function before any other use of JAX.
 
     Args:
-        kind: "gpu": all NVIDIA GPUs; "cpu": the CPU; "auto": GPUs where JAX sees some, else the
+        kind: "gpu": all NVIDIA GPUs; "cpu": the CPU; "auto": all GPUs if JAX finds any, else the
             CPU.
 
     Returns:
-        The devices, and a sentence for the user where a GPU is left idle.
+        The devices, and a sentence for the user if the machine has a GPU that is not used.
 
     Raises:
-        DeviceError: "gpu" was asked for and JAX has none; the message says what is missing.
+        DeviceError: `kind` is "gpu" and JAX has no GPU. The message says what is missing.
     """
     if kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -32,36 +32,38 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
     try:
         gpus = jax.devices("gpu")
     except RuntimeError as error:
-        missing = _what_is_missing(str(error))
+        missing = _missing_part(str(error))
         if kind == "gpu":
-            raise DeviceError(
-                f"{missing} To train on the CPU all the same, give --device cpu."
-            ) from error
+            raise DeviceError(f"{missing} To train on the CPU, use --device cpu.") from error
         jax.config.update("jax_platforms", "cpu")
         return jax.devices("cpu"), missing if has_nvidia_driver() else None
     return gpus, None
 
 
 def make_deterministic() -> None:
-    """Asks XLA for operations that repeat bit for bit on a GPU. Has to come before JAX starts its
-    devices."""
+    """Make XLA's operations on a GPU deterministic. Call this function before JAX starts."""
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
 
 
-def _what_is_missing(jax_error: str) -> str:
+def _missing_part(jax_error: str) -> str:
     if not has_nvidia_driver():
         return (
-            f"This run needs an NVIDIA GPU, and this machine shows none. "
-            f"On one that has a GPU: {PIP_LINE}."
+            f"This run needs an NVIDIA GPU, and this machine has none. "
+            f"On a machine with a GPU: {PIP_LINE}."
         )
     if not has_cuda_plugin():
-        return f"An NVIDIA GPU is here, but this JAX has no CUDA plugin: {PIP_LINE}."
-    return f"An NVIDIA GPU and JAX's CUDA plugin are here, but JAX cannot start it: {jax_error}."
+        return f"This machine has an NVIDIA GPU, but JAX has no CUDA plugin: {PIP_LINE}."
+    return (
+        "This machine has an NVIDIA GPU and JAX's CUDA plugin, but JAX cannot use the GPU: "
+        f"{jax_error}."
+    )
 
 
 def has_nvidia_driver() -> bool:
+    """Return whether the machine has NVIDIA's driver."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
 
 
 def has_cuda_plugin() -> bool:
+    """Return whether a CUDA plugin of JAX is installed."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (13, 12))

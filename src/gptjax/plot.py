@@ -1,8 +1,8 @@
-"""Loss curves of one or several runs over each other.
+"""Plot of the loss curves of one or several runs.
 
     python -m gptjax.plot runs/gpt2_124m runs/gpt2_124m_normuon --out loss.png
 
-No JAX here, so that the command starts fast.
+This module does not import JAX, so that the command starts fast.
 """
 
 import dataclasses
@@ -39,20 +39,20 @@ class _Curves:
 
 
 def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -> Path:
-    """Draws training and validation loss of the runs into one picture.
+    """Plot training and validation loss of the runs in one figure.
 
     Args:
-        paths: run folders, or their log.jsonl files.
-        out: the picture; its ending names the format (png, pdf, svg, …).
-        x: what the losses are drawn against.
+        paths: run folders or log.jsonl files.
+        out: the image file; the suffix selects the format (png, pdf, svg, …).
+        x: quantity of the horizontal axis.
 
     Returns:
         `out` as a Path.
 
     Raises:
-        FileNotFoundError: a folder or its log.jsonl is missing, or the folder of `out` is.
-        ValueError: no paths, a log without a single finite training loss, a malformed log, or an
-            unknown picture format.
+        FileNotFoundError: a run, a log.jsonl or the folder of `out` does not exist.
+        ValueError: no paths, a log without a finite training loss, a malformed log, or an unknown
+            image format.
     """
     out = Path(out)
     if not paths:
@@ -66,7 +66,7 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     names = [_shortened(printable(name), 60) for name in names]
     runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
 
-    # A Figure by itself draws with Agg and leaves the global state of pyplot alone.
+    # A Figure without pyplot uses Agg and no global state.
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     handles = [_draw(axes, run, colormaps["tab10"](i % 10)) for i, run in enumerate(runs)]
@@ -77,7 +77,7 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
         )
     _scale_losses(axes, runs)
     axes.set_xlim(left=0)
-    axes.set_title(_shortened(", ".join(names), 90), parse_math=False)  # a run's name may hold a $
+    axes.set_title(_shortened(", ".join(names), 90), parse_math=False)  # a name may contain $
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.set_xlabel(f"training {x}")
     axes.set_ylabel(f"loss (nats per token{', log scale' if axes.get_yscale() == 'log' else ''})")
@@ -90,10 +90,10 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
 
 
 def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Centred moving mean over 2·half_width + 1 points that leaves NaN out; NaN where all are.
+    """Return the centred moving mean over 2·half_width + 1 points, ignoring NaN.
 
-    At the start, where a loss falls steeply, the window shrinks on both sides; at the end on its
-    right side only.
+    The mean of a window of NaN is NaN. At the start, where the loss falls steeply, the window
+    shrinks on both sides; at the end it shrinks on the right side only.
     """
     index = np.arange(len(values))
     low = np.maximum(index - half_width, 0)
@@ -108,7 +108,7 @@ def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
 
 
 def short_number(value: float | int) -> str:
-    """950, 10k, 2.5M, 1B: at most three digits that matter."""
+    """Format a number with at most four significant digits and a suffix: 950, 10k, 2.5M, 1B."""
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:.4g}{suffix}"
@@ -143,7 +143,7 @@ def _read(log: Path, name: str, x: X) -> _Curves:
                         f"{log}, line {line}: expected numbers as {column} and loss, "
                         f"found {at!r:.40} and {loss!r:.40}; mend or delete the line"
                     )
-                # A loss of NaN is null in the log, and a gap in the curve.
+                # A loss of NaN is null in the log and a gap in the curve.
                 found.append((at, loss if _is_number(loss) else math.nan))
         array = np.array(found, float).reshape(-1, 2)
         return array[:, 0], array[:, 1]
@@ -161,7 +161,7 @@ def _is_number(value: object) -> bool:
 def _draw(axes, run: _Curves, color) -> Line2D:
     axes.plot(run.train_x, run.train_loss, color=color, linewidth=0.5, alpha=0.3)
     axes.plot(run.train_x, run.smoothed, color=color, linewidth=1.6)
-    # A dark rim keeps the marks apart from the curve that they lie on.
+    # A dark edge separates the markers from the curve.
     axes.plot(
         run.val_x,
         run.val_loss,
@@ -183,14 +183,14 @@ def _draw(axes, run: _Curves, color) -> Line2D:
 
 
 def _scale_losses(axes, runs: list[_Curves]) -> None:
-    """Scale the vertical axis logarithmically, which shows the first and the last steps."""
+    """Make the vertical axis logarithmic, which shows both the first and the last steps."""
     losses = np.concatenate([[*run.train_loss, *run.val_loss] for run in runs])
     low, high = np.nanmin(losses), np.nanmax(losses)
     if low <= 0:
         return
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
-    if high < 20 * low:  # powers of ten would leave most of such an axis without a number
+    if high < 20 * low:  # powers of ten would label at most two points of the axis
         axes.yaxis.set_major_locator(MaxNLocator(10))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
@@ -208,12 +208,12 @@ def main(
     out: Path = Path("loss.png"),
     x: X = "tokens",
 ) -> None:
-    """Draw training and validation loss of one or several runs over each other.
+    """Plot training and validation loss of one or several runs.
 
     Args:
-        runs: run folders, or their log.jsonl files.
-        out: the picture; its ending names the format (png, pdf, svg).
-        x: what the losses are drawn against.
+        runs: run folders or log.jsonl files.
+        out: the image file; the suffix selects the format (png, pdf, svg).
+        x: quantity of the horizontal axis.
     """
     try:
         print(printable(str(plot_runs(list(runs), out, x))))

@@ -1,5 +1,8 @@
-"""Checkpoints of a whole run with Orbax: written asynchronously and atomically, durable, and
-verified when restored."""
+"""Checkpoints of a run, with Orbax.
+
+A checkpoint is written asynchronously and atomically, is durable when complete, and is verified
+when it is restored.
+"""
 
 import errno
 import hashlib
@@ -19,42 +22,46 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 import gptjax
-from gptjax.training.digests import described, digests, named
+from gptjax.training.digests import digests, dtype_and_shape, leaves_by_path
 
 FORMAT = "gptjax checkpoint 2"
 WITHOUT_DIGESTS = "gptjax checkpoint 1"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read. What was complete before is still there."""
+    """A checkpoint that cannot be written or read. Earlier complete checkpoints are unchanged."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not what was saved."""
+    """A checkpoint whose files changed after they were saved."""
 
 
 class NotFiniteError(RuntimeError):
-    """Parameters or optimizer state with a value that is NaN or infinite; nothing was saved."""
+    """NaN or infinity in the parameters, the optimizer state or the loss. Nothing was saved."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, a folder a step.
+    """The checkpoints of a run, one folder for each step.
 
-    A checkpoint holds a digest of each array and a checksum of its own metadata; `restore` verifies
-    both. Every file is durable before the checkpoint takes its name, and an older checkpoint is
-    deleted only after that.
+    A checkpoint holds a digest of each array and a checksum of the metadata; `restore` verifies
+    both. All files are durable before the checkpoint is renamed to its final name. Older
+    checkpoints are deleted only after that.
 
     Args:
-        folder: made if absent. Partial files of a killed save are removed before the next save.
-        keep_last: newest checkpoints kept.
-        keep_every: checkpoints at multiples of this step are kept for ever.
+        folder: created if it does not exist. Partial files of a killed save are removed before the
+            next save.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: keep checkpoints at multiples of this step permanently.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 1, keep_every: int | None = None):
         self.folder = folder.absolute()
         if any(character in str(self.folder) for character in "*?["):
-            # Orbax takes the path for a pattern when it merges the files of a save, finds none, and
-            # saves no array.
+            # Orbax interprets the path as a pattern when it merges the files of a save. The pattern
+            # matches no file, and no array is saved.
             raise CheckpointError(
                 f"cannot save checkpoints in {self.folder}: choose a path without *, ? and ["
             )
@@ -73,29 +80,30 @@ class Checkpoints:
                     "meta": ocp.JsonCheckpointHandler(),
                 },
             )
-        # Orbax reads what is in the folder, and passes on whatever that raises.
+        # Orbax reads the contents of the folder, which can raise errors of many types.
         except Exception as error:
             raise CheckpointError(
                 f"cannot use {self.folder} for checkpoints: {_first_line(error)}"
             ) from error
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, the newest first."""
+        """Return the steps of the complete checkpoints, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step, or None."""
+        """Return the step of the newest complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
-        """Copy the state off the device, then write it in the background.
+        """Copy the state to the host and write a checkpoint in the background.
 
         Args:
+            step: completed optimizer steps, the checkpoint's name.
             state: a pytree of arrays.
-            meta: anything that is JSON; comes back from `meta`.
+            meta: a JSON object, which `meta` returns.
 
         Raises:
-            CheckpointError: this or the previous save failed (a full disk, say).
+            CheckpointError: this or the previous save failed, for example because the disk is full.
             NotFiniteError: an array of the state holds NaN or infinity; nothing is written.
         """
         values, not_finite = digests(state)
@@ -111,22 +119,23 @@ class Checkpoints:
         self._translate(lambda: self._manager.save(step, args=arguments, force=True))
 
     def check(self) -> None:
-        """Raise CheckpointError if a save in the background has failed; do not wait."""
+        """Raise CheckpointError if a save in the background has failed, without waiting."""
         self._translate(self._manager.check_for_errors)
 
     def wait(self) -> None:
-        """Return when every save is complete. Raise CheckpointError if one failed."""
+        """Wait until every save is complete. Raise CheckpointError if a save failed."""
         self._translate(self._manager.wait_until_finished)
 
     def close(self) -> None:
+        """Wait for every save and release Orbax's threads. Raise CheckpointError as `wait`."""
         self._translate(self._manager.close)
 
     def _translate(self, action) -> None:
         try:
             action()
-        # Orbax passes on whatever its threads and its C++ store raised, of many types.
+        # Orbax's threads and C++ store raise errors of many types.
         except Exception as error:
-            # in its own list Orbax counts the step whose save has just failed
+            # Orbax's list of steps includes the step whose save has just failed.
             self._manager.reload()
             last = self.latest_step()
             newest = "there is no complete checkpoint yet"
@@ -138,11 +147,11 @@ class Checkpoints:
             ) from error
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The JSON of a checkpoint, verified by its checksum.
+        """Return the metadata of a checkpoint after verifying the checksum.
 
         Raises:
-            DamagedError: it cannot be read, or its contents changed after it was saved.
-            CheckpointError: another program or version wrote it.
+            DamagedError: the metadata cannot be read, or changed after the checkpoint was saved.
+            CheckpointError: the checkpoint has another format.
         """
         try:
             meta = self._manager.restore(
@@ -168,15 +177,16 @@ class Checkpoints:
         return meta
 
     def restore(self, step: int, like: PyTree) -> PyTree:
-        """The state of a checkpoint, verified by the digest of each array.
+        """Return the state of a checkpoint after verifying the digest of each array.
 
         Args:
-            like: a pytree of `jax.ShapeDtypeStruct` with the shardings wanted. The number of
-                devices may be another one than when it was saved.
+            step: step of the checkpoint.
+            like: a pytree of `jax.ShapeDtypeStruct` with the shardings of the result. The number of
+                devices may differ from that of the saved state.
 
         Raises:
-            DamagedError: it cannot be read, or an array differs from what was saved.
-            CheckpointError: its arrays differ in name, shape or dtype from `like`.
+            DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
+            CheckpointError: the arrays differ in name, shape or dtype from `like`.
         """
         meta = self.meta(step)
         try:
@@ -200,19 +210,18 @@ class Checkpoints:
     def newest[T](
         self, read: Callable[[int], T], *, fall_back: bool = True
     ) -> tuple[int, T, list[str]] | None:
-        """Apply `read` to the newest checkpoint, or to the newest one before it that is not
-        damaged.
+        """Apply `read` to the newest checkpoint that is not damaged.
 
         Args:
-            read: takes a step; `meta`, or a call of `restore`.
-            fall_back: False raises at a damaged newest checkpoint.
+            read: function of a step, such as `meta` or a call of `restore`.
+            fall_back: whether to try older checkpoints if the newest one is damaged.
 
         Returns:
-            The step, the result, and a sentence for each damaged checkpoint on the way; None where
-            there is none at all.
+            The step, the result of `read`, and a sentence for each newer, damaged checkpoint. None
+            if there is no checkpoint.
 
         Raises:
-            DamagedError: no checkpoint can be read.
+            DamagedError: no checkpoint can be read, or the newest one without `fall_back`.
         """
         damaged: list[str] = []
         for step in self.steps():
@@ -231,11 +240,9 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> list[str]:
-        """Rename the checkpoints after a step to STEP.damaged, so that the run can save these steps
-        again.
+        """Rename the checkpoints after a step to STEP.damaged and return the new names.
 
-        Returns:
-            The new names.
+        The run can then save these steps again.
         """
         names = []
         for step in (step for step in self.steps() if step > after):
@@ -252,9 +259,9 @@ class Checkpoints:
     def _compare(
         self, step: int, saved: PyTree, expected: dict[str, str] | None, like: PyTree
     ) -> None:
-        # Orbax would cast a wrong dtype without a word.
+        # Orbax casts a wrong dtype silently.
         saved, wanted = (
-            {path: described(leaf) for path, leaf in named(tree).items()}
+            {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(tree).items()}
             for tree in (getattr(saved, "tree", saved), like)
         )
         if expected is not None and saved != {
@@ -278,22 +285,21 @@ class Checkpoints:
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """Orbax's folder under a temporary name, synchronized with the disk before and after it takes
-    its final name.
+    """Orbax's temporary folder, with fsync of all files before and after the final rename.
 
-    Orbax itself synchronizes the arrays only. After a power cut the metadata of a new checkpoint
-    could be empty, and the checkpoint before it deleted.
+    Orbax calls fsync for arrays only. After a power cut, the metadata of a new checkpoint could be
+    empty while the previous checkpoint is already deleted.
     """
 
     async def finalize(self, *args, **kwargs):
         folder = Path(self.get())
-        # an item of a checkpoint, which is synchronized as a whole
+        # A part of a checkpoint: the complete checkpoint is synchronized later.
         if "checkpoint-tmp" in folder.parent.name:
             return await super().finalize(*args, **kwargs)
         _synchronize([folder, *folder.rglob("*")])
         await super().finalize(*args, **kwargs)
         final = Path(self.get_final())
-        # `finalize` itself writes files at the top of the folder, and renames it.
+        # super().finalize writes files at the top of the folder and renames the folder.
         _synchronize(
             [
                 *(path for path in final.iterdir() if path.is_file()),
@@ -305,8 +311,10 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 def _synchronize(paths: list[Path]) -> None:
-    """Call fsync for files and folders: 2 ms each one after the other, and together they share the
-    journal's commits."""
+    """Call fsync for files and folders in parallel.
+
+    A call takes 2 ms; parallel calls share the commits of the file system's journal.
+    """
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(_fsync, paths))
 
@@ -316,14 +324,14 @@ def _fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot synchronise folders
+        if error.errno != errno.EINVAL:  # a file system without fsync of folders
             raise
     finally:
         os.close(descriptor)
 
 
 def _checksum(meta: dict[str, Any]) -> str:
-    """SHA-256 of the metadata without its own checksum."""
+    """Return the SHA-256 of the metadata without the checksum."""
     text = json.dumps(
         {key: value for key, value in meta.items() if key != "checksum"}, sort_keys=True
     )
@@ -335,10 +343,9 @@ def _few(names: list[str]) -> str:
 
 
 def silence_orbax() -> None:
-    """Suppress what Orbax's threads print after an array could not be read or written; the error
-    itself is raised.
+    """Suppress the messages of Orbax's threads after a failed read or write, which raises an error.
 
-    The threads find their event loop closed and log a traceback each, some only after the call has
+    Each thread logs a traceback because its event loop is closed, sometimes after the call has
     returned.
     """
     for name in ("absl", "asyncio"):
@@ -357,7 +364,7 @@ def silence_orbax() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's numbers depend on."""
+    """Return the versions of the packages that a run's numbers depend on."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     return {"gptjax": gptjax.__version__} | {
         name: importlib.metadata.version(name) for name in packages
@@ -365,10 +372,9 @@ def versions() -> dict[str, str]:
 
 
 def _first_line(error: BaseException) -> str:
-    # TensorStore buries the system's words ("No space left on device") under the names of two files
-    # and, now and then, between other annotations in brackets; the code is there each time.
+    # TensorStore's messages contain the text of the system error ("No space left on device")
+    # between file names and varying annotations. The error code is always present.
     if code := re.search(r"\bos_error_code='?(\d+)", str(error)):
         return os.strerror(int(code[1]))
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
-        :400
-    ]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]

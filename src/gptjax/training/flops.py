@@ -5,16 +5,16 @@ import re
 
 Number = float | int  # the tests' type checker takes `float` at its word
 
-# Peak FLOP/s of one device: fp32 outside the tensor cores; tf32 and bf16 on the tensor cores with
-# fp32 accumulation, dense. NVIDIA's datasheets mark figures with 2:4 sparsity by a footnote; those
-# are halved here. A name stands for the SXM module where the same chip also comes on slower PCIe
-# cards, which are named.
+# Peak FLOP/s of one device: fp32 without the tensor cores; tf32 and bf16 on the tensor cores with
+# fp32 accumulation, dense. NVIDIA's datasheets mark figures with 2:4 sparsity by a footnote; these
+# figures are halved here. A name without a suffix is the SXM module if there is also a slower PCIe
+# card with the same chip.
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     # HGX B200 / GB200 NVL72 datasheet (Blackwell), "individual Blackwell GPU"
     "B200": {"fp32": 75e12, "tf32": 1100e12, "bf16": 2250e12},
     "GB200": {"fp32": 80e12, "tf32": 1250e12, "bf16": 2500e12},
-    # H100 Tensor Core GPU architecture whitepaper; H100, H200 and GH200 datasheets (the last two
-    # carry the H100 SXM's chip)
+    # H100 Tensor Core GPU architecture whitepaper; H100, H200 and GH200 datasheets (H200 and GH200
+    # have the H100 SXM's chip)
     "H100": {"fp32": 66.9e12, "tf32": 494.7e12, "bf16": 989.4e12},
     "H100 PCIe": {"fp32": 51.2e12, "tf32": 378e12, "bf16": 756e12},
     "H100 NVL": {"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12},
@@ -35,15 +35,15 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     # RTX Blackwell GPU architecture whitepaper
     "RTX 5090": {"fp32": 104.8e12, "tf32": 104.8e12, "bf16": 209.5e12},
     "RTX 5080": {"fp32": 56.3e12, "tf32": 56.3e12, "bf16": 112.6e12},
-    # A10, A40 and RTX A6000 datasheets; the A10G is Amazon's variant with half the tensor cores'
-    # speed; RTX 30: Ampere GA102 GPU architecture whitepaper
+    # A10, A40 and RTX A6000 datasheets; the A10G is Amazon's variant, with half the tensor-core
+    # throughput; RTX 30: Ampere GA102 GPU architecture whitepaper
     "A10": {"fp32": 31.2e12, "tf32": 62.5e12, "bf16": 125e12},
     "A10G": {"fp32": 35e12, "tf32": 35e12, "bf16": 70e12},
     "A40": {"fp32": 37.4e12, "tf32": 74.8e12, "bf16": 149.7e12},
     "RTX A6000": {"fp32": 38.7e12, "tf32": 77.4e12, "bf16": 154.8e12},
     "RTX 3090": {"fp32": 35.6e12, "tf32": 35.6e12, "bf16": 71e12},
     "RTX 3090 Ti": {"fp32": 40e12, "tf32": 40e12, "bf16": 80e12},
-    # V100, V100S and T4 datasheets: tensor cores for fp16 alone, neither TF32 nor bf16
+    # V100, V100S and T4 datasheets: tensor cores for fp16 only, no TF32 or bf16
     "V100": {"fp32": 15.7e12},
     "V100 PCIe": {"fp32": 14e12},
     "V100S PCIe": {"fp32": 16.4e12},
@@ -51,8 +51,8 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
 }
 
 _COLUMN = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_residual_fp32": "bf16"}
-# Words of a device's name that say nothing about its speed: makers' brands, the SXM socket, the
-# memory's size and type.
+# Words in a device's name that do not determine the speed: brands, the SXM socket, size and type of
+# the memory.
 _NOISE = re.compile(r"nvidia|tesla|geforce|sxm\d*|\d+gb?|hbm\d\w*")
 
 
@@ -66,9 +66,9 @@ _PEAK_BY_WORDS = {_model_words(name): peaks for name, peaks in PEAK_FLOPS.items(
 
 
 def peak_flops(device_kind: str, precision_name: str) -> float | None:
-    """Dense peak of one device in FLOP/s.
+    """Return the dense peak of one device in FLOP/s.
 
-    The whole model name has to match: an unknown variant (a laptop part, a MIG slice, an export
+    The complete model name must match: an unknown variant (a laptop GPU, a MIG slice, an export
     model) has no known peak.
 
     Args:
@@ -76,10 +76,10 @@ def peak_flops(device_kind: str, precision_name: str) -> float | None:
         precision_name: a name of `gptjax.Precision`.
 
     Returns:
-        FLOP/s, or None for an unknown device or a precision that the device does not have.
+        FLOP/s, or None for an unknown device or a precision that the device does not support.
 
     Raises:
-        ValueError: no such precision.
+        ValueError: unknown precision.
     """
     if precision_name not in _COLUMN:
         raise ValueError(f"unknown precision {precision_name!r}; choose one of {list(_COLUMN)}")
@@ -93,30 +93,31 @@ def mfu(
     precision_name: str,
     device_count: int,
 ) -> float | None:
-    """Model FLOPs utilisation: tokens/s · FLOPs/token over the peak of all devices, as a fraction
-    of 1.
+    """Return the model FLOPs utilisation: tokens/s · FLOPs/token divided by the peak FLOP/s.
 
     Args:
-        tokens_per_second: of all devices together.
-        flops_per_token: forward and backward, `GPT2Config.flops_per_token`.
-        device_kind, precision_name: see `peak_flops`.
-        device_count: devices of that kind.
+        tokens_per_second: throughput of all devices together.
+        flops_per_token: forward and backward FLOPs, `ModelConfig.flops_per_token`.
+        device_kind: `jax.Device.device_kind`.
+        precision_name: a name of `gptjax.Precision`.
+        device_count: number of devices, all of the same kind.
 
     Returns:
-        The fraction, or None where the peak is unknown.
+        A fraction of 1, or None if the peak is unknown.
 
     Raises:
-        ValueError: no such precision.
+        ValueError: unknown precision.
     """
     peak = peak_flops(device_kind, precision_name)
     return None if peak is None else tokens_per_second * flops_per_token / (peak * device_count)
 
 
 class Throughput:
-    """Milliseconds a step, the mean of the last `window` steps.
+    """Mean time of the last `window` steps in milliseconds.
 
-    Time runs from one completed step to the next, so the first step, with its compilation, is never
-    counted; nor is the one after `pause`, with the validation or checkpoint before it.
+    The time of a step is that between two completed steps. The first step, which includes
+    compilation, is not counted, nor is the step after `pause`, which includes validation or a
+    checkpoint.
     """
 
     def __init__(self, window: int = 20):
@@ -124,17 +125,17 @@ class Throughput:
         self._last: Number | None = None
 
     def step(self, now: Number) -> float | None:
-        """Takes the time at which a step completed, in seconds; returns `ms_per_step`."""
+        """Record the time in seconds at which a step completed; return `ms_per_step`."""
         if self._last is not None:
             self._intervals_ms.append(1000 * (now - self._last))
         self._last = now
         return self.ms_per_step
 
     def pause(self) -> None:
-        """Says that something other than a step is about to take time, or just did."""
+        """Exclude the current interval: something other than a step takes time in it."""
         self._last = None
 
     @property
     def ms_per_step(self) -> float | None:
-        """None until two steps in a row have completed."""
+        """Mean step time in milliseconds; None until two consecutive steps have completed."""
         return sum(self._intervals_ms) / len(self._intervals_ms) if self._intervals_ms else None

@@ -1,4 +1,4 @@
-"""One process at a time in the folder of a run."""
+"""Lock of a run's folder: one process at a time."""
 
 import contextlib
 import errno
@@ -11,22 +11,22 @@ FILE = "run.lock"
 
 
 class LockedError(RuntimeError):
-    """Another process trains in this run's folder."""
+    """Another process holds the lock of the run's folder."""
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path):
-    """Hold the lock of a run's folder, made if missing.
+    """Hold the lock of a run's folder, which is created if it does not exist.
 
-    The lock is `flock`'s: the kernel releases it when the process ends, however it ends. The file
-    stays; its text names the last holder.
+    The lock is an `flock`, which the operating system releases when the process ends for any
+    reason. The lock file is kept; it holds the host and pid of the last process.
 
     Yields:
-        A sentence for the user where the file system has no locks, else None.
+        A sentence for the user if the file system does not support locks, else None.
 
     Raises:
-        LockedError: another process holds it; the message has that process's host and pid.
-        OSError: the folder or the file cannot be made.
+        LockedError: another process holds the lock. The message has the process's host and pid.
+        OSError: the folder or the file cannot be created.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / FILE
@@ -49,7 +49,10 @@ def _acquire(path: Path, descriptor: int) -> str | None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
-        return f"{path.parent} is on a file system without locks: do not start a second process with this --name"
+        return (
+            f"{path.parent} is on a file system without locks: do not start a second process with "
+            "this --name"
+        )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return None

@@ -1,4 +1,4 @@
-"""How much device memory a compiled program needs, told before any of it is allocated."""
+"""Device memory that an executable needs, known before allocation, and memory in use."""
 
 import os
 
@@ -8,8 +8,10 @@ GIB = 2**30
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Arguments, results and temporaries of a compiled program on one device; donated results count
-    once."""
+    """Return the bytes of arguments, results, temporaries and code of an executable on one device.
+
+    A result in the buffer of a donated argument counts once.
+    """
     stats = compiled.memory_analysis()
     return (
         stats.argument_size_in_bytes
@@ -21,7 +23,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def available_bytes(device: jax.Device) -> int:
-    """What JAX may allocate on a device: its own limit on a GPU, the machine's memory on a CPU."""
+    """Return the bytes that JAX may allocate: its limit on a GPU, the host's memory on a CPU."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -29,6 +31,6 @@ def available_bytes(device: jax.Device) -> int:
 
 
 def peak_bytes(device: jax.Device) -> int | None:
-    """The most that was allocated on a device so far, or None where it is not counted (CPU)."""
+    """Return the peak of allocated bytes on a device so far, or None on a CPU."""
     stats = device.memory_stats()
     return stats.get("peak_bytes_in_use") if stats else None

@@ -1,9 +1,8 @@
-"""z-scores of a series over a sliding window, so that a spike of loss or gradient norm can skip its
-update.
+"""z-scores over a sliding window, to skip the update at a spike of loss or gradient norm.
 
-What llm.c's `-sl` and `-sg` do: a value enters the window, then is compared with the window's mean
-and deviation. It runs inside the jitted step, so the host need not wait for the loss to decide, and
-it is saved with the rest of the state.
+As with llm.c's `-sl` and `-sg`, a value is added to the window and then compared with the mean and
+the standard deviation of the window. The computation is part of the jitted step, so the host does
+not wait for the loss. The window is part of the saved state.
 """
 
 import dataclasses
@@ -18,10 +17,11 @@ WINDOW = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutlierWindow:
-    """The last `WINDOW` values, oldest overwritten first, and how many were ever seen.
+    """Ring buffer of the last `WINDOW` values, and the number of values so far.
 
-    Leaves are arrays, or their shapes where a state is only described: values fp32 of shape
-    (WINDOW,), count an int32 scalar.
+    Attributes:
+        values: fp32 of shape (WINDOW,), or a ShapeDtypeStruct.
+        count: int32 scalar, or a ShapeDtypeStruct.
     """
 
     values: PyTree
@@ -29,16 +29,17 @@ class OutlierWindow:
 
     @classmethod
     def empty(cls) -> "OutlierWindow":
+        """Return a window without values."""
         return cls(jnp.zeros((WINDOW,), jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def observe(
     window: OutlierWindow, value: Float[Array, ""]
 ) -> tuple[OutlierWindow, Float[Array, ""]]:
-    """Adds a value and returns its z-score.
+    """Add a value and return the window and the value's z-score.
 
-    The score is 0 while the window is not full and where the deviation is 0. A value that is not
-    finite does not enter the window (it would make every later score NaN).
+    The score is 0 if the window is not full or the standard deviation is 0. A value that is not
+    finite is not added: every later score would be NaN.
     """
     finite = jnp.isfinite(value)
     values = jnp.where(finite, window.values.at[window.count % WINDOW].set(value), window.values)

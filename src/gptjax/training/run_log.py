@@ -1,6 +1,7 @@
-"""The record of a run: `log.jsonl` and TensorBoard events.
+"""Log of a run: `log.jsonl` and TensorBoard events.
 
-No JAX here: values are numbers or arrays of one element, and reading a log must start fast.
+This module does not import JAX, so that commands that read a log start fast. Values are numbers or
+arrays of one element.
 """
 
 import contextlib
@@ -22,14 +23,16 @@ class LogError(ValueError):
 
 Kind = Literal["train", "val", "sample", "event"]
 
-# between flushes of TensorBoard's events, each with an fsync in the training loop
+# Interval of the flushes of TensorBoard's events, each with an fsync in the training loop.
 _FLUSH_SECONDS = 30
 
 
 @contextlib.contextmanager
 def _without_torch():
-    """Makes `import torch` fail unless torch is there already: tensorboardX imports it where it
-    can, 1.2 s and more, for nothing here."""
+    """Make `import torch` fail if torch is not imported yet.
+
+    tensorboardX imports torch if possible, which takes 1.2 s or more and is not needed here.
+    """
     if "torch" in sys.modules:
         yield
         return
@@ -41,22 +44,21 @@ def _without_torch():
 
 
 class RunLog:
-    """The record of a run: `log.jsonl`, one JSON object a line, and TensorBoard events in the same
-    folder.
+    """Writer of `log.jsonl`, one JSON object per line, and of TensorBoard events.
 
-    Each line has `kind`, `step`, `tokens`, then the fields given, and is with the system when
-    `write` returns: a killed process loses at most the line it was writing. NaN and ±inf are
-    written as null, since JSON has no name for them.
+    Each line has `kind`, `step`, `tokens` and further fields. The operating system has the line
+    when `write` returns: a killed process loses at most the line that is being written. NaN and
+    ±inf are written as null, because JSON does not represent them.
 
-    On resume, train, val and sample lines after `resume_step` are dropped, since those steps will
-    come again; events stay. TensorBoard hides what it showed of these steps.
+    On resume, train, val and sample lines after `resume_step` are removed, because these steps are
+    repeated; events stay. TensorBoard hides the earlier values of these steps.
 
     Args:
-        run_dir: the run's folder, made if missing.
-        resume_step: the last step that counts, that of the checkpoint the run goes on from; -1 to
-            start an old folder over. None for a new run.
-        note: called with a sentence when TensorBoard's events cannot be written any more; log.jsonl
-            goes on.
+        run_dir: the run's folder, created if it does not exist.
+        resume_step: step of the checkpoint from which the run resumes; -1 to restart in an existing
+            folder. None for a new run.
+        note: called with a sentence if TensorBoard's events cannot be written any more; log.jsonl
+            is still written.
 
     Raises:
         FileExistsError: `resume_step` is None and the folder already holds a log.
@@ -81,8 +83,7 @@ class RunLog:
                     "folder for this one"
                 )
             _drop_after(self.path, resume_step)
-        # Without a buffer: a line that does not fit on the disk is an error at once, and nothing is
-        # left for `close`.
+        # Unbuffered: a line that does not fit on the disk raises an error at once, not in `close`.
         self._file = self.path.open("ab", buffering=0)
         self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
 
@@ -93,11 +94,11 @@ class RunLog:
             kind: "train", "val", "sample" or "event".
             step: completed optimizer steps.
             tokens: tokens trained on so far.
-            fields: numbers, arrays of one element, text, booleans, None, or what JSON can hold.
+            fields: numbers, arrays of one element, text, booleans, None, or other JSON values.
 
         Raises:
-            ValueError: no such kind, or an array of several elements.
-            OSError: log.jsonl cannot take the line; no part of it stays.
+            ValueError: unknown kind, or an array of several elements.
+            OSError: the line cannot be written to log.jsonl. No part of the line remains.
         """
         if kind not in get_args(Kind):
             raise ValueError(f"unknown kind {kind!r}; choose one of {list(get_args(Kind))}")
@@ -116,22 +117,21 @@ class RunLog:
             while line:
                 line = line[self._file.write(line) :]
         except OSError:
-            # A torn line would make the next one unreadable.
+            # A partial line would make the next one unreadable.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), length)
             raise
 
     def sync(self) -> None:
-        """Make the lines written so far durable: a checkpoint must not survive a power cut that the
-        log does not.
+        """Make the lines so far durable, before a checkpoint of the same steps is.
 
         Raises:
-            OSError: the disk refused.
+            OSError: fsync failed.
         """
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close both files; what was written is with the system. Raises nothing."""
+        """Close both files without raising errors. The operating system has every line already."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._events.close()
@@ -144,14 +144,14 @@ class RunLog:
 
 
 class _Events:
-    """TensorBoard's event file, written without a thread. The first error ends it with a note.
+    """Writer of TensorBoard's event file without a thread. The first error ends it with a note.
 
-    tensorboardX's own `SummaryWriter` writes in a thread. On a full disk that thread dies, its
-    queue of ten events fills up, and the next event waits for ever.
+    tensorboardX's `SummaryWriter` writes in a thread. On a full disk this thread ends, its queue of
+    ten events fills up, and the next event blocks forever.
     """
 
     def __init__(self, run_dir: Path, purge_step: int | None, note: Callable[[str], object]):
-        # Here, since only a training run should pay for it.
+        # Imported here, because only a training run needs it.
         with _without_torch():
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2
@@ -160,12 +160,12 @@ class _Events:
         self._off, self._flushed = False, time.monotonic()
 
         def open_file():
-            # tensorboardX names a file by the second it was opened in and would overwrite that of a
-            # run killed in the same second, hence the suffix.
+            # tensorboardX names a file by the time in seconds and would overwrite the file of a run
+            # that was killed in the same second, hence the suffix.
             self._writer = event_file_writer.EventsWriter(
                 str(run_dir / "events"), f".{time.time_ns()}"
             )
-            # TensorBoard hides the steps ≥ purge_step of the files before
+            # TensorBoard hides the steps ≥ purge_step of earlier files.
             if purge_step is not None:
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._write(step=purge_step, file_version="brain.Event:2")
@@ -174,7 +174,7 @@ class _Events:
         self._guard(open_file)
 
     def add(self, tag: str, value: str | Number, step: int) -> None:
-        """Write a text or a number."""
+        """Write a text or a number, without raising errors."""
         make = self._summary.text if isinstance(value, str) else self._summary.scalar
         self._guard(lambda: self._write(step=step, summary=make(tag, value)))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
@@ -182,6 +182,7 @@ class _Events:
             self._guard(lambda: self._writer.flush())
 
     def close(self) -> None:
+        """Close the file without raising errors."""
         self._guard(lambda: self._writer.close())
         self._off = True
 
@@ -197,28 +198,31 @@ class _Events:
             self._off = True
             self._note(
                 f"TensorBoard's events are no longer written: {error.strerror or error}; log.jsonl "
-                "goes on"
+                "is still written"
             )
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a `log.jsonl`, in order, without a last line that a killed process left
-    unfinished.
+    """Return the lines of a `log.jsonl`, in order.
+
+    A malformed last line, which a killed process leaves, is skipped.
 
     Raises:
-        FileNotFoundError: no such file.
-        LogError: a malformed line before the last; names file and line number.
+        FileNotFoundError: the file does not exist.
+        LogError: a malformed line before the last one. The message has file and line number.
     """
     return _read(Path(path), complete_at=math.inf)
 
 
 def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
-    """The lines of a log up to the first malformed one, which must be the last, or come after step
-    `complete_at`."""
-    rows, lines = (
-        [],
-        path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"),
-    )
+    """Return the lines of a log before the first malformed one.
+
+    Raises:
+        LogError: the malformed line is not the last one, and no earlier line has reached step
+            `complete_at`.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    rows, lines = [], text.removesuffix("\n").split("\n")
     newest = -math.inf
     for number, line in enumerate(lines, start=1):
         try:
@@ -232,8 +236,7 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
                 break
             raise LogError(
                 f"{path}, line {number}: expected a JSON object with kind, step and tokens, found "
-                f"{line[:60]!r} ({error}); "
-                "mend or delete the line"
+                f"{line[:60]!r} ({error}); mend or delete the line"
             ) from error
         rows.append(row)
         newest = max(newest, row["step"])
@@ -241,13 +244,13 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    # After a power cut, garbage may follow what was synchronised with the checkpoint of this step.
+    # After a power cut, garbage may follow the lines that were durable before the checkpoint.
     kept = [
         row
         for row in _read(path, complete_at=step)
         if row["kind"] == "event" or row["step"] <= step
     ]
-    # Rename within the folder is atomic: a kill here leaves the old log or the new one.
+    # The rename is atomic: a killed process leaves the old log or the new one.
     rewritten = path.with_name(path.name + ".tmp")
     with rewritten.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
@@ -257,7 +260,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy or JAX array of one element as a Python number; anything else as it is."""
+    """Convert a NumPy or JAX array of one element to a Python number; return others unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 

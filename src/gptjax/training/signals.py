@@ -1,5 +1,8 @@
-"""Signals that ask a run to stop. Imports nothing heavy: train.py installs the first handler before
-it imports JAX."""
+"""Handlers of the signals that stop a run.
+
+train.py installs the first handler before it imports JAX, so this module imports the standard
+library only.
+"""
 
 import contextlib
 import os
@@ -9,10 +12,10 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def end_at_once(number: int, frame: object = None) -> None:
-    """Print one sentence and end the process: the handler while there is nothing to save.
+    """Print one sentence and end the process: the handler until there is a state to save.
 
-    `os._exit`, because Python's own exit would wait for threads that compile, and XLA aborts if
-    they still run then.
+    Uses `os._exit`: a normal exit of Python waits for compiling threads, and XLA aborts if these
+    threads are still running then.
     """
     name = signal.Signals(number).name
     _tell(f"stopped by {name}; nothing new was saved. The same command starts or resumes the run.")
@@ -20,19 +23,22 @@ def end_at_once(number: int, frame: object = None) -> None:
 
 
 def install(handler) -> dict[int, object]:
-    """Set the handler of every stopping signal, and return the previous handlers.
+    """Set the handler of SIGTERM, SIGINT and SIGHUP, and return the previous handlers.
 
-    A SIGHUP that is ignored, as under `nohup`, stays ignored.
+    An ignored SIGHUP, as under `nohup`, stays ignored.
     """
     numbers = [n for n in STOPPING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 class StopRequest:
-    """Context in which a signal asks the training loop to save and stop.
+    """Context in which a signal requests that the training loop saves and stops.
 
-    The first signal sets `number`. The second prints that the save is under way. The third ends the
-    process without waiting for the save; the checkpoints before it stay complete.
+    The first signal sets `number`. The second signal prints that the checkpoint is being saved. The
+    third signal ends the process without the new checkpoint; earlier checkpoints stay complete.
+
+    Attributes:
+        number: number of the first signal; 0 before it.
     """
 
     number = 0
@@ -63,6 +69,6 @@ class StopRequest:
 
 
 def _tell(sentence: str) -> None:
-    # Not `print`: a handler may interrupt a write to the same stream, and the stream may be gone.
+    # Not `print`: the handler may interrupt a write to the stream, and the stream may be closed.
     with contextlib.suppress(OSError):
         os.write(2, f"\n{sentence}\n".encode())

@@ -1,17 +1,16 @@
-"""Where the time goes between the command and the first finished step."""
+"""Time from the command to the first completed step, by part."""
 
 import time
 
 
 class StartUpTime:
-    """Seconds of each part of a start, one after the other: with no gap between them, their sum is
-    the whole.
+    """Seconds of each part of the start-up. The parts have no gaps, so their sum is the total.
 
     Args:
-        began: `time.perf_counter()` when the program began.
+        began: `time.perf_counter()` at the start of the process.
 
     Attributes:
-        seconds: of each part so far, in order.
+        seconds: duration of each part so far, in order.
     """
 
     def __init__(self, began: float):
@@ -19,7 +18,7 @@ class StartUpTime:
         self._last = began
 
     def mark(self, part: str) -> None:
-        """Says that a part is done: it took the time since the last mark."""
+        """End a part: add the time since the previous mark to its seconds."""
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now

@@ -1,4 +1,4 @@
-"""The live status line of a run."""
+"""Live status line of a run."""
 
 import math
 import time
@@ -12,19 +12,17 @@ from gptjax.training.flops import Number
 
 
 class StatusLine:
-    """One line that shows where training stands: redrawn in place on a terminal, printed now and
-    then elsewhere.
+    """One line with the state of training, redrawn in place on a terminal, else printed regularly.
 
-    Inside the `with`, print through `console.print` (plain `print` works too): the text goes above
-    the line. On a terminal the least important parts are left out until the line fits. Elsewhere
-    the line is complete.
+    Inside the context, text from `console.print` or `print` appears above the line. On a terminal,
+    the least important parts are omitted until the line fits. Elsewhere the line is complete.
 
     Args:
-        total_steps: where training ends.
-        on_gpu: whether a missing MFU means an unknown GPU rather than a CPU.
-        every: steps between lines where the output is not a terminal.
-        console: where to write; standard output by default.
-        clock: seconds, for the time left and for sparing the terminal.
+        total_steps: last step of training.
+        on_gpu: whether an unknown MFU means an unknown GPU rather than a CPU.
+        every: steps between lines if the output is not a terminal.
+        console: output; None: standard output.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -50,8 +48,7 @@ class StatusLine:
 
     def __enter__(self) -> "StatusLine":
         if self.console.is_terminal:
-            # Redrawn by `update`, without a thread that would compete with the training loop for
-            # the interpreter.
+            # `update` redraws: a thread would compete with the training loop for the GIL.
             self._live = Live(Text(""), console=self.console, auto_refresh=False)
             self._live.start()
         return self
@@ -72,13 +69,16 @@ class StatusLine:
         mfu: Number | None = None,
         val_loss: Number | None = None,
     ) -> None:
-        """Shows the state after `step` completed steps.
+        """Show the state after `step` completed steps.
 
         Args:
-            loss, val_loss: nats a token; the last `val_loss` given stays on the line.
+            step: completed steps.
+            loss: training loss in nats per token.
             lr: learning rate.
-            ms_per_step, tokens_per_second: None while unknown.
-            mfu: fraction of the peak, None where the peak is unknown.
+            ms_per_step: step time in milliseconds; None if unknown.
+            tokens_per_second: throughput; None if unknown.
+            mfu: fraction of the peak; None if the peak is unknown.
+            val_loss: validation loss in nats per token; None: the previous one.
         """
         now = self._clock()
         self._val_loss = self._val_loss if val_loss is None else val_loss
@@ -88,7 +88,7 @@ class StatusLine:
         self._parts = {
             "step": f"step {step}/{self._total_steps}",
             "loss": f"loss {loss:.4f}",
-            "val": "",  # `_show` fills it in: `validated` changes it after the step
+            "val": "",  # set by `_show`, because `validated` is called after `update`
             "lr": f"lr {lr:.2e}",
             "eta": f"ETA {self._eta(step, now)}",
             "ms": f"{_or_dash(ms_per_step, '.1f')} ms",
@@ -104,8 +104,8 @@ class StatusLine:
     def validated(self, val_loss: Number) -> None:
         """Show the validation loss after the newest step.
 
-        A terminal's line is redrawn. Elsewhere only the last step's line is printed again, so that
-        the final line is complete.
+        On a terminal the line is redrawn. Elsewhere only the line of the last step is printed
+        again, so that the final line is complete.
         """
         self._val_loss = val_loss
         if self._parts and (self._live is not None or self._step >= self._total_steps):
@@ -122,8 +122,10 @@ class StatusLine:
         self._drawn_at = self._clock() if due else self._drawn_at
 
     def _eta(self, step: int, now: Number) -> str:
-        """Time left at the pace since the first update: with validation and checkpoints, without
-        the compilation."""
+        """Return the remaining time at the mean speed since the first update.
+
+        The mean includes validation and checkpoints, but not compilation.
+        """
         first_step, started = self._first
         if step <= first_step:
             return "–"
@@ -137,12 +139,12 @@ class StatusLine:
         return f"{100 * fraction:.1f}%"
 
 
-# Parts of the status line that a narrow terminal loses, the first one first.
+# Parts of the status line that are omitted on a narrow terminal, in this order.
 _EXPENDABLE = ("lr", "mfu", "val", "eta", "speed", "ms", "loss")
 
 
 def _fitted(parts: dict[str, str], width: int) -> str:
-    """Join the parts, without as many of the expendable ones as make the line fit."""
+    """Join the parts, omitting expendable ones until the line fits in `width` characters."""
     parts = dict(parts)
     for name in _EXPENDABLE:
         if len(" · ".join(parts.values())) <= width:
