@@ -1,11 +1,12 @@
 """GPU kernels for GPT-2, importable without gptjax.
 
-Each module or folder holds one operation: its mathematics, a plain-JAX `reference()`, its back
-ends, and a public function whose `implementation=` argument names the back end. `"auto"` takes the
-fastest that supports the device, dtype and shape; a named one works or raises. This is the one seam
-through which the model reaches attention and the loss.
+Each folder holds one operation: its mathematics, a plain-JAX `reference()`, one file for each back
+end, and public functions whose `implementation=` argument names the back end. "auto" selects the
+fastest back end that supports the device, dtype and shape; a named back end runs or raises.
+`select` returns the name of the back end that an operation uses.
 """
 
+from pallas_kernels._dispatch import select
 from pallas_kernels.attention import flash_attention, flash_attention_qkv
 from pallas_kernels.attention.projected import projected_attention
 from pallas_kernels.classifier import SigmoidCap, fused_classifier
@@ -31,6 +32,7 @@ __all__ = [
     "mlp",
     "projected_attention",
     "rms_norm",
+    "select",
     "softmax",
     "transpose_add",
     "transpose_copy",

@@ -1,28 +1,132 @@
-"""How every kernel turns `implementation=` into one of its back ends, and what those need of the
-device and of the arrays."""
+"""Registry of the back ends of every operation, and the function that selects one of them.
 
+Each kernel folder calls `register` for its operations; everybody else calls `select`.
+"""
+
+import dataclasses
 import importlib.util
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-"""Of the floating-point arrays of every public function, in every back end. None of them computes
-in float64."""
-KERNELS = ("mosaic", "triton")
-"""Back ends that launch kernels of ours, which the compiler does not know how to partition."""
-_SPLIT = (
+"""Supported dtypes of the floating-point arrays of every public function. No back end computes in
+float64."""
+_PARTITIONED = (
     "needs arrays of one device, and the compiler may split these over several: it would gather "
-    "them on each. "
-    "Call it inside jax.shard_map"
+    "them on each. Call it inside jax.shard_map"
 )
 
 
+# ----------------------------------------------------------------------------------------- registry
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFacts:
+    """Facts of a call where the choice of a back end depends on the device and sharding alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BackEnd:
+    """One implementation of an operation."""
+
+    name: str
+    why_not: Callable[[Any], str | None] = lambda facts: None
+    """Return None where the back end can run a call with these facts, else the reason why not."""
+    custom: bool = False
+    """Launches custom kernels, which GSPMD cannot partition."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """The back ends of a public function."""
+
+    back_ends: tuple[BackEnd, ...]
+    """Fastest first; "xla" among them."""
+    facts: type = NoFacts
+    """Dataclass of the properties of a call on which the choice depends, such as dtype and
+    shape."""
+    order: Callable[[Any, bool], Sequence[str]] | None = None
+    """Names that `auto` tries, by the facts and whether the compiler may split the arrays. None:
+    all, in the order of `back_ends`."""
+
+
+OPERATIONS: dict[str, Operation] = {}
+"""Every operation by the name of its public function."""
+
+
+def register(
+    *names: str,
+    back_ends: Sequence[BackEnd],
+    facts: type = NoFacts,
+    order: Callable[[Any, bool], Sequence[str]] | None = None,
+) -> None:
+    """Add operations that share their back ends; the parameters are the fields of `Operation`."""
+    for name in names:
+        OPERATIONS[name] = Operation(tuple(back_ends), facts, order)
+
+
+def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **facts: Any) -> str:
+    """Return the name of the back end that an operation uses on the default device.
+
+    "auto" selects the fastest supported back end. Custom kernels are skipped where GSPMD may shard
+    the arrays. With an empty array "xla" replaces every back end but "reference": there is nothing
+    to launch.
+
+    Args:
+        operation: name of the public function.
+        implementation: "auto", or the name of a back end.
+        arrays: a pytree of the call's arrays, whose types say whether the compiler may split them.
+            None where only the facts are known.
+        facts: dtype, shape and options of the call; each kernel folder defines them in a dataclass.
+
+    Raises:
+        ValueError: no such operation or back end, or the named back end cannot run here; the
+            message lists the back ends that can.
+
+    Example:
+        >>> select("layer_norm", dtype="bfloat16", channels=768)
+        'triton'
+    """
+    if operation not in OPERATIONS:
+        raise ValueError(f"unknown operation {operation!r}; choose one of {sorted(OPERATIONS)}")
+    entry = OPERATIONS[operation]
+    back_ends = {back_end.name: back_end for back_end in entry.back_ends}
+    if implementation not in ("auto", *back_ends):
+        raise ValueError(
+            f"{operation}: unknown implementation {implementation!r}; choose one of "
+            f"{['auto', *back_ends]}"
+        )
+    call = entry.facts(**facts)
+    split = partitioned(arrays)
+    why_not = {
+        name: _PARTITIONED if why is None and split and back_ends[name].custom else why
+        for name, why in ((name, back_end.why_not(call)) for name, back_end in back_ends.items())
+    }
+    if implementation == "auto":
+        order = tuple(back_ends) if entry.order is None else entry.order(call, split)
+        name = next(name for name in order if why_not[name] is None)
+    elif why_not[implementation] is None:
+        name = implementation
+    else:
+        usable = [name for name, why in why_not.items() if why is None]
+        raise ValueError(
+            f"{operation}: implementation {implementation!r} {why_not[implementation]}; these can "
+            f"run here: {usable}"
+        )
+    empty = any(math.prod(x.shape) == 0 for x in jax.tree.leaves(arrays))
+    return "xla" if empty and name != "reference" else name
+
+
+# --------------------------------------------------------------------------------- device, sharding
+
+
 def platform() -> str:
-    """The platform that arrays go to by default: "gpu", "cpu", … (`jax.default_device`
-    included)."""
+    """Return the platform of the default device, `jax.default_device` included: "gpu", "cpu",
+    …"""
     device = jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
@@ -30,8 +134,8 @@ def platform() -> str:
 
 
 def capability() -> tuple[int, int] | None:
-    """CUDA compute capability of the default device, such as (9, 0); None where that is no NVIDIA
-    GPU."""
+    """Return the CUDA compute capability of the default device, such as (9, 0); None where the
+    device is not an NVIDIA GPU."""
     if platform() not in ("gpu", "cuda"):
         return None
     device = jax.config.jax_default_device
@@ -42,7 +146,7 @@ def capability() -> tuple[int, int] | None:
 
 
 def partitioned(*arrays: Any) -> bool:
-    """Whether the compiler may split work on these arrays over several devices.
+    """Return whether the compiler may split work on these arrays over several devices.
 
     It may where an array, or the mesh of `jax.set_mesh`, has axes that are not manual and span
     several devices. Under `jax.jit`, too, the type of an array names the mesh that the array is on,
@@ -61,13 +165,13 @@ def partitioned(*arrays: Any) -> bool:
 
 
 def _devices_of_compiler(mesh: jax.sharding.AbstractMesh) -> int:
-    """The number of devices along the axes that are not manual."""
+    """Return the number of devices along the axes that are not manual."""
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, axis_type in axes if axis_type != jax.sharding.AxisType.Manual)
 
 
 def why_not_triton() -> str | None:
-    """None where Triton kernels run on the default device, else the reason."""
+    """Return None where Triton kernels run on the default device, else the reason why not."""
     if capability() is None:
         return f"needs an NVIDIA GPU, and the default device is a {platform()}"
     if capability() < (8, 0):
@@ -78,7 +182,8 @@ def why_not_triton() -> str | None:
 
 
 def why_not_mosaic() -> str | None:
-    """None where Mosaic GPU kernels for Hopper run on the default device, else the reason."""
+    """Return None where Mosaic GPU kernels for Hopper run on the default device, else the reason
+    why not."""
     if capability() is None:
         return f"needs an NVIDIA GPU, and the default device is a {platform()}"
     if capability() != (9, 0):
@@ -86,48 +191,19 @@ def why_not_mosaic() -> str | None:
     return None
 
 
-def auto(supported: dict[str, str | None], *arrays: Any) -> str:
-    """The first back end that can run here; no kernel of ours where the compiler may split the
-    arrays over devices.
+def why_not_16_bit(dtype: jax.typing.DTypeLike, others: str = "") -> str | None:
+    """Return None for bf16 and fp16, else the reason why not.
 
     Args:
-        supported: back end → None where it can run here, else the reason why not; the fastest
-            first.
-        arrays: those of the call, or pytrees of them; none where only shapes are known.
+        others: further dtypes that the back end supports, for the reason, such as "float32, ".
     """
-    return next(name for name, why in _with_arrays(supported, arrays).items() if why is None)
+    if jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
+        return None
+    return f"takes {others}bfloat16 or float16, not {jnp.dtype(dtype).name}"
 
 
-def named(kernel: str, implementation: str, supported: dict[str, str | None], *arrays: Any) -> str:
-    """Returns `implementation` if this device, dtype, shape and these arrays can run it.
+# --------------------------------------------------------------------------------- common back ends
 
-    Args:
-        kernel: the kernel's name, for the error.
-        implementation: what the caller asked for.
-        supported, arrays: as in `auto`.
-
-    Raises:
-        ValueError: no such back end, or it cannot run here; the message says which could.
-    """
-    if implementation not in supported:
-        raise ValueError(
-            f"{kernel}: unknown implementation {implementation!r}; choose one of "
-            f"{['auto', *supported]}"
-        )
-    supported = _with_arrays(supported, arrays)
-    if (reason := supported[implementation]) is not None:
-        usable = [name for name, why in supported.items() if why is None]
-        raise ValueError(
-            f"{kernel}: implementation {implementation!r} {reason}; these can run here: {usable}"
-        )
-    return implementation
-
-
-def _with_arrays(supported: dict[str, str | None], arrays: tuple) -> dict[str, str | None]:
-    """`supported`, where a kernel of ours that could run is refused for arrays that the compiler
-    may split."""
-    if not partitioned(*arrays):
-        return supported
-    return {
-        name: _SPLIT if why is None and name in KERNELS else why for name, why in supported.items()
-    }
+# `why_not_triton` is looked up at each call: tests replace it.
+TRITON = BackEnd("triton", lambda facts: why_not_triton(), custom=True)
+XLA, REFERENCE = BackEnd("xla"), BackEnd("reference")

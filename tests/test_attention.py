@@ -12,7 +12,7 @@ from kernel_tools import h200, unchecked
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
-from pallas_kernels.attention import choose, reference
+from pallas_kernels.attention import reference
 
 # (batch, time, heads, head dimension)
 SHAPES = [
@@ -232,8 +232,13 @@ def sizes(jaxpr):
                 yield from sizes(inner)
 
 
+def selected(dtype, length, head_dim, implementation="auto", **facts):
+    facts |= {"dtype": dtype, "length": length, "head_dim": head_dim}
+    return _dispatch.select("flash_attention", implementation, **facts)
+
+
 def test_auto_on_a_cpu_is_xla():
-    assert choose("bfloat16", 128, 64) == "xla"
+    assert selected("bfloat16", 128, 64) == "xla"
 
 
 def test_errors():
@@ -282,19 +287,19 @@ def test_errors():
 def test_cudnn_says_what_it_cannot_take(monkeypatch):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     with pytest.raises(ValueError, match="'cudnn' takes bfloat16 or float16, not float32"):
-        choose("float32", 128, 64, "cudnn")
+        selected("float32", 128, 64, "cudnn")
     with pytest.raises(ValueError, match="multiple of 8 and at most 128, not 20"):
-        choose("bfloat16", 128, 20, "cudnn")
+        selected("bfloat16", 128, 20, "cudnn")
     with pytest.raises(ValueError, match="at most 128, not 136"):
-        choose("bfloat16", 128, 136, "cudnn")
+        selected("bfloat16", 128, 136, "cudnn")
     with pytest.raises(ValueError, match="an even sequence length .* not 65"):
-        choose("bfloat16", 65, 64, "cudnn")
+        selected("bfloat16", 65, 64, "cudnn")
     with pytest.raises(ValueError, match="takes no segment ids"):
-        choose("bfloat16", 64, 64, "cudnn", segments=True)
+        selected("bfloat16", 64, 64, "cudnn", segments=True)
     with pytest.raises(ValueError, match="leaves out the gradient of the log-sum-exp"):
-        choose("bfloat16", 64, 64, "cudnn", return_lse=True)
+        selected("bfloat16", 64, 64, "cudnn", return_lse=True)
     with pytest.raises(ValueError, match="sums the gradients in any order, and deterministic=True"):
-        choose("bfloat16", 64, 64, "cudnn", deterministic=True)
+        selected("bfloat16", 64, 64, "cudnn", deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -322,14 +327,14 @@ def test_auto_takes_the_fastest_that_can_run(
 ):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: capability)
-    assert choose(dtype, length, head_dim, **how) == chosen
+    assert selected(dtype, length, head_dim, **how) == chosen
 
 
 def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
-    assert choose("bfloat16", 1024, 64) == "cudnn" and choose("float32", 1024, 64) == "xla"
+    assert selected("bfloat16", 1024, 64) == "cudnn" and selected("float32", 1024, 64) == "xla"
 
 
 # ---------------------------------------------------------------------------------------------- GPU
@@ -414,4 +419,4 @@ def test_cudnn_memory_is_linear_in_time():
 
 @pytest.mark.gpu
 def test_auto_on_a_gpu_is_not_xla():
-    assert choose("bfloat16", 128, 64) != "xla" and choose("float32", 128, 64) != "xla"
+    assert selected("bfloat16", 128, 64) != "xla" and selected("float32", 128, 64) != "xla"

@@ -88,7 +88,7 @@ def scalar_of(name, implementation):
 
 
 def test_no_public_function_is_left_out():
-    assert {*CASES, "SigmoidCap", "flash_attention_qkv"} == {*pk.__all__}
+    assert {*CASES, "SigmoidCap", "flash_attention_qkv", "select"} == {*pk.__all__}
 
 
 # ---------------------------------------------------------------------------------------- shard_map

@@ -16,7 +16,6 @@ from pallas_kernels import _dispatch
 from pallas_kernels.classifier import (
     SigmoidCap,
     apply_softcap,
-    choose,
     fused_classifier,
     reference,
 )
@@ -332,9 +331,9 @@ def test_errors():
 
 
 def test_auto(monkeypatch):
-    assert choose("bfloat16", 50304) == "xla"
+    assert _dispatch.select("fused_classifier") == "xla"
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
-    assert choose("bfloat16", 50304) == "triton"
+    assert _dispatch.select("fused_classifier") == "triton"
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])

@@ -1,13 +1,21 @@
-"""pallas_kernels._dispatch: what the device can run, and errors that say what is missing."""
+"""pallas_kernels._dispatch: the registry, what the device can run, errors that say what is
+missing."""
 
+import dataclasses
+import inspect
+import sys
 import types
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_tools import unchecked
 
-from pallas_kernels import _dispatch
+import pallas_kernels
+from pallas_kernels import _dispatch, select, transpose
+from pallas_kernels._dispatch import BackEnd, Operation
 
 
 def gpu(compute_capability):
@@ -16,7 +24,7 @@ def gpu(compute_capability):
 
 @pytest.fixture
 def device(monkeypatch):
-    """Makes the default device one of a given compute capability."""
+    """Replace the default device by one of a given compute capability."""
 
     def choose(compute_capability):
         monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
@@ -161,40 +169,99 @@ def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler():
     assert seen == [True]
 
 
-def test_auto_takes_the_first_that_runs_and_no_kernel_where_arrays_may_be_split():
-    supported = {"mosaic": "needs luck", "triton": None, "xla": None}
-    split = on_mesh(mesh_of(jax.devices()))
-    assert _dispatch.auto(supported) == _dispatch.auto(supported, jnp.ones(3), None) == "triton"
-    assert (
-        _dispatch.auto(supported, split)
-        == _dispatch.auto(supported, (jnp.ones(3), [split]))
-        == "xla"
+# ----------------------------------------------------------------------------------------- registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    size: int = 0
+
+
+@pytest.fixture
+def operation(monkeypatch):
+    """Register an operation "test", whose "mosaic" never runs and whose "triton" runs up to 9."""
+    back_ends = (
+        BackEnd("mosaic", lambda call: "needs luck", custom=True),
+        BackEnd("triton", lambda call: "takes at most 9" if call.size > 9 else None, custom=True),
+        BackEnd("cudnn"),
+        BackEnd("xla"),
+        BackEnd("reference"),
     )
+    order = lambda call, split: ("xla",) if call.size == 7 else ("mosaic", "triton", "xla")
+    monkeypatch.setitem(_dispatch.OPERATIONS, "test", Operation(back_ends, Size, order))
+    monkeypatch.setitem(_dispatch.OPERATIONS, "plain", Operation(back_ends, Size))
 
 
-def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather():
-    supported = {"mosaic": "needs luck", "triton": None, "cudnn": None, "xla": None}
+def test_auto_takes_the_first_that_runs_and_no_kernel_where_arrays_may_be_split(operation):
     split = on_mesh(mesh_of(jax.devices()))
-    assert _dispatch.named("softmax", "triton", supported, jnp.ones(3)) == "triton"
-    assert _dispatch.named("softmax", "cudnn", supported, split) == "cudnn"
+    assert select("test") == select("test", arrays=(jnp.ones(3), None)) == "triton"
+    assert select("test", arrays=split) == select("test", arrays=(jnp.ones(3), [split])) == "xla"
+    assert select("test", size=10) == select("test", size=7) == "xla"
+    # Without an order of its own: that of the back ends.
+    assert select("plain") == "triton" and select("plain", size=10) == "cudnn"
+    assert select("plain", arrays=split) == "cudnn"
+
+
+def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather(operation):
+    split = on_mesh(mesh_of(jax.devices()))
+    assert select("test", "triton", arrays=jnp.ones(3)) == "triton"
+    assert select("test", "cudnn", arrays=split) == "cudnn"
     message = (
-        r"softmax: implementation 'triton' needs arrays of one device.*gather.*jax\.shard_map; "
-        r"these can run here: \['cudnn', 'xla'\]"
+        r"test: implementation 'triton' needs arrays of one device.*gather.*jax\.shard_map; "
+        r"these can run here: \['cudnn', 'xla', 'reference'\]"
     )
     with pytest.raises(ValueError, match=message):
-        jax.jit(lambda x: _dispatch.named("softmax", "triton", supported, x) and x)(split)
+        jax.jit(lambda x: select("test", "triton", arrays=x) and x)(split)
     with pytest.raises(ValueError, match="'mosaic' needs luck"):
-        _dispatch.named("softmax", "mosaic", supported, split)
+        select("test", "mosaic", arrays=split)
 
 
-def test_named():
-    supported = {"a": None, "b": "needs luck"}
-    assert _dispatch.named("kernel", "a", supported) == "a"
+def test_named(operation):
+    assert select("test", "triton", size=7) == "triton"
     with pytest.raises(
-        ValueError, match=r"kernel: implementation 'b' needs luck; these can run here: \['a'\]"
+        ValueError,
+        match=r"test: implementation 'mosaic' needs luck; these can run here: "
+        r"\['triton', 'cudnn', 'xla', 'reference'\]",
     ):
-        _dispatch.named("kernel", "b", supported)
+        select("test", "mosaic")
     with pytest.raises(
-        ValueError, match=r"kernel: unknown implementation 'c'; choose one of \['auto', 'a', 'b'\]"
+        ValueError,
+        match=r"test: unknown implementation 'c'; choose one of \['auto', 'mosaic', 'triton', ",
     ):
-        _dispatch.named("kernel", "c", supported)
+        select("test", "c")
+    with pytest.raises(
+        ValueError, match=r"unknown operation 'tset'; choose one of \['ba_plus_caa'"
+    ):
+        select("tset")
+    with pytest.raises(TypeError, match="channels"):
+        select("test", channels=3)
+
+
+def test_an_empty_array_is_left_to_xla(operation):
+    nothing = (jnp.ones(3), jnp.ones((0, 4)))
+    assert select("test", arrays=nothing) == select("test", "triton", arrays=nothing) == "xla"
+    assert select("test", "cudnn", arrays=nothing) == "xla"
+    assert select("test", "reference", arrays=nothing) == "reference"
+    with pytest.raises(ValueError, match="'mosaic' needs luck"):
+        select("test", "mosaic", arrays=nothing)
+
+
+def public_function(name):
+    """The function of an operation, without jaxtyping's wrappers, and its module."""
+    function = unchecked(getattr(pallas_kernels, name, None) or getattr(transpose, name))
+    return function, sys.modules[function.__module__]
+
+
+@pytest.mark.parametrize("name", sorted({*_dispatch.OPERATIONS} - {"sum_rows"}))
+def test_the_back_ends_of_an_operation_are_those_of_its_type_and_docstring(name):
+    """Of every operation but `sum_rows`, whose back end nobody can name."""
+    back_ends = _dispatch.OPERATIONS[name].back_ends
+    names = [back_end.name for back_end in back_ends]
+    function, module = public_function(name)
+    assert [*typing.get_args(module.Implementation)] == ["auto", *names]
+    assert names[-2:] == ["xla", "reference"]
+    assert [b.name for b in back_ends if b.custom] == [
+        n for n in names if n in ("mosaic", "triton")
+    ]
+    stated = inspect.getdoc(function).partition("implementation: ")[2]
+    assert [n for n in ("auto", *names) if f'"{n}"' not in stated] == []

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kernel_tools import unchecked
 from reference.torch_gpt2 import assert_within_twice, rms
 
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import _dispatch, linear_cross_entropy
 from pallas_kernels.classifier import SigmoidCap
-from pallas_kernels.lm_head import choose, reference
+from pallas_kernels.lm_head import reference
 
 # (tokens, width, rows of the head, real vocabulary)
 SHAPES = [
@@ -322,7 +322,7 @@ def test_errors():
         linear_cross_entropy(x, w.astype(jnp.bfloat16), targets)
     with pytest.raises(ValueError, match="12 tokens are not a multiple of chunk=0"):
         linear_cross_entropy(x, w, targets, chunk=0)
-    assert choose() == "xla"
+    assert _dispatch.select("linear_cross_entropy") == "xla"
     with pytest.raises(ValueError, match="12 tokens are not a multiple of chunk=5"):
         linear_cross_entropy(x, w, targets, chunk=5)
     for vocab_size in (0, 17):
@@ -349,7 +349,7 @@ def test_gpt2s_own_head_on_the_gpu(dtype, chunk, implementation):
 
 @pytest.mark.gpu
 def test_what_auto_takes_on_the_gpu():
-    assert choose() == "fused"
+    assert _dispatch.select("linear_cross_entropy") == "fused"
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from kernel_tools import triton_kernels, unchecked
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels.norm import choose, layer_norm, reference, rms_norm, rms_reference
+from pallas_kernels.norm import layer_norm, reference, rms_norm, rms_reference
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 BACKENDS = ["xla", "triton"]
@@ -371,22 +371,26 @@ def test_compiled_code_keeps_a_row_in_registers(capability, n, channels, norm, d
         assert "st.global.v4" in kernel.ptx and "global.b16" not in kernel.ptx
 
 
+def selected(channels, implementation="auto"):
+    return _dispatch.select("layer_norm", implementation, channels=channels)
+
+
 def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
-    assert choose("bfloat16", 768) == "xla"
+    assert selected(768) == "xla"
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
-    assert choose("bfloat16", 768) == "triton"
-    assert choose("bfloat16", 100_000) == "xla"
+    assert selected(768) == "triton"
+    assert selected(100_000) == "xla"
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
-    assert choose("bfloat16", 768) == "xla"
+    assert selected(768) == "xla"
     with pytest.raises(
         ValueError, match="layer_norm: implementation 'triton' needs arrays of one device"
     ):
-        choose("bfloat16", 768, "triton")
+        selected(768, "triton")
     with pytest.raises(
         ValueError,
         match="layer_norm: implementation 'triton' takes at most 8192 channels, not 100000",
     ):
-        choose("bfloat16", 100_000, "triton")
+        selected(100_000, "triton")
 
 
 def test_errors():
@@ -508,4 +512,4 @@ def test_under_vmap_and_checkpoint_on_the_gpu():
 
 @pytest.mark.gpu
 def test_auto_on_a_gpu_is_triton():
-    assert choose("bfloat16", 768) == "triton"
+    assert selected(768) == "triton"

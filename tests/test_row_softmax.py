@@ -13,7 +13,7 @@ from kernel_tools import triton_kernels
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import _dispatch
-from pallas_kernels.row_softmax import choose, gradient, reference, softmax
+from pallas_kernels.row_softmax import gradient, reference, softmax
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 BACKENDS = ["xla", "triton", "reference"]
@@ -236,9 +236,9 @@ def test_errors():
 
 
 def test_auto(monkeypatch):
-    assert choose("bfloat16") == "xla"
+    assert _dispatch.select("softmax") == "xla"
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
-    assert choose("bfloat16") == "triton"
+    assert _dispatch.select("softmax") == "triton"
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])

@@ -14,7 +14,6 @@ from kernel_tools import triton_kernels, unchecked
 
 from pallas_kernels import _dispatch, _triton
 from pallas_kernels.transpose import (
-    choose,
     reference,
     transpose_add,
     transpose_copy,
@@ -269,15 +268,15 @@ def test_compiled_code_with_sums(capability):
 
 
 def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
-    assert choose() == "xla"
+    assert _dispatch.select("transpose_copy") == "xla"
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
-    assert choose() == "triton"
+    assert _dispatch.select("transpose_copy") == "triton"
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
-    assert choose() == "xla"
+    assert _dispatch.select("transpose_copy") == "xla"
     with pytest.raises(
         ValueError, match="transpose_copy: implementation 'triton' needs arrays of one device"
     ):
-        choose("triton")
+        _dispatch.select("transpose_copy", "triton")
 
 
 def test_errors():
@@ -355,4 +354,4 @@ def test_donated_dst_is_overwritten_on_the_gpu():
 
 @pytest.mark.gpu
 def test_auto_on_a_gpu_is_triton():
-    assert choose() == "triton"
+    assert _dispatch.select("transpose_copy") == "triton"

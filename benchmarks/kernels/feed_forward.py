@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
-from pallas_kernels.feed_forward import How, backward, forward, linear_gelu, mlp
+from pallas_kernels.feed_forward import Options, backward, forward, linear_gelu, mlp
 
 # N, I, O
 SHAPES = [(65536, 768, 3072), (16384, 1280, 5120), (16384, 1600, 6400), (4096, 768, 3072)]
@@ -50,7 +50,7 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
             x,
             w,
             b if activation == "gelu" else None,
-            How(activation, backend, precision),
+            Options(activation, backend, precision),
             save=save,
         )
 
@@ -95,7 +95,7 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
 def backward_case(n, i, o, activation) -> Case:
     def run(backend, dy, derivative, x, w):
         b = jnp.zeros(o, jnp.bfloat16) if activation == "gelu" else None
-        return backward(How(activation, backend, None), (x, w, b, derivative), dy)
+        return backward(Options(activation, backend, None), (x, w, b, derivative), dy)
 
     def two_products(dy, derivative, x, w):
         return dy @ w.T, x.T @ dy

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
-from pallas_kernels.norm import _backward, _forward, _Options
+from pallas_kernels.norm import Options, _backward, _forward
 
 N = 65536
 EPS = 1e-5
@@ -42,11 +42,11 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
         return dy, dtotal, total, stats
 
     def forward(backend):
-        options = _Options(EPS, centred, out_dtype, backend)
+        options = Options(EPS, centred, out_dtype, backend)
         return lambda x, residual: _forward(options, x, residual, *parameters())
 
     def backward(backend):
-        options = _Options(EPS, centred, out_dtype, backend)
+        options = Options(EPS, centred, out_dtype, backend)
         return lambda dy, dtotal, total, stats: _backward(
             options, dy, dtotal, total, stats, parameters()[0]
         )

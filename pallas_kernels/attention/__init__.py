@@ -29,16 +29,19 @@ mosaic and triton read q, k and v where they lie in the packed projection, and w
 one array.
 """
 
+import dataclasses
 import functools
 import importlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import DTYPES
+from pallas_kernels._dispatch import DTYPES, REFERENCE, XLA, BackEnd
+
+Implementation = Literal["auto", "cudnn", "mosaic", "triton", "xla", "reference"]
 
 
 def flash_attention(
@@ -52,7 +55,7 @@ def flash_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
     """Attention of every query to the keys at or before it.
@@ -68,8 +71,8 @@ def flash_attention(
         return_lse: return the log-sum-exp L too.
         deterministic: the gradients of two runs are equal bit for bit; a back end that cannot
             promise it is not taken.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
-            need "xla" or "reference".
+        implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
+            Forward mode and second derivatives need "xla" or "reference".
         precision: of matrix products in fp32, as in `jax.lax.dot`; None is TF32 on a GPU, "highest"
             is true fp32.
 
@@ -103,16 +106,16 @@ def flash_attention_qkv(
     segment_ids: Integer[Array, "B T"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """`flash_attention` of q, k and v as they come out of one projection, and the gradient as that
-    projection wants it.
+    """Attention of the packed output of one projection; its gradient is packed too.
 
     Args:
         qkv_BT3HD: q, k and v along the third axis.
+        implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
 
-    The others, returns and errors as of `flash_attention`.
+    The other arguments, the result and the errors are those of `flash_attention`.
     """
     if qkv_BT3HD.ndim != 5 or qkv_BT3HD.shape[2] != 3:
         raise ValueError(
@@ -133,57 +136,6 @@ def flash_attention_qkv(
     )
 
 
-def choose(
-    dtype: jax.typing.DTypeLike,
-    length: int,
-    head_dim: int,
-    implementation: str = "auto",
-    *,
-    window: int | None = None,
-    segments: bool = False,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    arrays: tuple = (),
-) -> str:
-    """The back end that `flash_attention` uses for this dtype, sequence length and head dimension
-    on the default device.
-
-    `auto` takes the first in the order of `FASTEST` that can run here, but no kernel of ours for
-    arrays that the compiler may split over several devices.
-
-    Args:
-        window: as of `flash_attention`.
-        segments, return_lse, deterministic: whether the call has segment ids, asks for L, and for
-            equal gradients.
-        precision: as of `flash_attention`.
-        arrays: those of the call, whose types say whether the compiler may split them.
-
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
-    """
-    dtype = jnp.dtype(dtype)
-    supported = {
-        "cudnn": _why_not_cudnn(dtype, length, head_dim, segments, return_lse, deterministic),
-        "mosaic": _why_not_mosaic(dtype, head_dim, segments),
-        "triton": _why_not_triton(head_dim),
-        "xla": None,
-        "reference": None,
-    }
-    if implementation == "auto":
-        products = "16" if dtype.itemsize == 2 else "fp32" if precision in TRUE_FP32 else "tf32"
-        order = next(
-            row.order
-            for row in FASTEST
-            if row.capability in (None, _dispatch.capability())
-            and row.products == products
-            and row.head_dim in (None, head_dim)
-            and row.narrow in (None, window is not None and 8 * window <= length)
-        )
-        return _dispatch.auto({name: supported[name] for name in order}, arrays)
-    return _dispatch.named("flash_attention", implementation, supported, arrays)
-
-
 def reference(
     q_BTHD,
     k_BTKD,
@@ -199,16 +151,70 @@ def reference(
     arrays."""
     q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    options = _Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
+    options = Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
     out_BTHD, lse_BHT = _materialised(options, q_BTHD, k_BTKD, v_BTKD, segment_ids)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
+
+
+# ---------------------------------------------------------------------------------------- back ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
+
+    dtype: jax.typing.DTypeLike
+    length: int
+    head_dim: int
+    window: int | None = None
+    segments: bool = False
+    """Whether there are segment ids."""
+    return_lse: bool = False
+    deterministic: bool = False
+    precision: jax.lax.PrecisionLike = None
+
+
+def _why_not_cudnn(call: Facts) -> str | None:
+    if _dispatch.platform() not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU, and the default device is a {_dispatch.platform()}"
+    if (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
+        return why
+    if call.head_dim % 8 or call.head_dim > 128:
+        return (
+            f"takes a head dimension that is a multiple of 8 and at most 128, not {call.head_dim}"
+        )
+    if call.length % 2:
+        return f"takes an even sequence length (its backward pass does), not {call.length}"
+    if call.segments:
+        return "takes no segment ids"
+    if call.return_lse:
+        return "leaves out the gradient of the log-sum-exp"
+    if call.deterministic:
+        return "sums the gradients in any order, and deterministic=True was asked for"
+    return None
+
+
+def _why_not_mosaic(call: Facts) -> str | None:
+    if (why := _dispatch.why_not_mosaic() or _dispatch.why_not_16_bit(call.dtype)) is not None:
+        return why
+    if call.head_dim not in (64, 128):
+        return f"takes a head dimension of 64 or 128, not {call.head_dim}"
+    if call.segments:
+        return "takes no segment ids"
+    return None
+
+
+def _why_not_triton(call: Facts) -> str | None:
+    if call.head_dim > 128:
+        return f"takes a head dimension of at most 128, not {call.head_dim}"
+    return _dispatch.why_not_triton()
 
 
 class _Fastest(NamedTuple):
     """The order of back ends for a kind of GPU and shape; the first row that fits counts."""
 
     capability: tuple[int, int] | None
-    products: str
+    matmul: str
     """"16" (bf16, fp16), "tf32" or "fp32"."""
     head_dim: int | None
     narrow: bool | None
@@ -231,14 +237,44 @@ FASTEST = (
 TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
 
-class _Options(NamedTuple):
-    """What is the same for every call of one place in a program."""
+def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
+    """Return the order of the first row of `FASTEST` that fits."""
+    fp32 = "fp32" if call.precision in TRUE_FP32 else "tf32"
+    matmul = "16" if jnp.dtype(call.dtype).itemsize == 2 else fp32
+    narrow = call.window is not None and 8 * call.window <= call.length
+    return next(
+        row.order
+        for row in FASTEST
+        if row.capability in (None, _dispatch.capability())
+        and row.matmul == matmul
+        and row.head_dim in (None, call.head_dim)
+        and row.narrow in (None, narrow)
+    )
+
+
+_dispatch.register(
+    "flash_attention",
+    back_ends=[
+        BackEnd("cudnn", _why_not_cudnn),
+        BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("triton", _why_not_triton, custom=True),
+        XLA,
+        REFERENCE,
+    ],
+    facts=Facts,
+    order=_order,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
 
     backend: str
     causal: bool
     scale: float
     window: int | None
-    """None where it would see as much as no window."""
+    """None where it covers the whole sequence."""
     deterministic: bool
     precision: jax.lax.PrecisionLike
 
@@ -261,30 +297,31 @@ def _attend(
 ):
     """Either operands = (q, k, v), or (qkv,)."""
     length, head_dim = operands[0].shape[1], operands[0].shape[-1]
-    backend = choose(
-        operands[0].dtype,
-        length,
-        head_dim,
+    backend = _dispatch.select(
+        "flash_attention",
         implementation,
+        arrays=(operands, segments_BT),
+        dtype=operands[0].dtype,
+        length=length,
+        head_dim=head_dim,
         window=window,
         segments=segments_BT is not None,
         return_lse=return_lse,
         deterministic=deterministic,
         precision=precision,
-        arrays=(operands, segments_BT),
     )
     scale = head_dim**-0.5 if scale is None else float(scale)
     window = None if window is None or window >= length else window
-    options = _Options(backend, causal, scale, window, deterministic, precision)
-    if backend in ("mosaic", "triton") and operands[0].size:
+    options = Options(backend, causal, scale, window, deterministic, precision)
+    if backend in ("mosaic", "triton"):
         out_BTHD, lse_BHT = _calls.differentiable(
             "flash_attention", _flash, options, operands, segments_BT
         )
     elif backend == "cudnn":
         return _in_cudnn(options, *_split(operands))
     elif backend == "reference":
-        how = {"causal": causal, "scale": scale, "window": window, "segment_ids": segments_BT}
-        out_BTHD, lse_BHT = reference(*_split(operands), **how, return_lse=True)
+        mask = {"causal": causal, "window": window, "segment_ids": segments_BT}
+        out_BTHD, lse_BHT = reference(*_split(operands), scale=scale, **mask, return_lse=True)
         out_BTHD = out_BTHD.astype(operands[0].dtype)
     else:
         out_BTHD, lse_BHT = _materialised(options, *_split(operands), segments_BT)
@@ -336,7 +373,7 @@ _flash.defvjp(_flash_forward, _flash_backward, symbolic_zeros=True)
 def _kernel(options, name):
     """`forward` or `backward` of the back end. `vmap` makes its axis a part of the batch."""
     module = importlib.import_module(f"pallas_kernels.attention.{_MODULES[options.backend, name]}")
-    static = options._asdict() | {"true_fp32": options.true_fp32}
+    static = dataclasses.asdict(options) | {"true_fp32": options.true_fp32}
     for key in ("backend", "precision"):
         del static[key]
 
@@ -402,52 +439,6 @@ def _visible(options, length, segments_BT):
     if segments_BT is not None:
         visible_BTS = visible_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
     return visible_BTS
-
-
-# ---------------------------------------------------------------------------------- what runs where
-
-
-def _why_not_cudnn(
-    dtype: jnp.dtype,
-    length: int,
-    head_dim: int,
-    segments: bool,
-    return_lse: bool,
-    deterministic: bool,
-) -> str | None:
-    if _dispatch.platform() not in ("gpu", "cuda"):
-        return f"needs an NVIDIA GPU, and the default device is a {_dispatch.platform()}"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, not {dtype.name}"
-    if head_dim % 8 or head_dim > 128:
-        return f"takes a head dimension that is a multiple of 8 and at most 128, not {head_dim}"
-    if length % 2:
-        return f"takes an even sequence length (its backward pass does), not {length}"
-    if segments:
-        return "takes no segment ids"
-    if return_lse:
-        return "leaves out the gradient of the log-sum-exp"
-    if deterministic:
-        return "sums the gradients in any order, and deterministic=True was asked for"
-    return None
-
-
-def _why_not_mosaic(dtype: jnp.dtype, head_dim: int, segments: bool) -> str | None:
-    if (why := _dispatch.why_not_mosaic()) is not None:
-        return why
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, not {dtype.name}"
-    if head_dim not in (64, 128):
-        return f"takes a head dimension of 64 or 128, not {head_dim}"
-    if segments:
-        return "takes no segment ids"
-    return None
-
-
-def _why_not_triton(head_dim: int) -> str | None:
-    if head_dim > 128:
-        return f"takes a head dimension of at most 128, not {head_dim}"
-    return _dispatch.why_not_triton()
 
 
 def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):

@@ -16,15 +16,15 @@ that of `linear`, too: forward mode and higher derivatives work. The others are 
 in reverse mode.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels.attention import choose, flash_attention_qkv
+from pallas_kernels.attention import Implementation, flash_attention_qkv
 from pallas_kernels.matmul import checked_linear, weight_gradient
 
 
@@ -34,7 +34,7 @@ def projected_attention(
     b_O: Float[Array, " O"],
     *,
     heads: int,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"]:
     """flash_attention_qkv(x W + b), causal, with O = 3·H·D: all queries, all keys, all values.
@@ -43,8 +43,8 @@ def projected_attention(
         x_BTC: fp32, bf16 or fp16.
         w_CO, b_O: of x's dtype, or fp32, which is rounded to it as in `pallas_kernels.linear`.
             Their gradients have their dtype and are summed in fp32.
-        implementation, precision: as of `flash_attention_qkv`; precision is that of the projection,
-            too.
+        implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
+        precision: of fp32 matmuls, those of the projection included; as in `flash_attention`.
 
     Raises:
         ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
@@ -70,47 +70,55 @@ def projected_attention(
             f"got {x_BTC.dtype}, {w_CO.dtype}, {b_O.dtype}"
         )
     length, head_dim, arrays = x_BTC.shape[1], b_O.size // (3 * heads), (x_BTC, w_CO, b_O)
-    backend = choose(
-        x_BTC.dtype, length, head_dim, implementation, precision=precision, arrays=arrays
+    backend = _dispatch.select(
+        "flash_attention",
+        implementation,
+        arrays=arrays,
+        dtype=x_BTC.dtype,
+        length=length,
+        head_dim=head_dim,
+        precision=precision,
     )
-    if backend == "mosaic" and x_BTC.size:
-        return _calls.differentiable(
-            "projected_attention", _projected, *arrays, _How(heads, precision)
-        )
-    qkv_BT3HD = _projection(
-        *arrays, _How(heads, precision), "reference" if backend == "reference" else "xla"
-    )
+    options = Options(heads, precision)
+    if backend == "mosaic":
+        return _calls.differentiable("projected_attention", _projected, *arrays, options)
+    qkv_BT3HD = _projection(*arrays, options, "reference" if backend == "reference" else "xla")
     return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
 
 
-class _How(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
+
     heads: int
     precision: jax.lax.PrecisionLike
 
 
-def _projection(x_BTC, w_CO, b_O, how, implementation="xla"):
-    qkv_BTO = checked_linear("projected_attention", x_BTC, w_CO, b_O, implementation, how.precision)
-    return qkv_BTO.reshape(*x_BTC.shape[:2], 3, how.heads, b_O.size // (3 * how.heads))
+def _projection(x_BTC, w_CO, b_O, options, implementation="xla"):
+    qkv_BTO = checked_linear(
+        "projected_attention", x_BTC, w_CO, b_O, implementation, options.precision
+    )
+    return qkv_BTO.reshape(*x_BTC.shape[:2], 3, options.heads, b_O.size // (3 * options.heads))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _projected(x_BTC, w_CO, b_O, how):
-    return _projected_forward(x_BTC, w_CO, b_O, how)[0]
+def _projected(x_BTC, w_CO, b_O, options):
+    return _projected_forward(x_BTC, w_CO, b_O, options)[0]
 
 
-def _projected_forward(x_BTC, w_CO, b_O, how):
-    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, how)
+def _projected_forward(x_BTC, w_CO, b_O, options):
+    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, options)
     out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
     return out_BTHD, (x_BTC, w_CO, b_O, qkv_BT3HD, out_BTHD, lse_BHT)
 
 
-def _projected_backward(how, saved, dout_BTHD):
+def _projected_backward(options, saved, dout_BTHD):
     x_BTC, w_CO, b_O, qkv_BT3HD, out_BTHD, lse_BHT = saved
     dqkv_BT3HD, dq_HD, dout_HD = _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
     db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
     x_NC, dqkv_NO = x_BTC.reshape(-1, x_BTC.shape[2]), dqkv_BT3HD.reshape(-1, b_O.size)
-    dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=how.precision)
-    dw_CO = weight_gradient(x_NC, dqkv_NO, precision=how.precision)
+    dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=options.precision)
+    dw_CO = weight_gradient(x_NC, dqkv_NO, precision=options.precision)
     return (
         dx_NC.reshape(x_BTC.shape),
         dw_CO.astype(w_CO.dtype),

@@ -20,17 +20,22 @@ Back ends:
 triton and xla are differentiable once, in reverse mode, and in the losses alone.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
 
 Number = float | int
+Implementation = Literal["auto", "triton", "xla", "reference"]
+
+_dispatch.register("fused_classifier", back_ends=[TRITON, XLA, REFERENCE])
 
 
 class SigmoidCap(NamedTuple):
@@ -49,7 +54,7 @@ def fused_classifier(
     vocab_size: int | None = None,
     softcap: Number | SigmoidCap | None = None,
     ignore_index: int | None = None,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
     """Cross-entropy of each row in nats, and its gradient with respect to that row's logits.
 
@@ -64,7 +69,7 @@ def fused_classifier(
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
         ignore_index: rows with this target have a loss and a gradient of exactly 0.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
         losses_N in fp32, and dlogits_NV in the logits' dtype.
@@ -78,12 +83,10 @@ def fused_classifier(
     _check(logits_NV, targets_N, vocab_size, softcap)
     if softcap is not None and not isinstance(softcap, SigmoidCap):
         softcap = float(softcap)
-    backend = choose(logits_NV.dtype, v, implementation, arrays=(logits_NV, targets_N))
-    if logits_NV.size == 0:  # nothing to launch
-        return jnp.zeros(targets_N.shape, jnp.float32), logits_NV
-    options = _Options(backend, vocab_size, softcap, ignore_index)
+    backend = _dispatch.select("fused_classifier", implementation, arrays=(logits_NV, targets_N))
+    options = Options(backend, vocab_size, softcap, ignore_index)
     if backend == "reference":
-        losses_N, dlogits_NV = reference(logits_NV, targets_N, **options.of_the_loss)
+        losses_N, dlogits_NV = reference(logits_NV, targets_N, **options.loss_options)
         return losses_N, dlogits_NV.astype(logits_NV.dtype)
     return _calls.differentiable(
         "fused_classifier", _classify, options, logits_NV, to_int32(targets_N)
@@ -97,27 +100,6 @@ def to_int32(ids):
     if held.max > wanted.max:
         ids = ids.clip(max(held.min, wanted.min), wanted.max)
     return ids.astype(jnp.int32)
-
-
-def choose(
-    dtype: jax.typing.DTypeLike, columns: int, implementation: str = "auto", *, arrays: tuple = ()
-) -> str:
-    """The back end that `fused_classifier` uses for logits of this dtype and width on the default
-    device.
-
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
-    several devices.
-
-    Args:
-        arrays: those of the call, whose types say whether the compiler may split them.
-
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
-    """
-    supported = {"triton": _dispatch.why_not_triton(), "xla": None, "reference": None}
-    if implementation == "auto":
-        return _dispatch.auto(supported, arrays)
-    return _dispatch.named("fused_classifier", implementation, supported, arrays)
 
 
 def reference(
@@ -160,8 +142,9 @@ def apply_softcap(x, softcap: Number | SigmoidCap | None):
             return c * jnp.tanh(x / c)
 
 
-class _Options(NamedTuple):
-    """What is the same for every call of one place in a program."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
 
     backend: str
     vocab_size: int
@@ -169,7 +152,7 @@ class _Options(NamedTuple):
     ignore_index: int | None
 
     @property
-    def of_the_loss(self) -> dict:
+    def loss_options(self) -> dict:
         return {
             "vocab_size": self.vocab_size,
             "softcap": self.softcap,
@@ -185,7 +168,7 @@ def _classify(options, logits_NV, targets_N):
 def _run(options, logits_NV, targets_N):
     if options.backend == "triton":
         return _in_triton(options, logits_NV, targets_N)
-    losses_N, dlogits_NV = _in_xla(logits_NV, targets_N, **options.of_the_loss)
+    losses_N, dlogits_NV = _in_xla(logits_NV, targets_N, **options.loss_options)
     return losses_N, dlogits_NV.astype(logits_NV.dtype)
 
 
@@ -215,7 +198,7 @@ def _in_triton(options, logits_NV, targets_N):
 
     @jax.custom_batching.custom_vmap
     def classify(logits_NV, targets_N):
-        return triton.classify(logits_NV, targets_N, *options[1:])
+        return triton.classify(logits_NV, targets_N, **options.loss_options)
 
     @classify.def_vmap
     def _more_rows(size, batched, logits, targets):

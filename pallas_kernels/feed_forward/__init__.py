@@ -30,12 +30,15 @@ own, which writes duᵀ too where a precision of HIGH asks for TF32, for dw's pr
 
 import dataclasses
 import functools
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels.matmul import (
     checked_linear,
     product,
@@ -45,13 +48,15 @@ from pallas_kernels.matmul import (
 )
 from pallas_kernels.transpose import transpose_copy
 
+Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
+
 
 def linear_gelu(
     x: Float[Array, "*B I"],
     w: Float[Array, "I O"],
     b: Float[Array, " O"],
     *,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
     """gelu(x w + b), tanh form, in x's dtype.
@@ -60,8 +65,8 @@ def linear_gelu(
         x: fp32, bf16 or fp16.
         w, b: of that dtype, or fp32, which is rounded to x's dtype (w) or not at all (b). Their
             gradients have their dtype and are summed in fp32.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
-            need "reference".
+        implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
+            and second derivatives need "reference".
         precision: of the fp32 matrix products in the `xla` back end (JAX's own default for fp32 on
             a GPU is TF32).
 
@@ -76,11 +81,16 @@ def linear_relu_squared(
     w: Float[Array, "I O"],
     b: Float[Array, " O"] | None = None,
     *,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
-    """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021); arguments and errors
-    as of `linear_gelu`."""
+    """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021).
+
+    Args:
+        implementation: "auto", "mosaic", "triton", "xla" or "reference".
+
+    The other arguments and the errors are those of `linear_gelu`.
+    """
     return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, precision)
 
 
@@ -90,7 +100,7 @@ def mlp(
     b: Float[Array, " O"],
     w2: Float[Array, "O C"],
     *,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
@@ -101,9 +111,10 @@ def mlp(
     goes over the saved product for du: nothing as large is saved beside that.
 
     Args:
-        w2: as w.
+        w2: of x's dtype, or fp32, which is rounded to x's dtype.
+        implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
-    Others and errors as of `linear_gelu`.
+    The other arguments and the errors are those of `linear_gelu`.
     """
     _check("mlp", x, w, b)
     if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
@@ -113,58 +124,77 @@ def mlp(
         )
     n = x.size // x.shape[-1] if x.size else 0
     x_NI = x.reshape(n, x.shape[-1])
-    how = How(
-        "gelu",
-        choose(x.dtype, n, *w.shape, implementation, kernel="mlp", arrays=(x, w, b, w2)),
-        precision,
-    )
+    backend = _select("mlp", implementation, (x, w, b, w2))
+    options = Options("gelu", backend, precision)
     through_product = (
-        how.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
+        options.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
     )
-    if through_product or (how.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
-        y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, how)
+    if through_product or (options.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
+        y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, options)
     else:
-        y_NO = _linear("mlp", "gelu", x_NI, w, b, how.backend, precision)
-        second = "reference" if how.backend == "reference" else "xla"
+        y_NO = _linear("mlp", "gelu", x_NI, w, b, options.backend, precision)
+        second = "reference" if options.backend == "reference" else "xla"
         y_NC = checked_linear("mlp", y_NO, w2, None, second, precision)
     return y_NC.reshape(*x.shape[:-1], w2.shape[1])
 
 
-def choose(
-    dtype: jax.typing.DTypeLike,
-    n: int,
-    i: int,
-    o: int,
-    implementation: str = "auto",
-    *,
-    kernel: str = "linear_gelu",
-    arrays: tuple = (),
-) -> str:
-    """The back end that `linear_gelu`, `linear_relu_squared` and `mlp`'s first half use for N, I, O
-    on the default device.
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
 
-    `auto` takes mosaic, triton, xla, in that order, but no kernel for arrays that the compiler may
-    split over several devices.
+    dtype: jax.typing.DTypeLike
+    rows: int
+    inputs: int
+    outputs: int
 
-    Args:
-        kernel: the function, for errors.
-        arrays: those of the call, whose types say whether the compiler may split them.
 
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
-    """
-    dtype = jnp.dtype(dtype)
-    supported = {
-        "mosaic": _dispatch.why_not_mosaic() or _why_not_16_bit(dtype) or _why_not_tiles(n, i, o),
-        "triton": _dispatch.why_not_triton()
-        or (None if dtype == jnp.float32 else _why_not_16_bit(dtype, "float32, "))
-        or (None if n else "takes at least one row"),
-        "xla": None,
-        "reference": None,
-    }
-    if implementation == "auto":
-        return _dispatch.auto(supported, arrays)
-    return _dispatch.named(kernel, implementation, supported, arrays)
+def _why_not_mosaic(call: Facts) -> str | None:
+    return (
+        _dispatch.why_not_mosaic()
+        or _dispatch.why_not_16_bit(call.dtype)
+        or _why_not_tiles(call.rows, call.inputs, call.outputs)
+    )
+
+
+def _why_not_triton(call: Facts) -> str | None:
+    if (why := _dispatch.why_not_triton()) is not None:
+        return why
+    if jnp.dtype(call.dtype) == jnp.float32:
+        return None
+    return _dispatch.why_not_16_bit(call.dtype, "float32, ")
+
+
+def _why_not_tiles(n: int, i: int, o: int) -> str | None:
+    from pallas_kernels.feed_forward import mosaic
+
+    return mosaic.why_not(n, i, o)
+
+
+_dispatch.register(
+    "linear_gelu",
+    "linear_relu_squared",
+    "mlp",
+    back_ends=[
+        BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("triton", _why_not_triton, custom=True),
+        XLA,
+        REFERENCE,
+    ],
+    facts=Facts,
+)
+
+
+def _select(operation, implementation, arrays):
+    x, w, *_ = arrays
+    return _dispatch.select(
+        operation,
+        implementation,
+        arrays=arrays,
+        dtype=x.dtype,
+        rows=math.prod(x.shape[:-1]),
+        inputs=w.shape[0],
+        outputs=w.shape[1],
+    )
 
 
 def reference(x, w, b=None, *, activation: str = "gelu"):
@@ -204,7 +234,7 @@ ACTIVATIONS = {"gelu": _gelu, "relu_squared": _relu_squared}
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class Options:
     """What is static: the activation's name, a back end but `reference`, and the precision of its
     fp32 products."""
 
@@ -226,33 +256,33 @@ class How:
 def _linear(kernel, activation, x, w, b, implementation, precision):
     _check(kernel, x, w, b)
     n = x.size // x.shape[-1] if x.size else 0
-    backend = choose(x.dtype, n, *w.shape, implementation, kernel=kernel, arrays=(x, w, b))
+    backend = _select(kernel, implementation, (x, w, b))
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)
-    how = How(activation, backend, precision)
-    y_NO = _calls.differentiable(kernel, _activated, x.reshape(n, x.shape[-1]), w, b, how)
+    options = Options(activation, backend, precision)
+    y_NO = _calls.differentiable(kernel, _activated, x.reshape(n, x.shape[-1]), w, b, options)
     return y_NO.reshape(*x.shape[:-1], w.shape[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _activated(x_NI, w_IO, b_O, how: How):
-    return forward(x_NI, w_IO, b_O, how, save=False)[0]
+def _activated(x_NI, w_IO, b_O, options: Options):
+    return forward(x_NI, w_IO, b_O, options, save=False)[0]
 
 
-def _activated_forward(x_NI, w_IO, b_O, how):
-    y_NO, saved_NO = forward(x_NI, w_IO, b_O, how, save=True)
+def _activated_forward(x_NI, w_IO, b_O, options):
+    y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
     return y_NO, (x_NI, w_IO, b_O, saved_NO)
 
 
-def backward(how: How, saved: tuple, dy_NO):
+def backward(options: Options, saved: tuple, dy_NO):
     """(dx, dw, db) from (x, w, b) and what `forward` saved; db is None where b is."""
     x_NI, w_IO, b_O, saved_NO = saved
-    if how.in_passes(dy_NO.dtype):
-        return _backward_passes(how, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
+    if options.in_passes(dy_NO.dtype):
+        return _backward_passes(options, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
     dx_NI, du_NO, db_O = _through_activation(
-        dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), how, bias=b_O is not None
+        dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), options, bias=b_O is not None
     )
-    dw_IO = weight_gradient(x_NI, du_NO, precision=how.precision)
+    dw_IO = weight_gradient(x_NI, du_NO, precision=options.precision)
     return dx_NI, dw_IO.astype(w_IO.dtype), None if b_O is None else db_O.astype(b_O.dtype)
 
 
@@ -260,31 +290,31 @@ _activated.defvjp(_activated_forward, backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _mlp(x_NI, w_IO, b_O, w2_OC, how: How):
-    (y_NO,) = forward(x_NI, w_IO, b_O, how, save=False)
-    return product(y_NO, w2_OC.astype(y_NO.dtype), precision=how.precision, dtype=y_NO.dtype)
+def _mlp(x_NI, w_IO, b_O, w2_OC, options: Options):
+    (y_NO,) = forward(x_NI, w_IO, b_O, options, save=False)
+    return product(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
 
 
-def _mlp_forward(x_NI, w_IO, b_O, w2_OC, how):
-    y_NO, saved_NO = forward(x_NI, w_IO, b_O, how, save=True)
-    y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=how.precision, dtype=y_NO.dtype)
+def _mlp_forward(x_NI, w_IO, b_O, w2_OC, options):
+    y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
+    y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
     # Where the backward pass makes y again it is not kept.
-    return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if how.backend == "mosaic" else None)
+    return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if options.backend == "mosaic" else None)
 
 
-def _mlp_backward(how, saved, dy_NC):
+def _mlp_backward(options, saved, dy_NC):
     x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO = saved
-    if how.backend == "mosaic":
+    if options.backend == "mosaic":
         du_NO, db_O = _through_product(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
-        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=how.precision)
+        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=options.precision)
         dw_IO, dw2_OC = (
-            weight_gradient(*pair, precision=how.precision)
+            weight_gradient(*pair, precision=options.precision)
             for pair in ((x_NI, du_NO), (y_NO, dy_NC))
         )
         return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
-    dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=how.precision)
+    dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=options.precision)
     dx_NI, dw_IO, db_O, y_ON = _backward_passes(
-        how, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True
+        options, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True
     )
     return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
 
@@ -304,84 +334,71 @@ def _kernel(name, f):
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _backward_passes(how, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
-    """(dx, dw, db, yᵀ) where `how.in_passes`; yᵀ is None where it is not asked for."""
+def _backward_passes(options, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
+    """(dx, dw, db, yᵀ) where `options.in_passes`; yᵀ is None where it is not asked for."""
     from pallas_kernels.feed_forward import triton
 
-    tf32 = how.precision == jax.lax.Precision.HIGH
+    tf32 = options.precision == jax.lax.Precision.HIGH
     kernel = functools.partial(
-        triton.through_activation, activation=how.activation, du_across=tf32, y_across=y_across
+        triton.through_activation, activation=options.activation, du_across=tf32, y_across=y_across
     )
-    du_NO, du_ON, y_ON, db_O = _kernel(how.kernel, kernel)(dy_NO, product_NO, b_O)
-    dx_NI = jnp.matmul(du_NO, w_IO.T, precision=how.precision)
+    du_NO, du_ON, y_ON, db_O = _kernel(options.kernel, kernel)(dy_NO, product_NO, b_O)
+    dx_NI = jnp.matmul(du_NO, w_IO.T, precision=options.precision)
     if tf32:
         return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
-    return dx_NI, weight_gradient(x_NI, du_NO, precision=how.precision), db_O, y_ON
+    return dx_NI, weight_gradient(x_NI, du_NO, precision=options.precision), db_O, y_ON
 
 
-def forward(x_NI, w_IO, b_O, how: How, *, save: bool):
+def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
     """(y, what `backward` wants saved), or (y,). That is the derivative, or the product x w where
-    `how.in_passes`."""
+    `options.in_passes`."""
     w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
-    if how.in_passes(x_NI.dtype):
+    if options.in_passes(x_NI.dtype):
         from pallas_kernels.feed_forward import triton
 
-        product_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
-        kernel = functools.partial(triton.activated, activation=how.activation)
-        y_NO = _kernel(how.kernel, kernel)(product_NO, b_O)
+        product_NO = product(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
+        kernel = functools.partial(triton.activated, activation=options.activation)
+        y_NO = _kernel(options.kernel, kernel)(product_NO, b_O)
         return (y_NO, product_NO) if save else (y_NO,)
-    if how.backend == "xla":
-        u_NO = product(x_NI, w_IO, precision=how.precision, dtype=jnp.float32)
+    if options.backend == "xla":
+        u_NO = product(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
         u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
         return tuple(
-            result.astype(x_NI.dtype) for result in ACTIVATIONS[how.activation](u_NO)[: 1 + save]
+            result.astype(x_NI.dtype)
+            for result in ACTIVATIONS[options.activation](u_NO)[: 1 + save]
         )
 
     def kernel(x_NI, w_IO, b_O):
-        if how.backend == "mosaic":
+        if options.backend == "mosaic":
             from pallas_kernels.feed_forward import mosaic
 
             b_O = jnp.zeros(w_IO.shape[1], jnp.float32) if b_O is None else b_O
-            return mosaic.forward(x_NI, w_IO, b_O, ACTIVATIONS[how.activation], save=save)
+            return mosaic.forward(x_NI, w_IO, b_O, ACTIVATIONS[options.activation], save=save)
         from pallas_kernels.feed_forward import triton
 
-        return triton.forward(x_NI, w_IO, b_O, how.activation, save=save)
+        return triton.forward(x_NI, w_IO, b_O, options.activation, save=save)
 
-    return _kernel(how.kernel, kernel)(x_NI, w_IO, b_O)
+    return _kernel(options.kernel, kernel)(x_NI, w_IO, b_O)
 
 
-def _through_activation(dy_NO, derivative_NO, w_IO, how, *, bias):
+def _through_activation(dy_NO, derivative_NO, w_IO, options, *, bias):
     """(dx, du, db in fp32)."""
-    if how.backend == "mosaic":
+    if options.backend == "mosaic":
         from pallas_kernels.feed_forward import mosaic
 
         if mosaic.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
-            kernel = _kernel(how.kernel, functools.partial(mosaic.backward, bias=bias))
+            kernel = _kernel(options.kernel, functools.partial(mosaic.backward, bias=bias))
             return kernel(dy_NO, derivative_NO, w_IO)
-    if how.backend == "triton":
+    if options.backend == "triton":
         from pallas_kernels.feed_forward import triton
 
-        du_NO, db_O = _kernel(how.kernel, functools.partial(triton.scaled, bias=bias))(
+        du_NO, db_O = _kernel(options.kernel, functools.partial(triton.scaled, bias=bias))(
             dy_NO, derivative_NO
         )
     else:
         du_NO = dy_NO.astype(jnp.float32) * derivative_NO.astype(jnp.float32)
         du_NO, db_O = du_NO.astype(dy_NO.dtype), sum_rows(du_NO) if bias else None
-    return jnp.matmul(du_NO, w_IO.T, precision=how.precision), du_NO, db_O
-
-
-def _why_not_16_bit(dtype: jnp.dtype, others: str = "") -> str | None:
-    return (
-        None
-        if dtype in (jnp.bfloat16, jnp.float16)
-        else f"takes {others}bfloat16 or float16, not {dtype.name}"
-    )
-
-
-def _why_not_tiles(n: int, i: int, o: int) -> str | None:
-    from pallas_kernels.feed_forward import mosaic
-
-    return mosaic.why_not(n, i, o)
+    return jnp.matmul(du_NO, w_IO.T, precision=options.precision), du_NO, db_O
 
 
 def _check(name, x, w, b):

@@ -21,14 +21,16 @@ Back ends:
 fused and xla are differentiable once, in reverse mode.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels.classifier import SigmoidCap, fused_classifier, to_int32
 from pallas_kernels.classifier import reference as classifier_reference
 from pallas_kernels.transpose import transpose_copy
@@ -36,6 +38,20 @@ from pallas_kernels.transpose import transpose_copy
 # Tokens a chunk where none is named. On an H200 chunks of 16,384 rows reach 780 TFLOP/s in the
 # head's product, and 65,536 rows at once 640–700.
 CHUNK = 16384
+Implementation = Literal["auto", "fused", "xla", "reference"]
+
+
+def _order(call: _dispatch.NoFacts, partitioned: bool) -> tuple[str, ...]:
+    """Return "fused" first where its classifier is a custom kernel and the compiler does not split
+    the arrays: cutting split arrays into chunks would move them between devices."""
+    if partitioned or _dispatch.why_not_triton() is not None:
+        return ("xla",)
+    return ("fused", "xla")
+
+
+_dispatch.register(
+    "linear_cross_entropy", back_ends=[BackEnd("fused"), XLA, REFERENCE], order=_order
+)
 
 
 def linear_cross_entropy(
@@ -47,7 +63,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     softcap: float | int | SigmoidCap | None = None,
     ignore_index: int | None = None,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, " N"]:
     """Cross-entropy of each token in nats, in fp32 whatever the inputs are.
@@ -63,14 +79,16 @@ def linear_cross_entropy(
             16,384 in the back end fused, all of them in the others.
         softcap: as in `fused_classifier`.
         ignore_index: tokens with this target have loss 0 and no gradient.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
-            need "reference".
+        implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
+            derivatives need "reference".
         precision: of an fp32 matrix product (JAX's own default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: shapes or dtypes disagree, N is not a multiple of `chunk`, no such back end.
     """
-    backend = choose(implementation, arrays=(x_NC, w_VC, targets_N))
+    backend = _dispatch.select(
+        "linear_cross_entropy", implementation, arrays=(x_NC, w_VC, targets_N)
+    )
     n, v = x_NC.shape[0], w_VC.shape[0]
     vocab_size = v if vocab_size is None else vocab_size
     if x_NC.shape[1] != w_VC.shape[1] or targets_N.shape != (n,) or not 0 < vocab_size <= v:
@@ -88,38 +106,16 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
-    how = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
+    loss = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
     if backend == "reference":
-        return reference(x_NC, w_VC, targets_N, **how)
+        return reference(x_NC, w_VC, targets_N, **loss)
     if backend == "fused":
-        head = _Head(chunk or _even_chunk(n), precision, **how)
+        options = Options(chunk or _even_chunk(n), precision, **loss)
         return _calls.differentiable(
-            "linear_cross_entropy", _fused, head, x_NC, w_VC, to_int32(targets_N)
+            "linear_cross_entropy", _fused, options, x_NC, w_VC, to_int32(targets_N)
         )
-    head = _Head(chunk or n, precision, **how)
-    return _calls.differentiable("linear_cross_entropy", _in_xla, head, x_NC, w_VC, targets_N)
-
-
-def choose(implementation: str = "auto", *, arrays: tuple = ()) -> str:
-    """The back end that `linear_cross_entropy` uses on the default device.
-
-    `auto` takes fused where its classifier is a kernel of its own, and the compiler does not split
-    the arrays over devices: such arrays cannot be cut into chunks without moving them.
-
-    Args:
-        arrays: those of the call, whose types say whether the compiler may split them.
-
-    Raises:
-        ValueError: no such back end.
-    """
-    supported = {"fused": None, "xla": None, "reference": None}
-    if implementation == "auto":
-        return (
-            "fused"
-            if _dispatch.why_not_triton() is None and not _dispatch.partitioned(arrays)
-            else "xla"
-        )
-    return _dispatch.named("linear_cross_entropy", implementation, supported, arrays)
+    options = Options(chunk or n, precision, **loss)
+    return _calls.differentiable("linear_cross_entropy", _in_xla, options, x_NC, w_VC, targets_N)
 
 
 def reference(
@@ -144,8 +140,9 @@ def _logits(x_KC, w_VC, precision):
     return jnp.einsum("kc,vc->kv", x_KC, w_VC.astype(x_KC.dtype), precision=precision)
 
 
-class _Head(NamedTuple):
-    """What is the same for every call of one place in a program."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
 
     chunk: int
     precision: jax.lax.PrecisionLike
@@ -177,26 +174,26 @@ def _even_chunk(n: int) -> int:
     return n if parts == 1 else -(-n // (parts * 128)) * 128
 
 
-def _in_xla(head, x_NC, w_VC, targets_N):
+def _in_xla(options, x_NC, w_VC, targets_N):
     def losses(x_KC, targets_K):
-        return head.classify(x_KC, w_VC, targets_K, "xla")[0]
+        return options.classify(x_KC, w_VC, targets_K, "xla")[0]
 
     n = x_NC.shape[0]
-    if n == head.chunk:
+    if n == options.chunk:
         return losses(x_NC, targets_N)
     chunks = (
-        x_NC.reshape(n // head.chunk, head.chunk, -1),
-        targets_N.reshape(n // head.chunk, head.chunk),
+        x_NC.reshape(n // options.chunk, options.chunk, -1),
+        targets_N.reshape(n // options.chunk, options.chunk),
     )
     return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(head, x_NC, w_VC, targets_N):
+def _fused(options, x_NC, w_VC, targets_N):
     w_VC, losses = w_VC.astype(x_NC.dtype), []
-    for x_KC, targets_K in head.chunks(x_NC, targets_N):
+    for x_KC, targets_K in options.chunks(x_NC, targets_N):
         x_KC, losses = _after(x_KC, losses)
-        losses = [*losses, head.classify(x_KC, w_VC, targets_K)[0]]
+        losses = [*losses, options.classify(x_KC, w_VC, targets_K)[0]]
     return jnp.concatenate(losses)
 
 
@@ -206,30 +203,34 @@ def _after(x_KC, earlier):
     return jax.lax.optimization_barrier((x_KC, earlier))
 
 
-def _fused_forward(head, x_NC, w_VC, targets_N):
+def _fused_forward(options, x_NC, w_VC, targets_N):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
     # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones
     # take any order.
     w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
     losses, dx, dw_VC = [], [], None
-    for x_KC, targets_K in head.chunks(x_NC, targets_N):
+    for x_KC, targets_K in options.chunks(x_NC, targets_N):
         x_KC, dw_VC = _after(x_KC, dw_VC)
-        losses_K, dlogits_KV = head.classify(x_KC, w_VC, targets_K)
+        losses_K, dlogits_KV = options.classify(x_KC, w_VC, targets_K)
         losses.append(losses_K)
-        dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=head.precision))
-        dw_VC = _add_dw(head, dw_VC, dlogits_KV, x_KC)
+        dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=options.precision))
+        dw_VC = _add_dw(options, dw_VC, dlogits_KV, x_KC)
     return jnp.concatenate(losses), (jnp.concatenate(dx), dw_VC, x_NC, saved_VC, targets_N)
 
 
-def _add_dw(head, dw_VC, dlogits_KV, x_KC):
+def _add_dw(options, dw_VC, dlogits_KV, x_KC):
     more_VC = jnp.einsum(
-        "kv,kc->vc", dlogits_KV, x_KC, precision=head.precision, preferred_element_type=jnp.float32
+        "kv,kc->vc",
+        dlogits_KV,
+        x_KC,
+        precision=options.precision,
+        preferred_element_type=jnp.float32,
     )
     return more_VC if dw_VC is None else dw_VC + more_VC
 
 
-def _fused_backward(head, saved, g_N):
+def _fused_backward(options, saved, g_N):
     dx_NC, dw_VC, x_NC, w_VC, targets_N = saved
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
@@ -238,18 +239,20 @@ def _fused_backward(head, saved, g_N):
     # number broadcast, it then knows the answer when it compiles, and the branch below is gone.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
     counts_N = (
-        jnp.ones_like(bits_N, bool) if head.ignore_index is None else targets_N != head.ignore_index
+        jnp.ones_like(bits_N, bool)
+        if options.ignore_index is None
+        else targets_N != options.ignore_index
     )
-    first = bits_N[0] if head.ignore_index is None else jnp.where(counts_N, bits_N, 0).max()
+    first = bits_N[0] if options.ignore_index is None else jnp.where(counts_N, bits_N, 0).max()
     alike = ((bits_N == first) | ~counts_N).all()
 
     def anew():
         dw_VC = None
-        for x_KC, targets_K, g_K in head.chunks(x_NC, targets_N, g_N):
+        for x_KC, targets_K, g_K in options.chunks(x_NC, targets_N, g_N):
             x_KC, dw_VC = _after(x_KC, dw_VC)
-            dlogits_KV = head.classify(x_KC, w_VC, targets_K)[1]
+            dlogits_KV = options.classify(x_KC, w_VC, targets_K)[1]
             scaled_KC = (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
-            dw_VC = _add_dw(head, dw_VC, dlogits_KV, scaled_KC)
+            dw_VC = _add_dw(options, dw_VC, dlogits_KV, scaled_KC)
         return dw_VC
 
     dw_VC = jax.lax.cond(

@@ -9,19 +9,41 @@ anyway. bf16's tensor cores take any order.
 Shapes: N rows, I inputs, O outputs.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels.transpose import choose as choose_transpose
+from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
 
-# Of up to so many rows a kernel of ours makes the sum.
 FEW = 8192
+"""Most rows whose sum is a custom kernel."""
+Implementation = Literal["auto", "xla", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SumFacts:
+    """Properties of a call of `sum_rows` on which the choice of a back end depends."""
+
+    rows: int
+
+
+def _why_not_triton(call: SumFacts) -> str | None:
+    if call.rows > FEW:
+        return f"takes at most {FEW} rows, not {call.rows}"
+    return _dispatch.why_not_triton()
+
+
+_dispatch.register("linear", back_ends=[XLA, REFERENCE])
+_dispatch.register(
+    "sum_rows", back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA], facts=SumFacts
+)
 
 
 def product(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
@@ -51,7 +73,10 @@ def weight_gradient_of_transposed(x_IN, dy_ON):
 def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
     """(xᵀ dy, Σ_n dy), both in fp32."""
     # One read of dy for its transpose and its sum, where our kernel makes them.
-    if precision == jax.lax.Precision.HIGH and choose_transpose(arrays=(x_NI, dy_NO)) == "triton":
+    if (
+        precision == jax.lax.Precision.HIGH
+        and _dispatch.select("transpose_sum_rows", arrays=(x_NI, dy_NO)) == "triton"
+    ):
         dy_ON, db_O = transpose_sum_rows(dy_NO)
         return weight_gradient_of_transposed(transpose_copy(x_NI), dy_ON), db_O
     return weight_gradient(x_NI, dy_NO, precision=precision), sum_rows(dy_NO, x_NI)
@@ -66,8 +91,8 @@ def sum_rows(x_NO, *beside):
     """
     # XLA splits 65,536 rows over many programs, and reads them at the rate of a copy. 4096×2304 it
     # gives to 18, which take 41 µs on an H200.
-    supported = {"triton": _dispatch.why_not_triton(), "xla": None}
-    if 0 < x_NO.shape[0] <= FEW and _dispatch.auto(supported, x_NO, *beside) == "triton":
+    backend = _dispatch.select("sum_rows", arrays=(x_NO, *beside), rows=x_NO.shape[0])
+    if backend == "triton":
         from pallas_kernels.matmul import triton
 
         return _calls.launch("linear", jax.custom_batching.sequential_vmap(triton.sum_rows))(x_NO)
@@ -80,7 +105,7 @@ def linear(
     b: Float[Array, " O"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     *,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B O"]:
     """x w + b in x's dtype, rounded once; x w where b is None. Gradients of w and b are summed in
     fp32.
@@ -116,10 +141,9 @@ def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax
             "float32, "
             f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
         )
-    if implementation != "auto":
-        _dispatch.named(kernel, implementation, {"xla": None, "reference": None})
+    backend = _dispatch.select("linear", implementation, arrays=(x, w, b))
     x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if implementation == "reference":
+    if backend == "reference":
         y_NO = reference(x_NI, w, b).astype(x.dtype)
     else:
         y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)

@@ -34,16 +34,39 @@ triton and xla are differentiable once, in reverse mode.
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import DTYPES
+from pallas_kernels._dispatch import DTYPES, REFERENCE, XLA, BackEnd
 
 MAX_CHANNELS = 8192
-"""Of the Triton kernels: above it a row no longer fits in the registers of a program."""
+"""Limit of the Triton kernels: the registers of a program hold no longer row."""
+Implementation = Literal["auto", "triton", "xla", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
+
+    channels: int
+
+
+def _why_not_triton(call: Facts) -> str | None:
+    if call.channels > MAX_CHANNELS:
+        return f"takes at most {MAX_CHANNELS} channels, not {call.channels}"
+    return _dispatch.why_not_triton()
+
+
+_dispatch.register(
+    "layer_norm",
+    "rms_norm",
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    facts=Facts,
+)
 
 
 def layer_norm(
@@ -55,9 +78,9 @@ def layer_norm(
     residual_bias: Float[Array, " C"] | None = None,
     eps: float = 1e-5,
     out_dtype: jax.typing.DTypeLike | None = None,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
-    """Normalises each row to mean 0 and variance 1, then scales and shifts it.
+    """Normalise each row to mean 0 and variance 1, then scale and shift it.
 
     Args:
         x: rows of fp32, bf16 or fp16.
@@ -67,8 +90,8 @@ def layer_norm(
             residual.
         eps: added to the biased variance.
         out_dtype: of y; x's when None.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
-            need "reference".
+        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
+            derivatives need "reference".
 
     Returns:
         y; with `residual` (y, total), where total is their sum in x's dtype.
@@ -86,8 +109,8 @@ def layer_norm(
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
     arrays = (x, residual, scale, bias, residual_bias)
-    backend = choose(x.dtype, x.shape[-1], implementation, kernel="layer_norm", arrays=arrays)
-    return _apply(_Options(eps, True, out_dtype, backend), x, residual, scale, bias, residual_bias)
+    backend = _dispatch.select("layer_norm", implementation, arrays=arrays, channels=x.shape[-1])
+    return _apply(Options(eps, True, out_dtype, backend), x, residual, scale, bias, residual_bias)
 
 
 def rms_norm(
@@ -97,46 +120,23 @@ def rms_norm(
     residual: Float[Array, "*N C"] | None = None,
     eps: float = 1e-6,
     out_dtype: jax.typing.DTypeLike | None = None,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
-    """Divides each row by its root mean square, then scales it where there is a scale.
+    """Divide each row by its root mean square, then scale it where there is a scale.
 
-    Args, returns and errors as of `layer_norm`, but for the biases; `eps` is added to the mean
-    square.
+    Args:
+        eps: added to the mean square.
+        implementation: "auto", "triton", "xla" or "reference".
+
+    The other arguments, the result and the errors are those of `layer_norm`.
     """
     out_dtype = _check(
         "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype
     )
-    backend = choose(
-        x.dtype, x.shape[-1], implementation, kernel="rms_norm", arrays=(x, residual, scale)
+    backend = _dispatch.select(
+        "rms_norm", implementation, arrays=(x, residual, scale), channels=x.shape[-1]
     )
-    return _apply(_Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
-
-
-def choose(
-    dtype: jax.typing.DTypeLike,
-    channels: int,
-    implementation: str = "auto",
-    *,
-    kernel: str = "layer_norm",
-    arrays: tuple = (),
-) -> str:
-    """The back end that `layer_norm` and `rms_norm` use for this dtype and number of channels on
-    the default device.
-
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
-    several devices.
-
-    Args:
-        arrays: those of the call, whose types say whether the compiler may split them.
-
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
-    """
-    supported = {"triton": _why_not_triton(channels), "xla": None, "reference": None}
-    if implementation == "auto":
-        return _dispatch.auto(supported, arrays)
-    return _dispatch.named(kernel, implementation, supported, arrays)
+    return _apply(Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
@@ -165,7 +165,9 @@ def _reference(x, residual, scale, bias, residual_bias, eps, *, centred):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
+    """Static options of a call."""
+
     eps: float
     centred: bool
     """layer_norm, else rms_norm."""
@@ -186,8 +188,6 @@ def _apply(options, x, residual, scale, bias, residual_bias):
         if residual is None:
             return found.astype(options.out_dtype)
         return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
-    if not x.size:
-        options = dataclasses.replace(options, backend="xla")  # a kernel has no grid for nothing
     y, total = _calls.differentiable(
         options.kernel, _norm, options, x, residual, scale, bias, residual_bias
     )
@@ -304,12 +304,6 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
         dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
     )
     return dx, dscale_C, dbias_C, dresidual_bias_C
-
-
-def _why_not_triton(channels: int) -> str | None:
-    if channels > MAX_CHANNELS:
-        return f"takes at most {MAX_CHANNELS} channels, not {channels}"
-    return _dispatch.why_not_triton()
 
 
 def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:

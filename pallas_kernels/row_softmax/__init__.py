@@ -16,17 +16,22 @@ Back ends:
 triton and xla are differentiable once, in reverse mode.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
 
 Number = float | int
+Implementation = Literal["auto", "triton", "xla", "reference"]
+
+_dispatch.register("softmax", back_ends=[TRITON, XLA, REFERENCE])
 
 
 def softmax(
@@ -34,7 +39,7 @@ def softmax(
     *,
     scale: Number = 1.0,
     causal: bool = False,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B S"]:
     """softmax(scale · x) over the last axis, in the dtype of x.
 
@@ -42,22 +47,20 @@ def softmax(
         x: fp32, bf16 or fp16.
         scale: a Python number.
         causal: the last two axes are a square, and row t sees the columns 0…t.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
-            need "reference".
+        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
+            derivatives need "reference".
 
     Raises:
         ValueError: a shape, dtype or scale that does not fit, or the named back end cannot run
             here.
     """
     _check(x, scale, causal)
-    backend = choose(x.dtype, implementation, arrays=(x,))
-    if x.size == 0:
-        return x
+    backend = _dispatch.select("softmax", implementation, arrays=x)
     if backend == "reference":
         return reference(x, scale=scale, causal=causal).astype(x.dtype)
     if scale <= 0:  # the kernels take the maximum before they scale
         x, scale = (-x, -scale) if scale < 0 else (x * 0, 1)
-    return _calls.differentiable("softmax", _softmax, _Options(backend, float(scale), causal), x)
+    return _calls.differentiable("softmax", _softmax, Options(backend, float(scale), causal), x)
 
 
 def gradient(
@@ -66,7 +69,7 @@ def gradient(
     *,
     scale: Number = 1.0,
     causal: bool = False,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B S"]:
     """dx of `softmax`, from its output y and the cotangent dy of that: what its backward pass runs.
 
@@ -84,26 +87,8 @@ def gradient(
         raise ValueError(
             f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}"
         )
-    options = _Options(choose(y.dtype, implementation, arrays=(y, dy)), float(scale), causal)
-    return y if y.size == 0 else _softmax_backward(options, y, dy)[0]
-
-
-def choose(dtype: jax.typing.DTypeLike, implementation: str = "auto", *, arrays: tuple = ()) -> str:
-    """The back end that `softmax` uses for this dtype on the default device.
-
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
-    several devices.
-
-    Args:
-        arrays: those of the call, whose types say whether the compiler may split them.
-
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
-    """
-    supported = {"triton": _dispatch.why_not_triton(), "xla": None, "reference": None}
-    if implementation == "auto":
-        return _dispatch.auto(supported, arrays)
-    return _dispatch.named("softmax", implementation, supported, arrays)
+    backend = _dispatch.select("softmax", implementation, arrays=(y, dy))
+    return _softmax_backward(Options(backend, float(scale), causal), y, dy)[0]
 
 
 def reference(x, *, scale: Number = 1.0, causal: bool = False):
@@ -114,8 +99,9 @@ def reference(x, *, scale: Number = 1.0, causal: bool = False):
     return jax.nn.softmax(x, axis=-1)
 
 
-class _Options(NamedTuple):
-    """What is the same for every call of one place in a program."""
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
 
     backend: str
     scale: float

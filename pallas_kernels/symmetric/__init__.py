@@ -16,28 +16,33 @@ Back ends:
 mosaic, triton and xla are differentiable once, in reverse mode.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+
+Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 
 
 def xxt(
     a: Float[Array, "*batch M K"],
     *,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
     """a aᵀ of each matrix.
 
     Args:
         a: matrices in fp32, bf16 or fp16; the result has this dtype too.
-        implementation: "auto", or one of the back ends above. Forward mode and second derivatives
-            need "reference".
+        implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
+            and second derivatives need "reference".
         precision: of fp32 products in the `xla` back end (JAX's own default for fp32 on a GPU is
             TF32).
 
@@ -45,7 +50,7 @@ def xxt(
         ValueError: `a` is not a matrix, or the named back end cannot run it.
     """
     _check("xxt", a)
-    backend = choose("xxt", a.dtype, a.shape, implementation, arrays=(a,))
+    backend = _dispatch.select("xxt", implementation, arrays=a, dtype=a.dtype, shape=a.shape)
     if backend == "reference":
         return xxt_reference(a).astype(a.dtype)
     return _calls.differentiable("xxt", _xxt, a, backend, precision)
@@ -54,12 +59,18 @@ def xxt(
 def xtx(
     a: Float[Array, "*batch M K"],
     *,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch K K"]:
-    """aᵀ a of each matrix, from the layout that `a` has. Arguments and errors as in `xxt`."""
+    """aᵀ a of each matrix, without a transposed copy of `a`.
+
+    Args:
+        implementation: "auto", "mosaic", "triton", "xla" or "reference".
+
+    The other arguments and the errors are those of `xxt`.
+    """
     _check("xtx", a)
-    backend = choose("xtx", a.dtype, a.shape, implementation, arrays=(a,))
+    backend = _dispatch.select("xtx", implementation, arrays=a, dtype=a.dtype, shape=a.shape)
     if backend == "reference":
         return xtx_reference(a).astype(a.dtype)
     return _calls.differentiable("xtx", _xtx, a, backend, precision)
@@ -71,7 +82,7 @@ def ba_plus_caa(
     b: float | Float[Array, ""],
     c: float | Float[Array, ""],
     d: float | Float[Array, ""] | None = None,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
     """b·a + c·a a of each symmetric matrix a, and d on the diagonal added where there is one;
@@ -80,52 +91,81 @@ def ba_plus_caa(
     Args:
         a: symmetric matrices; of others the result is not defined.
         b, c, d: coefficients, kept in fp32. With d it is the polynomial d·1 + b·a + c·a².
-        implementation, precision: as in `xxt`.
+        implementation: "auto", "mosaic", "triton", "xla" or "reference".
+        precision: as in `xxt`.
 
     Raises:
         ValueError: `a` is not square, or the named back end cannot run it.
     """
     _check("ba_plus_caa", a)
     bcd = [jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None]
-    backend = choose("ba_plus_caa", a.dtype, a.shape, implementation, arrays=(a, bcd))
+    backend = _dispatch.select(
+        "ba_plus_caa", implementation, arrays=(a, bcd), dtype=a.dtype, shape=a.shape
+    )
     if backend == "reference":
         return ba_plus_caa_reference(a, **dict(zip("bcd", bcd, strict=False))).astype(a.dtype)
     return _calls.differentiable("ba_plus_caa", _ba_plus_caa, a, jnp.stack(bcd), backend, precision)
 
 
-def choose(
-    kernel: str,
-    dtype: jax.typing.DTypeLike,
-    shape: tuple[int, ...],
-    implementation: str = "auto",
-    *,
-    arrays: tuple = (),
-) -> str:
-    """The back end that `kernel` ("xxt", "xtx" or "ba_plus_caa") uses for this dtype and shape on
-    the default device.
+# ------------------------------------------------------------------------------------------ choice
 
-    `auto` takes mosaic where it is faster than xla, but not for arrays that the compiler may split
-    over several devices.
 
-    Args:
-        arrays: those of the call, whose types say whether the compiler may split them.
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
 
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
+    dtype: jax.typing.DTypeLike
+    shape: tuple[int, ...]
+
+
+def _why_not_mosaic(call: Facts) -> str | None:
+    if (why := _dispatch.why_not_mosaic() or _dispatch.why_not_16_bit(call.dtype)) is not None:
+        return why
+    if call.shape[-1] % 64 or call.shape[-2] % 64:
+        return f"takes matrices whose sides are multiples of 64, not {call.shape}"
+    return None
+
+
+def _why_not_triton(call: Facts) -> str | None:
+    return _dispatch.why_not_triton() or _dispatch.why_not_16_bit(call.dtype)
+
+
+def _order(operation: str, call: Facts, partitioned: bool) -> tuple[str, ...]:
+    """Return mosaic first where it is faster. Triton is slower than XLA: see
+    docs/kernels/symmetric.md."""
+    faster = _why_not_mosaic(call) is None and _is_faster(operation, call.shape)
+    return ("mosaic", "xla") if faster else ("xla",)
+
+
+def _is_faster(operation: str, shape: tuple[int, ...]) -> bool:
+    """Return whether half of the tiles take `mosaic` less time than all of them take XLA.
+
+    Measured on an H200 (docs/kernels/symmetric.md): the number of rounds that the SMs need decides.
+    The matmul of two tiles is one work item of one SM; in XLA's kernel the same work item has
+    128×256 results.
     """
-    dtype = jnp.dtype(dtype)
-    supported = {
-        "mosaic": _why_not_mosaic(dtype, shape),
-        "triton": _why_not_triton(dtype, shape),
-        "xla": None,
-        "reference": None,
-    }
-    if implementation != "auto":
-        return _dispatch.named(kernel, implementation, supported, arrays)
-    if supported["mosaic"] is None and not _is_faster(kernel, shape):
-        return "xla"
-    # Triton is behind: see docs/kernels/symmetric.md.
-    return _dispatch.auto({name: supported[name] for name in ("mosaic", "xla")}, arrays)
+    from pallas_kernels import _mosaic
+
+    batch, side = math.prod(shape[:-2]), shape[-1] if operation == "xtx" else shape[-2]
+    n = math.ceil(side / 128)
+    items, all_tiles, sms = batch * math.ceil(n * (n + 1) / 4), batch * n * n, _mosaic.num_sms()
+    rounds = math.ceil(items / sms)
+    # XLA stores a matmul and loads it again for b·a + c·a a.
+    return all_tiles / 2 >= (1.0 if operation == "ba_plus_caa" else 1.15) * rounds * sms
+
+
+for _operation in ("xxt", "xtx", "ba_plus_caa"):
+    _dispatch.register(
+        _operation,
+        back_ends=[
+            BackEnd("mosaic", _why_not_mosaic, custom=True),
+            BackEnd("triton", _why_not_triton, custom=True),
+            XLA,
+            REFERENCE,
+        ],
+        facts=Facts,
+        order=functools.partial(_order, _operation),
+    )
 
 
 # -------------------------------------------------------------------------------------- definitions
@@ -274,47 +314,6 @@ def _ones_on_the_diagonal(x):
 
 def _transposed(x):
     return jnp.swapaxes(x, -1, -2)
-
-
-def _is_faster(kernel: str, shape: tuple[int, ...]) -> bool:
-    """Whether half of the tiles take `mosaic` less time than all of them take XLA.
-
-    Measured on an H200 (docs/kernels/symmetric.md): it comes down to how many rounds the
-    multiprocessors need. A product of two tiles is one piece of work for one of them; in XLA's
-    kernel the same piece has 128×256 results.
-    """
-    from pallas_kernels import _mosaic
-
-    batch, side = math.prod(shape[:-2]), shape[-1] if kernel == "xtx" else shape[-2]
-    n = math.ceil(side / 128)
-    pieces, all_tiles, at_once = (
-        batch * math.ceil(n * (n + 1) / 4),
-        batch * n * n,
-        _mosaic.num_sms(),
-    )
-    rounds = math.ceil(pieces / at_once)
-    # XLA writes a product and reads it again for b·a + c·a a.
-    return all_tiles / 2 >= (1.0 if kernel == "ba_plus_caa" else 1.15) * rounds * at_once
-
-
-def _why_not_mosaic(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
-    if (why := _dispatch.why_not_mosaic()) is not None:
-        return why
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, not {dtype.name}"
-    if shape[-1] % 64 or shape[-2] % 64 or 0 in shape:
-        return f"takes matrices whose sides are multiples of 64, not {shape}"
-    return None
-
-
-def _why_not_triton(dtype: jnp.dtype, shape: tuple[int, ...]) -> str | None:
-    if (why := _dispatch.why_not_triton()) is not None:
-        return why
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 or float16, not {dtype.name}"
-    if 0 in shape:
-        return f"takes matrices that are not empty, not {shape}"
-    return None
 
 
 def _check(kernel, a):

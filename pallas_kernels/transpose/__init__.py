@@ -22,28 +22,39 @@ order.
 
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+
+Implementation = Literal["auto", "triton", "xla", "reference"]
+
+_dispatch.register(
+    "transpose_copy",
+    "transpose_add",
+    "transpose_sum_rows",
+    back_ends=[TRITON, XLA, REFERENCE],
+)
 
 
 def transpose_copy(
-    src: Float[Array, "*B R C"], *, implementation: str = "auto"
+    src: Float[Array, "*B R C"], *, implementation: Implementation | str = "auto"
 ) -> Float[Array, "*B C R"]:
     """srcᵀ of the last two axes, written out.
 
     Args:
         src: matrices in fp32, bf16 or fp16.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
         ValueError: another dtype, fewer than two axes, or the named back end cannot run here.
     """
     _check("transpose_copy", src)
-    if _chosen("transpose_copy", implementation, src) != "triton":
+    if _dispatch.select("transpose_copy", implementation, arrays=src) != "triton":
         return jnp.swapaxes(src, -1, -2)
     out_BCR = _calls.differentiable("transpose_copy", _copy, src.dtype, _flat(src))
     return out_BCR.reshape(*src.shape[:-2], src.shape[-1], src.shape[-2])
@@ -54,7 +65,7 @@ def transpose_add(
     src: Float[Array, "*B R C"],
     *,
     in_place: bool = True,
-    implementation: str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B C R"]:
     """dst + srcᵀ in dst's dtype.
 
@@ -63,26 +74,31 @@ def transpose_add(
         in_place: the sum is written over dst, which costs a copy of dst where it is still needed
             (or is an argument of the compiled function that was not donated). False: into a new
             array.
-        implementation: "auto", or one of the back ends above.
+        implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
         ValueError: another dtype, shapes that are not each other's transpose, or the named back end
             cannot run here.
     """
     _check("transpose_add", dst, src)
-    if _chosen("transpose_add", implementation, src, dst) != "triton":
+    if _dispatch.select("transpose_add", implementation, arrays=(src, dst)) != "triton":
         return reference(src, dst).astype(dst.dtype)
     args = (in_place, src.dtype, _flat(dst), _flat(src))
     return _calls.differentiable("transpose_add", _add, *args).reshape(dst.shape)
 
 
 def transpose_sum_rows(
-    src: Float[Array, "*B R C"], *, implementation: str = "auto"
+    src: Float[Array, "*B R C"], *, implementation: Implementation | str = "auto"
 ) -> tuple[Float[Array, "*B C R"], Float[Array, "*B C"]]:
-    """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32. Arguments and
-    errors as of `transpose_copy`."""
+    """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32.
+
+    Args:
+        implementation: "auto", "triton", "xla" or "reference".
+
+    The other arguments and the errors are those of `transpose_copy`.
+    """
     _check("transpose_sum_rows", src)
-    backend = _chosen("transpose_sum_rows", implementation, src)
+    backend = _dispatch.select("transpose_sum_rows", implementation, arrays=src)
     src_BRC = _flat(src)
     if backend == "triton":
         from pallas_kernels.transpose import triton
@@ -94,26 +110,6 @@ def transpose_sum_rows(
         out_BCR, sums_BC = jnp.swapaxes(src_BRC, -1, -2), src_BRC.astype(jnp.float32).sum(1)
     lead, (r, c) = src.shape[:-2], src.shape[-2:]
     return out_BCR.reshape(*lead, c, r), sums_BC.reshape(*lead, c)
-
-
-def choose(
-    implementation: str = "auto", *, kernel: str = "transpose_copy", arrays: tuple = ()
-) -> str:
-    """The back end that the functions of this module use on the default device.
-
-    `auto` takes triton wherever it runs, but not for arrays that the compiler may split over
-    several devices.
-
-    Args:
-        arrays: those of the call, whose types say whether the compiler may split them.
-
-    Raises:
-        ValueError: the named back end does not exist or cannot run here.
-    """
-    supported = {"triton": _dispatch.why_not_triton(), "xla": None, "reference": None}
-    if implementation == "auto":
-        return _dispatch.auto(supported, arrays)
-    return _dispatch.named(kernel, implementation, supported, arrays)
 
 
 def reference(src, dst=None):
@@ -154,11 +150,6 @@ _add.defvjp(
 def _kernel(name, f, *, overwrites=False):
     # A kernel launch has no rule for vmap; a loop over it does.
     return _calls.launch(name, jax.custom_batching.sequential_vmap(f), overwrites=overwrites)
-
-
-def _chosen(kernel, implementation, *arrays):
-    backend = choose(implementation, kernel=kernel, arrays=arrays)
-    return backend if arrays[0].size else "xla"  # nothing to launch
 
 
 def _flat(x):

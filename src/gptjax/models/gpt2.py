@@ -18,12 +18,15 @@ from jaxtyping import Array, Float, Int, Integer
 
 from gptjax.optim import Group, Matrices
 from gptjax.precision import Precision
-from pallas_kernels import layer_norm, linear, linear_cross_entropy, mlp, projected_attention
-from pallas_kernels.attention import choose as choose_attention
+from pallas_kernels import (
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    mlp,
+    projected_attention,
+    select,
+)
 from pallas_kernels.classifier import to_int32
-from pallas_kernels.feed_forward import choose as choose_mlp
-from pallas_kernels.lm_head import choose as choose_loss
-from pallas_kernels.norm import choose as choose_norm
 
 INIT_STD = 0.02
 # Rows of padding: to a multiple of 1,024, at most.
@@ -146,14 +149,26 @@ class GPT2Config:
         Raises:
             ValueError: a named one does not exist or cannot run here.
         """
-        dtype, c, precision = self.precision.compute_dtype, self.n_embd, self.precision.matmul
+        dtype, c = self.precision.compute_dtype, self.n_embd
         return {
-            "attention": choose_attention(
-                dtype, sequence_length, self.head_dim, self.attention, precision=precision
+            "attention": select(
+                "flash_attention",
+                self.attention,
+                dtype=dtype,
+                length=sequence_length,
+                head_dim=self.head_dim,
+                precision=self.precision.matmul,
             ),
-            "norm": choose_norm(self.precision.residual_dtype, c, self.norm),
-            "mlp": choose_mlp(dtype, batch * sequence_length, c, 4 * c, self.mlp),
-            "loss": choose_loss(self.loss),
+            "norm": select("layer_norm", self.norm, channels=c),
+            "mlp": select(
+                "mlp",
+                self.mlp,
+                dtype=dtype,
+                rows=batch * sequence_length,
+                inputs=c,
+                outputs=4 * c,
+            ),
+            "loss": select("linear_cross_entropy", self.loss),
         }
 
     def flops_per_token(self, sequence_length: int) -> int:
