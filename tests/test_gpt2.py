@@ -29,7 +29,8 @@ from reference.torch_gpt2 import (
 )
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, generate, loss_fn
-from gptjax.models.gpt2 import LayerNorm, Linear
+from gptjax.models.gpt2 import LayerNorm, PendingResidual
+from gptjax.models.layers import Linear
 
 torch.set_num_threads(2)
 
@@ -344,23 +345,23 @@ def test_product_and_bias_join_the_stream_in_one_rounding(name):
         jax.random.normal(jax.random.key(i), (4, 64, c)) for i, c in enumerate((config.n_embd, 128))
     )
     x, h = x.astype(config.precision.residual_dtype), h.astype(config.precision.compute_dtype)
-    delta = linear.delta(h)
-    assert delta.product_BTC.dtype == h.dtype
-    found = delta.added_to(x)
+    pending = PendingResidual(linear.matmul(h), linear.bias[...])
+    assert pending.matmul_BTC.dtype == h.dtype
+    found = pending.added_to(x)
     exact = (
         np.asarray(x, np.float64)
-        + np.asarray(delta.product_BTC, np.float64)
-        + np.asarray(delta.bias_C, np.float64)
+        + np.asarray(pending.matmul_BTC, np.float64)
+        + np.asarray(pending.bias_C, np.float64)
     )
     nearest = jnp.asarray(exact, jnp.float32).astype(x.dtype)
     np.testing.assert_allclose(
         found, nearest, rtol=2e-7 if x.dtype == jnp.float32 else 0, atol=2e-7
     )
-    np.testing.assert_array_equal(LayerNorm(config).of_sum(x, delta)[1], found)
+    np.testing.assert_array_equal(LayerNorm(config).add_layer_norm(x, pending)[1], found)
     # With two roundings a bias this small would move some numbers and not others.
-    without = delta._replace(bias_C=0 * delta.bias_C).added_to(x)
+    without = pending._replace(bias_C=0 * pending.bias_C).added_to(x)
     moved = (found.astype(jnp.float32) - without.astype(jnp.float32)).mean()
-    assert float(moved) == pytest.approx(float(delta.bias_C.mean()), rel=0.1)
+    assert float(moved) == pytest.approx(float(pending.bias_C.mean()), rel=0.1)
 
 
 # -------------------------------------------------------------------------------------- parity, GPU
@@ -399,7 +400,7 @@ def test_a_bias_smaller_than_a_rounding_is_not_lost_on_the_gpu(rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "width, apply", [(2304, Linear.__call__), (768, Linear.delta)], ids=["with bias", "delta"]
+    "width, apply", [(2304, Linear.__call__), (768, Linear.matmul)], ids=["with bias", "matmul"]
 )
 def test_a_bf16_product_is_not_written_in_fp32(width, apply):
     """A bias is added where the product is: in cuBLASLt's epilogue, or in a Triton fusion of

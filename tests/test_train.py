@@ -118,7 +118,7 @@ def losses(config: Config) -> dict[int, tuple]:
 
 def last_state(config: Config) -> list[np.ndarray]:
     """Every array of the newest checkpoint."""
-    tx = train_py.optimizer.build(config, train_py.sharding.data_mesh(jax.devices("cpu")[:1]))
+    tx = config.build_optimizer(train_py.sharding.data_mesh(jax.devices("cpu")[:1]))
     abstract = jax.eval_shape(lambda: train_py.init_state(config.model, tx, config.seed))
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)

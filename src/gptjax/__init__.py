@@ -9,13 +9,13 @@ __version__ = "0.1.0"
 # a tenth of the time.
 if TYPE_CHECKING:
     from gptjax.config import Config as Config
-    from gptjax.config import OptimizerConfig as OptimizerConfig
+    from gptjax.generation import generate as generate
+    from gptjax.models.base import loss_fn as loss_fn
     from gptjax.models.gpt2 import GPT2 as GPT2
     from gptjax.models.gpt2 import PRESETS as PRESETS
     from gptjax.models.gpt2 import GPT2Config as GPT2Config
-    from gptjax.models.gpt2 import loss_fn as loss_fn
+    from gptjax.optim import OptimizerConfig as OptimizerConfig
     from gptjax.precision import Precision as Precision
-    from gptjax.sampling import generate as generate
     from gptjax.training.step import init_state as init_state
     from gptjax.training.step import make_train_step as make_train_step
     from gptjax.weights import load_hf as load_hf
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Config": "gptjax.config",
-    "OptimizerConfig": "gptjax.config",
+    "OptimizerConfig": "gptjax.optim",
     "GPT2": "gptjax.models.gpt2",
     "GPT2Config": "gptjax.models.gpt2",
     "PRESETS": "gptjax.models.gpt2",
-    "loss_fn": "gptjax.models.gpt2",
+    "loss_fn": "gptjax.models.base",
     "Precision": "gptjax.precision",
-    "generate": "gptjax.sampling",
+    "generate": "gptjax.generation",
     "init_state": "gptjax.training.step",
     "make_train_step": "gptjax.training.step",
     "load_hf": "gptjax.weights",
@@ -42,14 +42,15 @@ _PUBLIC = {
 _MODULES = (
     *(
         "bench",
+        "cli",
         "config",
         "data",
         "devices",
+        "generation",
         "models",
         "optim",
         "plot",
         "precision",
-        "sampling",
         "sharding",
         "training",
     ),

@@ -67,6 +67,9 @@ def load(path: Path) -> Config:
     _check_is_python(path)
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent.absolute())
+    if folder not in sys.path:  # as for a script: the config may import a model beside it
+        sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from gptjax.models.gpt2 import GPT2, GPT2Config, init_params, loss_fn
+from gptjax.models.base import ModelConfig, init_params, loss_fn
 from gptjax.optim.adamw import global_norm
 from gptjax.training.outliers import OutlierWindow, observe
 
@@ -37,14 +37,8 @@ class TrainState:
     grad_norm_window: OutlierWindow
 
 
-def graph(config: GPT2Config) -> nnx.GraphDef:
-    """The model's static part. `nnx.merge(graph(config), params)` is the model; no array is
-    made."""
-    return nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
-
-
 def init_state(
-    config: GPT2Config, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]
+    config: ModelConfig, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]
 ) -> TrainState:
     """The state before the first step; one seed gives one state, in `jax.jit` and outside."""
     params = init_params(config, seed)
@@ -100,7 +94,7 @@ def make_train_step(
     """The training step: (state, windows_ABT1) → (state, metrics).
 
     Args:
-        graphdef: from `graph`.
+        graphdef: from `gptjax.models.base.graph`.
         tx: the optimizer, its learning rate included.
         learning_rate: the same schedule, for the metrics.
         skip_loss_z, skip_grad_norm_z: an update whose loss or gradient norm is this many deviations

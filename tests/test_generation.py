@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gptjax import GPT2, GPT2Config, Precision, generate, sampling
+from gptjax import GPT2, GPT2Config, Precision, generate, generation
 from gptjax.precision import NAMES
 
 KEY = jax.random.key(7)
@@ -19,7 +19,10 @@ SMALL = dict(vocab_size=7, padded_vocab_size=8, block_size=8, n_layer=1, n_head=
 
 
 forward = nnx.jit(lambda model, tokens_BT: model(tokens_BT))
-advance = nnx.jit(sampling._advance)
+@nnx.jit
+def advance(model, cache, tokens_BT):
+    """Hidden states of tokens that continue the cached sequence, and the cache with them."""
+    return model.hidden(tokens_BT, cache), cache
 
 
 def make_model(precision="fp32", seed=0, gain=6.0, **shape) -> GPT2:
@@ -38,12 +41,12 @@ def random_tokens(batch, time, vocab_size, seed=0):
 
 def cached_logits(model, tokens_BT, chunks):
     """Logits of every position, fed to the cache a chunk at a time."""
-    cache, start, logits = sampling._empty_cache(model, *tokens_BT.shape), 0, []
+    cache, start, logits = model.init_cache(*tokens_BT.shape), 0, []
     for size in chunks:
-        x_BTC, cache = advance(model, cache, tokens_BT[:, start : start + size], jnp.int32(start))
+        x_BTC, cache = advance(model, cache, tokens_BT[:, start : start + size])
         logits.append(model.logits(x_BTC))
         start += size
-    assert start == tokens_BT.shape[1]
+    assert start == tokens_BT.shape[1] == int(cache[0].length)
     return np.asarray(jnp.concatenate(logits, axis=1), np.float32)
 
 
@@ -117,7 +120,7 @@ def test_the_narrowest_filters_equal_greedy(precision, filters):
 
 def test_top_1_takes_the_first_of_tied_logits():
     tied_BV = jnp.zeros((200, 5), jnp.bfloat16).at[:, 2:].set(3)
-    drawn = sampling._choose(tied_BV, jnp.float32(1), jnp.int32(1), None, KEY)
+    drawn = generation._draw(tied_BV, jnp.float32(1), jnp.int32(1), None, KEY)
     assert set(np.asarray(drawn).tolist()) == {2}
 
 
@@ -140,7 +143,7 @@ def test_top_1_takes_the_first_of_tied_logits():
 )
 def test_filters_keep_exactly_the_right_tokens(top_k, top_p, kept):
     logits_BV = jnp.broadcast_to(jnp.log(jnp.array([0.1, 0.3, 0.2, 0.4])), (3000, 4))
-    drawn = sampling._choose(
+    drawn = generation._draw(
         logits_BV,
         jnp.float32(1),
         None if top_k is None else jnp.int32(top_k),
@@ -218,12 +221,12 @@ def test_one_compilation_for_one_shape():
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     kwargs = dict(max_new_tokens=3, temperature=0.9, top_k=5, top_p=0.9, key=KEY)
     generate(make_model(**ODD), prompt_BT, **kwargs)
-    compiled = sampling._generate._cache_size()
+    compiled = generation._generate._cache_size()
     other = dict(temperature=0.5, top_k=3, top_p=0.3, key=jax.random.key(9))
     generate(make_model(seed=1, **ODD), np.asarray(prompt_BT, np.int64) + 1, **(kwargs | other))
-    assert sampling._generate._cache_size() == compiled
+    assert generation._generate._cache_size() == compiled
     generate(make_model(**ODD), prompt_BT, **(kwargs | {"max_new_tokens": 4}))
-    assert sampling._generate._cache_size() == compiled + 1
+    assert generation._generate._cache_size() == compiled + 1
 
 
 def test_a_model_spread_over_devices_gives_the_same_tokens():
@@ -267,7 +270,7 @@ def test_errors_state_the_numbers(change, message):
 def unchecked(monkeypatch):
     """`generate` as it is outside pytest, where no annotation is checked; it fails where it begins
     to compile."""
-    monkeypatch.setattr(sampling, "_generate", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(generation, "_generate", lambda *_, **__: pytest.fail("compiled"))
     return inspect.unwrap(generate)
 
 

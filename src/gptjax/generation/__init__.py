@@ -1,8 +1,9 @@
-"""Sampling from a GPT-2 with a key-value cache: one pass over the prompt, then one token a step.
+"""Generation: draw tokens that continue a prompt, with a KV cache.
 
-Shapes: B batch, T tokens fed at once, S cache positions (prompt + new tokens), C channels, H heads,
-D = C/H, V vocabulary. The cache holds one (k_BSHD, v_BSHD) pair a block, in the compute dtype:
-2·n_layer·B·S·C elements.
+One pass over the prompt, then one token a step. The cache has one entry for each block, in the
+compute dtype.
+
+Shapes: B batch, T tokens fed at once, V vocabulary.
 """
 
 import functools
@@ -14,13 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, Key, UInt32
 
-from gptjax.models.gpt2 import GPT2, Block
-
-Cache = list[tuple[jax.Array, jax.Array]]
+from gptjax.models.base import Model
 
 
 def generate(
-    model: GPT2,
+    model: Model,
     prompt_BT: Integer[Array | np.ndarray, "B T"],
     *,
     max_new_tokens: int,
@@ -78,78 +77,24 @@ def generate(
 @functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
 def _generate(graphdef, params, prompt_BT, temperature, top_k, top_p, key, *, max_new_tokens):
     model = nnx.merge(graphdef, params)
-    for block in model.blocks:
-        # The one that the model names may want more rows than one token of each prompt.
-        block.mlp.implementation = "auto"
     b, t = prompt_BT.shape
 
-    def advance_and_choose(cache, tokens_BT, start):
-        x_BTC, cache = _advance(model, cache, tokens_BT, start)
-        logits_BV = model.logits(x_BTC[:, -1:])[:, 0]
-        end = start + tokens_BT.shape[1]
-        token_B = _choose(logits_BV, temperature, top_k, top_p, jax.random.fold_in(key, end))
-        return cache, token_B[:, None]
+    def advance(cache, tokens_BT):
+        """Feed tokens to the model, and draw the token that follows the last of each row."""
+        logits_BV = model.logits(model.hidden(tokens_BT, cache)[:, -1:])[:, 0]
+        step_key = jax.random.fold_in(key, cache[0].length)
+        return cache, _draw(logits_BV, temperature, top_k, top_p, step_key)[:, None]
 
-    def step(carry, position):
-        cache, token_B1 = advance_and_choose(*carry, position)
+    def step(carry, _):
+        cache, token_B1 = advance(*carry)
         return (cache, token_B1), token_B1
 
-    cache, first_B1 = advance_and_choose(_empty_cache(model, b, t + max_new_tokens), prompt_BT, 0)
-    positions = jnp.arange(t, t + max_new_tokens - 1)
-    _, rest_NB1 = jax.lax.scan(step, (cache, first_B1), positions)
-    return jnp.concatenate([prompt_BT, first_B1, rest_NB1[:, :, 0].T], axis=1)
+    carry = advance(model.init_cache(b, t + max_new_tokens), prompt_BT)
+    _, rest_NB1 = jax.lax.scan(step, carry, length=max_new_tokens - 1)
+    return jnp.concatenate([prompt_BT, carry[1], rest_NB1[:, :, 0].T], axis=1)
 
 
-def _empty_cache(model: GPT2, batch: int, length: int) -> Cache:
-    config = model.config
-    zeros_BSHD = jnp.zeros(
-        (batch, length, config.n_head, config.head_dim), config.precision.compute_dtype
-    )
-    return [(zeros_BSHD, zeros_BSHD) for _ in model.blocks]
-
-
-def _advance(
-    model: GPT2, cache: Cache, tokens_BT: Int[Array, "B T"], start: int | Int[Array, ""]
-) -> tuple[Float[Array, "B T C"], Cache]:
-    """Feeds the tokens of positions start…start+T−1.
-
-    Returns what `model.hidden` gives at these positions, and the cache with their keys and values
-    in it.
-    """
-    x_BTC, delta = model.embed(tokens_BT, start), None
-    filled = []
-    for block, layer_cache in zip(model.blocks, cache, strict=True):
-        y_BTC, x_BTC = block.ln_1.of_sum(x_BTC, delta)
-        delta, layer_cache = _cached_attention(block, y_BTC, layer_cache, start)
-        x_BTC, delta = block.add_mlp(x_BTC, delta)
-        filled.append(layer_cache)
-    return model.ln_f.of_sum(x_BTC, delta)[0], filled
-
-
-def _cached_attention(block: Block, x_BTC: Float[Array, "B T C"], layer_cache, start):
-    """`block.attn`, over the cache: the query at position start + t sees the positions 0…start +
-    t."""
-    q_BTHD, k_BTHD, v_BTHD = jnp.unstack(block.attn.qkv(x_BTC), axis=2)
-    k_BSHD, v_BSHD = (
-        jax.lax.dynamic_update_slice_in_dim(old_BSHD, new_BTHD, start, axis=1)
-        for old_BSHD, new_BTHD in zip(layer_cache, (k_BTHD, v_BTHD), strict=True)
-    )
-    precision = block.attn.config.precision.matmul
-    scores_BHTS = jnp.einsum(
-        "bthd,bshd->bhts", q_BTHD, k_BSHD, precision=precision, preferred_element_type=jnp.float32
-    )
-    visible_TS = (
-        jnp.arange(k_BSHD.shape[1])[None, :] <= start + jnp.arange(q_BTHD.shape[1])[:, None]
-    )
-    scores_BHTS = jnp.where(
-        visible_TS[None, None], scores_BHTS * q_BTHD.shape[-1] ** -0.5, -jnp.inf
-    )
-    weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1).astype(v_BSHD.dtype)
-    y_BTHD = jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BSHD, precision=precision)
-    return block.attn.c_proj.delta(y_BTHD.reshape(x_BTC.shape)), (k_BSHD, v_BSHD)
-
-
-def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int[Array, " B"]:
+def _draw(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int[Array, " B"]:
     """One token a row. A filter or temperature that is None is off; temperature None is greedy."""
     if temperature is None:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -173,7 +118,7 @@ def _choose(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> I
     return jnp.take_along_axis(order_BV, choice_B1, axis=-1)[:, 0].astype(jnp.int32)
 
 
-def _check_prompt(model: GPT2, prompt_BT) -> np.ndarray:
+def _check_prompt(model: Model, prompt_BT) -> np.ndarray:
     try:
         prompt_BT = np.asarray(prompt_BT)
     except ValueError as error:
@@ -198,7 +143,7 @@ def _check_prompt(model: GPT2, prompt_BT) -> np.ndarray:
     return prompt_BT
 
 
-def _check_length(model: GPT2, t: int, max_new_tokens) -> None:
+def _check_length(model: Model, t: int, max_new_tokens) -> None:
     if not _is_scalar(max_new_tokens, np.integer) or max_new_tokens < 1:
         raise ValueError(
             f"generate: max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"

@@ -1,0 +1,143 @@
+"""A model in one file: RMSNorm, rotary embeddings, ReLU² MLP, no biases, untied head.
+
+`gptjax.models.base` defines what a model must provide. Train this one with
+
+    python train.py --config examples/new_model/config.py
+
+Shapes: B batch, T time, C channels, H heads, D head dimension, P padded vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Integer
+
+from gptjax.models.base import Model, ModelConfig
+from gptjax.models.layers import KVCache, Linear, lookup, normal
+from gptjax.optim import Group, Matrices
+from pallas_kernels import flash_attention, linear_relu_squared, rms_norm, select
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig(ModelConfig):
+    """Shape, precision and kernel choices."""
+
+    rotary_base: float = 10_000.0
+    """Base of the rotary embedding's wavelengths."""
+
+    def build(self, rngs: nnx.Rngs) -> "RotaryLM":
+        return RotaryLM(self, rngs=rngs)
+
+    def parameter_groups(self) -> tuple[Group, ...]:
+        return (
+            Group(r"blocks\.\d+\.qkv\.kernel", Matrices(packed=3)),
+            Group(r"blocks\.\d+\.(out|up|down)\.kernel", Matrices()),
+            Group(r"wte|lm_head", kind="embedding"),
+            Group(r".*\.scale", weight_decay=0.0, kind="vector"),
+        )
+
+    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+        p = self.precision
+        attention = {"length": sequence_length, "head_dim": self.head_dim, "precision": p.matmul}
+        mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": 4 * self.n_embd}
+        return {
+            "attention": select("flash_attention", dtype=p.compute_dtype, **attention),
+            "norm": select("rms_norm", channels=self.n_embd),
+            "mlp": select("linear_relu_squared", dtype=p.compute_dtype, **mlp),
+            **super().kernels(sequence_length, batch),
+        }
+
+    def lookup_params(self) -> int:
+        return self.vocab_size * self.n_embd  # wte enters no matmul: the head is untied
+
+
+class RMSNorm(nnx.Module):
+    """y = x / √(mean(x²) + eps) · scale in the compute dtype."""
+
+    def __init__(self, config: RotaryConfig):
+        self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
+        self.out_dtype = config.precision.compute_dtype
+
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        return rms_norm(x_BTC, self.scale[...], out_dtype=self.out_dtype)
+
+
+def rotary(
+    x_BTHD: Float[Array, "B T H D"], position_T: Int[Array, " T"], base: float
+) -> Float[Array, "B T H D"]:
+    """Rotate pairs of channels by an angle proportional to the position (Su et al., 2021)."""
+    half = x_BTHD.shape[-1] // 2
+    frequency_D = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_TD = position_T.astype(jnp.float32)[:, None] * frequency_D[None, :]
+    cos, sin = jnp.cos(angle_TD)[None, :, None], jnp.sin(angle_TD)[None, :, None]
+    a, b = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BTHD.dtype)
+
+
+class Block(nnx.Module):
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: RotaryConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, precision=config.precision, bias=False, rngs=rngs)
+        c, std, out_std = config.n_embd, 0.02, 0.02 / (2 * config.n_layer) ** 0.5
+        self.norm_1, self.norm_2 = RMSNorm(config), RMSNorm(config)
+        self.qkv, self.out = linear(c, 3 * c, std=std), linear(c, c, std=out_std)
+        self.up, self.down = linear(c, 4 * c, std=std), linear(4 * c, c, std=out_std)
+        self.config = config
+
+    def __call__(
+        self, x_BTC: Float[Array, "B T C"], cache: KVCache | None = None
+    ) -> Float[Array, "B T C"]:
+        x_BTC = x_BTC + self.attention(self.norm_1(x_BTC), cache).astype(x_BTC.dtype)
+        return x_BTC + self.mlp(self.norm_2(x_BTC)).astype(x_BTC.dtype)
+
+    @jax.named_scope("attention")
+    def attention(self, x_BTC, cache):
+        c = self.config
+        qkv_BT3HD = self.qkv(x_BTC).reshape(*x_BTC.shape[:2], 3, c.n_head, c.head_dim)
+        q_BTHD, k_BTHD, v_BTHD = jnp.unstack(qkv_BT3HD, axis=2)
+        position_T = jnp.arange(x_BTC.shape[1]) + (0 if cache is None else cache.length)
+        q_BTHD, k_BTHD = (rotary(x, position_T, c.rotary_base) for x in (q_BTHD, k_BTHD))
+        attend = flash_attention if cache is None else cache.attend
+        y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, precision=c.precision.matmul)
+        return self.out(y_BTHD.reshape(x_BTC.shape))
+
+    @jax.named_scope("mlp")
+    def mlp(self, x_BTC):
+        precision = self.config.precision.matmul
+        return self.down(linear_relu_squared(x_BTC, self.up.kernel[...], precision=precision))
+
+
+class RotaryLM(Model):
+    """Decoder-only language model."""
+
+    Config: ClassVar[type[ModelConfig]] = RotaryConfig
+
+    def __init__(self, config: RotaryConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        shape = (config.padded_vocab_size, config.n_embd)
+        embedding = functools.partial(normal, std=0.02, dtype=config.precision.param_dtype)
+        self.wte = nnx.Param(embedding(rngs.params(), shape))
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.norm = RMSNorm(config)
+        self.lm_head = nnx.Param(embedding(rngs.params(), shape))
+
+    def hidden(
+        self, tokens_BT: Integer[Array, "B T"], cache: list[KVCache] | None = None
+    ) -> Float[Array, "B T C"]:
+        self.check_tokens(tokens_BT)
+        x_BTC = lookup(self.wte[...], tokens_BT, vocab_size=self.config.vocab_size)
+        x_BTC = x_BTC.astype(self.config.precision.residual_dtype)
+        # Both values of `recompute` other than none recompute all except the input of each block.
+        recompute = cache is None and self.config.recompute != "none"
+        apply = nnx.remat(Block.__call__) if recompute else Block.__call__
+        for i, block in enumerate(self.blocks):
+            x_BTC = apply(block, x_BTC, cache[i] if cache else None)
+        return self.norm(x_BTC)
+
+    def head(self) -> Float[Array, "P C"]:
+        return self.lm_head[...]

@@ -1,0 +1,340 @@
+"""The interface of a model: everything that the rest of gptjax asks of an architecture.
+
+An architecture is one file: a frozen dataclass derived from `ModelConfig` and a module derived from
+`Model`. The training step, checkpoints, generation, the optimizer's partition and `gptjax.bench`
+call only what is defined here, and no other file names an architecture.
+
+Shapes: B batch, T time, C channels (n_embd), V real vocabulary, P padded vocabulary, N = B·T.
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from gptjax.models.layers import KVCache
+from gptjax.optim import Group
+from gptjax.precision import Precision
+from pallas_kernels import linear_cross_entropy, select
+
+# Maximum number of padded rows: padding to a multiple of at most 1,024.
+MAX_PADDING = 1023
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(abc.ABC):
+    """Shape, precision and kernel choices of a model.
+
+    Raises:
+        ValueError: a field of a wrong type or out of range, a width that is not a multiple of the
+            number of heads, a padded vocabulary below the real one or more than 1,023 rows above.
+
+    Attributes:
+        operational: fields that do not change what is learned; they may differ between a checkpoint
+            and the command that resumes it.
+    """
+
+    operational: ClassVar[frozenset[str]] = frozenset(("loss", "loss_chunk", "recompute"))
+
+    vocab_size: int = 50257
+    """Real tokens; logits and the loss cover only these."""
+    padded_vocab_size: int | None = None
+    """Rows of the embedding. None: the next multiple of 128, which makes the head's matmuls faster,
+    stored here as a number. Another vocab_size needs another padded_vocab_size."""
+    block_size: int = 1024
+    """Maximum sequence length in tokens."""
+    n_layer: int = 12
+    """Blocks."""
+    n_head: int = 12
+    """Attention heads; must divide n_embd."""
+    n_embd: int = 768
+    """Width of the residual stream."""
+    precision: Precision = Precision("fp32")
+    """Dtypes of storage, matmuls and residual stream."""
+    loss: str = "auto"
+    """Back end of the head and its loss: auto, fused, xla or reference."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at the same time; must divide a micro-batch's tokens. None: about
+    16,384 with fused, all with xla."""
+    recompute: Literal["none", "block", "sublayer"] = "none"
+    """Activations recomputed in the backward pass: none; all except the input of each block; all
+    except the input of each attention and MLP."""
+
+    @abc.abstractmethod
+    def build(self, rngs: nnx.Rngs) -> "Model":
+        """Return a model of this config with random parameters."""
+
+    @abc.abstractmethod
+    def parameter_groups(self) -> tuple[Group, ...]:
+        """Return the optimizer's partition of the parameters: matrices, embeddings and vectors."""
+
+    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+        """Return the back end of each part on the default device: {"loss": "fused", …}.
+
+        Where the compiler will split arrays over a mesh, call this inside
+        `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)`.
+
+        Args:
+            batch: sequences at a time on one device.
+
+        Raises:
+            ValueError: a named back end does not exist or cannot run here.
+        """
+        return {"loss": select("linear_cross_entropy", self.loss)}
+
+    def nondeterministic(self) -> str | None:
+        """Return why a step on a GPU does not repeat bit for bit, and which option changes that.
+
+        None if it repeats under XLA's deterministic operations.
+        """
+        return None
+
+    def lookup_params(self) -> int:
+        """Return the number of parameters that are only looked up and enter no matmul."""
+        return 0
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Return the forward and backward FLOPs of one token: 6·N + 6·L·C·T.
+
+        N excludes `lookup_params`. Causal attention counts half of the T × T scores.
+        """
+        n = self.num_params - self.lookup_params()
+        return 6 * n + 6 * self.n_layer * self.n_embd * sequence_length
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def num_params(self) -> int:
+        """Trainable parameters without padding: 124,439,808 for GPT-2 124M.
+
+        FLOPs and published figures count these.
+        """
+        small = dataclasses.replace(self, n_layer=1)
+        unpadded = dataclasses.replace(small, padded_vocab_size=self.vocab_size)
+        padding = small.num_allocated_params - unpadded.num_allocated_params
+        return self.num_allocated_params - padding
+
+    @property
+    def num_allocated_params(self) -> int:
+        """Parameters in memory, padding included: 124,475,904 for GPT-2 124M."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(self)))
+
+    def __post_init__(self):
+        name = type(self).__name__
+        if self.padded_vocab_size is None:
+            _check_size(name, "vocab_size", self.vocab_size)
+            object.__setattr__(self, "padded_vocab_size", _padded(self.vocab_size))
+        sizes = ("vocab_size", "padded_vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+        for size in sizes:
+            _check_size(name, size, getattr(self, size))
+        if self.loss_chunk is not None:
+            _check_size(name, "loss_chunk", self.loss_chunk)
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"{name}: n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
+            )
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"{name}: padded_vocab_size={self.padded_vocab_size} is below "
+                f"vocab_size={self.vocab_size}"
+            )
+        if self.padded_vocab_size - self.vocab_size > MAX_PADDING:
+            least = _padded(self.vocab_size)
+            raise ValueError(
+                f"{name}: expected at most {MAX_PADDING} rows of padding, got "
+                f"padded_vocab_size={self.padded_vocab_size} for vocab_size={self.vocab_size}; "
+                f"give padded_vocab_size={least} (--model.padded-vocab-size {least}) too"
+            )
+        if not isinstance(self.precision, Precision):
+            raise ValueError(
+                f"{name}: precision must be a gptjax.Precision, such as Precision('bf16'), got "
+                f"{self.precision!r}"
+            )
+        if self.recompute not in ("none", "block", "sublayer"):
+            raise ValueError(
+                f"{name}: recompute must be none, block or sublayer, got {self.recompute!r}"
+            )
+
+
+def _padded(vocab_size: int) -> int:
+    return -(-vocab_size // 128) * 128
+
+
+def _check_size(config: str, name: str, value) -> None:
+    # bool is an int. NumPy's integers are not: a checkpoint stores the config as JSON.
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"{config}: {name} must be an int of at least 1, got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+
+
+class Model(nnx.Module):
+    """A decoder-only language model.
+
+    A subclass defines `Config`, `__init__`, `hidden` and `head`.
+
+    Args:
+        config: shape, precision and kernel choices.
+        rngs: `nnx.Rngs(seed)`; only the `params` stream is used.
+
+    Raises:
+        TypeError: config is not of the model's config class, or rngs is not an nnx.Rngs.
+    """
+
+    Config: ClassVar[type[ModelConfig]] = ModelConfig
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        name, expected = type(self).__name__, self.Config.__name__
+        if not isinstance(config, self.Config):
+            raise TypeError(f"{name}: expected a gptjax.{expected}, got a {type(config).__name__}")
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(
+                f"{name}: expected rngs=flax.nnx.Rngs(seed), got a {type(rngs).__name__}"
+            )
+        self.config = config
+
+    def hidden(
+        self, tokens_BT: Integer[Array, "B T"], cache: list[KVCache] | None = None
+    ) -> Float[Array, "B T C"]:
+        """Return the final norm's output in the compute dtype.
+
+        Args:
+            tokens_BT: ids in [0, vocab_size), in any integer dtype. Another id results in NaN.
+            cache: from `init_cache`. The tokens then continue the cached sequence, and their keys
+                and values are appended to the cache.
+
+        Raises:
+            ValueError: tokens that are not a two-dimensional array of integers, or more of them
+                than block_size.
+        """
+        raise NotImplementedError
+
+    def head(self) -> Float[Array, "P C"]:
+        """Return the weight of the output layer, padded rows included."""
+        raise NotImplementedError
+
+    def init_cache(self, batch: int, length: int) -> list[KVCache]:
+        """Return an empty cache for each block, for sequences of at most `length` tokens."""
+        c = self.config
+        shape = (batch, length, c.n_head, c.head_dim)
+        return [KVCache.empty(shape, c.precision.compute_dtype) for _ in range(c.n_layer)]
+
+    def logits(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
+        """Return the logits over the real vocabulary, in the compute dtype."""
+        head_VC = self.head()[: self.config.vocab_size].astype(x_BTC.dtype)
+        return jnp.einsum("btc,vc->btv", x_BTC, head_VC, precision=self.config.precision.matmul)
+
+    def __call__(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Return logits over the real vocabulary at every position, in the compute dtype.
+
+        Args and errors as of `hidden`.
+        """
+        return self.logits(self.hidden(tokens_BT))
+
+    def loss(
+        self, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
+    ) -> Float[Array, ""]:
+        """Return the mean cross-entropy over B·T tokens in nats, fp32. See `loss_fn`."""
+        c, x_BTC = self.config, self.hidden(tokens_BT)
+        with jax.named_scope("head"):
+            losses_N = linear_cross_entropy(
+                x_BTC.reshape(-1, x_BTC.shape[-1]),
+                self.head(),
+                targets_BT.reshape(-1),
+                vocab_size=c.vocab_size,
+                chunk=c.loss_chunk,
+                implementation=c.loss,
+                precision=c.precision.matmul,
+            )
+        return losses_N.mean()
+
+    def check_tokens(self, tokens_BT: Integer[Array, "B T"]) -> None:
+        """Raise the errors of `hidden`."""
+        check_ids(type(self).__name__, tokens_BT)
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise ValueError(
+                f"a sequence of {tokens_BT.shape[1]} tokens is longer than "
+                f"block_size={self.config.block_size}"
+            )
+
+
+def loss_fn(
+    model: Model, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
+) -> Float[Array, ""]:
+    """Return the mean cross-entropy over B·T tokens in nats, fp32.
+
+    Differentiable once, in reverse mode. With every back end of the config "reference" also in
+    forward mode and to any order.
+
+    Args:
+        tokens_BT: inputs, ids in [0, vocab_size), in any integer dtype.
+        targets_BT: the token that follows each input; of the same shape.
+
+    Raises:
+        ValueError: tokens or targets that are not two-dimensional arrays of integers, or differ in
+            shape, more tokens than block_size, or B·T not a multiple of `config.loss_chunk`.
+    """
+    check_ids("loss_fn", tokens_BT)
+    check_ids("loss_fn", targets_BT)
+    if tokens_BT.shape != targets_BT.shape:
+        raise ValueError(
+            f"loss_fn: expected a target for each token, got tokens {tokens_BT.shape} and targets "
+            f"{targets_BT.shape}"
+        )
+    return model.loss(tokens_BT, targets_BT)
+
+
+def check_ids(name: str, ids) -> None:
+    """Check that `ids` is a two-dimensional array of integers.
+
+    Raises:
+        ValueError: it is not; the message begins with `name`.
+    """
+    if getattr(ids, "ndim", None) != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        got = f"{ids.shape} in {ids.dtype}" if hasattr(ids, "shape") else f"a {type(ids).__name__}"
+        raise ValueError(
+            f"{name}: expected an array of integer ids of shape (batch, time), such as "
+            f"jnp.array([[1, 2]]), got {got}"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(config: ModelConfig):
+    return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(0))), nnx.Param)
+
+
+def graph(config: ModelConfig) -> nnx.GraphDef:
+    """Return the static part of a model: `nnx.merge(graph(config), params)` is the model.
+
+    No array is allocated.
+    """
+    return _abstract(config)[0]
+
+
+def abstract_params(config: ModelConfig) -> dict:
+    """Return the shapes and dtypes of the parameters as a nested dict of `jax.ShapeDtypeStruct`."""
+    return nnx.to_pure_dict(_abstract(config)[1])
+
+
+def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:
+    """Return the parameters of `config.build(nnx.Rngs(seed))` as a nested dict of arrays.
+
+    Call it outside `jax.jit`: one executable for each distinct shape is compiled. Inside, each
+    random matrix is compiled separately, which takes XLA 131 s for GPT-2 XL on an H200.
+    """
+    return params_of(config.build(nnx.Rngs(seed)))
+
+
+def params_of(model: nnx.Module) -> dict:
+    """Return the parameters of a module as a nested dict."""
+    return nnx.to_pure_dict(nnx.split(model, nnx.Param)[1])

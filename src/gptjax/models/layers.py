@@ -1,0 +1,134 @@
+"""Layers that several architectures share: linear layer, embedding lookup, KV cache.
+
+Shapes: B batch, T time, S cache positions, C channels, H heads, D head dimension.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Integer
+
+from gptjax.precision import Precision
+from pallas_kernels import linear
+from pallas_kernels.classifier import to_int32
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype"))
+def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike) -> Array:
+    """Return samples of N(0, std²).
+
+    The barrier keeps XLA from folding std into a constant of the sampler: the samples would then
+    differ in the last bit between one executable and another.
+    """
+    samples = jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))
+    return samples * jnp.array(std, dtype)
+
+
+class Linear(nnx.Module):
+    """Linear layer x W + b in x's dtype.
+
+    kernel (in, out) and bias (out,) are stored in fp32, as are their gradients.
+
+    Args:
+        std: standard deviation of the initial kernel; the initial bias is 0.
+        implementation: back end of the matmul, "auto" or "reference".
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        std: float,
+        precision: Precision,
+        rngs: nnx.Rngs,
+        bias: bool = True,
+        implementation: str = "auto",
+    ):
+        dtype = precision.param_dtype
+        self.kernel = nnx.Param(normal(rngs.params(), (in_dim, out_dim), std=std, dtype=dtype))
+        self.bias = nnx.Param(jnp.zeros((out_dim,), dtype)) if bias else None
+        self.precision, self.implementation = precision, implementation
+
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        return self.apply(x, None if self.bias is None else self.bias[...])
+
+    def matmul(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        """Return x W without the bias, in x's dtype."""
+        return self.apply(x, None)
+
+    def apply(self, x, bias_O):
+        how = {"implementation": self.implementation, "precision": self.precision.matmul}
+        return linear(x, self.kernel[...], bias_O, **how)
+
+
+def lookup(
+    table_PC: Float[Array, "P C"], tokens_BT: Integer[Array, "B T"], *, vocab_size: int
+) -> Float[Array, "B T C"]:
+    """Return table[token] for each token, in the table's dtype.
+
+    An id outside [0, vocab_size) results in NaN. The gather reads the fp32 table, so that its
+    gradient, a scatter-add, accumulates in fp32.
+    """
+    # A narrower dtype could not hold the index that results in NaN.
+    tokens_BT = to_int32(tokens_BT)
+    known_BT = (tokens_BT >= 0) & (tokens_BT < vocab_size)
+    # `take` returns NaN out of bounds; a negative id would wrap, and one in the padding read zeros.
+    return jnp.take(table_PC, jnp.where(known_BT, tokens_BT, table_PC.shape[0]), axis=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class KVCache:
+    """Keys and values of one block. `attend` replaces the arrays of the object in place.
+
+    Attributes:
+        k_BSHD, v_BSHD: keys and values of S positions; those from `length` on are zero.
+        length: positions filled so far.
+    """
+
+    k_BSHD: Float[Array, "B S H D"]
+    v_BSHD: Float[Array, "B S H D"]
+    length: Int[Array, ""]
+
+    @staticmethod
+    def empty(shape: tuple[int, int, int, int], dtype: jax.typing.DTypeLike) -> "KVCache":
+        """Return a cache of shape (B, S, H, D) without filled positions."""
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+    def attend(
+        self,
+        q_BTHD: Float[Array, "B T H D"],
+        k_BTHD: Float[Array, "B T K D"],
+        v_BTHD: Float[Array, "B T K D"],
+        *,
+        precision: jax.lax.PrecisionLike,
+    ) -> Float[Array, "B T H D"]:
+        """Append T keys and values, and return the causal attention of T queries over the cache.
+
+        The query at position length + t attends to positions 0…length + t. With fewer key heads
+        than query heads, consecutive query heads share one (grouped-query attention).
+        """
+        append = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+        self.k_BSHD = append(self.k_BSHD, k_BTHD, self.length)
+        self.v_BSHD = append(self.v_BSHD, v_BTHD, self.length)
+        position_T = self.length + jnp.arange(q_BTHD.shape[1])
+        self.length = self.length + q_BTHD.shape[1]
+        groups = q_BTHD.shape[2] // self.k_BSHD.shape[2]
+        q_BTKGD = q_BTHD.reshape(*q_BTHD.shape[:2], -1, groups, q_BTHD.shape[3])
+        scores_BKGTS = jnp.einsum(
+            "btkgd,bskd->bkgts",
+            q_BTKGD,
+            self.k_BSHD,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        visible_TS = jnp.arange(self.k_BSHD.shape[1])[None, :] <= position_T[:, None]
+        scores_BKGTS *= q_BTHD.shape[-1] ** -0.5
+        scores_BKGTS = jnp.where(visible_TS[None, None, None], scores_BKGTS, -jnp.inf)
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(self.v_BSHD.dtype)
+        y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, self.v_BSHD, precision=precision)
+        return y_BTKGD.reshape(q_BTHD.shape)

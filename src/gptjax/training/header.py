@@ -1,0 +1,57 @@
+"""Header of a run: what was chosen, printed before anything is compiled."""
+
+from collections.abc import Iterator
+
+import jax
+
+from gptjax import data
+from gptjax.config import Config
+from gptjax.models.base import abstract_params
+from gptjax.training.inputs import Inputs
+
+
+def header(
+    config: Config,
+    inputs: Inputs,
+    devices: list[jax.Device],
+    idle_gpu: str | None,
+    kernels: dict[str, str],
+    resume_step: int | None,
+) -> Iterator[tuple[str, object]]:
+    """Yield a name and a text for each line.
+
+    Args:
+        idle_gpu: why a GPU of this machine is not used, if one is not.
+        kernels: back end of each part of the model.
+        resume_step: step of the checkpoint that the run resumes from, if any.
+    """
+    model, dataset = config.model, inputs.dataset
+    begin = "from the beginning" if resume_step is None else f"resuming from step {resume_step}"
+    yield "run", f"{config.run_dir}, {begin}"
+    idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
+    yield "device", f"{len(devices)} × {devices[0].device_kind}{idle}"
+    yield "precision", model.precision
+    yield "kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items())
+    padded = model.num_allocated_params != model.num_params
+    padding = f" ({model.num_allocated_params:,} with padding)" if padded else ""
+    yield (
+        "model",
+        f"{type(model).__name__.removesuffix('Config')}, {model.num_params:,} parameters{padding}: "
+        f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads",
+    )
+    yield (
+        "data",
+        f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), "
+        f"{inputs.epochs:.2f} epochs",
+    )
+    for note in (dataset.note, data.few_tokens_note(dataset, inputs.epochs, config.data_dir)):
+        if note:
+            yield "", note
+    yield (
+        "batch",
+        f"{config.batch_tokens:,} tokens: {inputs.micro_batches} × {config.micro_batch} sequences "
+        f"of {config.sequence_length} on each device, recompute {model.recompute}",
+    )
+    lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
+    for i, line in enumerate(lines):
+        yield "" if i else "optimizer", line

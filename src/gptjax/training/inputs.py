@@ -1,0 +1,122 @@
+"""Inputs of a run: dataset, tokenizer, training batches and validation batches."""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from gptjax import data, sharding
+from gptjax.config import Config, ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Dataset and batch sizes of a run; no training token is read.
+
+    Attributes:
+        dataset: shards of both splits.
+        tokenizer: decodes samples; None if the run draws none.
+        micro_batches: micro-batches of a step.
+        val_batch: sequences of a validation batch, over all devices.
+    """
+
+    config: Config
+    dataset: data.Dataset
+    tokenizer: data.Tokenizer | None
+    mesh: Mesh
+    micro_batches: int
+    val_batch: int
+
+    @classmethod
+    def find(cls, config: Config, mesh: Mesh) -> "Inputs":
+        """Find the dataset that the config names, and check that it fits the run.
+
+        Raises:
+            ConfigError: the batch is not divisible by the devices, samples cannot be decoded, or
+                the validation split is too small.
+            DataError: the dataset is missing or damaged, or does not fit the model.
+        """
+        micro_batches = config.micro_batches(mesh.size)
+        dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
+        dataset.validate(config.model.vocab_size, config.sequence_length)
+        try:
+            tokenizer = data.get_tokenizer(dataset.tokenizer) if config.sample_every else None
+        except data.TokenizerUnavailable as error:
+            raise ConfigError(
+                f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
+            ) from error
+        return cls(
+            config, dataset, tokenizer, mesh, micro_batches, _val_batch(config, dataset, mesh.size)
+        )
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the training split in the whole run."""
+        return self.config.max_steps * self.config.batch_tokens / self.dataset.train_tokens
+
+    @property
+    def train_sharding(self) -> NamedSharding:
+        """Sharding of (micro-batch, sequence, token)."""
+        return sharding.over_batch(self.mesh, axis=1)
+
+    @property
+    def val_sharding(self) -> NamedSharding:
+        """Sharding of (sequence, token)."""
+        return sharding.over_batch(self.mesh, axis=0)
+
+    def train_shape(self, micro_batch: int) -> tuple[int, int, int]:
+        """Return (micro-batches, sequences, tokens + 1) of a step's tokens."""
+        sequences = micro_batch * self.mesh.size
+        return self.config.batch // sequences, sequences, self.config.sequence_length + 1
+
+    @property
+    def val_shape(self) -> tuple[int, int]:
+        """(sequences, tokens + 1) of a validation batch."""
+        return self.val_batch, self.config.sequence_length + 1
+
+    def loader(self, step: int) -> data.Loader:
+        """Return the training batches after `step` steps."""
+        c = self.config
+        return data.Loader(
+            self.dataset.train,
+            sequence_length=c.sequence_length,
+            batch=c.batch,
+            seed=c.seed,
+            start=0 if c.overfit_one_batch else step * c.batch,
+            vocab_size=c.model.vocab_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+
+    def val_windows(self) -> list[jax.Array]:
+        """Return the validation batches on their devices: always the same tokens."""
+        c = self.config
+        windows = data.fixed_batches(
+            self.dataset.val,
+            sequence_length=c.sequence_length,
+            batch=self.val_batch,
+            count=math.ceil(c.val_tokens / (self.val_batch * c.sequence_length)),
+            vocab_size=c.model.vocab_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        return [sharding.put(self.val_sharding, batch) for batch in windows]
+
+
+def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:
+    length = config.sequence_length
+    most = (dataset.val_tokens - 1) // length // device_count * device_count
+    batch = min(config.micro_batch * device_count, most)
+    if not batch:
+        raise ConfigError(
+            f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence "
+            f"of {length} on each of {device_count} devices"
+        )
+    chunk = config.model.loss_chunk
+    if chunk and batch * length % chunk:
+        raise ConfigError(
+            f"--model.loss-chunk {chunk} must divide the {batch} × {length} = {batch * length} "
+            "tokens of a validation batch: this dataset's validation split is small"
+        )
+    return batch

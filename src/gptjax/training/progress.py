@@ -1,0 +1,160 @@
+"""Progress of a run: metrics of each step are read one step late, checked, logged and shown."""
+
+import contextlib
+import math
+import time
+
+import jax
+from jaxtyping import PyTree
+from rich.console import Console
+
+from gptjax.config import Config
+from gptjax.training.checkpoint import NotFiniteError
+from gptjax.training.flops import Throughput, mfu
+from gptjax.training.run_log import RunLog
+from gptjax.training.status_line import StatusLine
+
+# Consecutive updates skipped because of NaN or infinity before the run stops.
+MOST_NOT_FINITE = 50
+
+
+class Progress:
+    """Log, status line and console of a run.
+
+    `submit` only stores the metrics of a step: they are read after the next step is dispatched, so
+    that the device never waits for the host.
+
+    Args:
+        step: step that the run starts from.
+        devices: devices of the run.
+
+    Attributes:
+        val_loss, val_step: newest validation loss and its step; None before the first.
+        step: the newest submitted step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        log: RunLog,
+        console: Console,
+        *,
+        step: int,
+        devices: list[jax.Device],
+    ):
+        self.val_loss: float | None = None
+        self.val_step: int | None = None
+        self._read_any = False
+        self._config, self._log, self._console, self._devices = config, log, console, devices
+        self._status = StatusLine(
+            config.max_steps,
+            on_gpu=devices[0].platform == "gpu",
+            every=config.log_every,
+            console=console,
+        )
+        self._throughput = Throughput()
+        self._flops_per_token = config.model.flops_per_token(config.sequence_length)
+        self.step = step
+        self._unread: PyTree | None = None
+        self._not_finite = 0
+
+    def __enter__(self) -> "Progress":
+        self._status.__enter__()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._status.__exit__(*exc_info)
+
+    def write(self, kind: str, step: int, **fields) -> None:
+        """Write a line of the log; `tokens` follows from the step."""
+        self._log.write(kind, step, step * self._config.batch_tokens, **fields)
+
+    def submit(self, step: int, metrics: PyTree) -> None:
+        """Store the metrics of a dispatched step, after `read` of the one before."""
+        self.step, self._unread = step, metrics
+
+    def read(self) -> bool:
+        """Wait for the submitted metrics, log and show them.
+
+        Returns:
+            True at the first step of this process.
+
+        Raises:
+            NotFiniteError: the loss or the gradient norm is not finite, and the update was not
+                skipped, or the last 50 updates in a row were skipped for that reason.
+            OSError: the log cannot be written.
+        """
+        if self._unread is None:
+            return False
+        values = {name: x.item() for name, x in jax.device_get(self._unread).items()}
+        self._unread = None
+        config, first, self._read_any = self._config, not self._read_any, True
+        ms = self._throughput.step(time.perf_counter())
+        speed = utilization = None
+        if ms is not None:
+            speed = config.batch_tokens / ms * 1e3
+            utilization = mfu(
+                speed,
+                self._flops_per_token,
+                self._devices[0].device_kind,
+                config.model.precision.name,
+                len(self._devices),
+            )
+        rates = {"tokens_per_second": speed, "mfu": utilization}
+        self.write("train", self.step, **values, ms=ms, **rates)
+        self._check(values)
+        self._status.update(
+            self.step, loss=values["loss"], lr=values["lr"], ms_per_step=ms, **rates
+        )
+        return first
+
+    def _check(self, values: dict[str, float]) -> None:
+        loss, grad_norm = values["loss"], values["grad_norm"]
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        self._not_finite = 0 if finite else self._not_finite + 1
+        if not finite and not (values["skipped"] and self._not_finite < MOST_NOT_FINITE):
+            raise NotFiniteError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}")
+        if values["skipped"]:
+            self._console.print(
+                f"step {self.step}: update skipped; loss {loss:.4f} (z-score "
+                f"{values['loss_z']:.1f}), gradient norm {grad_norm:.4f} (z-score "
+                f"{values['grad_norm_z']:.1f})"
+            )
+
+    def validated(self, step: int, loss: float) -> None:
+        """Log and show a validation loss.
+
+        Raises:
+            NotFiniteError: it is not finite.
+        """
+        self.val_loss, self.val_step = loss, step
+        self.write("val", step, loss=loss)
+        self._console.print(f"step {step}: validation loss {loss:.4f}")
+        self._status.validated(loss)
+        if not math.isfinite(loss):
+            raise NotFiniteError(f"step {step}: validation loss {loss}")
+
+    def pause(self) -> None:
+        """Exclude the time since the last step from the throughput."""
+        self._throughput.pause()
+
+    def stop_not_finite(self, error: NotFiniteError, step: int, kept: int | None) -> NotFiniteError:
+        """Log the end of a run by NaN or infinity; return the error with what to do next.
+
+        Args:
+            kept: step of the newest checkpoint, if any.
+        """
+        with contextlib.suppress(OSError):
+            self.write("event", step, event="not finite", message=str(error))
+        checkpoint = "There is no checkpoint yet."
+        if kept is not None:
+            checkpoint = (
+                f"The checkpoint of step {kept} is kept: its parameters and their loss were finite "
+                "when it was saved."
+            )
+        return NotFiniteError(
+            f"{error}; stopped. {checkpoint} To go on, run the same command with "
+            "--resume-with-changes and a lower --optimizer.learning-rate, or with "
+            "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
+            "that are not finite."
+        )

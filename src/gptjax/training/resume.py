@@ -1,0 +1,114 @@
+"""Resume: find a run's newest checkpoint, and refuse one of another config or other data."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import PyTree
+
+from gptjax import config as configuration
+from gptjax.config import Config, ConfigError
+from gptjax.data import Dataset
+from gptjax.training.checkpoint import CheckpointError, Checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """Starting point of a run.
+
+    Attributes:
+        step: step of the checkpoint; None for a run without one, which begins at step 0.
+        state: the restored training state; None before `restore`, or without a checkpoint.
+        changes: {option: (old, new)} of the options changed with --resume-with-changes.
+    """
+
+    step: int | None = None
+    state: PyTree | None = None
+    changes: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+
+
+def find(config: Config, dataset: Dataset, checkpoints: Checkpoints) -> Resume:
+    """Return the newest readable checkpoint's step; no array is read.
+
+    Raises:
+        ConfigError: --resume excludes it, or it belongs to another config or other data.
+        CheckpointError: it is damaged and --resume is must, or its data position is wrong.
+    """
+    step, meta, _ = checkpoints.newest(checkpoints.meta, fall_back=_may_fall_back(config)) or (
+        None,
+        None,
+        None,
+    )
+    if step is None:
+        if config.resume == "must":
+            raise ConfigError(f"--resume must: there is no checkpoint in {checkpoints.folder}")
+        return Resume()
+    if config.resume == "never":
+        raise ConfigError(
+            f"--resume never: {config.run_dir} already has a checkpoint of step {step}; choose "
+            "another --name"
+        )
+    _refuse_another_run(config, dataset, checkpoints, step, meta)
+    return Resume(step)
+
+
+def restore(
+    config: Config,
+    dataset: Dataset,
+    checkpoints: Checkpoints,
+    like: PyTree,
+    say: Callable[[str, object], object],
+) -> Resume:
+    """Restore the newest readable checkpoint, and rename the damaged ones after it.
+
+    Args:
+        like: the state as `jax.ShapeDtypeStruct`s with shardings.
+        say: prints a name and a text.
+
+    Raises:
+        ConfigError, CheckpointError: as in `find`.
+    """
+    step, state, damaged = checkpoints.newest(
+        lambda step: checkpoints.restore(step, like), fall_back=_may_fall_back(config)
+    )
+    meta = checkpoints.meta(step)
+    if damaged:
+        _refuse_another_run(config, dataset, checkpoints, step, meta)
+        aside = checkpoints.set_aside(after=step)
+        for line in damaged:
+            say("WARNING", line)
+        kept = f"what is damaged was kept as {', '.join(aside)}"
+        say("WARNING", f"RESUMING FROM STEP {step}; {kept}")
+    changes = configuration.changes(meta["config"], config)
+    for name, (old, new) in changes.items():
+        say("changed", f"{name}: {old} until step {step}, now {new}")
+    return Resume(step, state, changes)
+
+
+def _may_fall_back(config: Config) -> bool:
+    """True if a damaged checkpoint may be skipped for the one before it."""
+    return config.resume != "must"
+
+
+def _refuse_another_run(
+    config: Config, dataset: Dataset, checkpoints: Checkpoints, step: int, meta: dict
+) -> None:
+    if lines := configuration.differences(meta.get("config"), config):
+        raise ConfigError(
+            f"{config.run_dir} was begun with another config:\n  " + "\n  ".join(lines) + "\n"
+            "Give the old values to resume it, or another --name to begin anew."
+        )
+    place = meta.get("data") or {}
+    if lines := dataset.differences(place.get("dataset")):
+        raise ConfigError(
+            f"{config.run_dir} was trained on other data:\n  " + "\n  ".join(lines) + "\n"
+            "A position in that data is meaningless here: give the old data, or another --name to "
+            "begin anew."
+        )
+    expected = step * config.batch
+    if place.get("position") != expected and not config.overfit_one_batch:
+        raise CheckpointError(
+            f"{checkpoints.folder / str(step)}: expected a data position of "
+            f"{step} × {config.batch} = {expected} sequences, found {place.get('position')!r}; "
+            "move that folder away to resume from an older checkpoint"
+        )
