@@ -1,8 +1,8 @@
-"""Hugging Face's GPT-2 folders (config.json and safetensors), both ways.
+"""Hugging Face's GPT-2 folders (config.json and safetensors): load and save.
 
-Their Conv1D keeps its weight as (in, out), like our kernels, so no tensor is transposed. The
-vocabulary is stored without padding; on the way in it is padded with zero rows to a multiple of
-128.
+Hugging Face's Conv1D stores its weight as (in, out), like gptjax's kernels, so no tensor is
+transposed. The files hold the vocabulary without padding; `load_hf` pads the embedding with rows
+of zeros.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import reprlib
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,34 +22,22 @@ from safetensors.numpy import save_file
 from gptjax.models.gpt2 import GPT2, PRESETS, GPT2Config
 from gptjax.precision import Precision
 from gptjax.terminal import printable
-from gptjax.weights._params import (
-    FP32,
-    SIZES,
-    Key,
-    WeightsError,
-    arrays,
-    build,
-    check_options,
-    few,
-    file_size,
-    kinds,
-    reason,
-    replacing,
-    shown,
-)
+from gptjax.weights.errors import WeightsError
+from gptjax.weights.files import file_size, reason, replacing, shown
+from gptjax.weights.gpt2 import SIZES, tensor_kinds
+from gptjax.weights.params import FP32, Key, check_options, few, host_arrays, model_from_tensors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PREFIX = "transformer."
 HEAD = "lm_head.weight"
-# Causal masks that old versions of transformers stored beside the weights.
+# Causal masks that old versions of transformers stored with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 FLOATS = ("F32", "F16", "BF16", "F64")
 # The header of a GPT-2 of 1,000 layers takes 2 MB. JSON takes many times its length in memory.
 MAX_JSON_BYTES = 16 << 20
 
-# What config.json must say for its model to be the one that gptjax computes; a field that is left
-# out has the first value.
+# Values of config.json that gptjax's GPT-2 implements. The first is the default of a missing field.
 _REQUIRED: dict[str, tuple] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -66,49 +54,49 @@ def load_hf(
     *,
     precision: Precision = FP32,
     padded_vocab_size: int | None = None,
-    **how: Any,
+    **options: Any,
 ) -> GPT2:
-    """Reads a Hugging Face GPT-2 from disk. Tensors in bf16, fp16 or fp64 become fp32 masters.
+    """Load a Hugging Face GPT-2 from disk.
 
-    Dropout is left out: gptjax trains without it, as it computes without it.
+    Tensors in bf16, fp16 or fp64 are converted to fp32. Dropout rates are ignored: gptjax has no
+    dropout.
 
     Args:
-        path: a folder with config.json and model.safetensors (or its shards and their index), or
-            one .safetensors file with config.json beside it.
-        precision: of the model's computation; the parameters are fp32 in each.
-        padded_vocab_size: rows of the embedding; the next multiple of 128 when None.
-        **how: other fields of `GPT2Config` that the folder does not decide: attention, loss,
+        path: a folder with config.json and model.safetensors (or an index and shards), or one
+            .safetensors file in the same folder as config.json.
+        precision: precision of the model. The parameters are fp32 in every precision.
+        padded_vocab_size: rows of the embedding. None: the next multiple of 128.
+        **options: other fields of `GPT2Config` that the folder does not decide: attention, loss,
             loss_chunk, recompute.
 
     Raises:
-        WeightsError: config.json or the weights are not there; a model that is not GPT-2 as gptjax
-            computes it; tensors that do not fit config.json.
+        WeightsError: config.json or the weights do not exist; the model is not GPT-2 as gptjax
+            implements it; a tensor does not fit config.json.
         ValueError: a wrong option.
     """
-    check_options("load_hf", "config.json", precision, how)
+    check_options("load_hf", GPT2Config, precision, options, source="config.json", decided=SIZES)
     path = Path(path)
     with contextlib.ExitStack() as stack:
         try:
             folder = path if path.is_dir() else path.parent
             if not path.is_dir():
                 file_size(path, missing=_how_to_get(path))
-            config = _read_config(folder / "config.json", precision, padded_vocab_size, how)
+            config = _read_config(folder / "config.json", precision, padded_vocab_size, options)
             tensors = _check(_find(stack, path), config)
         except OSError as error:
             raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
-        return build(config, _read(tensors, config))
+        return cast(GPT2, model_from_tensors(config, _read(tensors, config)))
 
 
 def save_hf(model: GPT2, path: str | os.PathLike) -> None:
-    """Writes a folder that `transformers.GPT2LMHeadModel.from_pretrained(path)` and `load_hf(path)`
-    read.
+    """Save a model as a folder that `transformers` and `load_hf` read.
 
-    Weights are fp32, the vocabulary without padding. Each file is replaced when the whole of it is
-    on disk.
+    The transformers call is `GPT2LMHeadModel.from_pretrained(path)`. Weights are fp32, the
+    vocabulary is stored without padding. Each file is written atomically.
 
     Args:
-        model: any GPT2, on any number of devices of this process.
-        path: the folder, made where it is missing.
+        model: a GPT2 on any number of devices of this process.
+        path: the folder, created if it does not exist.
 
     Raises:
         WeightsError: the folder or a file cannot be written, for example because the disk is full.
@@ -120,11 +108,11 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
         raise WeightsError(
             f"{shown(folder)}: the folder cannot be created: {reason(error)}"
         ) from error
-    params = arrays(model)
+    params = host_arrays(model)
     params[("wte",)] = params[("wte",)][: config.vocab_size]
     tensors = {
         PREFIX + name: np.ascontiguousarray(params[key], np.float32)
-        for kind in kinds(config)
+        for kind in tensor_kinds(config)
         for key, name in kind.each()
     }
     with replacing(folder / WEIGHTS) as temporary:
@@ -134,8 +122,7 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
 
 
 def _config_json(config: GPT2Config) -> dict[str, Any]:
-    # GPT-2's end of text is its last token; another vocabulary has its own, which the model does
-    # not know.
+    # GPT-2's end-of-text token is the last one. The model does not know that of other vocabularies.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -192,7 +179,7 @@ def _read_json(file: Path, missing: str) -> dict[str, Any]:
 
 
 def _read_config(
-    file: Path, precision: Precision, padded_vocab_size: int | None, how: dict[str, Any]
+    file: Path, precision: Precision, padded_vocab_size: int | None, options: dict[str, Any]
 ) -> GPT2Config:
     found = _read_json(
         file,
@@ -208,7 +195,7 @@ def _read_config(
             )
     sizes = _sizes(file, found)
     try:
-        config = GPT2Config(**sizes, precision=precision, **how)
+        config = GPT2Config(**sizes, precision=precision, **options)
     except ValueError as error:
         raise WeightsError(f"{shown(file)}: no GPT-2: {error}") from error
     if padded_vocab_size is None:
@@ -217,14 +204,14 @@ def _read_config(
 
 
 def _sizes(file: Path, found: dict[str, Any]) -> dict[str, int]:
-    """The sizes in config.json, each of them a positive integer."""
+    """Return the sizes in config.json after checking that each is a positive integer."""
     positions = "n_positions" if "n_positions" in found else "n_ctx"
     names = {name: positions if name == "block_size" else name for name in SIZES}
     if missing := [name for name in names.values() if name not in found]:
         raise WeightsError(f"{shown(file)}: expected {[*names.values()]}, missing {missing}")
     for name in names.values():
         value = found[name]
-        # type(): a bool is an int. The upper bound keeps messages short.
+        # A bool is an int, hence type(). The upper bound keeps messages short.
         if type(value) is not int or not 1 <= value < 2**63:
             raise WeightsError(
                 f"{shown(file)}: expected {name} to be a positive integer, "
@@ -258,7 +245,7 @@ class _Stored(NamedTuple):
 
     def read(self) -> np.ndarray:
         try:
-            # An fp64 number beyond fp32 would become infinite.
+            # A finite fp64 number outside fp32's range would become infinite.
             with np.errstate(over="raise", invalid="ignore"):
                 return self.opened.get_tensor(self.name).astype(np.float32)
         except FloatingPointError:
@@ -269,7 +256,7 @@ class _Stored(NamedTuple):
 
 
 def _find(stack: contextlib.ExitStack, path: Path) -> dict[str, _Stored]:
-    """Open the files and return every tensor, by its name without the prefix."""
+    """Open the files and return every tensor by name, without the prefix."""
     tensors: dict[str, _Stored] = {}
     for file in _weight_files(path):
         try:
@@ -299,20 +286,20 @@ def _open(stack: contextlib.ExitStack, file: Path) -> Any:
 
 
 def _check(tensors: dict[str, _Stored], config: GPT2Config) -> dict[str, _Stored]:
-    """Compare the tensors with the config, before anything of its sizes is built."""
+    """Compare the tensors with the config, before an array of these sizes is allocated."""
     files = ", ".join(sorted({shown(stored.file) for stored in tensors.values()}))
-    count = sum(kind.layers or 1 for kind in kinds(config))
+    count = sum(kind.layers or 1 for kind in tensor_kinds(config))
     expected = f"{files}: expected the {count} tensors of a GPT-2 of {config.n_layer} layers"
     what_to_do = "Check that config.json belongs to these weights"
     if config.n_layer > len(tensors):
         raise WeightsError(f"{expected}, found {len(tensors)}. {what_to_do}")
-    shapes = {name: kind.shape for kind in kinds(config) for _, name in kind.each()}
+    shapes = {name: kind.shape for kind in tensor_kinds(config) for _, name in kind.each()}
     missing, unexpected = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys() - {HEAD}
     if missing or unexpected:
         raise WeightsError(
             f"{expected}; missing {few(missing)}, unexpected {few(unexpected)}. {what_to_do}"
         )
-    # The file's vocabulary is without padding.
+    # The vocabulary in the file has no padding.
     shapes["wte.weight"] = (config.vocab_size, config.n_embd)
     shapes |= {HEAD: shapes["wte.weight"]} if HEAD in tensors else {}
     for name, shape in shapes.items():
@@ -355,7 +342,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _read(tensors: dict[str, _Stored], config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
-    for kind in kinds(config):
+    for kind in tensor_kinds(config):
         for key, name in kind.each():
             tensor = tensors[name].read()
             if key == ("wte",):

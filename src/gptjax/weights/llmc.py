@@ -1,45 +1,32 @@
-"""llm.c's model checkpoints (`.bin`), both ways.
+"""llm.c's model checkpoints (`.bin`): load and save.
 
 A file is 256 little-endian int32, then every tensor in C order, all fp32 (version 3) or all bf16
 (version 5):
 
-    header  0 magic 20240326 · 1 version · 2 max_seq_len · 3 vocab_size · 4 num_layers · 5 num_heads
-    · 6 channels
-            · 7 padded_vocab_size · the rest 0
-    tensors wte (P, C) · wpe (T, C) · ln1w, ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) · attprojw
-    (L, C, C)
-            · attprojb (L, C) · ln2w, ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) · fcprojw (L, C,
-            4C) · fcprojb (L, C) · lnfw, lnfb (C)
+    header  0 magic 20240326 · 1 version · 2 max_seq_len · 3 vocab_size · 4 num_layers
+            · 5 num_heads · 6 channels · 7 padded_vocab_size · the rest 0
+    tensors wte (P, C) · wpe (T, C) · ln1w, ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C)
+            · attprojw (L, C, C) · attprojb (L, C) · ln2w, ln2b (L, C) · fcw (L, 4C, C)
+            · fcb (L, 4C) · fcprojw (L, C, 4C) · fcprojb (L, C) · lnfw, lnfb (C)
 
-Matrices are (out, in), the transpose of ours. P padded vocabulary, T block size, C channels, L
-layers.
+Matrices are (out, in), the transpose of gptjax's kernels. P padded vocabulary, T block size,
+C channels, L layers.
 """
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 
 from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.precision import Precision
-from gptjax.weights._params import (
-    FP32,
-    SIZES,
-    Key,
-    Kind,
-    WeightsError,
-    arrays,
-    build,
-    check_options,
-    file_size,
-    kinds,
-    reason,
-    replacing,
-    shown,
-)
+from gptjax.weights.errors import WeightsError
+from gptjax.weights.files import file_size, reason, replacing, shown
+from gptjax.weights.gpt2 import SIZES, TensorKind, tensor_kinds
+from gptjax.weights.params import FP32, Key, check_options, host_arrays, model_from_tensors
 
 MAGIC = 20240326
 HEADER_INTS = 256
@@ -54,50 +41,51 @@ _OTHER_FILES = {
 }
 
 
-def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **how: Any) -> GPT2:
-    """Reads a checkpoint that llm.c, its train_gpt2.py or `save_llmc` wrote. bf16 tensors become
-    fp32 masters.
+def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options: Any) -> GPT2:
+    """Load a checkpoint that llm.c, llm.c's train_gpt2.py or `save_llmc` wrote.
+
+    bf16 tensors are converted to fp32.
 
     Args:
         path: the `.bin` file.
-        precision: of the model's computation; the parameters are fp32 in each.
-        **how: other fields of `GPT2Config` that the file does not decide: attention, loss,
+        precision: precision of the model. The parameters are fp32 in every precision.
+        **options: other fields of `GPT2Config` that the file does not decide: attention, loss,
             loss_chunk, recompute.
 
     Raises:
-        WeightsError: not such a file, or one that is cut short or too long; says where.
+        WeightsError: the file is not an llm.c checkpoint, or is too short or too long. The message
+            names the offset.
         ValueError: a wrong option.
     """
-    check_options("load_llmc", "the file", precision, how)
+    check_options("load_llmc", GPT2Config, precision, options, source="the file", decided=SIZES)
     path = Path(path)
     try:
         length = file_size(path)
-        version, config = _read_header(path, precision=precision, how=how)
+        version, config = _read_header(path, precision, options)
         _check_length(path, config, DTYPES[version], length)
         numbers = np.memmap(path, dtype=DTYPES[version], mode="r", offset=HEADER_BYTES)
     except OSError as error:
         raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
-    return build(config, _tensors(numbers, config))
+    return cast(GPT2, model_from_tensors(config, _tensors(numbers, config)))
 
 
 def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> None:
-    """Writes a checkpoint that llm.c reads. `path` is replaced when the whole file is on disk,
-    never left half written.
+    """Save a model as a checkpoint that llm.c reads. The file is written atomically.
 
     Args:
-        model: any GPT2; its padded vocabulary is kept (llm.c expects a multiple of 128).
+        model: a GPT2. Padded rows of the vocabulary are saved too (llm.c expects a multiple of
+            128).
         path: the `.bin` file.
-        dtype: fp32 for llm.c's fp32 build; bf16 for its bf16 build, each number rounded to the
-            nearest.
+        dtype: "fp32" for llm.c's fp32 build; "bf16" for llm.c's bf16 build, rounded to nearest.
 
     Raises:
         ValueError: an unknown dtype.
-        WeightsError: the file cannot be written, for example because its folder does not exist or
+        WeightsError: the file cannot be written, for example because the folder does not exist or
             the disk is full.
     """
     if dtype not in VERSIONS:
         raise ValueError(f"save_llmc: unknown dtype {dtype!r}; choose one of {list(VERSIONS)}")
-    config, params = model.config, arrays(model)
+    config, params = model.config, host_arrays(model)
     header = np.zeros(HEADER_INTS, "<i4")
     header[:8] = (
         MAGIC,
@@ -111,7 +99,7 @@ def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> N
     )
     with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
         file.write(header.tobytes())
-        for kind in kinds(config):
+        for kind in tensor_kinds(config):
             for key, _ in kind.each():
                 tensor = params[key].T if _is_matrix(key) else params[key]
                 file.write(tensor.astype(DTYPES[VERSIONS[dtype]]).tobytes())
@@ -123,7 +111,7 @@ def _is_matrix(key: Key) -> bool:
 
 def _tensors(numbers: np.ndarray, config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
     at = 0
-    for kind in kinds(config):
+    for kind in tensor_kinds(config):
         for key, _ in kind.each():
             tensor = numbers[at : at + kind.size].astype(np.float32)
             at += kind.size
@@ -136,8 +124,9 @@ def _tensors(numbers: np.ndarray, config: GPT2Config) -> Iterator[tuple[Key, np.
 
 
 def _read_header(
-    path: Path, *, precision: Precision, how: dict[str, Any]
+    path: Path, precision: Precision, options: dict[str, Any]
 ) -> tuple[int, GPT2Config]:
+    """Return version and config."""
     with open(path, "rb") as file:
         raw = file.read(HEADER_BYTES)
     header = [int(number) for number in np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")]
@@ -158,7 +147,7 @@ def _read_header(
         )
     sizes = dict(zip((*SIZES, "padded_vocab_size"), header[2:8], strict=True))
     try:
-        return header[1], GPT2Config(**sizes, precision=precision, **how)
+        return header[1], GPT2Config(**sizes, precision=precision, **options)
     except ValueError as error:
         raise WeightsError(
             f"{shown(path)}: the header at offset 8 … 31 says {sizes}, which is no GPT-2: {error}"
@@ -166,9 +155,9 @@ def _read_header(
 
 
 def _check_length(path: Path, config: GPT2Config, dtype: np.dtype, found: int) -> None:
-    """Compare the file's length with the header, before anything of the header's sizes is built."""
+    """Compare the file's length with the header, before an array of its sizes is allocated."""
     start, end, at = HEADER_BYTES, HEADER_BYTES, None
-    for kind in kinds(config):
+    for kind in tensor_kinds(config):
         start, end = end, end + dtype.itemsize * kind.size * (kind.layers or 1)
         if at is None and found < end:
             at = _where(kind, dtype.itemsize * kind.size, start, found)
@@ -180,12 +169,12 @@ def _check_length(path: Path, config: GPT2Config, dtype: np.dtype, found: int) -
         )
 
 
-def _where(kind: Kind, length: int, start: int, found: int) -> str:
-    """Name the tensor in which a file of `found` bytes ends.
+def _where(kind: TensorKind, length: int, start: int, found: int) -> str:
+    """Return a description of the tensor in which a file of `found` bytes ends.
 
     Args:
         length: bytes of each tensor of the kind.
-        start: offset of the first of them.
+        start: offset of the first tensor of the kind.
     """
     layer = (found - start) // length
     start += layer * length
