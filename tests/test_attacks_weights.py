@@ -1,5 +1,4 @@
-"""Damaged weight files are refused in a sentence: a small part of
-benchmarks/experiments/attacks/weights.py."""
+"""Damaged weight files are refused (a part of benchmarks/experiments/attacks/weights.py)."""
 
 import json
 import subprocess
@@ -11,7 +10,7 @@ ATTACK = Path(__file__).parent.parent / "benchmarks" / "experiments" / "attacks"
 
 def test_damaged_weights(tmp_path):
     out = tmp_path / "out.json"
-    # In a process of its own: the attack uses SIGALRM and reads the process's peak memory.
+    # In a separate process: the attack uses SIGALRM and reads the process's peak memory.
     command = [sys.executable, ATTACK, "--trials", "120", "--seed", "1", "--out", out]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

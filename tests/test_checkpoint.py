@@ -1,5 +1,4 @@
-"""Checkpoints: exact, verified, kept as asked, refused when they do not fit or are damaged,
-complete when a save fails."""
+"""Checkpoints: exact, verified, deleted by the options, refused if damaged or unsuitable."""
 
 import functools
 import json
@@ -49,7 +48,7 @@ def test_comes_back_bit_for_bit_on_any_number_of_devices(saved, devices):
     checkpoints = Checkpoints(folder)
     assert checkpoints.latest_step() == 7
     back = checkpoints.restore(7, state_and_shape(devices)[1])
-    # n_layer is above 10, so that an order of block names as text would show.
+    # n_layer > 10: sorting block names as strings would change the order.
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(back), strict=True
     ):
@@ -245,7 +244,7 @@ def test_a_foreign_checkpoint_is_refused(saved):
     checkpoints.close()
 
 
-def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(saved):
+def test_the_files_of_a_killed_save_are_not_a_checkpoint_and_are_removed(saved):
     folder, _ = saved
     left = folder / "8.orbax-checkpoint-tmp"
     left.mkdir()
@@ -261,9 +260,8 @@ def test_what_a_killed_save_left_is_not_a_checkpoint_and_is_removed(saved):
 @pytest.mark.parametrize(
     "between", ["", """ [tensorstore_spec='{"driver":"ocdbt","open":true}']"""]
 )
-def test_a_failed_save_is_told_in_the_systems_words(tmp_path, monkeypatch, between):
-    # TensorStore's message has the second form when the array that fails is one whose file it was
-    # just opening.
+def test_a_failed_save_has_the_text_of_the_system_error(tmp_path, monkeypatch, between):
+    # TensorStore's message has the second form if the error occurs while a file is opened.
     failed = ValueError(
         f"OUT_OF_RANGE: Failed to write 4287 bytes to file 10: File too large{between} "
         "[os_error_code='27']"
@@ -288,6 +286,6 @@ def test_an_unusable_folder_says_so(tmp_path):
 
 @pytest.mark.parametrize("name", ["x[b]y", "a*", "b?"])
 def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
-    # It merged the files of a save by a pattern, found none, and saved no array without a word.
+    # Orbax would interpret the path as a pattern without matches and save no array, silently.
     with pytest.raises(CheckpointError, match=r"choose a path without \*, \? and \["):
         Checkpoints(tmp_path / name)

@@ -27,7 +27,7 @@ def test_stdlib_is_the_running_pythons_own_sources():
     assert documents == texts(corpora.stdlib())
 
 
-def test_stdlib_leaves_out_what_not_every_machine_has(tmp_path, monkeypatch):
+def test_stdlib_excludes_folders_that_some_installations_lack(tmp_path, monkeypatch):
     kept = ["abc.py", "json/decoder.py", "json/tool.py"]
     left_out = [
         "site-packages/numpy.py",
@@ -49,7 +49,7 @@ def test_stdlib_leaves_out_what_not_every_machine_has(tmp_path, monkeypatch):
     assert texts(corpora.stdlib()) == [*kept, "caf\ufffd"]
 
 
-def test_a_python_without_sources_is_said(tmp_path, monkeypatch):
+def test_a_python_without_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(
         CorpusError, match="expected the .py sources .* found none .*gptjax.data text PATH"
@@ -57,7 +57,7 @@ def test_a_python_without_sources_is_said(tmp_path, monkeypatch):
         corpora.stdlib()
 
 
-def test_text_takes_files_folders_and_globs_once_each(tmp_path, monkeypatch):
+def test_text_reads_files_folders_and_globs_once_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ["b.txt", "a.txt", "in/d.txt", "in/deep/c.md", "in/.hidden/x.txt", "in/.y.txt"]:
         Path(name).parent.mkdir(exist_ok=True, parents=True)
@@ -79,7 +79,7 @@ def test_text_keeps_every_byte(tmp_path):
     assert texts(corpora.text([tmp_path / "a.txt"])) == ["é\r\n\n🙂 \n"]
 
 
-def test_text_that_is_not_there_or_not_text_is_said(tmp_path):
+def test_a_missing_file_or_one_that_is_not_text_is_an_error(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_text_that_is_not_there_or_not_text_is_said(tmp_path):
         texts(corpora.text([tmp_path / "latin.txt"]))
 
 
-def test_jsonl_gives_the_field_of_every_line(tmp_path):
+def test_jsonl_yields_the_field_of_every_line(tmp_path):
     rows = ["one", "zwei ü", "three\nlines"]
     (tmp_path / "a.jsonl").write_text(
         "\n".join(json.dumps({"body": row, "id": 1}) for row in rows) + "\n\n"
@@ -124,7 +124,7 @@ def test_jsonl_gives_the_field_of_every_line(tmp_path):
         (b"[" * 200_000, r"a.jsonl, line 3: expected a JSON object, found b'\[\[\["),
     ],
 )
-def test_a_bad_line_is_said_with_its_number_before_any_text_is_used(tmp_path, line, says):
+def test_a_bad_line_is_an_error_with_its_number_before_any_text_is_used(tmp_path, line, says):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "two"}\n{oops')
     with pytest.raises(CorpusError, match=says):
         corpora.jsonl([tmp_path / "a.jsonl"]).measure()
@@ -137,7 +137,7 @@ def test_a_bad_line_is_said_with_its_number_before_any_text_is_used(tmp_path, li
     assert corpus.measure().tolist() == [len('{"text": "fine"}'), len('{"text": "two"}')]
 
 
-def test_jsonl_of_bad_lines_only_is_said(tmp_path):
+def test_jsonl_of_bad_lines_only_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("1\n2\n")
     with pytest.raises(CorpusError, match="a.jsonl: expected lines of JSON, found only bad lines"):
         corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=str).measure()
@@ -150,7 +150,7 @@ def test_the_digest_of_the_documents_tells_texts_apart():
     assert len({same, *(corpora.digest(iter(other)) for other in others)}) == 6
 
 
-def test_jsonl_without_lines_is_said(tmp_path):
+def test_jsonl_without_lines_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(
         CorpusError, match="a.jsonl: expected lines of JSON, found only empty files"
@@ -178,7 +178,7 @@ def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch)
     assert len(fetched) == 1 and "karpathy/char-rnn" in fetched[0]
 
 
-def test_tinyshakespeare_without_a_network_or_with_a_broken_download_is_said(monkeypatch):
+def test_tinyshakespeare_without_a_network_or_with_a_damaged_download_is_an_error(monkeypatch):
     def refuse(url, timeout):
         raise urllib.error.URLError("no route to host")
 

@@ -17,7 +17,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
 
 @pytest.fixture
 def small_samples(monkeypatch):
-    """Samples of the first and last 8 bytes: as in a large shard, most of a file is not in it."""
+    """Sample only the first and last 8 bytes, so that most of a file is not sampled."""
     monkeypatch.setattr(manifest_module, "_SAMPLE_WHOLE", 0)
     monkeypatch.setattr(manifest_module, "_SAMPLE_BLOCKS", 2)
     monkeypatch.setattr(manifest_module, "_SAMPLE_BLOCK_BYTES", 8)
@@ -99,7 +99,7 @@ def test_without_dataset_json_headers_and_ids_are_checked(tmp_path):
     )
 
 
-def test_what_is_no_dataset_is_said(tmp_path, capsys):
+def test_a_folder_without_a_dataset_is_an_error(tmp_path, capsys):
     assert main(["check", str(tmp_path / "none")]) == 1
     assert (
         "none: expected the folder of a prepared dataset, found no folder"
@@ -144,7 +144,7 @@ runpy.run_module("gptjax.data", run_name="__main__")
 """
 
 
-def test_sigterm_leaves_nothing_half_made(folder, tmp_path):
+def test_sigterm_leaves_no_partial_dataset(folder, tmp_path):
     command = [
         "text",
         str(tmp_path / "*.txt"),

@@ -26,7 +26,7 @@ KINDS = {"byte": {"vocab_size": 257, "eot": 256}, "gpt2": {"vocab_size": 50257, 
 def make_folder(
     folder, *, tokenizer="byte", train=(100, 60), val=(50,), manifest=True, version=2, **extra
 ):
-    """A dataset folder with the given shard sizes, by hand."""
+    """Write a dataset folder with the given shard sizes, without gptjax's writer."""
     folder.mkdir(parents=True)
     shards = {}
     for split, first, sizes in (("train", 1, train), ("val", 0, val)):
@@ -60,7 +60,7 @@ def no_bpe(monkeypatch):
 
 @pytest.fixture
 def quick_stdlib(monkeypatch):
-    """prepare_stdlib without the work; the real one is tested in test_prepare.py."""
+    """Replace prepare_stdlib by a fast one; test_prepare.py tests the real one."""
     made = []
 
     def prepare_stdlib(data_dir, tokenizer):
@@ -111,7 +111,7 @@ def test_a_folder_is_found_by_its_path(tmp_path, monkeypatch):
     "names",
     [("fineweb_train_000001.bin", "fineweb_val_000000.bin"), ("tiny_train.bin", "tiny_val.bin")],
 )
-def test_a_folder_of_llm_c_is_taken_as_gpt2_and_that_is_said(tmp_path, names):
+def test_a_folder_of_llm_c_is_assumed_to_be_gpt2_with_a_note(tmp_path, names):
     for name in names:
         write_shard(tmp_path / name, np.arange(20, dtype=np.uint16))
     dataset = find_dataset(str(tmp_path), tmp_path, "gpt2")
@@ -130,7 +130,7 @@ def test_auto_is_fineweb_where_it_is_prepared(tmp_path, no_bpe, quick_stdlib):
 
 
 def test_auto_is_else_the_embedded_stdlib_prepared_on_the_spot_once(tmp_path, no_bpe, quick_stdlib):
-    for _ in range(2):  # the note is not lost once the dataset is there
+    for _ in range(2):  # the note is repeated when the dataset exists
         dataset = find_dataset("auto", tmp_path, "auto")
         assert (dataset.name, dataset.tokenizer, dataset.note) == (
             "stdlib_byte",
@@ -141,7 +141,7 @@ def test_auto_is_else_the_embedded_stdlib_prepared_on_the_spot_once(tmp_path, no
     assert quick_stdlib == ["byte"]
 
 
-def test_stdlib_in_bytes_gives_way_to_bpe_once_that_can_be_had(tmp_path, monkeypatch, quick_stdlib):
+def test_stdlib_in_bytes_is_replaced_by_bpe_once_available(tmp_path, monkeypatch, quick_stdlib):
     class Gpt2:
         name = "gpt2"
 
@@ -153,7 +153,7 @@ def test_stdlib_in_bytes_gives_way_to_bpe_once_that_can_be_had(tmp_path, monkeyp
     assert find_dataset("stdlib", tmp_path, "auto").name == "stdlib_gpt2"
 
 
-def test_stdlib_is_ours_whatever_lies_in_the_current_directory(
+def test_stdlib_is_a_reserved_name_in_any_working_directory(
     tmp_path, monkeypatch, no_bpe, quick_stdlib
 ):
     make_folder(tmp_path / "stdlib")
@@ -173,7 +173,9 @@ def test_stdlib_is_ours_whatever_lies_in_the_current_directory(
         ("mine", "text PATH... --name mine --tokenizer auto --data-dir {}"),
     ],
 )
-def test_what_is_not_prepared_is_said_with_the_command_that_prepares_it(tmp_path, name, command):
+def test_an_unprepared_dataset_is_an_error_with_the_command_that_prepares_it(
+    tmp_path, name, command
+):
     make_folder(tmp_path / "other")
     with pytest.raises(DatasetError) as error:
         find_dataset(name, tmp_path, "auto")
@@ -183,7 +185,7 @@ def test_what_is_not_prepared_is_said_with_the_command_that_prepares_it(tmp_path
     assert str(error.value).endswith(f"python -m gptjax.data {command.format(tmp_path)}")
 
 
-def test_an_empty_data_dir_is_said(tmp_path):
+def test_an_empty_data_dir_is_an_error(tmp_path):
     with pytest.raises(DatasetError, match="found nothing prepared in"):
         find_dataset("mine", tmp_path / "none", "auto")
     with pytest.raises(DatasetError, match="found an empty name"):
@@ -213,7 +215,7 @@ def test_a_folder_without_a_split_is_refused(tmp_path, train, val, missing):
         find_dataset("mine", tmp_path, "auto")
 
 
-def test_a_listed_shard_that_is_gone_is_said(tmp_path):
+def test_a_missing_listed_shard_is_an_error(tmp_path):
     folder = make_folder(tmp_path / "mine")
     (folder / "some_train_000002.bin").unlink()
     with pytest.raises(
@@ -236,7 +238,7 @@ def test_a_listed_shard_that_is_gone_is_said(tmp_path):
         (b" " * 3000, "ValueError: more than 2000 bytes"),
     ],
 )
-def test_a_dataset_json_that_cannot_be_understood_is_said(tmp_path, monkeypatch, content, says):
+def test_a_dataset_json_that_cannot_be_parsed_is_an_error(tmp_path, monkeypatch, content, says):
     if content.isspace():
         monkeypatch.setattr(manifest_module, "_MAX_BYTES", 2000)
     folder = make_folder(tmp_path / "mine")
@@ -273,7 +275,7 @@ def test_a_dataset_json_that_cannot_be_understood_is_said(tmp_path, monkeypatch,
         ({"sample": None}, "sample None instead of a text"),
     ],
 )
-def test_a_field_of_dataset_json_of_a_wrong_type_or_range_is_said(tmp_path, change, says):
+def test_a_field_of_dataset_json_of_a_wrong_type_or_range_is_an_error(tmp_path, change, says):
     folder = make_folder(tmp_path / "mine")
     said = json.loads((folder / "dataset.json").read_text())
     (name, value) = next(iter(change.items()))
@@ -294,9 +296,7 @@ def test_a_field_of_dataset_json_of_a_wrong_type_or_range_is_said(tmp_path, chan
 @pytest.mark.parametrize(
     "name", ["../some_train_000001.bin", "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"]
 )
-def test_a_listed_name_that_is_no_shard_of_the_folder_is_said_without_control_characters(
-    tmp_path, name
-):
+def test_a_listed_name_without_a_shard_is_an_error_without_control_characters(tmp_path, name):
     folder = make_folder(tmp_path / "mine")
     said = json.loads((folder / "dataset.json").read_text())
     said["shards"][name] = said["shards"]["some_train_000001.bin"]
@@ -325,8 +325,8 @@ def test_a_file_that_is_no_regular_file_is_refused(tmp_path, file, replace, says
 
 
 @pytest.mark.parametrize("file", ["dataset.json", "some_train_000001.bin"])
-def test_a_file_without_permission_is_said(tmp_path, monkeypatch, file):
-    """The permission is taken away in `os.open`, because tests may run as root."""
+def test_a_file_without_permission_is_an_error(tmp_path, monkeypatch, file):
+    """`os.open` is patched to refuse, because root ignores permissions."""
     folder, real = make_folder(tmp_path / "mine"), os.open
 
     def refuse(path, *rest):
@@ -339,7 +339,7 @@ def test_a_file_without_permission_is_said(tmp_path, monkeypatch, file):
         find_dataset("mine", tmp_path, "auto").validate(257, 4)
 
 
-def test_a_folder_that_cannot_be_read_is_said(tmp_path, monkeypatch):
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     make_folder(tmp_path / "mine")
 
     def refuse(path):
@@ -378,7 +378,7 @@ def test_the_fingerprint_survives_json_and_tells_datasets_apart(tmp_path):
 
 @pytest.mark.parametrize("manifest", [True, False])
 def test_changed_tokens_under_the_same_names_and_counts_are_other_data(tmp_path, manifest):
-    """Without dataset.json, the checkpoint's digest is all that tells them apart."""
+    """Without dataset.json, only the digest in the checkpoint differs."""
     folder = make_folder(tmp_path / "mine", manifest=manifest)
     dataset = find_dataset("mine", tmp_path, "auto")
     saved = json.loads(json.dumps(dataset.fingerprint()))
@@ -456,7 +456,7 @@ def test_a_malformed_fingerprint_differs_and_never_raises(tmp_path, saved):
     assert lines and "\x1b" not in "".join(lines)
 
 
-def test_validate_accepts_what_fits_exactly(tmp_path):
+def test_validate_accepts_an_exact_fit(tmp_path):
     make_folder(tmp_path / "mine")
     find_dataset("mine", tmp_path, "auto").validate(100, 49)
 
@@ -494,7 +494,7 @@ def test_a_sample_reads_the_same_blocks_of_a_large_shard_the_first_and_last_byte
     assert manifest_module.sample(module.Shard(tmp_path / "a.bin")) == expected
 
 
-def test_an_older_dataset_json_without_digests_is_read_and_that_is_said(tmp_path):
+def test_an_older_dataset_json_without_digests_is_read_with_a_note(tmp_path):
     folder = make_folder(tmp_path / "mine", version=1)
     before = (folder / "dataset.json").read_bytes()
     dataset = find_dataset("mine", tmp_path, "auto")
@@ -504,7 +504,7 @@ def test_an_older_dataset_json_without_digests_is_read_and_that_is_said(tmp_path
     assert (folder / "dataset.json").read_bytes() == before
 
 
-def test_shards_that_dataset_json_does_not_list_are_said(tmp_path):
+def test_shards_that_dataset_json_does_not_list_are_noted(tmp_path):
     folder = make_folder(tmp_path / "mine")
     write_shard(folder / "other_train_000001.bin", np.arange(9, dtype=np.uint16))
     note = find_dataset("mine", tmp_path, "auto").note
@@ -545,7 +545,7 @@ def test_validate_names_the_first_id_outside_the_vocabulary(tmp_path, manifest, 
         dataset.validate(90, 4)
 
 
-def test_validate_reads_only_what_the_manifest_does_not_vouch_for(tmp_path, monkeypatch):
+def test_validate_scans_only_unlisted_shards(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "mine")
     dataset = find_dataset("mine", tmp_path, "auto")
     scanned = []

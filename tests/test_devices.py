@@ -1,4 +1,4 @@
-"""Which device a run gets, and what is said where there is no GPU."""
+"""Selection of devices, and the errors without a GPU."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from gptjax import devices
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """JAX sees no GPU, whatever this machine has."""
+    """Make JAX find no GPU on any machine."""
     real = jax.devices
 
     def without(backend=None):
@@ -32,15 +32,13 @@ def machine(monkeypatch, *, driver, plugin):
         (True, True, r"cannot use the GPU: Unknown backend.*--device cpu"),
     ],
 )
-def test_an_unavailable_gpu_is_an_error_with_its_cause(
-    no_gpu, monkeypatch, driver, plugin, says
-):
+def test_an_unavailable_gpu_is_an_error_with_its_cause(no_gpu, monkeypatch, driver, plugin, says):
     machine(monkeypatch, driver=driver, plugin=plugin)
     with pytest.raises(devices.DeviceError, match=says):
         devices.select("gpu")
 
 
-def test_auto_takes_the_cpu_and_says_when_a_gpu_stays_idle(no_gpu, monkeypatch):
+def test_auto_uses_the_cpu_and_notes_an_unused_gpu(no_gpu, monkeypatch):
     machine(monkeypatch, driver=True, plugin=False)
     found, idle = devices.select("auto")
     assert found[0].platform == "cpu" and "no CUDA plugin" in idle
@@ -49,7 +47,7 @@ def test_auto_takes_the_cpu_and_says_when_a_gpu_stays_idle(no_gpu, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_auto_and_gpu_take_every_gpu():
+def test_auto_and_gpu_use_every_gpu():
     for kind in ("auto", "gpu"):
         found, idle = devices.select(kind)
         assert found == jax.devices("gpu") and idle is None

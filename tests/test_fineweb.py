@@ -16,8 +16,7 @@ VAL, FIRST, SECOND, THIRD = (
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub of shards of 50 tokens; remembers what was asked for, and does what `hub.on[file]`
-    says."""
+    """Fake hub with shards of 50 tokens; records requests and runs `hub.on[file]`."""
 
     class Hub:
         fetched: list[str]
@@ -25,7 +24,7 @@ def hub(monkeypatch):
 
     def hf_hub_download(repo_id, filename, *, repo_type, local_dir):
         assert (repo_id, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
-        # or the hub's client might take it for the one it wants
+        # or the hub's client might use the old file
         assert not (local_dir / filename).exists()
         Hub.fetched.append(filename)
         (local_dir / ".cache").mkdir(exist_ok=True)  # as the hub's client does
@@ -139,11 +138,11 @@ def test_an_interrupted_download_is_no_dataset_and_goes_on_where_it_stopped(tmp_
     find_dataset("fineweb10B", tmp_path, "gpt2").validate(50257, 49)
 
 
-def test_a_download_that_is_no_shard_is_said(tmp_path, hub):
+def test_a_download_that_is_not_a_shard_is_an_error(tmp_path, hub):
     hub.on[FIRST] = lambda path: path.write_bytes(b"<html>" * 400)
     with pytest.raises(
         PrepareError,
-        match="the downloaded shard is damaged: .*fineweb_train_000001.bin: at byte 0: expected magic",
+        match="downloaded shard is damaged: .*fineweb_train_000001.bin: at byte 0: expected magic",
     ):
         fetch(tmp_path, 1)
     assert not (tmp_path / "fineweb10B").exists()
@@ -155,7 +154,7 @@ def test_a_number_of_shards_that_there_are_not_is_refused(tmp_path, shards):
         fetch(tmp_path, shards)
 
 
-def test_without_huggingface_hub_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_huggingface_hub_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         PrepareError, match=r"needs huggingface_hub, found none; pip install 'gptjax\[hub\]'"

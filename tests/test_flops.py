@@ -67,7 +67,7 @@ def test_an_unknown_variant_has_no_peak(device_kind):
 
 def test_every_name_finds_its_row_and_the_columns_are_in_order():
     for name, row in PEAK_FLOPS.items():
-        # each name is its own key: none is swallowed by another
+        # each name has a row of its own
         assert peak_flops(name, "fp32") == row["fp32"]
         assert 8e12 <= row["fp32"] <= row.get("tf32", math.inf) <= row.get("bf16", math.inf)
         # bf16 runs at twice TF32's rate on every chip, up to the datasheet's rounding

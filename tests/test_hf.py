@@ -1,4 +1,4 @@
-"""gptjax.weights.hf against transformers' GPT-2, a model that nobody here wrote.
+"""gptjax.weights.hf against the GPT-2 of transformers.
 
 fp32 logits agree to 3.4e-6 on these shapes (standard deviation of the logits: 0.7 to 2); the bound
 is 2e-5.
@@ -46,8 +46,8 @@ def theirs(vocab, positions, layers, heads, width, **kwargs):
         **kwargs,
     )
     model = transformers.GPT2LMHeadModel(config).eval()
-    # The usual start leaves attention uniform and every bias at 0: a model that confuses them would
-    # pass.
+    # With the usual initialisation, attention is uniform and every bias is 0: a model that confuses
+    # tensors would pass.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             fan_in = parameter.shape[0] if ".h." in name and parameter.ndim == 2 else 10
@@ -125,7 +125,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_128_with_zero_rows(small):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_reads_what_save_hf_writes(tmp_path, shape):
+def test_transformers_reads_the_files_of_save_hf(tmp_path, shape):
     theirs(*shape).save_pretrained(tmp_path / "theirs")
     model = gptjax.load_hf(tmp_path / "theirs")
     gptjax.save_hf(model, tmp_path / "new" / "ours")
@@ -370,7 +370,7 @@ def test_a_million_layers_are_refused_before_anything_is_built(tiny, monkeypatch
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
 )
-def test_what_is_no_regular_file_is_refused_without_opening(tiny, name):
+def test_only_regular_files_are_opened(tiny, name):
     (tiny / "model.safetensors").rename(tiny / "other.safetensors")
     (tiny / name).unlink(missing_ok=True)
     os.mkfifo(tiny / name)
@@ -482,7 +482,7 @@ def test_a_wrong_option_does_not_blame_the_file(tiny, options, message):
     assert not isinstance(caught.value, WeightsError)
 
 
-def test_a_full_disk_is_said_and_leaves_the_old_files(tiny):
+def test_a_full_disk_is_an_error_and_leaves_the_old_files(tiny):
     model, before = gptjax.load_hf(tiny), (tiny / "model.safetensors").read_bytes()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))

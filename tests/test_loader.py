@@ -18,8 +18,7 @@ VOCAB = 65536
 
 
 def write_stream(folder, sizes):
-    """Shards of the given sizes whose tokens count on from one to the next, so that a window names
-    its place."""
+    """Write shards with consecutive tokens, so that a window's tokens name its position."""
     paths, begin = [], 0
     for number, size in enumerate(sizes, start=1):
         paths.append(Path(folder) / f"count_train_{number:06d}.bin")
@@ -40,8 +39,10 @@ def take(loader, steps):
 
 
 def window_numbers(batches, length=4):
-    """Which window each row is; every row must be a run of T + 1 consecutive tokens that starts at
-    a multiple of T."""
+    """Return the index of each row's window.
+
+    Every row must be T + 1 consecutive tokens from a multiple of T.
+    """
     rows = np.asarray(batches).reshape(-1, length + 1)
     np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(length + 1))
     assert not (rows[:, 0] % length).any()
@@ -84,8 +85,7 @@ def test_each_epoch_covers_every_window_exactly_once(sizes, batch, seed):
 )
 @settings(max_examples=25, deadline=None)
 def test_a_start_equals_skipping(skipped, batch, odd, seed):
-    """Also across epochs, and from a position that is no multiple of the batch (a run whose batch
-    has grown)."""
+    """Also across epochs, and from a position that is not a multiple of the batch."""
     with tempfile.TemporaryDirectory() as folder:
         paths = write_stream(folder, [30, 11, 60])
         whole = take(make(paths, batch=batch, seed=seed), skipped + 8).reshape(-1, 5)
@@ -115,7 +115,7 @@ def test_the_parts_of_the_processes_are_the_batches_of_one(processes, rows, star
             take(make(paths, process_index=index, process_count=processes, **options), 4)
             for index in range(processes)
         ]
-    # Row r of a batch is process r % P's: all of them put back in their places, each exactly once.
+    # Row r of a batch belongs to process r % P: merged, every row appears exactly once.
     np.testing.assert_array_equal(np.stack(parts, axis=2).reshape(whole.shape), whole)
 
 
@@ -131,13 +131,12 @@ def test_the_order_is_shuffled_and_another_in_each_epoch_and_for_each_seed(strea
 
 
 def test_neighbouring_windows_do_not_stay_neighbours(tmp_path):
-    """A shuffle worth the name: of 1000 windows hardly any is followed by the one that follows it
-    in the text."""
+    """Almost none of 1000 windows is followed by its successor in the text."""
     numbers = window_numbers(take(make(write_stream(tmp_path, [4001]), batch=1000), 1))
     assert (np.diff(numbers) == 1).sum() < 10
 
 
-def test_position_counts_what_was_handed_out_and_not_what_was_prefetched(stream):
+def test_position_counts_returned_and_not_prefetched_batches(stream):
     with make(stream, start=7, batch=6, process_count=2) as loader:
         assert loader.position == 7
         next(loader)
@@ -194,7 +193,7 @@ def test_no_shards_are_refused():
         make([])
 
 
-def test_a_token_outside_the_vocabulary_is_said_with_its_place_and_ends_the_loader(stream):
+def test_a_token_outside_the_vocabulary_is_an_error_with_its_offset_and_ends_the_loader(stream):
     tokens = np.arange(30, 41, dtype=np.uint16)
     tokens[6] = 60000
     write_shard(stream[1], tokens)
@@ -228,7 +227,7 @@ def test_a_shard_truncated_while_it_is_used_is_an_error_of_the_next_batch(stream
 
 
 def test_a_shard_that_is_opened_again_must_be_the_same(stream, monkeypatch):
-    """More shards than files may be open: those that were closed must not have changed."""
+    """With more shards than open files, a shard that was closed must not have changed."""
     monkeypatch.setattr("gptjax.data.loader._OPEN_SHARDS", 1)
     os.utime(stream[0], ns=(0, 0))
     windows = Windows(stream, 4)

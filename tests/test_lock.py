@@ -24,7 +24,7 @@ def test_the_second_is_refused_with_the_first_ones_pid_and_host(tmp_path):
             locked(tmp_path / "run"),
         ):
             pass
-    with locked(tmp_path / "run"):  # free again
+    with locked(tmp_path / "run"):  # released
         pass
 
 
@@ -44,7 +44,7 @@ def test_the_kernel_releases_it_when_a_process_is_killed(tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -1,4 +1,4 @@
-"""Memory of a compiled program and of a device."""
+"""Memory of an executable and of a device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The picture of the losses: what is drawn, what is said, and mistakes told in one line."""
+"""The plot of losses: curves, labels, and errors in one line."""
 
 import json
 import math
@@ -73,14 +73,14 @@ def test_one_run_shows_raw_smoothed_and_validation(tmp_path, figures):
 
 
 def test_every_step_is_inside_the_picture(tmp_path, figures):
-    """Also the first ones, whose loss is far above the others."""
+    """Also the first steps, whose loss is far above the others."""
     plot_runs([make_run(tmp_path / "run", steps=1000)], tmp_path / "loss.png")
     axes = figures[0].axes[0]
     (raw, *_), _ = drawn(figures[0])
     (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
     assert low < raw.get_ydata().min() and raw.get_ydata().max() < high
     assert left <= raw.get_xdata()[0] and raw.get_xdata()[-1] < right
-    # The last tenth of the fall still has a tenth of the height, and the axis several numbers.
+    # The last tenth of the decrease has a tenth of the height, and the axis has several labels.
     y = axes.transData.transform([(1, 3.3), (1, 4.0), (1, 10.9)])[:, 1]
     assert (y[1] - y[0]) > 0.1 * (y[2] - y[0])
     assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) >= 5
@@ -114,7 +114,7 @@ def test_three_runs_have_three_colours_and_names(tmp_path, figures):
     assert figures[0].axes[0].get_xlabel() == "training steps"
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path, figures):
+def test_runs_of_the_same_name_have_distinct_labels(tmp_path, figures):
     runs = [make_run(tmp_path / parent / "run") for parent in ("one", "two")]
     plot_runs(runs, tmp_path / "loss.png")
     names = [text.split(" · ")[0] for text in drawn(figures[0])[1][:2]]
@@ -157,7 +157,7 @@ def test_the_ending_names_the_format(tmp_path, suffix):
 
 def test_smoothing_is_a_centred_mean():
     ramp = np.arange(9.0)
-    # a centred mean leaves a straight line alone
+    # a centred mean does not change a straight line
     np.testing.assert_allclose(smooth(ramp, 2)[:7], ramp[:7])
     np.testing.assert_allclose(smooth(ramp, 2)[7:], [np.mean([5, 6, 7, 8]), np.mean([6, 7, 8])])
     np.testing.assert_allclose(smooth(np.array([1.0, np.nan, 3.0, 5.0]), 1), [1, 2, 4, 4])

@@ -41,7 +41,7 @@ def tokens_of(folder, split):
 
 
 def documents_of(folder, split):
-    """The texts back from the shards; an EOT must stand before each."""
+    """Return the texts in the shards; each must be preceded by an EOT."""
     tokens = tokens_of(folder, split)
     assert tokens[0] == EOT
     return [
@@ -52,7 +52,7 @@ def documents_of(folder, split):
 
 @pytest.fixture
 def texts(tmp_path):
-    """Forty files of about a kilobyte, and what is in them by name."""
+    """Forty files of about a kilobyte, and their contents by name."""
     folder = tmp_path / "texts"
     folder.mkdir()
     contents = {
@@ -86,7 +86,7 @@ def test_every_document_comes_back_once_in_order_with_an_eot_before_it(texts, tm
     ]
 
 
-def test_the_manifest_says_what_the_shards_are(texts, tmp_path):
+def test_the_manifest_describes_the_shards(texts, tmp_path):
     made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=10_000)
     said = json.loads((made / "dataset.json").read_text())
     shards = said.pop("shards")
@@ -126,7 +126,7 @@ def test_shards_are_full_and_the_last_is_never_a_stub(tmp_path_factory, shard_to
     assert last <= 1.5 * shard_tokens and (not full or last >= shard_tokens // 2)
 
 
-def test_many_shards_hold_what_one_would(texts, tmp_path):
+def test_many_shards_hold_the_tokens_of_one(texts, tmp_path):
     whole = prepare_texts(texts[0], tmp_path / "data", name="whole")
     made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=1000)
     assert len(list(made.glob("*_train_*.bin"))) > 20 and len(list(made.glob("*_val_*.bin"))) > 1
@@ -145,8 +145,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(texts, tmp_path, mo
 
 
 def test_no_more_than_a_few_batches_are_read_ahead(monkeypatch):
-    """The corpus is streamed: while the first batch waits to be taken, only `ahead` have been
-    read."""
+    """The corpus is streamed: before the first result is consumed, only `ahead` items are read."""
     read = []
     with module.ThreadPoolExecutor(2) as pool:
         results = module._in_order(
@@ -232,7 +231,7 @@ def test_a_single_document_with_few_lines_is_cut_all_the_same(tmp_path, text):
     assert documents_of(made, "train")[0] + documents_of(made, "val")[0] == text
 
 
-def test_a_text_too_small_to_split_is_said(tmp_path):
+def test_a_text_too_small_to_split_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(
         PrepareError, match="expected text for training and for validation, found none for "
@@ -241,7 +240,7 @@ def test_a_text_too_small_to_split_is_said(tmp_path):
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
 
 
-def test_what_is_prepared_is_not_made_again_unless_overwritten(texts, tmp_path):
+def test_a_prepared_dataset_is_not_prepared_again_unless_overwritten(texts, tmp_path):
     folder, _ = texts
     made = prepare_texts(folder, tmp_path / "data")
     before = (made / "dataset.json").stat().st_mtime_ns
@@ -262,7 +261,7 @@ def test_what_is_prepared_is_not_made_again_unless_overwritten(texts, tmp_path):
     assert "DOCUMENT 0" in "".join(documents_of(made, "train") + documents_of(made, "val"))
 
 
-def test_a_dataset_without_a_digest_of_its_text_stays_and_that_is_said(texts, tmp_path):
+def test_a_dataset_without_a_digest_of_the_text_is_kept_with_a_note(texts, tmp_path):
     made = prepare_texts(texts[0], tmp_path / "data")
     said = json.loads((made / "dataset.json").read_text())
     del said["source_digest"]
@@ -274,7 +273,7 @@ def test_a_dataset_without_a_digest_of_its_text_stays_and_that_is_said(texts, tm
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_text_that_changes_during_preparation_is_said(tmp_path, count):
+def test_a_text_that_changes_during_preparation_is_an_error(tmp_path, count):
     rows = [json.dumps({"text": f"document {number}\n" * 9}) for number in range(count)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     corpus = corpora.jsonl([tmp_path / "a.jsonl"])
@@ -393,14 +392,15 @@ def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_t
         process.wait()
 
     half_made = [path for path in data.iterdir() if path.is_dir()]
-    assert len(half_made) == 1 and list(half_made[0].glob("*.bin"))  # it was in the middle
+    assert len(half_made) == 1 and list(
+        half_made[0].glob("*.bin")
+    )  # interrupted during preparation
     with pytest.raises(DatasetError, match="'mine' is not prepared"):
         find_dataset("mine", data, "auto")
     with pytest.raises(DatasetError, match="being prepared or was interrupted"):
         find_dataset(str(half_made[0]), data, "auto")
 
-    # The same command again, and two at once at that: one prepares, the other waits and finds it
-    # done.
+    # The same command again, twice in parallel: one process prepares, the other waits for it.
     again = [
         subprocess.Popen([sys.executable, "-m", "gptjax.data", *command], env=ENVIRONMENT)
         for _ in range(2)
@@ -449,7 +449,7 @@ def test_a_kill_between_the_two_renames_of_an_overwrite_is_mended(texts, tmp_pat
     assert "already prepared" in lines[0] and len(documents_of(made, "train")) == 38
 
 
-def test_auto_without_bpe_says_so_and_takes_bytes(texts, tmp_path, monkeypatch):
+def test_auto_without_bpe_uses_bytes_with_a_note(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         module, "choose_tokenizer", lambda choice: (get_tokenizer("byte"), f"NOTE for {choice}")
     )

@@ -16,8 +16,10 @@ from gptjax.training.run_log import LogError, RunLog, read_log
 
 
 def board_events(folder):
-    """Every event of a folder's TensorBoard files, in order: framed as length, its checksum, the
-    bytes, their checksum."""
+    """Return all events of a folder's TensorBoard files, in order.
+
+    A record is length, checksum of the length, bytes, checksum of the bytes.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     events = []
@@ -48,7 +50,7 @@ def write_steps(log, steps):
             log.write("event", step, 10 * step, what="checkpoint")
 
 
-def test_a_line_holds_what_was_given(tmp_path):
+def test_a_line_holds_every_field(tmp_path):
     with RunLog(tmp_path / "new" / "run") as log:
         log.write(
             "train",
@@ -61,7 +63,7 @@ def test_a_line_holds_what_was_given(tmp_path):
             note=None,
         )
         log.write("sample", 4, 4096, text="Grüße\n\u2028\N{DUCK}")
-        # On the disk already, while the log is open.
+        # The lines are in the file while the log is open.
         assert len(log.path.read_text().splitlines()) == 2
     assert read_log(log.path) == [
         {
@@ -104,7 +106,7 @@ def test_a_wrong_kind_or_an_array_is_refused(tmp_path):
     assert log.path.read_text() == ""
 
 
-def test_resume_makes_one_curve_of_two_runs(tmp_path):
+def test_resume_joins_two_runs_into_one_curve(tmp_path):
     with RunLog(tmp_path) as log:
         write_steps(log, range(1, 8))
     with RunLog(tmp_path, resume_step=4) as log:
@@ -118,7 +120,7 @@ def test_resume_makes_one_curve_of_two_runs(tmp_path):
         "train": list(range(1, 9)),
         "val": [2, 4, 6, 8],
         "sample": [2, 4, 6, 8],
-        "event": [2, 4, 6, 6, 8],  # what happened, happened
+        "event": [2, 4, 6, 6, 8],  # events are kept
     }
     assert not list(tmp_path.glob("*.tmp"))
     # TensorBoard hides steps ≥ the START event's of every file before it.
@@ -131,7 +133,7 @@ def test_resume_makes_one_curve_of_two_runs(tmp_path):
 
 
 class FullDisk:
-    """A file on a disk that takes `room` more bytes."""
+    """A file on a disk with `room` free bytes."""
 
     def __init__(self, file, room: int):
         self._file, self._room = file, room
@@ -171,7 +173,8 @@ def test_tensorboard_is_turned_off_with_a_note_at_its_first_error(tmp_path):
             log.write("train", step, step, loss=1.0, lr=0.1)
         real.close()
     assert notes == [
-        "TensorBoard's events are no longer written: No space left on device; log.jsonl is still written"
+        "TensorBoard's events are no longer written: No space left on device; "
+        "log.jsonl is still written"
     ]
     assert len(read_log(log.path)) == 29
 
@@ -232,8 +235,8 @@ def test_a_malformed_middle_line_is_named(tmp_path, bad):
         read_log(path)
     with pytest.raises(LogError, match="line 2"):
         RunLog(tmp_path, resume_step=2)
-    assert path.read_text().splitlines()[1] == bad  # left as it was, for the user to mend
-    # What a power cut left after the steps that count: they come again.
+    assert path.read_text().splitlines()[1] == bad  # unchanged, for the user to correct
+    # Garbage of a power cut after the resumed step: these steps are repeated.
     RunLog(tmp_path, resume_step=1).close()
     assert path.read_text() == good + "\n"
 

@@ -13,7 +13,7 @@ TOKENS = np.array([50256, 0, 1, 65535, 7], dtype=np.uint16)
 
 
 def shard_bytes(tokens=TOKENS, magic=20240520, version=1, count=None):
-    """A shard made by hand, as llm.c's data scripts make it: not with the code under test."""
+    """Write a shard as llm.c's data scripts do, without the code under test."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     return header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes()
@@ -24,7 +24,7 @@ def path(tmp_path):
     return tmp_path / "docs_train_000001.bin"
 
 
-def test_write_shard_makes_the_bytes_of_llm_c(path):
+def test_write_shard_writes_the_bytes_of_llm_c(path):
     write_shard(path, TOKENS)
     assert path.read_bytes() == shard_bytes()
     assert os.listdir(path.parent) == [path.name]
@@ -107,14 +107,14 @@ def test_a_file_of_another_length_is_refused(tmp_path_factory, length):
         ),
     ],
 )
-def test_what_is_wrong_is_said(path, content, says):
+def test_a_bad_file_is_an_error_that_names_the_problem(path, content, says):
     path.write_bytes(content)
     with pytest.raises(ShardError, match=says) as error:
         open_shard(path)
     assert str(path) in str(error.value)
 
 
-def test_a_missing_file_is_said(path):
+def test_a_missing_file_is_an_error(path):
     with pytest.raises(
         ShardError, match="docs_train_000001.bin.* expected a readable shard, found No such file"
     ):
@@ -210,7 +210,7 @@ def test_a_shard_that_changes_while_it_is_open_is_an_error(path, change, says):
         shard.read(0, 5)
 
 
-def test_a_read_error_is_said_with_its_place(path, monkeypatch):
+def test_a_read_error_has_its_offset(path, monkeypatch):
     path.write_bytes(shard_bytes())
     shard = Shard(path)
 
@@ -225,7 +225,7 @@ def test_a_read_error_is_said_with_its_place(path, monkeypatch):
 
 
 @pytest.mark.parametrize("open_", [open_shard, Shard])
-def test_what_is_no_regular_file_is_refused_without_waiting(path, open_):
+def test_a_file_that_is_not_regular_is_an_error_without_waiting(path, open_):
     os.mkfifo(path)
     with pytest.raises(ShardError, match="found a FIFO instead of a regular file"):
         open_(path)

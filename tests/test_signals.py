@@ -1,4 +1,4 @@
-"""Signals: one sentence and the right exit code before training, a request to save within it."""
+"""Signals: a sentence and the exit code before training, a request to save during training."""
 
 import os
 import signal

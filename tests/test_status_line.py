@@ -20,8 +20,7 @@ VALUES = dict(loss=3.25, lr=6e-4)
 
 
 def plain_lines(updates, *, total=100, on_gpu=True, every=10, width=40):
-    """What a status line prints where there is no terminal; `updates` are (seconds, step,
-    values)."""
+    """Return the output without a terminal; `updates` are (seconds, step, values)."""
     stream, clock = io.StringIO(), Clock()
     console = Console(file=stream, width=width)
     with StatusLine(total, on_gpu=on_gpu, every=every, console=console, clock=clock) as status:
@@ -77,7 +76,7 @@ def terminal(width=120):
 
 
 def screen(text, width=120):
-    """What a terminal shows after `text`: carriage return, newline, erase line, cursor up."""
+    """Return the screen of a terminal that interprets CR, LF, erase line and cursor up."""
     rows, at, col, i = [""], 0, 0, 0
     while i < len(text):
         if text[i] == "\x1b":

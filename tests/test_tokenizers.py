@@ -23,7 +23,7 @@ def gpt2():
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    """tiktoken as it is on a machine with no cache and no network."""
+    """Make tiktoken behave as on a machine without a cache and a network."""
     import tiktoken.load
     import tiktoken.registry
 
@@ -116,7 +116,7 @@ def test_an_unknown_name_lists_the_choices():
         choose_tokenizer("gpt4")
 
 
-def test_without_files_gpt2_is_unavailable_and_auto_says_loudly_that_it_takes_bytes(no_network):
+def test_without_files_gpt2_is_unavailable_and_auto_uses_bytes_with_a_note(no_network):
     says = (
         "not in tiktoken's cache .*ConnectionError: no route to host.*"
         "TIKTOKEN_CACHE_DIR.*--tokenizer byte"

@@ -1,0 +1,137 @@
+"""Models from the parameters in a nested dict, for any architecture."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gptjax
+from gptjax.models.base import Model, ModelConfig, params_of
+from gptjax.models.layers import Linear
+from gptjax.weights import WeightsError, model_from_params
+
+
+def random_model(n_layer=3):
+    config = gptjax.GPT2Config(
+        vocab_size=11, padded_vocab_size=16, block_size=7, n_layer=n_layer, n_head=2, n_embd=6
+    )
+    model, rng = config.build(nnx.Rngs(0)), np.random.default_rng(0)
+    # Distinct numbers, and no bias of 0.
+    nnx.update(
+        model,
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params_of(model)),
+    )
+    return model
+
+
+def test_a_model_from_params_is_the_same_model():
+    model = random_model()
+    for tree in (
+        params_of(model),
+        jax.tree.map(np.asarray, params_of(model)),
+        nnx.state(model, nnx.Param),
+    ):
+        again = model_from_params(model.config, tree)
+        jax.tree.map(np.testing.assert_array_equal, params_of(again), params_of(model))
+
+
+def test_blocks_with_string_keys_are_refused():
+    """As strings, "10" sorts before "2": the merge would permute the blocks of 12 layers."""
+    tree = params_of(random_model(n_layer=12))
+    tree["blocks"] = {str(i): block for i, block in tree["blocks"].items()}
+    config = random_model(n_layer=12).config
+    with pytest.raises(
+        WeightsError,
+        match=r"integers 0, 1, … as keys of params\['blocks'\], found \['0', '1', '10', '11'",
+    ):
+        model_from_params(config, tree)
+    tree["blocks"] = {int(i): block for i, block in tree["blocks"].items()}
+    np.testing.assert_array_equal(
+        model_from_params(config, tree).blocks[2].mlp.c_fc.kernel[...],
+        tree["blocks"][2]["mlp"]["c_fc"]["kernel"],
+    )
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (lambda t: t.pop("wpe"), r"missing \['wpe'\], unexpected \[\]"),
+        (lambda t: t.update(extra=jnp.zeros(3)), r"missing \[\], unexpected \['extra'\]"),
+        (lambda t: t.update(extra={}), r"unexpected \['extra'\]"),
+        (
+            lambda t: t["blocks"].update({3: t["blocks"][2]}),
+            r"unexpected \['blocks.3.attn.c_attn.bias'",
+        ),
+        (
+            lambda t: t.update(wpe=t["wpe"].T),
+            r"wpe to be an array of shape \(7, 6\) .* found \(6, 7\) float32",
+        ),
+        (
+            lambda t: t.update(wpe=t["wpe"].astype(jnp.bfloat16)),
+            r"wpe to be .* float32, found \(7, 6\) bfloat16",
+        ),
+        (lambda t: t.update(wpe=[[0.0] * 6] * 7), "wpe to be an array .* found list"),
+        (
+            lambda t: t.update(blocks=[*t["blocks"].values()]),
+            r"params\['blocks'\] to be a dict, found list",
+        ),
+    ],
+)
+def test_params_that_are_not_the_models_are_refused(edit, message):
+    model = random_model()
+    tree = params_of(model)
+    edit(tree)
+    with pytest.raises(WeightsError, match=message):
+        model_from_params(model.config, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowersConfig(ModelConfig):
+    def build(self, rngs):
+        return Towers(self, rngs=rngs)
+
+    def parameter_groups(self):
+        return ()
+
+
+class Tower(nnx.Module):
+    def __init__(self, config, rngs):
+        self.stages = nnx.List(
+            Linear(config.n_embd, config.n_embd, std=0.02, precision=config.precision, rngs=rngs)
+            for _ in range(config.n_layer)
+        )
+
+
+class Towers(Model):
+    Config = TowersConfig
+
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.left, self.right = Tower(config, rngs), Tower(config, rngs)
+
+
+def test_an_architecture_with_other_names():
+    config = TowersConfig(n_layer=11, n_head=2, n_embd=6)
+    params = params_of(config.build(nnx.Rngs(1)))
+    again = model_from_params(config, params)
+    assert type(again) is Towers
+    jax.tree.map(np.testing.assert_array_equal, params_of(again), params)
+    stages = params["right"].pop("stages")
+    params["right"]["stages"] = {str(i): stage for i, stage in stages.items()}
+    with pytest.raises(
+        WeightsError, match=r"as keys of params\['right'\]\['stages'\], found \['0', '1', '10', '2'"
+    ):
+        model_from_params(config, params)
+    params["right"]["stages"] = [*stages.values()]
+    with pytest.raises(
+        WeightsError, match=r"params\['right'\]\['stages'\] to be a dict, found list"
+    ):
+        model_from_params(config, params)
+    params["right"] = 3.0
+    with pytest.raises(
+        WeightsError, match=r"missing \['right.stages.0.bias'.*unexpected \['right'\]"
+    ):
+        model_from_params(config, params)
