@@ -1,19 +1,18 @@
-"""benchmarks/experiments/attacks/shards.py: a few damaged datasets are refused
-or read correctly."""
+"""Damaged datasets are refused or read correctly (benchmarks/experiments/attacks/shards.py)."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "experiments" / "attacks" / "shards.py"
+ATTACKS = Path(__file__).parents[1] / "benchmarks" / "experiments" / "attacks"
 
 
-def test_damaged_datasets_are_refused(tmp_path):
-    spec = importlib.util.spec_from_file_location("attack_shards", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_damaged_datasets_are_refused(tmp_path, monkeypatch):
+    # As when it is run: the modules that it imports are in the same folder.
+    monkeypatch.syspath_prepend(ATTACKS)
+    module = importlib.import_module("shards")
     with pytest.raises(SystemExit) as stop:
         module.main(module.Options(trials=80, concurrent=1, out=tmp_path / "shards.json"))
     result = json.loads((tmp_path / "shards.json").read_text())

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 @pytest.fixture
 def bench(monkeypatch):
-    # As when it is run: what it shares with benchmarks/experiments/learning.py lies beside it.
+    # As when it is run: the modules that it imports are in the same folder.
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks" / "experiments")
     return importlib.import_module("fast_and_plain")
 
@@ -48,7 +48,7 @@ def options(bench, corpus, tmp_path):
     (tmp_path / "card.py").write_text(CARD)
     return bench.Options(
         out=tmp_path / "out",
-        card=tmp_path / "card.py",
+        config=tmp_path / "card.py",
         dataset=str(corpus),
         device="cpu",
         seeds=2,
@@ -100,7 +100,7 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     found = result(options)
     comparison, (row,) = found["result"]["comparison"], found["result"]["sizes"]
     assert (
-        found["runs"] == made
+        found["rows"] == made
         and found["command"] == "python benchmarks/experiments/fast_and_plain.py --given"
     )
     assert comparison["within"] and comparison["kernels"]["plain"]["attention"] == "reference"
@@ -124,7 +124,7 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     )
 
     # The losses are those of train.py's step.
-    config = bench.config_of_seed(cli.load(options.card), options, "fast", 1)
+    config = bench.config_of_seed(cli.load(options.config), options, "fast", 1)
     tx = config.build_optimizer(sharding.data_mesh(jax.devices("cpu")[:1]))
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
     state, dataset = (

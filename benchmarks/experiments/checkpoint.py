@@ -1,11 +1,11 @@
-"""Time saving and restoring a training state, alone or in turns with another checkout of gptjax.
+"""Time saving and restoring a training state, alone or alternating with another checkout of gptjax.
 
-    python benchmarks/experiments/checkpoint.py --preset gpt2 --compare PATH --out
-    benchmarks/results/checkpoint_gpt2.json
+    python benchmarks/experiments/checkpoint.py --preset gpt2 --compare PATH \\
+        --out benchmarks/results/checkpoint_gpt2.json
 
-The state has the shapes of GPT-2 with AdamW, with random numbers in every array. Each turn is a
-process of its own. `blocking` is the time in which training stands still, `complete` the time until
-the checkpoint is on the disk, `restore` the time until the state is on the device again.
+The state has the shapes of GPT-2 with AdamW and random numbers in every array. Each turn is a
+separate process. `blocking` is the time in which training waits, `complete` the time until the
+checkpoint is on the disk, `restore` the time until the state is on the device.
 """
 
 import dataclasses
@@ -32,17 +32,17 @@ class Options:
     preset: str = "gpt2"
     """Size of the model, a name of gptjax.PRESETS."""
     compare: Path | None = None
-    """Another checkout of gptjax, measured in turns with this one."""
+    """Another checkout of gptjax, measured alternately with this one."""
     turns: int = 3
     """Processes for each checkout."""
     saves: int = 3
-    """Saves and restores in each process; the first one is not counted."""
+    """Saves and restores in each process; the first does not count."""
     folder: Path | None = None
     """Folder for the checkpoints; a temporary one if None."""
     out: Path | None = None
     """JSON file for the results."""
     worker: bool = False
-    """Measure in this process and print JSON; used by the script itself."""
+    """Measure in this process and print JSON; the script starts itself so."""
 
 
 def measure(options: Options) -> list[dict[str, float]]:
@@ -122,6 +122,10 @@ def main(options: Options) -> None:
     if options.worker:
         print(json.dumps(measure(options)))
         return
+    # Here: a worker imports gptjax from the other checkout.
+    from gptjax.bench import results
+    from gptjax.bench.table import Row, print_table
+
     rows: dict[str, list] = {"this": []} | ({"other": []} if options.compare else {})
     for number in range(options.turns):
         for name in rows:
@@ -131,25 +135,19 @@ def main(options: Options) -> None:
         name: {m: round(statistics.median(row[m] for row in rows[name]), 3) for m in MEASURED}
         for name in rows
     }
-    print(f"{options.preset}: seconds      " + "".join(f"{m:>10}" for m in MEASURED))
-    for name, values in medians.items():
-        print(f"{name:<20}" + "".join(f"{values[m]:>10.2f}" for m in MEASURED))
+    table = [Row(name, [f"{values[m]:.2f}" for m in MEASURED]) for name, values in medians.items()]
+    print_table(f"{options.preset}: seconds", MEASURED, table)
     if options.out:
         import jax
 
-        from gptjax.training.checkpoint import versions
-
-        result = {
-            "command": "python benchmarks/experiments/checkpoint.py " + " ".join(sys.argv[1:]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
-            "preset": options.preset,
-            "median_seconds": medians,
-            "rows": rows,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = results.new(
+            results.script_command("benchmarks/experiments/checkpoint.py"),
+            [{"checkout": name} | row for name in rows for row in rows[name]],
+            device=jax.devices()[0].device_kind,
+            preset=options.preset,
+            median_seconds=medians,
+        )
+        results.write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Blocks unrolled or under `lax.scan`? Step time, compile time and memory of both, for the choice
-that the model makes.
+"""Blocks unrolled or in `lax.scan`? Step time, compile time and memory of both.
 
     python benchmarks/experiments/layers.py --out benchmarks/results/layers.json
 
-The model unrolls its blocks. Here they are also stacked and scanned: same modules, same head, same
-optimizer.
+The model unrolls its blocks. Here they are also stacked and scanned, with the same modules, head
+and optimizer.
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from pathlib import Path
@@ -20,13 +18,12 @@ import tyro
 from flax import nnx
 
 from gptjax import optim
+from gptjax.bench import results
 from gptjax.bench.table import Row, print_table
-from gptjax.models.base import loss_fn
+from gptjax.models.base import graph, loss_fn
 from gptjax.models.gpt2 import PRESETS, Block, GPT2Config
 from gptjax.precision import Precision
-from gptjax.training.checkpoint import versions
 from gptjax.training.memory import GIB, needed_bytes
-from gptjax.models.base import graph
 from gptjax.training.step import init_state
 from pallas_kernels import linear_cross_entropy
 
@@ -35,14 +32,14 @@ CASES = ("gpt2:bf16:64", "gpt2:tf32:16", "gpt2:bf16:4", "gpt2-xl:bf16:4")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Times full GPT-2 training steps with unrolled and with scanned blocks."""
+    """Time complete GPT-2 training steps with unrolled and with scanned blocks."""
 
     out: Path | None = None
     """JSON file for the results."""
     cases: tuple[str, ...] = CASES
     """preset:precision:batch, each at T = 1024."""
     steps: int = 20
-    """Timed steps of each, after three to warm up."""
+    """Timed steps of each, after three steps of warm-up."""
 
 
 def unrolled_loss(config: GPT2Config):
@@ -53,8 +50,7 @@ def unrolled_loss(config: GPT2Config):
 
 
 def scanned_loss(config: GPT2Config):
-    # A model of one block lends its embedding, final norm and head; the block's graph is run by the
-    # scan.
+    # Embedding, final norm and head come from a model of one block; the scan runs that block.
     shell = graph(dataclasses.replace(config, n_layer=1))
     block = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
@@ -134,14 +130,9 @@ def main(options: Options) -> None:
     ]
     print_table(jax.devices()[0].device_kind, list(names.values()), table)
     if options.out:
-        result = {
-            "command": "python benchmarks/experiments/layers.py",
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        command = results.script_command("benchmarks/experiments/layers.py")
+        device = jax.devices()[0].device_kind
+        results.write(options.out, results.new(command, rows, device=device))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The whole optimizer update of GPT-2 124M, clip included: python -m gptjax.bench kernels benchmarks/experiments/optimizer.py
+"""The complete optimizer update of GPT-2 124M, clip included.
 
-Ten updates in a loop, as one call: an update has some 600 arrays, and a program that is started for
-one of them waits for the host. The bytes are those of gradients, moments and parameters, all fp32,
+    python -m gptjax.bench kernels benchmarks/experiments/optimizer.py
+
+Ten updates in a loop are one call: an update has some 600 arrays, and an executable for one update
+waits for the host. The bytes are those of gradients, moments and parameters, all fp32,
 each read once and all but the gradients written once. Polar Express by itself is in
 polar_express.py.
 """

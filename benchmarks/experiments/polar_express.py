@@ -1,7 +1,9 @@
-"""Polar Express over all matrices of GPT-2 124M: python -m gptjax.bench kernels benchmarks/experiments/polar_express.py
+"""Polar Express of all matrices of GPT-2 124M.
 
-TFLOP/s count whole products, though half of a symmetric one is enough. The whole update is in
-optimizer.py.
+    python -m gptjax.bench kernels benchmarks/experiments/polar_express.py
+
+TFLOP/s count complete matmuls, though half of a symmetric result is enough. optimizer.py has the
+complete update.
 """
 
 import functools

@@ -2,10 +2,10 @@
 
     python -m gptjax.bench kernels benchmarks/kernels/attention.py
 
-TFLOP/s count what the mask leaves of the two products of the forward pass, and 2.5 times as much
-for the backward pass. q, k and v are read out of one array and their gradient is one array,
-whatever copies an implementation needs for that: they are part of its time. PyTorch's backward pass
-is the difference of its two cases.
+TFLOP/s count the unmasked part of the two matmuls of the forward pass, and 2.5 times as much for
+the backward pass. q, k and v are one array and so is their gradient: the copies that an
+implementation needs for that are part of its time. PyTorch's backward pass is the difference of its
+two cases.
 """
 
 import functools
@@ -56,7 +56,7 @@ def cases() -> list[Case]:
 
 def _name(what, shape, dtype, how):
     size = {
-        jnp.float32: "fp32, true products" if how.get("precision") else "fp32 as TF32",
+        jnp.float32: "true fp32" if how.get("precision") else "fp32 as TF32",
         jnp.bfloat16: "bf16",
     }[dtype]
     extra = [f"window {how['window']}"] if how.get("window") else []

@@ -1,5 +1,7 @@
-"""Loss and gradient of the logits in one pass, in place: python -m gptjax.bench kernels
-fused_classifier"""
+"""Loss and gradient of the logits in one pass, in place.
+
+python -m gptjax.bench kernels benchmarks/kernels/classifier.py
+"""
 
 import jax
 import jax.numpy as jnp

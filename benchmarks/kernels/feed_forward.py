@@ -2,13 +2,13 @@
 
     python -m gptjax.bench kernels benchmarks/kernels/feed_forward.py
 
-Forward writes y and the derivative that the backward pass reads (Triton in fp32: the product in its
-place), but for the column "nothing saved". Backward makes dx, dw and db from dy, the saved
-derivative, x and w. "product" and "two products" are XLA's bare matrix products (cuBLASLt). PyTorch
-saves the pre-activation instead; its backward takes the same array for that.
+Forward writes y and the derivative that the backward pass reads (Triton in fp32: the matmul's
+result instead), except for "nothing saved". Backward computes dx, dw and db from dy, the saved
+array, x and w. "matmul" and "two matmuls" are XLA's bare matmuls (cuBLASLt). PyTorch saves the
+pre-activation; its backward pass gets the same array for that.
 
-fp32 is multiplied as TF32: precision HIGH, and PyTorch's "high". XLA's bare product then does
-without the transposed copy of w.
+fp32 matmuls run as TF32: precision HIGH, and PyTorch's "high". XLA's bare matmul then needs no
+transposed copy of w.
 """
 
 import functools
@@ -79,7 +79,7 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
                 if tf32
                 else {"mosaic, nothing saved": functools.partial(run, "mosaic", save=False)}
             ),
-            "product": lambda x, w, b: jnp.matmul(x, w, precision=precision),
+            "matmul": lambda x, w, b: jnp.matmul(x, w, precision=precision),
         },
         torch={
             "torch": torch_forward,
@@ -97,7 +97,7 @@ def backward_case(n, i, o, activation) -> Case:
         b = jnp.zeros(o, jnp.bfloat16) if activation == "gelu" else None
         return backward(Options(activation, backend, None), (x, w, b, derivative), dy)
 
-    def two_products(dy, derivative, x, w):
+    def two_matmuls(dy, derivative, x, w):
         return dy @ w.T, x.T @ dy
 
     def torch_backward(torch):
@@ -116,7 +116,7 @@ def backward_case(n, i, o, activation) -> Case:
         make=functools.partial(backward_inputs, n=n, i=i, o=o),
         run={
             **{backend: functools.partial(run, backend) for backend in BACKENDS},
-            "two products": two_products,
+            "two matmuls": two_matmuls,
         },
         torch={
             "torch": torch_backward,
@@ -125,7 +125,7 @@ def backward_case(n, i, o, activation) -> Case:
         bytes=2 * (2 * n * o + 2 * n * i + 2 * i * o),
         flops=4 * n * i * o,
         bound="bf16",
-        bar="≤ 1.05× the two products" if (n, i) == (65536, 768) else "",
+        bar="≤ 1.05× the two matmuls" if (n, i) == (65536, 768) else "",
     )
 
 
@@ -143,7 +143,7 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
         y, pull = jax.vjp(functools.partial(f, implementation=backend, precision=precision), *args)
         return y, *pull(dy)
 
-    def six_products(dy, x, w, b, w2):
+    def six_matmuls(dy, x, w, b, w2):
         h = x @ w
         dh = dy @ w2.T
         return h @ w2, dh @ w.T, x.T @ dh, h.T @ dy
@@ -175,7 +175,7 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
                 backend: functools.partial(run, backend)
                 for backend in (TF32_BACKENDS if tf32 else BACKENDS)
             },
-            **({"six products": six_products} if c and not tf32 else {}),
+            **({"six matmuls": six_matmuls} if c and not tf32 else {}),
         },
         torch={
             "torch": functools.partial(in_torch, compiled=False),

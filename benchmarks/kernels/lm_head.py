@@ -1,4 +1,4 @@
-"""The head and its loss for GPT-2 124M: losses and both gradients, and losses alone.
+"""LM head and loss of GPT-2 124M: losses and both gradients, and losses alone.
 
 python -m gptjax.bench kernels benchmarks/kernels/lm_head.py
 """
@@ -29,8 +29,8 @@ def with_gradients(**how):
     return jax.value_and_grad(mean_loss(**how), (0, 1))
 
 
-def bare_products(x, w, targets):
-    """The three products of a head in chunks of 16,384 rows, and nothing else: what is left to the
+def bare_matmuls(x, w, targets):
+    """The three matmuls of a head in chunks of 16,384 rows, and nothing else: what is left to the
     loss."""
     dx, dw = [], jnp.zeros((V, C), jnp.float32)
     for i in range(0, x.shape[0], 16384):
@@ -69,7 +69,7 @@ def cases() -> list[Case]:
                 run={
                     "fused": with_gradients(implementation="fused"),
                     "xla": with_gradients(implementation="xla"),
-                    "three bare products": bare_products,
+                    "three bare matmuls": bare_matmuls,
                 },
                 torch={
                     "torch": lambda torch: torch_with_gradients(torch, compiled=False),

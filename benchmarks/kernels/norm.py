@@ -1,5 +1,7 @@
-"""layer_norm and rms_norm with a residual at GPT-2's widths: `python -m gptjax.bench kernels
-layer_norm`."""
+"""layer_norm and rms_norm with a residual at GPT-2's widths.
+
+python -m gptjax.bench kernels benchmarks/kernels/norm.py
+"""
 
 import jax
 import jax.numpy as jnp

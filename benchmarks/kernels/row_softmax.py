@@ -1,4 +1,7 @@
-"""Softmax, forward and backward: python -m gptjax.bench kernels benchmarks/kernels/row_softmax.py"""
+"""Softmax, forward and backward.
+
+python -m gptjax.bench kernels benchmarks/kernels/row_softmax.py
+"""
 
 import functools
 import math

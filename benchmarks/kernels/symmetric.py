@@ -1,8 +1,8 @@
-"""Symmetric products at the shapes of Polar Express for GPT-2's matrices.
+"""Symmetric matmuls at the shapes of Polar Express for GPT-2's matrices.
 
     python -m gptjax.bench kernels benchmarks/kernels/symmetric.py
 
-TFLOP/s count the half of the results that a symmetric product has to compute.
+TFLOP/s count one half of each symmetric result.
 """
 
 import functools

@@ -1,5 +1,7 @@
-"""transpose_copy and transpose_add at the size of GPT-2's LM head: `python -m gptjax.bench kernels
-transpose`."""
+"""transpose_copy and transpose_add at the size of GPT-2's LM head.
+
+python -m gptjax.bench kernels benchmarks/kernels/transpose.py
+"""
 
 import functools
 

@@ -1,26 +1,24 @@
-"""What ptxas makes of the Mosaic GPU kernels for an H200: registers, spills, products that it
-serialises. No GPU is needed.
+"""Compile the Mosaic GPU kernels for an H200 with ptxas: registers, spills, serialised matmuls. No
+GPU is needed.
 
     pip download --no-deps -d wheels "jax-cuda13-plugin==JAX_VERSION" "jax-cuda13-pjrt==JAX_VERSION"
     for wheel in wheels/*.whl; do unzip -qo $wheel -d plugin; done
     python benchmarks/tools/mosaic_sass.py --plugin plugin --keep sass
 
-Where JAX has its CUDA plugin installed, `--plugin` may be left out. Mosaic compiles a kernel when
-it is first run, and asks the CUDA driver which GPU there is: a stand-in for the driver, compiled
-here with cc, says that it is an H200. ptxas, nvdisasm and libdevice are Triton's.
+With JAX's CUDA plugin installed, `--plugin` is not needed. Mosaic compiles a kernel at its first
+run and asks the CUDA driver for the GPU: a stub of the driver, compiled here with cc, reports an
+H200. ptxas, nvdisasm and libdevice are Triton's.
 """
 
 import collections
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,8 +27,8 @@ import jax.numpy as jnp
 import tyro
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from gptjax.bench import results
 from gptjax.bench.table import Row, print_table
-from gptjax.training.checkpoint import versions
 from pallas_kernels import _dispatch
 
 DRIVER = """
@@ -59,7 +57,7 @@ int cuFuncSetAttribute(void *f, int a, int v) { return 0; }
 int cuGetErrorString(int e, const char **s) { *s = "no such call"; return 0; }
 int cuGetErrorName(int e, const char **s) { *s = "no such call"; return 0; }
 """
-# In a process of its own: a kernel that the compiler cannot take ends it.
+# In a separate process: a kernel that cannot be compiled ends it.
 COMPILE = """
 import ctypes, sys
 driver, library, module = sys.argv[1:]
@@ -73,13 +71,13 @@ sys.exit(not compile(code, len(code)))
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ptxas makes of the Mosaic GPU kernels for an H200, without a GPU."""
+    """Compile the Mosaic GPU kernels for an H200 with ptxas, without a GPU."""
 
     plugin: Path | None = None
     """Folder in which the wheels of jax-cuda13-plugin and jax-cuda13-pjrt were unpacked; the
     installed ones when None."""
     kernels: tuple[str, ...] = ()
-    """Only these; all where none is named."""
+    """Only these kernels; all if none is named."""
     keep: Path | None = None
     """Folder for each kernel's PTX, SASS (with the cycles that instructions wait) and ptxas
     report."""
@@ -88,7 +86,7 @@ class Options:
 
 
 class CompileError(RuntimeError):
-    """What is needed is missing, or a kernel does not compile."""
+    """A tool or plugin is missing, or a kernel does not compile."""
 
 
 def programs() -> dict[str, tuple[Callable, tuple]]:
@@ -255,14 +253,9 @@ def main(args: list[str] | None = None) -> int:
     title = "sm_90a; registers are those of the launch, which warpgroups trade among themselves"
     print_table(title, columns, table)
     if options.out:
-        command = " ".join(["python", "benchmarks/tools/mosaic_sass.py", *(args or sys.argv[1:])])
-        result = {
-            "command": command,
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": versions(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        command = results.script_command("benchmarks/tools/mosaic_sass.py", args)
+        device = "NVIDIA H200, compiled for without a GPU"
+        results.write(options.out, results.new(command, rows, device=device))
     return 0
 
 

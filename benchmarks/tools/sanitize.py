@@ -1,17 +1,15 @@
-"""Every kernel once, forward and backward, under compute-sanitizer's memcheck (bad addresses) and
-racecheck (shared-memory races).
+"""Run every kernel once, forward and backward, under compute-sanitizer's memcheck (invalid
+addresses) and racecheck (shared-memory races).
 
     python benchmarks/tools/sanitize.py --out benchmarks/results/sanitize.json
 
-Shapes are small and ragged: the sanitizer slows a kernel down a thousandfold, and edges are where
-addresses go wrong.
+Shapes are small and ragged: the sanitizer slows down a kernel a thousandfold, and invalid addresses
+occur at edges.
 """
 
 import dataclasses
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +23,7 @@ import jax.numpy as jnp
 import tyro
 
 import pallas_kernels
-from gptjax.training.checkpoint import versions
+from gptjax.bench import results
 from pallas_kernels.feed_forward import mlp
 from pallas_kernels.matmul import linear
 
@@ -34,16 +32,16 @@ TOOLS = ("memcheck", "racecheck")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Runs compute-sanitizer (CUDA toolkit) over all kernels of this GPU's back ends."""
+    """Run compute-sanitizer (CUDA toolkit) on all kernels of this GPU's back ends."""
 
     out: Path | None = None
     """JSON file for the results."""
     inside: bool = False
-    """Run the kernels, here and now: what the sanitizer is started on."""
+    """Run the kernels in this process; the script starts itself so under the sanitizer."""
     kernels: tuple[str, ...] = ()
-    """Only these; all where none is named."""
+    """Only these kernels; all if none is named."""
     limit_s: float = 600.0
-    """Seconds after which a tool is stopped, and what it found until then reported."""
+    """Seconds after which a tool is stopped; its report so far counts."""
 
 
 def normal(i: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
@@ -51,8 +49,8 @@ def normal(i: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
 
 
 def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
-    """Kernel → its back ends that are kernels of ours, the function, and arrays: gradients are
-    taken of floating ones."""
+    """Return kernel → its custom back ends, the function, and its arrays. Floating-point arrays are
+    differentiated."""
     targets = jax.random.randint(jax.random.key(9), (130,), 0, 1001)
     attention = tuple(normal(i, 1, 200, heads, 64) for i, heads in enumerate((4, 2, 2)))
     return {
@@ -116,7 +114,7 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
             pallas_kernels.linear_relu_squared,
             (normal(0, 256, 768), normal(1, 768, 1024)),
         ),
-        "linear_gelu.mlp, fp32 as TF32": (
+        "mlp, fp32 as TF32": (
             ("triton",),
             lambda *args, **how: mlp(*args, precision=jax.lax.Precision.HIGH, **how),
             tuple(
@@ -134,7 +132,7 @@ def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
             (normal(0, 2, 256, 256),),
         ),
         "transpose_copy": (("triton",), pallas_kernels.transpose_copy, (normal(0, 131, 97),)),
-        "products.linear, fp32 as TF32": (
+        "linear, fp32 as TF32": (
             ("triton",),
             # Its backward pass has transpose_sum_rows.
             lambda *args, implementation: linear(*args, jax.lax.Precision.HIGH),
@@ -170,6 +168,35 @@ def run_inside(names: tuple[str, ...]) -> None:
             print(f"ran: {name} · {implementation}", flush=True)
 
 
+def run_tool(tool: str, sanitizer: str, asked: list[str], log: Path) -> subprocess.Popen:
+    """Start this script under one of compute-sanitizer's tools."""
+    # A separate buffer for each array: otherwise an address out of bounds is inside XLA's pool. No
+    # autotuning of cuBLAS.
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0",
+    }
+    return subprocess.Popen(
+        [sanitizer, "--tool", tool, "--error-exitcode", "1"]
+        + [sys.executable, __file__, "--inside", *asked],
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        env=environment,
+    )
+
+
+def row_of(tool: str, code: int | str, text: str) -> dict:
+    """Return the row of one tool from its exit code and output."""
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text)
+    clean = re.compile(r"SUMMARY: 0 (errors|hazards)")
+    return {
+        "tool": tool,
+        "summary": summary[-1] if summary else f"no summary; exit code {code}: {text[-1000:]}",
+        "ran": re.findall(r"^ran: (.*)$", text, re.MULTILINE),
+        "clean": code == 0 and bool(summary) and clean.search(summary[-1]) is not None,
+    }
+
+
 def main(options: Options) -> None:
     if options.inside:
         return run_inside(options.kernels)
@@ -177,61 +204,27 @@ def main(options: Options) -> None:
         sys.exit(
             "sanitize: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit"
         )
-    # A buffer of its own for each array, or an address past an array's end is still inside XLA's
-    # pool; no trial runs of cuBLAS.
-    environment = os.environ | {
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0",
-    }
     asked = ["--kernels", *options.kernels] if options.kernels else []
-    found, started = {}, time.perf_counter()
+    rows, started = [], time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         logs = {tool: Path(folder) / tool for tool in TOOLS}
-        command = [sys.executable, __file__, "--inside", *asked]
-        processes = {
-            tool: subprocess.Popen(
-                [sanitizer, "--tool", tool, "--error-exitcode", "1", *command],
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-            for tool, log in logs.items()
-        }
+        processes = {tool: run_tool(tool, sanitizer, asked, log) for tool, log in logs.items()}
         for tool, process in processes.items():
+            print(f"{tool}: running", file=sys.stderr, flush=True)
             try:
                 code = process.wait(max(1.0, options.limit_s - time.perf_counter() + started))
             except subprocess.TimeoutExpired:
                 process.kill()
                 code = f"none: stopped after {options.limit_s} s"
             text = logs[tool].read_text()
-            summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text)
-            found[tool] = {
-                "summary": summary[-1]
-                if summary
-                else f"no summary; exit code {code}: {text[-1000:]}",
-                "ran": re.findall(r"^ran: (.*)$", text, re.MULTILINE),
-                "clean": code == 0
-                and bool(summary)
-                and re.search(r"SUMMARY: 0 (errors|hazards)", summary[-1]) is not None,
-            }
+            rows.append(row_of(tool, code, text))
             complaints = [line for line in text.splitlines() if line.startswith("=========")]
-            print(
-                tool,
-                json.dumps(found[tool], indent=1, ensure_ascii=False),
-                *complaints[:40],
-                sep="\n",
-                flush=True,
-            )
+            print(results.compact_json(rows[-1]), *complaints[:40], sep="\n", flush=True)
     if options.out:
-        result = {
-            "command": shlex.join(["python", "benchmarks/tools/sanitize.py", *asked]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
-            "tools": found,
-        }
-        options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    if dirty := [tool for tool in TOOLS if not found[tool]["clean"]]:
+        command = results.script_command("benchmarks/tools/sanitize.py", asked)
+        device = jax.devices()[0].device_kind
+        results.write(options.out, results.new(command, rows, device=device))
+    if dirty := [row["tool"] for row in rows if not row["clean"]]:
         sys.exit(f"sanitize: not clean: {', '.join(dirty)}")
 
 

@@ -1,13 +1,12 @@
-"""Looks for faster tiles of flash attention on this GPU, one parameter at a time.
+"""Search for faster tiles of flash attention on this GPU, one parameter at a time.
 
-    python benchmarks/tools/tune_attention.py --back-end mosaic --kernel forward --shape 64 1024 12
-    64 --write
+    python benchmarks/tools/tune_attention.py --back-end mosaic --kernel forward \\
+        --shape 64 1024 12 64 --write
 
-It starts from the tiles that are in use, tries every other value of each parameter, goes on from
-the best, and ends when no single change helps. Tiles for which a model of shared memory and
-registers says no are not compiled; those whose result is off are named and not taken. `--write`
-puts the best into pallas_kernels/attention/{triton,mosaic}_tiles.json, where the kernels read
-them.
+The search starts from the current tiles, tries every other value of each parameter, continues from
+the best, and ends when no single change helps. Tiles that exceed shared memory or registers by an
+estimate are not compiled. Tiles with a wrong result are reported and not used. `--write` stores the
+best in pallas_kernels/attention/{triton,mosaic}_tiles.json, which the kernels read.
 """
 
 import dataclasses
@@ -24,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from gptjax.bench import results
 from gptjax.bench.harness import Case, seconds
 from gptjax.bench.table import Row, print_table
-from gptjax.training.checkpoint import versions
 from pallas_kernels import _dispatch
 from pallas_kernels.attention import reference
 
@@ -36,7 +35,7 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Looks for faster tiles of flash attention on this GPU."""
+    """Search for faster tiles of flash attention on this GPU."""
 
     back_end: Literal["mosaic", "triton"]
     kernel: Literal["forward", "backward", "dkv", "dq", "fused"]
@@ -45,20 +44,20 @@ class Options:
     """Batch, time, heads, head dimension."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     true_fp32: bool = False
-    """Multiply fp32 as it is, not as TF32 (triton)."""
+    """True fp32 matmuls instead of TF32 (triton)."""
     causal: bool = True
     window: int | None = None
     limit_s: float = 300.0
     """Seconds after which no more tiles are tried."""
     write: bool = False
-    """Put the best into the file of tiles."""
+    """Store the best in the file of tiles."""
     out: Path | None = None
     """JSON file for every trial."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What can be tried."""
+    """The tiles to try."""
 
     start: dict
     values: dict[str, tuple]
@@ -88,9 +87,7 @@ def mosaic(o: Options) -> Space:
             "slots": (1, 2, 3),
         },
     }[o.kernel]
-    start = dataclasses.asdict(
-        module.Tiles(**mosaic_forward.tiles(o.kernel, head_dim, length, o.causal))
-    )
+    start = dataclasses.asdict(module.Tiles(**mosaic_forward.tiles(o.kernel, head_dim, o.causal)))
     # Switches of a kernel are on or off; what is None by default chooses by itself.
     switches = {
         k: (None, True, False) if v is None else (True, False)
@@ -101,14 +98,8 @@ def mosaic(o: Options) -> Space:
     def write(tiles):
         path = FOLDER / "mosaic_tiles.json"
         data = json.loads(path.read_text())
-
-        def fits(e):
-            return e["up_to"] is None or length <= e["up_to"]
-
         entry = next(
-            e
-            for e in data[o.kernel]
-            if (e["head_dim"], e["causal"]) == (head_dim, o.causal) and fits(e)
+            e for e in data[o.kernel] if (e["head_dim"], e["causal"]) == (head_dim, o.causal)
         )
         entry["tiles"] = tiles
         rows = {k: ",\n".join("  " + json.dumps(e) for e in entries) for k, entries in data.items()}
@@ -172,7 +163,7 @@ def triton(o: Options) -> Space:
             )
         of_head_dim = data[name][products]
         of_head_dim[min((p for p in of_head_dim if int(p) >= padded), key=int)][o.kernel] = tile
-        path.write_text(compact(data) + "\n")
+        path.write_text(results.compact_json(data) + "\n")
         return path
 
     values = {
@@ -183,15 +174,6 @@ def triton(o: Options) -> Space:
         "num_stages": (1, 2, 3, 4),
     }
     return Space(start=dict(entry[o.kernel]), values=values, why_not=why_not, run=run, write=write)
-
-
-def compact(data, depth: int = 0) -> str:
-    """JSON with a tile on each line."""
-    if isinstance(data, dict) and any(isinstance(v, dict) for v in data.values()):
-        pad = "  " * (depth + 1)
-        body = ",\n".join(f"{pad}{json.dumps(k)}: {compact(v, depth + 1)}" for k, v in data.items())
-        return "{\n" + body + "\n" + "  " * depth + "}"
-    return json.dumps(data)
 
 
 def _run(o: Options, module, tiles):
@@ -236,7 +218,7 @@ def error(o: Options, f: Callable) -> float:
     )
 
 
-def search(o: Options) -> int:
+def search(o: Options, args: list[str] | None) -> int:
     space = {"mosaic": mosaic, "triton": triton}[o.back_end](o)
     forward = {"mosaic": mosaic, "triton": triton}[o.back_end](
         dataclasses.replace(o, kernel="forward")
@@ -304,16 +286,13 @@ def search(o: Options) -> int:
         table.append(Row("", (f"{row['ms']:.4f}", f"{case.flops / row['ms'] / 1e9:.0f}"), tiles))
     print_table(title, ("ms", "TFLOP/s"), table)
     if o.out:
-        result = {
-            "command": " ".join(["python", "benchmarks/tools/tune_attention.py", *sys.argv[1:]]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "versions": versions(),
-            "best": found[0] if found else None,
-            "trials": list(trials.values()),
-        }
-        o.out.parent.mkdir(parents=True, exist_ok=True)
-        o.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = results.new(
+            results.script_command("benchmarks/tools/tune_attention.py", args),
+            list(trials.values()),
+            device=jax.devices()[0].device_kind,
+            best=found[0] if found else None,
+        )
+        results.write(o.out, result)
     if not found:
         print("error: no tiles ran", file=sys.stderr)
         return 1
@@ -334,7 +313,7 @@ def main(args: list[str] | None = None) -> int:
     if why:
         print(f"error: {o.back_end} {why}", file=sys.stderr)
         return 1
-    return search(o)
+    return search(o, args)
 
 
 if __name__ == "__main__":

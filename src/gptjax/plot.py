@@ -6,6 +6,7 @@ This module does not import JAX, so that the command starts fast.
 """
 
 import dataclasses
+import itertools
 import math
 import signal
 import sys
@@ -14,11 +15,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 import tyro
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from gptjax.bench import style
 from gptjax.terminal import printable
 from gptjax.training.run_log import read_log
 
@@ -66,26 +66,23 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     names = [_shortened(printable(name), 60) for name in names]
     runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
 
-    # A Figure without pyplot uses Agg and no global state.
-    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    handles = [_draw(axes, run, colormaps["tab10"](i % 10)) for i, run in enumerate(runs)]
-    handles.append(Line2D([], [], color="0.4", linewidth=1.6, label="training, smoothed"))
-    if any(len(run.val_loss) for run in runs):
-        handles.append(
-            Line2D([], [], color="0.4", linestyle="", marker="o", markersize=4, label="validation")
-        )
-    _scale_losses(axes, runs)
-    axes.set_xlim(left=0)
-    axes.set_title(_shortened(", ".join(names), 90), parse_math=False)  # a name may contain $
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axes.set_xlabel(f"training {x}")
-    axes.set_ylabel(f"loss (nats per token{', log scale' if axes.get_yscale() == 'log' else ''})")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    for text in axes.legend(handles=handles, frameon=False).get_texts():
-        text.set_parse_math(False)
-    figure.savefig(out)
+    with style.picture(out, (9, 5.5)) as axes:
+        colours = itertools.cycle(style.COLOURS)
+        handles = [_draw(axes, run, colour) for run, colour in zip(runs, colours, strict=False)]
+        handles.append(Line2D([], [], color="0.4", linewidth=1.6, label="training, smoothed"))
+        if any(len(run.val_loss) for run in runs):
+            marker = {"linestyle": "", "marker": "o", "markersize": 4}
+            handles.append(Line2D([], [], color="0.4", label="validation", **marker))
+        _scale_losses(axes, runs)
+        axes.set_xlim(left=0)
+        # A name may contain $.
+        axes.set_title(_shortened(", ".join(names), 90), parse_math=False)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axes.set_xlabel(f"training {x}")
+        scale = ", log scale" if axes.get_yscale() == "log" else ""
+        axes.set_ylabel(f"loss (nats per token{scale})")
+        for text in axes.legend(handles=handles).get_texts():
+            text.set_parse_math(False)
     return out
 
 

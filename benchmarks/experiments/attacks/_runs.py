@@ -7,15 +7,16 @@ import platform
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from gptjax import cli, optim
-from gptjax.training.checkpoint import Checkpoints, versions
+from gptjax.bench import results
+from gptjax.training.checkpoint import Checkpoints
 from gptjax.training.step import init_state
 
 ROOT = Path(__file__).parents[3]
@@ -135,20 +136,49 @@ def same(a: tuple[list[np.ndarray], dict], b: tuple[list[np.ndarray], dict]) -> 
     return a[1] == b[1] and all(np.array_equal(x, y) for x, y in zip(a[0], b[0], strict=True))
 
 
-def report(script: str, rows: Sequence[dict], out: Path | None) -> None:
-    """Print the counts by outcome, write the results, and exit with 1 if one of them is a
-    failure."""
+def progress(trials: Iterable[dict], total: int) -> Iterator[dict]:
+    """Yield the trials; print their number at each tenth of the total."""
+    for number, row in enumerate(trials, start=1):
+        if number % max(1, total // 10) == 0:
+            print(f"{number} of {total}", file=sys.stderr, flush=True)
+        yield row
+
+
+def report(
+    script: str,
+    rows: Sequence[dict],
+    out: Path | None,
+    failures: Collection[str] = FAILURES,
+    by: str | None = None,
+) -> None:
+    """Print the number of rows with each outcome, write the result, exit with 1 after a failure.
+
+    Args:
+        script: name of the file in this folder.
+        failures: outcomes that are failures.
+        by: for thousands of rows: the result has a row for each value of this field, with the
+            counts of its outcomes, and all rows of failures.
+    """
     counts = dict(Counter(row["outcome"] for row in rows).most_common())
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.items()))
+    failed = [
+        {"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in failures
+    ]
+    fields = {"counts": counts}
+    if by:
+        for row in failed[:10]:
+            print(json.dumps(row))
+        fields["failures"] = failed
+        outcomes = defaultdict(Counter)
+        for row in rows:
+            outcomes[row[by]][row["outcome"]] += 1
+        rows = [{by: value, "outcomes": outcomes[value]} for value in sorted(outcomes)]
     if out:
-        result = {
-            "command": f"python benchmarks/experiments/attacks/{script} " + " ".join(sys.argv[1:]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": f"CPU, {os.cpu_count()} cores, {platform.machine()}",
-            "versions": versions(),
-            "counts": counts,
-            "rows": list(rows),
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(any(outcome in FAILURES for outcome in counts))
+        result = results.new(
+            results.script_command(f"benchmarks/experiments/attacks/{script}"),
+            rows,
+            device=f"CPU, {os.cpu_count()} cores, {platform.machine()}",
+            **fields,
+        )
+        results.write(out, result)
+    raise SystemExit(bool(failed))

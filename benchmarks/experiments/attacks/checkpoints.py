@@ -1,7 +1,7 @@
 """Damages the files and folders of checkpoints, and restores them.
 
-    python benchmarks/experiments/attacks/checkpoints.py --flips 350 --out
-    benchmarks/results/attacks/checkpoints.json
+    python benchmarks/experiments/attacks/checkpoints.py --flips 350 \\
+        --out benchmarks/results/attacks/checkpoints.json
 
 Two checkpoints of a small model are saved. Each trial copies them and changes one thing: a bit, a
 block of zeros or the length of one file of the newer one, or folders and files as a whole (renamed,

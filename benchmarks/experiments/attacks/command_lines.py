@@ -1,6 +1,7 @@
 """Start train.py with meaningless options, config files and folders, and judge each end.
 
-    python benchmarks/experiments/attacks/command_lines.py --out benchmarks/results/attacks/command_lines.json
+    python benchmarks/experiments/attacks/command_lines.py \\
+        --out benchmarks/results/attacks/command_lines.json
 
 Each command is a fresh process that would train a tiny model for one step on the CPU.
 
@@ -69,12 +70,12 @@ OPTIONS = {
     "--optimizer.neuron-b2": "1",
     "--optimizer.momentum-warmup-steps": "-1",
     "--optimizer.adam-every": "0",
-    "--optimizer.embedding-b1": "0.5",
+    "--optimizer.embedding-b1": "1.5",
     "--optimizer.clip-norm": "-1 0 nan",
     "--optimizer.skip-loss-z": "-1 0 nan",
     "--optimizer.skip-grad-norm-z": "inf",
     "--optimizer.schedule": "cos",
-    "--optimizer.algorithm": "sgd",
+    "--optimizer": "sgd",
     "--max-steps": "0 -1 many 1e3 99999999999999999999",
     "--sequence-length": "0 -5 4096",
     "--batch-tokens": "0 100",
@@ -107,6 +108,13 @@ OPTIONS = {
     "--max-step": "3",
     "--name": "a/b .hidden .. /abs",
 }
+
+# Options that need `--optimizer normuon`.
+OF_NORMUON = [
+    f"--optimizer.{name}"
+    for name in "matrix-learning-rate matrix-weight-decay momentum momentum-low neuron-b2 "
+    "momentum-warmup-steps adam-every embedding-b1".split()
+]
 
 # Config files and what is in them. All must be refused.
 FILES = {
@@ -151,6 +159,9 @@ VALID = [
     ["--compilation-cache", "None"],
     ["--optimizer.clip-norm", "None"],
     ["--optimizer.weight-decay", "0"],
+    ["--optimizer", "normuon", "--optimizer.embedding-b1", "0.5"],
+    ["--optimizer", "muon"],
+    ["--optimizer", "adamw"],
     ["--seed", "4294967295"],
     ["--max_steps", "1"],
     ["--val-tokens", "2147483647"],
@@ -175,7 +186,16 @@ OTHERS = {
     "half a bracket in the name": (r"without \*, \? and \[", ["--name", "x[b"]),
     "a stray word": ("fast", ["fast"]),
     "an option without its value": ("--max-steps", ["--max-steps"]),
-    "an option for another algorithm": ("adam-every", ["--optimizer.adam-every", "2"]),
+    "an option of another algorithm": (
+        "option of normuon and muon",
+        ["--optimizer.adam-every", "2"],
+    ),
+    "an option that Muon does not have": (
+        "option of normuon, but",
+        ["--optimizer", "muon", "--optimizer.neuron-b2", "0.9"],
+    ),
+    "two optimizers": ("one --optimizer", ["--optimizer", "muon", "--optimizer", "adamw"]),
+    "an optimizer without a name": ("--optimizer", ["--optimizer"]),
     "deterministic, attention auto": ("--deterministic needs", ["--deterministic"]),
     "config twice": ("one --config", ["--config", "{}/config.py"]),
     "the folder of runs is a file": ("config.py", ["--runs-dir", "{}/config.py"]),
@@ -245,7 +265,8 @@ def cases() -> list[Case]:
     found = []
     for flag, values in OPTIONS.items():
         field = flag.lstrip("-").rpartition(".")[2].replace("-", "[-_]")
-        found += [Case(f"{flag} {v}", f"{field}|'{v}'", [flag, v]) for v in values.split()]
+        own = ["--optimizer", "normuon"] if flag in OF_NORMUON else []
+        found += [Case(f"{flag} {v}", f"{field}|'{v}'", [*own, flag, v]) for v in values.split()]
     kinds = (
         "binary.py",
         "folder.py",

@@ -1,7 +1,7 @@
 """Lets the disk of a run fill up at many sizes, gives it room again, and resumes.
 
-    python benchmarks/experiments/attacks/disk_full.py --trials 31 --out
-    benchmarks/results/attacks/disk_full.json
+    python benchmarks/experiments/attacks/disk_full.py --trials 31 \\
+        --out benchmarks/results/attacks/disk_full.json
 
 Needs root, to mount a tmpfs of a given size. The run's folder lies on it; the first size has room
 for almost nothing, the last for all but the last few checkpoints. The run must end by itself with a

@@ -1,7 +1,8 @@
 """Kills a training run with SIGKILL at random moments, resumes it, and compares it bit for bit with
 a run left alone.
 
-    python benchmarks/experiments/attacks/kills.py --trials 20 --out benchmarks/results/attacks/kills.json
+    python benchmarks/experiments/attacks/kills.py --trials 20 \\
+        --out benchmarks/results/attacks/kills.json
 
 Half of the trials kill while a checkpoint is being written, the others anywhere between the first
 step and the end. The run has accumulation, shuffled data and a schedule. Compared are every logged

@@ -1,7 +1,7 @@
 """Cuts the power of a disk while a run saves its checkpoints, and resumes from what the disk has.
 
-    python benchmarks/experiments/attacks/power_cut.py --trials 17 --out
-    benchmarks/results/attacks/power_cut.json
+    python benchmarks/experiments/attacks/power_cut.py --trials 17 \\
+        --out benchmarks/results/attacks/power_cut.json
 
 Needs root, to mount a file as an ext4 disk. At a random moment the training process is stopped and
 the file copied: the copy has what the disk has, without anything that the kernel still keeps in

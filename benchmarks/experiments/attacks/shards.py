@@ -1,6 +1,7 @@
 """Damages prepared datasets, and reads them as a training run does.
 
-    python benchmarks/experiments/attacks/shards.py --trials 2000 --out benchmarks/results/attacks/shards.json
+    python benchmarks/experiments/attacks/shards.py --trials 2000 \\
+        --out benchmarks/results/attacks/shards.json
 
 Each trial copies a small dataset with digests and changes one file: bits, length, header fields,
 zeroed blocks, another file in its place, a directory, FIFO or link, or a field of dataset.json. The
@@ -21,18 +22,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import tyro
+from _runs import progress, report
 
 from gptjax.data import DataError, Loader, corpora, find_dataset, fixed_batches, prepare_corpus
 from gptjax.data import Options as Preparation
 from gptjax.terminal import printable
-from gptjax.training.checkpoint import versions
 
 LENGTH, BATCH, VOCABULARY = 32, 4, 257
 FAILURES = ("silent wrong", "crash", "hang", "control characters")
@@ -227,7 +226,7 @@ SHARD = (
     empty_shard,
     other_shard,
 )
-SIDECAR = (*ANY_FILE, json_field, json_field, json_field, json_name, json_garbage)
+MANIFEST = (*ANY_FILE, json_field, json_field, json_field, json_name, json_garbage)
 
 
 # ------------------------------------------------------------------------------------------- trials
@@ -261,7 +260,7 @@ def trial(original: Path, expected: list[np.ndarray], rng: random.Random, timeou
     shutil.copytree(original, folder)
     in_json = rng.random() < 0.25
     path = folder / "dataset.json" if in_json else rng.choice(sorted(folder.glob("*.bin")))
-    change = rng.choice(SIDECAR if in_json else SHARD)
+    change = rng.choice(MANIFEST if in_json else SHARD)
     change(path, rng)
     outcome, said = judged(lambda: read(folder), expected, timeout)
     shutil.rmtree(folder)
@@ -321,32 +320,12 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         original = make(Path(temporary), rng)
         expected = read(original)
-        rows = [trial(original, expected, rng, options.timeout) for _ in range(options.trials)]
+        trials = (trial(original, expected, rng, options.timeout) for _ in range(options.trials))
+        rows = list(progress(trials, options.trials))
         rows += [
             concurrent_trial(original, rng, options.timeout) for _ in range(options.concurrent)
         ]
-    counts, attacks = Counter(row["outcome"] for row in rows), defaultdict(Counter)
-    for row in rows:
-        attacks[row["attack"]][row["outcome"]] += 1
-    failures = [
-        {"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in FAILURES
-    ]
-    print(", ".join(f"{outcome}: {count}" for outcome, count in counts.most_common()))
-    for failure in failures[:10]:
-        print(json.dumps(failure))
-    if options.out:
-        given = f"--trials {options.trials} --concurrent {options.concurrent} --seed {options.seed}"
-        result = {
-            "command": f"python benchmarks/experiments/attacks/shards.py {given}",
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": versions(),
-            "counts": counts,
-            "attacks": {name: attacks[name] for name in sorted(attacks)},
-            "failures": failures,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(bool(failures))
+    report("shards.py", rows, options.out, failures=FAILURES, by="attack")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Starts two processes with the name of one run.
 
-    python benchmarks/experiments/attacks/two_processes.py --trials 11 --out
-    benchmarks/results/attacks/two_processes.json
+    python benchmarks/experiments/attacks/two_processes.py --trials 11 \\
+        --out benchmarks/results/attacks/two_processes.json
 
 The second process starts at a random moment of the first one's life. Exactly one of them must
 train; the other is refused with the first one's pid, and the run ends with the arrays and losses of

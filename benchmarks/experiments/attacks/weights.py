@@ -1,6 +1,7 @@
 """Damages weight files, and loads them.
 
-    python benchmarks/experiments/attacks/weights.py --trials 1000 --out benchmarks/results/attacks/weights.json
+    python benchmarks/experiments/attacks/weights.py --trials 1000 \\
+        --out benchmarks/results/attacks/weights.json
 
 Each trial copies a small saved model and changes one thing: a value or bytes of config.json, bits,
 length, header or tensors of the safetensors file, its index, the header, bits or length of an llm.c
@@ -22,20 +23,18 @@ import shutil
 import signal
 import struct
 import tempfile
-import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import tyro
+from _runs import progress, report
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from gptjax import GPT2, GPT2Config, load_hf, load_llmc, save_hf, save_llmc
 from gptjax.terminal import printable
-from gptjax.training.checkpoint import versions
 from gptjax.weights import WeightsError
 
 SHAPE = GPT2Config(vocab_size=11, block_size=5, n_layer=2, n_head=2, n_embd=4)
@@ -315,29 +314,9 @@ def main(options: Options) -> None:
             == "same model"
         )
         attacks = rng.choices(ATTACKS, [attack[0] for attack in ATTACKS], k=options.trials)
-        rows = [trial(original, attack, model, rng, options.timeout) for attack in attacks]
-    counts, by_attack = Counter(row["outcome"] for row in rows), defaultdict(Counter)
-    for row in rows:
-        by_attack[row["attack"]][row["outcome"]] += 1
-    failures = [
-        {"trial": number} | row for number, row in enumerate(rows) if row["outcome"] in FAILURES
-    ]
-    print(", ".join(f"{outcome}: {count}" for outcome, count in counts.most_common()))
-    for failure in failures[:10]:
-        print(json.dumps(failure))
-    if options.out:
-        result = {
-            "command": f"python benchmarks/experiments/attacks/weights.py --trials {options.trials} "
-            f"--seed {options.seed}",
-            "date": time.strftime("%Y-%m-%d"),
-            "versions": versions(),
-            "counts": counts,
-            "attacks": {name: by_attack[name] for name in sorted(by_attack)},
-            "failures": failures,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(bool(failures))
+        trials = (trial(original, attack, model, rng, options.timeout) for attack in attacks)
+        rows = list(progress(trials, options.trials))
+    report("weights.py", rows, options.out, failures=FAILURES, by="attack")
 
 
 if __name__ == "__main__":

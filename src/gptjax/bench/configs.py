@@ -63,7 +63,7 @@ class ModelOptions(BaseOptions):
     """Back end of the norms, as --model.norm (default: the config's, or auto)."""
     mlp: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of the MLP, as --model.mlp (default: the config's, or auto)."""
-    algorithm: Annotated[Literal["adamw", "normuon", "muon"] | None, OWN_DEFAULT] = None
+    optimizer: Annotated[Literal["adamw", "normuon", "muon"] | None, OWN_DEFAULT] = None
     """The optimizer (default: the config's, or adamw). PyTorch's is always AdamW."""
     forward: bool = False
     """Run the forward pass and its loss alone."""
@@ -87,7 +87,7 @@ class ModelOptions(BaseOptions):
             base,
             batch or base.micro_batch,
             self.sequence_length or base.sequence_length,
-            algorithm=self.algorithm,
+            optimizer=self.optimizer,
             precision=Precision(self.precision) if self.precision else base.model.precision,
             recompute=recompute or base.model.recompute,
             **{part: name for part in parts if (name := getattr(self, part))},
@@ -107,13 +107,13 @@ def base_config(file: Path | None, preset: str | None) -> Config:
 
 
 def one_micro_batch(
-    base: Config, batch: int, sequence_length: int, *, algorithm: str | None = None, **model: Any
+    base: Config, batch: int, sequence_length: int, *, optimizer: str | None = None, **model: Any
 ) -> Config:
     """Return the config with a step of one micro-batch.
 
     Args:
         batch: sequences of the micro-batch.
-        algorithm: the optimizer, if another one.
+        optimizer: name of another optimizer.
         model: fields of the model to replace.
 
     Raises:
@@ -129,7 +129,7 @@ def one_micro_batch(
         batch_tokens=batch * sequence_length,
         sequence_length=sequence_length,
         model=dataclasses.replace(base.model, **model),
-        optimizer=optim.switch_algorithm(base.optimizer, algorithm or base.optimizer.name),
+        optimizer=optim.switch_algorithm(base.optimizer, optimizer or base.optimizer.name),
     )
 
 

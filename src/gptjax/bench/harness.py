@@ -1,12 +1,11 @@
 """Device time of one operation in several implementations, held against the machine's own ceilings.
 
-How a time comes about: an implementation is called on several different sets of inputs in one
-compiled program (one CUDA graph in PyTorch), one call after the other, results in memory of their
-own, so that neither the host nor the L2 cache is measured. The program is long enough that its
-start, 35 µs, does not show. It runs for about `SECONDS`, rests, and runs again, `ROUNDS` times; the
-median round counts, divided by the number of calls. It rests because an H200 that multiplies
-matrices without a pause reaches its 700 W and slows from 1980 to 1470 MHz: an 8192³ bf16 product
-then has 690 TFLOP/s, not 800.
+One executable (one CUDA graph in PyTorch) calls an implementation on several sets of inputs, one
+call after the other, with separate memory for each result: neither the host nor the L2 cache is
+measured. The executable is long enough that its launch, 35 µs, does not count. It runs for about
+`SECONDS`, rests, and runs again, `ROUNDS` times; the median round counts, divided by the number of
+calls. Without the rests an H200 that runs matmuls reaches its 700 W and slows from 1980 to 1470
+MHz: an 8192³ bf16 matmul then has 690 TFLOP/s, not 800.
 """
 
 import dataclasses
@@ -22,9 +21,8 @@ import jax.numpy as jnp
 ROUNDS = 7
 SECONDS = 0.02
 REST_SECONDS = 0.05
-# So many sets of inputs are made that they hold many times the 60 MB L2 of an H200 together with
-# their outputs, and that a call on each takes about this long at the rates of an H200; fewer where
-# the memory below or the number of calls is at its end.
+# The number of sets of inputs: with their outputs they hold many times the 60 MB L2 of an H200, and
+# a call on each takes about this long at the rates of an H200, within the limits below.
 ROTATED_BYTES = 2e9
 PROGRAM_SECONDS = 3e-3
 MOST_SETS = 40
@@ -33,8 +31,8 @@ MOST_BYTES = 24e9
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation at one shape: its implementations, and the bytes and operations that it cannot
-    do without."""
+    """One operation at one shape: its implementations, and the bytes and FLOPs that it needs at
+    least."""
 
     kernel: str
     name: str
@@ -43,31 +41,30 @@ class Case:
     run: dict[str, Callable]
     """Name → a jittable function of the inputs, for each implementation in JAX."""
     prepare: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    """Name → a jittable function of the inputs to those that this implementation gets in their
-    place; it is not timed."""
+    """Name → a jittable function from the inputs to those of this implementation; not timed."""
     torch: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    """Name → a function that is given the module torch and returns a function of the same inputs as
-    CUDA tensors."""
+    """Name → a function of the module torch that returns a function of the same inputs as CUDA
+    tensors."""
     bytes: float | int = 0
     """Each input read once and each output written once."""
     flops: float | int = 0
     bound: str = "memory"
-    """The ceiling that it is held against: "memory", a device copy, or "bf16", a matrix product."""
+    """The ceiling: "memory", a device copy, or "bf16", a matmul."""
     in_place: bool = False
     """The first output replaces the first input."""
     bar: str = ""
-    """What it should take, in words."""
+    """The target, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What this GPU does, measured in the same run."""
+    """The rates of this GPU, measured in the same run."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def seconds(self, case: Case) -> float:
-        """The time under which the case cannot go."""
+        """Return the minimum time of a case."""
         return (
             case.bytes / self.bytes_per_s
             if case.bound == "memory"
@@ -76,28 +73,29 @@ class Ceilings:
 
 
 def ceilings(*, torch: bool) -> Ceilings:
-    """The rate of a device copy of 4 GiB (bytes read and written), and of an 8192³ bf16 product.
+    """Measure the rate of a device copy of 4 GiB (bytes read and written), and of an 8192³ bf16
+    matmul.
 
     Args:
-        torch: take PyTorch's copy and product too, and the faster: its copy, the driver's own, is 4
-            % faster than XLA's on an H200.
+        torch: also measure PyTorch's copy and matmul, and return the faster. PyTorch's copy, the
+            driver's own, is 4 % faster than XLA's on an H200.
     """
     copy = Case(
         kernel="ceiling", name="copy", make=lambda key: (_normal(key, 2**31),), run={}, bytes=2**33
     )
-    product = Case(
+    matmul = Case(
         kernel="ceiling",
-        name="product",
+        name="matmul",
         make=lambda key: tuple(_normal(k, 8192, 8192) for k in jax.random.split(key)),
         run={"xla": jnp.matmul},
         flops=2 * 8192**3,
         bound="bf16",
     )
-    copies, products = [seconds(jnp.copy, copy)], [seconds(jnp.matmul, product)]
+    copies, matmuls = [seconds(jnp.copy, copy)], [seconds(jnp.matmul, matmul)]
     if torch:
         copies.append(_torch_copy_seconds(copy))
-        products.append(torch_seconds(lambda torch: torch.matmul, product))
-    return Ceilings(bytes_per_s=copy.bytes / min(copies), flops_per_s=product.flops / min(products))
+        matmuls.append(torch_seconds(lambda torch: torch.matmul, matmul))
+    return Ceilings(bytes_per_s=copy.bytes / min(copies), flops_per_s=matmul.flops / min(matmuls))
 
 
 def _normal(key, *shape):
@@ -109,12 +107,12 @@ def _torch_copy_seconds(case: Case) -> float:
 
     (source,) = _to_torch(torch, case.make(jax.random.key(0)))
     target = torch.empty_like(source)
-    # Not in a graph: there the driver copies with another engine, at two thirds of the rate.
+    # Not in a CUDA graph: there the driver copies with another engine, at two thirds of the rate.
     return _median_seconds(_torch_runs(torch, lambda: target.copy_(source)))
 
 
 def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
-    """Device time of one call of a JAX implementation.
+    """Return the device time of one call of a JAX implementation.
 
     Args:
         prepare: one of `case.prepare`.
@@ -122,21 +120,20 @@ def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
     sets = _input_sets(f, case, prepare)
     firsts, rests = [s[0] for s in sets], [s[1:] for s in sets]
     del sets
-    call = jax.jit(f)  # lowered once, however often the program calls it
+    call = jax.jit(f)  # lowered once, for all calls
 
     def program(firsts, rests, old_outputs):
-        # All outputs are returned: what nobody reads, the compiler leaves out.
+        # All outputs are returned: the compiler removes a result that is not used.
         outputs, last = [], jnp.zeros(())
         for first, rest in zip(firsts, rests, strict=True):
-            # Each call waits for the one before: calls in parallel, or fused, would be another
-            # thing.
+            # Each call waits for the one before: no calls in parallel, no fusion between calls.
             (first, *rest), last = jax.lax.optimization_barrier(((first, *rest), last))
             outputs.append(call(first, *rest))
             last = jax.tree.leaves(outputs[-1])[0]
         return outputs
 
-    # The outputs go where the last ones lay: the host is ahead by many programs, and each would
-    # have memory of its own.
+    # The outputs reuse the memory of the last ones: the host runs many executions ahead, and each
+    # would allocate its own.
     program = jax.jit(program, donate_argnums=(0, 2) if case.in_place else 2, keep_unused=True)
     outputs = (
         None
@@ -193,8 +190,8 @@ def _median_seconds(run: Callable[[int], float]) -> float:
 
 
 def torch_seconds(make_f: Callable, case: Case) -> float:
-    """Device time of one call of a PyTorch implementation: the same sets of inputs, replayed as one
-    CUDA graph."""
+    """Return the device time of one call of a PyTorch implementation: the same sets of inputs,
+    replayed as one CUDA graph."""
     import torch
 
     f = make_f(torch)
@@ -206,7 +203,7 @@ def torch_seconds(make_f: Callable, case: Case) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        # Kept while the others are made: each result has memory of its own, as in JAX.
+        # Kept until the end of the capture: each result has separate memory, as in JAX.
         kept = [f(*inputs) for inputs in sets]
     found = _median_seconds(_torch_runs(torch, graph.replay)) / len(sets)
     del graph, sets, kept
@@ -215,7 +212,7 @@ def torch_seconds(make_f: Callable, case: Case) -> float:
 
 
 def _torch_runs(torch, f: Callable) -> Callable[[int], float]:
-    """How long so many calls take on the device."""
+    """Return a function: number of calls → their seconds on the device."""
 
     def run(times: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -41,18 +41,19 @@ def draw_kernels(results: list[dict], path: Path) -> None:
         y, used = 0.0, {}
         for (kernel, case, bound, bar), group in groups.items():
             heading = f"{kernel}: {case}   (of the {CEILINGS.get(bound, bound)}; target {bar})"
-            axes.text(0, y, heading, weight="bold", va="center")
+            axes.annotate(heading, (0, y), weight="bold", **style.BESIDE)
             y += 1
             for row in group:
                 name = row["implementation"]
                 colour = IMPLEMENTATIONS.get(name, style.VIOLET)
                 used[name if name in IMPLEMENTATIONS else "other"] = colour
                 if "error" in row:
-                    label = f" {name}: did not run"
+                    label = f"{name}: did not run"
                 else:
                     axes.barh(y, 100 * row["ceiling"], height=0.85, color=colour)
-                    label = f" {name}  {row['ms']:.3g} ms"
-                axes.text(100 * row.get("ceiling", 0), y, label, fontsize=7, va="center")
+                    label = f"{name}  {row['ms']:.3g} ms"
+                end = 100 * row.get("ceiling", 0)
+                axes.annotate(label, (end, y), fontsize=7, **style.BESIDE)
                 y += 1
             y += 0.4
         axes.axvline(100, color="black", linewidth=1, zorder=0)

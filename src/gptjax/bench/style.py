@@ -27,6 +27,14 @@ BLUE, GREEN, GREY, DARK_GREY = "#1b6ca8", "#3fa34d", "#9a9a9a", "#6f6f6f"
 ORANGE, LIGHT_ORANGE, VIOLET, LIGHT_GREY = "#e07b39", "#f2b880", "#c9b7dd", "#d0d0d0"
 COLOURS = (BLUE, ORANGE, GREEN, "#8a5aab", "#c44e52", "#8c6d31", "#d77fb3", DARK_GREY)
 
+# A text to the right of a point, on a background that hides grid lines.
+BESIDE = {
+    "xytext": (4, 0),
+    "textcoords": "offset points",
+    "va": "center",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
+
 
 @contextlib.contextmanager
 def picture(
