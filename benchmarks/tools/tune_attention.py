@@ -71,7 +71,7 @@ def mosaic(o: Options) -> Space:
     from pallas_kernels.attention import mosaic_backward, mosaic_forward
 
     module = {"forward": mosaic_forward, "backward": mosaic_backward}[o.kernel]
-    _, length, _, head_dim = o.shape
+    head_dim = o.shape[3]
     values = {
         "forward": {
             "block_q": (64, 128),

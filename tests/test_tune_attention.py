@@ -17,7 +17,7 @@ SHAPE = ["--shape", "1", "64", "1", "16", "--dtype", "fp16"]
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("tune_flash_attention", PATH)
+    spec = importlib.util.spec_from_file_location("tune_attention", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for file in module.FOLDER.glob("*_tiles.json"):
@@ -55,7 +55,7 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
     assert (best["M"], best["N"], best["num_stages"]) == (32, 64, 2)
     trials = json.loads(out.read_text())
     assert trials["best"]["tiles"] == best
-    assert any("off by" in t.get("why_not", "") for t in trials["trials"])
+    assert any("off by" in t.get("why_not", "") for t in trials["rows"])
     # Nothing else has changed.
     found["9.0"]["16"][padded]["forward"] = ours["9.0"]["16"][padded]["forward"]
     assert found == ours
