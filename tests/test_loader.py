@@ -164,7 +164,7 @@ def test_a_far_start_is_as_fast_as_a_near_one(stream):
     [
         (
             {"batch": 3, "process_count": 2},
-            "that 2 processes can share equally, found 3; take a multiple of 2",
+            "that 2 processes can share equally, found 3; use a multiple of 2",
         ),
         ({"batch": 0}, "expected a batch .* found 0"),
         (
@@ -310,7 +310,7 @@ def test_fixed_batches_of_the_processes_are_those_of_one(stream):
             "prepare more text or validate with shorter sequences",
         ),
         ({"count": 0}, "expected count of at least 1 batch, found 0"),
-        ({"batch": 3, "process_count": 2}, "found 3; take a multiple of 2"),
+        ({"batch": 3, "process_count": 2}, "found 3; use a multiple of 2"),
         ({"sequence_length": 200}, "expected at least 201 tokens"),
         (
             {"vocab_size": 50},

@@ -207,7 +207,8 @@ def test_no_runs_and_no_folder_are_errors(tmp_path):
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_runs([], tmp_path / "loss.png")
     with pytest.raises(
-        FileNotFoundError, match="no folder .*missing to write loss.png into; make it first"
+        FileNotFoundError,
+        match="no folder .*missing to write loss.png into; create the folder first",
     ):
         plot_runs([make_run(tmp_path / "run")], tmp_path / "missing" / "loss.png")
 

@@ -440,7 +440,7 @@ def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
     assert second.returncode == 0 and b"already prepared" in said
 
 
-def test_a_kill_between_the_two_renames_of_an_overwrite_is_mended(texts, tmp_path):
+def test_a_kill_between_the_two_renames_of_an_overwrite_is_rolled_back(texts, tmp_path):
     made = prepare_texts(texts[0], tmp_path / "data")
     os.replace(made, made.with_name(".mine_byte.old"))
     lines = []

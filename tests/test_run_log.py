@@ -230,7 +230,7 @@ def test_a_malformed_middle_line_is_named(tmp_path, bad):
     good = '{"kind": "train", "step": 1, "tokens": 2}'
     path.write_text(f"{good}\n{bad}\n{good}\n")
     with pytest.raises(
-        ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*mend or delete"
+        ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*correct or delete"
     ):
         read_log(path)
     with pytest.raises(LogError, match="line 2"):

@@ -58,7 +58,9 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     if not paths:
         raise ValueError("nothing to plot: give at least one run folder or log.jsonl")
     if not out.parent.is_dir():
-        raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into; make it first")
+        raise FileNotFoundError(
+            f"no folder {out.parent} to write {out.name} into; create the folder first"
+        )
     logs = [_log_file(Path(path)) for path in paths]
     names = [log.resolve().parent.name for log in logs]
     if len(set(names)) < len(names):
@@ -138,7 +140,7 @@ def _read(log: Path, name: str, x: X) -> _Curves:
                 if not _is_number(at) or not may_be_loss:
                     raise ValueError(
                         f"{log}, line {line}: expected numbers as {column} and loss, "
-                        f"found {at!r:.40} and {loss!r:.40}; mend or delete the line"
+                        f"found {at!r:.40} and {loss!r:.40}; correct or delete the line"
                     )
                 # A loss of NaN is null in the log and a gap in the curve.
                 found.append((at, loss if _is_number(loss) else math.nan))

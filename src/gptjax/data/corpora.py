@@ -27,7 +27,7 @@ TINYSHAKESPEARE_URL = (
 )
 _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-_MEND = "correct or remove the line, or leave out such lines with --skip-bad-lines"
+_BAD_LINE_ADVICE = "correct or remove the line, or skip such lines with --skip-bad-lines"
 
 # Folders that are not in every installation of Python (tests, tools) or not part of it.
 _STDLIB_EXCLUDED = {
@@ -264,7 +264,7 @@ def _field_of(line: bytes, field: str, where: str) -> str:
     # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
     except (ValueError, RecursionError) as error:
         raise CorpusError(
-            f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_MEND}"
+            f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_BAD_LINE_ADVICE}"
         ) from error
     if not isinstance(row, dict) or field not in row:
         found = (
@@ -274,12 +274,12 @@ def _field_of(line: bytes, field: str, where: str) -> str:
         )
         raise CorpusError(
             f"{where}: expected an object with the field {field!r}, found {found}; name another "
-            f"with --field NAME, or {_MEND}"
+            f"with --field NAME, or {_BAD_LINE_ADVICE}"
         )
     if not isinstance(row[field], str):
         kind = "null" if row[field] is None else type(row[field]).__name__
         raise CorpusError(
             f"{where}: expected text in the field {field!r}, found {kind}; name another with "
-            f"--field NAME, or {_MEND}"
+            f"--field NAME, or {_BAD_LINE_ADVICE}"
         )
     return row[field]

@@ -228,7 +228,7 @@ def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> No
         expected=f"ids below the model's vocabulary of {vocab_size}",
         found=f"id {tokens[bad]} (token {begin + bad})",
         do="the shard was made with another tokenizer or is damaged: "
-        "set the model's vocab_size to the tokenizer's, or make the shard again with `python -m "
+        "set the model's vocab_size to the tokenizer's, or prepare the shard again with `python -m "
         "gptjax.data`",
     )
 

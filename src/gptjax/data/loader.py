@@ -246,6 +246,6 @@ def _rows_of_a_process(batch: int, process_index: int, process_count: int) -> in
     if batch < 1 or batch % process_count:
         raise ValueError(
             f"expected a batch (windows a step over all processes) that {process_count} processes "
-            f"can share equally, found {batch}; take a multiple of {process_count}"
+            f"can share equally, found {batch}; use a multiple of {process_count}"
         )
     return batch // process_count

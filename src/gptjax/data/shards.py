@@ -25,8 +25,8 @@ TOKEN_BYTES = 2
 MAX_TOKENS = 2**31 - 1  # the count is an int32
 
 _LLAMA3_MAGIC = 20240801  # llm.c's shards of uint32 tokens, for vocabularies above 65536
-_REMAKE = "make the shard again, for instance with `python -m gptjax.data`"
-_CHUNK_TOKENS = 1 << 24  # 32 MB at a time, whatever the shard's size
+_PREPARE_AGAIN = "prepare the shard again, for example with `python -m gptjax.data`"
+_CHUNK_TOKENS = 1 << 24  # 32 MB
 
 
 class ShardError(DataError, ValueError):
@@ -34,7 +34,7 @@ class ShardError(DataError, ValueError):
 
 
 def shard_error(
-    path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _REMAKE
+    path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _PREPARE_AGAIN
 ) -> ShardError:
     """Return an error that says where in a file what was expected and found, and what to do."""
     return ShardError(

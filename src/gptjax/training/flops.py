@@ -3,7 +3,7 @@
 import collections
 import re
 
-Number = float | int  # the tests' type checker takes `float` at its word
+Number = float | int  # jaxtyping under pytest rejects an int for `float`
 
 # Peak FLOP/s of one device: fp32 without the tensor cores; tf32 and bf16 on the tensor cores with
 # fp32 accumulation, dense. NVIDIA's datasheets mark figures with 2:4 sparsity by a footnote; these

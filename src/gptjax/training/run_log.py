@@ -236,7 +236,7 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
                 break
             raise LogError(
                 f"{path}, line {number}: expected a JSON object with kind, step and tokens, found "
-                f"{line[:60]!r} ({error}); mend or delete the line"
+                f"{line[:60]!r} ({error}); correct or delete the line"
             ) from error
         rows.append(row)
         newest = max(newest, row["step"])
