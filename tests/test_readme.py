@@ -130,21 +130,23 @@ def test_the_files_that_a_page_names_are_there(page):
 
 SCRIPT = r"train\.py|-m gptjax\.[\w.]+(?: [a-z]\w*)?|(?:benchmarks|examples)/[\w/]+\.py"
 COMMAND = re.compile(rf"python ({SCRIPT})([^`#\n]*)")
+# The algorithm that has all options of the others.
+MOST_OPTIONS = "train.py --optimizer normuon"
 # Print the --help of each command, in one process: the imports are the time.
 HELP = """
 import contextlib, io, json, os, runpy, sys
 texts = {}
 for command in json.loads(sys.argv[1]):
-    words = command.split()
-    module = words.pop(0) == "-m" and words.pop(0)
-    sys.argv = [module or command, *(words if module else []), "--help"]
+    script, *words = command.split()
+    module = script == "-m" and words.pop(0)
+    sys.argv = [module or script, *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             if module:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
-                sys.path[0] = os.path.dirname(os.path.abspath(command))
-                runpy.run_path(command, run_name="__main__")
+                sys.path[0] = os.path.dirname(os.path.abspath(script))
+                runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             assert not end.code, (command, end.code)
     texts[command] = out.getvalue()
@@ -166,7 +168,7 @@ def test_the_options_that_the_pages_name_exist():
     commands = sorted({command for _, command, _ in used})
     assert {"train.py", "-m gptjax.data text", "-m gptjax.bench step"} <= {*commands}
     done = subprocess.run(
-        [sys.executable, "-c", HELP, json.dumps(commands)],
+        [sys.executable, "-c", HELP, json.dumps([*commands, MOST_OPTIONS])],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
         capture_output=True,
@@ -176,6 +178,7 @@ def test_the_options_that_the_pages_name_exist():
     assert done.returncode == 0, done.stderr
     known = {command: options(text) for command, text in json.loads(done.stdout).items()}
     assert all("--help" in names for names in known.values())
+    known["train.py"] |= known[MOST_OPTIONS]
     wrong = [
         f"{page.relative_to(ROOT)}: python {command} {name}"
         for page, command, rest in used

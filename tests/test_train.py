@@ -20,9 +20,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 from gptjax import devices
-from gptjax.config import OUTSIDE_PROGRAMS, Config, ConfigError, OptimizerConfig
+from gptjax.config import OUTSIDE_PROGRAMS, Config, ConfigError
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
+from gptjax.optim import OptimizerConfig, switch_algorithm
 from gptjax.training import compilation, programs
 from gptjax.training import step as step_module
 from pallas_kernels import _dispatch
@@ -179,7 +180,9 @@ def test_a_run_from_beginning_to_end(config):
 def test_a_schedule_with_its_own_end_lets_a_run_be_prolonged(config, algorithm):
     config = dataclasses.replace(
         config,
-        optimizer=dataclasses.replace(config.optimizer, schedule_steps=20, algorithm=algorithm),
+        optimizer=dataclasses.replace(
+            switch_algorithm(config.optimizer, algorithm), schedule_steps=20
+        ),
     )
     whole = dataclasses.replace(config, name="whole")
     run(whole)
@@ -501,7 +504,7 @@ def command_line(config: Config, tmp_path: Path, *more: str) -> list[str]:
         if f.name.startswith(("n_", "vocab", "padded", "block"))
     }
     file.write_text(
-        "from gptjax.config import *\nfrom pathlib import Path\n"
+        "from gptjax import Config, GPT2Config\nfrom pathlib import Path\n"
         f"config = Config(name='run', device='cpu', runs_dir=Path({str(config.runs_dir)!r}), "
         "max_steps=12,\n"
         f"  model=GPT2Config(**{shape}), dataset={config.dataset!r}, sequence_length=32, "

@@ -202,7 +202,7 @@ def _check_fields(options: Config | OptimizerConfig, prefix: str = "") -> None:
             raise ConfigError(
                 f"{flag} must be {_in_words(expected)}, got {value!r} ({type(value).__name__})"
             )
-        if isinstance(value, (str, Path)) and _is_unprintable(str(value)):
+        if _is_unprintable(value):
             raise ConfigError(
                 f"{flag} must be valid UTF-8 without control characters, got {str(value)!r}"
             )
@@ -212,8 +212,12 @@ def _check_fields(options: Config | OptimizerConfig, prefix: str = "") -> None:
                 raise ConfigError(f"{flag} must be {interval.text}, got {value}")
 
 
-def _is_unprintable(text: str) -> bool:
-    """Return True for control characters and surrogates, to which Python decodes invalid UTF-8."""
+def _is_unprintable(value: Any) -> bool:
+    """Return True for text or a path with control characters or surrogates.
+
+    Python decodes invalid UTF-8 to surrogates.
+    """
+    text = str(value) if isinstance(value, (str, Path)) else ""
     return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
 
 

@@ -1,15 +1,14 @@
-"""16-bit parameters that are trained as exactly as fp32 ones, or nearly: low halves kept beside
-them, or stochastic rounding.
+"""Training of bf16 parameters, with their low-order bits in the optimizer's state or with
+stochastic rounding.
 
-A bf16 number is the upper half of an fp32 one. `with_mantissa` keeps the lower half as uint16
-beside the parameter, in the optimizer's
-state: an update runs on all 32 bits, and the model reads the upper 16. Together they are the fp32
-master copy, at half the bytes that a copy costs. As in modded-nanogpt's record the upper half is
-cut off, which makes every weight that the model sees smaller, by 0.27 % on average; or rounded to
-nearest.
+A bf16 number is the upper half of an fp32 number. `with_mantissa` stores the lower half as uint16
+in the optimizer's state: an update uses all 32 bits, and the model reads the upper 16. Both halves
+together are the fp32 master copy, at half the bytes of a separate copy. The upper half is
+truncated, as in modded-nanogpt's record, or rounded to nearest. Truncation makes each weight that
+the model reads smaller, by 0.27 % on average.
 
-`with_stochastic_rounding`, llm.c's way, keeps nothing: an updated parameter goes to one of its two
-bf16 neighbours, to the nearer one more often, so that it is right on average.
+`with_stochastic_rounding`, as in llm.c, stores nothing: an updated parameter is rounded to one of
+its two bf16 neighbours at random, such that the expected value is exact.
 """
 
 from typing import NamedTuple
@@ -23,10 +22,10 @@ from jaxtyping import Array, BFloat16, Float, PyTree, UInt16
 def split(
     x: Float[Array, "*S"], *, rounding: str = "truncate"
 ) -> tuple[BFloat16[Array, "*S"], UInt16[Array, "*S"]]:
-    """The bf16 view of an fp32 array, and the low halves that `join` makes it whole with.
+    """Return the bf16 view of an fp32 array, and the low halves; `join` is the inverse.
 
     Args:
-        rounding: "truncate" cuts the low half off; "nearest" rounds, and ties away from zero.
+        rounding: "truncate", or "nearest" with ties away from zero.
 
     Raises:
         ValueError: another `rounding`.
@@ -40,17 +39,17 @@ def split(
 def join(
     view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"], *, rounding: str = "truncate"
 ) -> Float[Array, "*S"]:
-    """The fp32 array that `split` took apart, bit for bit."""
+    """Return the fp32 array of which `split` returned the halves, bit for bit."""
     high = jax.lax.bitcast_convert_type(view, jnp.uint16).astype(jnp.uint32) << 16
     low = low.astype(jnp.uint32)
     if _half(rounding):
-        # Rounded up where the low half is in its upper half: then the number lies below the view.
+        # `split` rounds up where the low half's highest bit is set.
         high = high - (low & 0x8000)
     return jax.lax.bitcast_convert_type(high | low, jnp.float32)
 
 
 def _half(rounding: str) -> int:
-    """What is added before the low half is cut off."""
+    """Return the number that is added before the truncation."""
     if rounding not in ("truncate", "nearest"):
         raise ValueError(f"unknown rounding {rounding!r}; choose one of ['truncate', 'nearest']")
     return 0x8000 if rounding == "nearest" else 0
@@ -58,25 +57,25 @@ def _half(rounding: str) -> int:
 
 class MantissaState(NamedTuple):
     low: PyTree
-    """uint16, like the parameters."""
+    """Low halves: uint16, the shapes of the parameters."""
     inner: optax.OptState
 
 
 def with_mantissa(
     tx: optax.GradientTransformation, *, rounding: str = "truncate"
 ) -> optax.GradientTransformation:
-    """Runs an optimizer on fp32 parameters of which the caller holds the bf16 views.
+    """Run an optimizer on fp32 parameters whose bf16 views the caller holds.
 
-    `init` takes fp32 parameters, whose low halves it keeps (train on `view(params)`), or bf16 ones.
-    `update` takes the bf16 views, gives the optimizer fp32, and returns what `optax.apply_updates`
-    makes the new views of.
+    `init` takes fp32 parameters, whose low halves it stores (train on `view(params)`), or bf16
+    parameters. `update` takes the bf16 views, passes fp32 to the optimizer, and returns updates for
+    which `optax.apply_updates` returns the new views.
 
     Args:
-        rounding: of the views, as in `split`.
+        rounding: rounding of the views, as for `split`.
 
     Raises:
-        ValueError: another `rounding`; parameters are neither fp32 nor bf16; `update` is given no
-            parameters, or others than bf16.
+        ValueError: another `rounding`; parameters are neither fp32 nor bf16; `update` is called
+            without parameters, or with parameters that are not bf16.
     """
     _half(rounding)
 
@@ -93,38 +92,40 @@ def with_mantissa(
 
     def update(updates, state, params=None, **extra):
         _check_bf16("with_mantissa", params)
-        whole = jax.tree.map(lambda p, low: join(p, low, rounding=rounding), params, state.low)
+        fp32 = jax.tree.map(lambda p, low: join(p, low, rounding=rounding), params, state.low)
         updates, inner = optax.with_extra_args_support(tx).update(
-            updates, state.inner, whole, **extra
+            updates, state.inner, fp32, **extra
         )
 
         def apply(p, w, u):
             new, low = split(w + u.astype(jnp.float32), rounding=rounding)
             p = p.astype(jnp.float32)
             step = new.astype(jnp.float32) - p
-            # Exact but for one freak: a view that was rounded up to a power of two and crosses zero
-            # by less than its last fp32 bit. What it lands on is then the parameter, and the low
-            # half is of another.
+            # Exact with one exception: a view that was rounded up to a power of two and crosses
+            # zero by less than its last fp32 bit. Then the sum is the parameter, and its low half
+            # is 0.
             return step, jnp.where((p + step).astype(jnp.bfloat16) == new, low, jnp.uint16(0))
 
         leaves, structure = jax.tree.flatten(params)
-        made = [
+        pairs = [
             apply(*x)
-            for x in zip(leaves, jax.tree.leaves(whole), jax.tree.leaves(updates), strict=True)
+            for x in zip(leaves, jax.tree.leaves(fp32), jax.tree.leaves(updates), strict=True)
         ]
-        steps, lows = (jax.tree.unflatten(structure, side) for side in zip(*made, strict=True))
+        steps, lows = (jax.tree.unflatten(structure, side) for side in zip(*pairs, strict=True))
         return steps, MantissaState(lows, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def view(params: PyTree, *, rounding: str = "truncate") -> PyTree:
-    """The bf16 parameters to train on, of those that `with_mantissa(…).init` was given."""
+def view(params: optax.Params, *, rounding: str = "truncate") -> optax.Params:
+    """Return the bf16 parameters to train on, from those passed to `with_mantissa(…).init`."""
     return jax.tree.map(lambda p: split(p.astype(jnp.float32), rounding=rounding)[0], params)
 
 
-def whole(params: PyTree, state: MantissaState, *, rounding: str = "truncate") -> PyTree:
-    """The fp32 parameters behind the views."""
+def whole(
+    params: optax.Params, state: MantissaState, *, rounding: str = "truncate"
+) -> optax.Params:
+    """Return the fp32 parameters of bf16 views."""
     return jax.tree.map(lambda p, low: join(p, low, rounding=rounding), params, state.low)
 
 
@@ -137,11 +138,10 @@ class StochasticRoundingState(NamedTuple):
 def with_stochastic_rounding(
     tx: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformation:
-    """Runs an optimizer on bf16 parameters, and rounds each update up or down by chance, so that
-    its mean is exact.
+    """Run an optimizer on bf16 parameters, with stochastic rounding of the updated parameters.
 
     Raises:
-        ValueError: `update` is given no parameters, or others than bf16.
+        ValueError: `update` is called without parameters, or with parameters that are not bf16.
     """
 
     def init(params):
@@ -161,8 +161,8 @@ def with_stochastic_rounding(
         def step(p, u, key):
             new = p + u.astype(jnp.float32)
             bits = jax.lax.bitcast_convert_type(new, jnp.uint32)
-            # A carry out of the low half is as likely as that is full. It is left out where it
-            # would make a NaN of what is infinite.
+            # The probability of a carry from the low half is the low half's fraction of 2¹⁶. No
+            # noise for infinity, which a carry would change into NaN.
             noise = jnp.where(
                 jnp.isfinite(new), jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.uint32), 0
             )

@@ -67,10 +67,8 @@ def matrices_and_adamw(
     rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
 
     def labels(params):
-        found = assign(groups, paths_of(params))
-        names = [
-            "matrix" if g.matrices is not None else str(groups.index(g)) for g in found.values()
-        ]
+        assigned = assign(groups, paths_of(params)).values()
+        names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in assigned]
         return jax.tree.unflatten(jax.tree.structure(params), names)
 
     parts = optax.partition({"matrix": matrix, **rest}, labels)
@@ -119,7 +117,7 @@ class MatrixOptimizerConfig(OptimizerConfig):
         return [f"{self.name}, {self._method()}{self._adamw_differences()}", *lines]
 
     @property
-    def _betas(self) -> dict[str, tuple[float | None, float | None]]:
+    def _betas(self) -> dict[str | None, tuple[float | None, float | None]]:
         """b1 and b2 of each `Group.kind`."""
         return {
             "embedding": (self.embedding_b1, self.embedding_b2),
@@ -133,11 +131,11 @@ class MatrixOptimizerConfig(OptimizerConfig):
     def _adamw_differences(self) -> str:
         """Describe the options in which AdamW differs from AdamW for every parameter."""
         texts = [f"every {self.adam_every} steps, gradients summed"] if self.adam_every > 1 else []
-        names = {"embedding": "embeddings", "vector": "norms and biases"}
-        for kind, (b1, b2) in self._betas.items():
+        for kind, text in (("embedding", "embeddings"), ("vector", "norms and biases")):
+            b1, b2 = self._betas[kind]
             if (b1, b2) != (None, None):
                 b1, b2 = self.b1 if b1 is None else b1, self.b2 if b2 is None else b2
-                texts.append(f"{names[kind]} b1 {b1:g}, b2 {b2:g}")
+                texts.append(f"{text} b1 {b1:g}, b2 {b2:g}")
         return f"; adamw: {'; '.join(texts)}" if texts else ""
 
     def _with_betas(self, groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -51,7 +51,7 @@ def momentum_schedule(
     warmup_steps: int = 300,
     cooldown_steps: int = 50,
 ) -> optax.Schedule:
-    """Momentum that rises from `low` to `high` over the first steps, and falls back over the last.
+    """Return a momentum that rises from `low` to `high`, and falls back over the last steps.
 
     Raises:
         ValueError: low or high outside [0, 1); a negative number of steps.
@@ -75,7 +75,7 @@ class NesterovState(NamedTuple):
 
 
 def scale_by_nesterov(momentum: optax.ScalarOrSchedule = 0.95) -> optax.GradientTransformation:
-    """m ← βm + (1−β)g;  u = (1−β)g + βm, in fp32 and without a correction for bias.
+    """Return u = (1−β)g + βm with m ← βm + (1−β)g, in fp32 and without bias correction.
 
     Args:
         momentum: β, a number or a schedule of the update's index.
@@ -105,30 +105,32 @@ def orthogonalize(
     *,
     layout: Layout = one_matrix,
 ) -> optax.GradientTransformation:
-    """Replaces every matrix by its orthogonal factor. Matrices of one shape, whatever parameters
-    they are in, go through one call.
+    """Replace each matrix by its orthogonal factor.
+
+    All matrices of one shape are one batch, also those of different parameters.
 
     Args:
-        method: of a batch of matrices; `distributed` makes one that is done on several devices.
+        method: function of a batch of matrices; `distributed` shards it over several devices.
     """
 
     def update(updates, state, params=None):
         del params
         paths, leaves, tree = flatten(updates)
         for indices, shapes, x_NIO in _batches(paths, leaves, layout):
-            for i, made in zip(indices, _apart(method(x_NIO), shapes), strict=True):
-                leaves[i] = layout(paths[i]).together(made, leaves[i].shape)
+            for i, factor in zip(indices, _split_batch(method(x_NIO), shapes), strict=True):
+                leaves[i] = layout(paths[i]).together(factor, leaves[i].shape)
         return jax.tree.unflatten(tree, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def distributed(method: Callable, mesh: Mesh, axis: str = "data") -> Callable:
-    """The method, for a batch of matrices that every device has: each device does its share, and
-    all get the results.
+    """Return the method with a batch that is replicated on all devices sharded over a mesh axis.
+
+    Each device computes its share, and the results are gathered on all devices.
 
     Args:
-        axis: of the mesh, over which the work is shared.
+        axis: axis of the mesh.
     """
 
     def run(x_NIO):
@@ -137,27 +139,22 @@ def distributed(method: Callable, mesh: Mesh, axis: str = "data") -> Callable:
             return method(x_NIO)
         x_NIO = jnp.pad(x_NIO, ((0, -n % devices), (0, 0), (0, 0)))
         share = PartitionSpec(axis)
-        made = jax.shard_map(method, mesh=mesh, in_specs=share, out_specs=share, check_vma=False)(
-            x_NIO
-        )
-        return jax.lax.with_sharding_constraint(
-            made, jax.sharding.NamedSharding(mesh, PartitionSpec())
-        )[:n]
+        sharded = jax.shard_map(method, mesh=mesh, in_specs=share, out_specs=share, check_vma=False)
+        replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
+        return jax.lax.with_sharding_constraint(sharded(x_NIO), replicated)[:n]
 
     return run
 
 
 class NeuronNormState(NamedTuple):
     variance: optax.Updates
-    """Of the inputs of each output, or the other way round where the outputs are fewer;
-    unpacked."""
+    """Mean squares over the inputs, or over the outputs if they are fewer; unpacked."""
 
 
 def scale_by_neuron_norm(
     b2: float = 0.95, *, layout: Layout = one_matrix
 ) -> optax.GradientTransformation:
-    """Divides each neuron's update by the running root mean square of it; the norm of each matrix
-    stays as it is."""
+    """Divide each neuron's update by its running root mean square, keeping each matrix's norm."""
     check_range("normuon", below=1, b2=b2)
 
     def reduced(path, x):
@@ -166,40 +163,40 @@ def scale_by_neuron_norm(
 
     def init(params):
         paths, leaves, tree = flatten(params)
-        sums = []
+        moments = []
         for path, leaf in zip(paths, leaves, strict=True):
             x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaf)
             shape = list(x.shape)
             shape[reduced(path, x)] = 1
-            sums.append(jnp.zeros(shape, jnp.float32))
-        return NeuronNormState(jax.tree.unflatten(tree, sums))
+            moments.append(jnp.zeros(shape, jnp.float32))
+        return NeuronNormState(jax.tree.unflatten(tree, moments))
 
     def update(updates, state, params=None):
         del params
         paths, leaves, tree = flatten(updates)
-        leaves, kept = (
-            [leaf.astype(jnp.float32) for leaf in leaves],
-            jax.tree.leaves(state.variance),
-        )
-        # In batches, as they were orthogonalised: a few kernels, and not several for every
-        # parameter.
+        leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+        moments = jax.tree.leaves(state.variance)
+        # In the batches of `orthogonalize`: a few kernels instead of several for each parameter.
         for indices, shapes, v_NIO in _batches(
-            paths, leaves, layout, apart=lambda path: layout(path).axes
+            paths, leaves, layout, key=lambda path: layout(path).axes
         ):
             axis = reduced(paths[indices[0]], v_NIO)
-            # XLA would sum the sums below over all of v once more, and read it twice.
+            # Without the barrier XLA computes the sums below from v, and reads v twice.
             squares = jax.lax.optimization_barrier(jnp.square(v_NIO).mean(axis, keepdims=True))
-            before = jnp.concatenate([kept[i].reshape(-1, *kept[i].shape[-2:]) for i in indices])
-            variance = b2 * before + (1 - b2) * squares
+            old = jnp.concatenate([moments[i].reshape(-1, *moments[i].shape[-2:]) for i in indices])
+            variance = b2 * old + (1 - b2) * squares
             scale = jax.lax.rsqrt(jnp.maximum(variance, 1e-10))
             norm = jnp.sqrt((squares * v_NIO.shape[axis]).sum((-2, -1), keepdims=True))
             scaled = jnp.sqrt(
                 (squares * v_NIO.shape[axis] * jnp.square(scale)).sum((-2, -1), keepdims=True)
             )
-            made = _apart(v_NIO * (scale * (norm / jnp.maximum(scaled, 1e-10))), shapes)
-            for i, v, its_variance in zip(indices, made, _apart(variance, shapes), strict=True):
-                leaves[i], kept[i] = layout(paths[i]).together(v, leaves[i].shape), its_variance
-        return jax.tree.unflatten(tree, leaves), NeuronNormState(jax.tree.unflatten(tree, kept))
+            v_NIO = v_NIO * (scale * (norm / jnp.maximum(scaled, 1e-10)))
+            parts = zip(
+                indices, _split_batch(v_NIO, shapes), _split_batch(variance, shapes), strict=True
+            )
+            for i, v, moment in parts:
+                leaves[i], moments[i] = layout(paths[i]).together(v, leaves[i].shape), moment
+        return jax.tree.unflatten(tree, leaves), NeuronNormState(jax.tree.unflatten(tree, moments))
 
     return optax.GradientTransformation(init, update)
 
@@ -211,15 +208,15 @@ class CautiousDecayState(NamedTuple):
 def add_cautious_decay(
     weight_decay: optax.ScalarOrSchedule, *, factor: Callable[[str], float] | None = None
 ) -> optax.GradientTransformation:
-    """u + wd·p where u and p have the same sign, or one of them is zero; u elsewhere. Stands before
-    the learning rate.
+    """Add wd·p where the update u and the parameter p have the same sign, or one is zero.
 
-    With a number the decay goes as the learning rate, as in AdamW; with the schedule wd·lr, `lambda
-    count: wd * lr(count)`, it goes as its square, as in modded-nanogpt's record.
+    This transformation precedes that of the learning rate. With a number, the decay is proportional
+    to the learning rate, as in AdamW. With the schedule `lambda count: wd * lr(count)` it is
+    proportional to the square of the learning rate, as in modded-nanogpt's record.
 
     Args:
         weight_decay: a number, or a schedule of the update's index.
-        factor: multiplies it, by a parameter's path.
+        factor: maps a parameter's path to a factor of the weight decay.
     """
 
     def update(updates, state, params=None):
@@ -234,8 +231,8 @@ def add_cautious_decay(
         paths, leaves, tree = flatten(updates)
         for i, (path, p) in enumerate(zip(paths, jax.tree.leaves(params), strict=True)):
             p = p.astype(jnp.float32)
-            its_decay = decay * factor(path) if factor else decay
-            leaves[i] = leaves[i] + jnp.where(leaves[i] * p >= 0, its_decay * p, 0.0)
+            scaled = decay * factor(path) if factor else decay
+            leaves[i] = leaves[i] + jnp.where(leaves[i] * p >= 0, scaled * p, 0.0)
         return jax.tree.unflatten(tree, leaves), CautiousDecayState(
             optax.safe_increment(state.count)
         )
@@ -248,7 +245,7 @@ def add_cautious_decay(
 def scale_by_matrix_shape(
     *, layout: Layout = one_matrix, factor: Callable[[str], float] | None = None
 ) -> optax.GradientTransformation:
-    """Multiplies by √max(1, outputs/inputs) and, by path, by a factor of the learning rate."""
+    """Multiply by √max(1, outputs/inputs) and by the factor of the parameter's path."""
 
     def update(updates, state, params=None):
         del params
@@ -271,7 +268,10 @@ def scale_by_normuon(
     method: Callable = polar_express,
     layout: Layout = one_matrix,
 ) -> optax.GradientTransformation:
-    """The direction of NorMuon: `scale_by_nesterov`, `orthogonalize`, `scale_by_neuron_norm`."""
+    """Chain the parts of NorMuon's direction.
+
+    These are `scale_by_nesterov`, `orthogonalize` and `scale_by_neuron_norm`.
+    """
     return optax.chain(
         scale_by_nesterov(momentum),
         orthogonalize(method, layout=layout),
@@ -290,21 +290,22 @@ def normuon(
     factor: Callable[[str], float] | None = None,
     decay_factor: Callable[[str], float] | None = None,
 ) -> optax.GradientTransformation:
-    """NorMuon for parameters that are all matrices; `optax.partition` gives the others to another
-    optimizer.
+    """Return NorMuon for parameters that are all matrices.
+
+    `optax.partition` assigns other parameters to another optimizer.
 
     Args:
         learning_rate: a number, or a schedule of the update's index.
         momentum, b2: β and β₂ of the module's equations.
-        weight_decay: as of `add_cautious_decay`.
-        method: of orthogonalisation: `polar_express`, `newton_schulz`, or `distributed(…)`.
-        layout: which matrices a parameter holds, by its path.
-        factor, decay_factor: multiply the learning rate and the weight decay, by a parameter's
-            path.
+        weight_decay: as for `add_cautious_decay`.
+        method: orthogonalization: `polar_express`, `newton_schulz`, or `distributed(…)`.
+        layout: maps a parameter's path to the layout of its matrices.
+        factor, decay_factor: map a parameter's path to a factor of the learning rate and of the
+            weight decay.
 
     Raises:
-        ValueError: a number outside its range; at `init`, a parameter that holds no matrix, or one
-            of more than two axes whose layout does not name inputs and outputs.
+        ValueError: a number outside its range; at `init`, a parameter with fewer than two axes, or
+            with more than two and a layout that does not name inputs and outputs.
 
     Example:
         >>> label = lambda p: "matrix" if p.ndim >= 2 else "rest"
@@ -439,25 +440,26 @@ def _batches(
     leaves: list[jax.Array],
     layout: Layout,
     *,
-    apart: Callable[[str], Hashable] = lambda path: None,
+    key: Callable[[str], Hashable] = lambda path: None,
 ) -> Iterator[tuple[list[int], list[tuple[int, ...]], jax.Array]]:
-    """The matrices of one shape, whatever leaves they are in: those leaves' indices, their shapes
-    unpacked, and the batch.
+    """Yield a batch for each shape of matrices.
+
+    A batch is the indices of its leaves, their unpacked shapes, and the matrices.
 
     Args:
-        apart: leaves for which it differs are not in one batch.
+        key: function of a path; leaves with different values are in different batches.
     """
-    found: dict[tuple, list[tuple[int, jax.Array]]] = {}
+    by_shape: dict[tuple, list[tuple[int, jax.Array]]] = {}
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         matrices = layout(path).unpacked(leaf, path)
-        found.setdefault((matrices.shape[-2:], apart(path)), []).append((i, matrices))
-    for (shape, _), members in found.items():
+        by_shape.setdefault((matrices.shape[-2:], key(path)), []).append((i, matrices))
+    for (shape, _), members in by_shape.items():
         batch = jnp.concatenate([matrices.reshape(-1, *shape) for _, matrices in members])
         yield [i for i, _ in members], [matrices.shape for _, matrices in members], batch
 
 
-def _apart(x_NIO: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-    """The parts of a batch that `_batches` put together; their last two axes may have changed."""
+def _split_batch(x_NIO: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    """Split a batch of `_batches` into its leaves; the last two axes may have other sizes."""
     counts = [math.prod(shape[:-2]) for shape in shapes]
     parts = jnp.split(x_NIO, list(itertools.accumulate(counts[:-1])))
     return [

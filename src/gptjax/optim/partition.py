@@ -58,28 +58,25 @@ def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
     Raises:
         GroupError: a path matches no rule or several, or a rule matches no path.
     """
-    found = {path: [group for group in groups if re.fullmatch(group.paths, path)] for path in paths}
-    wrong = [
-        f"{path}: "
-        + (
-            "no rule"
-            if not matching
-            else "the rules " + " and ".join(repr(g.paths) for g in matching)
-        )
-        for path, matching in found.items()
-        if len(matching) != 1
-    ]
+    matches = {
+        path: [group for group in groups if re.fullmatch(group.paths, path)] for path in paths
+    }
+    wrong = []
+    for path, matching in matches.items():
+        if len(matching) != 1:
+            rules = " and ".join(repr(group.paths) for group in matching)
+            wrong.append(f"{path}: {f'the rules {rules}' if rules else 'no rule'}")
     wrong += [
         f"the rule {g.paths!r} matches nothing"
         for g in groups
-        if not any(g in m for m in found.values())
+        if not any(g in m for m in matches.values())
     ]
     if wrong:
         raise GroupError(
             "every parameter is matched by exactly one rule, but not these:\n  "
             + "\n  ".join(wrong)
         )
-    return {path: matching[0] for path, matching in found.items()}
+    return {path: matching[0] for path, matching in matches.items()}
 
 
 def describe(
@@ -97,10 +94,10 @@ def describe(
     Raises:
         GroupError: as in `assign`.
     """
-    found = assign(groups, paths := paths_of(params))
+    assigned = assign(groups, paths := paths_of(params))
     kinds: dict[tuple, int] = {}
     for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
-        key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, found[path])
+        key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, assigned[path])
         kinds[key] = kinds.get(key, 0) + 1
     rows = []
     for (path, shape, group), count in kinds.items():

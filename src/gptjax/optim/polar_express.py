@@ -1,9 +1,9 @@
-"""The orthogonal factor of a matrix by matrix products alone: Polar Express, and the Newton–Schulz
-iteration of Muon.
+"""The orthogonal factor of a matrix, computed by matmuls only: Polar Express, and the
+Newton–Schulz iteration of Muon.
 
-Both take X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X with coefficients of their own in each step, after X ← X
-/ (‖X‖_F · margin + 1e-6). They move every singular value towards 1 and leave the singular vectors
-as they are: U Σ Vᵀ becomes nearly U Vᵀ.
+Both scale X ← X / (‖X‖_F · margin + 1e-6), then iterate X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X. The
+coefficients of Polar Express differ in each step. The iteration moves each singular value towards 1
+and keeps the singular vectors: U Σ Vᵀ becomes approximately U Vᵀ.
 
 Amsel, Persson, Musco, Gower, "The Polar Express", 2025; Jordan et al., "Muon", 2024.
 
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import ba_plus_caa, xtx, xxt
 
-# Of modded-nanogpt's record: for singular values down to 1e-3, with a margin of 2 % for bf16.
+# From modded-nanogpt's record: for singular values down to 1e-3, with a margin of 2 % for bf16.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -34,17 +34,17 @@ def polar_express(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str = "auto",
 ) -> Float[Array, "*B M N"]:
-    """U Vᵀ of each matrix U Σ Vᵀ, nearly: five steps bring singular values of [1e-3, 1] times the
-    norm into 0.859 … 1.141.
+    """Return approximately U Vᵀ of each matrix U Σ Vᵀ.
 
-    A zero matrix stays zero, and one that holds a NaN becomes NaN.
+    Five steps map singular values in [1e-3, 1] times the norm to 0.859 … 1.141. A zero matrix stays
+    zero; a matrix with a NaN becomes NaN.
 
     Args:
         x: matrices of any shape, in fp32 or 16 bits.
-        steps: from the sixth on, each repeats the fifth.
-        dtype: of the iteration. The norm, the coefficients and every sum are fp32 in any case, and
-            with float32 so are the products.
-        implementation: back end of the symmetric products (`pallas_kernels.xxt` names them).
+        steps: number of iterations; from the sixth on, each repeats the fifth.
+        dtype: inputs of the matmuls, which are true fp32 with float32. The norm, the coefficients
+            and every sum are always fp32.
+        implementation: back end of the symmetric matmuls (`pallas_kernels.xxt` lists them).
 
     Returns:
         An array like x.
@@ -62,8 +62,11 @@ def newton_schulz(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     implementation: str = "auto",
 ) -> Float[Array, "*B M N"]:
-    """As `polar_express`, with the one set of coefficients of Muon: singular values end between
-    about 0.7 and 1.2."""
+    """Return approximately U Vᵀ of each matrix, with the coefficients of Muon in every step.
+
+    Singular values of the result are between about 0.7 and 1.2. Args and errors as for
+    `polar_express`.
+    """
     return _iterate(x, NEWTON_SCHULZ, steps, 1.0, dtype, implementation)
 
 
@@ -74,7 +77,7 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
         )
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")
-    how = {
+    options = {
         "implementation": implementation,
         "precision": "highest" if dtype == jnp.float32 else None,
     }
@@ -83,18 +86,18 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
     norm = jnp.sqrt(jnp.square(x32).sum((-2, -1), keepdims=True))
     y = _rounded(x32 / (norm * margin + 1e-6), dtype)
     for a, b, c in (coefficients + coefficients[-1:] * steps)[:steps]:
-        # The smaller of the two squares, so that nothing is transposed.
-        gram = _rounded(xxt(y, **how) if wide else xtx(y, **how), dtype)
-        # a·1 + b·gram + c·gram², one product for the step instead of a product, a·y and their sum:
-        # those would take a pass over fp32 results for no less error (docs/normuon.md).
-        polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, d=a, **how), dtype)
+        # The smaller of X Xᵀ and Xᵀ X; no matrix is transposed.
+        gram = _rounded(xxt(y, **options) if wide else xtx(y, **options), dtype)
+        # a·1 + b·gram + c·gram²: the step is then one matmul. A separate addition of a·y would
+        # need a pass over fp32 results, with the same error (docs/normuon.md).
+        polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, d=a, **options), dtype)
         left, right = (polynomial, y) if wide else (y, polynomial)
-        y = _rounded(jnp.matmul(left, right, precision=how["precision"]), dtype)
+        y = _rounded(jnp.matmul(left, right, precision=options["precision"]), dtype)
     return y.astype(x.dtype)
 
 
 def _rounded(x, dtype):
-    # XLA would take the unrounded value where it goes on in fp32 and the rounded one in products:
-    # the polynomial would be that of one matrix times another, which cost 2.2 % of error instead of
-    # 1.2 (256×1024, on a CPU).
+    # Without the barrier XLA uses the unrounded value in fp32 operations and the rounded value in
+    # matmuls: the polynomial of one matrix is applied to another, with an error of 2.2 % instead of
+    # 1.2 % (256×1024, on a CPU).
     return jax.lax.optimization_barrier(x.astype(dtype))

@@ -1,5 +1,5 @@
-"""Learning-rate schedules: functions of the update's index, 0 for the first. All warm up
-linearly."""
+"""Learning-rate schedules: functions of the update's index (0 for the first), with linear
+warm-up."""
 
 import jax.numpy as jnp
 import optax
@@ -14,7 +14,7 @@ WSD_DECAY_FRACTION = 0.2
 def schedule(
     name: str, *, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.0
 ) -> optax.Schedule:
-    """A schedule by name.
+    """Return the schedule of a name.
 
     Warm-up: peak·(step+1)/warmup_steps for the first `warmup_steps` updates. After it, with
     progress p from 0 to 1 at `total_steps` and floor f = final_fraction:
@@ -22,9 +22,8 @@ def schedule(
         cosine    peak·(f + (1−f)·(1 + cos πp)/2)
         linear    peak·(1 − (1−f)·p)
         constant  peak
-        wsd       peak, then over the last 20 % of all steps peak·(f + (1−f)·(1 − √q)), q from 0 to
-        1
-                  (warmup, stable, decay: Hägele et al., 2024)
+        wsd       peak, then over the last 20 % of all steps peak·(f + (1−f)·(1 − √q)), q from 0
+                  to 1 (warmup, stable, decay: Hägele et al., 2024)
 
     Raises:
         ValueError: an unknown name (the message lists them); a number outside its range.
