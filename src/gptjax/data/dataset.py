@@ -54,10 +54,12 @@ class Dataset:
 
     @property
     def train_tokens(self) -> int:
+        """Number of tokens in the training split."""
         return sum(Shard(path).size for path in self.train)
 
     @property
     def val_tokens(self) -> int:
+        """Number of tokens in the validation split."""
         return sum(Shard(path).size for path in self.val)
 
     def fingerprint(self) -> dict[str, Any]:

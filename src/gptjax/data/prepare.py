@@ -321,6 +321,7 @@ class _SplitWriter:
         self._used = 0
 
     def add(self, tokens: np.ndarray) -> None:
+        """Append tokens and write shards when the buffer is full."""
         while tokens.size:
             if self._used == self._buffer.size:
                 self._write(self._shard_tokens)
@@ -330,6 +331,7 @@ class _SplitWriter:
             tokens = tokens[taken:]
 
     def finish(self) -> dict[str, ShardInfo]:
+        """Write the last shard and return the description of every shard, by file name."""
         if self._used:
             self._write(self._used)
         return self.shards
