@@ -2,14 +2,12 @@
 it."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from gptjax.bench import startup
 from gptjax.bench.__main__ import main
-from gptjax.training.start_up_time import StartUpTime
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 CARD = """
@@ -24,16 +22,6 @@ config = Config(
     tokenizer="byte",
 )
 """
-
-
-def test_the_parts_have_no_gap_between_them(monkeypatch):
-    now = iter([12.0, 15.0, 15.5, 16.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    start_up = StartUpTime(10.0)
-    for part in ("imports", "data", "imports", "state"):
-        start_up.mark(part)
-    assert start_up.seconds == {"imports": 2.5, "data": 3.0, "state": 0.5}
-    assert str(start_up) == "after 6.0 s: imports 2.5, data 3.0, state 0.5"
 
 
 def test_what_the_log_does_not_know_of_is_pythons_own():
@@ -57,7 +45,7 @@ def test_what_the_log_does_not_know_of_is_pythons_own():
 
 def test_three_starts(tmp_path, capsys):
     """Cold finds nothing and warm everything, untraced; resumed goes on from the checkpoint,
-    without the first state and validation."""
+    without a validation."""
     card, out = tmp_path / "card.py", tmp_path / "results" / "startup.json"
     card.write_text(CARD)
     assert (
@@ -101,14 +89,12 @@ def test_three_starts(tmp_path, capsys):
         assert {"imports", "data", "compilation", "state", "first step"} <= row["parts"].keys()
         assert row["device"] == "cpu" and "jax" in row["versions"]
     for row, found in ((cold, "no"), (warm, "whole"), (resumed, "whole")):
-        names = {"train_step", "eval_step"} | ({"first_state"} if row is not resumed else set())
-        assert {program["name"]: program["found"] for program in row["programs"]} == dict.fromkeys(
-            names, found
-        )
+        programs = {program["name"]: program["found"] for program in row["programs"]}
+        assert programs == {"train_step": found, "eval_step": found}
         assert all((program["lower"] > 0) == (row is cold) for program in row["programs"])
     assert (
         cold["cache_hits"] == 0
-        and cold["cache_misses"] == warm["cache_hits"] >= 3
+        and cold["cache_misses"] == warm["cache_hits"] >= 2
         and warm["cache_misses"] == 0
     )
     assert "validation" in warm["parts"] and "validation" not in resumed["parts"]

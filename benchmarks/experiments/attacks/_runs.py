@@ -1,5 +1,4 @@
-"""Parts that the attacks on a whole run share: a small CPU run in a folder of its own, and the
-report."""
+"""Shared parts of the attacks: a small CPU run in a separate folder, and the report."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damages the files and folders of checkpoints, and restores them.
+"""Damage the files and folders of checkpoints, and restore them.
 
     python benchmarks/experiments/attacks/checkpoints.py --flips 350 \\
         --out benchmarks/results/attacks/checkpoints.json
@@ -36,11 +36,11 @@ class Options:
     flips: int = 350
     """Trials that change bytes of one file, spread over all files."""
     folders: bool = True
-    """Also all the changes to whole files and folders."""
+    """Also make all changes of complete files and folders."""
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the changes."""
+    """Seed of the changes."""
     timeout: float = 60.0
     """Seconds after which a restore counts as a hang."""
 

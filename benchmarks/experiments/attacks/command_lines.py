@@ -245,7 +245,7 @@ class Options:
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the choice."""
+    """Seed of the choice."""
     timeout: float = 120.0
     """Seconds after which a command counts as a hang."""
 

@@ -1,12 +1,12 @@
-"""Lets the disk of a run fill up at many sizes, gives it room again, and resumes.
+"""Fill the disk of a run at many sizes, free space again, and resume the run.
 
     python benchmarks/experiments/attacks/disk_full.py --trials 31 \\
         --out benchmarks/results/attacks/disk_full.json
 
-Needs root, to mount a tmpfs of a given size. The run's folder lies on it; the first size has room
-for almost nothing, the last for all but the last few checkpoints. The run must end by itself with a
-sentence and exit code 1. The same command, with more room, must then end with the arrays and losses
-of a run left alone.
+Root is needed to mount a tmpfs of a given size with the run's folder. The first size has room for
+almost nothing, the last for all but the last few checkpoints. The run must end by itself with a
+sentence and exit code 1. The same command, with more space, must then end with the arrays and
+losses of an undisturbed run.
 
 Outcomes: `refused and resumed` (a sentence, then bit-exact), `enough room`. Failures: `hang`,
 `traceback`, `lost` (the run could not be resumed), `silent wrong` (resumed to other numbers).
@@ -28,7 +28,7 @@ class Options:
     """Train on disks that fill up; exit code 1 if one run hangs or loses anything."""
 
     trials: int = 31
-    """Sizes."""
+    """Number of disk sizes."""
     smallest_kib: int = 16
     """Size of the first disk."""
     largest_kib: int = 5_600

@@ -1,5 +1,5 @@
-"""Kills a training run with SIGKILL at random moments, resumes it, and compares it bit for bit with
-a run left alone.
+"""Kill a training run with SIGKILL at random moments, resume it, and compare it bit for bit with an
+undisturbed run.
 
     python benchmarks/experiments/attacks/kills.py --trials 20 \\
         --out benchmarks/results/attacks/kills.json
@@ -28,11 +28,11 @@ class Options:
     """Kill and resume a small CPU run; exit code 1 if one resume is not bit-exact."""
 
     trials: int = 20
-    """Kills."""
+    """Number of kills."""
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the moments."""
 
 
 def kill_in_a_save(run: Path, process: subprocess.Popen, rng: random.Random) -> bool:

@@ -1,12 +1,12 @@
-"""Cuts the power of a disk while a run saves its checkpoints, and resumes from what the disk has.
+"""Cut the power of a disk while a run saves its checkpoints, and resume from the disk's contents.
 
     python benchmarks/experiments/attacks/power_cut.py --trials 17 \\
         --out benchmarks/results/attacks/power_cut.json
 
-Needs root, to mount a file as an ext4 disk. At a random moment the training process is stopped and
-the file copied: the copy has what the disk has, without anything that the kernel still keeps in
-memory. The copy is mounted (ext4 replays its journal), and the same command must resume on it and
-end with the arrays and losses of a run left alone. The file system is mounted without its own
+Root is needed to mount a file as an ext4 disk. At a random moment the training process is stopped
+and the file copied: the copy has the contents of the disk, without the kernel's write cache. The
+copy is mounted (ext4 replays its journal), and the same command must resume on it and end with the
+arrays and losses of an undisturbed run. The file system is mounted without its own
 protections for programs that do not synchronise (data=writeback, noauto_da_alloc).
 
 Outcomes: `resumed` (from a checkpoint, bit-exact), `began anew` (before the first checkpoint was
@@ -36,13 +36,13 @@ class Options:
     """Cut the power while checkpoints are saved; exit code 1 if a run is lost."""
 
     trials: int = 17
-    """Power cuts."""
+    """Number of power cuts."""
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the moments."""
     size_mib: int = 64
-    """Size of the disk."""
+    """Size of the disk in MiB."""
 
 
 @contextlib.contextmanager

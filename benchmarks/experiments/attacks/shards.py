@@ -1,4 +1,4 @@
-"""Damages prepared datasets, and reads them as a training run does.
+"""Damage prepared datasets, and read them as a training run does.
 
     python benchmarks/experiments/attacks/shards.py --trials 2000 \\
         --out benchmarks/results/attacks/shards.json
@@ -49,7 +49,7 @@ class Options:
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the changes."""
+    """Seed of the changes."""
     timeout: int = 60
     """Seconds after which a trial counts as a hang."""
 

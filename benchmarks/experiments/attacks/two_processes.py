@@ -1,11 +1,11 @@
-"""Starts two processes with the name of one run.
+"""Start two processes with the name of one run.
 
     python benchmarks/experiments/attacks/two_processes.py --trials 11 \\
         --out benchmarks/results/attacks/two_processes.json
 
 The second process starts at a random moment of the first one's life. Exactly one of them must
 train; the other is refused with the first one's pid, and the run ends with the arrays and losses of
-a run left alone.
+an undisturbed run.
 
 Outcomes: `one refused`, `one after the other` (the first had ended). Failures: `silent wrong`,
 `lost`, `traceback`.
@@ -28,11 +28,11 @@ class Options:
     """Start pairs of processes with one name; exit code 1 if both train at once."""
 
     trials: int = 11
-    """Pairs."""
+    """Number of pairs."""
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the moments."""
 
 
 def trial(folder: Path, name: str, delay: float, alone) -> dict:

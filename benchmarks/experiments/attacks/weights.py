@@ -1,4 +1,4 @@
-"""Damages weight files, and loads them.
+"""Damage weight files, and load them.
 
     python benchmarks/experiments/attacks/weights.py --trials 1000 \\
         --out benchmarks/results/attacks/weights.json
@@ -53,7 +53,7 @@ class Options:
     out: Path | None = None
     """JSON file for the results."""
     seed: int = 0
-    """Of the changes."""
+    """Seed of the changes."""
     timeout: float = 10.0
     """Seconds after which a trial counts as a hang."""
 
