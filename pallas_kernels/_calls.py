@@ -1,8 +1,10 @@
-"""Calls of functions with gradient rules of their own, and of kernels, under JAX's transformations.
+"""Kernel launches and `jax.custom_vjp` functions under JAX's transformations.
 
-`jax.shard_map` with its default check_vma=True gives each array a type that says over which mesh
-axes its values vary. Neither a `jax.custom_vjp` rule nor a kernel launch converts these types by
-itself.
+- Differentiation: `differentiable` calls a `jax.custom_vjp` function; a launch has no derivative.
+- `jax.vmap`: `looped` launches once for each element, `batched` once in all.
+- `jax.shard_map` with its default check_vma=True gives each array a type that names the mesh axes
+  over which its values vary. Neither a `jax.custom_vjp` rule nor a launch converts these types by
+  itself; the functions here do.
 """
 
 import functools
@@ -10,23 +12,27 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 REMEDY = (
     "this back end is differentiable once, in reverse mode (jax.grad, jax.vjp); for forward-mode "
-    "differentiation (jax.jvp, "
-    "jax.jacfwd, jax.linearize) or second derivatives pass implementation='reference'"
+    "differentiation (jax.jvp, jax.jacfwd, jax.linearize) or second derivatives pass "
+    "implementation='reference'"
 )
 
 
-def differentiable(kernel: str, f: Callable, *args: Any) -> Any:
-    """f(*args) of a `jax.custom_vjp` function f, whose arguments hold arrays and static options.
+def differentiable(operation: str, f: Callable, *args: Any) -> Any:
+    """Call a `jax.custom_vjp` function f with arrays and static options.
 
     All arrays are first cast to vary over the same mesh axes. JAX transposes this cast to the sum
-    over devices that completes the gradient of an array that is equal on all of them.
+    over devices that completes the gradient of a replicated array.
+
+    Args:
+        operation: name of the public function, for errors.
 
     Raises:
-        TypeError: forward-mode differentiation; the message names `kernel`.
+        TypeError: forward-mode differentiation; the message names `operation`.
     """
     try:
         return f(*_vary_alike(args, args))
@@ -35,38 +41,82 @@ def differentiable(kernel: str, f: Callable, *args: Any) -> Any:
         # where something is.
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(f"{kernel}: {REMEDY}") from error
+        raise TypeError(f"{operation}: {REMEDY}") from error
 
 
-def launch(kernel: str, f: Callable, *, overwrites: bool = False) -> Callable:
-    """f, which launches kernels, with results that vary over the mesh axes of its arguments.
+def looped(operation: str, f: Callable, *, overwrites: bool = False) -> Callable:
+    """Wrap f, which launches kernels. `jax.vmap` launches them once for each element.
 
-    Differentiating it raises NotImplementedError; the message names `kernel`.
+    Differentiating the result raises NotImplementedError.
 
     Args:
+        operation: name of the public function, for errors.
         overwrites: whether a kernel overwrites one of its arguments. Calling the result inside
-            jax.shard_map(check_vma=True) then raises
-            ValueError: JAX replaces the reference by values whose types name no mesh axis, and
-            refuses its own result.
+            jax.shard_map(check_vma=True) then raises ValueError: JAX replaces the reference by
+            values whose types name no mesh axis, and refuses its own result.
     """
+    return _launch(operation, jax.custom_batching.sequential_vmap(f), overwrites)
+
+
+def batched(operation: str, f: Callable, *, shared: int = 0, overwrites: bool = False) -> Callable:
+    """Wrap f, which launches kernels. `jax.vmap` launches them once, with a longer leading axis.
+
+    Args:
+        operation, overwrites: as in `looped`.
+        f: its arguments and results have a leading batch axis.
+        shared: the number of last arguments that have none, because every element of the batch
+            shares them. If `jax.vmap` maps one of these, the launches are a loop.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def launch(*args):
+        return f(*args)
+
+    @launch.def_vmap
+    def _longer_batch(size, is_batched, *args):
+        first = len(args) - shared
+
+        def mapped(x, is_batched):
+            return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
+
+        def merged(x, is_batched):
+            x = mapped(x, is_batched)
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        def split(x):
+            return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+        if any(jax.tree.leaves(is_batched[first:])):
+            full = jax.tree.map(mapped, args, tuple(is_batched))
+            out = jax.lax.map(lambda args: launch(*args), full)
+        else:
+            own = jax.tree.map(merged, args[:first], tuple(is_batched[:first]))
+            out = jax.tree.map(split, launch(*own, *args[first:]))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return _launch(operation, launch, overwrites)
+
+
+def _launch(operation, f, overwrites):
+    """f with results that vary over the mesh axes of its arguments."""
 
     def launched(*args):
         if overwrites and varying(args):
             raise ValueError(
-                f"{kernel}: its kernel overwrites an argument, which jax.shard_map(check_vma=True) "
-                "does not support. Pass check_vma=False "
-                "to jax.shard_map (gradients of replicated arrays are then not summed: use "
+                f"{operation}: its kernel overwrites an argument, which "
+                "jax.shard_map(check_vma=True) does not support. Pass check_vma=False to "
+                "jax.shard_map (gradients of replicated arrays are then not summed: use "
                 "jax.lax.psum), or implementation='xla'"
             )
-        return _vary_alike(args, f(*once(kernel, args)))
+        return _vary_alike(args, f(*once(operation, args)))
 
     return launched
 
 
-def once(kernel: str, arrays: Any) -> Any:
-    """`arrays`; differentiating what is computed from them raises NotImplementedError that names
-    `kernel`."""
-    return _once(f"{kernel}: {REMEDY}", arrays)
+def once(operation: str, arrays: Any) -> Any:
+    """Return `arrays`. Differentiating a value computed from them raises NotImplementedError that
+    names `operation`."""
+    return _once(f"{operation}: {REMEDY}", arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -80,13 +130,13 @@ def _once_jvp(message, primals, tangents):
 
 
 def varying(tree: Any) -> frozenset[str]:
-    """The mesh axes over which an array of the tree varies, by its type; none outside
+    """Return the mesh axes over which an array of the tree varies, by its type; none outside
     jax.shard_map(check_vma=True)."""
     return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
 
 def _vary_alike(like, tree):
-    """`tree`, whose arrays are cast to vary over every mesh axis over which one of `like` does."""
+    """Cast the arrays of `tree` to vary over every mesh axis over which an array of `like` does."""
     axes = varying(like)
 
     def cast(x):

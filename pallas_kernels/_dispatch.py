@@ -88,7 +88,7 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
             message lists the back ends that can.
 
     Example:
-        >>> select("layer_norm", dtype="bfloat16", channels=768)
+        >>> select("layer_norm", channels=768)
         'triton'
     """
     if operation not in OPERATIONS:

@@ -346,7 +346,8 @@ def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Com
 
     pointers = {
         "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32",
-        "int64": "*i64", "uint32": "*u32", "int8": "*i8", "uint8": "*u8", "uint16": "*u16", "bool": "*i1",
+        "int64": "*i64", "uint32": "*u32", "int8": "*i8", "uint8": "*u8", "uint16": "*u16",
+        "bool": "*i1",
     }  # fmt: skip
     signature, constants, attributes = {}, {}, {}
     names = [p.name for p in kernel.params if not p.is_constexpr]

@@ -27,7 +27,7 @@ from pallas_kernels.attention.mosaic_forward import (
 )
 
 SMALL = Tiles(block_kv=64, stages=2, warpgroups=2, q_slots=1)
-EVERYWHERE = {"head_dim": 64, "causal": True, "up_to": None, "tiles": dataclasses.asdict(SMALL)}
+EVERYWHERE = {"head_dim": 64, "causal": True, "tiles": dataclasses.asdict(SMALL)}
 
 
 def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, seed=0):
@@ -151,22 +151,19 @@ def test_tiles_that_cannot_be_compiled_say_why():
         run(inputs(1, 64, 1), Tiles(stages=8))
 
 
-def test_tiles_are_those_of_the_length(monkeypatch):
-    short = EVERYWHERE | {"up_to": 1024, "tiles": {"stages": 2}}
-    monkeypatch.setattr(mosaic_forward, "_choices", lambda: {"forward": [short, EVERYWHERE]})
-    assert mosaic_forward.tiles("forward", 64, 1024, True) == {"stages": 2}
-    assert mosaic_forward.tiles("forward", 64, 1025, True) == EVERYWHERE["tiles"]
-    with pytest.raises(ValueError, match="no forward tiles for head_dim=128 causal=True length=1"):
-        mosaic_forward.tiles("forward", 128, 1, True)
+def test_tiles_are_those_of_the_head_dimension_and_mask(monkeypatch):
+    full = EVERYWHERE | {"causal": False, "tiles": {"stages": 2}}
+    monkeypatch.setattr(mosaic_forward, "_choices", lambda: {"forward": [full, EVERYWHERE]})
+    assert mosaic_forward.tiles("forward", 64, False) == {"stages": 2}
+    assert mosaic_forward.tiles("forward", 64, True) == EVERYWHERE["tiles"]
+    with pytest.raises(ValueError, match="no forward tiles for head_dim=128 causal=True"):
+        mosaic_forward.tiles("forward", 128, True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_default_tiles_can_be_compiled(head_dim, causal):
-    for length in (1, 1024, 100000):
-        assert (
-            why_not_tiles(mosaic_forward.default_tiles(head_dim, length, causal), head_dim) is None
-        )
+    assert why_not_tiles(mosaic_forward.default_tiles(head_dim, causal), head_dim) is None
 
 
 # ------------------------------------------------------------------------------- in the interpreter

@@ -10,7 +10,7 @@ import pytest
 from kernel_tools import unchecked
 
 import pallas_kernels as pk
-from pallas_kernels import _calls
+from pallas_kernels import _calls, _dispatch
 
 ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
 
@@ -141,6 +141,50 @@ def test_triton_kernels_inside_shard_map(triton_on_cpu):
         np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-5)
 
 
+# -------------------------------------------------------------------------------------------- empty
+
+EMPTY = {
+    "softmax": [(0, 16)],
+    "layer_norm": [(0, 16), (0, 16), (16,), (16,), (16,)],
+    "rms_norm": [(0, 16), (16,)],
+    "linear": [(0, 16), (16, 48), (48,)],
+    "linear_gelu": [(0, 64), (64, 128), (128,)],
+    "linear_relu_squared": [(0, 64), (64, 128), (128,)],
+    "mlp": [(0, 64), (64, 128), (128,), (128, 64)],
+    "flash_attention": [(0, 8, 2, 64)] * 3,
+    "projected_attention": [(0, 8, 16), (16, 384), (384,)],
+    "xxt": [(0, 64, 64)],
+    "xtx": [(0, 64, 64)],
+    "ba_plus_caa": [(0, 64, 64), ()],
+    "transpose_copy": [(0, 8, 16)],
+    "transpose_add": [(0, 16, 8), (0, 8, 16)],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_empty_array_launches_nothing(name, monkeypatch):
+    """In any back end, named or not: results and gradients are XLA's."""
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_dispatch, "why_not_mosaic", lambda: None)
+    monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 132)
+    f = CASES[name][0]
+    args = [jnp.ones(shape, jnp.bfloat16) for shape in EMPTY.get(name, [])]
+    if name == "fused_classifier":
+        args = [jnp.ones((0, 12), jnp.bfloat16), jnp.ones(0, jnp.int32)]
+    if name == "linear_cross_entropy":
+        args = [jnp.ones((0, 16), jnp.bfloat16), HEAD.astype(jnp.bfloat16), jnp.ones(0, jnp.int32)]
+    floats = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
+    operation = "flash_attention" if name == "projected_attention" else name
+    for implementation in ("auto", *(b.name for b in _dispatch.OPERATIONS[operation].back_ends)):
+        if implementation == "cudnn":
+            continue
+        g = functools.partial(f, implementation=implementation)
+        out, pull = jax.vjp(lambda *args, g=g: g(*args), *args)
+        assert out.size == 0
+        for i, gradient in zip(floats, (pull(out)[i] for i in floats), strict=True):
+            assert gradient.shape == args[i].shape and not jnp.asarray(gradient).any()
+
+
 # ----------------------------------------------------------------- forward mode, second derivatives
 
 
@@ -194,10 +238,35 @@ def test_second_derivatives_of_the_fused_loss_name_it_and_say_what_to_do():
 
 
 def test_differentiating_a_kernel_names_the_public_function():
-    kernel = _calls.launch("softmax", lambda x, nothing: 2 * x)
-    np.testing.assert_array_equal(jax.jit(kernel)(X, None), 2 * X)
-    with pytest.raises(NotImplementedError, match="softmax: .*implementation='reference'"):
-        jax.jit(jax.grad(lambda x: kernel(x, None).sum()))(X)
+    for wrap in (_calls.looped, _calls.batched):
+        kernel = wrap("softmax", lambda x, nothing: 2 * x)
+        np.testing.assert_array_equal(jax.jit(kernel)(X, None), 2 * X)
+        with pytest.raises(NotImplementedError, match="softmax: .*implementation='reference'"):
+            jax.jit(jax.grad(lambda x, kernel=kernel: kernel(x, None).sum()))(X)
+
+
+def test_vmap_of_launches():
+    """`looped` calls each element, `batched` all at once, but for a mapped argument that is
+    shared."""
+    shapes = []
+
+    def kernel(x_BC, scale, *, add=0.0):
+        shapes.append(x_BC.shape)
+        return {"out": x_BC * scale + add, "sums": x_BC.sum(1)}
+
+    x, scale = normal(30, 5, 3, 4), normal(31, 5)
+    for wrap, f, in_axes, shape in [
+        (_calls.looped, kernel, (0, None), (3, 4)),
+        (functools.partial(_calls.batched, shared=1), kernel, (0, None), (15, 4)),
+        (functools.partial(_calls.batched, shared=1), kernel, (None, 0), (3, 4)),
+        (functools.partial(_calls.batched, shared=1), kernel, (0, 0), (3, 4)),
+    ]:
+        arrays = [a if axis == 0 else a[0] for a, axis in zip((x, scale), in_axes, strict=True)]
+        shapes.clear()
+        out = jax.vmap(wrap("softmax", f), in_axes)(*arrays)
+        assert shapes[-1] == shape and {*shapes} <= {(3, 4), shape}
+        expected = jax.vmap(kernel, in_axes)(*arrays)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected)
 
 
 # ------------------------------------------------------------------------------------------- dtypes

@@ -1,32 +1,30 @@
-"""Scaled dot-product attention: each query's mean of the values that it sees, weighted by a
-softmax, for each head.
+"""Scaled dot-product attention of each head.
 
-    S = scale · Q Kᵀ      P_ts = exp(S_ts − L_t) where t sees s, else 0      L_t = log Σ_s exp(S_ts)
-    O = P V
+    S = scale · Q Kᵀ      L_t = log Σ_s exp(S_ts)
+    P_ts = exp(S_ts − L_t) where query t sees key s, else 0      O = P V
 
 and with D_t = Σ_d dO_td · O_td − dL_t:
 
     dV = Pᵀ dO      dS = P ∘ (dO Vᵀ − D)      dQ = scale · dS K      dK = scale · dSᵀ Q
 
-The flash kernels never hold more than a tile of S or P: memory is O(T). Saved for the backward
-pass: Q, K, V, O and L. Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
+The flash kernels hold one tile of S or P at a time: memory is O(T). The forward pass saves Q, K, V,
+O and L. Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
 
 Shapes: B batch, T time (as many keys as queries), H query heads, K key and value heads, D head
-dimension. Arrays are B·T·H·D ("BTHD"), the packed projection B·T·3·H·D: q, k and v, in this order.
-With fewer key and value heads than query heads (grouped-query attention), query head h takes key
-head h // (H/K). The log-sum-exp L is natural, fp32, B·H·T.
+dimension. Arrays are B·T·H·D ("BTHD"); the packed projection is B·T·3·H·D: q, k and v, in this
+order. With fewer key and value heads than query heads (grouped-query attention), query head h uses
+key head h // (H/K). The log-sum-exp L uses the natural logarithm and is fp32, B·H·T.
 
 Back ends:
     mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper.
-    triton: NVIDIA GPUs from Ampere on; the only one here with fp32 in TF32, O(T) memory and segment
-        ids at once.
+    triton: NVIDIA GPUs from Ampere on; the only back end with fp32 as TF32 and O(T) memory, and the
+        only flash kernel with segment ids.
     cudnn: cuDNN's fused attention through `jax.nn.dot_product_attention`. bf16 or fp16.
-    xla: S is materialised; any device. Softmax statistics are fp32 in every dtype.
-    reference: the definition in fp32, materialised; any device.
-Every back end takes fp32, bf16 and fp16 alone, or fewer. mosaic, triton and cudnn are
-differentiable once, in reverse mode; xla and reference also in forward mode and to any order.
-mosaic and triton read q, k and v where they lie in the packed projection, and write its gradient as
-one array.
+    xla: plain JAX that stores S; any device. Softmax statistics are fp32 in every dtype.
+    reference: the definition in fp32, which stores S; any device.
+mosaic, triton and cudnn are differentiable once, in reverse mode; xla and reference also in forward
+mode and to any order. mosaic and triton read q, k and v in place from the packed projection, and
+store its gradient as one array.
 """
 
 import dataclasses
@@ -58,7 +56,7 @@ def flash_attention(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """Attention of every query to the keys at or before it.
+    """Scaled dot-product attention, causal by default.
 
     Args:
         q_BTHD, k_BTKD, v_BTKD: queries, keys, values of one dtype: fp32, bf16 or fp16. H is a
@@ -69,19 +67,18 @@ def flash_attention(
         segment_ids: a query sees only keys of its own id (documents packed into one sequence). In
             any order, in any integer type.
         return_lse: return the log-sum-exp L too.
-        deterministic: the gradients of two runs are equal bit for bit; a back end that cannot
-            promise it is not taken.
+        deterministic: use only back ends whose gradients repeat bit for bit.
         implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
             Forward mode and second derivatives need "xla" or "reference".
-        precision: of matrix products in fp32, as in `jax.lax.dot`; None is TF32 on a GPU, "highest"
-            is true fp32.
+        precision: of fp32 matmuls, as in `jax.lax.dot`; None is TF32 on a GPU, "highest" is true
+            fp32.
 
     Returns:
         O, like `q_BTHD`; with `return_lse` (O, L), where L is B·H·T in fp32 and has a gradient,
         too.
 
     Raises:
-        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
     _check(q_BTHD, k_BTKD, v_BTKD, segment_ids, causal=causal, window=window)
     return _attend(
@@ -147,8 +144,7 @@ def reference(
     segment_ids=None,
     return_lse=False,
 ):
-    """The definition, in fp32 with true fp32 products, whatever the inputs are. Returns fp32
-    arrays."""
+    """The definition, in fp32 with true fp32 matmuls for every input dtype. Returns fp32 arrays."""
     q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
     options = Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
@@ -211,14 +207,14 @@ def _why_not_triton(call: Facts) -> str | None:
 
 
 class _Fastest(NamedTuple):
-    """The order of back ends for a kind of GPU and shape; the first row that fits counts."""
+    """Back ends for a kind of GPU and shape, fastest first. The first row that fits applies."""
 
     capability: tuple[int, int] | None
     matmul: str
     """"16" (bf16, fp16), "tf32" or "fp32"."""
     head_dim: int | None
     narrow: bool | None
-    """Whether a query sees an eighth of the keys or fewer."""
+    """Whether the window is at most an eighth of the sequence."""
     order: tuple[str, ...]
 
 
@@ -280,7 +276,7 @@ class Options:
 
     @property
     def true_fp32(self) -> bool:
-        """Whether fp32 inputs are multiplied as they are, not as TF32."""
+        """Whether fp32 inputs are multiplied in fp32, not as TF32."""
         return self.precision in TRUE_FP32
 
 
@@ -295,7 +291,7 @@ def _attend(
     implementation,
     precision,
 ):
-    """Either operands = (q, k, v), or (qkv,)."""
+    """Attention of operands (q, k, v) or (qkv,)."""
     length, head_dim = operands[0].shape[1], operands[0].shape[-1]
     backend = _dispatch.select(
         "flash_attention",
@@ -334,7 +330,7 @@ def _split(operands):
 
 # -------------------------------------------------------------------------------- mosaic and triton
 
-# Imported when they are used: the CPU needs none of them.
+# Imported at the first use: a CPU needs neither Triton nor Mosaic.
 _MODULES = {
     ("mosaic", "forward"): "mosaic_forward",
     ("mosaic", "backward"): "mosaic_backward",
@@ -371,29 +367,11 @@ _flash.defvjp(_flash_forward, _flash_backward, symbolic_zeros=True)
 
 
 def _kernel(options, name):
-    """`forward` or `backward` of the back end. `vmap` makes its axis a part of the batch."""
+    """Return `forward` or `backward` of the back end."""
     module = importlib.import_module(f"pallas_kernels.attention.{_MODULES[options.backend, name]}")
     static = dataclasses.asdict(options) | {"true_fp32": options.true_fp32}
-    for key in ("backend", "precision"):
-        del static[key]
-
-    @jax.custom_batching.custom_vmap
-    def kernel(*args):
-        if name == "forward":
-            return module.forward(*args, **static)
-        return module.backward(*args, **static)
-
-    @kernel.def_vmap
-    def _larger_batch(size, batched, *args):
-        def folded(x, is_batched):
-            x = x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
-            return x.reshape(size * x.shape[1], *x.shape[2:])
-
-        found = kernel(*jax.tree.map(folded, args, tuple(batched)))
-        unfolded = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), found)
-        return unfolded, jax.tree.map(lambda _: True, unfolded)
-
-    return _calls.launch("flash_attention", kernel)
+    del static["backend"], static["precision"]
+    return _calls.batched("flash_attention", functools.partial(getattr(module, name), **static))
 
 
 # ------------------------------------------------------------------------------------ cudnn and xla
@@ -427,7 +405,7 @@ def _materialised(options, q_BTHD, k_BTKD, v_BTKD, segments_BT):
 
 
 def _visible(options, length, segments_BT):
-    """Which keys s each query t sees, B·T·S or 1·T·S; None for all."""
+    """Return the mask of the keys s that each query t sees, B·T·S or 1·T·S; None for all."""
     if not options.causal and segments_BT is None:
         return None
     visible_BTS = jnp.ones((1, length, length), bool)
@@ -450,8 +428,7 @@ def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
     ):
         raise ValueError(
             "flash_attention: expected q of shape (batch, time, heads, head_dim), k and v of shape "
-            "(batch, time, "
-            f"key heads, head_dim), got {shapes}"
+            f"(batch, time, key heads, head_dim), got {shapes}"
         )
     if q_BTHD.shape[2] % max(1, k_BTKD.shape[2]):
         raise ValueError(

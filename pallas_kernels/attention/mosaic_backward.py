@@ -154,7 +154,7 @@ def backward(
     del segments_BT, true_fp32
     batch, length, _, head_dim = dout_BTHD.shape
     key_heads = operands[-1].shape[-2]
-    tiles = tiles or Tiles(**mosaic_forward.tiles("backward", head_dim, length, causal))
+    tiles = tiles or Tiles(**mosaic_forward.tiles("backward", head_dim, causal))
     if (why := why_not_tiles(tiles, head_dim)) is not None:
         raise ValueError(f"flash_attention: {tiles} cannot be used with {head_dim=}: {why}")
     whole = tiles.whole_heads

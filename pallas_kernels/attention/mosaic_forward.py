@@ -64,23 +64,20 @@ def _choices() -> dict:
     )
 
 
-def tiles(pass_: str, head_dim: int, length: int, causal: bool) -> dict:
-    """How a pass is cut: the parameters of the first entry of mosaic_tiles.json that fits.
+def tiles(pass_: str, head_dim: int, causal: bool) -> dict:
+    """Return the tile sizes of a pass from mosaic_tiles.json.
 
     Args:
         pass_: "forward" or "backward".
-        length: T; an entry holds for sequences of at most its `up_to`, or of any length where that
-            is null.
     """
     for entry in _choices()[pass_]:
-        fits = entry["up_to"] is None or length <= entry["up_to"]
-        if fits and (entry["head_dim"], entry["causal"]) == (head_dim, causal):
+        if (entry["head_dim"], entry["causal"]) == (head_dim, causal):
             return entry["tiles"]
-    raise ValueError(f"mosaic_tiles.json has no {pass_} tiles for {head_dim=} {causal=} {length=}")
+    raise ValueError(f"mosaic_tiles.json has no {pass_} tiles for {head_dim=} {causal=}")
 
 
-def default_tiles(head_dim: int, length: int, causal: bool) -> Tiles:
-    return Tiles(**tiles("forward", head_dim, length, causal))
+def default_tiles(head_dim: int, causal: bool) -> Tiles:
+    return Tiles(**tiles("forward", head_dim, causal))
 
 
 def shared_bytes(tiles: Tiles, head_dim: int) -> int:
@@ -110,7 +107,10 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
     if tiles.ping_pong and tiles.warpgroups == 1:
         return "one warpgroup has none to take turns with"
     if tiles.stages < 2 or tiles.q_slots < 1:
-        return f"the rings need two stages of keys and a tile of queries, not {tiles.stages} and {tiles.q_slots}"
+        return (
+            "the rings need two stages of keys and a tile of queries, not "
+            f"{tiles.stages} and {tiles.q_slots}"
+        )
     if (size := shared_bytes(tiles, head_dim)) > SHARED_BYTES:
         return f"shared memory of {size} bytes is needed, and a block has at most {SHARED_BYTES}"
     # Scores in fp32, the weights made of them in 16 bits, results in fp32; row statistics and
@@ -118,7 +118,10 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
     scores, results = tiles.block_q * tiles.block_kv // 128, tiles.block_q * head_dim // 128
     needed = scores + results + (scores // 2 if tiles.overlap else 0) + 24
     if needed > (available := registers(tiles)[0]):
-        return f"about {needed} registers a thread are needed, and {tiles.warpgroups} warpgroups have {available} each"
+        return (
+            f"about {needed} registers a thread are needed, and {tiles.warpgroups} warpgroups have "
+            f"{available} each"
+        )
     return None
 
 
@@ -223,7 +226,7 @@ def forward(
     batch, length, *_, heads, head_dim = operands[0].shape
     group = heads // (heads if len(operands) == 1 else operands[1].shape[2])
     dtype = operands[0].dtype
-    tiles = tiles or default_tiles(head_dim, length, causal)
+    tiles = tiles or default_tiles(head_dim, causal)
     if (why := why_not_tiles(tiles, head_dim)) is not None:
         raise ValueError(f"flash_attention: {tiles} cannot be used with {head_dim=}: {why}")
     rows, block, groups = tiles.block_q, tiles.block_kv, tiles.warpgroups

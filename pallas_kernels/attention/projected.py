@@ -1,19 +1,19 @@
-"""Causal attention of a packed projection, qkv = x W + b, with the bias's gradient from sums that
-attention has in its hands.
+"""Causal attention of a packed projection, qkv = x W + b. The attention kernels compute the bias's
+gradient.
 
     db_q = Σ_t dq_t      db_k = Σ_s dk_s = 0      db_v = Σ_s dv_s = Σ_t do_t
 
-The rows of P sum to one, so Σ_s dV_s = Σ_t (Σ_s P_ts) dO_t = Σ_t dO_t, and those of dS = P ∘ (dO Vᵀ
-− D) to D − D = 0, so Σ_s dK_s = scale · Σ_t (Σ_s dS_ts) Q_t = 0: a bias of the keys moves every
-score of a query alike, and the softmax not at all. A sum over all of dqkv reads three arrays as
-large as the stream; here none is read for it but, where attention writes dq itself, dq.
+The rows of P sum to one, so Σ_s dV_s = Σ_t (Σ_s P_ts) dO_t = Σ_t dO_t. The rows of dS = P ∘ (dO Vᵀ
+− D) sum to D − D = 0, so Σ_s dK_s = scale · Σ_t (Σ_s dS_ts) Q_t = 0: a bias of the keys adds the
+same number to every score of a query, which the softmax ignores. A sum over all of dqkv would read
+three arrays as large as the residual stream; this one reads at most dq.
 
 Shapes: B batch, T time, C channels, H heads, D head dimension; N = B·T.
 
-Back ends: those of `flash_attention_qkv`. `mosaic` takes the sums from its passes; with the others
-the bias is the projection's, and its gradient the sum over dqkv. With `reference` the projection is
-that of `linear`, too: forward mode and higher derivatives work. The others are differentiable once,
-in reverse mode.
+Back ends: those of `flash_attention_qkv`. With `mosaic` the attention kernels compute the bias's
+gradient; with the others it is the sum over dqkv. With `reference` the projection is the reference
+of `linear` too: forward mode and higher derivatives work. The others are differentiable once, in
+reverse mode.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ def projected_attention(
 
     Args:
         x_BTC: fp32, bf16 or fp16.
-        w_CO, b_O: of x's dtype, or fp32, which is rounded to it as in `pallas_kernels.linear`.
-            Their gradients have their dtype and are summed in fp32.
+        w_CO, b_O: of x's dtype, or fp32, which is rounded as in `pallas_kernels.linear`. Their
+            gradients have the same dtype and are summed in fp32.
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
         precision: of fp32 matmuls, those of the projection included; as in `flash_attention`.
 
     Raises:
-        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
     if (
         heads < 1
@@ -58,16 +58,14 @@ def projected_attention(
     ):
         raise ValueError(
             "projected_attention: expected x (B, T, C), W (C, 3·H·D) and b (3·H·D,) with "
-            f"H={heads}, "
-            f"got {x_BTC.shape}, {w_CO.shape}, {b_O.shape}"
+            f"H={heads}, got {x_BTC.shape}, {w_CO.shape}, {b_O.shape}"
         )
     if x_BTC.dtype not in _dispatch.DTYPES or any(
         a.dtype not in (x_BTC.dtype, jnp.float32) for a in (w_CO, b_O)
     ):
         raise ValueError(
             "projected_attention: expected x in float32, bfloat16 or float16, W and b in x's dtype "
-            "or float32, "
-            f"got {x_BTC.dtype}, {w_CO.dtype}, {b_O.dtype}"
+            f"or float32, got {x_BTC.dtype}, {w_CO.dtype}, {b_O.dtype}"
         )
     length, head_dim, arrays = x_BTC.shape[1], b_O.size // (3 * heads), (x_BTC, w_CO, b_O)
     backend = _dispatch.select(
@@ -130,22 +128,26 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 
 def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
-    """(dqkv, Σ dq, Σ do)."""
+    """(dqkv, Σ dq, Σ dO)."""
     from pallas_kernels.attention import mosaic_backward
 
-    @jax.custom_batching.sequential_vmap
-    def kernel(qkv_BT3HD, *others):
-        how = {
-            "causal": True,
-            "scale": qkv_BT3HD.shape[-1] ** -0.5,
-            "window": None,
-            "deterministic": False,
-        }
+    def kernel(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
         return mosaic_backward.backward(
-            (qkv_BT3HD,), None, *others, None, **how, true_fp32=False, bias=True
+            (qkv_BT3HD,),
+            None,
+            lse_BHT,
+            dout_BTHD,
+            out_BTHD,
+            None,
+            causal=True,
+            scale=qkv_BT3HD.shape[-1] ** -0.5,
+            window=None,
+            deterministic=False,
+            true_fp32=False,
+            bias=True,
         )
 
-    (dqkv_BT3HD,), dq_HD, dout_HD = _calls.launch("projected_attention", kernel)(
+    (dqkv_BT3HD,), dq_HD, dout_HD = _calls.looped("projected_attention", kernel)(
         qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD
     )
     return dqkv_BT3HD, dq_HD, dout_HD

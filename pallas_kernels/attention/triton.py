@@ -348,7 +348,8 @@ def block_and_head(BLOCKS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.const
 
 @triton.jit
 def visible(
-    t, s, t_segment, s_segment, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr
+    t, s, t_segment, s_segment, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SEGMENTS: tl.constexpr
 ):  # fmt: skip
     """Whether query t sees key s; t and s are M·1 and 1·N, or 1·M and N·1."""
     # Of causal queries only those from T on, which nobody reads, see keys from T on.
@@ -410,9 +411,11 @@ def queries_of(
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, segments_ptr, out_ptr, lse_ptr,
-    BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     # Positive, so that the highest score stays the highest; a scale of 0 nearly so, because 0 · −∞
@@ -478,11 +481,15 @@ def forward_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, q_turned_ptr, dout_turned_ptr, dq_ptr, dk_ptr, dv_ptr,
-    BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, q_turned_ptr,
+    dout_turned_ptr, dq_ptr, dk_ptr, dv_ptr,
+    BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    FUSED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FUSED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of keys. FUSED: its part of dQ / scale is added to dq, B·H·T·D in fp32.
     PACKED: dk is all of dqkv.
@@ -559,9 +566,11 @@ def dkv_kernel(
 @triton.jit
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, k_turned_ptr, dq_ptr,
-    BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
     PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries. PACKED: dq is all of dqkv."""

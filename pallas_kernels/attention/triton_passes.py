@@ -88,7 +88,8 @@ def into_packed(sums_BTHD, dqkv_BT3HD, *, scale: float):
 def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, delta_ptr, zeros_ptr, sums_ptr,
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
     # Heads of the same rows run side by side: their rows are one piece of memory.
     h, block = tl.program_id(0) % H, tl.program_id(0) // H
@@ -121,7 +122,7 @@ def delta_kernel(
 @triton.jit
 def into_packed_kernel(
     sums_ptr, dqkv_ptr, parts_ptr,
-    N: tl.constexpr, O: tl.constexpr,
+    N: tl.constexpr, O: tl.constexpr,  # noqa: E741
     SCALE: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """dQ from its sums in fp32, N·O, into N·3O, and its sums over TIMES·M rows."""

@@ -41,7 +41,8 @@ def load_rows(
 
 @triton.jit
 def store_rows(
-    ptr, x_RP, start, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr
+    ptr, x_RP, start, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr
 ):  # fmt: skip
     at_RP = ptr + tl.cast(start, tl.int64) * ROW + offsets(R, P, ROW)
     row_R1, column_1P = start + tl.arange(0, R)[:, None], tl.arange(0, P)[None, :]

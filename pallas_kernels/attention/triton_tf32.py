@@ -102,7 +102,8 @@ def place(HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def load_head(
-    ptr, b, t0, h, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr
+    ptr, b, t0, h, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    M: tl.constexpr
 ):  # fmt: skip
     row_M1, column_1P = tl.arange(0, M)[:, None], tl.arange(0, P)[None, :]
     at_MP = ptr + (b * T + t0) * ROW + h * D + (row_M1 * ROW + column_1P)
@@ -139,7 +140,8 @@ def tf32_kernel(
     T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     Q_STRAIGHT: tl.constexpr, K_STRAIGHT: tl.constexpr, V_STRAIGHT: tl.constexpr,
-    Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, V_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
+    Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, V_COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """M rows of a head of q, k or v. H is 0 where q is not to be copied."""
     h, t0, b = place(H + 2 * K, BLOCKS, M)

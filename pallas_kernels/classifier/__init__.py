@@ -1,19 +1,19 @@
-"""The classifier at the end of a language model: a row's loss and the gradient of that loss, from
-one read of its logits.
+"""Fused classifier of a language model: the cross-entropy of each row and its gradient, from one
+read of the logits.
 
-    z = cap(x);  loss_n = logsumexp(z_n) − z_n[target_n];  dx_nv = (softmax(z_n)_v − [v = target_n])
-    · dz/dx
+    z = cap(x)      loss_n = logsumexp(z_n) − z_n[target_n]
+    dx_nv = (softmax(z_n)_v − [v = target_n]) · dz/dx
 
 Shapes: N rows (tokens), V columns (padding included). Softmax and loss cover the first `vocab_size`
-columns; the others may hold anything, NaN too, and get a gradient of exactly zero. cap is nothing,
-c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
+columns; the others may hold any value, NaN included, and get a gradient of exactly zero. cap is the
+identity, c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
 
-The gradient is that of each row's own loss, and it overwrites the logits: whoever averages over N
-rows divides afterwards.
+The gradient is that of each row's own loss, and overwrites the logits. For a mean over N rows the
+caller divides by N.
 
 Back ends:
-    triton: one program a row; the row comes from HBM once, is read again from the cache, and is
-        overwritten. sm_80 and later.
+    triton: one program per row, which loads the row from HBM once, reads it again from the cache,
+        and overwrites it. NVIDIA GPUs from Ampere on.
     xla: plain JAX with fp32 statistics; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work, through both results. Any device.
@@ -58,14 +58,14 @@ def fused_classifier(
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
     """Cross-entropy of each row in nats, and its gradient with respect to that row's logits.
 
-    The gradient takes the logits' buffer where that is free (an intermediate of a jitted function,
-    or a donated argument); XLA copies the logits first where it is not. Differentiable once in the
-    losses; in the gradient that it returns, or twice, only with implementation "reference".
+    The gradient overwrites the logits' buffer where the buffer is free (an intermediate of a jitted
+    function, or a donated argument); elsewhere XLA copies the logits first. The losses are
+    differentiable once. The gradient is differentiable only with implementation "reference".
 
     Args:
         logits_NV: fp32, bf16 or fp16.
-        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other
-            gives that row a loss and a gradient of NaN.
+        targets_N: target column of each row, in [0, vocab_size), in any integer type. Out of this
+            range the loss and the gradient of the row are NaN.
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
         ignore_index: rows with this target have a loss and a gradient of exactly 0.
@@ -75,8 +75,8 @@ def fused_classifier(
         losses_N in fp32, and dlogits_NV in the logits' dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or the named back end cannot run them.
-        NotImplementedError: something is differentiated through dlogits_NV.
+        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
+        NotImplementedError: differentiation through dlogits_NV.
     """
     v = logits_NV.shape[1]
     vocab_size = v if vocab_size is None else vocab_size
@@ -94,8 +94,8 @@ def fused_classifier(
 
 
 def to_int32(ids):
-    """Integer ids in int32. An id that int32 does not hold becomes the nearest that it does, which
-    is no column either."""
+    """Convert integer ids to int32. Ids out of int32's range are clipped, and stay out of the
+    vocabulary."""
     held, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
     if held.max > wanted.max:
         ids = ids.clip(max(held.min, wanted.min), wanted.max)
@@ -110,7 +110,7 @@ def reference(
     softcap: Number | SigmoidCap | None = None,
     ignore_index: int | None = None,
 ):
-    """The definition, in fp32 whatever the logits are. Returns fp32 losses_N and dlogits_NV."""
+    """The definition, in fp32 for every dtype. Returns fp32 losses_N and dlogits_NV."""
     v = logits_NV.shape[1]
     vocab_size = v if vocab_size is None else vocab_size
     targets_N = to_int32(targets_N)
@@ -122,8 +122,7 @@ def reference(
         log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
         columns_N = jnp.where(known_N, targets_N, 0)
         losses_N = -jnp.take_along_axis(log_probs_NV, columns_N[:, None], axis=-1)[:, 0]
-        # A factor of NaN, because `where` would give the row of a target that is no column a
-        # gradient of 0.
+        # A factor of NaN: with `where` the gradient of a row with an invalid target would be 0.
         losses_N = losses_N * jnp.where(known_N | ignored_N, 1.0, jnp.nan)
         return jnp.where(ignored_N, 0.0, losses_N)
 
@@ -132,7 +131,7 @@ def reference(
 
 
 def apply_softcap(x, softcap: Number | SigmoidCap | None):
-    """z = cap(x), elementwise, in x's own dtype."""
+    """z = cap(x), elementwise, in x's dtype."""
     match softcap:
         case None:
             return x
@@ -182,7 +181,7 @@ def _classify_backward(options, dlogits_NV, cotangents):
     if not isinstance(g_of_gradient, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
             "fused_classifier: the gradient that it returns cannot itself be differentiated; "
-            "use only the losses in what is differentiated, or stop_gradient(dlogits), or "
+            "differentiate only the losses, or use stop_gradient(dlogits), or "
             "implementation='reference'"
         )
     if isinstance(g_N, jax.custom_derivatives.SymbolicZero):
@@ -196,21 +195,8 @@ _classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
 def _in_triton(options, logits_NV, targets_N):
     from pallas_kernels.classifier import triton
 
-    @jax.custom_batching.custom_vmap
-    def classify(logits_NV, targets_N):
-        return triton.classify(logits_NV, targets_N, **options.loss_options)
-
-    @classify.def_vmap
-    def _more_rows(size, batched, logits, targets):
-        """A batch of rows is more rows."""
-        logits, targets = (
-            x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
-            for x, is_batched in zip((logits, targets), batched, strict=True)
-        )
-        losses, dlogits = classify(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
-        return (losses.reshape(targets.shape), dlogits.reshape(logits.shape)), (True, True)
-
-    return _calls.launch("fused_classifier", classify, overwrites=True)(logits_NV, targets_N)
+    classify = functools.partial(triton.classify, **options.loss_options)
+    return _calls.batched("fused_classifier", classify, overwrites=True)(logits_NV, targets_N)
 
 
 def _in_xla(logits_NV, targets_N, *, vocab_size, softcap, ignore_index):

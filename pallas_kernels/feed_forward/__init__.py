@@ -1,31 +1,33 @@
-"""A linear layer and its activation: y = gelu(x w + b), and y = relu(x w + b)². `mlp` goes on with
-a second product, y w₂.
+"""A linear layer with its activation: y = gelu(x w + b) or y = relu(x w + b)². `mlp` adds a second
+matmul, y w₂.
 
 gelu is the tanh form, u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))), which is u·σ(2√(2/π)·(u +
 0.044715·u³)).
 
-Shapes: N rows (all leading axes of x), I inputs, O outputs. Products, bias and activation are fp32;
+Shapes: N rows (all leading axes of x), I inputs, O outputs. Sums, bias and activation are fp32, and
 y is rounded once.
 
-The forward pass saves the activation's derivative at u = x w + b, in x's dtype, for the backward
-pass, which then is du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. It comes with the
-activation for a few operations more, takes the memory that u would, and makes the backward pass a
-plain product. `triton` in fp32 saves the product x w in its place: it lies in memory already.
+The forward pass saves the derivative of the activation at u = x w + b, in x's dtype. The backward
+pass is du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. The derivative costs a few
+operations more than the activation, and as much memory as u. `triton` in fp32 saves x w instead,
+which is in memory already.
 
 Back ends:
-    mosaic: Hopper's TMA and wgmma; bf16 or fp16, sizes that its tiles divide.
-    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the product is
-        XLA's, and bias and activation are a pass over it.
-    xla: any device.
-    reference: the definition in fp32 with true fp32 products, its gradients by JAX: forward mode
-        and higher derivatives work. Any device.
+    mosaic: Hopper (TMA and wgmma); bf16 or fp16, sizes that its tiles divide.
+    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the matmul is
+        XLA's, and one kernel adds bias and activation.
+    xla: plain JAX; any device.
+    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
+        higher derivatives work. Any device.
 mosaic, triton and xla are differentiable once, in reverse mode.
-Backward, `mlp` with `mosaic` multiplies by the derivative behind the product dy w₂ᵀ, in one kernel
-with its sums for db; the products for dx and dw are XLA's. `linear_gelu` by itself has no such
-product: there `mosaic` forms du on the way into the product for dx, and writes it for the one for
-dw (where its tiles divide I; else it goes XLA's way). `triton` forms du and db in a pass of their
-own, which writes duᵀ too where a precision of HIGH asks for TF32, for dw's product
-(pallas_kernels.matmul), and in `mlp` yᵀ, for dw₂'s.
+
+Backward pass:
+    mosaic in `mlp`: one kernel computes dy w₂ᵀ, multiplies it by the derivative, and sums db. The
+        matmuls for dx and dw are XLA's.
+    mosaic in `linear_gelu`: the matmul for dx computes du from its left operand, and stores du for
+        the matmul for dw. Where its tiles do not divide I, as xla.
+    triton: one kernel computes du and db. With a precision of HIGH, which asks for TF32, it also
+        stores duᵀ for the matmul for dw (pallas_kernels.matmul), and in `mlp` yᵀ for dw₂.
 """
 
 import dataclasses
@@ -63,15 +65,14 @@ def linear_gelu(
 
     Args:
         x: fp32, bf16 or fp16.
-        w, b: of that dtype, or fp32, which is rounded to x's dtype (w) or not at all (b). Their
-            gradients have their dtype and are summed in fp32.
+        w, b: of x's dtype, or fp32: then w is rounded to x's dtype and b is not. Their gradients
+            have the same dtype and are summed in fp32.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
             and second derivatives need "reference".
-        precision: of the fp32 matrix products in the `xla` back end (JAX's own default for fp32 on
-            a GPU is TF32).
+        precision: of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
     return _linear("linear_gelu", "gelu", x, w, b, implementation, precision)
 
@@ -105,10 +106,9 @@ def mlp(
 ) -> Float[Array, "*B C"]:
     """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    The second product is XLA's; with back end `mosaic`, where C is a multiple of 64, its gradient
-    is a kernel that goes on through the activation. With back end `triton` in fp32 with a precision
-    of HIGH, the backward pass makes the hidden layer again, transposed as dw₂ wants it, where it
-    goes over the saved product for du: nothing as large is saved beside that.
+    The second matmul is XLA's. With "mosaic", where C is a multiple of 64, one kernel computes its
+    gradient and that of the activation. With "triton" in fp32 and a precision of HIGH, the kernel
+    for du also recomputes the hidden layer, transposed for dw₂, so only x w is saved.
 
     Args:
         w2: of x's dtype, or fp32, which is rounded to x's dtype.
@@ -198,7 +198,7 @@ def _select(operation, implementation, arrays):
 
 
 def reference(x, w, b=None, *, activation: str = "gelu"):
-    """The definition, in fp32 with true fp32 products, whatever the inputs are. Returns fp32."""
+    """The definition, in fp32 with true fp32 matmuls for every input dtype. Returns fp32."""
     x, w = x.astype(jnp.float32), w.astype(jnp.float32)
     u = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
     if b is not None:
@@ -235,21 +235,23 @@ ACTIVATIONS = {"gelu": _gelu, "relu_squared": _relu_squared}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static: the activation's name, a back end but `reference`, and the precision of its
-    fp32 products."""
+    """Static options of a call."""
 
     activation: str
+    """A name in `ACTIVATIONS`."""
     backend: str
+    """Not "reference"."""
     precision: jax.lax.PrecisionLike
+    """Precision of fp32 matmuls."""
 
     @property
-    def kernel(self) -> str:
+    def operation(self) -> str:
         """The public function, for errors."""
         return f"linear_{self.activation}"
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether Triton's kernels go over a product of XLA's: in fp32. In other dtypes they make
-        it themselves."""
+        """Whether the matmul is XLA's and Triton kernels do the rest: in fp32. In other dtypes the
+        Triton kernel includes the matmul."""
         return self.backend == "triton" and dtype == jnp.float32
 
 
@@ -275,7 +277,7 @@ def _activated_forward(x_NI, w_IO, b_O, options):
 
 
 def backward(options: Options, saved: tuple, dy_NO):
-    """(dx, dw, db) from (x, w, b) and what `forward` saved; db is None where b is."""
+    """(dx, dw, db) from (x, w, b) and the array that `forward` saved; db is None where b is."""
     x_NI, w_IO, b_O, saved_NO = saved
     if options.in_passes(dy_NO.dtype):
         return _backward_passes(options, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
@@ -298,7 +300,7 @@ def _mlp(x_NI, w_IO, b_O, w2_OC, options: Options):
 def _mlp_forward(x_NI, w_IO, b_O, w2_OC, options):
     y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
     y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
-    # Where the backward pass makes y again it is not kept.
+    # y is not saved where the backward pass recomputes it.
     return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if options.backend == "mosaic" else None)
 
 
@@ -323,26 +325,21 @@ def _through_product(dy_NC, w2_OC, derivative_NO):
     """(du, db)."""
     from pallas_kernels.feed_forward import mosaic
 
-    return _kernel("mlp", mosaic.through_product)(dy_NC, w2_OC, derivative_NO)
-
-
-def _kernel(name, f):
-    # A kernel launch has no rule for vmap; a loop over it does.
-    return _calls.launch(name, jax.custom_batching.sequential_vmap(f))
+    return _calls.looped("mlp", mosaic.through_product)(dy_NC, w2_OC, derivative_NO)
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _backward_passes(options, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
-    """(dx, dw, db, yᵀ) where `options.in_passes`; yᵀ is None where it is not asked for."""
+    """(dx, dw, db, yᵀ) where `options.in_passes`; yᵀ is None without `y_across`."""
     from pallas_kernels.feed_forward import triton
 
     tf32 = options.precision == jax.lax.Precision.HIGH
     kernel = functools.partial(
         triton.through_activation, activation=options.activation, du_across=tf32, y_across=y_across
     )
-    du_NO, du_ON, y_ON, db_O = _kernel(options.kernel, kernel)(dy_NO, product_NO, b_O)
+    du_NO, du_ON, y_ON, db_O = _calls.looped(options.operation, kernel)(dy_NO, product_NO, b_O)
     dx_NI = jnp.matmul(du_NO, w_IO.T, precision=options.precision)
     if tf32:
         return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
@@ -350,15 +347,15 @@ def _backward_passes(options, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=Fa
 
 
 def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
-    """(y, what `backward` wants saved), or (y,). That is the derivative, or the product x w where
-    `options.in_passes`."""
+    """(y, the array that `backward` needs), or (y,) without `save`. The array is the derivative of
+    the activation, or x w where `options.in_passes`."""
     w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
     if options.in_passes(x_NI.dtype):
         from pallas_kernels.feed_forward import triton
 
         product_NO = product(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
         kernel = functools.partial(triton.activated, activation=options.activation)
-        y_NO = _kernel(options.kernel, kernel)(product_NO, b_O)
+        y_NO = _calls.looped(options.operation, kernel)(product_NO, b_O)
         return (y_NO, product_NO) if save else (y_NO,)
     if options.backend == "xla":
         u_NO = product(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
@@ -378,7 +375,7 @@ def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
 
         return triton.forward(x_NI, w_IO, b_O, options.activation, save=save)
 
-    return _kernel(options.kernel, kernel)(x_NI, w_IO, b_O)
+    return _calls.looped(options.operation, kernel)(x_NI, w_IO, b_O)
 
 
 def _through_activation(dy_NO, derivative_NO, w_IO, options, *, bias):
@@ -387,12 +384,12 @@ def _through_activation(dy_NO, derivative_NO, w_IO, options, *, bias):
         from pallas_kernels.feed_forward import mosaic
 
         if mosaic.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
-            kernel = _kernel(options.kernel, functools.partial(mosaic.backward, bias=bias))
+            kernel = _calls.looped(options.operation, functools.partial(mosaic.backward, bias=bias))
             return kernel(dy_NO, derivative_NO, w_IO)
     if options.backend == "triton":
         from pallas_kernels.feed_forward import triton
 
-        du_NO, db_O = _kernel(options.kernel, functools.partial(triton.scaled, bias=bias))(
+        du_NO, db_O = _calls.looped(options.operation, functools.partial(triton.scaled, bias=bias))(
             dy_NO, derivative_NO
         )
     else:

@@ -55,7 +55,7 @@ class Tiles:
             and i % self.depth == 0
             and o % self.part_columns == 0
         )
-        return n > 0 and whole and wasted <= MOST_WASTED * o
+        return whole and wasted <= MOST_WASTED * o
 
     def parts(self) -> list[tuple[slice, slice]]:
         """Rows and columns of each part of a tile, those with the same columns one after the
@@ -69,7 +69,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiles:
-    """How the product for dx is cut.
+    """Tile sizes of `backward`. Library: not used by the shipped models.
 
     Attributes:
         columns: of dx in a tile of 128 rows.
@@ -86,13 +86,7 @@ class BackwardTiles:
     def divide(self, n: int, i: int, o: int) -> bool:
         # A tile's share of du is at most 64 steps, a row of an accumulator for each.
         shares = -(-o // self.depth // max(1, i // self.columns))
-        return (
-            n > 0
-            and n % 128 == 0
-            and o % self.depth == 0
-            and i % self.columns == 0
-            and shares <= 64
-        )
+        return n % 128 == 0 and o % self.depth == 0 and i % self.columns == 0 and shares <= 64
 
 
 # Of a row, the share that its tiles may have past the end. GPT-2's other widths: 1 to 3 %.
@@ -448,6 +442,9 @@ def _product(
 def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | None = None):
     """(dx, du, db): du = dy · derivative, dx = du wᵀ, db = Σ_N du in fp32 or None.
 
+    Library: the backward pass of `linear_gelu` and `linear_relu_squared` by themselves. The shipped
+    models call `mlp`, whose backward pass is `through_product`.
+
     Two warpgroups have 64 rows of a tile each and form du in registers, where it is the product's
     left operand. A block keeps to one column of tiles. The blocks that share rows take turns, K
     columns of du at a time, to write them; such a share's sums are a product too, with a left
@@ -463,7 +460,8 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
     row_blocks = max(1, min(_mosaic.num_sms() // column_tiles, row_tiles))
 
     def kernel(
-        dy_gmem, g_gmem, w_gmem, dx_gmem, du_gmem, db_gmem, dy_smem, g_smem, w_smem, out_smem, db_smem, *rest
+        dy_gmem, g_gmem, w_gmem, dx_gmem, du_gmem, db_gmem, dy_smem, g_smem, w_smem, out_smem,
+        db_smem, *rest
     ):  # fmt: skip
         *ones_smem, filled, consumed, db_written = rest
         wg, column, first_row = (

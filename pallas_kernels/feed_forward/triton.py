@@ -129,7 +129,8 @@ def activate_forward(
 
 @triton.jit
 def activate_backward(
-    dy_ptr, product_ptr, b_ptr, du_ptr, du_across_ptr, y_across_ptr, db_ptr, n: tl.constexpr, o: tl.constexpr,
+    dy_ptr, product_ptr, b_ptr, du_ptr, du_across_ptr, y_across_ptr, db_ptr, n: tl.constexpr,
+    o: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DU_ACROSS: tl.constexpr, Y_ACROSS: tl.constexpr,
     M: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip

@@ -1,23 +1,23 @@
-"""The language-model head and its loss: logits = x Wᵀ, loss_n = logsumexp(z_n) − z_n[target_n], z =
-logits or their soft cap.
+"""Language-model head and its loss.
+
+    logits = x Wᵀ      z = logits or their soft cap      loss_n = logsumexp(z_n) − z_n[target_n]
 
 Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk. The
 softmax covers the first `vocab_size` columns; padded columns get a gradient of exactly zero, so
 padded rows of W never move.
 
 Back ends:
-    fused: the forward pass takes a chunk of tokens at a time, makes its logits, turns them in place
-        into losses and dlogits (`fused_classifier`), and multiplies those at once into both
-        gradients, so that three products are made in all and never more than a chunk of logits is
-        alive. The backward pass multiplies by the losses' cotangent g: exact for dx, whose rows
-        each belong to one token; for dW = Σ_n g_n dlogits_n x_nᵀ, where all g_n are equal, as they
-        are of a mean or a sum. Where they are not, the backward pass makes dW anew from the logits,
-        chunk by chunk. XLA sees at compile time that the g_n of a mean are equal and leaves that
-        branch out.
+    fused: the forward pass computes the logits of one chunk of tokens, overwrites them with dlogits
+        (`fused_classifier`), and multiplies dlogits into both gradients. It runs three matmuls in
+        all, and no more than a chunk of logits is alive. The backward pass multiplies by the
+        cotangent g of the losses. For dx this is exact: each row belongs to one token. For dW =
+        Σ_n g_n dlogits_n x_nᵀ it is exact where all g_n are equal, as for a mean or a sum. Where
+        they differ, the backward pass computes dW again from the logits, chunk by chunk. XLA finds
+        at compile time that the g_n of a mean are equal, and removes that branch.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
-    reference: the definition, all of it in fp32, its gradients by JAX: forward mode and higher
-        derivatives work.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
+        work.
 fused and xla are differentiable once, in reverse mode.
 """
 
@@ -35,8 +35,8 @@ from pallas_kernels.classifier import SigmoidCap, fused_classifier, to_int32
 from pallas_kernels.classifier import reference as classifier_reference
 from pallas_kernels.transpose import transpose_copy
 
-# Tokens a chunk where none is named. On an H200 chunks of 16,384 rows reach 780 TFLOP/s in the
-# head's product, and 65,536 rows at once 640–700.
+# Default number of tokens in a chunk. On an H200 the head's matmul reaches 780 TFLOP/s in chunks of
+# 16,384 rows, and 640–700 with 65,536 rows at once.
 CHUNK = 16384
 Implementation = Literal["auto", "fused", "xla", "reference"]
 
@@ -70,21 +70,21 @@ def linear_cross_entropy(
 
     Args:
         x_NC: hidden states in fp32, bf16 or fp16; the logits have their dtype, the softmax is fp32.
-        w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. Their gradient has
-            their dtype; it is summed in fp32 in the back end fused.
-        targets_N: the right column of each row, in [0, vocab_size), in any integer type; any other
-            gives a loss of NaN.
+        w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. The gradient has
+            the dtype of the weights; "fused" sums it in fp32.
+        targets_N: target column of each row, in [0, vocab_size), in any integer type. Out of this
+            range the loss is NaN.
         vocab_size: real columns; V when None.
-        chunk: at most this many rows of logits are alive at once; N must be a multiple. None: about
-            16,384 in the back end fused, all of them in the others.
+        chunk: most rows of logits that are alive at once; must divide N. None: about 16,384 in
+            "fused", all of them in the others.
         softcap: as in `fused_classifier`.
         ignore_index: tokens with this target have loss 0 and no gradient.
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
-        precision: of an fp32 matrix product (JAX's own default for fp32 on a GPU is TF32).
+        precision: of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: shapes or dtypes disagree, N is not a multiple of `chunk`, no such back end.
+        ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end.
     """
     backend = _dispatch.select(
         "linear_cross_entropy", implementation, arrays=(x_NC, w_VC, targets_N)
@@ -99,8 +99,7 @@ def linear_cross_entropy(
     if x_NC.dtype not in _dispatch.DTYPES or w_VC.dtype not in (x_NC.dtype, jnp.float32):
         raise ValueError(
             "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype "
-            "or float32, "
-            f"got x in {x_NC.dtype} and w in {w_VC.dtype}"
+            f"or float32, got x in {x_NC.dtype} and w in {w_VC.dtype}"
         )
     if not jnp.issubdtype(targets_N.dtype, jnp.integer):
         raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
@@ -127,7 +126,7 @@ def reference(
     softcap: float | int | SigmoidCap | None = None,
     ignore_index: int | None = None,
 ):
-    """The definition, in fp32 with true fp32 products. Returns fp32 of shape (N,)."""
+    """The definition, in fp32 with true fp32 matmuls. Returns fp32 of shape (N,)."""
     logits_NV = _logits(
         x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST
     )
@@ -151,7 +150,7 @@ class Options:
     ignore_index: int | None
 
     def classify(self, x_KC, w_VC, targets_K, implementation="auto"):
-        """losses_K and dlogits_KV of a chunk."""
+        """Return losses_K and dlogits_KV of a chunk."""
         return fused_classifier(
             _logits(x_KC, w_VC, self.precision),
             targets_K,
@@ -162,13 +161,13 @@ class Options:
         )
 
     def chunks(self, *arrays):
-        """The arrays, cut along their first axis."""
+        """Split the arrays along their first axis."""
         n = arrays[0].shape[0]
         return [tuple(a[i : i + self.chunk] for a in arrays) for i in range(0, n, self.chunk)]
 
 
 def _even_chunk(n: int) -> int:
-    """The rows of a chunk where n rows are cut into equal parts of at most `CHUNK`, a multiple of
+    """Return the rows of a chunk: n split into equal parts of at most `CHUNK` rows, a multiple of
     128 where there are several."""
     parts = -(-n // CHUNK)
     return n if parts == 1 else -(-n // (parts * 128)) * 128
@@ -198,16 +197,15 @@ def _fused(options, x_NC, w_VC, targets_N):
 
 
 def _after(x_KC, earlier):
-    """The same two, x_KC only once `earlier` is there: the compiler may otherwise make all logits
-    first, and hold them."""
+    """Return both arguments, x_KC only after `earlier` is computed. Otherwise the compiler may
+    compute the logits of all chunks first, and keep them alive."""
     return jax.lax.optimization_barrier((x_KC, earlier))
 
 
 def _fused_forward(options, x_NC, w_VC, targets_N):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
-    # Hopper's TF32 products want both operands contiguous along what is summed over; 16-bit ones
-    # take any order.
+    # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls take any order.
     w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
     losses, dx, dw_VC = [], [], None
     for x_KC, targets_K in options.chunks(x_NC, targets_N):
@@ -235,8 +233,8 @@ def _fused_backward(options, saved, g_N):
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
     dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
-    # As integers, so that XLA may take a number for equal to itself: of a mean's cotangent, one
-    # number broadcast, it then knows the answer when it compiles, and the branch below is gone.
+    # As integers, because NaN ≠ NaN: the cotangent of a mean is one number broadcast, so XLA finds
+    # at compile time that all are equal, and removes the branch below.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
     counts_N = (
         jnp.ones_like(bits_N, bool)
@@ -246,7 +244,7 @@ def _fused_backward(options, saved, g_N):
     first = bits_N[0] if options.ignore_index is None else jnp.where(counts_N, bits_N, 0).max()
     alike = ((bits_N == first) | ~counts_N).all()
 
-    def anew():
+    def recompute():
         dw_VC = None
         for x_KC, targets_K, g_K in options.chunks(x_NC, targets_N, g_N):
             x_KC, dw_VC = _after(x_KC, dw_VC)
@@ -256,7 +254,7 @@ def _fused_backward(options, saved, g_N):
         return dw_VC
 
     dw_VC = jax.lax.cond(
-        alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), anew
+        alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), recompute
     )
     return dx_NC, dw_VC.astype(w_VC.dtype), None
 

@@ -1,10 +1,9 @@
-"""Matrix products and sums around the kernels that XLA makes, in the form that is fast on a GPU.
+"""Matmuls and sums by XLA, in the operand order that is fast on a GPU.
 
-In TF32 Hopper's tensor cores want both operands contiguous along the axis that is summed over;
+In TF32 Hopper's tensor cores need both operands K-major (contiguous along the axis of the sum);
 cuBLAS's kernels for the other orders reach half the rate (H200: xᵀ dy of 32768×768 and 32768×3072
-at 193 TFLOP/s, where x wᵀ has 413). So operands that lie across are transposed first where a
-precision of HIGH asks for TF32: in passes of their own, or by a kernel that has them in its hands
-anyway. bf16's tensor cores take any order.
+at 193 TFLOP/s, x wᵀ at 413). With a precision of HIGH, which asks for TF32, the other operands are
+transposed first, by a copy or by the kernel that computes them. bf16 matmuls take any order.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -23,7 +22,7 @@ from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
 
 FEW = 8192
-"""Most rows whose sum is a custom kernel."""
+"""Most rows that the custom kernel of `sum_rows` supports."""
 Implementation = Literal["auto", "xla", "reference"]
 
 
@@ -48,7 +47,7 @@ _dispatch.register(
 
 def product(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
     """x w in `dtype`."""
-    # Few rows, such as those of a sampled token, would not pay for the copy of w.
+    # For few rows, such as those of a sampled token, the copy of w would take longer than it saves.
     if precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]:
         w_OI = transpose_copy(w_IO)
         return jnp.einsum(
@@ -65,14 +64,14 @@ def weight_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
 
 
 def weight_gradient_of_transposed(x_IN, dy_ON):
-    """xᵀ dy in fp32, multiplied in TF32, from both in the order that this wants."""
+    """xᵀ dy in fp32 by a TF32 matmul of K-major operands."""
     how = {"precision": jax.lax.Precision.HIGH, "preferred_element_type": jnp.float32}
     return jnp.einsum("in,on->io", x_IN, dy_ON, **how)
 
 
 def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
     """(xᵀ dy, Σ_n dy), both in fp32."""
-    # One read of dy for its transpose and its sum, where our kernel makes them.
+    # The custom kernel computes the transpose and the sum from one read of dy.
     if (
         precision == jax.lax.Precision.HIGH
         and _dispatch.select("transpose_sum_rows", arrays=(x_NI, dy_NO)) == "triton"
@@ -82,20 +81,20 @@ def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
     return weight_gradient(x_NI, dy_NO, precision=precision), sum_rows(dy_NO, x_NI)
 
 
-def sum_rows(x_NO, *beside):
+def sum_rows(x_NO, *others):
     """Σ_n x in fp32, the gradient of a bias.
 
     Args:
-        beside: other arrays of the call. cuDNN's attention returns gradients whose types do not
-            name the mesh that they are on.
+        others: further arrays of the call, for `select`. cuDNN's attention returns gradients whose
+            types do not name the mesh that they are on.
     """
-    # XLA splits 65,536 rows over many programs, and reads them at the rate of a copy. 4096×2304 it
-    # gives to 18, which take 41 µs on an H200.
-    backend = _dispatch.select("sum_rows", arrays=(x_NO, *beside), rows=x_NO.shape[0])
+    # XLA splits 65,536 rows over many thread blocks, and reads them at the rate of a copy. It
+    # splits 4096×2304 over 18, which take 41 µs on an H200.
+    backend = _dispatch.select("sum_rows", arrays=(x_NO, *others), rows=x_NO.shape[0])
     if backend == "triton":
         from pallas_kernels.matmul import triton
 
-        return _calls.launch("linear", jax.custom_batching.sequential_vmap(triton.sum_rows))(x_NO)
+        return _calls.looped("linear", triton.sum_rows)(x_NO)
     return x_NO.astype(jnp.float32).sum(0)
 
 
@@ -114,12 +113,12 @@ def linear(
         x: fp32, bf16 or fp16.
         w, b: of x's dtype, or fp32, which is rounded to x's dtype (w) or added before the one
             rounding (b). Their gradients have their dtype.
-        precision: of an fp32 matrix product in "xla" (JAX's own default for fp32 on a GPU is TF32).
+        precision: of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
         implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
-            with true fp32 products, its gradients by JAX: forward mode and higher derivatives work.
+            with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
 
     Raises:
-        ValueError: inputs disagree in shape or dtype, no such back end.
+        ValueError: wrong shapes or dtypes, no such back end.
     """
     return checked_linear("linear", x, w, b, implementation, precision)
 
@@ -151,8 +150,7 @@ def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax
 
 
 def reference(x_NI, w_IO, b_O=None):
-    """The definition of `linear`, in fp32 with true fp32 products, whatever the inputs are. Returns
-    fp32."""
+    """The definition of `linear`, in fp32 with true fp32 matmuls. Returns fp32."""
     x_NI, w_IO = x_NI.astype(jnp.float32), w_IO.astype(jnp.float32)
     y_NO = jnp.matmul(x_NI, w_IO, precision=jax.lax.Precision.HIGHEST)
     return y_NO if b_O is None else y_NO + b_O.astype(jnp.float32)[None]
@@ -160,11 +158,10 @@ def reference(x_NI, w_IO, b_O=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
-    """`linear` of rows.
+    """`linear` of rows, rounded once as in PyTorch and llm.c.
 
-    Two roundings lose the bias: in bf16 a number near 0.5 does not move when 0.001 is added to it.
-    It made the losses of ten steps 2.7 times as far from fp64 as PyTorch's are, on an H200; PyTorch
-    and llm.c round once.
+    A second rounding loses small biases: in bf16, 0.5 + 0.001 is 0.5. It made the error of the
+    losses of ten steps against fp64 2.7 times as large as PyTorch's, on an H200.
     """
 
     def add_in(dtype, x_NI, w_IO, b_O):
@@ -173,9 +170,9 @@ def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
             y_NO = y_NO + b_O.astype(dtype)[None]
         return y_NO.astype(x_NI.dtype)
 
-    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 product: that is XLA's name for
-    # its epilogue, and spares the fp32 product's way to memory and back. On a CPU the same words
-    # round twice.
+    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 matmul. XLA writes this epilogue
+    # as a bf16 matmul and a bf16 addition, and then stores no fp32 result. On a CPU the same
+    # operations round twice.
     return jax.lax.platform_dependent(
         x_NI,
         w_IO,
@@ -190,8 +187,8 @@ def _linear_forward(x_NI, w_IO, b_O, precision):
 
 
 def _linear_backward(precision, saved, dy_NO):
-    # JAX's own rule would multiply an fp32 gradient by bf16 operands, at the speed of fp32, and sum
-    # the bias's in bf16.
+    # JAX's rule would multiply an fp32 gradient by bf16 operands, at the rate of fp32, and sum the
+    # bias's gradient in bf16.
     x_NI, w_IO, b_O = saved
     dx_NI = jnp.matmul(dy_NO, w_IO.astype(dy_NO.dtype).T, precision=precision)
     if b_O is None:

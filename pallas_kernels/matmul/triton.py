@@ -15,7 +15,8 @@ M, P, PARTS, WARPS = 16, 256, 64, 2
 
 @triton.jit
 def sum_some_rows(
-    x_ptr, sums_ptr, n: tl.constexpr, o: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr
+    x_ptr, sums_ptr, n: tl.constexpr, o: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr,
+    P: tl.constexpr
 ):  # fmt: skip
     """Sums of TIMES·M rows."""
     ACROSS: tl.constexpr = (o + P - 1) // P

@@ -1,33 +1,32 @@
-"""Layer normalisation and RMS normalisation over the last axis, fused with the addition of a
-residual.
+"""LayerNorm and RMSNorm over the last axis, fused with the addition of a residual.
 
-    total = x + residual + residual_bias                       (added in fp32, rounded once to x's
-    dtype; x itself without them)
-    layer_norm:  y = (total − mean) · rstd · scale + bias      mean = Σ total / C,  rstd = 1/√(Σ
-    (total − mean)² / C + eps)
-    rms_norm:    y = total · rstd · scale                      rstd = 1/√(Σ total² / C + eps)
+    total = x + residual + residual_bias      (added in fp32, rounded once to x's dtype)
+    layer_norm:  y = (total − mean) · rstd · scale + bias
+                 mean = Σ total / C      rstd = 1/√(Σ (total − mean)² / C + eps)
+    rms_norm:    y = total · rstd · scale
+                 rstd = 1/√(Σ total² / C + eps)
 
 and with x̂ = y before scale and bias, g = dy · scale:
 
     dx = dresidual = rstd · (g − Σ g / C − x̂ · Σ (g·x̂) / C) + dtotal      (no Σ g / C in rms_norm)
     dscale = Σ_n dy · x̂        dbias = Σ_n dy        dresidual_bias = Σ_n dx
 
-residual_bias, which layer_norm alone has, is the bias of the projection whose product the residual
-is.
+residual_bias, which rms_norm does not have, is the bias of the projection whose matmul is the
+residual.
 
 Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization",
 2019.
 
 Shapes: N rows (all leading axes), C channels, S statistics (mean and rstd, or rstd alone).
-Statistics, sums and the arithmetic are fp32 in every dtype. Saved for the backward pass: total, and
-the statistics.
+Statistics, sums and the arithmetic are fp32 in every dtype. The forward pass saves total and the
+statistics.
 
 Back ends:
-    triton: forward and backward are one pass each over memory, plus a sum of C-vectors. NVIDIA GPUs
-        from Ampere on.
-    xla: plain JAX with the same saved arrays; any device.
-    reference: fp32 from end to end; any device. Its gradients are JAX's: forward mode and higher
-        derivatives work.
+    triton: one pass over memory forward and one backward, plus a sum of C-vectors. NVIDIA GPUs from
+        Ampere on.
+    xla: plain JAX that saves the same arrays; any device.
+    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
+        work. Any device.
 triton and xla are differentiable once, in reverse mode.
 """
 
@@ -84,12 +83,11 @@ def layer_norm(
 
     Args:
         x: rows of fp32, bf16 or fp16.
-        scale, bias: both fp32, or both of x's dtype; their gradients have it too.
+        scale, bias: both fp32, or both of x's dtype. Their gradients have the same dtype.
         residual: added to x first; of x's shape and dtype.
-        residual_bias: added to every row of x and residual; of scale's dtype. Only beside a
-            residual.
+        residual_bias: added to every row, together with a residual; of scale's dtype.
         eps: added to the biased variance.
-        out_dtype: of y; x's when None.
+        out_dtype: dtype of y; x's when None.
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
 
@@ -97,14 +95,14 @@ def layer_norm(
         y; with `residual` (y, total), where total is their sum in x's dtype.
 
     Raises:
-        ValueError: inputs disagree in shape or dtype, or the named back end cannot run them.
+        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
     parameters = {"scale": scale, "bias": bias}
     if residual_bias is not None:
         if residual is None:
             raise ValueError(
-                "layer_norm: residual_bias is added beside a residual, and there is none; give "
-                "both or neither"
+                "layer_norm: residual_bias is added together with a residual, and there is none; "
+                "pass both or neither"
             )
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
@@ -140,12 +138,12 @@ def rms_norm(
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
-    """layer_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
+    """The definition of layer_norm, in fp32 for every input dtype. Returns fp32 arrays."""
     return _reference(x, residual, scale, bias, residual_bias, eps, centred=True)
 
 
 def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
-    """rms_norm by its definition, in fp32 whatever the inputs are. Returns fp32 arrays."""
+    """The definition of rms_norm, in fp32 for every input dtype. Returns fp32 arrays."""
     return _reference(x, residual, scale, None, None, eps, centred=False)
 
 
@@ -155,7 +153,7 @@ def _reference(x, residual, scale, bias, residual_bias, eps, *, centred):
         for a in (x, residual, scale, bias, residual_bias)
     )
     total = x if residual is None else x + residual
-    # The axes are lined up by hand so that strict rank promotion holds.
+    # Explicit broadcasts: strict rank promotion raises at implicit ones.
     total = total if residual_bias is None else total + jnp.broadcast_to(residual_bias, total.shape)
     y = total - total.mean(-1, keepdims=True) if centred else total
     y = y / jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
@@ -170,12 +168,12 @@ class Options:
 
     eps: float
     centred: bool
-    """layer_norm, else rms_norm."""
+    """Whether this is layer_norm, not rms_norm."""
     out_dtype: jnp.dtype
     backend: str
 
     @property
-    def kernel(self) -> str:
+    def operation(self) -> str:
         """The public function, for errors."""
         return "layer_norm" if self.centred else "rms_norm"
 
@@ -189,7 +187,7 @@ def _apply(options, x, residual, scale, bias, residual_bias):
             return found.astype(options.out_dtype)
         return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
     y, total = _calls.differentiable(
-        options.kernel, _norm, options, x, residual, scale, bias, residual_bias
+        options.operation, _norm, options, x, residual, scale, bias, residual_bias
     )
     return y if residual is None else (y, total)
 
@@ -211,7 +209,7 @@ def _norm_backward(options, saved, cotangents):
     total, stats, scale_C, residual_bias_C = saved
     dy, dtotal = cotangents
     has_residual = dtotal is not None
-    # The last normalisation of a network leaves its total unused: no zeros are read for it.
+    # The last normalisation of a network leaves total unused: no zeros are loaded for its gradient.
     if isinstance(dtotal, jax.custom_derivatives.SymbolicZero):
         dtotal = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
@@ -227,32 +225,29 @@ _norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
 def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
-    """(y, total or None, statistics); the statistics of x (..., C) are (S, ...) or (S, N)."""
+    """(y, total or None, statistics). The statistics of x (..., C) are (S, ...) or (S, N)."""
     static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
     if options.backend == "xla":
         return _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, **static)
     from pallas_kernels.norm import triton
 
-    # A kernel launch has no rule for vmap; a loop over it does.
-    kernel = _calls.launch(
-        options.kernel,
-        jax.custom_batching.sequential_vmap(functools.partial(triton.forward, **static)),
-    )
+    kernel = _calls.looped(options.operation, functools.partial(triton.forward, **static))
     y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C, residual_bias_C)
     return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
 
 
 def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False):
-    """(dx, dscale, dbias, dresidual_bias), where `residual_bias` says whether there is one."""
+    """(dx, dscale, dbias, dresidual_bias).
+
+    Args:
+        residual_bias: whether there is a residual_bias.
+    """
     static = {"centred": options.centred, "residual_bias": residual_bias}
     if options.backend == "xla":
         return _xla_backward(dy, dtotal, total, stats, scale_C, **static)
     from pallas_kernels.norm import triton
 
-    kernel = _calls.launch(
-        options.kernel,
-        jax.custom_batching.sequential_vmap(functools.partial(triton.backward, **static)),
-    )
+    kernel = _calls.looped(options.operation, functools.partial(triton.backward, **static))
     dx_NC, *dparameters_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
     return dx_NC.reshape(total.shape), *dparameters_C
 
@@ -262,7 +257,7 @@ def _rows(x):
 
 
 def _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
-    # The axes stay as they are: the compiler may have split them over devices.
+    # No reshape: GSPMD may have sharded the axes.
     total = x.astype(jnp.float32)
     if residual is not None:
         total = total + residual.astype(jnp.float32)
@@ -299,7 +294,7 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
     dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
     dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
     dx = dx.astype(total.dtype)
-    # Of dx as it is written, which XLA may then read rather than make again.
+    # From dx after its rounding, which XLA can then load instead of computing it again.
     dresidual_bias_C = (
         dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
     )
@@ -307,7 +302,7 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
 
 
 def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
-    """The dtype of y."""
+    """Check the arguments, and return the dtype of y."""
     if x.ndim < 1 or x.dtype not in DTYPES:
         raise ValueError(
             f"{kernel}: expected x of shape (..., C) in float32, bfloat16 or float16, got "

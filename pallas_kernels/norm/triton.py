@@ -169,7 +169,7 @@ def norm_backward(
     if HAS_SCALE:
         scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
     dscale, dbias, dresidual_bias = (), (), ()
-    for k in tl.static_range(CHUNKS):
+    for k in tl.static_range(CHUNKS):  # noqa: B007
         if HAS_SCALE:
             dscale += (tl.zeros((ROWS, LANES), tl.float32),)
         if CENTRED:

@@ -1,15 +1,17 @@
 """Softmax of rows, short and very long: y = softmax(scale · x) over the last axis.
 
-    y_s = exp(scale·(x_s − max x)) / Σ_s' exp(scale·(x_s' − max x));    dx = scale · y · (dy − Σ_s
-    dy_s·y_s)
+    y_s = exp(scale·(x_s − max x)) / Σ_s' exp(scale·(x_s' − max x))
+    dx = scale · y · (dy − Σ_s dy_s·y_s)
 
-Shapes: x is (..., S). With `causal` it is (..., T, T), the sums of row t run over the columns 0…t,
-and the others are exactly 0, in y and in dx. Statistics are fp32 in every dtype; the backward pass
-keeps y and nothing else. A row of only −∞ gives NaN, as `jax.nn.softmax` does.
+Shapes: x is (..., S). With `causal` x is (..., T, T), the sums of row t run over the columns 0…t,
+and the other columns of y and dx are exactly 0. Statistics are fp32 in every dtype. The forward
+pass saves y. A row of only −∞ gives NaN, as in `jax.nn.softmax`.
+
+Library: the shipped models compute their softmax in attention and in the loss.
 
 Back ends:
-    triton: a short row stays in registers between its only read and its only write; a long one is
-        read again from the cache. sm_80 and later.
+    triton: a short row stays in registers between its load and its store; a long row is read again
+        from the cache. NVIDIA GPUs from Ampere on.
     xla: plain JAX; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work. Any device.
@@ -46,13 +48,12 @@ def softmax(
     Args:
         x: fp32, bf16 or fp16.
         scale: a Python number.
-        causal: the last two axes are a square, and row t sees the columns 0…t.
+        causal: row t covers the columns 0…t; the last two axes are equal.
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
 
     Raises:
-        ValueError: a shape, dtype or scale that does not fit, or the named back end cannot run
-            here.
+        ValueError: wrong shape, dtype or scale, or the named back end cannot run here.
     """
     _check(x, scale, causal)
     backend = _dispatch.select("softmax", implementation, arrays=x)
@@ -71,16 +72,14 @@ def gradient(
     causal: bool = False,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B S"]:
-    """dx of `softmax`, from its output y and the cotangent dy of that: what its backward pass runs.
+    """Backward pass of `softmax`: dx from the output y and its cotangent dy.
 
     Args:
-        y, dy: of one shape and dtype. With `causal`, what dy holds in the columns that a row does
-            not see does not matter.
-        scale, causal, implementation: as given to `softmax`.
+        y, dy: of one shape and dtype. With `causal`, columns of dy after the row's own are ignored.
+        scale, causal, implementation: as in `softmax`.
 
     Raises:
-        ValueError: shapes, dtypes or a scale that do not fit, or the named back end cannot run
-            here.
+        ValueError: wrong shapes, dtypes or scale, or the named back end cannot run here.
     """
     _check(y, scale, causal)
     if y.shape != dy.shape or y.dtype != dy.dtype:
@@ -92,7 +91,7 @@ def gradient(
 
 
 def reference(x, *, scale: Number = 1.0, causal: bool = False):
-    """The definition, in fp32 whatever x is."""
+    """The definition, in fp32 for every dtype of x."""
     x = scale * x.astype(jnp.float32)
     if causal:
         x = jnp.where(_visible(x), x, -jnp.inf)
@@ -110,7 +109,7 @@ class Options:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _softmax(options, x):
-    return _in_triton(options, "forward")(x) if options.backend == "triton" else _in_xla(options, x)
+    return _in_triton(options, "forward", x) if options.backend == "triton" else _in_xla(options, x)
 
 
 def _softmax_forward(options, x):
@@ -119,33 +118,23 @@ def _softmax_forward(options, x):
 
 
 def _softmax_backward(options, y, dy):
-    return (
-        _in_triton(options, "backward")(y, dy)
-        if options.backend == "triton"
-        else _gradient_in_xla(options, y, dy),
-    )
+    if options.backend == "triton":
+        return (_in_triton(options, "backward", y, dy),)
+    return (_gradient_in_xla(options, y, dy),)
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
-def _in_triton(options, name):
-    """The kernel `name`, batched by `vmap` into more rows of one call."""
+def _in_triton(options, name, *arrays):
+    """Run `forward` or `backward` on rows; on squares with `causal`."""
     from pallas_kernels.row_softmax import triton
 
-    @jax.custom_batching.custom_vmap
-    def kernel(*arrays):
-        return getattr(triton, name)(*arrays, scale=options.scale, causal=options.causal)
-
-    @kernel.def_vmap
-    def _more_rows(size, batched, *arrays):
-        full = [
-            x if b else jnp.broadcast_to(x[None], (size, *x.shape))
-            for x, b in zip(arrays, batched, strict=True)
-        ]
-        return kernel(*full), True
-
-    return _calls.launch("softmax", kernel)
+    kernel = functools.partial(getattr(triton, name), scale=options.scale, causal=options.causal)
+    shape = arrays[0].shape
+    axes = shape[-2:] if options.causal else shape[-1:]
+    flat = [x.reshape(math.prod(shape[: -len(axes)]), *axes) for x in arrays]
+    return _calls.batched("softmax", kernel)(*flat).reshape(shape)
 
 
 def _in_xla(options, x):
@@ -160,7 +149,7 @@ def _gradient_in_xla(options, y, dy):
 
 
 def _visible(x):
-    """Which columns each row of a causal softmax sees, in the rank of x."""
+    """Return the mask of a causal softmax, of x's shape."""
     length = x.shape[-1]
     t_T1, s_1S = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
     return jnp.broadcast_to(s_1S <= t_T1, x.shape)

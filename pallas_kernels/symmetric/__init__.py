@@ -1,18 +1,17 @@
-"""Symmetric products: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a; the products of Polar Express,
-batched over matrices.
+"""Symmetric matmuls: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a. Polar Express consists of them.
 
-Shapes: M rows, K columns; any leading axes count matrices. Results are symmetric to the last bit:
-only the tiles on and above the diagonal are computed, n(n+1)/2 of n², and each one off it is also
-written transposed. A sum over k is kept in fp32 and rounded once, also in b·a + c·a a.
+Shapes: M rows, K columns; any leading axes are a batch of matrices. Results are exactly symmetric:
+the kernels compute only the tiles on and above the diagonal, n(n+1)/2 of n², and store each tile
+above it a second time, transposed. Sums are fp32 and rounded once, also in b·a + c·a a.
 
 Back ends:
     mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples
         of 64.
     triton: NVIDIA GPUs from Ampere on. bf16 or fp16, any shape.
-    xla: a batched product of all tiles; any device. Exactly symmetric only where the library's
-        product is.
-    reference: the definition in fp32 with true fp32 products; any device. Its gradients are JAX's:
-        forward mode and higher derivatives work.
+    xla: a batched matmul of all tiles; any device. Exactly symmetric only where the matmul of the
+        library is.
+    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
+        higher derivatives work. Any device.
 mosaic, triton and xla are differentiable once, in reverse mode.
 """
 
@@ -40,14 +39,13 @@ def xxt(
     """a aᵀ of each matrix.
 
     Args:
-        a: matrices in fp32, bf16 or fp16; the result has this dtype too.
+        a: matrices in fp32, bf16 or fp16. The result has the same dtype.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
             and second derivatives need "reference".
-        precision: of fp32 products in the `xla` back end (JAX's own default for fp32 on a GPU is
-            TF32).
+        precision: of fp32 matmuls in the "xla" back end (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: `a` is not a matrix, or the named back end cannot run it.
+        ValueError: wrong shape or dtype, or the named back end cannot run this call.
     """
     _check("xxt", a)
     backend = _dispatch.select("xxt", implementation, arrays=a, dtype=a.dtype, shape=a.shape)
@@ -85,17 +83,16 @@ def ba_plus_caa(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
-    """b·a + c·a a of each symmetric matrix a, and d on the diagonal added where there is one;
-    rounded once.
+    """b·a + c·a a of each symmetric matrix a, plus d on the diagonal; rounded once.
 
     Args:
-        a: symmetric matrices; of others the result is not defined.
-        b, c, d: coefficients, kept in fp32. With d it is the polynomial d·1 + b·a + c·a².
+        a: symmetric matrices; the result for others is undefined.
+        b, c, d: coefficients, in fp32. With d the result is the polynomial d·1 + b·a + c·a².
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
         precision: as in `xxt`.
 
     Raises:
-        ValueError: `a` is not square, or the named back end cannot run it.
+        ValueError: `a` is not square, or the named back end cannot run this call.
     """
     _check("ba_plus_caa", a)
     bcd = [jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None]
@@ -172,21 +169,21 @@ for _operation in ("xxt", "xtx", "ba_plus_caa"):
 
 
 def xxt_reference(a):
-    """a aᵀ in fp32 with true fp32 products, whatever `a` is."""
+    """a aᵀ in fp32 with true fp32 matmuls, for every dtype."""
     return _matmul(
         a.astype(jnp.float32), _transposed(a.astype(jnp.float32)), jax.lax.Precision.HIGHEST
     )
 
 
 def xtx_reference(a):
-    """aᵀ a in fp32 with true fp32 products, whatever `a` is."""
+    """aᵀ a in fp32 with true fp32 matmuls, for every dtype."""
     return _matmul(
         _transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST
     )
 
 
 def ba_plus_caa_reference(a, *, b, c, d=0.0):
-    """b·a + c·a a + d·1 in fp32 with true fp32 products, whatever `a` is."""
+    """b·a + c·a a + d·1 in fp32 with true fp32 matmuls, for every dtype."""
     a = a.astype(jnp.float32)
     return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST) + d * _ones_on_the_diagonal(a)
 
@@ -256,8 +253,8 @@ _ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
 
 
 def _run(a, bcd, contract, backend, precision):
-    """a aᵀ (contract=2), aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, and d on the diagonal where
-    there are three."""
+    """a aᵀ (contract=2) or aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, plus d on the diagonal if
+    there are three coefficients."""
     if backend == "xla" and bcd is not None:
         made = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
         return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(
@@ -268,40 +265,24 @@ def _run(a, bcd, contract, backend, precision):
         return _matmul(x, y, precision)
     a_BXY = a.reshape(-1, *a.shape[-2:])
     name = "ba_plus_caa" if bcd is not None else "xxt" if contract == 2 else "xtx"
-    kernel = _calls.launch(name, _kernel(backend, contract, bcd is not None))
-    out_BMM = kernel(a_BXY, *([] if bcd is None else [bcd]))
+    out_BMM = _kernel(name, backend, contract)(a_BXY, *([] if bcd is None else [bcd]))
     return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
 
 
 @functools.cache
-def _kernel(backend, contract, scaled):
-    """The kernel, which under vmap sees more matrices."""
+def _kernel(operation, backend, contract):
+    """Return the kernel. Its jaxpr is lowered once for each shape, however often it is called."""
     if backend == "mosaic":
         from pallas_kernels.symmetric import mosaic as module
     else:
         from pallas_kernels.symmetric import triton as module
 
-    # Lowered once for each shape, however often a program calls it.
     product = jax.jit(module.product, static_argnames="contract")
 
-    @jax.custom_batching.custom_vmap
-    def kernel(a_BXY, *bc):
-        return product(a_BXY, *(bc or (None,)), contract=contract)
+    def kernel(a_BXY, bcd=None):
+        return product(a_BXY, bcd, contract=contract)
 
-    @kernel.def_vmap
-    def _(axis_size, in_batched, a_BXY, *bc):
-        if any(in_batched[1:]) or not in_batched[0]:
-            # A coefficient for each: one after the other.
-            pairs = zip([a_BXY, *bc], in_batched, strict=True)
-            args = tuple(
-                x if batched else jnp.broadcast_to(x[None], (axis_size, *x.shape))
-                for x, batched in pairs
-            )
-            return jax.lax.map(lambda args: kernel(*args), args), True
-        out_BMM = kernel(a_BXY.reshape(-1, *a_BXY.shape[2:]), *bc)
-        return out_BMM.reshape(axis_size, -1, *out_BMM.shape[1:]), True
-
-    return kernel
+    return _calls.batched(operation, kernel, shared=int(operation == "ba_plus_caa"))
 
 
 def _matmul(x, y, precision, dtype=None):

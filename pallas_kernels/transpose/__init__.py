@@ -1,21 +1,19 @@
-"""Transposition of matrices that are written out: transpose_copy = srcᵀ, transpose_add = dst +
-srcᵀ.
+"""Transposed copies of matrices: transpose_copy = srcᵀ, transpose_add = dst + srcᵀ.
 
-`transpose_sum_rows` gives srcᵀ and Σ_r src from one read; a backward pass wants both of the
-gradient of a linear layer's output.
+`transpose_sum_rows` computes srcᵀ and Σ_r src from one read: the backward pass of a linear layer
+needs both of the gradient of its output.
 
-Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. The sum is fp32,
-rounded once to dst's dtype.
-Gradients: a transpose, and for dst the cotangent itself; transpose_sum_rows has none of a kernel.
+Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. Sums are fp32,
+rounded once to dst's dtype. The kernel of transpose_sum_rows has no gradient.
 
-A transpose next to a matrix product needs neither: the product reads its operand in either order.
-These are for arrays that are kept in the other order, such as an LM head whose gradient is added to
-an embedding's.
+A bf16 matmul reads its operands in either order and needs no transposed copy. These functions are
+for TF32 matmuls, and for arrays that are stored in the other order, such as an LM head whose
+gradient is added to an embedding's.
 
 Back ends:
     triton: one pass over memory in tiles. NVIDIA GPUs from Ampere on.
-    xla: plain JAX; any device. The compiler may leave the transpose to whoever reads the result.
-    reference: the same.
+    xla: plain JAX; any device. The compiler may fuse the transpose into the next operation.
+    reference: as xla.
 triton is differentiable once, in reverse mode; xla and reference also in forward mode and to any
 order.
 """
@@ -44,14 +42,14 @@ _dispatch.register(
 def transpose_copy(
     src: Float[Array, "*B R C"], *, implementation: Implementation | str = "auto"
 ) -> Float[Array, "*B C R"]:
-    """srcᵀ of the last two axes, written out.
+    """srcᵀ of the last two axes, stored.
 
     Args:
         src: matrices in fp32, bf16 or fp16.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
-        ValueError: another dtype, fewer than two axes, or the named back end cannot run here.
+        ValueError: wrong dtype, fewer than two axes, or the named back end cannot run here.
     """
     _check("transpose_copy", src)
     if _dispatch.select("transpose_copy", implementation, arrays=src) != "triton":
@@ -71,13 +69,12 @@ def transpose_add(
 
     Args:
         dst, src: fp32, bf16 or fp16, not necessarily the same.
-        in_place: the sum is written over dst, which costs a copy of dst where it is still needed
-            (or is an argument of the compiled function that was not donated). False: into a new
-            array.
+        in_place: overwrite dst. XLA copies dst first if it is used later, or is an argument of the
+            compiled function that was not donated. False: store into a new array.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
-        ValueError: another dtype, shapes that are not each other's transpose, or the named back end
+        ValueError: wrong dtype, shapes that are not each other's transpose, or the named back end
             cannot run here.
     """
     _check("transpose_add", dst, src)
@@ -90,7 +87,7 @@ def transpose_add(
 def transpose_sum_rows(
     src: Float[Array, "*B R C"], *, implementation: Implementation | str = "auto"
 ) -> tuple[Float[Array, "*B C R"], Float[Array, "*B C"]]:
-    """srcᵀ of the last two axes, written out, and the sum of src's rows in fp32.
+    """srcᵀ of the last two axes, stored, and the sum of src's rows in fp32.
 
     Args:
         implementation: "auto", "triton", "xla" or "reference".
@@ -103,9 +100,7 @@ def transpose_sum_rows(
     if backend == "triton":
         from pallas_kernels.transpose import triton
 
-        out_BCR, sums_BC = _kernel(
-            "transpose_sum_rows", lambda src_BRC: triton.transpose_sum_rows(src_BRC)
-        )(src_BRC)
+        out_BCR, sums_BC = _calls.looped("transpose_sum_rows", triton.transpose_sum_rows)(src_BRC)
     else:
         out_BCR, sums_BC = jnp.swapaxes(src_BRC, -1, -2), src_BRC.astype(jnp.float32).sum(1)
     lead, (r, c) = src.shape[:-2], src.shape[-2:]
@@ -113,17 +108,18 @@ def transpose_sum_rows(
 
 
 def reference(src, dst=None):
-    """srcᵀ, or dst + srcᵀ, in fp32 whatever the inputs are."""
+    """srcᵀ, or dst + srcᵀ, in fp32 for every input dtype."""
     transposed = jnp.swapaxes(src, -1, -2).astype(jnp.float32)
     return transposed if dst is None else dst.astype(jnp.float32) + transposed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _copy(dtype, src_BRC):
-    """srcᵀ in `dtype`, by Triton."""
+    """srcᵀ in `dtype`, by the Triton kernel."""
     from pallas_kernels.transpose import triton
 
-    return _kernel("transpose_copy", functools.partial(triton.transpose_copy, dtype=dtype))(src_BRC)
+    copy = functools.partial(triton.transpose_copy, dtype=dtype)
+    return _calls.looped("transpose_copy", copy)(src_BRC)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -131,7 +127,7 @@ def _add(in_place, src_dtype, dst_BCR, src_BRC):
     from pallas_kernels.transpose import triton
 
     add = functools.partial(triton.transpose_add, in_place=in_place)
-    return _kernel("transpose_add", add, overwrites=in_place)(dst_BCR, src_BRC)
+    return _calls.looped("transpose_add", add, overwrites=in_place)(dst_BCR, src_BRC)
 
 
 _copy.defvjp(
@@ -145,11 +141,6 @@ _add.defvjp(
     ),
     lambda in_place, src_dtype, _, d_BCR: (d_BCR, _copy(src_dtype, d_BCR)),
 )
-
-
-def _kernel(name, f, *, overwrites=False):
-    # A kernel launch has no rule for vmap; a loop over it does.
-    return _calls.launch(name, jax.custom_batching.sequential_vmap(f), overwrites=overwrites)
 
 
 def _flat(x):
