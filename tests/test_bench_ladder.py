@@ -4,6 +4,7 @@ are rows; files compare."""
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from reference.torch_gpt2 import TorchGPT2
 from reference.torch_train import train
 
+from gptjax import cli
 from gptjax.bench import batch_size, configs, jax_step, ladder, measuring, step
 from gptjax.bench.__main__ import main
 from gptjax.bench.compare import compare
@@ -24,6 +26,8 @@ from gptjax.precision import Precision
 from gptjax.training.memory import GIB
 
 TINY = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+# A model that is not GPT-2.
+OTHER = Path(__file__).parents[1] / "examples" / "new_model" / "config.py"
 CARD = """
 from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
@@ -153,6 +157,13 @@ def test_a_ladder_goes_from_plain_fp32_to_the_model_as_it_is():
     assert models[-1] == dataclasses.replace(model, precision=Precision("bf16"))
     # Without anything left for the last rung there is none: no measurement comes twice.
     assert len(list(ladder.rungs(PRESETS["gpt2"]))) == 8
+
+
+def test_another_architecture_has_the_rungs_that_change_it():
+    names = [name for name, _, _ in ladder.rungs(cli.load(OTHER).model)]
+    assert names == [
+        *("fp32, no jit", "jit", "TF32", "bf16", "padded vocabulary", "fused classifier")
+    ]
 
 
 def test_pytorchs_ladder_goes_from_plain_fp32_to_all():
@@ -464,6 +475,8 @@ def test_contradictions(card, capsys):
     for command, word in (
         (["step", "--config", card, "--preset", "gpt2"], "both name a model"),
         (["step", "--batch", "4", "--largest"], "give one of them"),
+        (["step", "--config", str(OTHER), "--torch"], "PyTorch's model is GPT-2"),
+        (["step", "--config", str(OTHER), "--mlp", "xla"], "RotaryConfig has no option mlp"),
         (["step", "--forward", "--recompute", "block"], "no backward pass"),
         (
             ["step", "--config", card, "--sequence-length", "16"],

@@ -1,12 +1,12 @@
-"""GPT-2 in PyTorch, written as one would to train it fast, and measured beside ours by `bench step
---torch` and `bench ladder`.
+"""GPT-2 in PyTorch as one would write it to train it fast: the rival of `bench step --torch` and
+`bench ladder`.
 
 It follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss,
 scaled_dot_product_attention, autocast to bf16, fused AdamW with decay of matrices alone, clip by
 the global norm. Parameters have Hugging Face's names and PyTorch's layout.
 
-Shapes: B batch, T time, C channels, H heads, D = C/H, V rows of the embedding. Padding, where there
-is some, counts as vocabulary here: the loss covers it, as it does in the original.
+Shapes: B batch, T time, C channels, H heads, D = C/H, V rows of the embedding. Padding counts as
+vocabulary here: the loss covers it, as in the original.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from gptjax.models.gpt2 import INIT_STD, GPT2Config
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What the ladder in PyTorch climbs on."""
+    """Options of PyTorch's step; the ladder switches them on one by one."""
 
     precision: str = "bf16"
     """fp32, tf32, or bf16 by autocast."""
     compiled: bool = True
     """torch.compile of the model and its loss."""
     flash: bool = True
-    """PyTorch's scaled_dot_product_attention, whichever kernel it takes; otherwise all scores are
-    made."""
+    """PyTorch's scaled_dot_product_attention with its default kernel; otherwise all scores are in
+    memory."""
     padded: bool = True
-    """The padded vocabulary, otherwise the real one."""
+    """The padded vocabulary; otherwise the real one."""
     fused: bool = True
     """AdamW in one kernel."""
 
@@ -117,7 +117,7 @@ class GPT2(nn.Module):
 
 
 def free_torch() -> None:
-    """Gives back what PyTorch holds on the device and nobody uses."""
+    """Free the device memory that PyTorch holds and does not use."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -127,11 +127,10 @@ class TorchStep:
     """A training step, or the forward pass alone, on random tokens.
 
     Args:
-        config: the model's shape; its precision and back ends are not looked at.
+        config: the model's shape; its precision and back ends are ignored.
         device: "cuda" or "cpu".
         forward: the loss alone, without gradients.
-        like: a step that differs in precision or optimizer alone: its model is shared, compiled as
-            it is.
+        like: a step that differs only in precision or optimizer: its compiled model is shared.
 
     Attributes:
         peak: the most bytes that PyTorch held in a step; None before the first `rest`, and on a
@@ -155,8 +154,8 @@ class TorchStep:
             torch.manual_seed(0)
             self.model = like.model if like else GPT2(config, how)
             windows = torch.randint(0, config.vocab_size, (batch, sequence_length + 1))
-        # dynamic=False: a second model of another vocabulary would otherwise be compiled for sizes
-        # that it does not know.
+        # dynamic=False: a second model with another vocabulary would otherwise be compiled for dynamic
+        # sizes.
         self.loss = (
             like.loss
             if like
@@ -176,8 +175,7 @@ class TorchStep:
         )
 
     def run(self, steps: int) -> float:
-        """Seconds that so many steps take on the device, one after the other; the first
-        compiles."""
+        """Return the device's seconds for so many consecutive steps; the first compiles."""
         # TF32 stays on under autocast, as in the original.
         torch.set_float32_matmul_precision("highest" if self.how.precision == "fp32" else "high")
         self._wait()
@@ -188,7 +186,7 @@ class TorchStep:
         return time.perf_counter() - started
 
     def step(self) -> torch.Tensor:
-        """One step; returns the loss before it."""
+        """Run one step; return the loss before the update."""
         bf16 = torch.autocast(self.device, torch.bfloat16, enabled=self.how.precision == "bf16")
         with bf16, torch.no_grad() if self.forward else contextlib.nullcontext():
             loss = self.loss(self.tokens_BT, self.targets_BT)
@@ -200,8 +198,8 @@ class TorchStep:
         return loss
 
     def rest(self) -> None:
-        """Between two turns: notes the peak of one more step, and gives back what is not in use,
-        which JAX could not have."""
+        """Between two turns: measure the peak of one more step, and free the unused memory for
+        JAX."""
         if self.device != "cuda":
             return
         torch.cuda.reset_peak_memory_stats()
@@ -210,17 +208,16 @@ class TorchStep:
         free_torch()
 
     def make_room(self, needed: int) -> None:
-        """Lets go of the model and its optimizer where the device has less than so many bytes
-        beside them. No step runs after that."""
+        """Free the model and its optimizer if the device has fewer free bytes than needed. No step
+        runs after that."""
         if self.device == "cuda" and torch.cuda.mem_get_info()[0] < needed:
             self.model = self.loss = self.optimizer = None
-            # The compiled functions hold the parameters, too.
+            # The compiled functions also hold the parameters.
             torch._dynamo.reset()
             free_torch()
 
     def has_room(self) -> bool:
-        """Whether a step can run: the device has what it needs beside what is held now. Asked after
-        a rest."""
+        """Return whether a step can run in the free memory; call it after `rest`."""
         if self.model is None:
             return False
         return (
