@@ -154,7 +154,7 @@ class TorchStep:
             torch.manual_seed(0)
             self.model = like.model if like else GPT2(config, how)
             windows = torch.randint(0, config.vocab_size, (batch, sequence_length + 1))
-        # dynamic=False: a second model with another vocabulary would otherwise be compiled for dynamic
+        # dynamic=False: otherwise a model with another vocabulary would be compiled for dynamic
         # sizes.
         self.loss = (
             like.loss
