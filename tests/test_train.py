@@ -188,7 +188,7 @@ def test_a_schedule_with_its_own_end_lets_a_run_be_prolonged(config, algorithm):
     run(whole)
     run(dataclasses.replace(config, max_steps=9))
     code, shown = run(config)
-    assert code == 0 and "going on from step 9" in shown
+    assert code == 0 and "resuming from step 9" in shown
     assert losses(config) == losses(whole)
     assert all(
         np.array_equal(a, b) for a, b in zip(last_state(config), last_state(whole), strict=True)
@@ -204,7 +204,7 @@ def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(config, m
     run(dataclasses.replace(config, max_steps=6))
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:2], None))
     code, shown = run(config)
-    assert code == 0 and "2 × cpu" in shown and "going on from step 6" in shown
+    assert code == 0 and "2 × cpu" in shown and "resuming from step 6" in shown
     for step, (loss, *_) in losses(alone).items():
         assert losses(config)[step][0] == pytest.approx(loss, rel=2e-4), step
 
@@ -343,7 +343,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on_bit_for_bit(
     (stopped_at,) = {steps_kept(config)[-1]}
     assert 9 <= stopped_at < 20
     code, shown = run(config)
-    assert code == 0 and f"going on from step {stopped_at}" in shown
+    assert code == 0 and f"resuming from step {stopped_at}" in shown
     assert losses(config) == losses(alone)
     assert all(
         np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True)
@@ -528,7 +528,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(config, tmp_pa
     assert "failed: File too large; the newest complete checkpoint is of step 4" in done.stderr
     assert "Traceback" not in done.stderr and steps_kept(config) == [4]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "going on from step 4" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resuming from step 4" in done.stdout, done.stderr
 
 
 @pytest.mark.gpu

@@ -77,7 +77,7 @@ def main(options: Options) -> None:
             finish(folder, name)  # or say that it is complete
             log = (folder / f"{name}.txt").read_text()
             resumed = [
-                line.rsplit(" ", 1)[1] for line in log.splitlines() if "going on from step" in line
+                line.rsplit(" ", 1)[1] for line in log.splitlines() if "resuming from step" in line
             ]
             rows.append(
                 {

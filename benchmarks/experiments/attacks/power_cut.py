@@ -91,7 +91,7 @@ def trial(
         process = start(folder, name, runs=after)
         code = process.wait()
         said = (folder / f"{name}.txt").read_text()
-        resumed = re.findall("going on from step ([0-9]+)|is complete: ([0-9]+) of", said)
+        resumed = re.findall("resuming from step ([0-9]+)|is complete: ([0-9]+) of", said)
         resumed = ["".join(match) for match in resumed]
         row["resumed_from_step"] = int(resumed[-1]) if resumed else None
         row["damaged"] = said.count("is damaged")
