@@ -73,10 +73,7 @@ def test_the_examples_have_the_sizes_that_are_replaced():
 
 
 def resolves(name):
-    """Whether a dotted name is a module or an attribute, looked up as a user's code does it.
-
-    `pallas_kernels.linear_gelu` is a function, which hides the module of that name.
-    """
+    """Whether a dotted name is a module or an attribute, looked up as a user's code does it."""
     package, *parts = name.split(".")
     found = importlib.import_module(package)
     for i, part in enumerate(parts):
@@ -89,7 +86,7 @@ def resolves(name):
     return found is not None
 
 
-def test_a_hidden_module_is_not_found():
+def test_a_name_that_does_not_exist_is_not_found():
     assert resolves("gptjax.optim.normuon") and resolves("pallas_kernels.linear_gelu")
     assert not resolves("pallas_kernels.linear_gelu.mlp") and not resolves("gptjax.nothing")
 
