@@ -42,16 +42,15 @@ def test_public_names_are_listed_and_are_what_their_modules_define():
 
 
 def test_type_checkers_see_the_public_names():
-    """In the imports that never run, each under its own name and from its own module."""
+    """In the imports that never run, each from its own module, and in a literal `__all__`."""
     (block,) = [
         node
         for node in ast.parse(Path(gptjax.__file__).read_text()).body
         if isinstance(node, ast.If)
     ]
-    imported = {
-        alias.asname: (node.module, alias.name) for node in block.body for alias in node.names
-    }
-    assert imported == {name: (module, name) for name, module in gptjax._PUBLIC.items()}
+    imported = {alias.name: node.module for node in block.body for alias in node.names}
+    assert imported == gptjax._PUBLIC and {*imported} == {*gptjax.__all__}
+    assert all(alias.asname is None for node in block.body for alias in node.names)
     for package in (gptjax, pallas_kernels):
         assert (Path(package.__file__).parent / "py.typed").is_file()
 
@@ -76,7 +75,7 @@ def test_pyright_knows_the_type_of_every_public_name(tmp_path):
     types = dict(
         re.fullmatch(r'Type of "(.+?)" is "(.+)"', text, re.DOTALL).groups() for text in said
     )
-    assert [*types] == names
+    assert [*types] == names  # and no warning
     assert [name for name in names if re.search(r"(^|^\(.*\) -> )Unknown$", types[name])] == []
 
 

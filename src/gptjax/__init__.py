@@ -8,21 +8,31 @@ __version__ = "0.1.0"
 # at the first use of the name. `python -m gptjax.data` and `gptjax.plot` need no JAX, and start in
 # a tenth of the time.
 if TYPE_CHECKING:
-    from gptjax.config import Config as Config
-    from gptjax.generation import generate as generate
-    from gptjax.models.base import loss_fn as loss_fn
-    from gptjax.models.gpt2 import GPT2 as GPT2
-    from gptjax.models.gpt2 import PRESETS as PRESETS
-    from gptjax.models.gpt2 import GPT2Config as GPT2Config
-    from gptjax.optim import OptimizerConfig as OptimizerConfig
-    from gptjax.precision import Precision as Precision
-    from gptjax.training.step import init_state as init_state
-    from gptjax.training.step import make_train_step as make_train_step
-    from gptjax.weights import load_hf as load_hf
-    from gptjax.weights import load_llmc as load_llmc
-    from gptjax.weights import save_hf as save_hf
-    from gptjax.weights import save_llmc as save_llmc
+    from gptjax.config import Config
+    from gptjax.generation import generate
+    from gptjax.models.base import loss_fn
+    from gptjax.models.gpt2 import GPT2, PRESETS, GPT2Config
+    from gptjax.optim import OptimizerConfig
+    from gptjax.precision import Precision
+    from gptjax.training.step import init_state, make_train_step
+    from gptjax.weights import load_hf, load_llmc, save_hf, save_llmc
 
+__all__ = [
+    "GPT2",
+    "PRESETS",
+    "Config",
+    "GPT2Config",
+    "OptimizerConfig",
+    "Precision",
+    "generate",
+    "init_state",
+    "load_hf",
+    "load_llmc",
+    "loss_fn",
+    "make_train_step",
+    "save_hf",
+    "save_llmc",
+]
 _PUBLIC = {
     "Config": "gptjax.config",
     "OptimizerConfig": "gptjax.optim",
@@ -56,7 +66,6 @@ _MODULES = (
     ),
     "weights",
 )
-__all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str):

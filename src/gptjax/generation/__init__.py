@@ -174,7 +174,7 @@ def _check_sampling(temperature, top_k, top_p, key) -> None:
             f"got {top_p!r}"
         )
     is_key = isinstance(key, jax.Array) and (
-        (jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
+        (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
         or (key.dtype == jnp.uint32 and key.shape == (2,))
     )
     if not is_key:
