@@ -78,13 +78,13 @@ def _in_torch(torch):
     ]
     for p in params:
         p.grad = 0.01 * torch.randn_like(p)
-    its_optimizer = torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         params, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=True
     )
 
     def run(*_):
         for _ in range(UPDATES):
             torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
-            its_optimizer.step()
+            adamw.step()
 
     return run

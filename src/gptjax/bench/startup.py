@@ -50,6 +50,7 @@ class Startup:
         rows = starts(self.train, self.config, shlex.split(self.options))
         if self.out:
             command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
+            command += ["--train", str(self.train)] if self.train != Path("train.py") else []
             command += [f"--options={self.options}"] if self.options else []
             device = rows[0]["device"]
             results.write(self.out, results.new(shlex.join(command), rows, device=device))
