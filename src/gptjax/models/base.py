@@ -332,7 +332,7 @@ def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:
     Call it outside `jax.jit`: one executable for each distinct shape is compiled. Inside, each
     random matrix is compiled separately, which takes XLA 131 s for GPT-2 XL on an H200.
     """
-    return params_of(config.build(nnx.Rngs(seed)))
+    return params_of(config.build(nnx.Rngs(jax.random.key(seed))))
 
 
 def params_of(model: nnx.Module) -> dict:

@@ -190,7 +190,7 @@ class MLP(nnx.Module):
         self.implementation, self.precision = config.mlp, config.precision
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTC: Float[Array, "B T C"], *, decoding: bool = False) -> PendingResidual:
+    def __call__(self, x_BTC: Float[Array, "B T C"], decoding: bool = False) -> PendingResidual:
         # The back end named for training may not support the few rows of one token per sequence.
         implementation = "auto" if decoding else self.implementation
         y_BTC = mlp(
@@ -239,12 +239,11 @@ class Block(nnx.Module):
         self,
         x_BTC: Float[Array, "B T C"],
         pending: PendingResidual | None = None,
-        *,
-        decoding: bool = False,
+        cache: KVCache | None = None,
     ) -> tuple[Float[Array, "B T C"], PendingResidual]:
         """Return x + pending, and mlp(ln_2(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = self.ln_2.add_layer_norm(x_BTC, pending)
-        return x_BTC, self.mlp(y_BTC, decoding=decoding)
+        return x_BTC, self.mlp(y_BTC, decoding=cache is not None)
 
     def fused(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Return the residual stream after both sublayers, without a pending residual."""
@@ -301,7 +300,7 @@ class GPT2(Model):
                         x_BTC = after.added_to(x_BTC)
                 case "cache":
                     x_BTC, pending = block.attention_sublayer(x_BTC, pending, cache[i])
-                    x_BTC, pending = block.mlp_sublayer(x_BTC, pending, decoding=True)
+                    x_BTC, pending = block.mlp_sublayer(x_BTC, pending, cache[i])
                 case _:
                     x_BTC, pending = block.mlp_sublayer(*block.attention_sublayer(x_BTC, pending))
         return self.ln_f.add_layer_norm(x_BTC, pending)[0]

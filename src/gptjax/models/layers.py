@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Integer, PyTree
 
 from gptjax.precision import Precision
 from pallas_kernels import linear
@@ -87,12 +87,13 @@ class KVCache:
 
     Attributes:
         k_BSHD, v_BSHD: keys and values of S positions; those from `length` on are zero.
-        length: positions filled so far.
+        length: positions filled so far, int32.
     """
 
-    k_BSHD: Float[Array, "B S H D"]
-    v_BSHD: Float[Array, "B S H D"]
-    length: Int[Array, ""]
+    # Not typed as arrays: JAX builds such pytrees with placeholders, too.
+    k_BSHD: PyTree
+    v_BSHD: PyTree
+    length: PyTree
 
     @staticmethod
     def empty(shape: tuple[int, int, int, int], dtype: jax.typing.DTypeLike) -> "KVCache":
