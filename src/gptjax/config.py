@@ -276,7 +276,8 @@ def made_into_programs(config: Config) -> dict[str, Any]:
 def to_json(config: Config) -> dict[str, Any]:
     """Return the config as flat JSON: {"max_steps": 100, "model.n_layer": 12, …}.
 
-    "optimizer.algorithm" is the optimizer's name, "optimizer.schedule_steps" is never None.
+    "model" is the name of the model's config class, "optimizer.algorithm" that of the optimizer;
+    "optimizer.schedule_steps" is never None.
     """
     return _flat(config, config.model, config.optimizer)
 
@@ -294,7 +295,8 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
     flat: dict[str, Any] = {"optimizer.algorithm": optimizer.name}
     for prefix, part in (("", config), ("model.", model), ("optimizer.", optimizer)):
         flat |= {prefix + f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    del flat["model"], flat["optimizer"]
+    del flat["optimizer"]
+    flat["model"] = type(model).__name__
     flat["optimizer.schedule_steps"] = optimizer.schedule_steps or config.max_steps
     return {name: str(v) if isinstance(v, (Path, Precision)) else v for name, v in flat.items()}
 
