@@ -327,7 +327,8 @@ def test_another_algorithm_is_refused_in_one_line():
 def test_json_has_the_algorithm_and_only_its_options():
     flat = to_json(tiny_with("muon"))
     assert flat["optimizer.algorithm"] == "muon" and flat["optimizer.momentum"] == 0.95
-    assert "optimizer.neuron_b2" not in flat and "model" not in flat and "optimizer" not in flat
+    assert flat["model"] == "GPT2Config"
+    assert "optimizer.neuron_b2" not in flat and "optimizer" not in flat
     assert flat["optimizer.schedule_steps"] == flat["max_steps"] == 1000
     assert {name.partition(".")[0] for name in flat if "." in name} == {"model", "optimizer"}
 

@@ -13,8 +13,9 @@ from reference.torch_gpt2 import from_params, random_params
 from reference.torch_train import train
 
 from gptjax import GPT2, GPT2Config, Precision
+from gptjax.models.base import graph
 from gptjax.optim import adamw, schedule
-from gptjax.training.step import graph, init_state, make_train_step
+from gptjax.training.step import init_state, make_train_step
 
 torch.set_num_threads(2)
 
