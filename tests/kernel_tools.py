@@ -41,7 +41,9 @@ def interpreted(module: str) -> Any:
     import triton
 
     importlib.import_module(module)
-    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if _holds_triton_source(name)}
+    package = module.partition(".")[0]
+    names = [name for name in sys.modules if _holds_triton_source(name, package)]
+    ours = {name: sys.modules.pop(name) for name in names}
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         copy = importlib.import_module(module)
@@ -52,12 +54,8 @@ def interpreted(module: str) -> Any:
     return copy
 
 
-def _holds_triton_source(module: str) -> bool:
-    return (
-        module.startswith("pallas_kernels.")
-        and module.split(".")[-1].startswith("triton")
-        and module.count(".") > 1
-    )
+def _holds_triton_source(module: str, package: str) -> bool:
+    return module.startswith(f"{package}.") and module.split(".")[-1].startswith("triton")
 
 
 def to_tf32(x: np.ndarray) -> np.ndarray:

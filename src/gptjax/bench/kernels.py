@@ -6,6 +6,7 @@ A benchmark is a Python file with a function `cases()` that returns a list of `h
 import dataclasses
 import gc
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -115,6 +116,9 @@ def load(file: Path) -> list[Case]:
     if spec is None or spec.loader is None:
         raise BenchError(f"{file}: expected a Python file with a function cases()")
     module = importlib.util.module_from_spec(spec)
+    folder = str(file.parent.absolute())
+    if folder not in sys.path:  # as for a script: the benchmark may import a kernel beside it
+        sys.path.append(folder)
     spec.loader.exec_module(module)
     if not callable(getattr(module, "cases", None)):
         raise BenchError(f"{file}: expected a function cases() that returns a list of Case")
