@@ -1,23 +1,138 @@
-"""The one place that imports Mosaic GPU, whose interface still moves between JAX releases."""
+"""Common parts of the Mosaic GPU kernels for Hopper.
+
+Only this module imports Mosaic GPU, whose interface still changes between JAX releases.
+
+Each kernel is a persistent grid of thread blocks (CTAs). In each thread block one warpgroup loads
+tiles with TMA, and the others compute with wgmma. The loading warpgroup runs ahead of the others
+through a `Ring` of slots in shared memory. `schedule` assigns the work items to the thread blocks.
+"""
+
+import dataclasses
+import heapq
+import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-__all__ = ["num_sms", "pl", "plgpu", "swizzled"]
+__all__ = ["LOG2_E", "SHARED_BYTES", "Ring", "num_sms", "pl", "plgpu", "schedule", "swizzled"]
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory of one thread block on Hopper."""
+LOG2_E = math.log2(math.e)
+"""exp(x) = exp2(LOG2_E · x): the softmax of the attention kernels is computed in base 2."""
 
 
 def num_sms() -> int:
-    """Multiprocessors of the GPU that is compiled for: the abstract mesh's where one is set, else
-    the default device's."""
+    """Return the number of SMs of the target GPU: the device of the abstract mesh if one is set,
+    else the default device."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     return abstract.num_cores if abstract is not None else jax.devices()[0].core_count
 
 
 def swizzled(shape: tuple[int, ...], dtype):
-    """Shared memory in the order that wgmma and TMA want."""
+    """Return the type of shared memory in the swizzled layout of wgmma and TMA."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A ring of slots in shared memory with two barriers for each slot.
+
+    Fill n (0, 1, …) uses slot n mod `slots`. The producer waits until the slot is empty, and starts
+    copies that arrive on `full`. Each consumer waits for `full`, reads the slot, and arrives on
+    `empty`. The first `slots` fills wait for nothing.
+
+    The `prefix` of a method is the leading index of barriers that have one, of a warpgroup for
+    example.
+
+    Attributes:
+        full: barriers on which the copies of a fill arrive.
+        empty: barriers on which the consumers of a fill arrive.
+    """
+
+    slots: int
+    full: Any
+    empty: Any
+
+    def slot(self, n):
+        """Return the slot of fill n."""
+        return lax.rem(n, jnp.int32(self.slots))
+
+    def wait_full(self, slot, *prefix) -> None:
+        """Wait until the copies into the slot have arrived."""
+        plgpu.barrier_wait(self.full.at[(*prefix, slot)])
+
+    def release(self, slot, *prefix) -> None:
+        """Arrive as one of the slot's consumers: its content is no longer needed."""
+        plgpu.barrier_arrive(self.empty.at[(*prefix, slot)])
+
+    def wait_empty(self, n, *prefix, slot=None) -> None:
+        """Wait until the slot of fill n is free: until fill n − `slots` is released.
+
+        Args:
+            slot: of fill n, if the caller has computed it.
+        """
+
+        @pl.when(n >= self.slots)
+        def _():
+            self.wait_released(self.slot(n) if slot is None else slot, *prefix)
+
+    def wait_released(self, slot, *prefix) -> None:
+        """Wait until all consumers have released the slot."""
+        plgpu.barrier_wait(self.empty.at[(*prefix, slot)])
+
+    def drain(self, fills) -> None:
+        """Wait until each of the `fills` fills is released. A thread block must not end before."""
+
+        @pl.loop(jnp.maximum(fills - self.slots, 0), fills)
+        def _(n):
+            self.wait_released(self.slot(n))
+
+    def drain_unrolled(self, fills, begun: int = 0) -> None:
+        """`drain` without a loop.
+
+        Args:
+            begun: slots from `fills` on that were waited for already.
+        """
+        for extra in range(begun, self.slots):
+            self.wait_empty(fills + extra)
+
+
+def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
+    """Return the work items of each thread block of a persistent grid.
+
+    The items are assigned in turn to the thread block with the least work. Items of one head are
+    close to each other in time, so that its keys and values stay in the L2 cache. Among the heads
+    in progress at the same time, the longest items come first.
+
+    Args:
+        costs: of the tiles of one head.
+
+    Returns:
+        An int32 table with one row for each thread block: the number of its items, then the items,
+        each head · tiles + tile.
+    """
+    rounds = max(1, heads * len(costs) // (2 * blocks))
+    by_cost = sorted(range(len(costs)), key=lambda tile: -costs[tile])
+    lists = [[] for _ in range(blocks)]
+    load = [(0.0, block) for block in range(blocks)]
+    for round in range(rounds):
+        for tile in by_cost:
+            for head in range(heads * round // rounds, heads * (round + 1) // rounds):
+                busy, block = load[0]
+                lists[block].append(head * len(costs) + tile)
+                heapq.heapreplace(load, (busy + costs[tile], block))
+    # One more column than the longest list: an item is read during the item before it.
+    table = np.zeros((blocks, 2 + max(map(len, lists))), np.int32)
+    for block, items in enumerate(lists):
+        table[block, 0] = len(items)
+        table[block, 1 : 1 + len(items)] = items
+    return table
