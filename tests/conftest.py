@@ -42,11 +42,39 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(os.cpu_count() or 1, 8)
 
 
+# The marker `quick`: whole files, and single tests of the slow ones, two minutes on two cores.
+QUICK = {
+    *("test_adamw", "test_bench_profile", "test_cli", "test_config", "test_corpora"),
+    *("test_data_check", "test_dataset", "test_devices", "test_digests", "test_dispatch"),
+    *("test_fineweb", "test_flops", "test_loader", "test_lock", "test_low_precision"),
+    *("test_memory", "test_outliers", "test_params", "test_partition", "test_precision"),
+    *("test_public_names", "test_run_log", "test_schedules", "test_sharding", "test_shards"),
+    *("test_start_up_time", "test_status_line", "test_tokenizers"),
+    *("test_attention::test_masks", "test_attention::test_errors"),
+    "test_attention_triton::test_masks_over_every_kind_of_block[fused-16-32-{'window': 17}]",
+    *("test_classifier::test_reference_is_the_definition", "test_classifier::test_errors"),
+    *("test_classifier::test_extreme_logits", "test_classifier::test_targets_of_any_integer_type"),
+    *("test_gpt2::test_fp32_parity[odd]", "test_gpt2::test_fp32_parity[one of each]"),
+    *("test_gpt2::test_causality_by_gradients", "test_gpt2::test_bf16_dtypes"),
+    *("test_readme::test_the_names_of_a_page_resolve", "test_readme::test_a_table_has_one_header"),
+    "test_readme::test_the_files_that_a_page_names_are_there",
+    *("test_row_softmax::test_reference_is_the_definition", "test_row_softmax::test_extreme_rows"),
+    *("test_row_softmax::test_causal", "test_row_softmax::test_errors"),
+    *("test_transpose::test_twice_is_nothing", "test_transpose::test_empty_arrays"),
+    "test_transpose::test_errors",
+}
+
+
 def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items):
+    for item in items:
+        test = f"{item.path.stem}::{item.name}"
+        if {item.path.stem, test, test.split("[")[0]} & QUICK:
+            item.add_marker("quick")
     if not _has_gpu():
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU and jax[cuda13]; JAX sees none here")
         for item in items:
