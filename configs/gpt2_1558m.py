@@ -1,12 +1,12 @@
-"""GPT-2 1558M in bf16: llm.c's recipe, 34 billion tokens, a million a step.
+"""GPT-2 1558M in bf16: llm.c's recipe, 34 billion tokens, a million tokens per step.
 
 Command:   python train.py --config configs/gpt2_1558m.py
-Data:      prepared FineWeb, python -m gptjax.data fineweb10B --shards 103 (else the embedded
-corpus)
+Data:      FineWeb: python -m gptjax.data fineweb10B --shards 103. Without FineWeb the run uses the
+           standard library's source files.
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
-Time:      not run here; llm.c's took 24 hours on eight H100
-Loss:      not measured; data of more than 100 shards needs other FineWeb shards in one folder,
-named by --dataset
+Time:      not measured. llm.c's run took 24 hours on eight H100 GPUs.
+Loss:      not measured. For more than 100 shards put other FineWeb shards into one folder and name
+           the folder with --dataset.
 """
 
 from dataclasses import replace

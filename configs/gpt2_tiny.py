@@ -1,10 +1,11 @@
 """A small byte-level GPT-2 that learns Python on any machine: the first run to try.
 
 Command:   python train.py --config configs/gpt2_tiny.py
-Data:      the running Python's standard-library sources, prepared on the first start: no download
+Data:      the source files of Python's standard library, prepared on the first start, no download
 Hardware:  any; two CPU cores are enough
 Time:      a minute and a half on two CPU cores
-Loss:      validation 1.83 nats a byte at the end (2.37 at step 250); 2.2 or less on any machine
+Loss:      validation loss 1.83 nats per byte at the end (2.37 at step 250); at most 2.2 on any
+           machine
 """
 
 from gptjax.config import Config
