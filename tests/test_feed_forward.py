@@ -518,13 +518,12 @@ def test_the_passes_read_and_write_16_bytes_at_a_time(capability, precision):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles that a CPU can go through; the interpreter takes no left operand from registers."""
-    from pallas_kernels.feed_forward import mosaic
+    from pallas_kernels.feed_forward import mosaic, mosaic_backward
 
     small = mosaic.Tiles(rows=64, columns=64, stages=2, slots=1)
     monkeypatch.setattr(mosaic, "FORWARD", (dataclasses.replace(small, cluster=2), small))
-    monkeypatch.setattr(
-        mosaic, "BACKWARD", (mosaic.BackwardTiles(columns=64, stages=2, registers=False),)
-    )
+    backward = mosaic_backward.BackwardTiles(columns=64, stages=2, registers=False)
+    monkeypatch.setattr(mosaic_backward, "BACKWARD", (backward,))
 
 
 @pytest.mark.parametrize(

@@ -381,10 +381,12 @@ def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
 def _through_activation(dy_NO, derivative_NO, w_IO, options, *, bias):
     """(dx, du, db in fp32)."""
     if options.backend == "mosaic":
-        from pallas_kernels.feed_forward import mosaic
+        from pallas_kernels.feed_forward import mosaic_backward
 
-        if mosaic.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
-            kernel = _calls.looped(options.operation, functools.partial(mosaic.backward, bias=bias))
+        if mosaic_backward.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
+            kernel = _calls.looped(
+                options.operation, functools.partial(mosaic_backward.backward, bias=bias)
+            )
             return kernel(dy_NO, derivative_NO, w_IO)
     if options.backend == "triton":
         from pallas_kernels.feed_forward import triton
