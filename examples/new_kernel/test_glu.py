@@ -100,6 +100,7 @@ def test_under_the_transformations(implementation, check_vma, triton_on_cpu):
 def test_back_ends(monkeypatch):
     stated = typing.get_args(glu.Implementation)
     assert [*stated] == ["auto", *(b.name for b in _dispatch.OPERATIONS["swiglu"].back_ends)]
+    assert all(f'"{name}"' in swiglu.__doc__ for name in stated)
     assert select("swiglu") == "xla"
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
     assert select("swiglu") == "triton"
