@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_tools import forget_races, lower_for_h200
+from reference.attention import at_once
 from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
@@ -36,12 +37,6 @@ def inputs(batch, time, heads, key_heads=None, head_dim=64, dtype=jnp.float16, s
     ]
     q, k, v, direction = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
     return q * jnp.asarray(2, dtype), k, v, direction
-
-
-def at_once(f):
-    """One executable in which each result is rounded to its dtype, as without jit: the operations
-    one by one are 150 executables."""
-    return jax.jit(f, compiler_options={"xla_allow_excess_precision": False})
 
 
 def gradients(f, operands, direction, dlse):

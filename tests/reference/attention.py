@@ -4,6 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
+def at_once(f):
+    """Compile a reference into one executable that rounds each result to its dtype.
+
+    The results have the bits of the operations run one by one, which are 150 executables.
+    """
+    return jax.jit(f, compiler_options={"xla_allow_excess_precision": False})
+
+
 def textbook(q, k, v, *, causal=True, scale=None, window=None):
     """O and L in the inputs' own dtype; the softmax alone is fp32. Shapes as of
     `pallas_kernels.flash_attention`."""
