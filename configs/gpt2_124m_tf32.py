@@ -11,23 +11,13 @@ Loss:      llm.c's run of this recipe on FineWeb reached a validation loss of 6.
 
 from dataclasses import replace
 
-from gptjax.config import Config
-from gptjax.models.gpt2 import PRESETS
-from gptjax.optim import OptimizerConfig
+from gpt2_124m import config as gpt2_124m
+
 from gptjax.precision import Precision
 
-config = Config(
+config = replace(
+    gpt2_124m,
     name="gpt2_124m_tf32",
-    model=replace(PRESETS["gpt2"], precision=Precision("tf32")),
-    optimizer=OptimizerConfig(
-        learning_rate=6e-4,
-        warmup_steps=700,
-        schedule="cosine",
-        final_fraction=0.0,
-        weight_decay=0.1,
-    ),
-    dataset="auto",
-    batch_tokens=524_288,
+    model=replace(gpt2_124m.model, precision=Precision("tf32")),
     micro_batch=16,
-    max_steps=19_560,
 )

@@ -11,23 +11,16 @@ Loss:      not measured. For more than 100 shards put other FineWeb shards into 
 
 from dataclasses import replace
 
-from gptjax.config import Config
+from gpt2_124m import config as gpt2_124m
+
 from gptjax.models.gpt2 import PRESETS
-from gptjax.optim import OptimizerConfig
 from gptjax.precision import Precision
 
-config = Config(
+config = replace(
+    gpt2_124m,
     name="gpt2_774m",
     model=replace(PRESETS["gpt2-large"], precision=Precision("bf16")),
-    optimizer=OptimizerConfig(
-        learning_rate=2.5e-4,
-        warmup_steps=700,
-        schedule="cosine",
-        final_fraction=0.0,
-        weight_decay=0.1,
-    ),
-    dataset="auto",
-    batch_tokens=524_288,
+    optimizer=replace(gpt2_124m.optimizer, learning_rate=2.5e-4),
     micro_batch=16,
     max_steps=286_102,
 )
