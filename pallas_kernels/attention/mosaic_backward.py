@@ -38,15 +38,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _dispatch, _mosaic
-from pallas_kernels._mosaic import pl, plgpu, swizzled
+from pallas_kernels._mosaic import LOG2_E, SHARED_BYTES, pl, plgpu, schedule, swizzled
 from pallas_kernels.attention import mosaic_forward
-from pallas_kernels.attention.mosaic_forward import (
-    LOG2_E,
-    SHARED_BYTES,
-    operand,
-    padded,
-    schedule,
-)
+from pallas_kernels.attention.mosaic_forward import padded
+from pallas_kernels.attention.mosaic_forward_kernel import operand
 
 KEYS = 128  # of a piece of work
 HALF = 64  # keys of one multiplying warpgroup, and the sides of what it adds to dQ at a time

@@ -1,0 +1,484 @@
+"""Forward kernel of flash attention on Hopper (Pallas Mosaic GPU).
+
+A work item is a tile of queries of one head: 64 or 128 rows for each of the computing warpgroups.
+One more warpgroup loads: it runs ahead of the others into the next work item, through rings of
+tiles of queries, keys and values. The table of work items is computed before the launch.
+
+A warpgroup visits its blocks of keys from the last to the first. The diagonal comes first, and the
+loop over all other blocks has no masks. For each block:
+
+    QK:       S = Q Kᵀ                                           `start_qk`, `finish_qk`
+    softmax:  m' = max(m, factor · max S), P = exp2(factor · S − m')       `softmax`
+    PV:       O = O · exp2(m − m') + P V, and the same for l, the row sums of P    `start_pv`
+
+factor is log₂e·scale: the softmax is computed in base 2.
+
+| barrier | number | arrivals | who arrives | who waits |
+| --- | --- | --- | --- | --- |
+| `q_full` | warpgroups × q_slots | 1 | the copy of queries | the warpgroup they are for |
+| `q_empty` | warpgroups × q_slots | 1 | the warpgroup they are for | loading warpgroup |
+| `k_full`, `v_full` | stages | 1 | the copy of keys, of values | each computing warpgroup |
+| `k_empty`, `v_empty` | stages | warpgroups | each computing warpgroup | loading warpgroup |
+| `turn` | warpgroups | 1 | the warpgroup before | a warpgroup, before it starts matmuls |
+
+`turn` exists with ping_pong only. A computing warpgroup waits for and releases each fill of the key
+and value slots, also those that only other warpgroups need.
+
+Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M
+queries and N keys.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers, in the order of their allocation."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    turn: Any
+
+
+def operand(refs, which: int, b, rows, head):
+    """Return the rows×D of q, k or v (which = 0, 1, 2) of one head: from q, k, v (three refs) or
+    from packed qkv (one ref)."""
+    return refs[0].at[b, rows, which, head] if len(refs) == 1 else refs[which].at[b, rows, head]
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """The rows of one warpgroup in a work item.
+
+    Attributes:
+        index: number of the work item in its thread block.
+        start, stop: the key blocks that any of the warpgroups sees: those that are loaded.
+        row_block: the warpgroup's block of rows; `first`: its first query.
+        fills: of the key slots before this work item.
+        my_start, full_start, full_stop, my_stop: the key blocks that this warpgroup sees, as
+            `key_blocks` returns them.
+    """
+
+    index: Any
+    b: Any
+    head: Any
+    start: Any
+    stop: Any
+    row_block: Any
+    fills: Any
+    first: Any
+    my_start: Any
+    full_start: Any
+    full_stop: Any
+    my_stop: Any
+
+    def fill(self, j):
+        """Return the fill of the key slots, and of the value slots, that holds key block j."""
+        return self.fills + (self.stop - 1 - j)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The kernel of one thread block (CTA): sizes, refs, and the two roles of a warpgroup.
+
+    Attributes:
+        registers: for each thread of a computing warpgroup, and of the loading one.
+        see: first query, rows → `key_blocks`.
+        group: query heads of a key head.
+        row_blocks, row_tiles: blocks of rows of one warpgroup, and of all warpgroups, in a head.
+        me, this: index of the warpgroup and of the thread block.
+        items: work items of this thread block.
+    """
+
+    tiles: Any
+    registers: tuple[int, int]
+    see: Any
+    length: int
+    heads: int
+    group: int
+    head_dim: int
+    row_blocks: int
+    row_tiles: int
+    causal: bool
+    scale: float
+    window: int | None
+    dtype: Any
+    inputs: Any
+    table: Any
+    out: Any
+    lse: Any
+    scratch: Scratch
+    me: jax.Array
+    this: jax.Array
+    items: jax.Array
+
+    @property
+    def q_ring(self) -> Ring:
+        return Ring(self.tiles.q_slots, self.scratch.q_full, self.scratch.q_empty)
+
+    @property
+    def k_ring(self) -> Ring:
+        return Ring(self.tiles.stages, self.scratch.k_full, self.scratch.k_empty)
+
+    @property
+    def v_ring(self) -> Ring:
+        return Ring(self.tiles.stages, self.scratch.v_full, self.scratch.v_empty)
+
+    @property
+    def factors(self) -> tuple[float, float | None]:
+        """The softmax is that of scores · factor in base 2. The maximum of scores · factor is that
+        of the scores only if factor > 0; else scores are multiplied by the second number first."""
+        return (self.scale * LOG2_E, None) if self.scale > 0 else (1.0, self.scale * LOG2_E)
+
+    def run(self) -> None:
+        """Run the role of this warpgroup."""
+        pl.when(self.me == self.tiles.warpgroups)(self.load)
+        pl.when(self.me < self.tiles.warpgroups)(self.compute)
+
+    def unpack(self, entry):
+        """Return batch, head, the key blocks [start, stop) that some row sees, and the first block
+        of rows, which may be negative."""
+        groups, rows = self.tiles.warpgroups, self.tiles.block_q
+        head, tile = (
+            lax.div(entry, jnp.int32(self.row_tiles)),
+            lax.rem(entry, jnp.int32(self.row_tiles)),
+        )
+        first = self.row_blocks - (tile + 1) * groups
+        start, *_ = self.see(jnp.maximum(first, 0) * rows, rows)
+        *_, stop = self.see((first + groups - 1) * rows, rows)
+        return (
+            lax.div(head, jnp.int32(self.heads)),
+            lax.rem(head, jnp.int32(self.heads)),
+            start,
+            stop,
+            first,
+        )
+
+    def over_items(self, one_item):
+        """Run one_item(index, entry, fills) → (next entry, fills) on all work items. Return the
+        number of fills of the key slots."""
+        _, fills = lax.fori_loop(
+            0,
+            self.items,
+            lambda i, carry: one_item(i, *carry),
+            (self.table[self.this, 1], jnp.int32(0)),
+        )
+        return fills
+
+    # ------------------------------------------------------------------------ loading warpgroup
+
+    def load(self) -> None:
+        """Load the queries, keys and values of all work items."""
+        tiles, k_ring, v_ring, q_ring = self.tiles, self.k_ring, self.v_ring, self.q_ring
+        if tiles.warpgroups > 1:  # One computing warpgroup has enough registers.
+            plgpu.set_max_registers(self.registers[1], action="decrease")
+
+        def one_item(i, entry, fills):
+            following = self.table[self.this, i + 2]
+            b, head, start, stop, first = self.unpack(entry)
+            self.load_keys(b, head, stop - 1, fills)
+            for w in range(tiles.warpgroups):
+                self.load_queries(w, i, b, head, first + w)
+            self.load_values(b, head, stop - 1, fills)
+
+            @pl.loop(1, stop - start)
+            def _(n):
+                self.load_keys(b, head, stop - 1 - n, fills + n)
+                self.load_values(b, head, stop - 1 - n, fills + n)
+
+            return following, fills + stop - start
+
+        fills = self.over_items(one_item)
+
+        # The thread block must not end before all arrivals on its barriers.
+        @pl.loop(jnp.maximum(fills - tiles.stages, 0), fills)
+        def _(n):
+            k_ring.wait_released(k_ring.slot(n))
+            v_ring.wait_released(v_ring.slot(n))
+
+        @pl.loop(jnp.maximum(self.items - tiles.q_slots, 0), self.items)
+        def _(i):
+            for w in range(tiles.warpgroups):
+                q_ring.wait_released(q_ring.slot(i), w)
+
+    def load_keys(self, b, head, j, n) -> None:
+        """Load key block j as fill n."""
+        self.load_block(1, self.scratch.k, self.k_ring, b, head, j, n)
+
+    def load_values(self, b, head, j, n) -> None:
+        """Load value block j as fill n."""
+        self.load_block(2, self.scratch.v, self.v_ring, b, head, j, n)
+
+    def load_block(self, which, smem, ring, b, head, j, n) -> None:
+        ring.wait_empty(n)
+        rows = _slice(j, self.tiles.block_kv)
+        source = operand(self.inputs, which, b, rows, lax.div(head, jnp.int32(self.group)))
+        plgpu.copy_gmem_to_smem(source, smem.at[ring.slot(n)], ring.full.at[ring.slot(n)])
+
+    def load_queries(self, w, i, b, head, row_block) -> None:
+        """Load the queries of warpgroup w for work item i, unless the rows do not exist."""
+        ring = self.q_ring
+        ring.wait_empty(i, w)
+
+        @pl.when(row_block >= 0)
+        def _():
+            source = operand(self.inputs, 0, b, _slice(row_block, self.tiles.block_q), head)
+            plgpu.copy_gmem_to_smem(
+                source, self.scratch.q.at[w, ring.slot(i)], ring.full.at[w, ring.slot(i)]
+            )
+
+    # --------------------------------------------------------------------- computing warpgroups
+
+    def compute(self) -> None:
+        """Compute and store this warpgroup's rows of all work items."""
+        groups, q_ring = self.tiles.warpgroups, self.q_ring
+        if groups > 1:
+            plgpu.set_max_registers(self.registers[0], action="increase")
+        pl.when(self.me == groups - 1)(self.pass_turn)
+
+        def one_item(i, entry, fills):
+            b, head, start, stop, first = self.unpack(entry)
+            following = self.table[self.this, i + 2]
+            pl.when(first + self.me >= 0)(
+                lambda: self.attend(i, b, head, start, stop, first + self.me, fills)
+            )
+
+            @pl.when(first + self.me < 0)
+            def _():
+                self.skip(fills)
+                pl.loop(1, stop - start)(lambda n: self.skip_in_turn(fills + n))
+                # The loading warpgroup has passed the wait for this slot's last release: it has
+                # loaded values since.
+                q_ring.release(q_ring.slot(i), self.me)
+
+            return following, fills + stop - start
+
+        self.over_items(one_item)
+        pl.when(self.me == 0)(self.take_turn)
+        plgpu.wait_smem_to_gmem(0)
+
+    # In each work item, a warpgroup has a turn for each block of keys except its first.
+    def take_turn(self) -> None:
+        """Wait until the warpgroup before has started its matmuls."""
+        if self.tiles.ping_pong:
+            plgpu.barrier_wait(self.scratch.turn.at[self.me])
+
+    def pass_turn(self) -> None:
+        """Let the next warpgroup start its matmuls."""
+        if self.tiles.ping_pong:
+            next_one = lax.rem(self.me + 1, jnp.int32(self.tiles.warpgroups))
+            plgpu.barrier_arrive(self.scratch.turn.at[next_one])
+
+    def skip(self, n) -> None:
+        """Release fill n, which only other warpgroups use."""
+        for ring in (self.k_ring, self.v_ring):
+            ring.wait_full(ring.slot(n))
+            ring.release(ring.slot(n))
+
+    def skip_in_turn(self, n) -> None:
+        self.take_turn()
+        self.pass_turn()
+        self.skip(n)
+
+    def attend(self, i, b, head, start, stop, row_block, fills) -> None:
+        """Compute and store the output and log-sum-exp of one block of rows."""
+        out_smem, lse_smem, me = self.scratch.out, self.scratch.lse, self.me
+        rows = self.tiles.block_q
+        first = row_block * rows
+        item = Item(i, b, head, start, stop, row_block, fills, first, *self.see(first, rows))
+        pl.loop(0, stop - item.my_stop)(lambda n: self.skip_in_turn(fills + n))
+        o_MD, m_M, l_M = pl.run_scoped(
+            lambda o_acc: self.over_keys(item, o_acc),
+            plgpu.ACC((rows, self.head_dim), jnp.float32),
+        )
+        pl.loop(0, item.my_start - start)(
+            lambda n: self.skip_in_turn(item.fill(item.my_start - 1 - n))
+        )
+        inverse_M = 1.0 / l_M
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_smem[me] = (o_MD * lax.broadcast_in_dim(inverse_M, o_MD.shape, [0])).astype(self.dtype)
+        lse_smem[me] = (m_M + jnp.log2(l_M)) * (1 / LOG2_E)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            out_smem.at[me], self.out.at[b, _slice(row_block, rows), head], commit_group=False
+        )
+        plgpu.copy_smem_to_gmem(lse_smem.at[me], self.lse.at[b, head, _slice(row_block, rows)])
+
+    def over_keys(self, item, o_acc):
+        """Return the sums over all key blocks: O (not yet divided by l), m and l."""
+        rows, block = self.tiles.block_q, self.tiles.block_kv
+        q_slot = self.q_ring.slot
+        self.q_ring.wait_full(q_slot(item.index), self.me)
+        last = item.my_stop - 1
+        self.k_ring.wait_full(self.k_ring.slot(item.fill(last)))
+        part = block // 128 * 64
+        if self.causal and rows <= part:
+            seen = item.first + rows - last * block
+            carry = lax.cond(
+                seen <= part,
+                lambda: self.first_block(item, last, part),
+                lambda: self.first_block(item, last, block),
+            )
+        else:
+            carry = self.first_block(item, last, block)
+        self.await_keys(item, last - 1)
+
+        def steps(above, down_to, carry, masked):
+            """Blocks above − 1, …, down_to."""
+            return lax.fori_loop(
+                0,
+                above - down_to,
+                lambda n, c: self.step(item, o_acc, above - 1 - n, c, masked),
+                carry,
+            )
+
+        most_right_edges = 1 if block % rows == 0 else pl.cdiv(rows, block) + 1
+        if self.causal and most_right_edges > 1:
+            carry = steps(last, item.full_stop, carry, masked=True)
+        full_from = jnp.minimum(last, item.full_stop)
+        carry = steps(full_from, item.full_start, carry, masked=False)
+        if self.window is not None:
+            carry = steps(jnp.minimum(last, item.full_start), item.my_start, carry, masked=True)
+        m_M, l_M, p_MN = carry
+        self.q_ring.release(q_slot(item.index), self.me)
+        self.start_pv(item, o_acc, p_MN, item.my_start)
+        o_MD = o_acc[...]
+        self.release_values(item, item.my_start)
+        return o_MD, m_M, l_M
+
+    def first_block(self, item, last, columns):
+        """Return m, l and P of the last key block, of which only the first `columns` keys are
+        seen."""
+        rows, block = self.tiles.block_q, self.tiles.block_kv
+
+        def qk(s_acc):
+            self.start_qk(item, s_acc, last)
+            return self.finish_qk(item, s_acc, last, 0)
+
+        s_MN = pl.run_scoped(qk, plgpu.ACC((rows, columns), jnp.float32))
+        masked = self.causal or self.length % block != 0
+        m_M, p_MN = self.softmax(item, s_MN, last, masked, None)
+        l_M, p_MN = p_MN.sum(axis=1), p_MN.astype(self.dtype)
+        if columns < block:
+            none_MN = plgpu.layout_cast(
+                jnp.zeros((rows, block - columns), self.dtype), plgpu.Layout.WGMMA
+            )
+            p_MN = lax.concatenate((p_MN, none_MN), 1)
+        return m_M, l_M, p_MN
+
+    def step(self, item, o_acc, j, carry, masked):
+        """QK and softmax of key block j, PV of block j + 1. Return m, l and P of block j."""
+        overlap = self.tiles.overlap
+        m_M, l_M, p_MN = carry
+
+        def qk_and_pv(s_acc):
+            self.take_turn()
+            if overlap:
+                self.start_qk(item, s_acc, j)
+                self.start_pv(item, o_acc, p_MN, j + 1)
+                self.pass_turn()
+                return self.finish_qk(item, s_acc, j, 1)
+            self.start_pv(item, o_acc, p_MN, j + 1)
+            self.start_qk(item, s_acc, j)
+            self.pass_turn()
+            s_MN = self.finish_qk(item, s_acc, j, 0)
+            self.release_values(item, j + 1)
+            return s_MN
+
+        shape = (self.tiles.block_q, self.tiles.block_kv)
+        s_MN = pl.run_scoped(qk_and_pv, plgpu.ACC(shape, jnp.float32))
+        new_m_M, weight_MN = self.softmax(item, s_MN, j, masked, m_M)
+        decay_M = jnp.exp2(m_M - new_m_M)
+        l_M = l_M * decay_M + weight_MN.sum(axis=1)
+        if overlap:
+            # The softmax comes before the wait for PV. The weights are rounded after the wait,
+            # since the matmul in progress reads those of the block before.
+            new_m_M, l_M, weight_MN, decay_M = lax.optimization_barrier(
+                (new_m_M, l_M, weight_MN, decay_M)
+            )
+        self.await_keys(item, j - 1)
+        o_MD = o_acc[...]
+        if overlap:
+            self.release_values(item, j + 1)
+        o_acc[...] = o_MD * lax.broadcast_in_dim(decay_M, o_MD.shape, [0])
+        return new_m_M, l_M, weight_MN.astype(self.dtype)
+
+    def start_qk(self, item, s_acc, j) -> None:
+        """Start S = Q Kᵀ for the first keys of block j, as many as `s_acc` has columns."""
+        slot, q_slot = self.k_ring.slot(item.fill(j)), self.q_ring.slot
+        keys = self.scratch.k.at[slot, pl.ds(0, s_acc.shape[1])]
+        queries = self.scratch.q.at[self.me, q_slot(item.index)]
+        plgpu.wgmma(s_acc, queries, keys.transpose((1, 0)))
+
+    def finish_qk(self, item, s_acc, j, in_progress):
+        """Wait for S except for the newest `in_progress` matmuls, release the keys, return S."""
+        s_MN = plgpu.wgmma_accumulator_load(s_acc, wait_n=in_progress)
+        self.k_ring.release(self.k_ring.slot(item.fill(j)))
+        return s_MN
+
+    def softmax(self, item, s_MN, j, masked, m_M):
+        """Return the new maxima, and the weights exp2(scores · factor − maxima)."""
+        factor, rescale = self.factors
+        if rescale is not None:
+            s_MN = s_MN * rescale
+        if masked:
+            s_MN = self.hide(item, s_MN, j)
+        top_M = s_MN.max(axis=1) * factor
+        m_M = top_M if m_M is None else jnp.maximum(m_M, top_M)
+        return m_M, jnp.exp2(s_MN * factor - lax.broadcast_in_dim(m_M, s_MN.shape, [0]))
+
+    def hide(self, item, s_MN, j):
+        """Return the scores with those of hidden keys replaced.
+
+        The hidden score is finite, since a row's whole first block can be hidden. That row then
+        begins with weights of 1, which decay to 0 as soon as the row sees a key.
+        """
+        hidden = max(-1e30 / self.factors[0], -3e38)
+        query_MN = (
+            plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 0, layout=plgpu.Layout.WGMMA) + item.first
+        )
+        key_MN = (
+            plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 1, layout=plgpu.Layout.WGMMA)
+            + j * self.tiles.block_kv
+        )
+        seen_MN = key_MN <= query_MN if self.causal else key_MN < self.length
+        if self.window is not None:
+            seen_MN &= key_MN > query_MN - self.window
+        return jnp.where(seen_MN, s_MN, hidden)
+
+    def start_pv(self, item, o_acc, p_MN, j) -> None:
+        """Wait for the values of block j, and start O += P V."""
+        self.v_ring.wait_full(self.v_ring.slot(item.fill(j)))
+        plgpu.wgmma(o_acc, p_MN, self.scratch.v.at[self.v_ring.slot(item.fill(j))])
+
+    def release_values(self, item, j) -> None:
+        self.v_ring.release(self.v_ring.slot(item.fill(j)))
+
+    def await_keys(self, item, j) -> None:
+        """Wait for the keys of block j if there is such a block. The branch prevents the compiler
+        from moving the softmax before the wait to after it."""
+
+        @pl.when(j >= item.my_start)
+        def _():
+            self.k_ring.wait_full(self.k_ring.slot(item.fill(j)))
+
+
+def _slice(j, size):
+    """Return slice j of `size` elements. The index is an array even if j is known: JAX refuses a
+    slice that is known to be out of bounds."""
+    return pl.ds(jnp.int32(j) * size, size)
