@@ -1,30 +1,40 @@
-"""Flash attention for NVIDIA GPUs from Ampere on: any length, head dimensions up to 128, segment
-ids, fp32 as TF32 or as it is.
+"""Flash attention in Triton, for NVIDIA GPUs from Ampere on.
 
-The forward pass takes a block of queries over its keys, with the softmax's maximum and sum kept up
-to date on the way. Backward has two forms. "split": one kernel takes a block of keys over the
-queries that see it and makes dK and dV, another a block of queries over its keys and makes dQ;
-seven products, everything written once, so two runs are equal bit for bit. "fused": the first
-kernel makes dQ's parts as well and adds them into an fp32 array in whatever order they come, and a
-small one converts that; five products. Blocks that no query sees are not read, and only those are
-masked in which some query does not see some key.
+Supports any length, head dimensions up to 128, segment ids, and fp32 as TF32 or true fp32.
 
-For TF32, rounded copies of q, k, v and dO are made first, "straight" (B·T·H·D) and "turned"
-(B·H·D·T′): see triton_tf32.py. The kernels are in triton_kernels.py.
+Forward: a program processes a block of queries, loops over their keys, and updates the maximum and
+the sum of the softmax for each block of keys. Blocks that no query sees are not read. A block is
+masked only if one of its queries does not see one of its keys.
 
-fp32 with all its bits is multiplied on the plain cores ("ieee"), or, where the registers suffice,
-by Triton's "tf32x3": each operand is split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁
-leaves out 2⁻²² of a product. PyTorch's fp32 attention does the same.
+Backward:
+    split: one kernel loops over the queries that see a block of keys and computes dK and dV.
+        Another loops over the keys of a block of queries and computes dQ. Seven matmuls. Every
+        output is written once, so two runs are equal bit for bit.
+    fused: the first kernel also computes the parts of dQ and adds them to an fp32 array by atomics,
+        in any order. A small kernel converts the sums. Five matmuls.
 
-Shapes, beside those of the package: M queries and N keys of a block, P the head dimension padded to
-16, 32, 64 or 128, R rows of either kind, T′ the length padded to whole blocks.
+In TF32 rounded copies of q, k, v and dO are computed first: "straight" (B·T·H·D) and "turned"
+(transposed, B·H·D·T′). See triton_tf32.py. The kernels are in triton_kernels.py.
 
-triton_tiles.json holds the shapes of the blocks: {compute capability: {"shared_kb": shared memory
-that one program can have there, "16" (bf16, fp16) | "tf32" | "fp32": {the largest P that it is for:
-{"backward": "split" | "fused", in "fp32" "products": "ieee" | "tf32x3", "forward" | "dkv" | "dq" |
-"fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}. Heads of so many rows at most run side
-by side, so that what they read stays in the L2 cache while their blocks, the longest first, go
-through it.
+True fp32 runs on the CUDA cores ("ieee"). If the registers suffice, Triton's "tf32x3" is used
+instead: each operand is split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁ omits 2⁻²² of
+a term. PyTorch's fp32 attention does the same.
+
+Shapes, in addition to those of the package: M queries and N keys of a block, P the head dimension
+padded to 16, 32, 64 or 128, R rows of a block of queries or keys, T′ the length padded to whole
+blocks.
+
+triton_tiles.json has the tiles:
+
+    {compute capability: {
+        "shared_kb": shared memory that a program can have on this GPU,
+        "16" (bf16, fp16) | "tf32" | "fp32": {largest P of the entry: {
+            "backward": "split" | "fused",
+            "products": "ieee" | "tf32x3" (in "fp32" only),
+            "forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}
+
+Heads with at most "rows" rows in total run concurrently, so that their inputs stay in the L2 cache.
+Of these heads the longest blocks start first.
 """
 
 import functools
@@ -47,22 +57,22 @@ from pallas_kernels.attention.triton_passes import delta
 from pallas_kernels.attention.triton_rows import padded
 from pallas_kernels.attention.triton_tf32 import tf32_copies, tf32_copies_of_dout
 
-# KB of shared memory that one block can have; 99 on every other GPU.
+# KB of shared memory per thread block (CTA); 99 on every other GPU.
 SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 PASSES = ("forward", "dkv", "dq", "fused")
 TILE = ("M", "N", "rows", "num_warps", "num_stages")
 
 
 def forward(operands, segments_BT, *, causal, scale, window, deterministic, true_fp32, tiles=None):
-    """Output and log-sum-exp.
+    """Compute the output and the log-sum-exp.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD), or (qkv_BT3HD,).
         segments_BT: integers, or None.
-        window: how many keys a causal query sees, or None.
-        deterministic: without meaning here.
-        true_fp32: multiply fp32 with all its bits, not as TF32.
-        tiles: what triton_tiles.json has for a P, in place of that; a "forward" is enough.
+        window: number of keys that a causal query sees, or None.
+        deterministic: ignored; the forward pass is always deterministic.
+        true_fp32: multiply fp32 as true fp32, not as TF32.
+        tiles: replaces the entry of triton_tiles.json; only "forward" is needed.
 
     Returns:
         (out_BTHD in the operands' dtype, lse_BHT in fp32)
@@ -103,15 +113,15 @@ def backward(
     true_fp32,
     tiles=None,
 ):
-    """Gradients of the operands, as a tuple like them.
+    """Compute the gradients of the operands, as a tuple of the same structure.
 
     Args:
-        operands, segments_BT, causal, scale, window, true_fp32: as of `forward`.
-        out_BTHD, lse_BHT: as `forward` returns them.
+        operands, segments_BT, causal, scale, window, true_fp32: as in `forward`.
+        out_BTHD, lse_BHT: the results of `forward`.
         dout_BTHD: gradient of the output, in its dtype.
         dlse_BHT: gradient of the log-sum-exp, or None.
-        deterministic: make the split form, whatever the tiles say.
-        tiles: as of `forward`; "backward" and the kernels of that form are enough.
+        deterministic: use the split form, whatever the tiles say.
+        tiles: as in `forward`; only "backward" and the kernels of that form are needed.
     """
     tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
     shape = _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles)
@@ -169,7 +179,7 @@ def backward(
     constants["PACKED"] = packed
     constants["grid"] = (triton.cdiv(t, constants["M"]) * b * h,)
     if packed:
-        # dk is dqkv, and dq goes where it belongs in that.
+        # dk is dqkv; dq is written to its place in dqkv.
         return _triton.call(kernel, *inputs, dk, out=[], in_place=(len(inputs),), **constants)
     (dq_BTHD,) = _triton.call(
         kernel, *inputs, out=[jax.ShapeDtypeStruct((b, t, h, d), dtype)], **constants
@@ -178,11 +188,11 @@ def backward(
 
 
 def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
-    """The constants of a launch: the number of heads that run side by side in place of their rows.
+    """Return the constants of a launch, with the number of concurrent heads in place of "rows".
 
-    Groups are even: after 32 of 48 heads the last 16 begin with their longest blocks, and are too
-    few to fill the gaps behind those. Counted for two blocks a multiprocessor of an H200, T = 1024:
-    33 blocks' time in all, 28.5 as 24 + 24 or 48.
+    The groups of heads are equal. With groups of 32 and 16 of 48 heads, the last 16 start with
+    their longest blocks and are too few to fill the gaps behind these blocks. Counted for two
+    programs per SM of an H200, T = 1024: 33 blocks' time in all, and 28.5 as 24 + 24 or 48.
     """
     groups = triton.cdiv(heads, max(1, tile["rows"] // t))
     constants = tile | {"TOGETHER": triton.cdiv(heads, groups)}
@@ -191,14 +201,17 @@ def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
 
 
 def _inputs(operands, segments_BT):
-    """q, k, v and segment ids, as pointers to where they are or to anything."""
+    """Return pointers to q, k, v and the segment ids. Without segment ids the last pointer is q."""
     q, k, v = operands if len(operands) == 3 else operands * 3
     return q, k, v, q if segments_BT is None else segments_BT.astype(jnp.int32)
 
 
 def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> dict[str, Any]:
-    """Constants of every kernel. All of them are: of a number that it is only given, jax-triton
-    does not say that 16 divides it."""
+    """Return the constants of every kernel.
+
+    Sizes are compile-time constants: jax-triton does not tell the compiler that a run-time size is
+    a multiple of 16.
+    """
     if len(operands) == 1:
         batch, t, _, h, d = operands[0].shape
         k, at = h, {"Q_ROW": 3 * h * d, "KV_ROW": 3 * h * d, "K_AT": h * d, "V_AT": 2 * h * d}
@@ -230,10 +243,10 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> di
 
 
 def tuning(capability: tuple[int, int], products: str, head_dim: int) -> dict[str, Any]:
-    """The entry of triton_tiles.json for a GPU, a kind of products and a head dimension.
+    """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
-    A capability that is not listed takes, of the listed ones before it that need no more shared
-    memory, the one that needs most.
+    For a capability that is not listed, use a listed earlier capability that needs no more shared
+    memory than the GPU has: the one that needs most.
 
     Args:
         products: "16" (bf16, fp16), "tf32" or "fp32".
@@ -269,10 +282,10 @@ def _tiles() -> dict[str, Any]:
 
 
 def _checked(tiles: dict[str, Any]) -> dict[str, Any]:
-    """What it is given.
+    """Return `tiles` after validation.
 
     Raises:
-        ValueError: something is missing there, or cannot be; the message says what and where.
+        ValueError: an entry is missing or invalid; the message names it.
     """
     for name, of_capability in tiles.items():
         if "shared_kb" not in of_capability:
@@ -314,5 +327,5 @@ def _version(name: str) -> tuple[int, int]:
 def _tuned_by(operands, true_fp32) -> tuple[tuple[int, int], str, int]:
     q = operands[0]
     products = "16" if q.dtype.itemsize == 2 else "fp32" if true_fp32 else "tf32"
-    # Where there is no GPU, this is a test.
+    # Without a GPU this is a test.
     return _dispatch.capability() or (9, 0), products, q.shape[-1]

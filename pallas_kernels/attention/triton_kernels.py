@@ -15,7 +15,7 @@ from pallas_kernels.attention.triton_tf32 import (
     turned,
 )
 
-# Below every fp32 and above −∞, so that −∞ − LOWEST is −∞: a row that has seen no key yet needs no
+# Below every finite score and above −∞, so −∞ − LOWEST is −∞: a row without a key so far needs no
 # guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -25,8 +25,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def block_and_head(BLOCKS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr):
-    """This program's place in the order of blocks, and its head: block 0 of TOGETHER heads, then
-    block 1 of these, …"""
+    """Return this program's block and head.
+
+    The order is block 0 of TOGETHER heads, then block 1 of these heads, and so on.
+    """
     index = tl.program_id(0)
     first = index // (BLOCKS * TOGETHER) * TOGETHER
     heads = tl.minimum(HEADS - first, TOGETHER)
@@ -39,8 +41,8 @@ def visible(
     t, s, t_segment, s_segment, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr
 ):  # fmt: skip
-    """Whether query t sees key s; t and s are M·1 and 1·N, or 1·M and N·1."""
-    # Of causal queries only those from T on, which nobody reads, see keys from T on.
+    """Return whether query t sees key s; t and s are M·1 and 1·N, or 1·M and N·1."""
+    # Only causal queries from T on see keys from T on, and their results are not read.
     seen = s <= t if CAUSAL else (s < T) & (t < T)
     if WINDOW < T:
         seen = seen & (t - s < WINDOW)
@@ -54,8 +56,9 @@ def keys_of(
     t0, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Where the blocks of keys begin and end that queries t0 … t0 + M−1 see, and those of them that
-    need no mask."""
+    """Return the bounds of the blocks of keys that queries t0 … t0 + M−1 see, and the bounds of the
+    blocks that need no mask.
+    """
     start, end, whole, whole_end = 0, T, 0, T // N * N
     if CAUSAL:
         end = tl.minimum(t0 + M, T)
@@ -73,14 +76,14 @@ def queries_of(
     s0, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Where the blocks of queries begin and end that see keys s0 … s0 + N−1, and those of them that
-    need no mask.
+    """Return the bounds of the blocks of queries that see keys s0 … s0 + N−1, and the bounds of the
+    blocks that need no mask.
 
-    Queries from T on need none: they are zeros, and so is what they give.
+    Queries from T on need no mask: they are zeros and contribute zeros.
     """
     start, end, whole, whole_end = 0, T, 0, T
     if T % N:
-        # For dQ. Of keys from T on, the weights may be infinite.
+        # For dQ: the weights of keys from T on may be infinite.
         whole = tl.where(s0 + N > T, T, 0)
     if CAUSAL:
         start = s0 // M * M
@@ -106,7 +109,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    # Positive, so that the highest score stays the highest; a scale of 0 nearly so, because 0 · −∞
+    # Positive, so that the largest score stays the largest. A scale of 0 becomes tiny: 0 · −∞
     # is not a number.
     UNIT: tl.constexpr = (SCALE if SCALE > 0 else 1e-30 - SCALE) * LOG2E
     BLOCKS: tl.constexpr = (T + M - 1) // M
@@ -179,11 +182,13 @@ def dkv_kernel(
     FUSED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys. FUSED: its part of dQ / scale is added to dq, B·H·T·D in fp32.
-    PACKED: dk is all of dqkv.
+    """Compute dK and dV of a block of keys.
 
-    Scores lie with the keys along the rows, so that Pᵀ and dSᵀ are left operands as they come out
-    of the products before.
+    FUSED: the block's part of dQ / scale is added to dq, B·H·T·D in fp32. PACKED: dk is all of
+    dqkv.
+
+    The rows of the scores are keys, so Pᵀ and dSᵀ are left operands in the layout in which the
+    matmuls produce them.
     """
     order, head = block_and_head((T + N - 1) // N, BATCH * K, TOGETHER)
     s0 = order * N
@@ -261,7 +266,7 @@ def dq_kernel(
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of queries. PACKED: dq is all of dqkv."""
+    """Compute dQ of a block of queries. PACKED: dq is all of dqkv."""
     BLOCKS: tl.constexpr = (T + M - 1) // M
     order, head = block_and_head(BLOCKS, BATCH * H, TOGETHER)
     t0 = (BLOCKS - 1 - order) * M
@@ -306,7 +311,7 @@ def convert_kernel(
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     SCALE: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sums in fp32, B·H·T·D."""
+    """Convert dQ from its fp32 sums, B·H·T·D."""
     t0, head = tl.program_id(0) % ((T + M - 1) // M) * M, tl.program_id(0) // ((T + M - 1) // M)
     b, h = (head // H).to(tl.int64), head % H
     dq_MP = load_rows(sums_ptr + head.to(tl.int64) * T * D, t0, D, T, D, M, P, T % M != 0)

@@ -1,7 +1,6 @@
-"""Triton passes before and after the backward pass, the Triton back end's and mosaic's: D and sums
-of dO, and dQ from its sums.
+"""Triton passes around the backward pass of `triton` and `mosaic`: D, sums of dO, conversion of dQ.
 
-Shapes as in the back end: M rows of a block, P the head dimension padded to a power of two.
+Shapes as in triton.py: M rows of a block, P the head dimension padded to a power of two.
 """
 
 import jax
@@ -20,17 +19,18 @@ from pallas_kernels.attention.triton_rows import (
 
 
 def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, sums: bool = False):
-    """What the backward pass needs of each query, and room for sums, in fp32 and one launch.
+    """Compute D of each query and allocate zeroed sums, in fp32 and one launch.
 
     Args:
-        lse_BHT: for the two numbers that mosaic wants, or None.
-        rows: queries, with those past T, of which mosaic wants them.
-        zeros: queries of which there shall be sums.
-        sums: whether dO is summed over all queries.
+        lse_BHT: the log-sum-exp, to return the pair of numbers that mosaic needs; or None.
+        rows: number of queries in the result for mosaic, including those from T on.
+        zeros: number of queries of the zeroed array.
+        sums: whether to sum dO over all queries.
 
     Returns:
-        Σ_d dO·O, B·H·T, or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero past T; zeros,
-        B·zeros·H·D, or one number without meaning; and the sum of dO, H·D, or None.
+        Σ_d dO·O, B·H·T; or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero from T on.
+        Zeros, B·zeros·H·D, or an unused array of one number.
+        The sum of dO, H·D, or None.
     """
     b, t, h, d = out_BTHD.shape
     m = 128
@@ -60,8 +60,10 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, s
 
 
 def into_packed(sums_BTHD, dqkv_BT3HD, *, scale: float):
-    """(dqkv, Σ dq over all queries, H·D in fp32): dqkv with scale · sums in the place of dq,
-    written where it lies."""
+    """Return (dqkv with scale · sums in the place of dq, Σ dq over all queries as H·D in fp32).
+
+    dqkv is overwritten in place.
+    """
     b, t, h, d = sums_BTHD.shape
     rows, columns, parts = 16, 256, 256
     times = triton.cdiv(b * t, rows * parts)
@@ -91,7 +93,7 @@ def delta_kernel(
     ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    # Heads of the same rows run side by side: their rows are one piece of memory.
+    # Heads of the same rows run concurrently: their rows are contiguous in memory.
     h, block = tl.program_id(0) % H, tl.program_id(0) // H
     t0, b = block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
     at = b * T * H * D + h * D
@@ -125,7 +127,7 @@ def into_packed_kernel(
     N: tl.constexpr, O: tl.constexpr,  # noqa: E741
     SCALE: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sums in fp32, N·O, into N·3O, and its sums over TIMES·M rows."""
+    """Round dQ from its fp32 sums, N·O, into N·3O, and sum TIMES·M rows of dQ."""
     ACROSS: tl.constexpr = (O + P - 1) // P
     part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
     total_MP = tl.full((M, P), 0.0, tl.float32)

@@ -1,5 +1,4 @@
-"""Triton: how kernels of attention read and write rows of a head, B·T·H·D, a block of them at a
-time.
+"""Triton loads of blocks of rows of a head from B·T·H·D, and stores.
 
 Shapes: R rows of a block, P the head dimension padded to a power of two.
 """
@@ -24,9 +23,11 @@ def load_rows(
     ptr, start, ROW: tl.constexpr, T: tl.constexpr, D: tl.constexpr,
     R: tl.constexpr, P: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows start … start + R−1, with zeros for columns from D on and, if CHECKED, for rows from T
-    on."""
-    # The way to the tile in 64 bits, the way inside it in 32.
+    """Load rows start … start + R−1.
+
+    Columns from D on are zeros, and rows from T on if CHECKED.
+    """
+    # The offset of the tile needs 64 bits, offsets inside the tile 32.
     at_RP = ptr + tl.cast(start, tl.int64) * ROW + offsets(R, P, ROW)
     row_R1, column_1P = start + tl.arange(0, R)[:, None], tl.arange(0, P)[None, :]
     if CHECKED and D < P:
@@ -59,7 +60,7 @@ def store_rows(
 
 @triton.jit
 def load_each(ptr, start, T: tl.constexpr, R: tl.constexpr, CHECKED: tl.constexpr):
-    """One number for each row, and 0 as in `load_rows`."""
+    """Load one number for each row, and 0 out of bounds as in `load_rows`."""
     rows_R = start + tl.arange(0, R)
     if CHECKED:
         return tl.load(ptr + rows_R, mask=rows_R < T, other=0)

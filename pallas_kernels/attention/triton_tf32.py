@@ -1,15 +1,14 @@
-"""fp32 as TF32 in the Triton back end of flash attention: rounded copies of q, k, v and dO, and
-what kernels do with such operands.
+"""fp32 as TF32 in Triton's flash attention: rounded copies of q, k, v and dO, and their operands.
 
-Tensor cores leave out the bits of fp32 that TF32 does not have, and Hopper's read both operands
-along the axis that they sum over. So there are first made copies that are rounded to nearest,
-"straight" (B·T·H·D) for sums over D and "turned" (B·H·D·T′) for sums over T, and what is read of
-them goes to the tensor cores as it is. One kernel copies q, k and v, another dO, of which it makes
-delta
-too: each array is read once.
+Tensor cores truncate fp32 operands to TF32, and Hopper's need both operands K-major (contiguous
+along the contracted axis). Small kernels therefore first write copies that are rounded to nearest:
+"straight" (B·T·H·D) for sums over D, and "turned" (transposed, B·H·D·T′) for sums over T. The
+attention kernels pass these copies to the tensor cores unchanged. One kernel copies q, k and v.
+Another copies dO and computes delta. Each array is read once.
 
-Shapes as in the back end: M rows of a block, P the head dimension padded to a power of two, R rows
-of either kind, T′ the length padded to whole blocks of the kernel that reads the copy.
+Shapes as in triton.py: M rows of a block, P the head dimension padded to a power of two, R rows of
+a block of queries or keys, T′ the length padded to whole blocks of the kernel that reads the
+copy.
 """
 
 import jax
@@ -19,23 +18,23 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# Rows that a program copies.
+# Rows per program.
 ROWS = 64
 
 
 def tf32_copies(q, k, v, shape, *, straight, turned):
-    """Copies of q, k and v, rounded to TF32, in one launch.
+    """Copy q, k and v, rounded to TF32, in one launch.
 
     Args:
-        q, k, v: what holds them.
+        q, k, v: the arrays that contain them.
         shape: the constants of every kernel.
-        straight: the names of those of which to make a straight copy, such as "qk".
-        turned: the name of each of which to make a turned copy: the rows of a block of the kernel
-            that reads it.
+        straight: names of the arrays with a straight copy, such as "qk".
+        turned: for each array with a transposed copy, the rows of a block of the kernel that reads
+            the copy.
 
     Returns:
-        (q, k, v) straight and (q, k, v) turned; a copy that was not asked for is a single number
-        without meaning.
+        (q, k, v) straight and (q, k, v) transposed; a copy that was not requested is an unused
+        array of one number.
     """
     b, t, d = shape["BATCH"], shape["T"], shape["D"]
     heads = {
@@ -65,8 +64,10 @@ def tf32_copies(q, k, v, shape, *, straight, turned):
 
 
 def tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, *, turned):
-    """The straight copy of dO, the turned one for blocks of so many rows, and Σ_d dO·O, of dO
-    before it is rounded, B·H·T."""
+    """Return dO straight, dO transposed for blocks of the given number of rows, and Σ_d dO·O.
+
+    Both copies are rounded to TF32. The sum uses dO before the rounding; its shape is B·H·T.
+    """
     b, t, h, d = dout_BTHD.shape
     columns = _columns(t, turned)
     blocks = triton.cdiv(columns, ROWS)
@@ -94,8 +95,10 @@ def _columns(t, rows):
 
 @triton.jit
 def place(HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
-    """This program's head, first row and sequence. Heads of the same rows run side by side: their
-    rows are one piece of memory."""
+    """Return this program's head, first row and sequence.
+
+    Heads of the same rows run concurrently: their rows are contiguous in memory.
+    """
     block = tl.program_id(0) // HEADS
     return tl.program_id(0) % HEADS, block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
 
@@ -116,8 +119,10 @@ def store_copies(
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     STRAIGHT: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a head, rounded; into a turned copy if COLUMNS, of which those from T on are zero, is
-    not 0."""
+    """Store rows of a head, rounded.
+
+    If COLUMNS is not 0, also store them transposed, with zeros from T on.
+    """
     x_MP = rounded(x_MP, "tf32")
     if STRAIGHT:
         row_M1, column_1P = tl.arange(0, M)[:, None], tl.arange(0, P)[None, :]
@@ -143,7 +148,7 @@ def tf32_kernel(
     Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, V_COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """M rows of a head of q, k or v. H is 0 where q is not to be copied."""
+    """Copy M rows of a head of q, k or v. H is 0 for an array that is not copied."""
     h, t0, b = place(H + 2 * K, BLOCKS, M)
     if h < H:
         x_MP = load_head(q_ptr, b, t0, h, Q_ROW, T, D, P, M)
@@ -180,7 +185,7 @@ def tf32_dout_kernel(
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """M rows of a head of dO, and delta as `delta_kernel` makes it."""
+    """Copy M rows of a head of dO, and compute delta like `delta_kernel`."""
     h, t0, b = place(H, BLOCKS, M)
     dout_MP = load_head(dout_ptr, b, t0, h, H * D, T, D, P, M)
     out_MP = load_head(out_ptr, b, t0, h, H * D, T, D, P, M)
@@ -194,13 +199,13 @@ def tf32_dout_kernel(
 
 @triton.jit
 def turned(head, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """The way to a head in a turned copy for blocks of R."""
+    """Return the offset of a head in a transposed copy for blocks of R rows."""
     return tl.cast(head, tl.int64) * (D * ((T + R - 1) // R * R))
 
 
 @triton.jit
 def load_turned(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """What `load_rows` would have given, from a turned copy (with the order of `evens_first`)."""
+    """Load the values of `load_rows` from a transposed copy, in the order of `evens_first`."""
     COLUMNS: tl.constexpr = (T + R - 1) // R * R
     at_PR = ptr + start + (tl.arange(0, P)[:, None] * COLUMNS + tl.arange(0, R)[None, :])
     return tl.trans(
@@ -210,7 +215,7 @@ def load_turned(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):
-    """Anything, rounded to TF32 if that is PRECISION."""
+    """Round to TF32 if that is PRECISION."""
     if PRECISION == "tf32":
         return tl.inline_asm_elementwise(
             "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1
@@ -221,12 +226,10 @@ def rounded(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Results of arithmetic as an operand of a product with something of a dtype: rounded to
-    nearest."""
+    """Convert a result of arithmetic to a matmul operand of the given dtype, rounded to nearest."""
     if PRECISION == "tf32":
-        # In fewer instructions than `rounded` takes: what is left below the bits of TF32, the
-        # tensor cores leave out. The one NaN that arithmetic makes is 0x7FFFFFFF, which may not
-        # become −0.
+        # Fewer instructions than `rounded`: the tensor cores truncate the bits below TF32. The only
+        # NaN that arithmetic produces is 0x7FFFFFFF, which must not become −0.
         return (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000).to(
             tl.float32, bitcast=True
         )
@@ -236,11 +239,10 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def evens_first(x_RC, PRECISION: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Of 8 columns those with even numbers, then those with odd ones, if PRECISION is "tf32".
+    """Reorder each 8 columns: even numbers, then odd numbers, if PRECISION is "tf32".
 
-    A thread has two neighbours of a product's result, and as left operand of the next gives two
-    that are 4 columns apart. What the next sums over may come in any order, if it is that of the
-    right operand too.
+    In the result of a matmul a thread has two neighbouring columns. In a left operand it has two
+    columns that are 4 apart. The contracted axis may have any order that both operands share.
     """
     if PRECISION == "tf32":
         return tl.reshape(tl.permute(tl.reshape(x_RC, (R, C // 8, 4, 2)), (0, 1, 3, 2)), (R, C))

@@ -1,5 +1,7 @@
-"""Triton kernel of `fused_classifier`: one program a row. R·K columns at a time, K of them in one
-thread."""
+"""Triton kernel of `fused_classifier`: one program per row.
+
+A block is R·K columns, K of them in one thread.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +11,24 @@ import triton.language as tl
 from pallas_kernels import _triton
 from pallas_kernels.row_softmax.triton import LOG2E, LOWEST, block_columns, online, together
 
-# Two programs of 32 warps fill a multiprocessor, and the rows that are read twice stay in the L2
-# cache: 26 MB of an H200's 60. 16384×50304 bf16: 32 warps 98 % of the copy rate, 16 warps (four
-# programs, 52 MB) 81 %, 8 warps 71 %. 32 without the hints on eviction 83 %.
+# Two programs of 32 warps fill an SM, and the rows stay in the L2 cache for the second read: 26 MB
+# of an H200's 60. 16384×50304 bf16: 32 warps 98 % of the copy rate, 16 warps (four programs, 52 MB)
+# 81 %, 8 warps 71 %; 32 warps without the eviction hints 83 %.
 MOST_WARPS = 32
-# A cap is bound by arithmetic, and takes more registers than two programs of 32 warps have: 16
+# A cap is limited by arithmetic and needs more registers than two programs of 32 warps have: 16
 # warps 57 %, 32 warps 40 %.
 MOST_WARPS_CAPPED = 16
 
 
 def classify(logits_NV, targets_N, vocab_size, softcap, ignore_index):
-    """losses_N and dlogits_NV, the latter in the logits' place."""
+    """Return losses_N and dlogits_NV; dlogits_NV overwrites the logits."""
     n, v = logits_NV.shape
     k = 16 // logits_NV.dtype.itemsize  # 16 bytes, the widest load
     warps = min(
         MOST_WARPS if softcap is None else MOST_WARPS_CAPPED,
         triton.next_power_of_2(triton.cdiv(v, 32 * k)),
     )
-    # tanh is a sigmoid: c·tanh(x/c) = 2c·σ(2x/c) − c, and no softmax sees that −c.
+    # tanh is a sigmoid: c·tanh(x/c) = 2c·σ(2x/c) − c. The −c does not change the softmax.
     if isinstance(softcap, float):
         cap = {"SCALE": 2 * softcap, "SHIFT": 0.0, "WIDTH": softcap / 2}
     else:
@@ -68,7 +70,7 @@ def classifier_kernel(
     WIDTH: tl.constexpr = None,
 ):
     BLOCK: tl.constexpr = R * K
-    FULL: tl.constexpr = VOCAB // BLOCK * BLOCK  # so many columns need no mask
+    FULL: tl.constexpr = VOCAB // BLOCK * BLOCK  # columns that need no mask
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
     target = tl.load(targets_ptr + row).to(tl.int32)
@@ -77,15 +79,13 @@ def classifier_kernel(
     # z = SCALE·u up to a constant: u is the logit, or a sigmoid of it.
     m_R = tl.full((R,), LOWEST, tl.float32)
     s_R = tl.full((R,), 0.0, tl.float32)
-    # The block that is cut by the vocabulary comes first in both passes: 98 % of the copy rate;
-    # last in both, 93 %.
+    # The partial block comes first in both passes: 98 % of the copy rate; last in both, 93 %.
     if FULL < VOCAB:
-        # The mask is the array's end and not the vocabulary's: only that one leaves 16-byte loads
-        # whole.
+        # The mask is the end of the array, not of the vocabulary, to keep 16-byte loads.
         x_RK = tl.load(
             logits_ptr + FULL + column_RK, mask=FULL + column_RK < V, eviction_policy="evict_last"
         ).to(tl.float32)
-        # What the padding holds must not reach its neighbours in `reciprocal`.
+        # Values of the padding must not reach other columns in `reciprocal`.
         u_RK = squashed(tl.where(FULL + column_RK < VOCAB, x_RK, 0.0), SHIFT, WIDTH)
         m_R, s_R = online(
             m_R, s_R, tl.where(FULL + column_RK < VOCAB, u_RK, float("-inf")), SCALE * LOG2E
@@ -93,8 +93,8 @@ def classifier_kernel(
     for start in range(0, FULL, BLOCK):
         x_RK = tl.load(logits_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         m_R, s_R = online(m_R, s_R, squashed(x_RK, SHIFT, WIDTH), SCALE * LOG2E)
-    # The target is first used here: no load of the row waits for it. `together` is a barrier: no
-    # store is ahead of this load.
+    # The target is first used here, so no load of the row waits for it. `together` is a barrier:
+    # no store precedes this load.
     known = (target >= 0) & (target < VOCAB)
     x_target = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
     m, s = together(m_R, s_R, SCALE * LOG2E)
@@ -149,10 +149,10 @@ def gradient(
     SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """dx of a block; `column_RK` and `target` count from its start."""
+    """Return dx of a block; `column_RK` and `target` are relative to its start."""
     u_RK = squashed(x_RK, SHIFT, WIDTH)
     d_RK = tl.exp2((u_RK - m) * (SCALE * LOG2E) - log2_s)
-    if (target >= 0) & (target < BLOCK):  # else no comparison an element
+    if (target >= 0) & (target < BLOCK):  # otherwise no comparison per element
         d_RK = tl.where(column_RK == target, d_RK - 1, d_RK)
     if WIDTH is not None:
         d_RK *= (u_RK - u_RK * u_RK) * (SCALE / WIDTH)
@@ -161,11 +161,11 @@ def gradient(
 
 @triton.jit
 def squashed(x_RK, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """σ((x + SHIFT) / WIDTH), or x.
+    """Return σ((x + SHIFT) / WIDTH), or x without a cap.
 
-    Special functions bound a capped pass, not memory: four sigmoids share one of them for their
-    reciprocals. The exponent is at most 30, that the product of four stays finite; a sigmoid is no
-    less than 1e-9.
+    A capped pass is limited by special functions, not by memory, so four sigmoids share one
+    reciprocal. The exponent is at most 30, so the product of four denominators is finite; a sigmoid
+    is at least 1e-9.
     """
     if WIDTH is None:
         return x_RK
@@ -175,12 +175,12 @@ def squashed(x_RK, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
         )
         inverse_RK = 1 + tl.exp2(exponent_RK)
         u_RK = reciprocal(inverse_RK, 2)
-        return u_RK + u_RK * (1 - inverse_RK * u_RK)  # a step of Newton's, for the last bits
+        return u_RK + u_RK * (1 - inverse_RK * u_RK)  # a Newton step, for the last bits
 
 
 @triton.jit
 def reciprocal(x_RK, SHARED: tl.constexpr):
-    """1/x, by 1/a = b/(ab) and 1/b = a/(ab), SHARED times over."""
+    """Return 1/x by 1/a = b/(ab) and 1/b = a/(ab), applied SHARED times."""
     if SHARED == 0:
         root_RK = tl.rsqrt(x_RK)  # a division of floats is six instructions
         return root_RK * root_RK

@@ -1,10 +1,11 @@
-"""The portable back end: Triton, from Ampere on, any shape.
+"""Triton kernels of the linear layer with activation: portable (Ampere and later), any shape.
 
-bf16 and fp16: `linear_forward` makes product, bias and activation, `scale` the way back through it.
-fp32: `activate_forward` and `activate_backward` go over a product that XLA made.
+bf16 and fp16: `linear_forward` computes matmul, bias and activation; `scale` multiplies the
+gradient by the derivative. fp32: `activate_forward` and `activate_backward` are passes over a
+matmul of XLA.
 
-Shapes: N rows, I inputs, O outputs. A program makes a tile of M rows and P columns; `tl.dot` runs
-over K at a time.
+Shapes: N rows, I inputs, O outputs. A program computes a tile of M rows and P columns; `tl.dot`
+contracts K inputs at a time.
 """
 
 import jax
@@ -20,7 +21,7 @@ LINEAR, CUBIC, LOG2_E = tl.constexpr(GELU_1), tl.constexpr(GELU_3), tl.constexpr
 
 @triton.jit
 def activate(u, ACTIVATION: tl.constexpr):
-    """The activation and its derivative, both fp32."""
+    """Return the activation and its derivative, both fp32."""
     if ACTIVATION == "gelu":
         u2 = u * u
         e = tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR))
@@ -35,16 +36,19 @@ def activate(u, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles at a time, downwards first, so that neighbours
-    share operands in the L2."""
+    """Return row and column of a tile.
+
+    The order is downwards in groups of GROUP rows of tiles, so that neighbours share operands in
+    the L2 cache.
+    """
     group = program // (GROUP * column_tiles)
     height = tl.minimum(row_tiles - group * GROUP, GROUP)
     within = program % (GROUP * column_tiles)
     return group * GROUP + within % height, within // height
 
 
-# n, i and o are constants: jax-triton's compiler is not told that a number divides by 16, and would
-# read element by element.
+# n, i and o are constants: jax-triton does not tell the compiler that a run-time size is a multiple
+# of 16, and the kernel would read single elements.
 @triton.jit
 def linear_forward(
     x_ptr, w_ptr, b_ptr, y_ptr, derivative_ptr, n: tl.constexpr, i: tl.constexpr, o: tl.constexpr,
@@ -53,8 +57,8 @@ def linear_forward(
 ):  # fmt: skip
     row, column = tile_of(tl.program_id(0), (n + M - 1) // M, (o + P - 1) // P, GROUP)
     rows, columns, ks = row * M + tl.arange(0, M), column * P + tl.arange(0, P), tl.arange(0, K)
-    # Rows and columns past the end read others again: cheaper than a mask, and what they give is
-    # never stored.
+    # Rows and columns that are out of bounds read valid ones again, which is cheaper than a
+    # mask. Their results are not stored.
     x_ptrs = x_ptr + (rows % n).to(tl.int64)[:, None] * i + ks[None, :]
     w_ptrs = w_ptr + ks[:, None] * o + (columns % o)[None, :]
     accumulator = tl.full((M, P), 0.0, tl.float32)
@@ -67,7 +71,7 @@ def linear_forward(
         accumulator = tl.dot(x, w, accumulator)
         x_ptrs += K
         w_ptrs += K * o
-    # Half of the columns at a time: all of them with their derivatives would spill.
+    # Half of the columns at a time: all columns with their derivatives would spill.
     left, right = tl.split(tl.permute(tl.reshape(accumulator, (M, 2, P // 2)), (0, 2, 1)))
     for half in tl.static_range(2):
         columns = column * P + half * (P // 2) + tl.arange(0, P // 2)
@@ -75,7 +79,7 @@ def linear_forward(
         if BIAS:
             u += tl.load(b_ptr + columns % o)[None, :]
         y, derivative = activate(u, ACTIVATION)
-        # The tile's corner in 64 bits, the way from there in 32.
+        # The offset of the tile needs 64 bits, offsets inside the tile 32.
         corner = (row * M).to(tl.int64) * o + column * P + half * (P // 2)
         offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P // 2)[None, :]
         mask = (rows < n)[:, None] & (columns < o)[None, :]
@@ -91,7 +95,7 @@ def scale(
     dy_ptr, derivative_ptr, du_ptr, db_ptr, n: tl.constexpr, o: tl.constexpr,
     BIAS: tl.constexpr, M: tl.constexpr, P: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
-    """du = dy · derivative and its sums over TIMES·M rows, in one pass."""
+    """Compute du = dy · derivative and its sums over TIMES·M rows, in one pass."""
     row, column = tl.program_id(0) // ((o + P - 1) // P), tl.program_id(0) % ((o + P - 1) // P)
     columns = column * P + tl.arange(0, P)
     sums = tl.full((M, P), 0.0, tl.float32)
@@ -116,7 +120,7 @@ def activate_forward(
 ):  # fmt: skip
     row, column = tl.program_id(0) // ((o + P - 1) // P), tl.program_id(0) % ((o + P - 1) // P)
     rows, columns = row * M + tl.arange(0, M), column * P + tl.arange(0, P)
-    # The tile's corner in 64 bits, the way from there in 32.
+    # The offset of the tile needs 64 bits, offsets inside the tile 32.
     corner = (row * M).to(tl.int64) * o + column * P
     offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P)[None, :]
     mask = (rows < n)[:, None] & (columns < o)[None, :]
@@ -134,8 +138,10 @@ def activate_backward(
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DU_ACROSS: tl.constexpr, Y_ACROSS: tl.constexpr,
     M: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """du = dy · y'(product + b), its sums over M rows, and duᵀ and yᵀ where they are wanted, in one
-    pass."""
+    """Compute du = dy · y'(matmul + b), its sums over M rows, and optionally duᵀ and yᵀ.
+
+    One pass over memory.
+    """
     row, column = tile_of(tl.program_id(0), (n + M - 1) // M, (o + P - 1) // P, GROUP)
     rows, columns = row * M + tl.arange(0, M), column * P + tl.arange(0, P)
     corner = (row * M).to(tl.int64) * o + column * P
@@ -160,7 +166,7 @@ def activate_backward(
 
 
 def forward(x_NI, w_IO, b_O, activation: str, *, save: bool):
-    """(y, derivative), or (y,); b_O fp32 or None."""
+    """Return (y, derivative), or (y,); b_O is fp32 or None."""
     (n, i), o = x_NI.shape, w_IO.shape[1]
     tiles = tuning(n, o)
     like_y = jax.ShapeDtypeStruct((n, o), x_NI.dtype)
@@ -184,7 +190,7 @@ def forward(x_NI, w_IO, b_O, activation: str, *, save: bool):
 
 
 def scaled(dy_NO, derivative_NO, *, bias: bool):
-    """(du, db): du = dy · derivative, db = Σ_N du in fp32 or None."""
+    """Return (du, db): du = dy · derivative; db = Σ_N du in fp32, or None."""
     n, o = dy_NO.shape
     m, p, times = 32, 256, 8
     parts = triton.cdiv(n, m * times)
@@ -209,7 +215,7 @@ def scaled(dy_NO, derivative_NO, *, bias: bool):
 
 
 def activated(product_NO, b_O, *, activation: str):
-    """y = activation(product + b) in fp32; b_O fp32 or None."""
+    """Return y = activation(product + b) in fp32; b_O is fp32 or None."""
     n, o = product_NO.shape
     m, p = 8, 512
     (y_NO,) = _triton.call(
@@ -230,15 +236,15 @@ def activated(product_NO, b_O, *, activation: str):
 
 
 def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bool, y_across: bool):
-    """(du, duᵀ, yᵀ, db), each fp32, or None where it is not wanted; db where there is a b.
+    """Return (du, duᵀ, yᵀ, db), each fp32, or None if not requested; db only with a bias.
 
     Args:
         dy_NO, product_NO: fp32; y was activation(product + b).
         b_O: fp32 or None.
     """
     n, o = dy_NO.shape
-    # As transpose_copy's tiles of 4-byte types. 16 tiles down, then across: what runs at a time
-    # fills long pieces of rows both ways.
+    # The tiles of transpose_copy for 4-byte types. 16 tiles down, then across: concurrent programs
+    # access long pieces of rows in both orders.
     m, p = 64, 64
     parts = triton.cdiv(n, m)
     wanted = (True, du_across, y_across, b_O is not None)
@@ -271,8 +277,10 @@ def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bo
 
 
 def tuning(rows: int, columns: int) -> dict[str, int]:
-    """Tile sizes for a result of rows × columns. On the H200 128×128 took 0.78 ms for
-    65536×768×3072, 128×256 0.94."""
+    """Return tile sizes for a result of rows × columns.
+
+    On an H200 128×128 took 0.78 ms for 65536×768×3072, 128×256 0.94.
+    """
     if min(rows, columns) < 128:
         return {"M": 64, "P": 64, "K": 32, "GROUP": 8, "num_warps": 4, "num_stages": 2}
     return {"M": 128, "P": 128, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}

@@ -1,5 +1,7 @@
-"""Sums over the rows of a matrix: a program sums a few rows of some columns, and XLA what the
-programs have."""
+"""Sums over the rows of a matrix.
+
+Each Triton program sums a few rows, and XLA adds the partial sums.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,7 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# Rows and columns that a program has at a time, how many programs there are at the most, one below
-# the other, and their warps.
+# Rows and columns of a program's tile, the largest number of programs along the rows, and warps.
 M, P, PARTS, WARPS = 16, 256, 64, 2
 
 
@@ -18,7 +19,7 @@ def sum_some_rows(
     x_ptr, sums_ptr, n: tl.constexpr, o: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr,
     P: tl.constexpr
 ):  # fmt: skip
-    """Sums of TIMES·M rows."""
+    """Sum TIMES·M rows."""
     ACROSS: tl.constexpr = (o + P - 1) // P
     part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
     sums_MP = tl.full((M, P), 0.0, tl.float32)
@@ -32,7 +33,7 @@ def sum_some_rows(
 
 
 def sum_rows(x_NO):
-    """Σ_n x in fp32."""
+    """Return Σ_n x in fp32."""
     n, o = x_NO.shape
     times = triton.cdiv(n, M * PARTS)
     parts = triton.cdiv(n, M * times)

@@ -1,12 +1,12 @@
 """Triton kernels of layer_norm (CENTRED: with mean, scale and bias) and rms_norm (without mean and
 bias).
 
-A row is read once and stays in registers. Forward, a program takes one tile of rows; backward, a
-few programs walk over all tiles and add up dscale, dbias and dresidual_bias in registers, while the
-next tiles are being copied to shared memory.
+A row is read once and stays in registers. Forward: one program per tile of rows. Backward:
+persistent programs loop over all tiles and sum dscale, dbias and dresidual_bias in registers, while
+the next tiles are copied to shared memory.
 
-Shapes: N rows, C channels, P programs. A tile is a tuple of CHUNKS arrays of (ROWS, LANES). One
-warp has a tile where a row of C channels allows it: then the sum over a row needs no barrier.
+Shapes: N rows, C channels, P programs. A tile is a tuple of CHUNKS arrays of (ROWS, LANES). If a
+row of C channels is short enough, one warp has a tile, and the sum over a row needs no barrier.
 """
 
 import math
@@ -18,21 +18,21 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# By measurement on an H200 (docs/kernels/norm.md). Channels in each thread; backward also the
-# warps of a multiprocessor and the stages of their pipeline, by the size of total's elements:
-# four-byte rows keep the memory busy without copies ahead.
+# Measured on an H200 (docs/kernels/norm.md). Channels per thread; backward also warps per SM and
+# pipeline stages, by the item size of total: four-byte rows keep the memory busy without copies
+# ahead.
 FORWARD_ELEMENTS = 24
 BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
-# With one more sum in registers: no spills at GPT-2's widths. Reckoned from the registers, not
-# measured.
+# With one more sum in registers: no spills at GPT-2's widths. Derived from the number of registers,
+# not measured.
 BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
-# Of those with 16-bit rows as long as four warps, 1,600 channels: three programs, not two.
-# 36864×1600 132 → 115 µs, four 151; copy 112.
+# For 16-bit rows of four warps, such as 1,600 channels: three programs per SM instead of two.
+# 36864×1600 132 → 115 µs, with four 151; copy 112.
 FOUR_WARPS_A_ROW = 12
-# Up to so many rows the programs' sums are as much to write and read as the rows: half as many
-# programs, of both dtypes.
+# Up to FEW_ROWS rows the partial sums are as many bytes as the rows: half as many programs, for any
+# dtype.
 FEW_ROWS, BACKWARD_OF_FEW = 8192, (24, 4, 2)
-# What a program may have on every GPU from Ampere on, with room for reductions.
+# Shared memory per program on every GPU from Ampere on, with room for reductions.
 MAX_SHARED_BYTES = 90_000
 
 
@@ -40,8 +40,10 @@ MAX_SHARED_BYTES = 90_000
 def load_chunk(
     ptr, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Chunk k of the rows from `first` on, 0 outside; without a mask where it lies inside whatever
-    the row is."""
+    """Load chunk k of the rows from `first` on, with 0 out of bounds.
+
+    The load has no mask if no chunk of this shape can be out of bounds.
+    """
     i, c = tl.arange(0, ROWS)[:, None], k * LANES + tl.arange(0, LANES)[None, :]
     ptr += tl.cast(first, tl.int64) * C + (i * C + c)
     if N % ROWS == 0 and (k + 1) * LANES <= C:
@@ -191,7 +193,7 @@ def norm_backward(
         old_dscale, old_dbias, old_dresidual_bias = dscale, dbias, dresidual_bias
         dscale, dbias, dresidual_bias = (), (), ()
         for k in tl.static_range(CHUNKS):
-            # Outside of the row dy is 0, and with it all that is summed.
+            # Out of bounds dy is 0, so all summands are 0.
             g = dy[k].to(tl.float32)
             g_centred = g * (total[k].to(tl.float32) - mean)
             if CENTRED:
@@ -251,8 +253,10 @@ def sum_partials(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Adds the programs' sums in a fixed order; grid (C / LANES, how many of dscale, dbias,
-    dresidual_bias there are)."""
+    """Add the partial sums of the programs in a fixed order.
+
+    The grid is (C / LANES, number of vectors among dscale, dbias, dresidual_bias).
+    """
     c = (tl.program_id(0) * LANES + tl.arange(0, LANES))[None, :]
     partial_ptr += tl.program_id(1) * P * C
     total = tl.zeros((ROWS, LANES), tl.float32)
@@ -269,13 +273,15 @@ def sum_partials(
 
 
 def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
-    """(y, total, statistics): total is None without `residual_NC`; statistics are mean and rstd, or
-    rstd alone."""
+    """Return (y, total, statistics).
+
+    total is None without `residual_NC`. The statistics are mean and rstd, or rstd alone.
+    """
     n, c = x_NC.shape
     tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
-        # A pointer is given for what is absent too; nothing goes through it.
+        # An absent array has a pointer too; the kernel does not use it.
         *(
             x_NC if array is None else array
             for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)
@@ -297,10 +303,9 @@ def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred
 
 
 def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual_bias):
-    """(dx, dscale, dbias, dresidual_bias): dx is the gradient of x and of the residual; None for
-    what there is not.
+    """Return (dx, dscale, dbias, dresidual_bias), None for absent arguments.
 
-    `dtotal_NC` is None where nobody read total.
+    dx is the gradient of both x and the residual. `dtotal_NC` is None if total is not used.
     """
     n, c = total_NC.shape
     table = BACKWARD_WITH_BIAS if residual_bias else BACKWARD
@@ -313,8 +318,8 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     # A CPU device, where the interpreter runs, has no such attribute.
     sms = getattr(jax.devices()[0], "core_count", 1)
     tiles, most = triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms
-    # As few as take no more turns: 4,096 rows by 512 programs, not 528, whose sums are a second
-    # turn for `sum_partials`.
+    # The smallest number of programs with as many iterations: 512 for 4,096 rows. The partial sums
+    # of 528 need a second iteration of `sum_partials`.
     programs = triton.cdiv(tiles, triton.cdiv(tiles, most))
     bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (
         1 if dtotal_NC is None else 2
@@ -356,9 +361,11 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
 
 
 def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:
-    """A tile of rows of these dtypes, with at most `elements` of it in a thread; long rows get more
-    warps."""
-    # 16-byte accesses, or what the alignment of a row allows.
+    """Return the tile for rows of these dtypes, with at most `elements` elements per thread.
+
+    Long rows use more warps.
+    """
+    # 16-byte accesses, or the largest that the alignment of a row allows.
     vector = math.gcd(c, 16 // min(dtype.itemsize for dtype in dtypes))
     warps = min(triton.next_power_of_2(triton.cdiv(c, 32 * max(elements, vector))), 32)
     lanes = min(32 * vector * warps, triton.next_power_of_2(c))

@@ -1,8 +1,10 @@
-"""Triton kernels of `softmax`. N rows of S columns; a tile is B rows and C columns, or R·K columns
-of one row, K of them in one thread.
+"""Triton kernels of `softmax`.
 
-Loads and stores are masked by whole vectors of K columns (16 bytes): a mask that cuts through one
-would split it into single columns.
+Shapes: N rows of S columns. A tile is B rows and C columns, or R·K columns of one row, K of them in
+one thread.
+
+Loads and stores are masked by whole vectors of K columns (16 bytes): a mask inside a vector would
+split the vector into single columns.
 """
 
 import math
@@ -14,31 +16,31 @@ import triton.language as tl
 from pallas_kernels import _triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Below every fp32 and above −∞, so that −∞ − LOWEST is −∞ and no lane needs a guard against ∞ − ∞.
+# Below every finite fp32 and above −∞: −∞ − LOWEST is −∞, and no lane needs a guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-# Short rows at 131072×1024 bf16, in rows a program and warps: forward 1 and 1 97 % of the copy
-# rate, 8 and 8 96 %, 1 and 4 93 %; backward all 100 to 102 %. Causal: forward 1 and 1 84 %, 2 and 4
-# 72 %; backward 2 and 4 92 %, 1 and 1 85 %. (The copy rate is not in reach there: two of three
-# bytes are written, and a memset alone runs at 80 % of it.)
+# Short rows at 131072×1024 bf16; (rows per program, warps): share of the copy rate. Forward (1, 1)
+# 97 %, (8, 8) 96 %, (1, 4) 93 %; backward all 100 to 102 %. Causal forward (1, 1) 84 %, (2, 4)
+# 72 %; causal backward (2, 4) 92 %, (1, 1) 85 %. (A causal pass cannot reach the copy rate: two of
+# three bytes are written, and a memset alone runs at 80 % of the copy rate.)
 LONGEST_SHORT_ROW = 16384
-# Long rows, forward: two programs of 32 warps fill a multiprocessor, and the rows that are read
-# twice stay in the L2 cache, of 50304 columns 26 MB of an H200's 60: 99 % of the copy rate; four
-# programs of 16 warps, 52 MB, 80 %.
+# Long rows, forward: two programs of 32 warps fill an SM, and the rows stay in the L2 cache for the
+# second read. For 50304 columns these are 26 MB of an H200's 60: 99 % of the copy rate. Four
+# programs of 16 warps, 52 MB, reach 80 %.
 FORWARD_WARPS = 32
-# Of rows so long that 264 of them do not fit that cache, one program keeps a part in registers, and
-# so fills its multiprocessor alone. 98304 columns: 93 %, else 83 %; 131072: 80 %, else 74 %; but
-# 65536 columns 86 %, else 96 %.
+# If 264 rows do not fit into the L2 cache, a program keeps a part of its row in registers, and one
+# program fills an SM. With and without: 98304 columns 93 % and 83 %; 131072 columns 80 % and 74 %;
+# but 65536 columns 86 % and 96 %.
 TWO_ROWS_FIT = 1 << 17  # bytes of a row
 FORWARD_KEPT = 6
-# Backward: y waits in registers for the sum of dy·y, and only dy is read again: 102 %; both read
-# again 85 %. That takes most of the registers, so one program of 16 warps fills a multiprocessor.
+# Backward: y stays in registers until the sum of dy·y is known, and only dy is read again: 102 %.
+# Reading both again: 85 %. y needs most of the registers: one program of 16 warps fills an SM.
 BACKWARD_WARPS = 16
-MOST_KEPT = 12  # blocks of y, 4 registers of a thread each
+MOST_KEPT = 12  # blocks of y, 4 registers per thread each
 
 
 def forward(x, *, scale, causal):
-    """y, shaped like x."""
+    """Return y, shaped like x."""
     scale *= LOG2E.value
     if x.shape[-1] <= LONGEST_SHORT_ROW:
         return _short(short_forward_kernel, x, scale=scale, causal=causal, tile=1024, warps=1)
@@ -49,7 +51,7 @@ def forward(x, *, scale, causal):
 
 
 def backward(y, dy, *, scale, causal):
-    """dx, shaped like y."""
+    """Return dx, shaped like y."""
     if y.shape[-1] <= LONGEST_SHORT_ROW:
         return _short(short_backward_kernel, y, dy, scale=scale, causal=causal, tile=2048, warps=4)
     return _long(
@@ -64,7 +66,10 @@ def backward(y, dy, *, scale, causal):
 
 
 def _short(kernel, x, *more, scale, causal, tile, warps):
-    """`warps` for `tile` entries: as many rows as that holds, or more warps for a longer row."""
+    """Return the launch for short rows: `warps` per `tile` entries.
+
+    A program has as many rows as fit, or more warps for a longer row.
+    """
     s = x.shape[-1]
     n = math.prod(x.shape[:-1])
     c = triton.next_power_of_2(s)
@@ -146,7 +151,7 @@ def short_backward_kernel(
     offset_BC, inside_BC, visible_BC, vector_BC = tile(N, S, CAUSAL, B, C, K)
     y_BC = tl.load(y_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
     dy_BC = tl.load(dy_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
-    if CAUSAL:  # what dy holds there may be anything
+    if CAUSAL:  # dy may be any value there
         dy_BC = tl.where(visible_BC, dy_BC, 0.0)
     dx_BC = y_BC * (dy_BC - tl.sum(y_BC * dy_BC, 1)[:, None]) * SCALE
     if CAUSAL:
@@ -163,8 +168,11 @@ def tile(
     C: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Offsets of this program's B rows; what is in the array; what each row sees; the vectors that
-    hold any of that."""
+    """Return the offsets of this program's B rows and three masks.
+
+    The masks are: entries inside the array, entries that each row sees, and vectors with any such
+    entry.
+    """
     row_B = tl.program_id(0) * B + tl.arange(0, B)
     column_C = tl.arange(0, C)
     offset_BC = row_B.to(tl.int64)[:, None] * S + column_C[None, :]
@@ -198,7 +206,7 @@ def long_forward_kernel(
     y_ptr += row.to(tl.int64) * S
     column_RK = block_columns(R, K, S)
     columns = row % S + 1 if CAUSAL else S
-    full = columns // BLOCK * BLOCK  # so many columns need no mask
+    full = columns // BLOCK * BLOCK  # columns that need no mask
 
     m_R = tl.full((R,), LOWEST, tl.float32)
     s_R = tl.full((R,), 0.0, tl.float32)
@@ -284,8 +292,11 @@ def long_backward_kernel(
 
 @triton.jit
 def block_columns(R: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
-    """The columns of a block of rows of S: a thread's K are one vector, or where rows start
-    anywhere, neighbours are in neighbours."""
+    """Return the columns of a block of rows of S.
+
+    The K columns of a thread are one vector. If rows are not aligned to vectors, neighbouring
+    columns are in neighbouring threads.
+    """
     if S % K == 0:
         return tl.arange(0, R)[:, None] * K + tl.arange(0, K)[None, :]
     else:
@@ -294,7 +305,7 @@ def block_columns(R: tl.constexpr, K: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def load_visible(ptr, start, column_RK, columns, S: tl.constexpr, OTHER: tl.constexpr):
-    """The block at `start` in fp32; OTHER from column `columns` on."""
+    """Load the block at `start` in fp32, with OTHER from column `columns` on."""
     x_RK = tl.load(ptr + start + column_RK, mask=start + column_RK < S, other=OTHER).to(tl.float32)
     return tl.where(start + column_RK < columns, x_RK, OTHER)
 
@@ -303,7 +314,7 @@ def load_visible(ptr, start, column_RK, columns, S: tl.constexpr, OTHER: tl.cons
 def store_last(
     ptr, x_RK, start, column_RK, columns, S: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The last visible block, at `start`, and zeros behind what the row sees."""
+    """Store the last visible block, at `start`, and zeros in the masked columns after it."""
     if CAUSAL:
         x_RK = tl.where(start + column_RK < columns, x_RK, 0.0)
     tl.store(ptr + start + column_RK, x_RK, mask=start + column_RK < S)
@@ -315,8 +326,10 @@ def store_last(
 
 @triton.jit
 def online(m_R, s_R, x_RK, SCALE: tl.constexpr):
-    """The maximum of x and the sum of exp2(SCALE·(x − maximum)) so far, of each R; no thread needs
-    another here."""
+    """Update the maximum of x and the sum of exp2(SCALE·(x − maximum)) of each of R threads.
+
+    Threads do not communicate.
+    """
     new_R = tl.maximum(m_R, tl.max(x_RK, 1))
     s_R = s_R * tl.exp2((m_R - new_R) * SCALE) + tl.sum(tl.exp2((x_RK - new_R[:, None]) * SCALE), 1)
     return new_R, s_R
@@ -324,6 +337,6 @@ def online(m_R, s_R, x_RK, SCALE: tl.constexpr):
 
 @triton.jit
 def together(m_R, s_R, SCALE: tl.constexpr):
-    """Maximum and sum over all R."""
+    """Combine maximum and sum over all R."""
     m = tl.max(m_R, 0)
     return m, tl.sum(s_R * tl.exp2((m_R - m) * SCALE), 0)

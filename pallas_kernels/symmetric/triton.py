@@ -1,5 +1,7 @@
-"""Symmetric products for NVIDIA GPUs from Ampere on: one program makes one tile on or above the
-diagonal, and its mirror image."""
+"""Symmetric matmuls in Triton, for NVIDIA GPUs from Ampere on.
+
+A program computes one tile on or above the diagonal and also stores its mirror image.
+"""
 
 import jax
 import triton
@@ -13,10 +15,10 @@ def _tile(
     a_ptr,
     bcd_ptr,
     out_ptr,
-    # constants, or jax-triton's compiler would not know that rows start on 16 bytes
+    # constants, so that the compiler knows that rows are aligned to 16 bytes
     m: tl.constexpr,
     k: tl.constexpr,
-    TRANSPOSED: tl.constexpr,  # aᵀ a: the sum runs over the rows of a
+    TRANSPOSED: tl.constexpr,  # aᵀ a: contracts the rows of a
     COEFFICIENTS: tl.constexpr,  # 2: b·a + c·a aᵀ; 3: and d on the diagonal
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,7 +80,7 @@ def _tile(
     made = acc.to(out_ptr.dtype.element_ty)
     mirrored = columns[None, :] * m + rows[:, None]
     if i == j:
-        # The mirror image of what lies above the diagonal, so that a tile is symmetric however it
+        # The mirror image of the values above the diagonal, so the tile is symmetric however it
         # was added up.
         tl.store(out_ptr + direct, made, mask=inside & (rows[:, None] <= columns[None, :]))
         tl.store(out_ptr + mirrored, made, mask=inside & (rows[:, None] < columns[None, :]))
@@ -100,11 +102,13 @@ def product(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> jax.Array:
-    """a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix; with `bcd`, b·a + c·a aᵀ, and d on the
-    diagonal where there are three."""
+    """Return a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix.
+
+    With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if there are three coefficients.
+    """
     batch, *sides = a_BXY.shape
-    # Rows that do not start on 16 bytes are read an element at a time, with a pointer for each: big
-    # tiles of those spill.
+    # Rows that are not aligned to 16 bytes are read by elements, with one pointer for each element:
+    # big tiles of such rows spill.
     defaults = (128, 64, 8, 3) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4, 3)
     given = (tile, block_k, num_warps, num_stages)
     tile, block_k, num_warps, num_stages = (
@@ -115,7 +119,7 @@ def product(
     (out_BMM,) = _triton.call(
         _tile,
         a_BXY,
-        # Not read where nothing is scaled.
+        # Not read without coefficients.
         a_BXY if bcd is None else bcd,
         out=[jax.ShapeDtypeStruct((batch, m, m), a_BXY.dtype)],
         grid=(batch * n * (n + 1) // 2,),

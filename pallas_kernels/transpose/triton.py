@@ -1,4 +1,4 @@
-"""Triton kernels that transpose: a program moves one tile, turned round in shared memory."""
+"""Triton kernels that transpose: a program moves one tile and transposes it in shared memory."""
 
 import jax
 import triton
@@ -19,9 +19,9 @@ def move_tile(
     COLS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """Returns the tile of src, which is 0 outside."""
-    # Consecutive programs take the tiles of a column of src: together they write whole rows of the
-    # result.
+    """Return the tile of src, with 0 out of bounds."""
+    # Consecutive programs move the tiles of a column of src: together they write whole rows of
+    # the result.
     down: tl.constexpr = (R + ROWS - 1) // ROWS
     across: tl.constexpr = (C + COLS - 1) // COLS
     batch, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
@@ -32,7 +32,7 @@ def move_tile(
     offset = start + (c.to(INDEX)[:, None] * R + r[None, :])
     inside = (c < C)[:, None] & (r < R)[None, :]
     if HAS_DST:
-        # Asked for before the wait for src.
+        # Issued before the wait for src.
         dst = tl.load(dst_ptr + offset, mask=inside, other=0.0)
     out = tl.trans(src)
     if HAS_DST:
@@ -80,7 +80,7 @@ def transpose_sum(
     COLS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """srcᵀ, and the sums over each ROWS rows of src."""
+    """Transpose src and sum each ROWS rows of src."""
     src = move_tile(src_ptr, src_ptr, out_ptr, R, C, False, ROWS, COLS, INDEX)
     down: tl.constexpr = (R + ROWS - 1) // ROWS
     across: tl.constexpr = (C + COLS - 1) // COLS
@@ -97,14 +97,14 @@ WARPS = {2: 4, 4: 8}
 
 
 def transpose_copy(src_BRC, *, dtype):
-    """srcᵀ in `dtype`, shape (B, C, R)."""
+    """Return srcᵀ in `dtype`, shape (B, C, R)."""
     b, r, c = src_BRC.shape
     out = [jax.ShapeDtypeStruct((b, c, r), dtype)]
     return _triton.call(transpose, src_BRC, src_BRC, out=out, HAS_DST=False, **_launch(src_BRC))[0]
 
 
 def transpose_sum_rows(src_BRC):
-    """srcᵀ, and the sum of src's rows in fp32, shape (B, C)."""
+    """Return srcᵀ, and the sum of src's rows in fp32, shape (B, C)."""
     b, r, c = src_BRC.shape
     out_BCR, sums_BSC = _triton.call(
         transpose_sum,
@@ -119,7 +119,7 @@ def transpose_sum_rows(src_BRC):
 
 
 def transpose_add(dst_BCR, src_BRC, *, in_place):
-    """dst + srcᵀ; over dst itself where it is dead afterwards and `in_place`."""
+    """Return dst + srcᵀ; `in_place` overwrites dst if dst is not used afterwards."""
     if in_place:
         return _triton.call(
             add_in_place, src_BRC, dst_BCR, out=[], in_place=(1,), **_launch(src_BRC)
@@ -137,6 +137,6 @@ def _launch(src_BRC):
         "C": c,
         "ROWS": ROWS,
         "COLS": COLS,
-        # Offsets within one matrix; 64 bits only where they must be.
+        # Offsets within one matrix; 64 bits only if needed.
         "INDEX": tl.int64 if r * c > 2**31 - 1 else tl.int32,
     }
