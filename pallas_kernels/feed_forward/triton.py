@@ -27,8 +27,8 @@ def activate(u, ACTIVATION: tl.constexpr):
         e = tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR))
         s = 1.0 / (1.0 + e)
         y = u * s
-        # 1 − s is e·s: a difference would lose its digits where s is near 1. e may be infinite,
-        # where s is 0.
+        # 1 − s is computed as e·s: the difference loses digits if s is near 1. If s is 0, e may be
+        # infinite.
         return y, (y * (u2 * (3 * CUBIC) + LINEAR) * tl.minimum(e, 2.0**126) + 1.0) * s
     r = tl.maximum(u, 0.0)
     return r * r, 2.0 * r

@@ -1,5 +1,4 @@
-"""Compiling the step ahead of time: kept on disk, counted as hit or miss, and refused when it will
-not fit."""
+"""Ahead-of-time compilation with a cache on disk, and a check that the step fits into memory."""
 
 import math
 import threading
@@ -18,36 +17,36 @@ from gptjax.training.programs import NoKey, Programs, check_private
 
 
 def compiler_options() -> dict[str, bool]:
-    """What XLA is told beside its own defaults for a step on the default device.
+    """Return XLA options for a step on the default device, in addition to XLA's defaults.
 
-    On a GPU it would also write every product in Triton and time the variants: on an H200 that was
-    most of the 78 s that GPT-2 124M's step took to compile in bf16, and what it chose for the
-    products with a bias took 0.93 ms a layer, cuBLASLt's epilogue 0.82.
+    On a GPU XLA would also write every matmul in Triton and time the variants. On an H200 this was
+    most of the 78 s in which GPT-2 124M's step compiled in bf16. The variants that XLA chose for
+    the matmuls with a bias took 0.93 ms per layer; cuBLASLt's epilogue takes 0.82.
     """
     return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
 
 
 class Compiler:
-    """Compiles programs, several at once, and keeps them on disk.
+    """Compile executables concurrently and cache them on disk.
 
-    They are kept whole (`gptjax.training.programs`), and found again before anything is traced. All
-    that JAX compiles by itself, such as what draws samples, JAX keeps by its lowered text, and so
-    these programs where `made_from` is not told.
+    Executables are stored by `gptjax.training.programs` and looked up before tracing. JAX's own
+    cache, which looks up the lowered text, stores everything that JAX compiles by itself, such as
+    sampling. Without `made_from` it also stores the executables of `start`.
 
     Args:
-        cache: folder of both, created with mode 700 if absent; None to keep nothing.
+        cache: folder of both caches, created with mode 700 if absent; None for no cache.
         made_from: all values that the functions close over, or that their `jax.jit` options depend
             on; JSON.
 
     Raises:
-        ConfigError: `cache` is not a folder, or another user owns or can write it or a file in it.
+        ConfigError: `cache` is not a folder, or another user owns or can write to it or a file in
+            it.
 
     Attributes:
-        programs: one for each compiled so far: its "name"; where it was found: "whole", "text" (in
-            JAX's cache) or "no"; and the seconds for "lower" (tracing, and what Triton and Mosaic
-            do to their kernels; 0 where it was found whole) and "compile" (or reading it), keeping
-            it included.
-        notes: why a program was not found or kept whole, where it should have been; why there is no
+        programs: one dict per executable: "name"; "found": "whole" (in `programs`), "text" (in
+            JAX's cache) or "no"; and the seconds of "lower" (tracing, and the compilers of Triton
+            and Mosaic; 0 if found "whole") and "compile" (or loading), including storing.
+        notes: the reason why an executable was not loaded or stored; the reason why there is no
             cache, if `cache` cannot be created.
     """
 
@@ -65,31 +64,31 @@ class Compiler:
         self._threads = ThreadPoolExecutor(max_workers=4)
         if cache is not None:
             jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
-            # By default what compiles in less than a second is not kept: dozens of small programs.
+            # By default JAX does not store executables that compile in less than a second: dozens.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             # Appending is safe from several threads, counting is not. JAX calls the listener in the
             # thread that compiles.
             jax.monitoring.register_event_listener(
                 lambda event, **_: self._record(event.rpartition("/")[2])
             )
-            # Several processes compile a program together, and one that found it would leave the
-            # others waiting.
+            # Several processes compile an executable together: with a cache hit in one process, the
+            # others would wait forever.
             if made_from is not None and jax.process_count() == 1:
                 self._kept = Programs(cache / "programs", made_from)
 
     @property
     def seconds(self) -> float:
-        """From the first program's start to the end of the last that was waited for."""
+        """Seconds from the first call of `start` to the end of the last wait."""
         return 0.0 if self._ended is None else self._ended - self._began
 
     @property
     def hits(self) -> int:
-        """Programs found on disk, those that JAX compiles by itself among them."""
+        """Number of cache hits, including executables that JAX compiles by itself."""
         return [event for event, _ in self._events].count("cache_hits")
 
     @property
     def misses(self) -> int:
-        """Programs not found there."""
+        """Number of cache misses, including executables that JAX compiles by itself."""
         return [event for event, _ in self._events].count("cache_misses")
 
     def _record(self, event: str) -> None:
@@ -98,11 +97,13 @@ class Compiler:
     def start(
         self, lowerable: jax.stages.Wrapped, *abstract: object
     ) -> Callable[[], jax.stages.Compiled]:
-        """Begins to read, in a thread, the program for arguments of these shapes, dtypes and
-        shardings. Where it is not kept, lowers `lowerable` and begins to compile it in a thread.
+        """Start to load or compile the executable for these shapes, dtypes and shardings.
+
+        A cached executable is loaded in a thread. Otherwise `lowerable` is lowered in this thread
+        and compiled in another.
 
         Returns:
-            A function that waits for the compiled program and returns it.
+            A function that waits for the executable and returns it.
         """
         self._began = self._began or time.perf_counter()
         key = None
@@ -121,8 +122,8 @@ class Compiler:
         def wait() -> jax.stages.Compiled:
             compiled = future.result()
             if compiled is None:
-                # Not in the thread that read: what `with` statements set in this one, such as a
-                # matmul precision, is traced too.
+                # In this thread: tracing depends on values that its `with` statements set, such as
+                # a matmul precision.
                 compiled = self._compile(lowerable, abstract, key).result()
             self._ended = time.perf_counter()
             return compiled
@@ -130,7 +131,7 @@ class Compiler:
         return wait
 
     def _read(self, lowerable: jax.stages.Wrapped, key: str) -> jax.stages.Compiled | None:
-        """The kept program; None where it cannot be read, which is noted."""
+        """Load the executable; if this fails, add a note and return None."""
         started, name = time.perf_counter(), lowerable.__name__
         try:
             compiled = self._kept.read(key)
@@ -147,16 +148,16 @@ class Compiler:
         return compiled
 
     def _compile(self, lowerable: jax.stages.Wrapped, abstract: tuple, key: str | None) -> Future:
-        """Lowers in this thread, compiles and keeps in another."""
+        """Lower in this thread; compile and store in another."""
         started, name = time.perf_counter(), lowerable.__name__
         lowered = lowerable.lower(*abstract)
         lowering = time.perf_counter() - started
 
         def compile_it() -> jax.stages.Compiled:
             started, before = time.perf_counter(), len(self._events)
-            # JAX's cache shall not have what is kept whole: a program that XLA has read it cannot
-            # write again (on the CPU it leaves out functions), so one that was found there could
-            # not be kept here. JAX shows no other way to set this for one thread.
+            # JAX's cache must not contain the executables of `programs`: XLA cannot serialise an
+            # executable that it loaded (on the CPU functions are missing), so a hit there could not
+            # be stored here. JAX has no other way to set this option for one thread.
             writes_from = 0.0 if key is None else math.inf
             with jax_config.persistent_cache_min_compile_time_secs(writes_from):
                 compiled = lowered.compile(compiler_options=compiler_options())
@@ -167,7 +168,7 @@ class Compiler:
             if key is not None:
                 self._keep(key, name, compiled, found)
                 if found == "no":
-                    self._record("cache_misses")  # JAX counts what it writes
+                    self._record("cache_misses")  # JAX counts its own misses
             took = {"lower": lowering, "compile": time.perf_counter() - started}
             self.programs.append({"name": name, "found": found} | took)
             return compiled
@@ -186,7 +187,7 @@ class Compiler:
             self.notes.append(f"{name} is not kept whole: {_first_line(error)}")
 
     def __call__(self, lowerable: jax.stages.Wrapped, *abstract: object) -> jax.stages.Compiled:
-        """`start` and wait for it."""
+        """Call `start` and wait for the executable."""
         return self.start(lowerable, *abstract)()
 
     def __str__(self) -> str:
@@ -194,19 +195,20 @@ class Compiler:
             return f"{self.seconds:.1f} s (no cache)"
         whole = [program["found"] for program in self.programs].count("whole")
         whole = f"{whole} of {len(self.programs)} programs found whole, " if self._kept else ""
-        return f"{self.seconds:.1f} s ({whole}{'hit' if self.hits and not self.misses else 'miss'}, cache {self._cache})"
+        outcome = "hit" if self.hits and not self.misses else "miss"
+        return f"{self.seconds:.1f} s ({whole}{outcome}, cache {self._cache})"
 
 
 def compile_to_fit(
     compile_step: Callable[[int], jax.stages.Compiled], config: Config, device: jax.Device
 ) -> jax.stages.Compiled:
-    """The compiled training step, if what it needs fits into the device's memory.
+    """Compile the training step, and raise an error if it does not fit into the device's memory.
 
     Args:
-        compile_step: compiles the step for a micro-batch of so many sequences.
+        compile_step: compiles the step for a micro-batch of the given number of sequences.
 
     Raises:
-        ConfigError: it does not fit; the message names the largest micro-batch that would.
+        ConfigError: the step does not fit; the message names the largest micro-batch that does.
     """
     available = available_bytes(device)
     compiled = compile_step(config.micro_batch)
@@ -220,11 +222,11 @@ def compile_to_fit(
     )
     chunk = config.model.loss_chunk or 1
     for smaller in range(config.micro_batch - 1, 0, -1):
-        # Memory grows with the micro-batch, so one that needs far too much in proportion is not
-        # worth compiling.
+        # Memory grows with the micro-batch: skip a micro-batch that in proportion needs far too
+        # much.
         if config.micro_batch % smaller or needed * smaller / config.micro_batch > 2 * available:
             continue
-        if smaller * config.sequence_length % chunk:  # this config would be refused
+        if smaller * config.sequence_length % chunk:  # such a config is refused
             continue
         if (fits := needed_bytes(compile_step(smaller))) <= available:
             raise ConfigError(message + f"--micro-batch {smaller} fits, with {fits / GIB:.1f} GiB.")

@@ -1,8 +1,8 @@
-"""Compiled programs kept whole on disk, so that a start neither traces nor lowers them.
+"""Cache of executables on disk. A hit skips tracing and lowering.
 
-JAX's own cache looks a program up by its lowered text, and making that text is most of a warm
-start: Python traces the model, and Triton and Mosaic compile their kernels. Here the key is a hash
-of all that the text is made from.
+JAX's own cache looks up an executable by its lowered text. Producing this text is most of a warm
+start: Python traces the model, and Triton and Mosaic compile their kernels. The key of this cache
+is a hash of everything that determines the text.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from jax.experimental import serialize_executable
 
 from gptjax.config import ConfigError
 
-# Programs that stay in the folder: the three of eight configs.
+# Executables that stay in the folder: those of eight configs.
 NEWEST = 24
 PACKAGES = ("gptjax", "pallas_kernels")
-# Beginnings of the names of variables that XLA, CUDA's libraries, Triton, Mosaic or JAX read.
+# Prefixes of environment variables that XLA, CUDA's libraries, Triton, Mosaic or JAX read.
 ENVIRONMENT = (
     "CUBLAS",
     "CUDA",
@@ -45,18 +45,18 @@ ENVIRONMENT = (
     "NPROC",
 )
 ENVIRONMENT += ("NVIDIA", "OMP", "PTXAS", "TF_", "TRITON", "XLA")
-# They choose a folder, and devices that are described by what they are.
+# Folders, and the choice of devices, whose properties are in the hash.
 HARMLESS = {"CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR"}
-# A loaded program must find what it calls. Triton's call is registered by `import jax` and Mosaic's
-# is inside the CUDA plugin. But Mosaic compiles its kernels once more where they are loaded, with
-# libraries whose paths this module puts into the environment.
+# Modules that a loaded executable needs. `import jax` registers Triton's custom call, and the CUDA
+# plugin contains Mosaic's. But Mosaic compiles its kernels again when they are loaded, with
+# libraries whose paths this module sets in the environment.
 NEEDED = ("jax.experimental.mosaic.gpu",)
 
 _IMPORTED = time.time()
 
 
 class NoKey(ValueError):
-    """It cannot be told what a program is made from."""
+    """The inputs of an executable cannot be determined."""
 
 
 def check_private(folder: Path) -> None:
@@ -65,8 +65,9 @@ def check_private(folder: Path) -> None:
     Loading an executable runs its code. The files of JAX's own cache in `folder` are checked too.
 
     Raises:
-        ConfigError: another user owns or can write the folder or a file in it, or it is no folder.
-        OSError: it cannot be created or read.
+        ConfigError: another user owns or can write to the folder or a file in it, or `folder` is
+            not a folder.
+        OSError: the folder cannot be created or read.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,11 +91,11 @@ def check_private(folder: Path) -> None:
 
 
 def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | None:
-    """Why a file or folder of a cache cannot be trusted; None if it can.
+    """Return why a file or folder of a cache cannot be trusted, or None.
 
     Args:
-        may_be_writable: others cannot enter the folder. With a umask of 002, files that JAX writes
-            have mode 664.
+        may_be_writable: other users cannot enter the folder, so its files may be writable. With a
+            umask of 002, files that JAX writes have mode 664.
     """
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return "expected a regular file or a folder, found a link or a device"
@@ -106,18 +107,19 @@ def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | 
 
 
 class Programs:
-    """A folder of compiled programs.
+    """A folder of executables.
 
-    A program is found again only where nothing that it depends on has changed: the files of both
-    packages, of the running script and of each loaded module that is not installed; the versions of
-    all that is; the devices; JAX's configuration; the environment that reaches it; the compiler's
-    options; the arguments' shapes, dtypes and shardings; and `made_from`.
+    There is a cache hit only if no input of the executable has changed: the files of both packages,
+    of the running script and of each loaded module that is not installed; the versions of all
+    installed packages; the devices; JAX's configuration; the environment variables of
+    `ENVIRONMENT`; the compiler's options; the arguments' shapes, dtypes and shardings; and
+    `made_from`.
 
-    Files are Python pickles: whoever can write into the folder can run code in the processes that
-    read it. Each file is checked when it is opened; call `check_private` on the folder first.
+    The files are Python pickles: a user who can write to the folder can run code in the processes
+    that read it. Each file is checked when it is opened. Call `check_private` on the folder first.
 
     Args:
-        folder: created with mode 700 when the first program is kept.
+        folder: created with mode 700 when the first executable is stored.
         made_from: all values that the functions close over, or that their `jax.jit` options depend
             on; JSON.
     """
@@ -125,7 +127,7 @@ class Programs:
     def __init__(self, folder: Path, made_from: Any):
         self.folder = folder
         self._sources = source_files()
-        # JAX itself sets some of its cache's options when it first uses it.
+        # JAX sets some options of its cache when it first uses the cache.
         self._config = sorted(name for name in jax.config.values if "_cache_" not in name)
         self._fixed = {
             "made from": made_from,
@@ -145,23 +147,26 @@ class Programs:
         }
 
     def _check_sources(self) -> None:
-        """What was hashed is the file, what runs is what it was when Python read it."""
+        """Refuse if a source file changed since the process began.
+
+        The hash would not describe the running code.
+        """
         began = _process_began()
         for file in self._sources:
             if not file.exists() or file.stat().st_mtime > began:
                 raise NoKey(f"{file} has changed since this process began")
 
     def key(self, function: Callable, abstract: tuple, options: dict[str, Any]) -> str:
-        """The name of the program's file.
+        """Return the file name of an executable.
 
         Args:
             function: from `jax.jit`.
-            abstract: its arguments: arrays, or only their shapes, dtypes and shardings.
-            options: the compiler's.
+            abstract: arguments: arrays, or only their shapes, dtypes and shardings.
+            options: the compiler's options.
 
         Raises:
-            NoKey: a source file has changed since this process began, or the function is in none,
-                such as one that was typed in.
+            NoKey: a source file changed since this process began, or the function has no source
+                file, as in an interactive session.
         """
         self._check_sources()
         code = getattr(inspect.unwrap(function), "__code__", None)
@@ -173,8 +178,8 @@ class Programs:
             "function": [code.co_filename, code.co_firstlineno, code.co_qualname],
             "arguments": [str(tree), *map(_of_argument, leaves)],
             "options": options,
-            # Now and not once: some of it holds inside of a `with` only. But no option that a
-            # kernel's module has added since.
+            # The current values: a `with` statement may have set some. Options that were added
+            # later, by the module of a kernel, are excluded.
             "config": {name: repr(config[name]) for name in self._config},
             "mesh": repr(jax.sharding.get_abstract_mesh()),
         }
@@ -185,18 +190,18 @@ class Programs:
         return (self.folder / key).is_file()
 
     def read(self, key: str) -> jax.stages.Compiled:
-        """A kept program, ready to run.
+        """Load an executable.
 
         Raises:
-            Exception: of any kind, where the file is damaged or this machine cannot run it.
+            Exception: of any kind, if the file is damaged or this machine cannot run it.
         """
-        # The open file is checked and links are not followed: the folder may have been replaced.
+        # Check the open file and follow no links: the folder may have been replaced.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(self.folder / key, flags), "rb") as file:
             if fault := _why_unsafe(os.fstat(file.fileno())):
                 raise ConfigError(fault)
             digest, body = file.read(32), file.read()
-        # XLA's reader trusts what it reads. The key is in the checksum: no renamed file is read.
+        # XLA does not validate its input. The checksum includes the key: a renamed file is refused.
         if _checksum(key, body) != digest:
             raise ValueError("its checksum is wrong")
         kept = pickle.loads(body)
@@ -208,16 +213,16 @@ class Programs:
             backend=kept["platform"],
             execution_devices=[devices[id] for id in kept["devices"]],
         )
-        os.utime(self.folder / key)  # the newest are those that were used last
+        os.utime(self.folder / key)  # `keep` deletes the least recently used
         return compiled
 
     def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Writes a program under its key: whole, or not at all. Only the `NEWEST` stay.
+        """Store an executable under its key, atomically, and delete all but the `NEWEST`.
 
         Raises:
-            Exception: of any kind, where XLA cannot serialize it or the disk cannot take it.
+            Exception: of any kind, if XLA cannot serialise the executable or the disk is full.
         """
-        self._check_sources()  # again: lowering has imported the kernels' modules
+        self._check_sources()  # again: lowering imported the kernels' modules
         devices = compiled.runtime_executable().local_devices()
         kept = {
             "program": serialize_executable.serialize(compiled),
@@ -235,7 +240,7 @@ class Programs:
             temporary.replace(self.folder / key)
         finally:
             temporary.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another process does the same
+        with contextlib.suppress(FileNotFoundError):  # another process deletes too
             files = sorted(
                 self.folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True
             )
@@ -248,8 +253,11 @@ def _checksum(key: str, body: bytes) -> bytes:
 
 
 def source_files() -> set[Path]:
-    """Every file of both packages, the running script, and each loaded module that is neither
-    installed nor Python's own."""
+    """Return all source files that may affect an executable.
+
+    These are every file of both packages, the running script, and each loaded module that is
+    neither installed nor part of Python.
+    """
     files = set()
     for package in PACKAGES:
         folder = Path(importlib.import_module(package).__file__).parent
@@ -260,7 +268,7 @@ def source_files() -> set[Path]:
     )
     elsewhere = tuple(str(Path(folder).resolve()) + os.sep for folder in elsewhere)
     for name, module in list(sys.modules.items()):
-        # Not `module.__file__`: a module that is loaded on its first use would be.
+        # Not `module.__file__`: this attribute would load a lazy module.
         file = getattr(module, "__dict__", {}).get("__file__")
         if file and (name == "__main__" or not str(Path(file).resolve()).startswith(elsewhere)):
             files.add(Path(file))
@@ -272,7 +280,7 @@ def _folders_of_installed() -> list[str]:
 
 
 def _named(folder: str) -> list[str]:
-    """The packages installed in a folder, with their versions."""
+    """Return the packages installed in a folder, with their versions."""
     return [entry for entry in os.listdir(folder) if entry.endswith((".dist-info", ".egg-info"))]
 
 
@@ -281,7 +289,7 @@ def _installed() -> list[str]:
 
 
 def _processor() -> str:
-    """What XLA compiles for where the device is the CPU."""
+    """Return the properties of the CPU that XLA compiles for."""
     told = [platform.machine()]
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in iter(file.readline, "\n"):  # up to the second core
@@ -308,7 +316,7 @@ def _of_argument(leaf: Any) -> list:
         return [repr(leaf)]
     sharding = getattr(leaf, "sharding", None)
     devices = [] if sharding is None else sorted(device.id for device in sharding.device_set)
-    # A mesh does not show the order of its devices.
+    # The repr of a mesh does not contain the order of its devices.
     mesh = getattr(sharding, "mesh", None)
     order = (
         [device.id for device in mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []
@@ -324,12 +332,15 @@ def _of_argument(leaf: Any) -> list:
 
 
 def _process_began() -> float:
-    """Seconds since the epoch; where the kernel does not tell, until this module was imported."""
+    """Return the start of the process in seconds since the epoch.
+
+    If the operating system does not provide it, return the time when this module was imported.
+    """
     try:
         after_boot = int(
             Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
         ) / os.sysconf("SC_CLK_TCK")
         boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):  # no Linux
+    except (OSError, AttributeError):  # not Linux
         return _IMPORTED
     return boot + after_boot if after_boot else _IMPORTED

@@ -1,8 +1,9 @@
-"""The training state and the pure, jittable training and evaluation steps.
+"""Training state, and the pure, jittable training and evaluation steps.
 
-The model is split once into a static graph and a plain dict of arrays; the step maps (state,
-tokens) to (state, metrics) and touches nothing else. Shapes: A micro-batches a step, B sequences a
-micro-batch over all devices, T time.
+The model is split once into a static graph and a plain dict of arrays. The step maps (state,
+tokens) to (state, metrics) and has no side effects.
+
+Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
 
 import dataclasses
@@ -23,16 +24,17 @@ from gptjax.training.outliers import OutlierWindow, observe
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a run is, but for its place in the data. Leaves are arrays, or only their
-    shapes and shardings."""
+    """Complete training state except the data loader's position.
+
+    Leaves are arrays, or only their shapes and shardings.
+    """
 
     step: PyTree
-    """Updates made so far, skipped ones included; an int32 scalar."""
+    """Number of updates, including skipped ones; an int32 scalar."""
     params: PyTree
     opt_state: PyTree
     rng: PyTree
-    """Key data of the run's random numbers, uint32 of shape (2,); used for sampling, folded with
-    the step."""
+    """Key data of the run's random key, uint32 of shape (2,). Sampling folds in the step."""
     loss_window: OutlierWindow
     grad_norm_window: OutlierWindow
 
@@ -40,7 +42,10 @@ class TrainState:
 def init_state(
     config: ModelConfig, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]
 ) -> TrainState:
-    """The state before the first step; one seed gives one state, in `jax.jit` and outside."""
+    """Return the state before the first step.
+
+    One seed gives one state, inside and outside `jax.jit`.
+    """
     params = init_params(config, seed)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -55,7 +60,7 @@ def init_state(
 def loss_and_grads(
     graphdef: nnx.GraphDef, params: PyTree, windows_ABT1: Int[Array, "A B T1"]
 ) -> tuple[Float[Array, ""], PyTree]:
-    """Mean loss and its gradient over A·B·T tokens, one micro-batch of B·T tokens alive at a time.
+    """Compute the mean loss over A·B·T tokens and its gradient, one micro-batch at a time.
 
     Args:
         windows_ABT1: sequences of T+1 tokens: the first T are inputs, the last T their targets.
@@ -91,15 +96,16 @@ def make_train_step(
     skip_loss_z: float | None = None,
     skip_grad_norm_z: float | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
-    """The training step: (state, windows_ABT1) → (state, metrics).
+    """Return the training step: (state, windows_ABT1) → (state, metrics).
 
     Args:
         graphdef: from `gptjax.models.base.graph`.
-        tx: the optimizer, its learning rate included.
-        learning_rate: the same schedule, for the metrics.
-        skip_loss_z, skip_grad_norm_z: an update whose loss or gradient norm is this many deviations
-            above its last 128 values is not applied, nor is one whose loss or gradient norm is not
-            finite; where both are None, none is skipped.
+        tx: the optimizer, including its learning rate.
+        learning_rate: the learning-rate schedule of `tx`, for the metrics.
+        skip_loss_z, skip_grad_norm_z: skip an update whose loss or gradient norm exceeds the mean
+            of its last 128 values by more than this number of standard deviations. If either is
+            set, also skip an update whose loss or gradient norm is not finite. With None for both,
+            skip no update.
 
     Returns:
         A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z,
@@ -125,7 +131,7 @@ def make_train_step(
         if skip_loss_z is not None or skip_grad_norm_z is not None:
             skipped |= ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
 
-            # Counters go on, so that the learning rate still follows the step.
+            # Counters advance, so the learning rate follows the step.
             def keep(old, new):
                 counter = new.ndim == 0 and jnp.issubdtype(new.dtype, jnp.integer)
                 return new if counter else jnp.where(skipped, old, new)
@@ -151,7 +157,7 @@ def make_train_step(
 
 
 def make_eval_step(graphdef: nnx.GraphDef) -> Callable[[PyTree, Any], Any]:
-    """The evaluation step: (params, windows_BT1) → mean loss in nats, fp32."""
+    """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32."""
 
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
         return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
