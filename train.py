@@ -173,7 +173,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     )
     start_up.mark("loader and log")
 
-    # ------------------------------------------------------------------------- the parts of the loop
+    # ------------------------------------------------------------------------ the parts of the loop
     def read_metrics() -> None:
         """Wait for the newest step's metrics; log and show them."""
         if progress.read():

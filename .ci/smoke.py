@@ -87,9 +87,7 @@ for name, args in {
 
 # The tiles of attention's kernels are data beside them.
 for file in ("mosaic_tiles.json", "triton_tiles.json"):
-    assert importlib.resources.files("pallas_kernels.attention").joinpath(file).is_file(), (
-        file
-    )
+    assert importlib.resources.files("pallas_kernels.attention").joinpath(file).is_file(), file
 orthogonal = gptjax.optim.polar_express(jax.random.normal(jax.random.key(0), (8, 16)))
 assert float(jnp.abs(orthogonal @ orthogonal.T - jnp.eye(8)).max()) < 0.5
 print(f"smoke test passed: loss {losses[0]:.3f} → {losses[-1]:.3f}")

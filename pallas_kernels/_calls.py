@@ -55,6 +55,8 @@ def looped(operation: str, f: Callable, *, overwrites: bool = False) -> Callable
             jax.shard_map(check_vma=True) then raises ValueError: JAX replaces the reference by
             values whose types name no mesh axis, and refuses its own result.
     """
+    # A new object at each call: JAX caches the trace of f, and f depends on the default device.
+    f = functools.partial(f)
     return _launch(operation, jax.custom_batching.sequential_vmap(f), overwrites)
 
 

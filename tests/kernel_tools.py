@@ -337,6 +337,7 @@ def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compil
         patch.setattr(_dispatch, "why_not_triton", lambda: None)
         patch.setattr(_dispatch, "capability", lambda: divmod(capability, 10))
         jax.eval_shape(lambda *args: f(*args), *args)
+    assert found, "no Triton kernel was launched"
     return found
 
 

@@ -19,6 +19,8 @@ SMALL = dict(vocab_size=7, padded_vocab_size=8, block_size=8, n_layer=1, n_head=
 
 
 forward = nnx.jit(lambda model, tokens_BT: model(tokens_BT))
+
+
 @nnx.jit
 def advance(model, cache, tokens_BT):
     """Hidden states of tokens that continue the cached sequence, and the cache with them."""

@@ -1,4 +1,4 @@
-"""gptjax.optim.low_precision: the two halves are an fp32 number, bit for bit; stochastic rounding is
+"""Low-precision parameters: the two halves are an fp32 number, bit for bit; stochastic rounding is
 right on average."""
 
 import jax

@@ -16,9 +16,9 @@ from kernel_tools import h200, lower_for_h200
 
 from gptjax import Precision, optim, sharding
 from gptjax.models import gpt2, layers
+from gptjax.models.base import graph
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.outliers import WINDOW
-from gptjax.models.base import graph
 from gptjax.training.step import init_state, loss_and_grads, make_eval_step, make_train_step
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -46,8 +46,8 @@ def check_the_first_state(monkeypatch, config, seed):
     """
     schedule = optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10)
     tx = optim.adamw(schedule)
-    plain = lambda key, shape, *, std, dtype: jax.random.normal(key, shape, dtype) * jnp.array(
-        std, dtype
+    plain = lambda key, shape, *, std, dtype: (
+        jax.random.normal(key, shape, dtype) * jnp.array(std, dtype)
     )
     with monkeypatch.context() as patch:
         patch.setattr(gpt2, "normal", plain)
