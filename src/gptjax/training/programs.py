@@ -27,7 +27,7 @@ from jax.experimental import serialize_executable
 
 from gptjax.config import ConfigError
 
-# Executables that stay in the folder: those of eight configs.
+# Number of executables that stay in the folder.
 NEWEST = 24
 PACKAGES = ("gptjax", "pallas_kernels")
 # Prefixes of environment variables that XLA, CUDA's libraries, Triton, Mosaic or JAX read.
