@@ -13,6 +13,7 @@ from reference.attention import at_once
 from reference.attention import textbook as plain
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
+from pallas_kernels._mosaic import schedule
 from pallas_kernels.attention import (
     flash_attention,
     flash_attention_qkv,
@@ -23,7 +24,6 @@ from pallas_kernels.attention.mosaic_forward import (
     Tiles,
     forward,
     key_blocks,
-    schedule,
     why_not_tiles,
 )
 

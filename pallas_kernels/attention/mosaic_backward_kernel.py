@@ -1,0 +1,497 @@
+"""Backward kernel of flash attention on Hopper (Pallas Mosaic GPU): five matmuls in one kernel.
+
+A work item is a block of 128 keys of one head, over all blocks of queries that see it. The
+gradients of the keys and values stay in registers meanwhile. One warpgroup loads, and two multiply,
+64 of the keys each. For each block of queries:
+
+    QK and dP:  Sᵀ = K Qᵀ, dPᵀ = V dOᵀ                                         `start_scores`
+    softmax:    Pᵀ = exp2(scale·log₂e·Sᵀ − log₂e·L), dSᵀ = Pᵀ ∘ (dPᵀ − D)      `softmax`
+    gradients:  dV += Pᵀ dO                                                    `scores_and_dv`
+                dQ += dS K, dK += dSᵀ Q                                        `dq_and_dk`
+
+Pᵀ and dSᵀ are left operands in registers. dSᵀ also goes through shared memory, since dQ sums over
+the keys of both warpgroups.
+
+dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
+    whole heads: a thread block (CTA) processes all key blocks of a head, and is the only writer of
+        the head's dQ. The first part of a tile of dQ is stored, the next parts are added by TMA,
+        the last part is added in registers and stored as the result. The sums are a buffer of one
+        head for each SM, which stays in the L2 cache, and are always in the same order.
+    split heads: any thread block processes any block of keys, by a table computed before the
+        launch. All add to one zeroed fp32 dQ, in any order, which is converted afterwards: two more
+        passes over 4 bytes an element, but work for all SMs if there are few heads. Few heads are
+        in progress at a time, so that their sums stay in the L2 cache: with all heads at once each
+        addition went to HBM and back (H200, 16×4096×6×128: 2.70 ms; now 2.13).
+
+| barrier | number | arrivals | who arrives | who waits |
+| --- | --- | --- | --- | --- |
+| `q_full` | stages | 3 | the copies of q, dO, and L and D | each multiplying warpgroup |
+| `q_empty` | stages | 2 | each multiplying warpgroup | loading warpgroup |
+| `k_full` | key_stages | 2 | the copies of k and v | each multiplying warpgroup |
+| `k_empty` | key_stages | 2 | each multiplying warpgroup | loading warpgroup |
+| `ds_full` | score_stages | 2 | each multiplying warpgroup, its rows of dS | each of them, for dQ |
+| `ds_empty` | score_stages | 2 | each multiplying warpgroup, after dQ | each of them, before dS |
+| `sums_full` | 2 | 1 | the copy of the sums of dQ | the warpgroup that started the copy |
+
+`sums_full` is used with whole heads only.
+
+The order of the instructions that keeps the tensor cores busy was derived from the compiled code
+(ptxas reports waits for matmuls, and spills).
+
+Shapes: B batch, T time, H query heads, K key heads, D head dimension; R the two numbers of a query,
+log₂e·L and −D.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu
+from pallas_kernels.attention.mosaic_forward_kernel import operand
+
+KEYS = 128
+"""Keys of a work item."""
+HALF = 64
+"""Keys of one multiplying warpgroup, and both sides of what it adds to dQ at a time."""
+MULTIPLIERS = 2
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers, in the order of their allocation."""
+
+    q: Any
+    dout: Any
+    rows: Any
+    k: Any
+    v: Any
+    ds: Any
+    sums: Any
+    out: Any
+    columns: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    ds_full: Any
+    ds_empty: Any
+    sums_full: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A work item of one multiplying warpgroup.
+
+    Attributes:
+        head, j: key head and block of keys.
+        first, stop: the blocks of queries that see the keys.
+        k_slot: of the keys and values; `key`: the warpgroup's first key.
+        steps: blocks of queries over all heads of the group; `fills`: those before this item.
+        mine: the warpgroup's keys in the block.
+    """
+
+    b: Any
+    head: Any
+    j: Any
+    first: Any
+    stop: Any
+    k_slot: Any
+    steps: Any
+    key: Any
+    fills: Any
+    mine: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One block of queries of a work item.
+
+    Attributes:
+        number: 0, 1, … in the work item; `fill`: in the thread block.
+        slot, k_slot: of the queries, and of the keys.
+        h, query: query head, and first query.
+        sums: of dQ in global memory, the part of this warpgroup.
+        starts, ends: the sums start, end, with this block of keys; None with split heads.
+    """
+
+    number: Any
+    fill: Any
+    slot: Any
+    k_slot: Any
+    h: Any
+    query: Any
+    sums: Any
+    starts: Any
+    ends: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
+
+    Attributes:
+        whole: whole heads, else split heads.
+        queries: in a block of queries.
+        queries_of: block of keys → the first, and last + 1, block of queries that see it.
+        key_blocks: of a head.
+        key_heads, group: key heads, and query heads of each.
+        blocks: thread blocks of the grid.
+        gradients: of the operands; dQ is None if it is not stored by this kernel.
+        sums_gmem: the sums of dQ.
+        me, block: index of the warpgroup and of the thread block.
+        items: work items of this thread block.
+    """
+
+    tiles: Any
+    whole: bool
+    causal: bool
+    scale: float
+    window: int | None
+    length: int
+    head_dim: int
+    queries: int
+    queries_of: Any
+    key_blocks: int
+    key_heads: int
+    group: int
+    blocks: int
+    dtype: Any
+    inputs: Any
+    dout: Any
+    rows: Any
+    table: Any
+    gradients: Any
+    sums_gmem: Any
+    scratch: Scratch
+    me: jax.Array
+    block: jax.Array
+    items: jax.Array
+
+    @property
+    def q_ring(self) -> Ring:
+        return Ring(self.tiles.stages, self.scratch.q_full, self.scratch.q_empty)
+
+    @property
+    def k_ring(self) -> Ring:
+        return Ring(self.tiles.key_stages, self.scratch.k_full, self.scratch.k_empty)
+
+    @property
+    def ds_ring(self) -> Ring:
+        return Ring(self.tiles.score_stages, self.scratch.ds_full, self.scratch.ds_empty)
+
+    def run(self) -> None:
+        """Run the role of this warpgroup."""
+        pl.when(self.me == MULTIPLIERS)(self.load)
+        pl.when(self.me < MULTIPLIERS)(self.multiply)
+
+    def item(self, x):
+        """Return work item x of this thread block: batch, key head, block of keys, and the blocks
+        of queries first … stop − 1."""
+        if self.whole:
+            turn, j = _divmod(x, self.key_blocks)
+            index = turn * self.blocks + self.block
+        else:
+            index, j = _divmod(self.table[self.block, x + 1], self.key_blocks)
+        b, head = _divmod(index, self.key_heads)
+        first, stop = self.queries_of(j)
+        return b, head, j, jnp.int32(first), jnp.int32(stop)
+
+    def query_block(self, step, first, stop):
+        """Return the head of the group, and the block of queries.
+
+        Whole heads end on the diagonal, where tiles of dQ are finished, as late as possible after
+        the last additions to these tiles. Split heads begin there, so that thread blocks that work
+        on the same head add to different tiles.
+        """
+        g, i = (
+            (jnp.int32(0), step)
+            if self.group == 1
+            else (lax.div(step, stop - first), lax.rem(step, stop - first))
+        )
+        return g, stop - 1 - i if self.whole else first + i
+
+    # ------------------------------------------------------------------------ loading warpgroup
+
+    def load(self) -> None:
+        """Load the operands of all work items."""
+        plgpu.set_max_registers(24, action="decrease")
+        scratch, q_ring, k_ring = self.scratch, self.q_ring, self.k_ring
+
+        def one_item(x, fills):
+            b, head, j, first, stop = self.item(x)
+            slot = k_ring.slot(x)
+            k_ring.wait_empty(x)
+            rows = pl.ds(j * KEYS, KEYS)
+            for which, smem in ((1, scratch.k), (2, scratch.v)):
+                plgpu.copy_gmem_to_smem(
+                    operand(self.inputs, which, b, rows, head), smem.at[slot], k_ring.full.at[slot]
+                )
+
+            def load_queries(step, fills):
+                g, i = self.query_block(step, first, stop)
+                slot = q_ring.slot(fills)
+                q_ring.wait_empty(fills)
+                h, rows, full = (
+                    head * self.group + g,
+                    pl.ds(i * self.queries, self.queries),
+                    q_ring.full.at[slot],
+                )
+                plgpu.copy_gmem_to_smem(
+                    operand(self.inputs, 0, b, rows, h), scratch.q.at[slot], full
+                )
+                plgpu.copy_gmem_to_smem(self.rows.at[b, h, :, rows], scratch.rows.at[slot], full)
+                plgpu.copy_gmem_to_smem(self.dout.at[b, rows, h], scratch.dout.at[slot], full)
+                return fills + 1
+
+            return lax.fori_loop(0, (stop - first) * self.group, load_queries, fills)
+
+        fills = lax.fori_loop(0, self.items, one_item, jnp.int32(0))
+        q_ring.drain_unrolled(fills)
+        k_ring.drain_unrolled(self.items)
+
+    # -------------------------------------------------------------------- multiplying warpgroups
+
+    def multiply(self) -> None:
+        """Compute the gradients of all work items."""
+        plgpu.set_max_registers(240, action="increase")
+        mine = pl.ds(self.me * HALF, HALF)
+        self.scratch.columns[self.me] = plgpu.broadcasted_iota(
+            jnp.int32, (self.queries,), 0, layout=plgpu.Layout.WGMMA.reduce(0)
+        )
+        plgpu.commit_smem()
+        fills = lax.fori_loop(
+            0, self.items, functools.partial(self.one_item, mine=mine), jnp.int32(0)
+        )
+        self.ds_ring.drain_unrolled(fills, begun=1)
+        plgpu.wait_smem_to_gmem(0)
+
+    def one_item(self, x, fills, mine):
+        """Compute the gradients of work item x. Return the fills of the query slots so far."""
+        b, head, j, first, stop = self.item(x)
+        k_slot = self.k_ring.slot(x)
+        steps = (stop - first) * self.group
+        key = j * KEYS + self.me * HALF
+        item = Item(b, head, j, first, stop, k_slot, steps, key, fills, mine)
+        self.k_ring.wait_full(k_slot)
+
+        def over_queries(dk_acc, dv_acc):
+            pl.loop(0, steps)(lambda number: self.one_step(item, number, dk_acc, dv_acc))
+            return dk_acc[...], dv_acc[...]
+
+        shape = plgpu.ACC((HALF, self.head_dim), jnp.float32)
+        dk, dv = pl.run_scoped(over_queries, shape, shape)
+        self.k_ring.release(k_slot)
+        self.store_dk_and_dv(item, dk, dv)
+        return fills + steps
+
+    def one_step(self, item, number, dk_acc, dv_acc) -> None:
+        """Add the contributions of one block of queries to dK, dV and dQ."""
+        step = self.step(item, number)
+        self.q_ring.wait_full(step.slot)
+        shape = plgpu.ACC((HALF, self.queries), jnp.float32)
+        ds = pl.run_scoped(functools.partial(self.scores_and_dv, item, step, dv_acc), shape, shape)
+        ds_slot = self.ds_ring.slot(step.fill)
+        self.share_ds(item, step, ds_slot, ds)
+        dq = pl.run_scoped(
+            lambda dq_acc: self.dq_and_dk(item, step, ds_slot, ds, dq_acc, dk_acc),
+            plgpu.ACC((HALF, HALF), jnp.float32),
+        )
+        self.ds_ring.release(ds_slot)
+        if self.whole:
+            pl.when(~step.ends)(lambda: self.add_to_sums(step, dq))
+            pl.when(step.ends)(lambda: self.finish_dq(item, step, dq))
+        else:
+            self.add_to_sums(step, dq)
+        plgpu.wgmma_wait(0)
+        self.q_ring.release(step.slot)
+
+    def step(self, item, number) -> Step:
+        g, i = self.query_block(number, item.first, item.stop)
+        fill = item.fills + number
+        slot = self.q_ring.slot(fill)
+        # Without the barrier, the compiler keeps every address that does not change in a register,
+        # and spills them.
+        k_slot = lax.optimization_barrier(item.k_slot)
+        h, query = item.head * self.group + g, i * self.queries
+        starts = ends = None
+        rows = pl.ds(query, self.queries)
+        if self.whole:
+            sums = self.part_of_dq(item, self.sums_gmem.at[self.block * self.group + g, rows])
+            starts = item.j == 0
+            if self.window is not None:
+                starts = item.j == lax.div(
+                    jnp.maximum(query - (self.window - 1), 0), jnp.int32(KEYS)
+                )
+            ends = item.j == (
+                lax.div(query, jnp.int32(KEYS)) if self.causal else self.key_blocks - 1
+            )
+        else:
+            sums = self.part_of_dq(item, self.sums_gmem.at[item.b, rows, h])
+        return Step(number, fill, slot, k_slot, h, query, sums, starts, ends)
+
+    def part_of_dq(self, item, ref):
+        """Return the 64×64 of a tile of dQ, queries×D, that this warpgroup computes."""
+        return ref.at[item.mine] if self.head_dim == HALF else ref.at[:, item.mine]
+
+    def scores_and_dv(self, item, step, dv_acc, s_acc, dp_acc):
+        """Compute S, dP, P and dS, and start dV. Return dS."""
+        self.start_scores(item, step, s_acc, dp_acc)
+        if self.whole:
+
+            @pl.when(step.ends & ~step.starts)
+            def _fetch():
+                # `scratch.sums` is free, and the additions of other work items have arrived.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                pl.when(step.number == 0)(lambda: plgpu.wait_smem_to_gmem(0))
+                plgpu.copy_gmem_to_smem(
+                    step.sums, self.scratch.sums.at[self.me], self.scratch.sums_full.at[self.me]
+                )
+
+        p = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+        plgpu.wgmma(dv_acc, p, self.scratch.dout.at[step.slot])
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        return (p.astype(jnp.float32) * dp).astype(self.dtype)
+
+    def start_scores(self, item, step, s_acc, dp_acc) -> None:
+        """Start QK, S = K Qᵀ, and dP − D = V dOᵀ − D, transposed."""
+        scratch = self.scratch
+        # dP − D: sums that begin with −D. Not after S is issued, or the compiler waits for S.
+        dp_acc[...] = self.along_columns(step, 1)
+        keys, values = scratch.k.at[step.k_slot, item.mine], scratch.v.at[step.k_slot, item.mine]
+        plgpu.wgmma(s_acc, keys, scratch.q.at[step.slot].transpose((1, 0)))
+        plgpu.wgmma(dp_acc, values, scratch.dout.at[step.slot].transpose((1, 0)))
+
+    def softmax(self, item, step, s):
+        """Return P, rounded.
+
+        dS is computed from P as it is rounded for dV. Then there are registers to issue dV right
+        after this, and dV needs P: otherwise the compiler moves the exponentials, which run during
+        the matmul dP, to after dP. The barrier prevents rounding of the numbers one by one.
+        """
+        logits = s * jnp.float32(self.scale * LOG2_E) - self.along_columns(step, 0)
+        logits = lax.cond(
+            self.on_an_edge(item.key, step.query),
+            lambda a: self.hide(a, item.key, step.query),
+            lambda a: a,
+            logits,
+        )
+        return lax.optimization_barrier(jnp.exp2(logits).astype(self.dtype))
+
+    def along_columns(self, step, which):
+        """Return log₂e·L (0) or −D (1) of the queries, for each of the keys."""
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=layout, optimized=False)
+        return lax.broadcast_in_dim(row, (HALF, self.queries), [1])
+
+    def hide(self, x, key, query):
+        """Return x, keys×queries from `key` and `query` on, with −∞ if the query does not see the
+        key."""
+        keys = key + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+        if not self.causal:
+            return jnp.where(keys < self.length, x, -jnp.inf)
+        behind = plgpu.load(
+            self.scratch.columns.at[self.me], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
+        columns = lax.broadcast_in_dim(behind, x.shape, [1])
+        seen = columns >= keys - query
+        if self.window is not None:
+            seen &= columns < keys - query + self.window
+        return jnp.where(seen, x, -jnp.inf)
+
+    def on_an_edge(self, key, query):
+        """Return whether some of 64 keys are not seen by some of a block of queries."""
+        if not self.causal:
+            return key + HALF > self.length
+        edge = query < key + HALF - 1
+        if self.window is not None:
+            edge |= query + self.queries - 1 >= key + self.window
+        return edge
+
+    def share_ds(self, item, step, ds_slot, ds) -> None:
+        """Store this warpgroup's rows of dS, and wait for those of the other one."""
+        # Wait until the tile of dS is free: of the results of the last work item, or of the matmuls
+        # of earlier steps. A work item adds to a tile of dQ once: the wait for all copies of the
+        # last item keeps the additions in order.
+        pl.when(step.number == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.whole))
+        pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
+        for part in range(self.queries // HALF):
+            columns = slice(part * HALF, (part + 1) * HALF)
+            self.scratch.ds[ds_slot, part, item.mine] = ds[:, columns]
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.ds_ring.full.at[ds_slot])
+        self.ds_ring.wait_full(ds_slot)
+
+    def dq_and_dk(self, item, step, ds_slot, ds, dq_acc, dk_acc):
+        """Start dQ = dS K and dK += dSᵀ Q. Return dQ, 64×64."""
+        ds_smem, k_smem = self.scratch.ds, self.scratch.k
+        if self.head_dim == HALF:
+            left, right = ds_smem.at[ds_slot, self.me], k_smem.at[step.k_slot]
+        else:
+            left, right = ds_smem.at[ds_slot, 0], k_smem.at[step.k_slot, :, item.mine]
+        plgpu.wgmma(dq_acc, left.transpose((1, 0)), right)
+        plgpu.wgmma(dk_acc, ds, self.scratch.q.at[step.slot])
+        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+
+    def add_to_sums(self, step, dq) -> None:
+        """Add dQ to its sums in global memory, or store it if it is the first part."""
+        sums_smem = self.scratch.sums
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sums_smem[self.me] = dq
+        plgpu.commit_smem()
+        to_sums = functools.partial(plgpu.copy_smem_to_gmem, sums_smem.at[self.me], step.sums)
+        if self.whole:
+            pl.when(step.starts)(to_sums)
+            pl.when(~step.starts)(lambda: to_sums(reduction_op="add"))
+        else:
+            to_sums(reduction_op="add")
+
+    def finish_dq(self, item, step, dq) -> None:
+        """Add the sums of dQ to its last part, and store the result."""
+        scratch, me = self.scratch, self.me
+
+        def with_sums():
+            plgpu.barrier_wait(scratch.sums_full.at[me])
+            return dq + plgpu.load(scratch.sums.at[me], layout=plgpu.Layout.WGMMA)
+
+        total = lax.cond(step.starts, lambda: dq, with_sums)
+        rows = pl.ds(step.query, self.queries)
+        target = self.part_of_dq(item, operand(self.gradients, 0, item.b, rows, step.h))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.store(total * jnp.float32(self.scale), scratch.out.at[me, 0], target)
+
+    def store_dk_and_dv(self, item, dk, dv) -> None:
+        """Store the gradients of 64 keys and values.
+
+        They go through this warpgroup's rows of the next tile of dS, as soon as no matmul reads
+        it, and through the slots of `scratch.out`. The wait before a slot is used leaves only
+        newer copies in progress.
+        """
+        ds_ring, fill = self.ds_ring, item.fills + item.steps
+        ds_slot = ds_ring.slot(fill)
+        ds_ring.wait_empty(fill)
+        part = 0
+        for which, result in ((1, dk * jnp.float32(self.scale)), (2, dv)):
+            target = operand(self.gradients, which, item.b, pl.ds(item.key, HALF), item.head)
+            for column in range(0, self.head_dim, HALF):
+                columns = slice(column, column + HALF)
+                if part * HALF < self.queries:
+                    smem = self.scratch.ds.at[ds_slot, part, item.mine]
+                else:
+                    slots = self.tiles.slots
+                    plgpu.wait_smem_to_gmem(min(part, slots - 1), wait_read_only=True)
+                    smem = self.scratch.out.at[self.me, part % slots]
+                self.store(result[:, columns], smem, target.at[:, columns])
+                part += 1
+
+    def store(self, result, smem, target) -> None:
+        """Start the copy of 64×64 results to global memory, through shared memory that is free."""
+        smem[...] = result.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, target)
+
+
+def _divmod(a, b):
+    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
