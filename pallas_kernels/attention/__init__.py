@@ -144,7 +144,7 @@ def reference(
     segment_ids=None,
     return_lse=False,
 ):
-    """The definition, in fp32 with true fp32 matmuls for every input dtype. Returns fp32 arrays."""
+    """Compute the definition in fp32 with true fp32 matmuls for every input dtype. Return fp32."""
     q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
     options = Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
@@ -207,7 +207,10 @@ def _why_not_triton(call: Facts) -> str | None:
 
 
 class _Fastest(NamedTuple):
-    """Back ends for a kind of GPU and shape, fastest first. The first row that fits applies."""
+    """A row of `FASTEST`: back ends for a kind of GPU and shape, fastest first.
+
+    The first row that fits applies.
+    """
 
     capability: tuple[int, int] | None
     matmul: str
@@ -276,7 +279,7 @@ class Options:
 
     @property
     def true_fp32(self) -> bool:
-        """Whether fp32 inputs are multiplied in fp32, not as TF32."""
+        """Whether fp32 matmuls are true fp32, not TF32."""
         return self.precision in TRUE_FP32
 
 
@@ -291,7 +294,7 @@ def _attend(
     implementation,
     precision,
 ):
-    """Attention of operands (q, k, v) or (qkv,)."""
+    """Compute attention of operands (q, k, v) or (qkv,)."""
     length, head_dim = operands[0].shape[1], operands[0].shape[-1]
     backend = _dispatch.select(
         "flash_attention",

@@ -1,5 +1,4 @@
-"""Fused classifier of a language model: the cross-entropy of each row and its gradient, from one
-read of the logits.
+"""Fused classifier of a language model: cross-entropy of each row and its gradient in one pass.
 
     z = cap(x)      loss_n = logsumexp(z_n) − z_n[target_n]
     dx_nv = (softmax(z_n)_v − [v = target_n]) · dz/dx
@@ -39,8 +38,10 @@ _dispatch.register("fused_classifier", back_ends=[TRITON, XLA, REFERENCE])
 
 
 class SigmoidCap(NamedTuple):
-    """z = scale · σ((x + shift) / width): logits between 0 and `scale` (the modded-nanogpt
-    speedrun's; its values are the defaults)."""
+    """Soft cap z = scale · σ((x + shift) / width): logits between 0 and `scale`.
+
+    The defaults are the values of the modded-nanogpt speedrun.
+    """
 
     scale: Number = 23.0
     shift: Number = 5.0
@@ -110,7 +111,7 @@ def reference(
     softcap: Number | SigmoidCap | None = None,
     ignore_index: int | None = None,
 ):
-    """The definition, in fp32 for every dtype. Returns fp32 losses_N and dlogits_NV."""
+    """Compute the definition in fp32 for every dtype. Return fp32 losses_N and dlogits_NV."""
     v = logits_NV.shape[1]
     vocab_size = v if vocab_size is None else vocab_size
     targets_N = to_int32(targets_N)
@@ -131,7 +132,7 @@ def reference(
 
 
 def apply_softcap(x, softcap: Number | SigmoidCap | None):
-    """z = cap(x), elementwise, in x's dtype."""
+    """Return z = cap(x), elementwise, in x's dtype."""
     match softcap:
         case None:
             return x
@@ -224,7 +225,7 @@ def _in_xla(logits_NV, targets_N, *, vocab_size, softcap, ignore_index):
 
 
 def _slope(x, softcap):
-    """dz/dx of `apply_softcap`."""
+    """Return dz/dx of `apply_softcap`."""
     match softcap:
         case SigmoidCap(scale, shift, width):
             sigma = jax.nn.sigmoid((x + shift) / width)

@@ -1,16 +1,22 @@
-"""A linear layer with its activation: y = gelu(x w + b) or y = relu(x w + b)². `mlp` adds a second
-matmul, y w₂.
+"""A linear layer with its activation, and the MLP of two linear layers.
 
-gelu is the tanh form, u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))), which is u·σ(2√(2/π)·(u +
-0.044715·u³)).
+    u = x w + b
+    linear_gelu:          y = gelu(u) = u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³)))
+                                      = u · σ(2√(2/π)·(u + 0.044715·u³))
+    linear_relu_squared:  y = relu(u)²
+    mlp:                  y w₂ with y = linear_gelu(x, w, b)
+
+    du = dy · y'(u)
+    dx = du wᵀ
+    dw = xᵀ du
+    db = Σ_N du
 
 Shapes: N rows (all leading axes of x), I inputs, O outputs. Sums, bias and activation are fp32, and
 y is rounded once.
 
-The forward pass saves the derivative of the activation at u = x w + b, in x's dtype. The backward
-pass is du = dy · derivative, dx = du wᵀ, dw = xᵀ du, db = Σ_N du. The derivative costs a few
-operations more than the activation, and as much memory as u. `triton` in fp32 saves x w instead,
-which is in memory already.
+The forward pass saves the derivative y'(u) in x's dtype. The derivative costs a few operations more
+than the activation, and as much memory as u. `triton` in fp32 saves x w instead, which is in memory
+already.
 
 Back ends:
     mosaic: Hopper (TMA and wgmma); bf16 or fp16, sizes that its tiles divide.
@@ -25,7 +31,7 @@ Backward pass:
     mosaic in `mlp`: one kernel computes dy w₂ᵀ, multiplies it by the derivative, and sums db. The
         matmuls for dx and dw are XLA's.
     mosaic in `linear_gelu`: the matmul for dx computes du from its left operand, and stores du for
-        the matmul for dw. Where its tiles do not divide I, as xla.
+        the matmul for dw. If its tiles do not divide I, the back end computes as xla.
     triton: one kernel computes du and db. With a precision of HIGH, which asks for TF32, it also
         stores duᵀ for the matmul for dw (pallas_kernels.matmul), and in `mlp` yᵀ for dw₂.
 """
@@ -61,7 +67,7 @@ def linear_gelu(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
-    """gelu(x w + b), tanh form, in x's dtype.
+    """Compute gelu(x w + b), tanh form, in x's dtype.
 
     Args:
         x: fp32, bf16 or fp16.
@@ -85,7 +91,7 @@ def linear_relu_squared(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
-    """relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021).
+    """Compute relu(x w + b)² in x's dtype, the activation of Primer (So et al., 2021).
 
     Args:
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
@@ -104,7 +110,7 @@ def mlp(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
-    """linear_gelu(x, w, b) w2, rounded once more to x's dtype.
+    """Compute linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
     The second matmul is XLA's. With "mosaic", where C is a multiple of 64, one kernel computes its
     gradient and that of the activation. With "triton" in fp32 and a precision of HIGH, the kernel
@@ -198,7 +204,7 @@ def _select(operation, implementation, arrays):
 
 
 def reference(x, w, b=None, *, activation: str = "gelu"):
-    """The definition, in fp32 with true fp32 matmuls for every input dtype. Returns fp32."""
+    """Compute the definition in fp32 with true fp32 matmuls for every input dtype. Return fp32."""
     x, w = x.astype(jnp.float32), w.astype(jnp.float32)
     u = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
     if b is not None:
@@ -215,7 +221,7 @@ LOG2_E = 1.4426950408889634
 
 
 def _gelu(u):
-    """gelu(u) = u·σ and gelu'(u) = σ + u·σ·(1 − σ)·v' with σ = σ(v), in fp32."""
+    """Return gelu(u) = u·σ and gelu'(u) = σ + u·σ·(1 − σ)·v' with σ = σ(v), in fp32."""
     u2 = u * u
     sigma = 0.5 * jnp.tanh(u * (u2 * (GELU_3 / 2) + GELU_1 / 2)) + 0.5
     y = u * sigma
@@ -246,12 +252,14 @@ class Options:
 
     @property
     def operation(self) -> str:
-        """The public function, for errors."""
+        """Name of the public function, for errors."""
         return f"linear_{self.activation}"
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether the matmul is XLA's and Triton kernels do the rest: in fp32. In other dtypes the
-        Triton kernel includes the matmul."""
+        """Whether the matmul is XLA's and Triton kernels do the rest: in fp32.
+
+        In other dtypes the Triton kernel includes the matmul.
+        """
         return self.backend == "triton" and dtype == jnp.float32
 
 
@@ -277,7 +285,10 @@ def _activated_forward(x_NI, w_IO, b_O, options):
 
 
 def backward(options: Options, saved: tuple, dy_NO):
-    """(dx, dw, db) from (x, w, b) and the array that `forward` saved; db is None where b is."""
+    """Return (dx, dw, db) from (x, w, b) and the array that `forward` saved.
+
+    db is None without b.
+    """
     x_NI, w_IO, b_O, saved_NO = saved
     if options.in_passes(dy_NO.dtype):
         return _backward_passes(options, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
@@ -300,7 +311,7 @@ def _mlp(x_NI, w_IO, b_O, w2_OC, options: Options):
 def _mlp_forward(x_NI, w_IO, b_O, w2_OC, options):
     y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
     y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
-    # y is not saved where the backward pass recomputes it.
+    # y is not saved if the backward pass recomputes it.
     return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if options.backend == "mosaic" else None)
 
 
@@ -322,7 +333,7 @@ def _mlp_backward(options, saved, dy_NC):
 
 
 def _through_product(dy_NC, w2_OC, derivative_NO):
-    """(du, db)."""
+    """Return (du, db)."""
     from pallas_kernels.feed_forward import mosaic
 
     return _calls.looped("mlp", mosaic.through_product)(dy_NC, w2_OC, derivative_NO)
@@ -332,7 +343,7 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _backward_passes(options, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
-    """(dx, dw, db, yᵀ) where `options.in_passes`; yᵀ is None without `y_across`."""
+    """Return (dx, dw, db, yᵀ) if `options.in_passes`; yᵀ is None without `y_across`."""
     from pallas_kernels.feed_forward import triton
 
     tf32 = options.precision == jax.lax.Precision.HIGH
@@ -347,8 +358,10 @@ def _backward_passes(options, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=Fa
 
 
 def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
-    """(y, the array that `backward` needs), or (y,) without `save`. The array is the derivative of
-    the activation, or x w where `options.in_passes`."""
+    """Return (y, the array that `backward` needs), or (y,) without `save`.
+
+    The array is the derivative of the activation, or x w if `options.in_passes`.
+    """
     w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
     if options.in_passes(x_NI.dtype):
         from pallas_kernels.feed_forward import triton
@@ -379,7 +392,7 @@ def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
 
 
 def _through_activation(dy_NO, derivative_NO, w_IO, options, *, bias):
-    """(dx, du, db in fp32)."""
+    """Return (dx, du, db in fp32)."""
     if options.backend == "mosaic":
         from pallas_kernels.feed_forward import mosaic_backward
 

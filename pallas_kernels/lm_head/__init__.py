@@ -42,8 +42,11 @@ Implementation = Literal["auto", "fused", "xla", "reference"]
 
 
 def _order(call: _dispatch.NoFacts, partitioned: bool) -> tuple[str, ...]:
-    """Return "fused" first where its classifier is a custom kernel and the compiler does not split
-    the arrays: cutting split arrays into chunks would move them between devices."""
+    """Return the back ends, fastest first.
+
+    "fused" is first if its classifier is a custom kernel and the compiler does not shard the
+    arrays: chunks of sharded arrays would be moved between devices.
+    """
     if partitioned or _dispatch.why_not_triton() is not None:
         return ("xla",)
     return ("fused", "xla")
@@ -126,7 +129,7 @@ def reference(
     softcap: float | int | SigmoidCap | None = None,
     ignore_index: int | None = None,
 ):
-    """The definition, in fp32 with true fp32 matmuls. Returns fp32 of shape (N,)."""
+    """Compute the definition in fp32 with true fp32 matmuls. Return fp32 of shape (N,)."""
     logits_NV = _logits(
         x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST
     )

@@ -46,8 +46,8 @@ _dispatch.register(
 
 
 def product(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
-    """x w in `dtype`."""
-    # For few rows, such as those of a sampled token, the copy of w would take longer than it saves.
+    """Return x w in `dtype`."""
+    # For few rows, such as those of a sampled token, the copy of w takes longer than it saves.
     if precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]:
         w_OI = transpose_copy(w_IO)
         return jnp.einsum(
@@ -57,20 +57,20 @@ def product(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.D
 
 
 def weight_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
-    """xᵀ dy in fp32."""
+    """Return xᵀ dy in fp32."""
     if precision == jax.lax.Precision.HIGH:
         return weight_gradient_of_transposed(transpose_copy(x_NI), transpose_copy(dy_NO))
     return jnp.matmul(x_NI.T, dy_NO, precision=precision, preferred_element_type=jnp.float32)
 
 
 def weight_gradient_of_transposed(x_IN, dy_ON):
-    """xᵀ dy in fp32 by a TF32 matmul of K-major operands."""
+    """Return xᵀ dy in fp32 by a TF32 matmul of K-major operands."""
     how = {"precision": jax.lax.Precision.HIGH, "preferred_element_type": jnp.float32}
     return jnp.einsum("in,on->io", x_IN, dy_ON, **how)
 
 
 def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
-    """(xᵀ dy, Σ_n dy), both in fp32."""
+    """Return (xᵀ dy, Σ_n dy), both in fp32."""
     # The custom kernel computes the transpose and the sum from one read of dy.
     if (
         precision == jax.lax.Precision.HIGH
@@ -82,7 +82,7 @@ def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
 
 
 def sum_rows(x_NO, *others):
-    """Σ_n x in fp32, the gradient of a bias.
+    """Return Σ_n x in fp32, the gradient of a bias.
 
     Args:
         others: further arrays of the call, for `select`. cuDNN's attention returns gradients whose
@@ -106,8 +106,9 @@ def linear(
     *,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B O"]:
-    """x w + b in x's dtype, rounded once; x w where b is None. Gradients of w and b are summed in
-    fp32.
+    """Compute x w + b in x's dtype, rounded once; x w if b is None.
+
+    Gradients of w and b are summed in fp32.
 
     Args:
         x: fp32, bf16 or fp16.
@@ -124,7 +125,7 @@ def linear(
 
 
 def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax.PrecisionLike):
-    """`linear` for the public function `kernel`, which errors name."""
+    """Compute `linear` for the public function `kernel`, which errors name."""
     if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (
         b is not None and b.shape != w.shape[1:]
     ):
@@ -150,7 +151,7 @@ def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax
 
 
 def reference(x_NI, w_IO, b_O=None):
-    """The definition of `linear`, in fp32 with true fp32 matmuls. Returns fp32."""
+    """Compute the definition of `linear` in fp32 with true fp32 matmuls. Return fp32."""
     x_NI, w_IO = x_NI.astype(jnp.float32), w_IO.astype(jnp.float32)
     y_NO = jnp.matmul(x_NI, w_IO, precision=jax.lax.Precision.HIGHEST)
     return y_NO if b_O is None else y_NO + b_O.astype(jnp.float32)[None]
@@ -158,10 +159,10 @@ def reference(x_NI, w_IO, b_O=None):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
-    """`linear` of rows, rounded once as in PyTorch and llm.c.
+    """Compute `linear` of rows, rounded once as in PyTorch and llm.c.
 
-    A second rounding loses small biases: in bf16, 0.5 + 0.001 is 0.5. It made the error of the
-    losses of ten steps against fp64 2.7 times as large as PyTorch's, on an H200.
+    A second rounding loses small biases: in bf16, 0.5 + 0.001 is 0.5. With two roundings the error
+    of the losses of ten steps against fp64 was 2.7 times PyTorch's, on an H200.
     """
 
     def add_in(dtype, x_NI, w_IO, b_O):

@@ -1,15 +1,20 @@
 """LayerNorm and RMSNorm over the last axis, fused with the addition of a residual.
 
     total = x + residual + residual_bias      (added in fp32, rounded once to x's dtype)
+
     layer_norm:  y = (total − mean) · rstd · scale + bias
-                 mean = Σ total / C      rstd = 1/√(Σ (total − mean)² / C + eps)
+                 mean = Σ total / C
+                 rstd = 1/√(Σ (total − mean)² / C + eps)
+
     rms_norm:    y = total · rstd · scale
                  rstd = 1/√(Σ total² / C + eps)
 
 and with x̂ = y before scale and bias, g = dy · scale:
 
     dx = dresidual = rstd · (g − Σ g / C − x̂ · Σ (g·x̂) / C) + dtotal      (no Σ g / C in rms_norm)
-    dscale = Σ_n dy · x̂        dbias = Σ_n dy        dresidual_bias = Σ_n dx
+    dscale = Σ_n dy · x̂
+    dbias = Σ_n dy
+    dresidual_bias = Σ_n dx
 
 residual_bias, which rms_norm does not have, is the bias of the projection whose matmul is the
 residual.
@@ -138,12 +143,12 @@ def rms_norm(
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
-    """The definition of layer_norm, in fp32 for every input dtype. Returns fp32 arrays."""
+    """Compute the definition of layer_norm in fp32 for every input dtype. Return fp32 arrays."""
     return _reference(x, residual, scale, bias, residual_bias, eps, centred=True)
 
 
 def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
-    """The definition of rms_norm, in fp32 for every input dtype. Returns fp32 arrays."""
+    """Compute the definition of rms_norm in fp32 for every input dtype. Return fp32 arrays."""
     return _reference(x, residual, scale, None, None, eps, centred=False)
 
 
@@ -174,7 +179,7 @@ class Options:
 
     @property
     def operation(self) -> str:
-        """The public function, for errors."""
+        """Name of the public function, for errors."""
         return "layer_norm" if self.centred else "rms_norm"
 
 
@@ -225,7 +230,10 @@ _norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
 def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
-    """(y, total or None, statistics). The statistics of x (..., C) are (S, ...) or (S, N)."""
+    """Return (y, total or None, statistics).
+
+    The statistics of x (..., C) are (S, ...) or (S, N).
+    """
     static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
     if options.backend == "xla":
         return _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, **static)
@@ -237,7 +245,7 @@ def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
 
 
 def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False):
-    """(dx, dscale, dbias, dresidual_bias).
+    """Return (dx, dscale, dbias, dresidual_bias).
 
     Args:
         residual_bias: whether there is a residual_bias.
@@ -294,7 +302,7 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
     dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
     dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
     dx = dx.astype(total.dtype)
-    # From dx after its rounding, which XLA can then load instead of computing it again.
+    # From the rounded dx, which XLA can load instead of recomputing it.
     dresidual_bias_C = (
         dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
     )

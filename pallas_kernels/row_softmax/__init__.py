@@ -1,6 +1,7 @@
 """Softmax of rows, short and very long: y = softmax(scale · x) over the last axis.
 
-    y_s = exp(scale·(x_s − max x)) / Σ_s' exp(scale·(x_s' − max x))
+    m = max_s x_s
+    y_s = exp(scale·(x_s − m)) / Σ_s' exp(scale·(x_s' − m))
     dx = scale · y · (dy − Σ_s dy_s·y_s)
 
 Shapes: x is (..., S). With `causal` x is (..., T, T), the sums of row t run over the columns 0…t,
@@ -43,7 +44,7 @@ def softmax(
     causal: bool = False,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B S"]:
-    """softmax(scale · x) over the last axis, in the dtype of x.
+    """Compute softmax(scale · x) over the last axis, in the dtype of x.
 
     Args:
         x: fp32, bf16 or fp16.
@@ -91,7 +92,7 @@ def gradient(
 
 
 def reference(x, *, scale: Number = 1.0, causal: bool = False):
-    """The definition, in fp32 for every dtype of x."""
+    """Compute the definition in fp32 for every dtype of x."""
     x = scale * x.astype(jnp.float32)
     if causal:
         x = jnp.where(_visible(x), x, -jnp.inf)

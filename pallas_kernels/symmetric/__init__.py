@@ -1,4 +1,4 @@
-"""Symmetric matmuls: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a. Polar Express consists of them.
+"""Symmetric matmuls: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a, as used by Polar Express.
 
 Shapes: M rows, K columns; any leading axes are a batch of matrices. Results are exactly symmetric:
 the kernels compute only the tiles on and above the diagonal, n(n+1)/2 of n², and store each tile
@@ -36,7 +36,7 @@ def xxt(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
-    """a aᵀ of each matrix.
+    """Compute a aᵀ of each matrix.
 
     Args:
         a: matrices in fp32, bf16 or fp16. The result has the same dtype.
@@ -60,7 +60,7 @@ def xtx(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch K K"]:
-    """aᵀ a of each matrix, without a transposed copy of `a`.
+    """Compute aᵀ a of each matrix, without a transposed copy of `a`.
 
     Args:
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
@@ -83,7 +83,7 @@ def ba_plus_caa(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch M M"]:
-    """b·a + c·a a of each symmetric matrix a, plus d on the diagonal; rounded once.
+    """Compute b·a + c·a a of each symmetric matrix a, plus d on the diagonal; rounded once.
 
     Args:
         a: symmetric matrices; the result for others is undefined.
@@ -169,21 +169,21 @@ for _operation in ("xxt", "xtx", "ba_plus_caa"):
 
 
 def xxt_reference(a):
-    """a aᵀ in fp32 with true fp32 matmuls, for every dtype."""
+    """Compute a aᵀ in fp32 with true fp32 matmuls, for every dtype."""
     return _matmul(
         a.astype(jnp.float32), _transposed(a.astype(jnp.float32)), jax.lax.Precision.HIGHEST
     )
 
 
 def xtx_reference(a):
-    """aᵀ a in fp32 with true fp32 matmuls, for every dtype."""
+    """Compute aᵀ a in fp32 with true fp32 matmuls, for every dtype."""
     return _matmul(
         _transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST
     )
 
 
 def ba_plus_caa_reference(a, *, b, c, d=0.0):
-    """b·a + c·a a + d·1 in fp32 with true fp32 matmuls, for every dtype."""
+    """Compute b·a + c·a a + d·1 in fp32 with true fp32 matmuls, for every dtype."""
     a = a.astype(jnp.float32)
     return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST) + d * _ones_on_the_diagonal(a)
 
@@ -253,8 +253,10 @@ _ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
 
 
 def _run(a, bcd, contract, backend, precision):
-    """a aᵀ (contract=2) or aᵀ a (contract=1); with `bcd`, b·a + c·a aᵀ, plus d on the diagonal if
-    there are three coefficients."""
+    """Return a aᵀ (contract=2) or aᵀ a (contract=1).
+
+    With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if there are three coefficients.
+    """
     if backend == "xla" and bcd is not None:
         made = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
         return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(

@@ -1,7 +1,11 @@
-"""Transposed copies of matrices: transpose_copy = srcᵀ, transpose_add = dst + srcᵀ.
+"""Transposed copies of matrices.
 
-`transpose_sum_rows` computes srcᵀ and Σ_r src from one read: the backward pass of a linear layer
-needs both of the gradient of its output.
+    transpose_copy(src) = srcᵀ
+    transpose_add(dst, src) = dst + srcᵀ
+    transpose_sum_rows(src) = srcᵀ, Σ_r src      (from one read of src)
+
+The backward pass of a linear layer needs both results of `transpose_sum_rows` of the gradient of
+its output.
 
 Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. Sums are fp32,
 rounded once to dst's dtype. The kernel of transpose_sum_rows has no gradient.
@@ -42,7 +46,7 @@ _dispatch.register(
 def transpose_copy(
     src: Float[Array, "*B R C"], *, implementation: Implementation | str = "auto"
 ) -> Float[Array, "*B C R"]:
-    """srcᵀ of the last two axes, stored.
+    """Store srcᵀ of the last two axes.
 
     Args:
         src: matrices in fp32, bf16 or fp16.
@@ -65,7 +69,7 @@ def transpose_add(
     in_place: bool = True,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B C R"]:
-    """dst + srcᵀ in dst's dtype.
+    """Compute dst + srcᵀ in dst's dtype.
 
     Args:
         dst, src: fp32, bf16 or fp16, not necessarily the same.
@@ -87,7 +91,7 @@ def transpose_add(
 def transpose_sum_rows(
     src: Float[Array, "*B R C"], *, implementation: Implementation | str = "auto"
 ) -> tuple[Float[Array, "*B C R"], Float[Array, "*B C"]]:
-    """srcᵀ of the last two axes, stored, and the sum of src's rows in fp32.
+    """Store srcᵀ of the last two axes, and the sum of src's rows in fp32.
 
     Args:
         implementation: "auto", "triton", "xla" or "reference".
@@ -108,14 +112,14 @@ def transpose_sum_rows(
 
 
 def reference(src, dst=None):
-    """srcᵀ, or dst + srcᵀ, in fp32 for every input dtype."""
+    """Compute srcᵀ, or dst + srcᵀ, in fp32 for every input dtype."""
     transposed = jnp.swapaxes(src, -1, -2).astype(jnp.float32)
     return transposed if dst is None else dst.astype(jnp.float32) + transposed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _copy(dtype, src_BRC):
-    """srcᵀ in `dtype`, by the Triton kernel."""
+    """Return srcᵀ in `dtype`, by the Triton kernel."""
     from pallas_kernels.transpose import triton
 
     copy = functools.partial(triton.transpose_copy, dtype=dtype)
