@@ -63,7 +63,7 @@ class ModelOptions(BaseOptions):
     """Back end of the norms, as --model.norm (default: the config's, or auto)."""
     mlp: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of the MLP, as --model.mlp (default: the config's, or auto)."""
-    optimizer: Annotated[Literal["adamw", "normuon", "muon"] | None, OWN_DEFAULT] = None
+    optimizer: Annotated[Literal[*optim.ALGORITHMS] | None, OWN_DEFAULT] = None
     """The optimizer (default: the config's, or adamw). PyTorch's is always AdamW."""
     forward: bool = False
     """Run the forward pass and its loss alone."""

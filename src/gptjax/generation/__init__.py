@@ -28,7 +28,7 @@ def generate(
     top_p: float | int | None = None,
     key: Key[Array, ""] | UInt32[Array, "2"],
 ) -> Int[Array, "B T+{max_new_tokens}"]:
-    """Continues each prompt by `max_new_tokens` tokens.
+    """Continue each prompt by `max_new_tokens` tokens.
 
     Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens,
     then, of what is left and renormalised, to the nucleus: the fewest likeliest tokens whose
@@ -64,8 +64,7 @@ def generate(
         graphdef,
         params,
         jnp.asarray(prompt_BT, jnp.int32),
-        # What is off is None, which changes the compiled program; what is on is an array, which
-        # does not.
+        # None changes the executable; the value of an array does not.
         None if temperature == 0 else jnp.float32(temperature),
         None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else jnp.float32(top_p),
@@ -95,14 +94,13 @@ def _generate(graphdef, params, prompt_BT, temperature, top_k, top_p, key, *, ma
 
 
 def _draw(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int[Array, " B"]:
-    """One token a row. A filter or temperature that is None is off; temperature None is greedy."""
+    """Draw a token for each row. A filter of None is off; a temperature of None is greedy."""
     if temperature is None:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV.astype(jnp.float32) / temperature
     if top_k is None and top_p is None:
         return jax.random.categorical(key, logits_BV).astype(jnp.int32)
-    # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep every one of the
-    # tied.
+    # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep all tied logits.
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     if top_k is not None:
@@ -183,5 +181,5 @@ def _check_sampling(temperature, top_k, top_p, key) -> None:
 
 
 def _is_scalar(value, kind: type) -> bool:
-    """Whether a Python number or an array without axes is of a kind of numbers; bool is of none."""
+    """Return True for a number or a 0-dimensional array of a NumPy type; False for bool."""
     return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, kind)
