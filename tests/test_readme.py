@@ -21,7 +21,7 @@ FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src",
 OTHERS = {"--logdir", "--any-option"}
 # Sizes that two CPU cores run in seconds; everything else runs as printed.
 SMALLER = {
-    "GPT2Config(": "GPT2Config(n_layer=1, n_head=2, n_embd=32, ",
+    "GPT2Config(precision": "GPT2Config(n_layer=1, n_head=2, n_embd=32, precision",
     "(4, 1025)": "(1, 65)",
     "max_new_tokens=64": "max_new_tokens=4",
     "N, C, V = 4096, 768, 50304": "N, C, V = 64, 128, 512",
