@@ -2,6 +2,7 @@
 where it is asked for."""
 
 import os
+import signal
 from pathlib import Path
 
 # Two CPU devices, before JAX starts: a test of sharding needs more than one.
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 
 pytest_plugins = ["kernel_tools"]
+# `nohup pytest` ignores SIGHUP, and so would the processes that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _hook = jaxtyping.install_import_hook(["gptjax", "pallas_kernels"], "beartype.beartype").hook
 # Triton reads the source of its kernels, so nothing may be wrapped around them.
 _checked = _hook.should_instrument

@@ -417,7 +417,7 @@ def test_errors():
     ):
         layer_norm(x, scale, bias.astype(jnp.bfloat16))
     with pytest.raises(
-        ValueError, match="residual_bias is added beside a residual, and there is none"
+        ValueError, match="residual_bias is added together with a residual, and there is none"
     ):
         layer_norm(x, scale, bias, residual_bias=bias)
     with pytest.raises(
