@@ -67,13 +67,16 @@ def load(path: Path) -> Config:
     _check_is_python(path)
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    # As for a script: the config may import a model in its folder. Only while the config is loaded,
+    # because a file there could otherwise hide a module that is imported later.
     folder = str(path.parent.absolute())
-    if folder not in sys.path:  # as for a script: the config may import a model beside it
-        sys.path.insert(0, folder)
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(_why_not_loaded(path, error)) from error
+    finally:
+        sys.path.remove(folder)
     config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise ConfigError(

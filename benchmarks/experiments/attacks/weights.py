@@ -279,7 +279,7 @@ def load(folder: Path, attack: str, original: GPT2, timeout: float) -> tuple[str
         outcome = (
             "refused" if said == printable(said) and "\n" not in said else "unprintable message"
         )
-    except Exception as error:  # noqa: BLE001 (every other exception is a failure)
+    except Exception as error:  # every other exception is a failure
         outcome, said = "wrong exception", f"{type(error).__name__}: {error}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

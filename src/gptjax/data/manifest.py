@@ -161,7 +161,7 @@ def _shard_info(fields: dict, version: int, vocab_size: int) -> ShardInfo:
 
 def _object(value: Any, what: str) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__} instead of an object for {what}")  # noqa: TRY004 (as json's errors)
+        raise ValueError(f"{type(value).__name__} instead of an object for {what}")
     return value
 
 
@@ -175,7 +175,7 @@ def _integer(fields: dict, name: str, low: int, high: int) -> int:
 
 def _text(fields: dict, name: str) -> str:
     if not isinstance(fields.get(name), str):
-        raise ValueError(f"{name} {fields.get(name)!r:.60} instead of a text")  # noqa: TRY004
+        raise ValueError(f"{name} {fields.get(name)!r:.60} instead of a text")
     return fields[name]
 
 

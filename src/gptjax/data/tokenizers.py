@@ -180,7 +180,7 @@ def _load_tiktoken(name: str):
             import tiktoken
 
             result.append(tiktoken.get_encoding(name))
-        except Exception as error:  # noqa: BLE001 (another thread's error: raised below)
+        except Exception as error:  # another thread's error: raised below
             result.append(error)
 
     cause: Exception | None = None

@@ -153,7 +153,7 @@ def check_options(
             option; a wrong value.
     """
     if not isinstance(precision, Precision):
-        raise ValueError(  # noqa: TRY004 (wrong options are ValueErrors in this package)
+        raise ValueError(
             f"{function}: expected precision to be a gptjax.Precision, such as "
             f"gptjax.Precision('bf16'), got {precision!r}"
         )
