@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 
 pytest_plugins = ["kernel_tools"]
+# Before a test imports them.
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*_tools.py")))
 # `nohup pytest` ignores SIGHUP, and so would the processes that tests start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _hook = jaxtyping.install_import_hook(["gptjax", "pallas_kernels"], "beartype.beartype").hook
@@ -48,17 +50,17 @@ def pytest_xdist_auto_num_workers(config) -> int:
 # The marker `quick`: whole files, and single tests of the slow ones, two minutes on two cores.
 QUICK = {
     *("test_adamw", "test_bench_profile", "test_cli", "test_config", "test_corpora"),
-    *("test_data_check", "test_dataset", "test_devices", "test_digests", "test_dispatch"),
-    *("test_fineweb", "test_flops", "test_loader", "test_lock", "test_low_precision"),
-    *("test_memory", "test_outliers", "test_params", "test_partition", "test_precision"),
-    *("test_public_names", "test_run_log", "test_schedules", "test_sharding", "test_shards"),
-    *("test_start_up_time", "test_status_line", "test_tokenizers"),
+    *("test_data_check", "test_dataset", "test_dataset_contents", "test_devices", "test_digests"),
+    *("test_dispatch", "test_fineweb", "test_flops", "test_loader", "test_lock"),
+    *("test_low_precision", "test_memory", "test_outliers", "test_params", "test_partition"),
+    *("test_precision", "test_public_names", "test_run_log", "test_schedules", "test_sharding"),
+    *("test_shards", "test_start_up_time", "test_status_line", "test_tokenizers"),
     *("test_attention::test_masks", "test_attention::test_errors"),
     "test_attention_triton::test_masks_over_every_kind_of_block[fused-16-32-{'window': 17}]",
     *("test_classifier::test_reference_is_the_definition", "test_classifier::test_errors"),
     *("test_classifier::test_extreme_logits", "test_classifier::test_targets_of_any_integer_type"),
     *("test_gpt2::test_fp32_parity[odd]", "test_gpt2::test_fp32_parity[one of each]"),
-    *("test_gpt2::test_causality_by_gradients", "test_gpt2::test_bf16_dtypes"),
+    *("test_gpt2_properties::test_causality_by_gradients", "test_gpt2::test_bf16_dtypes"),
     *("test_readme::test_the_names_of_a_page_resolve", "test_readme::test_a_table_has_one_header"),
     "test_readme::test_the_files_that_a_page_names_are_there",
     *("test_row_softmax::test_reference_is_the_definition", "test_row_softmax::test_extreme_rows"),
