@@ -1,0 +1,41 @@
+"""Texts to prepare, and what the prepared shards hold."""
+
+import numpy as np
+
+from gptjax.data import Options, corpora, open_shard, prepare_corpus
+
+EOT = 256  # of the byte tokenizer
+
+
+def write_texts(folder):
+    """Write forty files of about a kilobyte. Return the folder and the contents by name."""
+    folder.mkdir()
+    contents = {
+        f"{number:02d}.txt": f"document {number}\n" + "line ü\n" * (100 + number)
+        for number in range(40)
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder, list(contents.values())
+
+
+def tokens_of(folder, split):
+    return np.concatenate([open_shard(path) for path in sorted(folder.glob(f"*_{split}_*.bin"))])
+
+
+def documents_of(folder, split):
+    """Return the texts in the shards; each must be preceded by an EOT."""
+    tokens = tokens_of(folder, split)
+    assert tokens[0] == EOT
+    return [
+        part[1:].astype(np.uint8).tobytes().decode()
+        for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
+    ]
+
+
+def prepare_texts(folder, data_dir, **options):
+    return prepare_corpus(
+        "mine",
+        corpora.text([folder]),
+        Options(**({"data_dir": data_dir, "tokenizer": "byte"} | options)),
+    )
