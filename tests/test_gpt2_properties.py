@@ -1,0 +1,237 @@
+"""What must hold of GPT2 without a reference: causality, padding, memory, devices."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gpt2_tools import SHAPES, batch_of, build, config_of, random_of, run, split
+from jax.sharding import NamedSharding, PartitionSpec
+from kernel_tools import lower_for_h200
+from reference.torch_gpt2 import flatten, max_abs
+
+from gptjax import GPT2, GPT2Config, Precision, loss_fn
+
+
+def test_causality_by_gradients():
+    """Position s of the input moves the logits at t exactly when s ≤ t."""
+    config = config_of(SHAPES["odd"])
+    params = jax.tree.map(jnp.asarray, random_of(config))
+    tokens = jnp.asarray(batch_of(config, 1)[0])
+    direction = jnp.asarray(
+        np.random.default_rng(1).standard_normal(config.vocab_size), jnp.float32
+    )
+
+    def scores_T(wpe):
+        return nnx.merge(split(config)[0], params | {"wpe": wpe})(tokens)[0] @ direction
+
+    moves_TS = np.abs(np.asarray(jax.jit(jax.jacrev(scores_T))(params["wpe"]))).max(-1)
+    above = np.triu(np.ones_like(moves_TS, bool), 1)
+    assert (moves_TS[above] == 0).all(), "a token sees the future"
+    assert (moves_TS[~above] > 1e-6).all(), "a token does not see all of its past"
+
+
+@pytest.mark.parametrize("precision, chunk", [("fp32", None), ("bf16", 7)])
+def test_padding_is_invisible(precision, chunk):
+    shape = SHAPES["odd"]
+    bare = config_of(
+        shape, n_layer=1, padded_vocab_size=61, precision=Precision(precision), loss_chunk=chunk
+    )
+    padded = dataclasses.replace(bare, padded_vocab_size=128)
+    params = random_of(bare)
+    tokens, targets = batch_of(bare, shape[-1])
+    # What lies in the padded rows does not matter either: here it would win every softmax.
+    rows = np.full((67, 12), 100, np.float32)
+    with_rows = params | {"wte": np.concatenate([params["wte"], rows])}
+    expected, found = run(bare, params, tokens, targets), run(padded, with_rows, tokens, targets)
+    assert found[0].shape == (2, 7, 61)
+    # The same products in another tiling may round another way; nothing else may differ.
+    atol = 1e-6 if precision == "fp32" else 2e-2
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=atol)
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=atol)
+    for name in expected[2]:
+        np.testing.assert_allclose(
+            found[2][name], expected[2][name], rtol=0, atol=atol, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    "where, token",
+    [("tokens", 64), ("tokens", 10**6), ("targets", 61), ("targets", 10**6), ("targets", -1)],
+)
+def test_an_id_beyond_the_table_gives_nan(where, token):
+    config = config_of(SHAPES["odd"])
+    tokens, targets = batch_of(config, 2)
+    (tokens if where == "tokens" else targets)[1, 3] = token
+    model = build(config, random_of(config))
+    assert np.isnan(jax.jit(loss_fn)(model, jnp.asarray(tokens), jnp.asarray(targets)))
+
+
+INTEGERS = [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32]
+
+
+@pytest.mark.parametrize(
+    "vocab, dtype", [*((61, dtype) for dtype in INTEGERS), (256, jnp.uint8), (65536, jnp.uint16)]
+)
+def test_tokens_of_any_integer_type(vocab, dtype):
+    """Types that hold every id, though not the number of rows."""
+    config = GPT2Config(vocab_size=vocab, block_size=8, n_layer=1, n_head=1, n_embd=4)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[1, 5, 60, 0, vocab - 1, 7, 2, 3]], jnp.int32) % min(
+        vocab, jnp.iinfo(dtype).max + 1
+    )
+    forward, loss = jax.jit(GPT2.__call__), jax.jit(loss_fn)
+    np.testing.assert_array_equal(forward(model, tokens.astype(dtype)), forward(model, tokens))
+    np.testing.assert_array_equal(
+        loss(model, *[tokens.astype(dtype)] * 2), loss(model, tokens, tokens)
+    )
+
+
+@pytest.mark.parametrize("where", ["tokens", "targets"])
+@pytest.mark.parametrize(
+    "dtype, token", [(jnp.uint8, 61), (jnp.int8, -1), (jnp.uint32, 2**31), (jnp.uint32, 2**32 - 1)]
+)
+def test_an_id_beyond_the_vocabulary_in_any_type_gives_nan(where, dtype, token):
+    config = config_of(SHAPES["odd"], n_layer=1)
+    inputs = {name: jnp.ones((1, 7), dtype) for name in ("tokens", "targets")}
+    inputs[where] = inputs[where].at[0, 3].set(token)
+    assert np.isnan(jax.jit(loss_fn)(build(config, random_of(config)), *inputs.values()))
+
+
+# -------------------------------------------------------------------------------- recompute, memory
+
+
+def test_recompute_changes_nothing():
+    shape = SHAPES["wide head"]
+    plain = config_of(shape, n_layer=2)
+    params = random_of(plain)
+    tokens, targets = batch_of(plain, shape[-1])
+    expected = run(plain, params, tokens, targets)
+    for recompute in ("block", "sublayer"):
+        found = run(dataclasses.replace(plain, recompute=recompute), params, tokens, targets)
+        assert found[1] == expected[1]
+        for name, exact in expected[2].items():
+            np.testing.assert_allclose(
+                found[2][name], exact, rtol=0, atol=1e-6 * max_abs(exact), err_msg=name
+            )
+
+
+def temp_bytes(config, size):
+    graph, abstract = split(config)
+    tokens = jax.ShapeDtypeStruct((size, config.block_size), jnp.int32)
+    step = jax.grad(lambda params, tokens: loss_fn(nnx.merge(graph, params), tokens, tokens))
+    return jax.jit(step).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_recompute_and_chunked_loss_save_memory():
+    config = GPT2Config(
+        vocab_size=64, padded_vocab_size=64, block_size=128, n_layer=6, n_head=4, n_embd=32
+    )
+    none, block, sublayer = (
+        temp_bytes(dataclasses.replace(config, recompute=how), 4)
+        for how in ("none", "block", "sublayer")
+    )
+    # Of a block's activations (4 heads · 128 scores and 20-odd widths a token) one width is kept,
+    # or two.
+    assert block < none / 2 and sublayer < none / 2, (none, block, sublayer)
+    wide = dataclasses.replace(config, n_layer=1, vocab_size=8192, padded_vocab_size=8192)
+    whole, chunked = temp_bytes(wide, 4), temp_bytes(dataclasses.replace(wide, loss_chunk=64), 4)
+    assert whole > 4 * 128 * 8192 * 4 > 2 * chunked, (whole, chunked)
+
+
+# ------------------------------------------------------------------------- transformations, devices
+
+
+def test_under_jit_and_without():
+    config = config_of(SHAPES["odd"])
+    model = build(config, random_of(config))
+    tokens, targets = (jnp.asarray(x) for x in batch_of(config, 2))
+    np.testing.assert_allclose(
+        jax.jit(GPT2.__call__)(model, tokens), model(tokens), rtol=0, atol=5e-6
+    )
+    np.testing.assert_allclose(
+        jax.jit(loss_fn)(model, tokens, targets), loss_fn(model, tokens, targets), atol=1e-6
+    )
+
+
+def test_batch_sharded_over_two_devices():
+    config = config_of(SHAPES["tiny gpt2"], n_layer=2)
+    params = random_of(config)
+    tokens, targets = batch_of(config, 4)
+    expected = run(config, params, tokens, targets)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices("cpu")[:2])
+    everywhere, by_batch = (
+        NamedSharding(mesh, PartitionSpec()),
+        NamedSharding(mesh, PartitionSpec("data")),
+    )
+    graph = split(config)[0]
+    step = jax.jit(jax.value_and_grad(lambda params, x, y: loss_fn(nnx.merge(graph, params), x, y)))
+    loss, grads = step(
+        jax.device_put(params, everywhere),
+        jax.device_put(tokens, by_batch),
+        jax.device_put(targets, by_batch),
+    )
+    assert len(loss.sharding.device_set) == 2
+    np.testing.assert_allclose(loss, expected[1], rtol=0, atol=1e-6)
+    for name, grad in flatten(grads).items():
+        exact = expected[2][name]
+        np.testing.assert_allclose(
+            grad[: len(exact)], exact, rtol=0, atol=2e-6 * max_abs(exact), err_msg=name
+        )
+
+
+@pytest.mark.parametrize("devices, where", [(1, "jit"), (2, "jit"), (2, "shard_map")])
+def test_kernels_are_for_arrays_of_one_device(devices, where):
+    """Lowered for an H200: no kernel of ours where the compiler splits arrays over a mesh, which it
+    would gather for one."""
+    config = config_of(SHAPES["tiny gpt2"], n_layer=1, precision=Precision("tf32"))
+    graph, params = split(config)
+    mesh = jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+    everywhere, by_batch = PartitionSpec(), PartitionSpec("data")
+    of = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    tokens = of(jax.ShapeDtypeStruct((4, 64), jnp.int32), by_batch)
+    step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x))
+    if where == "shard_map":
+        specs = {"in_specs": (everywhere, by_batch), "out_specs": everywhere}
+        checked, step = (
+            jax.shard_map(step, mesh=mesh, check_vma=check, **specs) for check in (True, False)
+        )
+        with pytest.raises(
+            ValueError,
+            match="fused_classifier: its kernel overwrites an argument.*Pass check_vma=False",
+        ):
+            lower_for_h200(checked, jax.tree.map(lambda x: of(x, everywhere), params), tokens)
+    text = lower_for_h200(step, jax.tree.map(lambda x: of(x, everywhere), params), tokens)
+    kernels = set(re.findall(r"custom_call @(\w+)", text)) - {
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+    }
+    ours = {"norm_forward", "norm_backward", "classifier_kernel", "forward_kernel"}
+    assert ours <= kernels if (devices, where) != (2, "jit") else not kernels, kernels
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_fused_loss_is_the_plain_one(chunk):
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 7
+    found = {}
+    for loss in ("xla", "fused"):
+        config = config_of(SHAPES["odd"], block_size=12, loss=loss, loss_chunk=chunk)
+        graphdef, params = nnx.split(build(config, random_of(config)), nnx.Param)
+        value = lambda params, graphdef=graphdef: loss_fn(
+            nnx.merge(graphdef, params), tokens, (tokens + 1) % 7
+        )
+        found[loss] = jax.jit(jax.value_and_grad(value))(params)
+    for ours, plain in zip(
+        jax.tree.leaves(found["fused"]), jax.tree.leaves(found["xla"]), strict=True
+    ):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
