@@ -1,0 +1,147 @@
+"""train.py's errors and their messages."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from train_tools import ROOT, command_line, run, train_py
+
+from gptjax.config import ConfigError
+from gptjax.data import DatasetError, ShardError, write_shard
+from gptjax.models.gpt2 import GPT2Config
+from gptjax.training import compilation
+
+# The fixture `config`.
+pytest_plugins = ["train_tools"]
+
+
+def test_errors_are_a_sentence_and_a_non_zero_exit(config, tmp_path):
+    done = subprocess.run(
+        command_line(config, tmp_path, "--batch-tokens", "1000"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr.startswith("error: --batch-tokens 1000 is not a multiple of")
+        and "Traceback" not in done.stderr
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "--config FILE is missing" in done.stderr
+
+
+def test_the_124m_config_needs_a_gpu_and_says_how_to_get_it():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--config",
+        str(ROOT / "configs" / "gpt2_124m.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1
+    assert "pip install -e '.[cuda13]'" in done.stderr or "cannot start it" in done.stderr
+    assert "--device cpu" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        (
+            {"dataset": "fineweb10B"},
+            DatasetError,
+            r"not prepared.*python -m gptjax\.data fineweb10B",
+        ),
+        (
+            {"deterministic": True},
+            ConfigError,
+            "--deterministic needs --model.attention xla, got auto",
+        ),
+        ({"resume": "must"}, ConfigError, "--resume must: there is no checkpoint"),
+        ({"batch_tokens": 500}, ConfigError, "take 512 or 384"),
+        ({"tokenizer": "gpt2"}, DatasetError, "gpt2.*found 'byte'"),
+        (
+            {"model": GPT2Config(n_layer=1, n_head=1, n_embd=8, block_size=32, attention="cudnn")},
+            ConfigError,
+            "cudnn.*NVIDIA",
+        ),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_computed(config, changes, error, says):
+    with pytest.raises(error, match=says):
+        run(dataclasses.replace(config, **changes))
+
+
+def test_resume_never_and_a_config_that_disagrees(config):
+    run(dataclasses.replace(config, max_steps=6))
+    with pytest.raises(
+        ConfigError,
+        match="--resume never: .*already has a checkpoint of step 6; choose another --name",
+    ):
+        run(dataclasses.replace(config, resume="never"))
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)begun with another config:.*--seed: the checkpoint has 0, now 5.*--name",
+    ):
+        run(dataclasses.replace(config, max_steps=6, seed=5))
+
+
+def test_other_data_under_the_same_name_is_refused(config, tmp_path, words):
+    run(dataclasses.replace(config, max_steps=6))
+    other = tmp_path / "other"
+    other.mkdir()
+    for split, tokens in (("train_000001", 9000), ("val_000000", 3000)):
+        write_shard(other / f"words_{split}.bin", np.arange(tokens, dtype=np.uint16) % 250)
+    with pytest.raises(ConfigError, match="was trained on other data"):
+        run(dataclasses.replace(config, max_steps=6, dataset=str(other), sample_every=0))
+
+
+def test_tokens_beyond_the_vocabulary_are_refused_with_their_place(config, tmp_path):
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    tokens = np.zeros(5000, np.uint16)
+    write_shard(folder / "wide_val_000000.bin", tokens)
+    tokens[1234] = 40_000
+    write_shard(folder / "wide_train_000001.bin", tokens)
+    with pytest.raises(ShardError, match=rf"wide_train_000001\.bin.*{1024 + 2 * 1234}.*257.*40000"):
+        run(dataclasses.replace(config, dataset=str(folder), sample_every=0))
+
+
+@pytest.mark.parametrize("position", [-1, 1.5, 2**70, 17, None, "96"])
+def test_a_data_position_that_is_not_the_steps_is_refused(config, monkeypatch, position):
+    run(dataclasses.replace(config, max_steps=6, sample_every=0, val_every=0))
+    real = train_py.Checkpoints.meta
+
+    def meta(self, step):
+        saved = real(self, step)
+        saved["data"]["position"] = position
+        return saved
+
+    monkeypatch.setattr(train_py.Checkpoints, "meta", meta)
+    with pytest.raises(train_py.CheckpointError, match="expected a data position of 6 × 16 = 96"):
+        run(dataclasses.replace(config, max_steps=6))
+
+
+def test_a_second_process_is_refused(config):
+    with (
+        train_py.locked(config.run_dir),
+        pytest.raises(train_py.LockedError, match=f"in use by another process .pid {os.getpid()}"),
+    ):
+        run(config)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_allocated(config, monkeypatch):
+    monkeypatch.setattr(compilation, "available_bytes", lambda device: 500_000)
+    monkeypatch.setattr(
+        train_py.data,
+        "Loader",
+        lambda *a, **k: pytest.fail("went on after the step was found too large"),
+    )
+    with pytest.raises(ConfigError, match=r"--micro-batch 4 needs .*nothing was allocated"):
+        run(config)

@@ -1,0 +1,308 @@
+"""train.py interrupted: signals, kills, NaN, a full disk, a closed pipe; and the resumed run."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train_tools import ROOT, command_line, last_state, losses, run, steps_kept, train_py
+
+from gptjax.config import ConfigError
+from gptjax.optim import OptimizerConfig
+from gptjax.training import progress
+from gptjax.training import step as step_module
+
+# The fixture `config`.
+pytest_plugins = ["train_tools"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on_bit_for_bit(
+    config, monkeypatch, number
+):
+    alone = dataclasses.replace(config, name="alone")
+    run(alone)
+    real = train_py.RunLog.write
+
+    def interrupt(self, kind, step, tokens, **fields):
+        real(self, kind, step, tokens, **fields)
+        if kind == "train" and step == 9:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_py.RunLog, "write", interrupt)
+        code, shown = run(config)
+    assert code == 128 + number and f"stopped by {number.name} at step" in shown
+    (stopped_at,) = {steps_kept(config)[-1]}
+    assert 9 <= stopped_at < 20
+    code, shown = run(config)
+    assert code == 0 and f"resuming from step {stopped_at}" in shown
+    assert losses(config) == losses(alone)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True)
+    )
+
+
+def test_kill_9_in_training_and_while_saving(tmp_path):
+    out = tmp_path / "kills.json"
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "experiments" / "attacks" / "kills.py",
+        "--trials",
+        "2",
+        "--seed",
+        "1",
+        "--out",
+        out,
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["counts"] == {"bit-exact": 2}
+
+
+def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
+    run(
+        dataclasses.replace(
+            config, max_steps=6, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
+        )
+    )
+    good = last_state(config)
+    # The weights of the checkpoint are fine; the data is not: an id beyond the table makes the loss
+    # NaN.
+    bad = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            train_py.sharding,
+            "put",
+            lambda sharding, x: jax.device_put(np.where(x == x, 9999, x), sharding),
+        )
+        with pytest.raises(
+            train_py.NotFiniteError, match=r"step 7: loss nan.*checkpoint of step 6 is kept"
+        ):
+            run(bad)
+    assert steps_kept(config) == [6]
+    assert all(np.array_equal(a, b) for a, b in zip(last_state(config), good, strict=True))
+    lines = (config.run_dir / "log.jsonl").read_text().splitlines()
+    assert [row for row in map(json.loads, lines) if row["kind"] == "event"][-1][
+        "event"
+    ] == "not finite"
+
+    # Each of the two pieces of advice is taken.
+    slower = dataclasses.replace(bad.optimizer, learning_rate=1e-3)
+    with pytest.raises(ConfigError, match="--resume-with-changes"):
+        run(dataclasses.replace(bad, optimizer=slower))
+    skipping = dataclasses.replace(bad.optimizer, skip_loss_z=5.0, skip_grad_norm_z=5.0)
+    for max_steps, optimizer in ((8, slower), (9, skipping)):
+        code, shown = run(
+            dataclasses.replace(
+                bad, optimizer=optimizer, max_steps=max_steps, resume_with_changes=True
+            )
+        )
+        assert code == 0 and "changed     optimizer." in shown
+    lines = (config.run_dir / "log.jsonl").read_text().splitlines()
+    starts = [row for row in map(json.loads, lines) if row.get("event") == "start"]
+    assert starts[-2]["changes"] == {"optimizer.learning_rate": [1e-2, 1e-3]}
+    assert {"optimizer.skip_loss_z", "optimizer.skip_grad_norm_z"} <= starts[-1]["changes"].keys()
+
+
+def poisoned(monkeypatch, steps):
+    """Make the loss and gradients of the given steps NaN."""
+    real = step_module.loss_and_grads
+
+    def make(graphdef, tx, learning_rate, **skips):
+        inner = step_module.make_train_step(graphdef, tx, learning_rate, **skips)
+
+        def train_step(state, windows):
+            bad = jnp.isin(state.step, jnp.asarray(steps) - 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    step_module,
+                    "loss_and_grads",
+                    lambda *args: jax.tree.map(lambda x: jnp.where(bad, jnp.nan, x), real(*args)),
+                )
+                return inner(state, windows)
+
+        return train_step
+
+    monkeypatch.setattr(train_py, "make_train_step", make)
+
+
+def test_an_update_that_is_not_finite_is_skipped_where_skipping_is_on(config, monkeypatch):
+    poisoned(monkeypatch, [3, 4])
+    config = dataclasses.replace(config, compilation_cache=None, max_steps=8, sample_every=0)
+    with pytest.raises(train_py.NotFiniteError, match="step 3: loss nan"):
+        run(config)
+    skipping = dataclasses.replace(
+        config, name="skip", optimizer=OptimizerConfig(learning_rate=1e-2, skip_loss_z=5.0)
+    )
+    code, shown = run(skipping)
+    assert code == 0 and shown.count("update skipped; loss nan") == 2
+    assert all(np.isfinite(x).all() for x in last_state(skipping))
+    monkeypatch.setattr(progress, "MOST_NOT_FINITE", 2)
+    with pytest.raises(train_py.NotFiniteError, match="step 4: loss nan"):
+        run(dataclasses.replace(skipping, name="limit"))
+
+
+def test_a_last_step_that_is_not_finite_is_an_error(config, monkeypatch):
+    # The loss of the last step is of the parameters before its update: it is finite, and what it
+    # leaves is not.
+    config = dataclasses.replace(
+        config, max_steps=5, checkpoint_every=4, val_every=0, sample_every=0
+    )
+    config = dataclasses.replace(
+        config, optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant")
+    )
+    real = train_py.make_train_step
+
+    def make(*args, **kwargs):
+        inner = real(*args, **kwargs)
+
+        def train_step(state, windows):
+            state, metrics = inner(state, windows)
+            poison = jnp.where(state.step == 5, jnp.inf, 1.0)
+            return dataclasses.replace(
+                state, params=jax.tree.map(lambda p: p * poison, state.params)
+            ), metrics
+
+        return train_step
+
+    monkeypatch.setattr(train_py, "make_train_step", make)
+    with pytest.raises(
+        train_py.NotFiniteError, match=r"step 5: validation loss nan.*checkpoint of step 4 is kept"
+    ):
+        run(dataclasses.replace(config, compilation_cache=None))
+    assert steps_kept(config) == [4]
+
+
+def test_a_learning_rate_that_explodes_stops_the_run(config):
+    # The loss is finite when the gradient overflows or one step later: either way no later step is
+    # saved.
+    config = dataclasses.replace(
+        config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0), checkpoint_every=1
+    )
+    with pytest.raises(train_py.NotFiniteError, match=r"step \d+: .*stopped") as error:
+        run(config)
+    named = int(re.search(r"step (\d+)", str(error.value))[1])
+    assert all(step < named for step in steps_kept(config))
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(config, tmp_path):
+    done = subprocess.run(
+        command_line(config, tmp_path, "--max-steps", "4", "--optimizer.schedule-steps", "12"),
+        check=False,
+    )
+    assert done.returncode == 0 and steps_kept(config) == [4]
+    command = command_line(config, tmp_path, "--optimizer.schedule-steps", "12")
+    # A full disk, as far as a file can tell: none may grow past 32 KiB, where a checkpoint has 400.
+    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 32; exec "$@"', "-", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "failed: File too large; the newest complete checkpoint is of step 4" in done.stderr
+    assert "Traceback" not in done.stderr and steps_kept(config) == [4]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "resuming from step 4" in done.stdout, done.stderr
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(config):
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
+    )
+    alone = dataclasses.replace(config, name="alone")
+    run(alone)
+    run(dataclasses.replace(config, max_steps=12))
+    for file in (config.run_dir / "checkpoints" / "12" / "state").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(b"")
+    with pytest.raises(train_py.CheckpointError, match=r"12 is damaged"):
+        run(dataclasses.replace(config, resume="must"))
+    code, shown = run(config)
+    assert code == 0 and "RESUMING FROM STEP 6" in shown and "12 is damaged" in shown
+    assert (config.run_dir / "checkpoints" / "12.damaged").is_dir() and steps_kept(config) == [
+        18,
+        20,
+    ]
+    assert losses(config) == losses(alone)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), BrokenPipeError(32, "Broken pipe")]
+)
+def test_an_error_of_the_log_or_the_terminal_ends_in_a_sentence_after_a_last_save(
+    config, monkeypatch, error
+):
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
+    )
+    alone = dataclasses.replace(config, name="alone")
+    run(alone)
+    real = train_py.RunLog.write
+
+    def write(self, kind, step, tokens, **fields):
+        if kind == "train" and step == 9:
+            raise error
+        real(self, kind, step, tokens, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_py.RunLog, "write", write)
+        with pytest.raises(
+            train_py.StoppedError, match=r"stopped at step 10: .*the state of step 10 is saved"
+        ):
+            run(config)
+    assert steps_kept(config)[-1] == 10
+    code, _ = run(config)
+    assert code == 0
+    expected = losses(alone)
+    assert losses(config) == {step: expected[step] for step in losses(config)}
+    assert all(
+        np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True)
+    )
+
+
+def test_a_signal_while_compiling_ends_with_a_sentence(config, tmp_path):
+    command = command_line(config, tmp_path, "--compilation-cache", "None")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("compiling"):
+                break
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGINT
+    assert (
+        said.strip()
+        == "stopped by SIGINT; nothing new was saved. The same command starts or resumes the run."
+    )
+
+
+def test_a_closed_pipe_ends_with_its_exit_code_and_no_traceback(config, tmp_path):
+    command = command_line(
+        config,
+        tmp_path,
+        "--log-every",
+        "1",
+        "--max-steps",
+        "400",
+        "--optimizer.schedule-steps",
+        "400",
+    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.stdout.close()
+    said = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in said and "is saved: the same command resumes from it" in said

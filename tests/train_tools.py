@@ -1,0 +1,143 @@
+"""Runs of train.py on a small model, in this process and as commands."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gptjax import devices
+from gptjax.config import Config
+from gptjax.data import write_shard
+from gptjax.models.gpt2 import GPT2Config
+from gptjax.optim import OptimizerConfig
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
+train_py = importlib.util.module_from_spec(spec)
+# its source is part of its programs' keys, as that of the running script is
+sys.modules["train"] = train_py
+spec.loader.exec_module(train_py)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A small text-like corpus of bytes: words of a tiny language, so that there is something to
+    learn."""
+    folder = tmp_path_factory.mktemp("words")
+    rng = np.random.default_rng(0)
+    known = [bytes(rng.integers(97, 123, rng.integers(2, 6)).tolist()) + b" " for _ in range(30)]
+    text = np.frombuffer(b"".join(known[i] for i in rng.integers(0, 30, 8000)), np.uint8).astype(
+        np.uint16
+    )
+    write_shard(folder / "words_train_000001.bin", text[:12_000])
+    write_shard(folder / "words_train_000002.bin", text[12_000:24_000])
+    write_shard(folder / "words_val_000000.bin", text[24_000:28_000])
+    manifest = {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
+    manifest["shards"] = {
+        "words_train_000001.bin": {"tokens": 12_000, "max_token": int(text.max())},
+        "words_train_000002.bin": {"tokens": 12_000, "max_token": int(text.max())},
+        "words_val_000000.bin": {"tokens": 4_000, "max_token": int(text.max())},
+    }
+    (folder / "dataset.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Where a run would find two CPU devices, one."""
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:1], None))
+
+
+@pytest.fixture(scope="module")
+def program_cache(tmp_path_factory):
+    """A compilation cache for the runs of this file, and JAX's own setting again afterwards."""
+    yield tmp_path_factory.mktemp("cache")
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture
+def config(tmp_path, words, one_device, program_cache, optax_promotion):
+    """A run of 20 steps on one device."""
+    return Config(
+        name="run",
+        runs_dir=tmp_path / "runs",
+        max_steps=20,
+        device="cpu",
+        model=GPT2Config(
+            vocab_size=257, padded_vocab_size=264, block_size=32, n_layer=2, n_head=2, n_embd=32
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+        dataset=str(words),
+        sequence_length=32,
+        batch_tokens=512,
+        micro_batch=4,
+        val_every=10,
+        val_tokens=1024,
+        sample_every=10,
+        sample_tokens=8,
+        checkpoint_every=6,
+        compilation_cache=program_cache,
+    )
+
+
+def run(config: Config) -> tuple[int, str]:
+    """Exit code and what was shown."""
+    shown = io.StringIO()
+    code = train_py.train(config, Console(file=shown, width=200))
+    return code, shown.getvalue()
+
+
+def rows(config: Config, kind: str) -> dict[int, dict]:
+    lines = (config.run_dir / "log.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines) if row["kind"] == kind}
+
+
+def losses(config: Config) -> dict[int, tuple]:
+    return {
+        step: (row["loss"], row["grad_norm"], row["lr"])
+        for step, row in rows(config, "train").items()
+    }
+
+
+def last_state(config: Config) -> list[np.ndarray]:
+    """Every array of the newest checkpoint."""
+    tx = config.build_optimizer(train_py.sharding.data_mesh(jax.devices("cpu")[:1]))
+    abstract = jax.eval_shape(lambda: train_py.init_state(config.model, tx, config.seed))
+    device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    checkpoints = train_py.Checkpoints(config.run_dir / "checkpoints")
+    state = checkpoints.restore(checkpoints.latest_step(), like)
+    checkpoints.close()
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def steps_kept(config: Config) -> list[int]:
+    return sorted(
+        int(p.name) for p in (config.run_dir / "checkpoints").iterdir() if p.name.isdigit()
+    )
+
+
+def command_line(config: Config, tmp_path: Path, *more: str) -> list[str]:
+    """The same run as a command."""
+    file = tmp_path / "config.py"
+    shape = {
+        f.name: getattr(config.model, f.name)
+        for f in dataclasses.fields(config.model)
+        if f.name.startswith(("n_", "vocab", "padded", "block"))
+    }
+    file.write_text(
+        "from gptjax import Config, GPT2Config\nfrom pathlib import Path\n"
+        f"config = Config(name='run', device='cpu', runs_dir=Path({str(config.runs_dir)!r}), "
+        "max_steps=12,\n"
+        f"  model=GPT2Config(**{shape}), dataset={config.dataset!r}, sequence_length=32, "
+        "batch_tokens=512, micro_batch=8,\n"
+        "  val_every=0, sample_every=0, checkpoint_every=4, compilation_cache=None)\n"
+    )
+    return [sys.executable, str(ROOT / "train.py"), "--config", str(file), *more]
