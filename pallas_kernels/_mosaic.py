@@ -109,7 +109,7 @@ class Ring:
 def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
     """Return the work items of each thread block of a persistent grid.
 
-    The items are assigned in turn to the thread block with the least work. Items of one head are
+    Each item is assigned to the thread block with the least work so far. Items of one head are
     close to each other in time, so that its keys and values stay in the L2 cache. Among the heads
     in progress at the same time, the longest items come first.
 

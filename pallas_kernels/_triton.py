@@ -6,7 +6,7 @@ import jax
 import triton.backends.nvidia.driver
 
 # jax-triton 0.4 asks the driver module for this constant, which Triton has since 3.7; without it,
-# it takes the whole NVIDIA back end for absent. With Triton 3.6 (torch 2.11's) and the constant
+# jax-triton treats the NVIDIA back end as absent. With Triton 3.6 (torch 2.11's) and the constant
 # set, kernels run (seen on an H200).
 if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
     triton.backends.nvidia.driver.TMA_TF32 = 11
@@ -39,7 +39,7 @@ def call(
         The new values of the arrays in `in_place`, then the arrays in `out`.
     """
     args = [jax.new_ref(arg) if i in in_place else arg for i, arg in enumerate(args)]
-    made = jax_triton.triton_call(
+    new = jax_triton.triton_call(
         *args,
         kernel=kernel,
         out_type=tuple(out),
@@ -50,4 +50,4 @@ def call(
         backend_options=OPTIONS,
         **constexprs,
     )
-    return (*(jax.freeze(args[i]) for i in in_place), *made)
+    return (*(jax.freeze(args[i]) for i in in_place), *new)

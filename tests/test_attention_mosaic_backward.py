@@ -22,7 +22,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.attention.mosaic_backward import (
     Tiles,
-    _of_each_query,
+    _lse_and_delta,
     backward,
     why_not_tiles,
 )
@@ -194,7 +194,7 @@ def test_which_way_dq_is_summed():
 @pytest.mark.parametrize(
     "length, head_dim, sums", [(300, 64, True), (256, 128, True), (77, 128, False)]
 )
-def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim, sums, with_dlse):
+def test_lse_and_delta_of_each_query(triton_on_cpu, monkeypatch, length, head_dim, sums, with_dlse):
     """By Triton as by XLA, zeros past the end included."""
     _, _, out, dout = inputs(2, length, 3, head_dim=head_dim)
     lse, dlse = (
@@ -202,7 +202,7 @@ def test_what_is_made_of_each_query(triton_on_cpu, monkeypatch, length, head_dim
         for i in (5, 6)
     )
     make = functools.partial(
-        _of_each_query, lse, dout, out, dlse if with_dlse else None, sums=sums, bias=with_dlse
+        _lse_and_delta, lse, dout, out, dlse if with_dlse else None, sums=sums, bias=with_dlse
     )
     rows, zeros, total = make()
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: "not here")

@@ -141,7 +141,7 @@ def test_tiles_that_cannot_be_compiled_say_why():
         ({"block_q": 96}, 64, "block_q is 64 or 128"),
         ({"block_kv": 80}, 64, "block_kv is a multiple of 64"),
         ({"warpgroups": 4}, 64, "1 to 3 warpgroups"),
-        ({"warpgroups": 1}, 64, "none to take turns with"),
+        ({"warpgroups": 1}, 64, "ping_pong needs at least two warpgroups"),
         ({"stages": 1}, 64, "two stages"),
         ({"stages": 8}, 64, "shared memory"),
         ({"block_q": 128, "warpgroups": 2, "stages": 2, "q_slots": 1}, 64, "registers"),

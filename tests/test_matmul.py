@@ -11,10 +11,10 @@ from kernel_tools import lower_for_h200
 from pallas_kernels import _dispatch
 from pallas_kernels.matmul import (
     linear,
-    product,
     sum_rows,
     weight_and_bias_gradient,
     weight_gradient,
+    xla_matmul,
 )
 
 PRECISIONS = [jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH, None]
@@ -30,7 +30,7 @@ def arrays(n, i, o, dtype=jnp.float32):
 def test_products_are_those_of_numpy(n, precision):
     x, w, dy = arrays(n, 24, 40)
     np.testing.assert_allclose(
-        product(x, w, precision=precision, dtype=jnp.float32), np.asarray(x) @ w, atol=1e-4
+        xla_matmul(x, w, precision=precision, dtype=jnp.float32), np.asarray(x) @ w, atol=1e-4
     )
     np.testing.assert_allclose(
         weight_gradient(x, dy, precision=precision), np.asarray(x).T @ dy, atol=1e-4
@@ -73,7 +73,7 @@ def test_gradients_of_bf16_parameters_have_their_dtype():
 
 def test_bf16_comes_out_in_the_dtype_asked_for():
     x, w, dy = arrays(8, 16, 24, jnp.bfloat16)
-    assert product(x, w, precision=None, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert xla_matmul(x, w, precision=None, dtype=jnp.bfloat16).dtype == jnp.bfloat16
     assert weight_gradient(x, dy, precision=None).dtype == jnp.float32
 
 
@@ -133,7 +133,7 @@ def test_tf32_sums_over_the_last_axis_of_both_operands():
         how = {"precision": precision}
         text = lower_for_h200(
             lambda x, w, dy: (
-                product(x, w, dtype=jnp.float32, **how),
+                xla_matmul(x, w, dtype=jnp.float32, **how),
                 weight_gradient(x, dy, **how),
             ),
             *shapes,

@@ -206,7 +206,7 @@ def kernels_of(text):
     once each and called."""
     assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
     found = collections.Counter(re.findall(r"custom_call @(\w+)", text))
-    found["mosaic"] = len(re.findall(r"call @(?:forward|backward|through_product)\w*\(", text))
+    found["mosaic"] = len(re.findall(r"call @(?:forward|backward|mlp_du)\w*\(", text))
     return found
 
 

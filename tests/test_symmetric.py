@@ -190,7 +190,7 @@ def test_triton_compiles_without_spills(contract, coefficients, side, capability
     a = jax.ShapeDtypeStruct((4, side, side), jnp.bfloat16)
     bcd = jax.ShapeDtypeStruct((coefficients,), jnp.float32) if coefficients else None
     (made,) = triton_kernels(
-        functools.partial(triton.product, contract=contract), a, bcd, capability=capability
+        functools.partial(triton.symmetric_matmul, contract=contract), a, bcd, capability=capability
     )
     assert made.spill_bytes == 0
     assert ("wgmma" if capability == 90 else "mma.sync") in made.ptx

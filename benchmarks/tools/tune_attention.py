@@ -121,15 +121,15 @@ def triton(o: Options) -> Space:
     from pallas_kernels.attention import triton
 
     capability, head_dim = _dispatch.capability(), o.shape[3]
-    products = "fp32" if o.true_fp32 else "tf32" if o.dtype == "fp32" else "16"
-    entry = triton.tuning(capability, products, head_dim)
+    matmul = "fp32" if o.true_fp32 else "tf32" if o.dtype == "fp32" else "16"
+    entry = triton.tuning(capability, matmul, head_dim)
     padded, size = max(16, 1 << (head_dim - 1).bit_length()), DTYPES[o.dtype].dtype.itemsize
     shared_kb = triton.SHARED_KB.get(capability, 99)
 
     def why_not(tile):
         # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through
         # shared memory as well.
-        tf32 = products == "tf32"  # has some of them both ways
+        tf32 = matmul == "tf32"  # some operands have two copies
         kept, flying = {
             "forward": (tile["M"], 2 * tile["N"]),
             "dq": (2 * tile["M"], (3 if tf32 else 2) * tile["N"]),
@@ -161,8 +161,8 @@ def triton(o: Options) -> Space:
             raise SystemExit(
                 f"{path.name} has no entry for {name}; make one first, from that of the nearest GPU"
             )
-        of_head_dim = data[name][products]
-        of_head_dim[min((p for p in of_head_dim if int(p) >= padded), key=int)][o.kernel] = tile
+        entries = data[name][matmul]
+        entries[min((p for p in entries if int(p) >= padded), key=int)][o.kernel] = tile
         path.write_text(results.compact_json(data) + "\n")
         return path
 

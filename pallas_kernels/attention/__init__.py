@@ -273,7 +273,7 @@ class Options:
     causal: bool
     scale: float
     window: int | None
-    """None where it covers the whole sequence."""
+    """None where it covers the sequence."""
     deterministic: bool
     precision: jax.lax.PrecisionLike
 
@@ -396,8 +396,8 @@ def _materialised(options, q_BTHD, k_BTKD, v_BTKD, segments_BT):
     b, t, h, d = q_BTHD.shape
     groups = k_BTKD.shape[2]
     q_BTKGD = q_BTHD.reshape(b, t, groups, h // groups, d)
-    products = {"precision": options.precision, "preferred_element_type": jnp.float32}
-    scores_BKGTS = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BTKD, **products) * options.scale
+    fp32_sums = {"precision": options.precision, "preferred_element_type": jnp.float32}
+    scores_BKGTS = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BTKD, **fp32_sums) * options.scale
     visible_BTS = _visible(options, t, segments_BT)
     if visible_BTS is not None:
         scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)

@@ -35,7 +35,7 @@ class Tiles:
             the tiles of dS.
         more_barriers: Mosaic adds its own barriers around each access to shared memory, in addition
             to those that the kernel needs.
-        whole_heads: the way in which dQ is summed; None for the one that should be faster.
+        whole_heads: sum dQ by whole heads, else by split heads; None for the faster by estimate.
     """
 
     stages: int = 2
@@ -127,13 +127,13 @@ def backward(
     tiles = tiles or Tiles(**mosaic_forward.tiles("backward", head_dim, causal))
     if (why := why_not_tiles(tiles, head_dim)) is not None:
         raise ValueError(f"flash_attention: {tiles} cannot be used with {head_dim=}: {why}")
-    whole = tiles.whole_heads
-    if whole is None:
-        whole = whole_heads_are_faster(batch * key_heads, length, _mosaic.num_sms())
-    whole = whole or deterministic
+    whole_heads = tiles.whole_heads
+    if whole_heads is None:
+        whole_heads = whole_heads_are_faster(batch * key_heads, length, _mosaic.num_sms())
+    whole_heads = whole_heads or deterministic
 
-    rows_BHRT, zeros_BTHD, dout_HD = _of_each_query(
-        lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole, bias=bias
+    rows_BHRT, zeros_BTHD, dout_HD = _lse_and_delta(
+        lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole_heads, bias=bias
     )
     *operands, dout_BTHD = map(padded, (*operands, dout_BTHD))
     gradients, dq_HD = _gradients(
@@ -145,7 +145,7 @@ def backward(
         causal=causal,
         scale=scale,
         window=window,
-        whole=whole,
+        whole_heads=whole_heads,
         bias=bias,
         tiles=tiles,
     )
@@ -153,7 +153,7 @@ def backward(
     return (gradients, dq_HD, dout_HD) if bias else gradients
 
 
-def _of_each_query(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
+def _lse_and_delta(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
     """Return (log₂e·L, −D); zeros for dQ with `sums`; and Σ dO with `bias`.
 
     L and D are 0 for queries that are out of bounds. There dO is 0 too, and so are their
@@ -212,7 +212,18 @@ def _scratch(tiles: Tiles, queries: int, head_dim: int, dtype) -> Scratch:
 
 
 def _gradients(
-    operands, rows_BHRT, dout_BTHD, zeros_BTHD, length, *, causal, scale, window, whole, bias, tiles
+    operands,
+    rows_BHRT,
+    dout_BTHD,
+    zeros_BTHD,
+    length,
+    *,
+    causal,
+    scale,
+    window,
+    whole_heads,
+    bias,
+    tiles,
 ):
     """Return the gradients of the padded operands, and Σ dQ with `bias`, else None."""
     batch, padded_length, query_heads, head_dim = dout_BTHD.shape
@@ -223,7 +234,7 @@ def _gradients(
     queries = queries_in_a_block(head_dim)
     key_blocks, query_blocks = pl.cdiv(length, KEYS), pl.cdiv(length, queries)
     heads = batch * key_heads
-    blocks = min(_mosaic.num_sms(), heads if whole else heads * key_blocks)
+    blocks = min(_mosaic.num_sms(), heads if whole_heads else heads * key_blocks)
 
     def queries_of(j):
         """Return the blocks of queries that see a block of keys: first … stop − 1."""
@@ -240,7 +251,7 @@ def _gradients(
 
     # Plus one for the start and end of each work item.
     costs = [group * (stop - first) + 1.0 for first, stop in map(queries_of, range(key_blocks))]
-    table = None if whole else schedule(heads, costs, blocks)
+    table = None if whole_heads else schedule(heads, costs, blocks)
 
     def kernel(*refs):
         inputs, (dout_gmem, rows_gmem, *refs, scratch) = (
@@ -248,7 +259,7 @@ def _gradients(
             refs[len(operands) :],
         )
         me, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        if whole:
+        if whole_heads:
             table_gmem, (*gradients, sums_gmem) = None, refs
             items = lax.div(heads - block + blocks - 1, jnp.int32(blocks)) * key_blocks
         else:
@@ -257,7 +268,7 @@ def _gradients(
             items = table_gmem[block, 0]
         Block(
             tiles=tiles,
-            whole=whole,
+            whole_heads=whole_heads,
             causal=causal,
             scale=scale,
             window=window,
@@ -286,7 +297,7 @@ def _gradients(
     sums_type = jax.ShapeDtypeStruct((blocks * group, padded_length, head_dim), jnp.float32)
     f = plgpu.kernel(
         kernel,
-        out_type=[*gradient_types, sums_type] if whole else gradient_types[-2:],
+        out_type=[*gradient_types, sums_type] if whole_heads else gradient_types[-2:],
         scratch_types=[_scratch(tiles, queries, head_dim, dtype)],
         grid=(blocks,),
         grid_names=("block",),
@@ -299,7 +310,7 @@ def _gradients(
             unsafe_no_auto_barriers=not tiles.more_barriers,
         ),
     )
-    if whole:
+    if whole_heads:
         gradients = tuple(f(*operands, dout_BTHD, rows_BHRT)[:-1])
         return gradients, _over_queries(gradients[0][:, :, 0]) if bias else None
     sums = jax.new_ref(zeros_BTHD)

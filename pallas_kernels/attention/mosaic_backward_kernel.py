@@ -133,7 +133,7 @@ class Block:
     """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        whole: whole heads, else split heads.
+        whole_heads: whole heads, else split heads.
         queries: in a block of queries.
         queries_of: block of keys → the first, and last + 1, block of queries that see it.
         key_blocks: of a head.
@@ -146,7 +146,7 @@ class Block:
     """
 
     tiles: Any
-    whole: bool
+    whole_heads: bool
     causal: bool
     scale: float
     window: int | None
@@ -190,9 +190,9 @@ class Block:
     def item(self, x):
         """Return work item x of this thread block: batch, key head, block of keys, and the blocks
         of queries first … stop − 1."""
-        if self.whole:
-            turn, j = _divmod(x, self.key_blocks)
-            index = turn * self.blocks + self.block
+        if self.whole_heads:
+            n, j = _divmod(x, self.key_blocks)
+            index = n * self.blocks + self.block
         else:
             index, j = _divmod(self.table[self.block, x + 1], self.key_blocks)
         b, head = _divmod(index, self.key_heads)
@@ -211,7 +211,7 @@ class Block:
             if self.group == 1
             else (lax.div(step, stop - first), lax.rem(step, stop - first))
         )
-        return g, stop - 1 - i if self.whole else first + i
+        return g, stop - 1 - i if self.whole_heads else first + i
 
     # ------------------------------------------------------------------------ loading warpgroup
 
@@ -300,7 +300,7 @@ class Block:
             plgpu.ACC((HALF, HALF), jnp.float32),
         )
         self.ds_ring.release(ds_slot)
-        if self.whole:
+        if self.whole_heads:
             pl.when(~step.ends)(lambda: self.add_to_sums(step, dq))
             pl.when(step.ends)(lambda: self.finish_dq(item, step, dq))
         else:
@@ -318,7 +318,7 @@ class Block:
         h, query = item.head * self.group + g, i * self.queries
         starts = ends = None
         rows = pl.ds(query, self.queries)
-        if self.whole:
+        if self.whole_heads:
             sums = self.part_of_dq(item, self.sums_gmem.at[self.block * self.group + g, rows])
             starts = item.j == 0
             if self.window is not None:
@@ -339,7 +339,7 @@ class Block:
     def scores_and_dv(self, item, step, dv_acc, s_acc, dp_acc):
         """Compute S, dP, P and dS, and start dV. Return dS."""
         self.start_scores(item, step, s_acc, dp_acc)
-        if self.whole:
+        if self.whole_heads:
 
             @pl.when(step.ends & ~step.starts)
             def _fetch():
@@ -415,7 +415,9 @@ class Block:
         # Wait until the tile of dS is free: of the results of the last work item, or of the matmuls
         # of earlier steps. A work item adds to a tile of dQ once: the wait for all copies of the
         # last item keeps the additions in order.
-        pl.when(step.number == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.whole))
+        pl.when(step.number == 0)(
+            lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.whole_heads)
+        )
         pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
         for part in range(self.queries // HALF):
             columns = slice(part * HALF, (part + 1) * HALF)
@@ -442,7 +444,7 @@ class Block:
         sums_smem[self.me] = dq
         plgpu.commit_smem()
         to_sums = functools.partial(plgpu.copy_smem_to_gmem, sums_smem.at[self.me], step.sums)
-        if self.whole:
+        if self.whole_heads:
             pl.when(step.starts)(to_sums)
             pl.when(~step.starts)(lambda: to_sums(reduction_op="add"))
         else:

@@ -32,8 +32,8 @@ class Tiles:
         stages: blocks of keys, and of values, in shared memory.
         q_slots: tiles of queries in shared memory for each warpgroup.
         overlap: overlap QK of the next block with the softmax of this one.
-        ping_pong: the warpgroups start their matmuls in turn, so that the softmax of one overlaps
-            the matmuls of another.
+        ping_pong: the warpgroups start their matmuls one after the other, so that the softmax of
+            one overlaps the matmuls of another.
     """
 
     block_q: int = 64
@@ -93,7 +93,7 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
     if not 1 <= tiles.warpgroups <= 3:
         return f"1 to 3 warpgroups can compute, not {tiles.warpgroups}"
     if tiles.ping_pong and tiles.warpgroups == 1:
-        return "one warpgroup has none to take turns with"
+        return "ping_pong needs at least two warpgroups"
     if tiles.stages < 2 or tiles.q_slots < 1:
         return (
             "the rings need two stages of keys and a tile of queries, not "
@@ -247,7 +247,7 @@ def forward(
                 k_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=tiles.stages),
                 v_full=plgpu.Barrier(num_barriers=tiles.stages),
                 v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=tiles.stages),
-                turn=plgpu.Barrier(num_barriers=groups) if tiles.ping_pong else None,
+                ping_pong=plgpu.Barrier(num_barriers=groups) if tiles.ping_pong else None,
             )
         ],
         grid=(blocks,),

@@ -19,10 +19,10 @@ factor is log₂e·scale: the softmax is computed in base 2.
 | `q_empty` | warpgroups × q_slots | 1 | the warpgroup they are for | loading warpgroup |
 | `k_full`, `v_full` | stages | 1 | the copy of keys, of values | each computing warpgroup |
 | `k_empty`, `v_empty` | stages | warpgroups | each computing warpgroup | loading warpgroup |
-| `turn` | warpgroups | 1 | the warpgroup before | a warpgroup, before it starts matmuls |
+| `ping_pong` | warpgroups | 1 | the warpgroup before | a warpgroup, before it starts matmuls |
 
-`turn` exists with ping_pong only. A computing warpgroup waits for and releases each fill of the key
-and value slots, also those that only other warpgroups need.
+The barrier `ping_pong` exists with the option ping_pong only. A computing warpgroup waits for and
+releases each fill of the key and value slots, also those that only other warpgroups need.
 
 Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M
 queries and N keys.
@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    turn: Any
+    ping_pong: Any
 
 
 def operand(refs, which: int, b, rows, head):
@@ -249,7 +249,7 @@ class Block:
         groups, q_ring = self.tiles.warpgroups, self.q_ring
         if groups > 1:
             plgpu.set_max_registers(self.registers[0], action="increase")
-        pl.when(self.me == groups - 1)(self.pass_turn)
+        pl.when(self.me == groups - 1)(self.arrive_ping_pong)
 
         def one_item(i, entry, fills):
             b, head, start, stop, first = self.unpack(entry)
@@ -261,7 +261,7 @@ class Block:
             @pl.when(first + self.me < 0)
             def _():
                 self.skip(fills)
-                pl.loop(1, stop - start)(lambda n: self.skip_in_turn(fills + n))
+                pl.loop(1, stop - start)(lambda n: self.skip_in_order(fills + n))
                 # The loading warpgroup has passed the wait for this slot's last release: it has
                 # loaded values since.
                 q_ring.release(q_ring.slot(i), self.me)
@@ -269,20 +269,20 @@ class Block:
             return following, fills + stop - start
 
         self.over_items(one_item)
-        pl.when(self.me == 0)(self.take_turn)
+        pl.when(self.me == 0)(self.wait_ping_pong)
         plgpu.wait_smem_to_gmem(0)
 
-    # In each work item, a warpgroup has a turn for each block of keys except its first.
-    def take_turn(self) -> None:
+    # In each work item, a warpgroup waits once for each of its blocks of keys except the first.
+    def wait_ping_pong(self) -> None:
         """Wait until the warpgroup before has started its matmuls."""
         if self.tiles.ping_pong:
-            plgpu.barrier_wait(self.scratch.turn.at[self.me])
+            plgpu.barrier_wait(self.scratch.ping_pong.at[self.me])
 
-    def pass_turn(self) -> None:
+    def arrive_ping_pong(self) -> None:
         """Let the next warpgroup start its matmuls."""
         if self.tiles.ping_pong:
             next_one = lax.rem(self.me + 1, jnp.int32(self.tiles.warpgroups))
-            plgpu.barrier_arrive(self.scratch.turn.at[next_one])
+            plgpu.barrier_arrive(self.scratch.ping_pong.at[next_one])
 
     def skip(self, n) -> None:
         """Release fill n, which only other warpgroups use."""
@@ -290,9 +290,9 @@ class Block:
             ring.wait_full(ring.slot(n))
             ring.release(ring.slot(n))
 
-    def skip_in_turn(self, n) -> None:
-        self.take_turn()
-        self.pass_turn()
+    def skip_in_order(self, n) -> None:
+        self.wait_ping_pong()
+        self.arrive_ping_pong()
         self.skip(n)
 
     def attend(self, i, b, head, start, stop, row_block, fills) -> None:
@@ -301,13 +301,13 @@ class Block:
         rows = self.tiles.block_q
         first = row_block * rows
         item = Item(i, b, head, start, stop, row_block, fills, first, *self.see(first, rows))
-        pl.loop(0, stop - item.my_stop)(lambda n: self.skip_in_turn(fills + n))
+        pl.loop(0, stop - item.my_stop)(lambda n: self.skip_in_order(fills + n))
         o_MD, m_M, l_M = pl.run_scoped(
             lambda o_acc: self.over_keys(item, o_acc),
             plgpu.ACC((rows, self.head_dim), jnp.float32),
         )
         pl.loop(0, item.my_start - start)(
-            lambda n: self.skip_in_turn(item.fill(item.my_start - 1 - n))
+            lambda n: self.skip_in_order(item.fill(item.my_start - 1 - n))
         )
         inverse_M = 1.0 / l_M
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -387,15 +387,15 @@ class Block:
         m_M, l_M, p_MN = carry
 
         def qk_and_pv(s_acc):
-            self.take_turn()
+            self.wait_ping_pong()
             if overlap:
                 self.start_qk(item, s_acc, j)
                 self.start_pv(item, o_acc, p_MN, j + 1)
-                self.pass_turn()
+                self.arrive_ping_pong()
                 return self.finish_qk(item, s_acc, j, 1)
             self.start_pv(item, o_acc, p_MN, j + 1)
             self.start_qk(item, s_acc, j)
-            self.pass_turn()
+            self.arrive_ping_pong()
             s_MN = self.finish_qk(item, s_acc, j, 0)
             self.release_values(item, j + 1)
             return s_MN
@@ -445,7 +445,7 @@ class Block:
     def hide(self, item, s_MN, j):
         """Return the scores with those of hidden keys replaced.
 
-        The hidden score is finite, since a row's whole first block can be hidden. That row then
+        The hidden score is finite, since all of a row's first block can be hidden. That row then
         begins with weights of 1, which decay to 0 as soon as the row sees a key.
         """
         hidden = max(-1e30 / self.factors[0], -3e38)

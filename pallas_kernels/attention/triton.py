@@ -13,8 +13,8 @@ Backward:
     fused: the first kernel also computes the parts of dQ and adds them to an fp32 array by atomics,
         in any order. A small kernel converts the sums. Five matmuls.
 
-In TF32 rounded copies of q, k, v and dO are computed first: "straight" (B·T·H·D) and "turned"
-(transposed, B·H·D·T′). See triton_tf32.py. The kernels are in triton_kernels.py.
+In TF32 rounded copies of q, k, v and dO are computed first: "straight" (B·T·H·D) and "transposed"
+(B·H·D·T′). See triton_tf32.py. The kernels are in triton_kernels.py.
 
 True fp32 runs on the CUDA cores ("ieee"). If the registers suffice, Triton's "tf32x3" is used
 instead: each operand is split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁ omits 2⁻²² of
@@ -30,7 +30,7 @@ triton_tiles.json has the tiles:
         "shared_kb": shared memory that a program can have on this GPU,
         "16" (bf16, fp16) | "tf32" | "fp32": {largest P of the entry: {
             "backward": "split" | "fused",
-            "products": "ieee" | "tf32x3" (in "fp32" only),
+            "precision": "ieee" | "tf32x3" (in "fp32" only; `input_precision` of tl.dot),
             "forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}
 
 Heads with at most "rows" rows in total run concurrently, so that their inputs stay in the L2 cache.
@@ -83,7 +83,9 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
     b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
     q, k, v, segments = _inputs(operands, segments_BT)
     if shape["PRECISION"] == "tf32":
-        (_, k, _), (_, _, v) = tf32_copies(q, k, v, shape, straight="k", turned={"v": tile["N"]})
+        (_, k, _), (_, _, v) = tf32_copies(
+            q, k, v, shape, straight="k", transposed={"v": tile["N"]}
+        )
         shape |= {"KV_ROW": shape["K"] * d, "K_AT": 0}
     return _triton.call(
         forward_kernel,
@@ -131,14 +133,14 @@ def backward(
     q, k, v, segments = _inputs(operands, segments_BT)
 
     tile = tiles["fused" if fused else "dkv"]
-    q_turned = dout_turned = k_turned = q
+    q_transposed = dout_transposed = k_transposed = q
     if tf32:
         blocks = {"q": tile["M"]} if fused else {"q": tile["M"], "k": tiles["dq"]["N"]}
-        (q, k, v), (q_turned, k_turned, _) = tf32_copies(
-            q, k, v, shape, straight="qkv", turned=blocks
+        (q, k, v), (q_transposed, k_transposed, _) = tf32_copies(
+            q, k, v, shape, straight="qkv", transposed=blocks
         )
-        dout_BTHD, dout_turned, delta_BHT = tf32_copies_of_dout(
-            dout_BTHD, out_BTHD, shape, turned=tile["M"]
+        dout_BTHD, dout_transposed, delta_BHT = tf32_copies_of_dout(
+            dout_BTHD, out_BTHD, shape, transposed=tile["M"]
         )
         shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
     else:
@@ -156,8 +158,8 @@ def backward(
     *sums_BHTD, dk, dv = _triton.call(
         dkv_kernel,
         *inputs,
-        q_turned,
-        dout_turned,
+        q_transposed,
+        dout_transposed,
         jnp.zeros((b, h, t, d), jnp.float32) if fused else delta_BHT,
         out=like_dkv,
         in_place=(len(inputs) + 2,) if fused else (),
@@ -170,7 +172,7 @@ def backward(
 
     kernel, inputs, constants = (
         dq_kernel,
-        (*inputs, k_turned),
+        (*inputs, k_transposed),
         shape | _launched(tiles["dq"], t, b * h),
     )
     if fused:
@@ -233,7 +235,7 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> di
         "SCALE": scale,
         "PRECISION": "ieee"
         if operands[0].dtype != jnp.float32
-        else tiles["products"]
+        else tiles["precision"]
         if true_fp32
         else "tf32",
     }
@@ -242,14 +244,14 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> di
 # -------------------------------------------------------------------------------------------- tiles
 
 
-def tuning(capability: tuple[int, int], products: str, head_dim: int) -> dict[str, Any]:
+def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str, Any]:
     """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
     For a capability that is not listed, use a listed earlier capability that needs no more shared
     memory than the GPU has: the one that needs most.
 
     Args:
-        products: "16" (bf16, fp16), "tf32" or "fp32".
+        matmul: "16" (bf16, fp16), "tf32" or "fp32".
 
     Raises:
         ValueError: there is no such entry.
@@ -265,11 +267,11 @@ def tuning(capability: tuple[int, int], products: str, head_dim: int) -> dict[st
             f"shared memory; it lists {list(listed)}"
         )
     name = max(fitting, key=lambda n: (listed[n]["shared_kb"], _version(n)))
-    entries = listed[name].get(products, {})
+    entries = listed[name].get(matmul, {})
     enough = [p for p in entries if int(p) >= padded(head_dim)]
     if not enough:
         raise ValueError(
-            f"triton_tiles.json has nothing under {name!r}, {products!r} for a head dimension of "
+            f"triton_tiles.json has nothing under {name!r}, {matmul!r} for a head dimension of "
             f"{head_dim}; it has {list(entries)}"
         )
     return entries[min(enough, key=int)]
@@ -287,21 +289,21 @@ def _checked(tiles: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an entry is missing or invalid; the message names it.
     """
-    for name, of_capability in tiles.items():
-        if "shared_kb" not in of_capability:
+    for name, matmuls in tiles.items():
+        if "shared_kb" not in matmuls:
             raise ValueError(f"triton_tiles.json: {name!r} needs a number of 'shared_kb'")
-        for products, head_dim in (
-            (k, p) for k, entries in of_capability.items() if k != "shared_kb" for p in entries
+        for matmul, head_dim in (
+            (k, p) for k, entries in matmuls.items() if k != "shared_kb" for p in entries
         ):
-            entry = of_capability[products][head_dim]
-            where = f"triton_tiles.json: {name!r}, {products!r}, {head_dim!r}"
+            entry = matmuls[matmul][head_dim]
+            where = f"triton_tiles.json: {name!r}, {matmul!r}, {head_dim!r}"
             if entry.get("backward") not in ("split", "fused"):
                 raise ValueError(
                     f"{where}: 'backward' is 'split' or 'fused', not {entry.get('backward')!r}"
                 )
-            if products == "fp32" and entry.get("products") not in ("ieee", "tf32x3"):
+            if matmul == "fp32" and entry.get("precision") not in ("ieee", "tf32x3"):
                 raise ValueError(
-                    f"{where}: 'products' is 'ieee' or 'tf32x3', not {entry.get('products')!r}"
+                    f"{where}: 'precision' is 'ieee' or 'tf32x3', not {entry.get('precision')!r}"
                 )
             for kernel in PASSES:
                 tile = entry.get(kernel, {})
@@ -326,6 +328,6 @@ def _version(name: str) -> tuple[int, int]:
 
 def _tuned_by(operands, true_fp32) -> tuple[tuple[int, int], str, int]:
     q = operands[0]
-    products = "16" if q.dtype.itemsize == 2 else "fp32" if true_fp32 else "tf32"
+    matmul = "16" if q.dtype.itemsize == 2 else "fp32" if true_fp32 else "tf32"
     # Without a GPU this is a test.
-    return _dispatch.capability() or (9, 0), products, q.shape[-1]
+    return _dispatch.capability() or (9, 0), matmul, q.shape[-1]

@@ -9,10 +9,10 @@ import triton.language as tl
 from pallas_kernels.attention.triton_rows import LOG2E, load_each, load_rows, offsets, store_rows
 from pallas_kernels.attention.triton_tf32 import (
     evens_first,
-    load_turned,
+    load_transposed,
     operand,
     rounded,
-    turned,
+    transposed_offset,
 )
 
 # Below every finite score and above −∞, so −∞ − LOWEST is −∞: a row without a key so far needs no
@@ -59,16 +59,16 @@ def keys_of(
     """Return the bounds of the blocks of keys that queries t0 … t0 + M−1 see, and the bounds of the
     blocks that need no mask.
     """
-    start, end, whole, whole_end = 0, T, 0, T // N * N
+    start, end, full_start, full_end = 0, T, 0, T // N * N
     if CAUSAL:
         end = tl.minimum(t0 + M, T)
-        whole_end = (t0 + 1) // N * N
+        full_end = (t0 + 1) // N * N
     if WINDOW < T:
         start = tl.maximum(t0 - WINDOW + 1, 0) // N * N
-        whole = tl.maximum(t0 + M - WINDOW, 0)
+        full_start = tl.maximum(t0 + M - WINDOW, 0)
     if SEGMENTS:
-        whole_end = start
-    return start, end, whole, whole_end
+        full_end = start
+    return start, end, full_start, full_end
 
 
 @triton.jit
@@ -81,19 +81,19 @@ def queries_of(
 
     Queries from T on need no mask: they are zeros and contribute zeros.
     """
-    start, end, whole, whole_end = 0, T, 0, T
+    start, end, full_start, full_end = 0, T, 0, T
     if T % N:
         # For dQ: the weights of keys from T on may be infinite.
-        whole = tl.where(s0 + N > T, T, 0)
+        full_start = tl.where(s0 + N > T, T, 0)
     if CAUSAL:
         start = s0 // M * M
-        whole = s0 + N - 1
+        full_start = s0 + N - 1
     if WINDOW < T:
         end = tl.minimum(s0 + N - 1 + WINDOW, T)
-        whole_end = (s0 + WINDOW) // M * M
+        full_end = (s0 + WINDOW) // M * M
     if SEGMENTS:
-        whole_end = start
-    return start, end, whole, whole_end
+        full_end = start
+    return start, end, full_start, full_end
 
 
 # ------------------------------------------------------------------------------------------ forward
@@ -118,7 +118,11 @@ def forward_kernel(
     b, h = (head // H).to(tl.int64), head % H
     k = h // (H // K)
     k_ptr += b * T * KV_ROW + k * D + K_AT
-    v_ptr += turned(b * K + k, T, D, N) if PRECISION == "tf32" else b * T * KV_ROW + k * D + V_AT
+    v_ptr += (
+        transposed_offset(b * K + k, T, D, N)
+        if PRECISION == "tf32"
+        else b * T * KV_ROW + k * D + V_AT
+    )
     segments_ptr += b * T
 
     q_MP = rounded(
@@ -128,14 +132,14 @@ def forward_kernel(
     out_MP = tl.full((M, P), 0.0, tl.float32)
     highest_M = tl.full((M,), LOWEST, tl.float32)
     sum_M = tl.full((M,), 0.0, tl.float32)
-    start, end, whole, whole_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
+    start, end, full_start, full_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
     for s0 in range(start, end, N):
         k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
         s_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision=PRECISION)
         s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
         if SCALE < 0:
             s_MN = -s_MN
-        if (s0 < whole) | (s0 >= whole_end):
+        if (s0 < full_start) | (s0 >= full_end):
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
             seen_MN = visible(
                 t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS
@@ -146,11 +150,11 @@ def forward_kernel(
         shrink_M = tl.exp2(highest_M - higher_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
         if PRECISION == "tf32":
-            v_NP = load_turned(v_ptr, s0, T, D, N, P)
+            v_NP = load_transposed(v_ptr, s0, T, D, N, P)
             p_MN = evens_first(operand(p_MN, v_NP.dtype, PRECISION), PRECISION, M, N)
-            # Not added up by the tensor cores: beside a product that still ran, ptxas would not
-            # load q, a left operand in registers, for the next, and would wait for every
-            # instruction of both.
+            # The tensor cores do not accumulate PV. While such a matmul ran, ptxas would not load
+            # q, the left operand of the next matmul, into registers, and would wait for every
+            # instruction of both matmuls.
             pv_MP = tl.dot(p_MN, v_NP, input_precision=PRECISION)
             out_MP = tl.fma(out_MP, tl.broadcast_to(shrink_M[:, None], (M, P)), pv_MP)
         else:
@@ -172,8 +176,8 @@ def forward_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, q_turned_ptr,
-    dout_turned_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, q_transposed_ptr,
+    dout_transposed_ptr, dq_ptr, dk_ptr, dv_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
@@ -201,7 +205,7 @@ def dkv_kernel(
     s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
     dk_NP = tl.full((N, P), 0.0, tl.float32)
     dv_NP = tl.full((N, P), 0.0, tl.float32)
-    start, end, whole, whole_end = queries_of(s0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
+    start, end, full_start, full_end = queries_of(s0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
     for i in range(H // K):
         h = k * (H // K) + i
         q_head_ptr = q_ptr + b * T * Q_ROW + h * D
@@ -215,12 +219,12 @@ def dkv_kernel(
             )
             q_MP = load_rows(q_head_ptr, t0, Q_ROW, T, D, M, P, T % M != 0)
             dout_MP = load_rows(dout_head_ptr, t0, H * D, T, D, M, P, T % M != 0)
-            # Both products come before the exponentials of the first, which are then made while the
-            # second runs.
+            # Both matmuls are issued before the exponentials of the first: the exponentials are
+            # computed while the second matmul runs.
             s_NM = tl.dot(k_NP, tl.trans(q_MP), input_precision=PRECISION)
             dp_NM = tl.dot(v_NP, tl.trans(dout_MP), input_precision=PRECISION)
             p_NM = tl.exp2(s_NM * (SCALE * LOG2E) - lse_M[None, :])
-            if (t0 < whole) | (t0 >= whole_end):
+            if (t0 < full_start) | (t0 >= full_end):
                 t_1M, s_N1 = t0 + tl.arange(0, M)[None, :], s0 + tl.arange(0, N)[:, None]
                 seen_NM = visible(
                     t_1M,
@@ -234,8 +238,12 @@ def dkv_kernel(
                 )
                 p_NM = tl.where(seen_NM, p_NM, 0.0)
             if PRECISION == "tf32":
-                q_MP = load_turned(q_turned_ptr + turned(b * H + h, T, D, M), t0, T, D, M, P)
-                dout_MP = load_turned(dout_turned_ptr + turned(b * H + h, T, D, M), t0, T, D, M, P)
+                q_MP = load_transposed(
+                    q_transposed_ptr + transposed_offset(b * H + h, T, D, M), t0, T, D, M, P
+                )
+                dout_MP = load_transposed(
+                    dout_transposed_ptr + transposed_offset(b * H + h, T, D, M), t0, T, D, M, P
+                )
             p_left_NM = evens_first(operand(p_NM, dout_MP.dtype, PRECISION), PRECISION, N, M)
             dv_NP = tl.dot(p_left_NM, dout_MP, dv_NP, input_precision=PRECISION)
             ds_NM = operand(p_NM * (dp_NM - delta_M[None, :]), q_MP.dtype, PRECISION)
@@ -258,7 +266,7 @@ def dkv_kernel(
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, k_turned_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, k_transposed_ptr, dq_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
@@ -283,7 +291,7 @@ def dq_kernel(
     delta_M = load_each(delta_ptr + numbers, t0, T, M, T % M != 0)
     t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
     dq_MP = tl.full((M, P), 0.0, tl.float32)
-    start, end, whole, whole_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
+    start, end, full_start, full_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
     for s0 in range(start, end, N):
         k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
         v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
@@ -291,7 +299,7 @@ def dq_kernel(
         s_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision=PRECISION)
         dp_MN = tl.dot(dout_MP, tl.trans(v_NP), input_precision=PRECISION)
         p_MN = tl.exp2(s_MN * (SCALE * LOG2E) - lse_M[:, None])
-        if (s0 < whole) | (s0 >= whole_end):
+        if (s0 < full_start) | (s0 >= full_end):
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
             seen_MN = visible(
                 t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS
@@ -299,7 +307,9 @@ def dq_kernel(
             p_MN = tl.where(seen_MN, p_MN, 0.0)
         ds_MN = operand(p_MN * (dp_MN - delta_M[:, None]), k_NP.dtype, PRECISION)
         if PRECISION == "tf32":
-            k_NP = load_turned(k_turned_ptr + turned(b * K + k, T, D, N), s0, T, D, N, P)
+            k_NP = load_transposed(
+                k_transposed_ptr + transposed_offset(b * K + k, T, D, N), s0, T, D, N, P
+            )
         dq_MP = tl.dot(evens_first(ds_MN, PRECISION, M, N), k_NP, dq_MP, input_precision=PRECISION)
     ROW: tl.constexpr = (3 if PACKED else 1) * H * D
     store_rows(dq_ptr + b * T * ROW + h * D, dq_MP * SCALE, t0, ROW, T, D, M, P)

@@ -128,8 +128,11 @@ def into_packed_kernel(
     SCALE: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Round dQ from its fp32 sums, N·O, into N·3O, and sum TIMES·M rows of dQ."""
-    ACROSS: tl.constexpr = (O + P - 1) // P
-    part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
+    COLUMN_TILES: tl.constexpr = (O + P - 1) // P
+    part, columns = (
+        tl.program_id(0) // COLUMN_TILES,
+        tl.program_id(0) % COLUMN_TILES * P + tl.arange(0, P),
+    )
     total_MP = tl.full((M, P), 0.0, tl.float32)
     for time in range(TIMES):
         rows = ((part * TIMES + time) * M + tl.arange(0, M)).to(tl.int64)

@@ -2,13 +2,13 @@
 
 Tensor cores truncate fp32 operands to TF32, and Hopper's need both operands K-major (contiguous
 along the contracted axis). Small kernels therefore first write copies that are rounded to nearest:
-"straight" (B·T·H·D) for sums over D, and "turned" (transposed, B·H·D·T′) for sums over T. The
+"straight" (B·T·H·D) for sums over D, and "transposed" (B·H·D·T′) for sums over T. The
 attention kernels pass these copies to the tensor cores unchanged. One kernel copies q, k and v.
 Another copies dO and computes delta. Each array is read once.
 
 Shapes as in triton.py: M rows of a block, P the head dimension padded to a power of two, R rows of
-a block of queries or keys, T′ the length padded to whole blocks of the kernel that reads the
-copy.
+a block of queries or keys, T′ the length padded to a multiple of the block of the kernel that
+reads the copy.
 """
 
 import jax
@@ -22,15 +22,15 @@ from pallas_kernels import _triton
 ROWS = 64
 
 
-def tf32_copies(q, k, v, shape, *, straight, turned):
+def tf32_copies(q, k, v, shape, *, straight, transposed):
     """Copy q, k and v, rounded to TF32, in one launch.
 
     Args:
         q, k, v: the arrays that contain them.
         shape: the constants of every kernel.
         straight: names of the arrays with a straight copy, such as "qk".
-        turned: for each array with a transposed copy, the rows of a block of the kernel that reads
-            the copy.
+        transposed: for each array with a transposed copy, the rows of a block of the kernel that
+            reads the copy.
 
     Returns:
         (q, k, v) straight and (q, k, v) transposed; a copy that was not requested is an unused
@@ -38,20 +38,20 @@ def tf32_copies(q, k, v, shape, *, straight, turned):
     """
     b, t, d = shape["BATCH"], shape["T"], shape["D"]
     heads = {
-        "q": shape["H"] if "q" in straight or "q" in turned else 0,
+        "q": shape["H"] if "q" in straight or "q" in transposed else 0,
         "k": shape["K"],
         "v": shape["K"],
     }
-    columns = {name: _columns(t, turned[name]) if name in turned else 0 for name in heads}
+    columns = {name: _columns(t, transposed[name]) if name in transposed else 0 for name in heads}
     blocks = triton.cdiv(max(t, *columns.values()), ROWS)
     straight_shapes = [(b, t, heads[name], d) if name in straight else (1,) for name in heads]
-    turned_shapes = [
-        (b, heads[name], d, columns[name]) if name in turned else (1,) for name in heads
+    transposed_shapes = [
+        (b, heads[name], d, columns[name]) if name in transposed else (1,) for name in heads
     ]
-    made = _triton.call(
+    copies = _triton.call(
         tf32_kernel,
         *(q, k, v),
-        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in straight_shapes + turned_shapes],
+        out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in straight_shapes + transposed_shapes],
         grid=(blocks * b * sum(heads.values()),),
         **{name: shape[name] for name in ("T", "K", "D", "P", "Q_ROW", "KV_ROW", "K_AT", "V_AT")},
         H=heads["q"],
@@ -60,16 +60,16 @@ def tf32_copies(q, k, v, shape, *, straight, turned):
         BLOCKS=blocks,
         M=ROWS,
     )
-    return made[:3], made[3:]
+    return copies[:3], copies[3:]
 
 
-def tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, *, turned):
+def tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, *, transposed):
     """Return dO straight, dO transposed for blocks of the given number of rows, and Σ_d dO·O.
 
     Both copies are rounded to TF32. The sum uses dO before the rounding; its shape is B·H·T.
     """
     b, t, h, d = dout_BTHD.shape
-    columns = _columns(t, turned)
+    columns = _columns(t, transposed)
     blocks = triton.cdiv(columns, ROWS)
     return _triton.call(
         tf32_dout_kernel,
@@ -115,7 +115,7 @@ def load_head(
 
 @triton.jit
 def store_copies(
-    x_MP, straight_ptr, turned_ptr, b, t0, h,
+    x_MP, straight_ptr, transposed_ptr, b, t0, h,
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     STRAIGHT: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def store_copies(
         tl.store(at_MP, x_MP, mask=(t0 + row_M1 < T) & (column_1P < D))
     if COLUMNS:
         column_P1, row_1M = tl.arange(0, P)[:, None], tl.arange(0, M)[None, :]
-        at_PM = turned_ptr + (b * H + h) * D * COLUMNS + t0 + (column_P1 * COLUMNS + row_1M)
+        at_PM = transposed_ptr + (b * H + h) * D * COLUMNS + t0 + (column_P1 * COLUMNS + row_1M)
         tl.store(
             at_PM,
             evens_first(tl.trans(x_MP), "tf32", P, M),
@@ -141,7 +141,8 @@ def store_copies(
 @triton.jit
 def tf32_kernel(
     q_ptr, k_ptr, v_ptr,
-    q_straight_ptr, k_straight_ptr, v_straight_ptr, q_turned_ptr, k_turned_ptr, v_turned_ptr,
+    q_straight_ptr, k_straight_ptr, v_straight_ptr,
+    q_transposed_ptr, k_transposed_ptr, v_transposed_ptr,
     T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     Q_STRAIGHT: tl.constexpr, K_STRAIGHT: tl.constexpr, V_STRAIGHT: tl.constexpr,
@@ -153,19 +154,31 @@ def tf32_kernel(
     if h < H:
         x_MP = load_head(q_ptr, b, t0, h, Q_ROW, T, D, P, M)
         store_copies(
-            x_MP, q_straight_ptr, q_turned_ptr, b, t0, h, T, H, D, P, Q_STRAIGHT, Q_COLUMNS, M
+            x_MP, q_straight_ptr, q_transposed_ptr, b, t0, h, T, H, D, P, Q_STRAIGHT, Q_COLUMNS, M
         )
     elif h < H + K:
         x_MP = load_head(k_ptr + K_AT, b, t0, h - H, KV_ROW, T, D, P, M)
         store_copies(
-            x_MP, k_straight_ptr, k_turned_ptr, b, t0, h - H, T, K, D, P, K_STRAIGHT, K_COLUMNS, M
+            x_MP,
+            k_straight_ptr,
+            k_transposed_ptr,
+            b,
+            t0,
+            h - H,
+            T,
+            K,
+            D,
+            P,
+            K_STRAIGHT,
+            K_COLUMNS,
+            M,
         )
     else:
         x_MP = load_head(v_ptr + V_AT, b, t0, h - H - K, KV_ROW, T, D, P, M)
         store_copies(
             x_MP,
             v_straight_ptr,
-            v_turned_ptr,
+            v_transposed_ptr,
             b,
             t0,
             h - H - K,
@@ -181,7 +194,7 @@ def tf32_kernel(
 
 @triton.jit
 def tf32_dout_kernel(
-    dout_ptr, out_ptr, straight_ptr, turned_ptr, delta_ptr,
+    dout_ptr, out_ptr, straight_ptr, transposed_ptr, delta_ptr,
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +202,7 @@ def tf32_dout_kernel(
     h, t0, b = place(H, BLOCKS, M)
     dout_MP = load_head(dout_ptr, b, t0, h, H * D, T, D, P, M)
     out_MP = load_head(out_ptr, b, t0, h, H * D, T, D, P, M)
-    store_copies(dout_MP, straight_ptr, turned_ptr, b, t0, h, T, H, D, P, True, COLUMNS, M)
+    store_copies(dout_MP, straight_ptr, transposed_ptr, b, t0, h, T, H, D, P, True, COLUMNS, M)
     rows_M = t0 + tl.arange(0, M)
     tl.store(delta_ptr + (b * H + h) * T + rows_M, tl.sum(dout_MP * out_MP, 1), mask=rows_M < T)
 
@@ -198,13 +211,13 @@ def tf32_dout_kernel(
 
 
 @triton.jit
-def turned(head, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+def transposed_offset(head, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
     """Return the offset of a head in a transposed copy for blocks of R rows."""
     return tl.cast(head, tl.int64) * (D * ((T + R - 1) // R * R))
 
 
 @triton.jit
-def load_turned(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def load_transposed(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
     """Load the values of `load_rows` from a transposed copy, in the order of `evens_first`."""
     COLUMNS: tl.constexpr = (T + R - 1) // R * R
     at_PR = ptr + start + (tl.arange(0, P)[:, None] * COLUMNS + tl.arange(0, R)[None, :])

@@ -178,8 +178,8 @@ def _classify_forward(options, logits_NV, targets_N):
 
 
 def _classify_backward(options, dlogits_NV, cotangents):
-    g_N, g_of_gradient = cotangents
-    if not isinstance(g_of_gradient, jax.custom_derivatives.SymbolicZero):
+    g_N, g_dlogits_NV = cotangents
+    if not isinstance(g_dlogits_NV, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
             "fused_classifier: the gradient that it returns cannot itself be differentiated; "
             "differentiate only the losses, or use stop_gradient(dlogits), or "

@@ -49,10 +49,10 @@ from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels.matmul import (
     checked_linear,
-    product,
     sum_rows,
     weight_gradient,
     weight_gradient_of_transposed,
+    xla_matmul,
 )
 from pallas_kernels.transpose import transpose_copy
 
@@ -132,10 +132,8 @@ def mlp(
     x_NI = x.reshape(n, x.shape[-1])
     backend = _select("mlp", implementation, (x, w, b, w2))
     options = Options("gelu", backend, precision)
-    through_product = (
-        options.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
-    )
-    if through_product or (options.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
+    one_kernel = options.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
+    if one_kernel or (options.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
         y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, options)
     else:
         y_NO = _linear("mlp", "gelu", x_NI, w, b, options.backend, precision)
@@ -292,7 +290,7 @@ def backward(options: Options, saved: tuple, dy_NO):
     x_NI, w_IO, b_O, saved_NO = saved
     if options.in_passes(dy_NO.dtype):
         return _backward_passes(options, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
-    dx_NI, du_NO, db_O = _through_activation(
+    dx_NI, du_NO, db_O = _activation_backward(
         dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), options, bias=b_O is not None
     )
     dw_IO = weight_gradient(x_NI, du_NO, precision=options.precision)
@@ -305,12 +303,12 @@ _activated.defvjp(_activated_forward, backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mlp(x_NI, w_IO, b_O, w2_OC, options: Options):
     (y_NO,) = forward(x_NI, w_IO, b_O, options, save=False)
-    return product(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
+    return xla_matmul(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
 
 
 def _mlp_forward(x_NI, w_IO, b_O, w2_OC, options):
     y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
-    y_NC = product(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
+    y_NC = xla_matmul(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
     # y is not saved if the backward pass recomputes it.
     return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if options.backend == "mosaic" else None)
 
@@ -318,7 +316,7 @@ def _mlp_forward(x_NI, w_IO, b_O, w2_OC, options):
 def _mlp_backward(options, saved, dy_NC):
     x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO = saved
     if options.backend == "mosaic":
-        du_NO, db_O = _through_product(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
+        du_NO, db_O = _mlp_du(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
         dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=options.precision)
         dw_IO, dw2_OC = (
             weight_gradient(*pair, precision=options.precision)
@@ -327,30 +325,33 @@ def _mlp_backward(options, saved, dy_NC):
         return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
     dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=options.precision)
     dx_NI, dw_IO, db_O, y_ON = _backward_passes(
-        options, x_NI, w_IO, b_O, saved_NO, dy_NO, y_across=True
+        options, x_NI, w_IO, b_O, saved_NO, dy_NO, y_transposed=True
     )
     return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
 
 
-def _through_product(dy_NC, w2_OC, derivative_NO):
+def _mlp_du(dy_NC, w2_OC, derivative_NO):
     """Return (du, db)."""
     from pallas_kernels.feed_forward import mosaic
 
-    return _calls.looped("mlp", mosaic.through_product)(dy_NC, w2_OC, derivative_NO)
+    return _calls.looped("mlp", mosaic.mlp_du)(dy_NC, w2_OC, derivative_NO)
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _backward_passes(options, x_NI, w_IO, b_O, product_NO, dy_NO, *, y_across=False):
-    """Return (dx, dw, db, yᵀ) if `options.in_passes`; yᵀ is None without `y_across`."""
+def _backward_passes(options, x_NI, w_IO, b_O, xw_NO, dy_NO, *, y_transposed=False):
+    """Return (dx, dw, db, yᵀ) if `options.in_passes`; yᵀ is None without `y_transposed`."""
     from pallas_kernels.feed_forward import triton
 
     tf32 = options.precision == jax.lax.Precision.HIGH
     kernel = functools.partial(
-        triton.through_activation, activation=options.activation, du_across=tf32, y_across=y_across
+        triton.activation_backward,
+        activation=options.activation,
+        du_transposed=tf32,
+        y_transposed=y_transposed,
     )
-    du_NO, du_ON, y_ON, db_O = _calls.looped(options.operation, kernel)(dy_NO, product_NO, b_O)
+    du_NO, du_ON, y_ON, db_O = _calls.looped(options.operation, kernel)(dy_NO, xw_NO, b_O)
     dx_NI = jnp.matmul(du_NO, w_IO.T, precision=options.precision)
     if tf32:
         return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
@@ -366,12 +367,12 @@ def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
     if options.in_passes(x_NI.dtype):
         from pallas_kernels.feed_forward import triton
 
-        product_NO = product(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
+        xw_NO = xla_matmul(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
         kernel = functools.partial(triton.activated, activation=options.activation)
-        y_NO = _calls.looped(options.operation, kernel)(product_NO, b_O)
-        return (y_NO, product_NO) if save else (y_NO,)
+        y_NO = _calls.looped(options.operation, kernel)(xw_NO, b_O)
+        return (y_NO, xw_NO) if save else (y_NO,)
     if options.backend == "xla":
-        u_NO = product(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
+        u_NO = xla_matmul(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
         u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
         return tuple(
             result.astype(x_NI.dtype)
@@ -391,7 +392,7 @@ def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
     return _calls.looped(options.operation, kernel)(x_NI, w_IO, b_O)
 
 
-def _through_activation(dy_NO, derivative_NO, w_IO, options, *, bias):
+def _activation_backward(dy_NO, derivative_NO, w_IO, options, *, bias):
     """Return (dx, du, db in fp32)."""
     if options.backend == "mosaic":
         from pallas_kernels.feed_forward import mosaic_backward

@@ -13,7 +13,7 @@ of the tiles.
 | `derivative_full` | 2 × slots | 1 | the copy of a part | the warpgroup that started the copy |
 
 `cluster` is the number of thread blocks that share w. A slot is free once all of them have released
-it. `bias_full` belongs to `forward`, `derivative_full` to `through_product`.
+it. `bias_full` belongs to `forward`, `derivative_full` to `mlp_du`.
 
 Shapes: N rows, I inputs, O outputs; a tile of the result is M×P, and its matmul runs over K inputs
 at a time.
@@ -33,7 +33,7 @@ from pallas_kernels._mosaic import Ring, pl, plgpu, swizzled
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of `forward` and `through_product`.
+    """Tile sizes of `forward` and `mlp_du`.
 
     Attributes:
         rows, columns: of the tile of one warpgroup.
@@ -65,12 +65,12 @@ class Tiles:
     def divide(self, n: int, i: int, o: int) -> bool:
         # The last tile of a row may be partly out of bounds: TMA reads zeros there.
         wasted = pl.cdiv(o, self.columns) * self.columns - o
-        whole = (
+        divisible = (
             n % (self.rows * self.cluster) == 0
             and i % self.depth == 0
             and o % self.part_columns == 0
         )
-        return whole and wasted <= MOST_WASTED * o
+        return divisible and wasted <= MOST_WASTED * o
 
     def parts(self) -> list[tuple[slice, slice]]:
         """Return rows and columns of each part of a tile. Parts with the same columns are
@@ -115,8 +115,8 @@ class ForwardScratch(NamedTuple):
     bias_full: Any
 
 
-class ThroughScratch(NamedTuple):
-    """Scratch of `through_product`'s epilogue, in the order of its allocation."""
+class DuScratch(NamedTuple):
+    """Scratch of `mlp_du`'s epilogue, in the order of its allocation."""
 
     derivative: Any
     du: Any
@@ -195,7 +195,7 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
 
 
 @functools.partial(jax.jit, static_argnames="tiles")
-def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
+def mlp_du(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
     """Return du = (dy w₂ᵀ) · derivative, N×O in dy's dtype, and db = Σ_N du in fp32.
 
     The matmul is `forward`'s, followed by the multiplication instead of the activation. A warpgroup
@@ -243,7 +243,7 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
                     )
                     plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
                     out[...] = du_MP.astype(dtype)
-                    # After this the whole warpgroup has read the derivative, too.
+                    # After this all of the warpgroup has read the derivative, too.
                     plgpu.commit_smem()
                     target = du_gmem.at[at.rows, at.columns].at[rows, columns]
                     plgpu.copy_smem_to_gmem(out, target, commit_group=not last)
@@ -271,7 +271,7 @@ def through_product(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
             jax.ShapeDtypeStruct((n, o), dtype),
             jax.ShapeDtypeStruct((n // tiles.rows, o), jnp.float32),
         ],
-        scratch=ThroughScratch(
+        scratch=DuScratch(
             derivative=swizzled(part_shape, dtype),
             du=swizzled(part_shape, dtype),
             db=plgpu.SMEM((2, tiles.columns), jnp.float32),
@@ -448,8 +448,8 @@ class _Block:
         plgpu.set_max_registers(232, action="increase")
 
         @pl.loop(0, lax.div(self.local - self.wg + 1, jnp.int32(2)))
-        def _tile(turn):
-            tile = turn * 2 + self.wg
+        def _tile(n):
+            tile = n * 2 + self.wg
             at = self.position(tile)
             self.begin(at)
             acc_MP = pl.run_scoped(

@@ -1,11 +1,11 @@
 """Backward pass of `linear_gelu` and `linear_relu_squared` on Hopper (Pallas Mosaic GPU).
 
 Library: not used by the shipped models, which call `mlp`, whose backward pass is
-`mosaic.through_product`.
+`mosaic.mlp_du`.
 
 Two warpgroups compute 64 rows of a tile of dx each. They compute du in registers, where du is the
 left operand of the matmul. One more warpgroup loads. A thread block (CTA) keeps to one column of
-tiles. The thread blocks that share rows store du in turn, K columns at a time. The sums of such a
+tiles. The thread blocks that share rows store alternate K columns of du. The sums of such a
 share are a matmul too, whose left operand has ones in one row, another row for each share.
 (Mosaic's own sums over rows go through scratch memory that the warpgroups of a thread block share:
 two concurrent sums gave wrong results.)
@@ -118,7 +118,7 @@ def backward(dy_NO, derivative_NO, w_IO, *, bias: bool, tiles: BackwardTiles | N
             column=column,
             first_row=first_row,
             local=lax.div(row_tiles - first_row + row_blocks - 1, jnp.int32(row_blocks)),
-            our_columns=pl.ds(column * columns, columns),
+            dx_columns=pl.ds(column * columns, columns),
         )
         pl.when(wg == 2)(block.load)
         pl.when(wg < 2)(block.compute)
@@ -185,7 +185,7 @@ class _Block:
     column: jax.Array
     first_row: jax.Array
     local: jax.Array
-    our_columns: pl.Slice
+    dx_columns: pl.Slice
 
     def at(self, k):
         """Return the outputs of step k."""
@@ -208,7 +208,7 @@ class _Block:
             for source, target in (
                 (lambda: self.dy.at[rows, self.at(k)], scratch.dy),
                 (lambda: self.derivative.at[rows, self.at(k)], scratch.derivative),
-                (lambda: self.w.at[self.our_columns, self.at(k)], scratch.w),
+                (lambda: self.w.at[self.dx_columns, self.at(k)], scratch.w),
             ):
                 plgpu.copy_gmem_to_smem(source(), target.at[slot], ring.full.at[slot])
 
@@ -294,7 +294,7 @@ class _Block:
             out[wg] = dx_MP[:, p : p + depth].astype(self.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                out.at[wg], self.dx.at[rows, self.our_columns].at[:, p : p + depth]
+                out.at[wg], self.dx.at[rows, self.dx_columns].at[:, p : p + depth]
             )
 
     def store_db(self, db_SK) -> None:

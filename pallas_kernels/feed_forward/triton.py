@@ -115,7 +115,7 @@ def scale(
 
 @triton.jit
 def activate_forward(
-    product_ptr, b_ptr, y_ptr, n: tl.constexpr, o: tl.constexpr,
+    xw_ptr, b_ptr, y_ptr, n: tl.constexpr, o: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) // ((o + P - 1) // P), tl.program_id(0) % ((o + P - 1) // P)
@@ -124,7 +124,7 @@ def activate_forward(
     corner = (row * M).to(tl.int64) * o + column * P
     offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P)[None, :]
     mask = (rows < n)[:, None] & (columns < o)[None, :]
-    u = tl.load(product_ptr + corner + offsets, mask=mask, other=0.0)
+    u = tl.load(xw_ptr + corner + offsets, mask=mask, other=0.0)
     if BIAS:
         u += tl.load(b_ptr + columns, mask=columns < o, other=0.0)[None, :]
     y, _ = activate(u, ACTIVATION)
@@ -133,10 +133,10 @@ def activate_forward(
 
 @triton.jit
 def activate_backward(
-    dy_ptr, product_ptr, b_ptr, du_ptr, du_across_ptr, y_across_ptr, db_ptr, n: tl.constexpr,
+    dy_ptr, xw_ptr, b_ptr, du_ptr, du_transposed_ptr, y_transposed_ptr, db_ptr, n: tl.constexpr,
     o: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DU_ACROSS: tl.constexpr, Y_ACROSS: tl.constexpr,
-    M: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DU_TRANSPOSED: tl.constexpr,
+    Y_TRANSPOSED: tl.constexpr, M: tl.constexpr, P: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute du = dy · y'(matmul + b), its sums over M rows, and optionally duᵀ and yᵀ.
 
@@ -148,7 +148,7 @@ def activate_backward(
     offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P)[None, :]
     mask = (rows < n)[:, None] & (columns < o)[None, :]
     dy = tl.load(dy_ptr + corner + offsets, mask=mask, other=0.0)
-    u = tl.load(product_ptr + corner + offsets, mask=mask, other=0.0)
+    u = tl.load(xw_ptr + corner + offsets, mask=mask, other=0.0)
     if BIAS:
         u += tl.load(b_ptr + columns, mask=columns < o, other=0.0)[None, :]
     y, derivative = activate(u, ACTIVATION)
@@ -156,13 +156,21 @@ def activate_backward(
     tl.store(du_ptr + corner + offsets, du, mask=mask)
     if BIAS:
         tl.store(db_ptr + row.to(tl.int64) * o + columns, tl.sum(du, axis=0), mask=columns < o)
-    across = (column * P).to(tl.int64) * n + row * M
-    offsets_across = tl.arange(0, P)[:, None] * n + tl.arange(0, M)[None, :]
-    mask_across = (columns < o)[:, None] & (rows < n)[None, :]
-    if DU_ACROSS:
-        tl.store(du_across_ptr + across + offsets_across, tl.trans(du), mask=mask_across)
-    if Y_ACROSS:
-        tl.store(y_across_ptr + across + offsets_across, tl.trans(y), mask=mask_across)
+    transposed_corner = (column * P).to(tl.int64) * n + row * M
+    transposed_offsets = tl.arange(0, P)[:, None] * n + tl.arange(0, M)[None, :]
+    transposed_mask = (columns < o)[:, None] & (rows < n)[None, :]
+    if DU_TRANSPOSED:
+        tl.store(
+            du_transposed_ptr + transposed_corner + transposed_offsets,
+            tl.trans(du),
+            mask=transposed_mask,
+        )
+    if Y_TRANSPOSED:
+        tl.store(
+            y_transposed_ptr + transposed_corner + transposed_offsets,
+            tl.trans(y),
+            mask=transposed_mask,
+        )
 
 
 def forward(x_NI, w_IO, b_O, activation: str, *, save: bool):
@@ -170,7 +178,7 @@ def forward(x_NI, w_IO, b_O, activation: str, *, save: bool):
     (n, i), o = x_NI.shape, w_IO.shape[1]
     tiles = tuning(n, o)
     like_y = jax.ShapeDtypeStruct((n, o), x_NI.dtype)
-    made = _triton.call(
+    out = _triton.call(
         linear_forward,
         x_NI,
         w_IO,
@@ -186,7 +194,7 @@ def forward(x_NI, w_IO, b_O, activation: str, *, save: bool):
         EVEN=i % tiles["K"] == 0,
         **tiles,
     )
-    return made[: 1 + save]
+    return out[: 1 + save]
 
 
 def scaled(dy_NO, derivative_NO, *, bias: bool):
@@ -214,14 +222,14 @@ def scaled(dy_NO, derivative_NO, *, bias: bool):
     return du_NO, db_TO.sum(0) if bias else None
 
 
-def activated(product_NO, b_O, *, activation: str):
-    """Return y = activation(product + b) in fp32; b_O is fp32 or None."""
-    n, o = product_NO.shape
+def activated(xw_NO, b_O, *, activation: str):
+    """Return y = activation(x w + b) in fp32; b_O is fp32 or None."""
+    n, o = xw_NO.shape
     m, p = 8, 512
     (y_NO,) = _triton.call(
         activate_forward,
-        product_NO,
-        product_NO if b_O is None else b_O,
+        xw_NO,
+        xw_NO if b_O is None else b_O,
         out=[jax.ShapeDtypeStruct((n, o), jnp.float32)],
         grid=(triton.cdiv(n, m) * triton.cdiv(o, p),),
         n=n,
@@ -235,25 +243,27 @@ def activated(product_NO, b_O, *, activation: str):
     return y_NO
 
 
-def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bool, y_across: bool):
+def activation_backward(
+    dy_NO, xw_NO, b_O, *, activation: str, du_transposed: bool, y_transposed: bool
+):
     """Return (du, duᵀ, yᵀ, db), each fp32, or None if not requested; db only with a bias.
 
     Args:
-        dy_NO, product_NO: fp32; y was activation(product + b).
+        dy_NO, xw_NO: fp32; y was activation(x w + b).
         b_O: fp32 or None.
     """
     n, o = dy_NO.shape
-    # The tiles of transpose_copy for 4-byte types. 16 tiles down, then across: concurrent programs
-    # access long pieces of rows in both orders.
+    # The tiles of transpose_copy for 4-byte types. 16 tiles down a column, then the next column:
+    # concurrent programs access long runs of rows in both orders.
     m, p = 64, 64
     parts = triton.cdiv(n, m)
-    wanted = (True, du_across, y_across, b_O is not None)
+    wanted = (True, du_transposed, y_transposed, b_O is not None)
     shapes = ((n, o), (o, n), (o, n), (parts, o))
-    made = _triton.call(
+    out = _triton.call(
         activate_backward,
         dy_NO,
-        product_NO,
-        product_NO if b_O is None else b_O,
+        xw_NO,
+        xw_NO if b_O is None else b_O,
         out=[
             jax.ShapeDtypeStruct(s if want else (1,), jnp.float32)
             for s, want in zip(shapes, wanted, strict=True)
@@ -263,15 +273,15 @@ def through_activation(dy_NO, product_NO, b_O, *, activation: str, du_across: bo
         o=o,
         ACTIVATION=activation,
         BIAS=b_O is not None,
-        DU_ACROSS=du_across,
-        Y_ACROSS=y_across,
+        DU_TRANSPOSED=du_transposed,
+        Y_TRANSPOSED=y_transposed,
         M=m,
         P=p,
         GROUP=16,
         num_warps=8,
     )
     du_NO, du_ON, y_ON, db_SO = (
-        array if want else None for array, want in zip(made, wanted, strict=True)
+        array if want else None for array, want in zip(out, wanted, strict=True)
     )
     return du_NO, du_ON, y_ON, None if db_SO is None else db_SO.sum(0)
 

@@ -45,7 +45,7 @@ _dispatch.register(
 )
 
 
-def product(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
+def xla_matmul(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
     """Return x w in `dtype`."""
     # For few rows, such as those of a sampled token, the copy of w takes longer than it saves.
     if precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]:
@@ -65,8 +65,8 @@ def weight_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
 
 def weight_gradient_of_transposed(x_IN, dy_ON):
     """Return xᵀ dy in fp32 by a TF32 matmul of K-major operands."""
-    how = {"precision": jax.lax.Precision.HIGH, "preferred_element_type": jnp.float32}
-    return jnp.einsum("in,on->io", x_IN, dy_ON, **how)
+    tf32 = {"precision": jax.lax.Precision.HIGH, "preferred_element_type": jnp.float32}
+    return jnp.einsum("in,on->io", x_IN, dy_ON, **tf32)
 
 
 def weight_and_bias_gradient(x_NI, dy_NO, *, precision: jax.lax.PrecisionLike):
@@ -166,7 +166,7 @@ def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
     """
 
     def add_in(dtype, x_NI, w_IO, b_O):
-        y_NO = product(x_NI, w_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
+        y_NO = xla_matmul(x_NI, w_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
         if b_O is not None:
             y_NO = y_NO + b_O.astype(dtype)[None]
         return y_NO.astype(x_NI.dtype)

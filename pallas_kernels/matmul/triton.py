@@ -20,8 +20,11 @@ def sum_some_rows(
     P: tl.constexpr
 ):  # fmt: skip
     """Sum TIMES·M rows."""
-    ACROSS: tl.constexpr = (o + P - 1) // P
-    part, columns = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * P + tl.arange(0, P)
+    COLUMN_TILES: tl.constexpr = (o + P - 1) // P
+    part, columns = (
+        tl.program_id(0) // COLUMN_TILES,
+        tl.program_id(0) % COLUMN_TILES * P + tl.arange(0, P),
+    )
     sums_MP = tl.full((M, P), 0.0, tl.float32)
     for time in range(TIMES):
         rows = (part * TIMES + time) * M + tl.arange(0, M)

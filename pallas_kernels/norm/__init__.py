@@ -185,12 +185,12 @@ class Options:
 
 def _apply(options, x, residual, scale, bias, residual_bias):
     if options.backend == "reference":
-        found = _reference(
+        out = _reference(
             x, residual, scale, bias, residual_bias, options.eps, centred=options.centred
         )
         if residual is None:
-            return found.astype(options.out_dtype)
-        return found[0].astype(options.out_dtype), found[1].astype(x.dtype)
+            return out.astype(options.out_dtype)
+        return out[0].astype(options.out_dtype), out[1].astype(x.dtype)
     y, total = _calls.differentiable(
         options.operation, _norm, options, x, residual, scale, bias, residual_bias
     )

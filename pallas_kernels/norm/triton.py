@@ -346,7 +346,7 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     )
     if scale_C is None:
         return dx_NC, None, None, None
-    found = _triton.call(
+    sums_C = _triton.call(
         sum_partials,
         partial_SPC,
         out=[jax.ShapeDtypeStruct((c if row < sums else 1,), scale_C.dtype) for row in range(3)],
@@ -357,7 +357,7 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
         ROWS=512,
         LANES=16,
     )
-    return dx_NC, *(row_C if row < sums else None for row, row_C in enumerate(found))
+    return dx_NC, *(row_C if row < sums else None for row, row_C in enumerate(sums_C))
 
 
 def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:

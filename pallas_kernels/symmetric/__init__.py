@@ -234,13 +234,13 @@ def _ba_plus_caa_forward(a, bcd, backend, precision):
 
 def _ba_plus_caa_backward(backend, precision, saved, g):
     a, bcd = saved
-    product = functools.partial(_matmul, precision=precision, dtype=jnp.float32)
+    matmul = functools.partial(_matmul, precision=precision, dtype=jnp.float32)
     a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
-    da = bcd[0] * g32 + bcd[1] * (product(g, _transposed(a)) + product(_transposed(a), g))
+    da = bcd[0] * g32 + bcd[1] * (matmul(g, _transposed(a)) + matmul(_transposed(a), g))
     # Unused under jit where the coefficients are constants.
     dbcd = [
         jnp.sum(g32 * a32),
-        jnp.sum(g32 * product(a, a)),
+        jnp.sum(g32 * matmul(a, a)),
         jnp.sum(g32 * _ones_on_the_diagonal(g32)),
     ]
     return da.astype(a.dtype), jnp.stack(dbcd[: len(bcd)])
@@ -258,10 +258,8 @@ def _run(a, bcd, contract, backend, precision):
     With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if there are three coefficients.
     """
     if backend == "xla" and bcd is not None:
-        made = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
-        return (made if len(bcd) == 2 else made + bcd[2] * _ones_on_the_diagonal(made)).astype(
-            a.dtype
-        )
+        out = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
+        return (out if len(bcd) == 2 else out + bcd[2] * _ones_on_the_diagonal(out)).astype(a.dtype)
     if backend == "xla":
         x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
         return _matmul(x, y, precision)
@@ -279,10 +277,10 @@ def _kernel(operation, backend, contract):
     else:
         from pallas_kernels.symmetric import triton as module
 
-    product = jax.jit(module.product, static_argnames="contract")
+    symmetric_matmul = jax.jit(module.symmetric_matmul, static_argnames="contract")
 
     def kernel(a_BXY, bcd=None):
-        return product(a_BXY, bcd, contract=contract)
+        return symmetric_matmul(a_BXY, bcd, contract=contract)
 
     return _calls.batched(operation, kernel, shared=int(operation == "ba_plus_caa"))
 

@@ -66,7 +66,7 @@ class Scratch(NamedTuple):
     empty: Any
 
 
-def product(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Array:
+def symmetric_matmul(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Array:
     """Return a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix.
 
     With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if `bcd` has three numbers.
@@ -163,7 +163,7 @@ class _Block:
     @property
     def steps(self) -> int:
         """Fills of the ring for one work item. For b·a, the tiles' own part of a follows the
-        operands through the same slots, two of its four pieces at a time."""
+        operands through the same slots, two of the four parts at a time."""
         return self.slices + 2 * self.scaled
 
     def item(self, i):
@@ -175,7 +175,7 @@ class _Block:
         return b, *(self.table[entry, j] for j in range(4))
 
     def columns(self, p, q, j):
-        """Return the first column of piece j of four. For a lone tile, the other half repeats p,
+        """Return the first column of part j of four. For a lone tile, the other half repeats p,
         and is not stored."""
         return (p if j < 2 else jnp.where(q < 0, p, q)) * TILE + j % 2 * HALF
 
@@ -235,13 +235,13 @@ class _Block:
             )
             self.ring.release(self.ring.slot(i * self.steps + self.slices - 1))
             for j in range(4):
-                piece = sums[:, j * HALF : (j + 1) * HALF]
+                part = sums[:, j * HALF : (j + 1) * HALF]
                 if self.scaled:
-                    piece = self.add_scaled(piece, i, j)
+                    part = self.add_scaled(part, i, j)
                 if self.shifted:
-                    piece = self.add_diagonal(piece, s, p, q, j)
+                    part = self.add_diagonal(part, s, p, q, j)
                 column = self.columns(p, q, j)
-                self.store(b, s, p if j < 2 else q, column, piece.astype(self.dtype))
+                self.store(b, s, p if j < 2 else q, column, part.astype(self.dtype))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -271,8 +271,8 @@ class _Block:
 
         return acc[...]
 
-    def add_scaled(self, piece, i, j):
-        """Return b·a + c·piece for piece j of work item i."""
+    def add_scaled(self, part, i, j):
+        """Return b·a + c·part for part j of work item i."""
         slot = self.ring.slot(i * self.steps + self.slices + j // 2)
         if j % 2 == 0:
             self.ring.wait_full(slot)
@@ -281,19 +281,19 @@ class _Block:
         if j % 2 == 1:
             plgpu.commit_smem()  # The reads are done before TMA writes there again.
             self.ring.release(slot)
-        return self.bcd[0] * own.astype(jnp.float32) + self.bcd[1] * piece
+        return self.bcd[0] * own.astype(jnp.float32) + self.bcd[1] * part
 
-    def add_diagonal(self, piece, s, p, q, j):
-        """Return piece j plus d where it crosses the diagonal of the matrix."""
+    def add_diagonal(self, part, s, p, q, j):
+        """Return part j plus d where it crosses the diagonal of the matrix."""
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA)
             for axis in (0, 1)
         )
         apart = self.columns(p, q, j) - s * TILE - self.me * HALF
-        return jnp.where(row == column + apart, piece + self.bcd[2], piece)
+        return jnp.where(row == column + apart, part + self.bcd[2], part)
 
-    def store(self, b, s, tile, column, piece) -> None:
-        """Start the copy of a piece to global memory, and of its transpose if the tile is not on
+    def store(self, b, s, tile, column, part) -> None:
+        """Start the copy of a part to global memory, and of its transpose if the tile is not on
         the diagonal."""
         direct, mirror, me = self.scratch.direct, self.scratch.mirror, self.me
         rows, span = pl.ds(s * TILE + me * HALF, HALF), pl.ds(column, HALF)
@@ -302,18 +302,18 @@ class _Block:
         def _():
             @pl.when(tile != s)
             def _():
-                # All copies but the newest are done: the transpose of the piece before this one is.
+                # All copies but the newest are done: the transpose of the part before this one is.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                mirror.at[me].transpose((1, 0))[...] = piece
+                mirror.at[me].transpose((1, 0))[...] = part
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(mirror.at[me], self.out.at[b, span, rows])
-                # Now the copy of the piece before this one is done, too.
+                # Now the copy of the part before this one is done, too.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
             @pl.when(tile == s)
             def _():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            direct[me] = piece
+            direct[me] = part
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(direct.at[me], self.out.at[b, rows, span])

@@ -77,22 +77,22 @@ def _tile(
         acc = tl.load(bcd_ptr) * own.to(tl.float32) + tl.load(bcd_ptr + 1) * acc
     if COEFFICIENTS == 3:
         acc = tl.where(rows[:, None] == columns[None, :], acc + tl.load(bcd_ptr + 2), acc)
-    made = acc.to(out_ptr.dtype.element_ty)
+    out = acc.to(out_ptr.dtype.element_ty)
     mirrored = columns[None, :] * m + rows[:, None]
     if i == j:
         # The mirror image of the values above the diagonal, so the tile is symmetric however it
         # was added up.
-        tl.store(out_ptr + direct, made, mask=inside & (rows[:, None] <= columns[None, :]))
-        tl.store(out_ptr + mirrored, made, mask=inside & (rows[:, None] < columns[None, :]))
+        tl.store(out_ptr + direct, out, mask=inside & (rows[:, None] <= columns[None, :]))
+        tl.store(out_ptr + mirrored, out, mask=inside & (rows[:, None] < columns[None, :]))
     elif EVEN_M:
-        tl.store(out_ptr + direct, made)
-        tl.store(out_ptr + mirrored, made)
+        tl.store(out_ptr + direct, out)
+        tl.store(out_ptr + mirrored, out)
     else:
-        tl.store(out_ptr + direct, made, mask=inside)
-        tl.store(out_ptr + mirrored, made, mask=inside)
+        tl.store(out_ptr + direct, out, mask=inside)
+        tl.store(out_ptr + mirrored, out, mask=inside)
 
 
-def product(
+def symmetric_matmul(
     a_BXY: jax.Array,
     bcd: jax.Array | None,
     *,

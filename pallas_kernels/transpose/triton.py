@@ -22,11 +22,17 @@ def move_tile(
     """Return the tile of src, with 0 out of bounds."""
     # Consecutive programs move the tiles of a column of src: together they write whole rows of
     # the result.
-    down: tl.constexpr = (R + ROWS - 1) // ROWS
-    across: tl.constexpr = (C + COLS - 1) // COLS
-    batch, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
+    row_tiles: tl.constexpr = (R + ROWS - 1) // ROWS
+    column_tiles: tl.constexpr = (C + COLS - 1) // COLS
+    batch, tile = (
+        tl.program_id(0) // (row_tiles * column_tiles),
+        tl.program_id(0) % (row_tiles * column_tiles),
+    )
     start = batch.to(tl.int64) * R * C
-    r, c = tile % down * ROWS + tl.arange(0, ROWS), tile // down * COLS + tl.arange(0, COLS)
+    r, c = (
+        tile % row_tiles * ROWS + tl.arange(0, ROWS),
+        tile // row_tiles * COLS + tl.arange(0, COLS),
+    )
     src_offset = start + (r.to(INDEX)[:, None] * C + c[None, :])
     src = tl.load(src_ptr + src_offset, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
     offset = start + (c.to(INDEX)[:, None] * R + r[None, :])
@@ -82,11 +88,14 @@ def transpose_sum(
 ):
     """Transpose src and sum each ROWS rows of src."""
     src = move_tile(src_ptr, src_ptr, out_ptr, R, C, False, ROWS, COLS, INDEX)
-    down: tl.constexpr = (R + ROWS - 1) // ROWS
-    across: tl.constexpr = (C + COLS - 1) // COLS
-    batch, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
-    c = tile // down * COLS + tl.arange(0, COLS)
-    sums_ptr += (batch * down + tile % down).to(tl.int64) * C
+    row_tiles: tl.constexpr = (R + ROWS - 1) // ROWS
+    column_tiles: tl.constexpr = (C + COLS - 1) // COLS
+    batch, tile = (
+        tl.program_id(0) // (row_tiles * column_tiles),
+        tl.program_id(0) % (row_tiles * column_tiles),
+    )
+    c = tile // row_tiles * COLS + tl.arange(0, COLS)
+    sums_ptr += (batch * row_tiles + tile % row_tiles).to(tl.int64) * C
     tl.store(sums_ptr + c, tl.sum(src.to(tl.float32), axis=0), mask=c < C)
 
 
