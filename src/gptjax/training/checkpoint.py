@@ -189,13 +189,7 @@ class Checkpoints:
             CheckpointError: the arrays differ in name, shape or dtype from `like`.
         """
         meta = self.meta(step)
-        try:
-            saved = self._manager.item_metadata(step)["state"]
-        except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
-        if saved is None:
-            raise self._damaged(step, "the description of its arrays cannot be read")
-        self._compare(step, saved, meta.get("digests"), like)
+        self._compare(step, self._saved_arrays(step, meta), like)
         try:
             arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             state = self._manager.restore(step, args=arguments)["state"]
@@ -256,18 +250,24 @@ class Checkpoints:
         self._manager.reload()
         return names
 
-    def _compare(
-        self, step: int, saved: PyTree, expected: dict[str, str] | None, like: PyTree
-    ) -> None:
-        # Orbax casts a wrong dtype silently.
-        saved, wanted = (
-            {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(tree).items()}
-            for tree in (getattr(saved, "tree", saved), like)
-        )
-        if expected is not None and saved != {
-            path: text.rpartition(" ")[0] for path, text in expected.items()
-        }:
-            raise self._damaged(step, "its arrays are not those that its metadata names")
+    def _saved_arrays(self, step: int, meta: dict[str, Any]) -> dict[str, str]:
+        """Return dtype and shape of each array of a checkpoint, by path."""
+        if "digests" in meta:
+            # Orbax's description of the arrays says the same, but reading it takes 0.7 s for the
+            # 1,747 arrays of GPT-2 1558M, a seventh of the restore. The digests show a difference.
+            return {path: text.rpartition(" ")[0] for path, text in meta["digests"].items()}
+        try:
+            saved = self._manager.item_metadata(step)["state"]
+        except Exception as error:
+            raise self._damaged(step, _first_line(error)) from error
+        if saved is None:
+            raise self._damaged(step, "the description of its arrays cannot be read")
+        tree = getattr(saved, "tree", saved)
+        return {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(tree).items()}
+
+    def _compare(self, step: int, saved: dict[str, str], like: PyTree) -> None:
+        """Raise CheckpointError if the arrays differ: Orbax casts a wrong dtype silently."""
+        wanted = {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(like).items()}
         lines = [
             f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, this run needs "
             f"{wanted.get(name, 'nothing')}"

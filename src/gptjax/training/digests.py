@@ -8,11 +8,15 @@ depend on the device or the sharding. On an H200 the sums are bound by memory ba
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped, UInt32
+
+# Arrays whose sums are one executable.
+GROUP = 16
 
 
 def digests(tree: PyTree) -> tuple[dict[str, str], list[str]]:
@@ -28,18 +32,34 @@ def digests(tree: PyTree) -> tuple[dict[str, str], list[str]]:
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return {}, []
+    groups = _groups(leaves)
     # One transfer for all arrays: separate transfers of the 451 arrays of GPT-2 124M with AdamW
     # took longer than the sums.
-    sums = _stack([_sums(leaf) for leaf in leaves])
-    paths = _paths(structure)
+    sums = _concatenate([_sums([leaves[i] for i in group]) for group in groups])
+    by_leaf = dict(zip(itertools.chain(*groups), jax.device_get(sums).tolist(), strict=True))
     texts, not_finite = {}, []
-    for path, leaf, (first, second, bad) in zip(
-        paths, leaves, jax.device_get(sums).tolist(), strict=True
-    ):
-        texts[path] = f"{dtype_and_shape(leaf)} {first:08x}{second:08x}"
+    for i, path in enumerate(_paths(structure)):
+        first, second, bad = by_leaf[i]
+        texts[path] = f"{dtype_and_shape(leaves[i])} {first:08x}{second:08x}"
         if bad:
             not_finite.append(path)
     return texts, not_finite
+
+
+def _groups(leaves: list[Any]) -> list[list[int]]:
+    """Return the indices of the leaves, grouped by shape, dtype and sharding.
+
+    The sums of up to `GROUP` arrays are one executable. With a call per array, the 1,747 calls for
+    GPT-2 1558M took 0.1 s, a tenth of the time in which a save blocks training.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        kinds.setdefault((leaf.shape, leaf.dtype, leaf.sharding), []).append(i)
+    return [
+        kind[start : start + GROUP]
+        for kind in kinds.values()
+        for start in range(0, len(kind), GROUP)
+    ]
 
 
 @functools.lru_cache(8)
@@ -57,15 +77,16 @@ def compile_digests(tree: PyTree) -> None:
     Args:
         tree: `jax.ShapeDtypeStruct`s with shardings.
     """
-    kinds = {(leaf.shape, leaf.dtype, leaf.sharding): leaf for leaf in jax.tree.leaves(tree)}
-    shardings = {kind: _sums.lower(leaf).compile().output_shardings for kind, leaf in kinds.items()}
-    sums = [
-        jax.ShapeDtypeStruct(
-            (3,), jnp.uint32, sharding=shardings[leaf.shape, leaf.dtype, leaf.sharding]
-        )
-        for leaf in jax.tree.leaves(tree)
-    ]
-    _stack.lower(sums).compile()
+    leaves = jax.tree.leaves(tree)
+    compiled: dict[Any, Any] = {}
+    sums = []
+    for group in _groups(leaves):
+        leaf = leaves[group[0]]
+        kind = (leaf.shape, leaf.dtype, leaf.sharding, len(group))
+        if kind not in compiled:
+            compiled[kind] = _sums.lower([leaf] * len(group)).compile().output_shardings
+        sums.append(jax.ShapeDtypeStruct((len(group), 3), jnp.uint32, sharding=compiled[kind]))
+    _concatenate.lower(sums).compile()
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
@@ -80,7 +101,11 @@ def dtype_and_shape(leaf: Any) -> str:
 
 
 @jax.jit
-def _sums(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
+def _sums(arrays: list[Shaped[Array, "..."]]) -> UInt32[Array, "arrays 3"]:
+    return jnp.stack([_sums_of_one(x) for x in arrays])
+
+
+def _sums_of_one(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
     """Return two sums of hashes, and the number of elements that are not finite."""
     bad = ~jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, bool)
     bits = _bits(x)
@@ -96,7 +121,7 @@ def _sums(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
     )
 
 
-_stack = jax.jit(jnp.stack)
+_concatenate = jax.jit(jnp.concatenate)
 
 
 def _bits(x):
