@@ -1,19 +1,28 @@
-"""The one place that launches Triton kernels from JAX. Imported only where such a kernel runs."""
+"""Launches of Triton kernels from JAX. This module imports Triton, so it is imported only where a
+Triton kernel runs."""
 
+import sys
 from typing import Any
 
 import jax
 import triton.backends.nvidia.driver
 
-# jax-triton 0.4 asks the driver module for this constant, which Triton has since 3.7; without it,
-# jax-triton treats the NVIDIA back end as absent. With Triton 3.6 (torch 2.11's) and the constant
-# set, kernels run (seen on an H200).
+# jax-triton 0.4 reads this constant of the driver module, which Triton has since 3.7. Without the
+# constant, jax-triton treats the NVIDIA back end as absent. With Triton 3.6 (torch 2.11's) and the
+# constant set, kernels run (seen on an H200).
 if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
     triton.backends.nvidia.driver.TMA_TF32 = 11
 
+    # To compile a kernel, Triton 3.6 asks whether its own driver is active, and the answer imports
+    # torch: seconds of a start. Later versions ask torch only if it is imported already.
+    driver = triton.backends.nvidia.driver.CudaDriver
+    is_active = driver.is_active
+    driver.is_active = staticmethod(lambda: "torch" in sys.modules and is_active())
+
 import jax_triton
 
-# Said, because the default changes with Triton 3.10: a·b + c is one instruction, rounded once.
+# Set explicitly because the default changes with Triton 3.10: a·b + c is one instruction, rounded
+# once.
 OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -27,13 +36,13 @@ def call(
     in_place: tuple[int, ...] = (),
     **constexprs: Any,
 ) -> tuple[jax.Array, ...]:
-    """Launches a `@triton.jit` function on arrays; no autodiff, no vmap.
+    """Launch a `@triton.jit` function on arrays. A launch has no derivative and no `jax.vmap`.
 
     Args:
-        kernel: its parameters are one for each of `args`, then a pointer for each of `out`, then
-            constexprs.
-        args: arrays become pointers; Python numbers are baked in.
-        in_place: indices of those arrays in `args` that the kernel overwrites.
+        kernel: has one parameter for each of `args`, then a pointer for each of `out`, then
+            `tl.constexpr` parameters.
+        args: arrays become pointers; Python numbers become scalar arguments.
+        in_place: indices of the arrays in `args` that the kernel overwrites.
 
     Returns:
         The new values of the arrays in `in_place`, then the arrays in `out`.

@@ -1,11 +1,45 @@
-"""The tests of examples/new_kernel, with the fixtures of this folder."""
+"""pallas_kernels.extend, and the tests of examples/new_kernel with the fixtures of this folder."""
 
+import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "new_kernel"))
+from pallas_kernels import extend
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples" / "new_kernel"))
 pytest.register_assert_rewrite("test_glu")
 
 from test_glu import *  # noqa: E402, F403
+
+
+def test_extend_exports_every_public_name():
+    tree = ast.parse(Path(extend.__file__).read_text())
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in imported for alias in node.names} - {"Any"}
+    assert {*extend.__all__} == names | {"triton_call"}
+
+
+def test_extend_imports_neither_triton_nor_mosaic():
+    code = "import sys, pallas_kernels.extend; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert "jax" in loaded and not loaded & {"triton", "jax_triton"}
+    assert "pallas_kernels._mosaic" not in done.stdout.split()
+
+
+@pytest.mark.parametrize("folder", ["examples", "src"])
+def test_other_folders_import_no_private_module_of_pallas_kernels(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            private = [n for n in names if n.startswith("pallas_kernels.") and "._" in n]
+            assert not private, f"{path} imports {private}"

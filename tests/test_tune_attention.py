@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, extend
 from pallas_kernels.attention import mosaic_backward, mosaic_forward, triton
 
 PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "tune_attention.py"
@@ -23,7 +23,8 @@ def tune(tmp_path, monkeypatch):
     for file in module.FOLDER.glob("*_tiles.json"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path)
-    monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
+    for owner in (_dispatch, extend):
+        monkeypatch.setattr(owner, "capability", lambda: (9, 0))
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     return module
 
@@ -85,6 +86,6 @@ def test_errors(tune, monkeypatch, capsys):
     monkeypatch.setattr(_dispatch, "capability", lambda: (8, 0))
     assert tune.main(["--back-end", "mosaic", "--kernel", "forward"]) == 1
     assert (
-        "error: mosaic needs a Hopper GPU (compute capability 9.0), not (8, 0)"
+        "'mosaic' needs a Hopper GPU (compute capability 9.0), not (8, 0)"
         in capsys.readouterr().err
     )

@@ -26,7 +26,7 @@ import tyro
 from gptjax.bench import results
 from gptjax.bench.harness import Case, seconds
 from gptjax.bench.table import Row, print_table
-from pallas_kernels import _dispatch
+from pallas_kernels import extend
 from pallas_kernels.attention import reference
 
 FOLDER = Path(__file__).parents[2] / "pallas_kernels" / "attention"
@@ -120,7 +120,7 @@ def mosaic(o: Options) -> Space:
 def triton(o: Options) -> Space:
     from pallas_kernels.attention import triton
 
-    capability, head_dim = _dispatch.capability(), o.shape[3]
+    capability, head_dim = extend.capability(), o.shape[3]
     matmul = "fp32" if o.true_fp32 else "tf32" if o.dtype == "fp32" else "16"
     entry = triton.tuning(capability, matmul, head_dim)
     padded, size = max(16, 1 << (head_dim - 1).bit_length()), DTYPES[o.dtype].dtype.itemsize
@@ -309,9 +309,16 @@ def main(args: list[str] | None = None) -> int:
     if o.back_end == "triton" and o.kernel == "backward":
         print("error: triton's backward pass is tuned as dkv, dq and fused", file=sys.stderr)
         return 1
-    why = _dispatch.why_not_mosaic() if o.back_end == "mosaic" else _dispatch.why_not_triton()
-    if why:
-        print(f"error: {o.back_end} {why}", file=sys.stderr)
+    try:
+        extend.select(
+            "flash_attention",
+            o.back_end,
+            dtype=DTYPES[o.dtype],
+            length=o.shape[1],
+            head_dim=o.shape[3],
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return search(o, args)
 

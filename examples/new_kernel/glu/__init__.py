@@ -24,12 +24,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels.extend import (
+    DTYPES,
+    REFERENCE,
+    TRITON,
+    XLA,
+    batched,
+    differentiable,
+    register,
+    select,
+)
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
-_dispatch.register("swiglu", back_ends=[TRITON, XLA, REFERENCE])
+register("swiglu", back_ends=[TRITON, XLA, REFERENCE])
 
 
 def swiglu(
@@ -48,17 +56,17 @@ def swiglu(
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run here.
     """
-    if gate.dtype not in _dispatch.DTYPES:
+    if gate.dtype not in DTYPES:
         raise ValueError(f"swiglu: expected float32, bfloat16 or float16, got {gate.dtype}")
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"swiglu: expected gate and up of the same shape and dtype, got {gate.shape} "
             f"{gate.dtype} and {up.shape} {up.dtype}"
         )
-    backend = _dispatch.select("swiglu", implementation, arrays=(gate, up))
+    backend = select("swiglu", implementation, arrays=(gate, up))
     if backend == "reference":
         return reference(gate, up).astype(gate.dtype)
-    return _calls.differentiable("swiglu", _swiglu, backend, gate, up)
+    return differentiable("swiglu", _swiglu, backend, gate, up)
 
 
 def reference(gate, up):
@@ -93,6 +101,6 @@ def _in_triton(name, *arrays):
     """Run `forward` or `backward` of triton.py on flat arrays."""
     from . import triton  # needs Triton, which a machine without a GPU may lack
 
-    launch = _calls.batched("swiglu", getattr(triton, name))
+    launch = batched("swiglu", getattr(triton, name))
     results = launch(*(x.reshape(-1) for x in arrays))
     return tuple(x.reshape(arrays[0].shape) for x in results)

@@ -4,7 +4,7 @@ import jax
 import triton
 import triton.language as tl
 
-from pallas_kernels import _triton
+from pallas_kernels.extend import triton_call
 
 # A thread's 8 elements are one 16-byte vector of a 16-bit dtype, two of fp32. Masks cut through no
 # vector where N is a multiple of 8.
@@ -24,7 +24,7 @@ def backward(gate, up, dy):
 
 def _launch(kernel, *arrays, outputs):
     n = arrays[0].size
-    return _triton.call(
+    return triton_call(
         kernel,
         *arrays,
         out=[jax.ShapeDtypeStruct((n,), arrays[0].dtype)] * outputs,

@@ -1,0 +1,79 @@
+"""Parts of a kernel that is outside this package: registry, transformations, launch.
+
+A kernel is a folder like those of this package:
+
+- `__init__.py` has the equations in its docstring, the public function, `reference` (the definition
+  in fp32), and a `jax.custom_vjp` function with the backward pass. It calls `register` once, with
+  the back ends, fastest first, and "xla" among them.
+- The public function checks its arguments, selects a back end with `select`, and calls the
+  `jax.custom_vjp` function through `differentiable`.
+- `triton.py` has the Triton kernels, and functions that launch them with `triton_call`. `batched`
+  or `looped` wraps such a function for `jax.vmap` and `jax.shard_map`. `triton.py` is imported
+  inside the function that launches: a machine without a GPU may lack Triton.
+
+A `BackEnd` with further limits states them in `why_not`. `TRITON.why_not(facts)` returns the reason
+why the device cannot run Triton kernels, or None.
+
+`examples/new_kernel` is a complete kernel; docs/extending.md describes the steps. Importing this
+module imports neither Triton nor Mosaic GPU.
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels._calls import batched, differentiable, looped
+from pallas_kernels._dispatch import (
+    DTYPES,
+    REFERENCE,
+    TRITON,
+    XLA,
+    BackEnd,
+    capability,
+    register,
+    select,
+    why_not_16_bit,
+)
+
+__all__ = [
+    "DTYPES",
+    "REFERENCE",
+    "TRITON",
+    "XLA",
+    "BackEnd",
+    "batched",
+    "capability",
+    "differentiable",
+    "looped",
+    "register",
+    "select",
+    "triton_call",
+    "why_not_16_bit",
+]
+
+
+def triton_call(
+    kernel: Any,
+    *args: Any,
+    out: list[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    in_place: tuple[int, ...] = (),
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Launch a `@triton.jit` function on arrays. A launch has no derivative and no `jax.vmap`.
+
+    Args:
+        kernel: has one parameter for each of `args`, then a pointer for each of `out`, then
+            `tl.constexpr` parameters.
+        args: arrays become pointers; Python numbers become scalar arguments.
+        out: shapes and dtypes of the new arrays.
+        grid: number of programs along each axis.
+        in_place: indices of the arrays in `args` that the kernel overwrites.
+        options: the `tl.constexpr` parameters, `num_warps` (4) and `num_stages` (3).
+
+    Returns:
+        The new values of the arrays in `in_place`, then the arrays in `out`.
+    """
+    from pallas_kernels import _triton
+
+    return _triton.call(kernel, *args, out=out, grid=grid, in_place=in_place, **options)
