@@ -81,6 +81,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     # With several devices the compiler partitions the arrays, and custom kernels are excluded.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         kernels = config.kernels()
+    devices.reserve_memory(used)
     start_up.mark("devices")
     inputs = Inputs.find(config, mesh)
 
