@@ -2,8 +2,8 @@
 
 - Differentiation: `differentiable` calls a `jax.custom_vjp` function; a launch has no derivative.
 - `jax.vmap`: `looped` launches once for each element, `batched` once in all.
-- `jax.shard_map` with its default check_vma=True gives each array a type that names the mesh axes
-  over which its values vary. Neither a `jax.custom_vjp` rule nor a launch converts these types by
+- `jax.shard_map` with the default check_vma=True: the type of each array names the mesh axes over
+  which the values vary. Neither a `jax.custom_vjp` rule nor a launch converts these types by
   itself; the functions here do.
 """
 

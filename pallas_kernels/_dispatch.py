@@ -199,7 +199,7 @@ def why_not_16_bit(dtype: jax.typing.DTypeLike, others: str = "") -> str | None:
     """
     if jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         return None
-    return f"takes {others}bfloat16 or float16, not {jnp.dtype(dtype).name}"
+    return f"supports {others}bfloat16 or float16, not {jnp.dtype(dtype).name}"
 
 
 # --------------------------------------------------------------------------------- common back ends

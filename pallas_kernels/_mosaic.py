@@ -78,7 +78,7 @@ class Ring:
         """Wait until the slot of fill n is free: until fill n − `slots` is released.
 
         Args:
-            slot: of fill n, if the caller has computed it.
+            slot: slot of fill n, if the caller has computed it.
         """
 
         @pl.when(n >= self.slots)
@@ -114,7 +114,7 @@ def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
     in progress at the same time, the longest items come first.
 
     Args:
-        costs: of the tiles of one head.
+        costs: costs of the tiles of one head.
 
     Returns:
         An int32 table with one row for each thread block: the number of its items, then the items,

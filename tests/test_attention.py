@@ -286,7 +286,7 @@ def test_errors():
 
 def test_cudnn_says_what_it_cannot_take(monkeypatch):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
-    with pytest.raises(ValueError, match="'cudnn' takes bfloat16 or float16, not float32"):
+    with pytest.raises(ValueError, match="'cudnn' supports bfloat16 or float16, not float32"):
         selected("float32", 128, 64, "cudnn")
     with pytest.raises(ValueError, match="multiple of 8 and at most 128, not 20"):
         selected("bfloat16", 128, 20, "cudnn")
@@ -294,9 +294,9 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
         selected("bfloat16", 128, 136, "cudnn")
     with pytest.raises(ValueError, match="an even sequence length .* not 65"):
         selected("bfloat16", 65, 64, "cudnn")
-    with pytest.raises(ValueError, match="takes no segment ids"):
+    with pytest.raises(ValueError, match="does not support segment ids"):
         selected("bfloat16", 64, 64, "cudnn", segments=True)
-    with pytest.raises(ValueError, match="leaves out the gradient of the log-sum-exp"):
+    with pytest.raises(ValueError, match="drops the gradient of the log-sum-exp"):
         selected("bfloat16", 64, 64, "cudnn", return_lse=True)
     with pytest.raises(ValueError, match="sums the gradients in any order, and deterministic=True"):
         selected("bfloat16", 64, 64, "cudnn", deterministic=True)

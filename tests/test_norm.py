@@ -271,7 +271,7 @@ def test_auto_on_a_cpu_is_xla_and_on_a_gpu_triton(monkeypatch):
         selected(768, "triton")
     with pytest.raises(
         ValueError,
-        match="layer_norm: implementation 'triton' takes at most 8192 channels, not 100000",
+        match="layer_norm: implementation 'triton' supports at most 8192 channels, not 100000",
     ):
         selected(100_000, "triton")
 

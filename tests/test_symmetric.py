@@ -337,14 +337,14 @@ def selected(operation, dtype, shape, implementation="auto"):
 def test_what_the_kernels_cannot_take(triton_on_cpu, mosaic_on_cpu):
     with pytest.raises(
         ValueError,
-        match="'triton' takes bfloat16 or float16, not float32; these can run here: .*'xla'",
+        match="'triton' supports bfloat16 or float16, not float32; these can run here: .*'xla'",
     ):
         selected("xxt", "float32", (2, 128, 128), "triton")
-    with pytest.raises(ValueError, match="'mosaic' takes bfloat16 or float16, not float32"):
+    with pytest.raises(ValueError, match="'mosaic' supports bfloat16 or float16, not float32"):
         selected("xxt", "float32", (2, 128, 128), "mosaic")
     with pytest.raises(
         ValueError,
-        match=r"'mosaic' takes matrices whose sides are multiples of 64, not \(2, 128, 96\)",
+        match=r"'mosaic' supports matrices whose sides are multiples of 64, not \(2, 128, 96\)",
     ):
         selected("xxt", "bfloat16", (2, 128, 96), "mosaic")
 

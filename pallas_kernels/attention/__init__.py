@@ -70,8 +70,8 @@ def flash_attention(
         deterministic: use only back ends whose gradients repeat bit for bit.
         implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
             Forward mode and second derivatives need "xla" or "reference".
-        precision: of fp32 matmuls, as in `jax.lax.dot`; None is TF32 on a GPU, "highest" is true
-            fp32.
+        precision: precision of fp32 matmuls, as in `jax.lax.dot`; None is TF32 on a GPU, "highest"
+            is true fp32.
 
     Returns:
         O, like `q_BTHD`; with `return_lse` (O, L), where L is B·H·T in fp32 and has a gradient,
@@ -176,17 +176,17 @@ def _why_not_cudnn(call: Facts) -> str | None:
     if (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
     if call.head_dim % 8 or call.head_dim > 128:
-        return (
-            f"takes a head dimension that is a multiple of 8 and at most 128, not {call.head_dim}"
-        )
+        return f"supports head dimensions of a multiple of 8 and at most 128, not {call.head_dim}"
     if call.length % 2:
-        return f"takes an even sequence length (its backward pass does), not {call.length}"
+        return (
+            f"supports an even sequence length (needed by the backward pass), not {call.length}"
+        )
     if call.segments:
-        return "takes no segment ids"
+        return "does not support segment ids"
     if call.return_lse:
-        return "leaves out the gradient of the log-sum-exp"
+        return "drops the gradient of the log-sum-exp"
     if call.deterministic:
-        return "sums the gradients in any order, and deterministic=True was asked for"
+        return "sums the gradients in any order, and deterministic=True excludes that"
     return None
 
 
@@ -194,15 +194,15 @@ def _why_not_mosaic(call: Facts) -> str | None:
     if (why := _dispatch.why_not_mosaic() or _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
     if call.head_dim not in (64, 128):
-        return f"takes a head dimension of 64 or 128, not {call.head_dim}"
+        return f"supports a head dimension of 64 or 128, not {call.head_dim}"
     if call.segments:
-        return "takes no segment ids"
+        return "does not support segment ids"
     return None
 
 
 def _why_not_triton(call: Facts) -> str | None:
     if call.head_dim > 128:
-        return f"takes a head dimension of at most 128, not {call.head_dim}"
+        return f"supports a head dimension of at most 128, not {call.head_dim}"
     return _dispatch.why_not_triton()
 
 

@@ -35,7 +35,7 @@ class Tiles:
             the tiles of dS.
         more_barriers: Mosaic adds its own barriers around each access to shared memory, in addition
             to those that the kernel needs.
-        whole_heads: sum dQ by whole heads, else by split heads; None for the faster by estimate.
+        whole_heads: sum dQ by whole heads, else by split heads; None selects by an estimate.
     """
 
     stages: int = 2

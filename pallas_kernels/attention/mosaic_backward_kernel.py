@@ -88,9 +88,10 @@ class Item:
     Attributes:
         head, j: key head and block of keys.
         first, stop: the blocks of queries that see the keys.
-        k_slot: of the keys and values; `key`: the warpgroup's first key.
-        steps: blocks of queries over all heads of the group; `fills`: those before this item.
-        mine: the warpgroup's keys in the block.
+        k_slot: slot of the keys and values.
+        steps: number of blocks of queries over all heads of the group.
+        key, mine: the warpgroup's first key, and slice of the block.
+        fills: number of fills of the query slots before this item.
     """
 
     b: Any
@@ -110,11 +111,11 @@ class Step:
     """One block of queries of a work item.
 
     Attributes:
-        number: 0, 1, … in the work item; `fill`: in the thread block.
-        slot, k_slot: of the queries, and of the keys.
+        number, fill: index in the work item, and in the thread block.
+        slot, k_slot: slots of the queries, and of the keys.
         h, query: query head, and first query.
-        sums: of dQ in global memory, the part of this warpgroup.
-        starts, ends: the sums start, end, with this block of keys; None with split heads.
+        sums: this warpgroup's part of the sums of dQ in global memory.
+        starts, ends: whether the sums start, end, with this block of keys; None with split heads.
     """
 
     number: Any
@@ -133,16 +134,16 @@ class Block:
     """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        whole_heads: whole heads, else split heads.
-        queries: in a block of queries.
-        queries_of: block of keys → the first, and last + 1, block of queries that see it.
-        key_blocks: of a head.
-        key_heads, group: key heads, and query heads of each.
-        blocks: thread blocks of the grid.
-        gradients: of the operands; dQ is None if it is not stored by this kernel.
+        whole_heads: whether the schedule is whole heads, else split heads.
+        queries: number of queries in a block.
+        queries_of: block of keys → the first, and last + 1, block of queries that see the keys.
+        key_blocks: number of blocks of keys of a head.
+        key_heads, group: number of key heads, and of query heads of each key head.
+        blocks: number of thread blocks of the grid.
+        gradients: refs of the operands' gradients; None for dQ if this kernel does not store dQ.
         sums_gmem: the sums of dQ.
         me, block: index of the warpgroup and of the thread block.
-        items: work items of this thread block.
+        items: number of work items of this thread block.
     """
 
     tiles: Any

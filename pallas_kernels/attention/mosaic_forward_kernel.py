@@ -67,9 +67,10 @@ class Item:
 
     Attributes:
         index: number of the work item in its thread block.
-        start, stop: the key blocks that any of the warpgroups sees: those that are loaded.
-        row_block: the warpgroup's block of rows; `first`: its first query.
-        fills: of the key slots before this work item.
+        start, stop: the key blocks that any of the warpgroups sees; these are loaded.
+        row_block: the warpgroup's block of rows.
+        first: first query of `row_block`.
+        fills: number of fills of the key slots before this work item.
         my_start, full_start, full_stop, my_stop: the key blocks that this warpgroup sees, as
             `key_blocks` returns them.
     """
@@ -97,12 +98,13 @@ class Block:
     """The kernel of one thread block (CTA): sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        registers: for each thread of a computing warpgroup, and of the loading one.
-        see: first query, rows → `key_blocks`.
-        group: query heads of a key head.
-        row_blocks, row_tiles: blocks of rows of one warpgroup, and of all warpgroups, in a head.
+        registers: numbers for each thread of a computing warpgroup, and of the loading one.
+        see: function of the first query and the number of rows: `key_blocks`.
+        group: number of query heads of a key head.
+        row_blocks, row_tiles: numbers of blocks of rows of one warpgroup, and of all warpgroups, in
+            a head.
         me, this: index of the warpgroup and of the thread block.
-        items: work items of this thread block.
+        items: number of work items of this thread block.
     """
 
     tiles: Any
@@ -141,8 +143,11 @@ class Block:
 
     @property
     def factors(self) -> tuple[float, float | None]:
-        """The softmax is that of scores · factor in base 2. The maximum of scores · factor is that
-        of the scores only if factor > 0; else scores are multiplied by the second number first."""
+        """Return (factor, rescale): the softmax in base 2 is that of scores · factor.
+
+        The largest score has the largest scores · factor only if factor > 0. Otherwise scores are
+        first multiplied by rescale, and factor is 1.
+        """
         return (self.scale * LOG2_E, None) if self.scale > 0 else (1.0, self.scale * LOG2_E)
 
     def run(self) -> None:
@@ -339,7 +344,7 @@ class Block:
         self.await_keys(item, last - 1)
 
         def steps(above, down_to, carry, masked):
-            """Blocks above − 1, …, down_to."""
+            """Process blocks above − 1, …, down_to."""
             return lax.fori_loop(
                 0,
                 above - down_to,
@@ -382,7 +387,7 @@ class Block:
         return m_M, l_M, p_MN
 
     def step(self, item, o_acc, j, carry, masked):
-        """QK and softmax of key block j, PV of block j + 1. Return m, l and P of block j."""
+        """Compute QK and softmax of block j, PV of block j + 1. Return m, l and P of block j."""
         overlap = self.tiles.overlap
         m_M, l_M, p_MN = carry
 

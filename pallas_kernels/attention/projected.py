@@ -6,7 +6,7 @@ gradient.
 The rows of P sum to one, so Σ_s dV_s = Σ_t (Σ_s P_ts) dO_t = Σ_t dO_t. The rows of dS = P ∘ (dO Vᵀ
 − D) sum to D − D = 0, so Σ_s dK_s = scale · Σ_t (Σ_s dS_ts) Q_t = 0: a bias of the keys adds the
 same number to every score of a query, which the softmax ignores. A sum over all of dqkv would read
-three arrays as large as the residual stream; this one reads at most dq.
+three arrays as large as the residual stream; the kernels' sums read at most dq.
 
 Shapes: B batch, T time, C channels, H heads, D head dimension; N = B·T.
 
@@ -44,7 +44,7 @@ def projected_attention(
         w_CO, b_O: of x's dtype, or fp32, which is rounded as in `pallas_kernels.linear`. Their
             gradients have the same dtype and are summed in fp32.
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
-        precision: of fp32 matmuls, those of the projection included; as in `flash_attention`.
+        precision: precision of fp32 matmuls, also of the projection; as in `flash_attention`.
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
@@ -128,7 +128,7 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 
 def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
-    """(dqkv, Σ dq, Σ dO)."""
+    """Return (dqkv, Σ dq, Σ dO)."""
     from pallas_kernels.attention import mosaic_backward
 
     def kernel(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):

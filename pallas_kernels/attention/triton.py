@@ -21,8 +21,8 @@ instead: each operand is split into TF32 numbers, a = a₁ + a₂, and a₁b₁ 
 a term. PyTorch's fp32 attention does the same.
 
 Shapes, in addition to those of the package: M queries and N keys of a block, P the head dimension
-padded to 16, 32, 64 or 128, R rows of a block of queries or keys, T′ the length padded to whole
-blocks.
+padded to 16, 32, 64 or 128, R rows of a block of queries or keys, T′ the length padded to a
+multiple of the block.
 
 triton_tiles.json has the tiles:
 

@@ -64,7 +64,7 @@ def tf32_copies(q, k, v, shape, *, straight, transposed):
 
 
 def tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, *, transposed):
-    """Return dO straight, dO transposed for blocks of the given number of rows, and Σ_d dO·O.
+    """Return dO straight, dO transposed for blocks of `transposed` rows, and Σ_d dO·O.
 
     Both copies are rounded to TF32. The sum uses dO before the rounding; its shape is B·H·T.
     """

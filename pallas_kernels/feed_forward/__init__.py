@@ -75,7 +75,7 @@ def linear_gelu(
             have the same dtype and are summed in fp32.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
             and second derivatives need "reference".
-        precision: of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
+        precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.

@@ -36,11 +36,11 @@ class Tiles:
     """Tile sizes of `forward` and `mlp_du`.
 
     Attributes:
-        rows, columns: of the tile of one warpgroup.
+        rows, columns: size of the tile of one warpgroup.
         depth: inputs in one step.
         stages: steps in shared memory.
-        cluster: thread blocks with consecutive rows that share each tile of w.
-        part_rows, part_columns: of the part of a tile that is activated and stored at a time.
+        cluster: number of thread blocks with consecutive rows that share each tile of w.
+        part_rows, part_columns: size of the part of a tile that is activated and stored at a time.
         slots: parts in shared memory for each warpgroup. `slots` divides the number of parts with
             the same columns. Then the slot of the next tile's first part is free once all but the
             newest `slots` − 1 copies are done, whichever columns were the last.
@@ -100,9 +100,9 @@ def why_not(n: int, i: int, o: int) -> str | None:
     """Return None if there are tiles for the forward pass, else the reason."""
     if forward_tiles(n, i, o) is None:
         return (
-            f"has no tiles that divide N={n}, I={i}, O={o}: it takes N of 128, I of 64, O of 128, "
-            "or N of 256 and O of 64 "
-            f"a little below a multiple of {FORWARD[0].columns}"
+            f"has no tiles that divide N={n}, I={i}, O={o}: N must be a multiple of 128, I of 64 "
+            "and O of 128, or N of 256, I of 64 and O of 64 with O a little below a multiple of "
+            f"{FORWARD[0].columns}"
         )
     return None
 
@@ -382,8 +382,8 @@ class _Block:
     warpgroup 0 takes the first, 1 the second, and so on.
 
     Attributes:
-        steps: of the matmul of one tile, `tiles.depth` inputs each.
-        columns: of the result.
+        steps: number of steps of the matmul of one tile, `tiles.depth` inputs each.
+        columns: number of columns of the result.
         cluster, peer: index of the cluster, and of the thread block in the cluster.
         local: number of this thread block's tiles.
     """

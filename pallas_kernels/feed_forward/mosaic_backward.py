@@ -40,7 +40,7 @@ class BackwardTiles:
     """Tile sizes of `backward`.
 
     Attributes:
-        columns: of dx in a tile of 128 rows.
+        columns: columns of dx in a tile of 128 rows.
         depth: outputs in one step.
         stages: steps in shared memory.
         registers: keep the left operands in registers; else pass them through shared memory, as the
@@ -161,8 +161,8 @@ class _Block:
     """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        row_blocks: thread blocks of one column of tiles.
-        steps: of the matmul of one tile, `tiles.depth` outputs each.
+        row_blocks: number of thread blocks of one column of tiles.
+        steps: number of steps of the matmul of one tile, `tiles.depth` outputs each.
         column, first_row: the thread block's column of tiles, and its first tile of the column.
         local: number of this thread block's tiles.
     """

@@ -84,7 +84,7 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and no gradient.
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
-        precision: of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
+        precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end.

@@ -35,7 +35,7 @@ class SumFacts:
 
 def _why_not_triton(call: SumFacts) -> str | None:
     if call.rows > FEW:
-        return f"takes at most {FEW} rows, not {call.rows}"
+        return f"supports at most {FEW} rows, not {call.rows}"
     return _dispatch.why_not_triton()
 
 
@@ -114,7 +114,7 @@ def linear(
         x: fp32, bf16 or fp16.
         w, b: of x's dtype, or fp32, which is rounded to x's dtype (w) or added before the one
             rounding (b). Their gradients have their dtype.
-        precision: of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
+        precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
         implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
             with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
 

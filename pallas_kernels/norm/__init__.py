@@ -61,7 +61,7 @@ class Facts:
 
 def _why_not_triton(call: Facts) -> str | None:
     if call.channels > MAX_CHANNELS:
-        return f"takes at most {MAX_CHANNELS} channels, not {call.channels}"
+        return f"supports at most {MAX_CHANNELS} channels, not {call.channels}"
     return _dispatch.why_not_triton()
 
 

@@ -6,7 +6,7 @@
 
 Shapes: x is (..., S). With `causal` x is (..., T, T), the sums of row t run over the columns 0…t,
 and the other columns of y and dx are exactly 0. Statistics are fp32 in every dtype. The forward
-pass saves y. A row of only −∞ gives NaN, as in `jax.nn.softmax`.
+pass saves y. The result of a row of only −∞ is NaN, as in `jax.nn.softmax`.
 
 Library: the shipped models compute their softmax in attention and in the loss.
 

@@ -3,8 +3,8 @@
 Shapes: N rows of S columns. A tile is B rows and C columns, or R·K columns of one row, K of them in
 one thread.
 
-Loads and stores are masked by whole vectors of K columns (16 bytes): a mask inside a vector would
-split the vector into single columns.
+Masks of loads and stores have the granularity of a vector of K columns (16 bytes): a mask inside a
+vector would split the vector into single columns.
 """
 
 import math

@@ -42,7 +42,8 @@ def xxt(
         a: matrices in fp32, bf16 or fp16. The result has the same dtype.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
             and second derivatives need "reference".
-        precision: of fp32 matmuls in the "xla" back end (JAX's default for fp32 on a GPU is TF32).
+        precision: precision of fp32 matmuls in the "xla" back end (JAX's default for fp32 on a GPU
+            is TF32).
 
     Raises:
         ValueError: wrong shape or dtype, or the named back end cannot run this call.
@@ -119,7 +120,7 @@ def _why_not_mosaic(call: Facts) -> str | None:
     if (why := _dispatch.why_not_mosaic() or _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
     if call.shape[-1] % 64 or call.shape[-2] % 64:
-        return f"takes matrices whose sides are multiples of 64, not {call.shape}"
+        return f"supports matrices whose sides are multiples of 64, not {call.shape}"
     return None
 
 

@@ -135,12 +135,12 @@ class _Block:
     """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        slices: of the contraction, DEPTH wide.
-        scaled: b·a is added; `shifted`: d too.
-        table_items: work items of one matrix.
-        blocks: thread blocks of the grid.
+        slices: number of slices of the contraction, each DEPTH wide.
+        scaled, shifted: whether b·a is added, and d.
+        table_items: number of work items of one matrix.
+        blocks: number of thread blocks of the grid.
         me, first: index of the warpgroup and of the thread block.
-        items: work items of this thread block.
+        items: number of work items of this thread block.
     """
 
     contract: int

@@ -20,8 +20,8 @@ def move_tile(
     INDEX: tl.constexpr,
 ):
     """Return the tile of src, with 0 out of bounds."""
-    # Consecutive programs move the tiles of a column of src: together they write whole rows of
-    # the result.
+    # Consecutive programs move the tiles of a column of src: together they write complete rows
+    # of the result.
     row_tiles: tl.constexpr = (R + ROWS - 1) // ROWS
     column_tiles: tl.constexpr = (C + COLS - 1) // COLS
     batch, tile = (
