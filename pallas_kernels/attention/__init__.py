@@ -178,9 +178,7 @@ def _why_not_cudnn(call: Facts) -> str | None:
     if call.head_dim % 8 or call.head_dim > 128:
         return f"supports head dimensions of a multiple of 8 and at most 128, not {call.head_dim}"
     if call.length % 2:
-        return (
-            f"supports an even sequence length (needed by the backward pass), not {call.length}"
-        )
+        return f"supports an even sequence length (needed by the backward pass), not {call.length}"
     if call.segments:
         return "does not support segment ids"
     if call.return_lse:
