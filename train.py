@@ -31,11 +31,12 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from gptjax import cli, data, devices, sharding
+from gptjax import cli, data, devices
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
 from gptjax.generation import generate
 from gptjax.models.base import graph
+from gptjax.parallel import Parallel, put
 from gptjax.terminal import printable
 from gptjax.training import resume
 from gptjax.training.checkpoint import (
@@ -77,13 +78,11 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     if config.deterministic:
         devices.make_deterministic()
     used, idle_gpu = devices.select(config.device)
-    device, mesh = used[0], sharding.data_mesh(used)
-    # With several devices the compiler partitions the arrays, and custom kernels are excluded.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        kernels = config.kernels()
+    device, kernels = used[0], config.kernels()
+    parallel = Parallel.of(used, config.parallel, config.reduce_dtype)
     devices.reserve_memory(used)
     start_up.mark("devices")
-    inputs = Inputs.find(config, mesh)
+    inputs = Inputs.find(config, parallel.mesh)
 
     # --------------------------------------------------------------------------------------- resume
     if jax.process_index() == 0 and (no_locks := stack.enter_context(locked(config.run_dir))):
@@ -96,30 +95,30 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
     compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))
-    for name, text in header(config, inputs, used, idle_gpu, kernels, start.step):
+    for name, text in header(config, inputs, parallel, idle_gpu, kernels, start.step):
         say(name, text)
     say("compiling", "…")
     start_up.mark("data")
 
     # -------------------------------------------------------------------------------------- compile
-    replicated, graphdef = sharding.replicated(mesh), graph(config.model)
-    tx, o = config.build_optimizer(mesh), config.optimizer
+    graphdef, o, tx = graph(config.model), config.optimizer, config.build_optimizer(parallel.mesh)
+    abstract_state = parallel.with_shardings(
+        jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
+    )
+    shardings = parallel.shardings(abstract_state)
     train_function = jax.jit(
         make_train_step(
             graphdef,
             tx,
             config.learning_rate_schedule(),
+            parallel=parallel,
             skip_loss_z=o.skip_loss_z,
             skip_grad_norm_z=o.skip_grad_norm_z,
         ),
         donate_argnums=0,
-        out_shardings=replicated,
+        out_shardings=(shardings, parallel.replicated),
     )
-    eval_function = jax.jit(make_eval_step(graphdef), out_shardings=replicated)
-    abstract_state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-        jax.eval_shape(lambda: init_state(config.model, tx, config.seed)),
-    )
+    eval_function = jax.jit(make_eval_step(graphdef, parallel), out_shardings=parallel.replicated)
 
     @functools.cache
     def start_train_step(micro_batch: int):
@@ -129,11 +128,10 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     digests = threading.Thread(target=compile_digests, args=(abstract_state,), daemon=True)
     digests.start()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for the choice of kernels, as above
-        start_train_step(config.micro_batch)  # in a thread, while the next is traced and lowered
-        windows = jax.ShapeDtypeStruct(inputs.val_shape, np.int32, sharding=inputs.val_sharding)
-        wait_for_eval_step = compiler.start(eval_function, abstract_state.params, windows)
-        train_step = compile_to_fit(lambda size: start_train_step(size)(), config, device)
+    start_train_step(config.micro_batch)  # in a thread, while the next is traced and lowered
+    windows = jax.ShapeDtypeStruct(inputs.val_shape, np.int32, sharding=inputs.val_sharding)
+    wait_for_eval_step = compiler.start(eval_function, abstract_state.params, windows)
+    train_step = compile_to_fit(lambda size: start_train_step(size)(), config, device)
     eval_step = wait_for_eval_step()
     digests.join()
     start_up.mark("compilation")
@@ -145,7 +143,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     # -------------------------------------------------------------------------- state, batches, log
     if start.step is None:
-        state = jax.device_put(init_state(config.model, tx, config.seed), replicated)
+        state = jax.device_put(init_state(config.model, tx, config.seed), shardings)
     else:
         start = resume.restore(config, inputs.dataset, checkpoints, abstract_state, say)
         state = start.state
@@ -199,7 +197,8 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         prompt = np.full((1, 1), inputs.tokenizer.eot, np.int32)
         length = min(config.sample_tokens, config.model.block_size - 1)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        tokens = generate(nnx.merge(graphdef, state.params), prompt, max_new_tokens=length, key=key)
+        model = nnx.merge(graphdef, parallel.whole(state.params))
+        tokens = generate(model, prompt, max_new_tokens=length, key=key)
         tokens = np.asarray(tokens)[0, 1:]
         # The model's vocabulary may be larger than the tokenizer's.
         text = inputs.tokenizer.decode(tokens[tokens < inputs.tokenizer.vocab_size])
@@ -245,7 +244,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
             while step < config.max_steps and not stop.number:
                 windows = next(loader) if one_batch is None else one_batch
                 windows = windows.reshape(inputs.micro_batches, -1, config.sequence_length + 1)
-                state, metrics = train_step(state, sharding.put(inputs.train_sharding, windows))
+                state, metrics = train_step(state, put(inputs.train_sharding, windows))
                 step += 1
                 read_metrics()  # of the step before, while the device computes this one
                 progress.submit(step, metrics)

@@ -1,7 +1,6 @@
 """Launches of Triton kernels from JAX. This module imports Triton, so it is imported only where a
 Triton kernel runs."""
 
-import sys
 from typing import Any
 
 import jax
@@ -12,12 +11,6 @@ import triton.backends.nvidia.driver
 # constant set, kernels run (seen on an H200).
 if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
     triton.backends.nvidia.driver.TMA_TF32 = 11
-
-    # To compile a kernel, Triton 3.6 asks whether its own driver is active, and the answer imports
-    # torch: seconds of a start. Later versions ask torch only if it is imported already.
-    driver = triton.backends.nvidia.driver.CudaDriver
-    is_active = driver.is_active
-    driver.is_active = staticmethod(lambda: "torch" in sys.modules and is_active())
 
 import jax_triton
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from gptjax import optim, sharding
+from gptjax import optim, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.models.base import abstract_params, graph
 from gptjax.models.gpt2 import GPT2Config
@@ -43,16 +43,16 @@ def lines(config):
 
 
 def mesh(devices=1):
-    return sharding.data_mesh(jax.devices()[:devices])
+    return parallel.data_mesh(jax.devices()[:devices])
 
 
 def losses(config, devices=1, steps=30):
     """Of learning one batch by heart."""
     tx, schedule = config.build_optimizer(mesh(devices)), config.learning_rate_schedule()
     step = jax.jit(make_train_step(graph(MODEL), tx, schedule))
-    state = jax.device_put(init_state(MODEL, tx, 0), sharding.replicated(mesh(devices)))
+    state = jax.device_put(init_state(MODEL, tx, 0), parallel.replicated(mesh(devices)))
     windows = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 4, 17)), jnp.int32)
-    windows = jax.device_put(windows, sharding.over_batch(mesh(devices), axis=1))
+    windows = jax.device_put(windows, parallel.over_batch(mesh(devices), axis=1))
     found = []
     for _ in range(steps):
         state, metrics = step(state, windows)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptjax import optim, sharding
+from gptjax import optim, parallel
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import checkpoint as checkpoint_module
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, DamagedError, NotFiniteError
@@ -23,7 +23,7 @@ CONFIG = GPT2Config(
 
 @functools.cache
 def state_and_shape(devices=1, config=CONFIG):
-    mesh = sharding.replicated(sharding.data_mesh(jax.devices("cpu")[:devices]))
+    mesh = parallel.replicated(parallel.data_mesh(jax.devices("cpu")[:devices]))
     state = jax.device_put(init_state(config, optim.adamw(1e-3), 0), mesh)
     state = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state)
     return state, jax.tree.map(

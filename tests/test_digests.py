@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gptjax import sharding
+from gptjax import parallel
 from gptjax.training.digests import compile_digests, digests
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.uint16, jnp.uint8, jnp.bool_]
@@ -54,7 +54,7 @@ def test_order_shape_and_type_count():
 
 
 def test_equal_under_any_sharding():
-    mesh = sharding.data_mesh(jax.devices("cpu")[:2])
+    mesh = parallel.data_mesh(jax.devices("cpu")[:2])
     x = jax.random.normal(jax.random.key(0), (8, 6))
     expected = digest(x)
     for spec in (PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")):

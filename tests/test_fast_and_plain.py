@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from gptjax import cli, data, sharding
+from gptjax import cli, data, parallel
 from gptjax import config as configuration
 from gptjax.models.base import graph
 from gptjax.models.gpt2 import GPT2Config
@@ -125,7 +125,7 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
 
     # The losses are those of train.py's step.
     config = bench.config_of_seed(cli.load(options.config), options, "fast", 1)
-    tx = config.build_optimizer(sharding.data_mesh(jax.devices("cpu")[:1]))
+    tx = config.build_optimizer(parallel.data_mesh(jax.devices("cpu")[:1]))
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
     state, dataset = (
         init_state(config.model, tx, 1),

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from gptjax import cli, data, sharding
+from gptjax import cli, data, parallel
 from gptjax import config as configuration
 from gptjax.models.base import graph
 from gptjax.training.step import init_state, make_train_step
@@ -100,7 +100,7 @@ def test_trains_once_and_compares(learning, options, monkeypatch, capsys):
     config = learning.config_of(
         recipe, options, 6, 0, matrix_learning_rate=0.04, learning_rate=1e-2
     )
-    mesh = sharding.data_mesh(jax.devices("cpu")[:1])
+    mesh = parallel.data_mesh(jax.devices("cpu")[:1])
     tx = config.build_optimizer(mesh)
     step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
     state, dataset = (

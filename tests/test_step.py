@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from kernel_tools import h200, lower_for_h200
 
-from gptjax import Precision, optim, sharding
+from gptjax import Precision, optim, parallel
 from gptjax.models import gpt2, layers
 from gptjax.models.base import graph
 from gptjax.models.gpt2 import GPT2Config
@@ -112,11 +112,11 @@ def test_two_devices_make_the_update_that_one_makes():
     tx = optim.adamw(schedule)
     step = make_train_step(graph(CONFIG), tx, schedule)
     one, one_metrics = jax.jit(step)(state_of(tx), windows(2, 4))
-    mesh = sharding.data_mesh(jax.devices("cpu")[:2])
-    state = jax.device_put(state_of(tx), sharding.replicated(mesh))
-    batch = sharding.put(sharding.over_batch(mesh, axis=1), np.asarray(windows(2, 4)))
+    mesh = parallel.data_mesh(jax.devices("cpu")[:2])
+    state = jax.device_put(state_of(tx), parallel.replicated(mesh))
+    batch = parallel.put(parallel.over_batch(mesh, axis=1), np.asarray(windows(2, 4)))
     assert len(batch.sharding.device_set) == 2
-    two, two_metrics = jax.jit(step, out_shardings=sharding.replicated(mesh))(state, batch)
+    two, two_metrics = jax.jit(step, out_shardings=parallel.replicated(mesh))(state, batch)
     np.testing.assert_allclose(two_metrics["loss"], one_metrics["loss"], rtol=1e-6)
     np.testing.assert_allclose(two_metrics["grad_norm"], one_metrics["grad_norm"], rtol=1e-5)
     # Adam's first update is a sign: where a gradient is all rounding it may differ, so moments are

@@ -17,6 +17,7 @@ from gptjax.config import Config
 from gptjax.data import write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import OptimizerConfig
+from gptjax.parallel import data_mesh
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
@@ -108,7 +109,7 @@ def losses(config: Config) -> dict[int, tuple]:
 
 def last_state(config: Config) -> list[np.ndarray]:
     """Every array of the newest checkpoint."""
-    tx = config.build_optimizer(train_py.sharding.data_mesh(jax.devices("cpu")[:1]))
+    tx = config.build_optimizer(data_mesh(jax.devices("cpu")[:1]))
     abstract = jax.eval_shape(lambda: train_py.init_state(config.model, tx, config.seed))
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)

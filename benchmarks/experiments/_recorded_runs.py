@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from gptjax import config as configuration
-from gptjax import data, devices, sharding
+from gptjax import data, devices
 from gptjax.bench import results
 from gptjax.config import Config
 
@@ -122,7 +122,7 @@ class RecordedRuns:
             count=math.ceil(self.o.val_tokens / (config.micro_batch * config.sequence_length)),
             vocab_size=config.model.vocab_size,
         )
-        return [sharding.put(sharding.over_batch(mesh, axis=0), w) for w in windows]
+        return [parallel.put(parallel.over_batch(mesh, axis=0), w) for w in windows]
 
     @functools.cached_property
     def device(self) -> list[jax.Device]:

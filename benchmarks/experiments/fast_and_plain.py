@@ -50,7 +50,7 @@ from _fast_and_plain_report import (
 )
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
 
-from gptjax import cli, data, devices, sharding
+from gptjax import cli, data, devices
 from gptjax import config as configuration
 from gptjax.bench.errors import BenchError
 from gptjax.bench.measuring import one_device
@@ -147,7 +147,7 @@ class Runs(RecordedRuns):
         mesh, tx, step, evaluate = self.programs(dataclasses.replace(config, seed=0))
         kernels = config.kernels()
         print(f"  {label}: compiled, {listed(kernels)}, at {elapsed_s()} s", flush=True)
-        state = jax.device_put(init_state(config.model, tx, config.seed), sharding.replicated(mesh))
+        state = jax.device_put(init_state(config.model, tx, config.seed), parallel.replicated(mesh))
         jax.block_until_ready(state)
         kept, began = [], time.perf_counter()
         with self.loader(config) as loader:
@@ -156,7 +156,7 @@ class Runs(RecordedRuns):
                     config.micro_batches(1), -1, config.sequence_length + 1
                 )
                 state, metrics = step(
-                    state, sharding.put(sharding.over_batch(mesh, axis=1), windows)
+                    state, parallel.put(parallel.over_batch(mesh, axis=1), windows)
                 )
                 kept.append({name: metrics[name] for name in ("loss", "grad_norm")})
                 if done % PROGRESS_EVERY == 0:
@@ -194,8 +194,8 @@ class Runs(RecordedRuns):
     def programs(self, config: Config):
         """Return mesh, optimizer, training step and evaluation step, compiled as by train.py."""
         device = self.device[0]
-        mesh, graphdef, compiler = sharding.data_mesh([device]), graph(config.model), Compiler(None)
-        replicated, tx = sharding.replicated(mesh), config.build_optimizer(mesh)
+        mesh, graphdef, compiler = parallel.data_mesh([device]), graph(config.model), Compiler(None)
+        replicated, tx = parallel.replicated(mesh), config.build_optimizer(mesh)
 
         def abstract(tree, sharding):
             return jax.tree.map(
@@ -203,7 +203,7 @@ class Runs(RecordedRuns):
             )
 
         def windows(*shape):
-            at = sharding.over_batch(mesh, axis=len(shape) - 1)
+            at = parallel.over_batch(mesh, axis=len(shape) - 1)
             return jax.ShapeDtypeStruct((*shape, config.sequence_length + 1), np.int32, sharding=at)
 
         state = abstract(jax.eval_shape(lambda: init_state(config.model, tx, 0)), replicated)

@@ -31,7 +31,7 @@ import tyro
 from _learning_report import draw, final, sentences, shown, summary
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
 
-from gptjax import cli, data, devices, optim, sharding
+from gptjax import cli, data, devices, optim
 from gptjax import config as configuration
 from gptjax.config import Config
 from gptjax.models.base import graph
@@ -138,7 +138,7 @@ class Runs(RecordedRuns):
         }
         state = jax.device_put(
             init_state(config.model, config.build_optimizer(mesh), config.seed),
-            sharding.replicated(mesh),
+            parallel.replicated(mesh),
         )
         val, train, paused = [], [], 0.0
         with self.loader(config) as loader:
@@ -147,7 +147,7 @@ class Runs(RecordedRuns):
                     config.micro_batches(1), -1, config.sequence_length + 1
                 )
                 state, metrics = step(
-                    state, sharding.put(sharding.over_batch(mesh, axis=1), windows), tables
+                    state, parallel.put(parallel.over_batch(mesh, axis=1), windows), tables
                 )
                 train.append(metrics["loss"])
                 if done == 1:  # its time includes the compilation
@@ -186,7 +186,7 @@ class Runs(RecordedRuns):
     def programs(self, config: Config):
         """Return mesh, training step, evaluation step and validation windows. The step reads the
         schedules from tables: one executable serves every learning rate and length."""
-        mesh = sharding.data_mesh(self.device)
+        mesh = parallel.data_mesh(self.device)
         graphdef = graph(config.model)
 
         @functools.partial(jax.jit, donate_argnums=0)

@@ -13,7 +13,7 @@ import functools
 import jax
 import optax
 
-from gptjax import optim, sharding
+from gptjax import optim, parallel
 from gptjax.bench.harness import Case
 from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
@@ -45,7 +45,7 @@ def cases() -> list[Case]:
 def _built(algorithm: str) -> optax.GradientTransformation:
     """As train.py builds it."""
     config = Config(optimizer=optim.ALGORITHMS[algorithm]())
-    return config.build_optimizer(sharding.data_mesh(jax.devices()[:1]))
+    return config.build_optimizer(parallel.data_mesh(jax.devices()[:1]))
 
 
 def _updates(tx):

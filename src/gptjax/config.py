@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig
+from gptjax.parallel import Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveInt, Seed, ranges
 from gptjax.terminal import printable
@@ -57,6 +58,12 @@ class Config:
     checkpoint's config; the log records the change."""
     device: Literal["auto", "gpu", "cpu"] = "gpu"
     """gpu: all NVIDIA GPUs, or an error; cpu; auto: GPUs if there are any, else the CPU."""
+    parallel: Strategy = "data"
+    """With several devices, what each stores: data: all parameters and optimizer state; zero1: a
+    shard of both, and parameters gathered once per step; fsdp: a shard of both, and the parameters
+    of a block gathered when it runs."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are summed over the devices."""
     seed: Seed = 0
     """Seed of the initial weights, the order of the data and the samples."""
 
@@ -244,7 +251,8 @@ def _in_words(expected: Any) -> str:
 # Fields of Config that may differ between a checkpoint and the command that resumes it: they do not
 # change what is learned. `operational` adds those of the model.
 OPERATIONAL = frozenset(
-    "name runs_dir data_dir dataset resume resume_with_changes device max_steps micro_batch "
+    "name runs_dir data_dir dataset resume resume_with_changes device parallel max_steps "
+    "micro_batch "
     "val_every val_tokens sample_every sample_tokens checkpoint_every keep_last keep_every "
     "log_every deterministic compilation_cache".split()
 )

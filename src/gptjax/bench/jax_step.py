@@ -11,10 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gptjax import sharding
 from gptjax.bench.errors import BenchError
 from gptjax.config import Config
 from gptjax.models.base import graph
+from gptjax.parallel import Parallel, over_batch
 from gptjax.training.compilation import compiler_options
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.step import init_state, make_eval_step, make_train_step
@@ -26,6 +26,7 @@ class JaxStep:
     Args:
         config: one micro-batch a step.
         forward: the loss alone, without gradients.
+        parallel: devices that share the step, with `device` among them; None for `device` alone.
         jit: False runs the same function operation by operation. Functions to which JAX itself
             applies `jit` stay compiled.
 
@@ -35,12 +36,18 @@ class JaxStep:
     """
 
     def __init__(
-        self, config: Config, device: jax.Device, *, forward: bool = False, jit: bool = True
+        self,
+        config: Config,
+        device: jax.Device,
+        *,
+        parallel: Parallel | None = None,
+        forward: bool = False,
+        jit: bool = True,
     ):
         self.config, self.device, self.forward, self.jit = config, device, forward, jit
         self.compiled: jax.stages.Compiled | None = None
         self.compile_s = 0.0
-        self._mesh = sharding.data_mesh([device])
+        self.parallel = parallel or Parallel.of([device])
         self._call: Callable | None = None
         self._state = None
 
@@ -57,17 +64,14 @@ class JaxStep:
             return
         self.config.kernels()
         started = time.perf_counter()
-        replicated = sharding.replicated(self._mesh)
-
-        def abstract(tree):
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
-            )
-
-        state = abstract(jax.eval_shape(self._init))
-        windows = abstract(jax.eval_shape(self._windows))
+        state = self.parallel.with_shardings(jax.eval_shape(self._init))
+        windows = jax.eval_shape(self._windows)
+        windows = jax.ShapeDtypeStruct(windows.shape, windows.dtype, sharding=self._over_batch)
+        scalar = self.parallel.replicated
         step = jax.jit(
-            self._function(), donate_argnums=() if self.forward else 0, out_shardings=replicated
+            self._function(),
+            donate_argnums=() if self.forward else 0,
+            out_shardings=scalar if self.forward else (self.parallel.shardings(state), scalar),
         )
         lowered = step.lower(state.params if self.forward else state, windows)
         self.compiled = lowered.compile(compiler_options=compiler_options() | options)
@@ -86,9 +90,9 @@ class JaxStep:
         if self._state is None:
             if self.jit:
                 self.compile()
-            replicated = sharding.replicated(self._mesh)
-            self._state = jax.device_put(self._init(), replicated)
-            self._batch = jax.device_put(self._windows(), replicated)
+            state = self._init()
+            self._state = jax.device_put(state, self.parallel.shardings(state))
+            self._batch = jax.device_put(self._windows(), self._over_batch)
             self._call = self.compiled or self._function()
         # Without jit nothing is donated: a second reference would keep the old state alive.
         state, self._state = self._state, None
@@ -126,21 +130,27 @@ class JaxStep:
 
     @functools.cached_property
     def _tx(self):
-        return self.config.build_optimizer(self._mesh)
+        return self.config.build_optimizer(self.parallel.mesh)
 
     def _init(self):
         return init_state(self.config.model, self._tx, seed=0)
 
     def _windows(self):
-        shape = (self.config.micro_batch, self.config.sequence_length + 1)
+        sequences = self.config.micro_batch * self.parallel.devices
+        shape = (sequences, self.config.sequence_length + 1)
         tokens = jax.random.randint(
             jax.random.key(1), shape, 0, self.config.model.vocab_size, jnp.int32
         )
         return tokens if self.forward else tokens[None]
 
+    @property
+    def _over_batch(self):
+        return over_batch(self.parallel.mesh, axis=0 if self.forward else 1)
+
     def _function(self) -> Callable:
         graphdef, o = graph(self.config.model), self.config.optimizer
         if self.forward:
-            return make_eval_step(graphdef)
+            return make_eval_step(graphdef, self.parallel)
         skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
-        return make_train_step(graphdef, self._tx, self.config.learning_rate_schedule(), **skip)
+        rate = self.config.learning_rate_schedule()
+        return make_train_step(graphdef, self._tx, rate, parallel=self.parallel, **skip)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Integer
 
 from gptjax.models.layers import KVCache
 from gptjax.optim import Group
+from gptjax.optim.partition import assign, paths_of
 from gptjax.precision import Precision
 from pallas_kernels import linear_cross_entropy, select
 
@@ -324,6 +325,25 @@ def graph(config: ModelConfig) -> nnx.GraphDef:
 def abstract_params(config: ModelConfig) -> dict:
     """Return the shapes and dtypes of the parameters as a nested dict of `jax.ShapeDtypeStruct`."""
     return nnx.to_pure_dict(_abstract(config)[1])
+
+
+def read_dtypes(config: ModelConfig) -> dict:
+    """Return the shapes of the parameters, with the dtypes in which the model reads them.
+
+    The matrices inside the blocks are read in the compute dtype, all others in their own.
+    """
+    params = abstract_params(config)
+    leaves, structure = jax.tree.flatten(params)
+    paths = paths_of(params)
+    groups = assign(config.parameter_groups(), paths)
+    dtypes = [
+        leaf.dtype if groups[path].matrices is None else config.precision.compute_dtype
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    read = [
+        jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, read)
 
 
 def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Integer
 from gptjax.models.base import Model, ModelConfig
 from gptjax.models.layers import KVCache, Linear, lookup, normal
 from gptjax.optim import Group, Matrices
+from gptjax.parallel import apply_block
 from pallas_kernels import layer_norm, mlp, projected_attention, select
 
 INIT_STD = 0.02
@@ -245,9 +246,15 @@ class Block(nnx.Module):
         y_BTC, x_BTC = self.ln_2.add_layer_norm(x_BTC, pending)
         return x_BTC, self.mlp(y_BTC, decoding=cache is not None)
 
+    def sublayers(
+        self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
+    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
+        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
+        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending))
+
     def fused(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Return the residual stream after both sublayers, without a pending residual."""
-        x_BTC, pending = self.mlp_sublayer(*self.attention_sublayer(x_BTC))
+        x_BTC, pending = self.sublayers(x_BTC, None)
         return pending.added_to(x_BTC)
 
 
@@ -293,16 +300,16 @@ class GPT2(Model):
             # Recomputed parts start from the sum: the pair would be two arrays to store.
             match "cache" if cache else self.config.recompute:
                 case "block":
-                    x_BTC = nnx.remat(Block.fused)(block, x_BTC)
+                    x_BTC = apply_block(Block.fused, block, x_BTC, recompute=True)
                 case "sublayer":
                     for sublayer in (Block.attention_sublayer, Block.mlp_sublayer):
-                        x_BTC, after = nnx.remat(sublayer)(block, x_BTC)
+                        x_BTC, after = apply_block(sublayer, block, x_BTC, recompute=True)
                         x_BTC = after.added_to(x_BTC)
                 case "cache":
                     x_BTC, pending = block.attention_sublayer(x_BTC, pending, cache[i])
                     x_BTC, pending = block.mlp_sublayer(x_BTC, pending, cache[i])
                 case _:
-                    x_BTC, pending = block.mlp_sublayer(*block.attention_sublayer(x_BTC, pending))
+                    x_BTC, pending = apply_block(Block.sublayers, block, x_BTC, pending)
         return self.ln_f.add_layer_norm(x_BTC, pending)[0]
 
     def head(self) -> Float[Array, "P C"]:

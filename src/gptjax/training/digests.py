@@ -105,6 +105,7 @@ def _sums(arrays: list[Shaped[Array, "..."]]) -> UInt32[Array, "arrays 3"]:
     return jnp.stack([_sums_of_one(x) for x in arrays])
 
 
+@jax.jit  # inside the one of `_sums`: traced once per shape, not once per array
 def _sums_of_one(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
     """Return two sums of hashes, and the number of elements that are not finite."""
     bad = ~jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, bool)

@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator
 
-import jax
-
 from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
+from gptjax.parallel import Parallel
 from gptjax.training.inputs import Inputs
 
 
 def header(
     config: Config,
     inputs: Inputs,
-    devices: list[jax.Device],
+    parallel: Parallel,
     idle_gpu: str | None,
     kernels: dict[str, str],
     resume_step: int | None,
@@ -21,6 +20,7 @@ def header(
     """Yield a name and a text for each line.
 
     Args:
+        parallel: the devices and the strategy.
         idle_gpu: why a GPU of this machine is not used, if one is not.
         kernels: back end of each part of the model.
         resume_step: step of the checkpoint that the run resumes from, if any.
@@ -29,7 +29,9 @@ def header(
     begin = "from the beginning" if resume_step is None else f"resuming from step {resume_step}"
     yield "run", f"{config.run_dir}, {begin}"
     idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
-    yield "device", f"{len(devices)} × {devices[0].device_kind}{idle}"
+    yield "device", f"{parallel.devices} × {parallel.mesh.devices.flat[0].device_kind}{idle}"
+    if parallel.devices > 1:
+        yield "parallel", f"{config.parallel}, gradients summed in {config.reduce_dtype}"
     yield "precision", model.precision
     yield "kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items())
     padded = model.num_allocated_params != model.num_params

@@ -6,7 +6,7 @@ import math
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from gptjax import data, sharding
+from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
 
 
@@ -58,12 +58,12 @@ class Inputs:
     @property
     def train_sharding(self) -> NamedSharding:
         """Sharding of (micro-batch, sequence, token)."""
-        return sharding.over_batch(self.mesh, axis=1)
+        return parallel.over_batch(self.mesh, axis=1)
 
     @property
     def val_sharding(self) -> NamedSharding:
         """Sharding of (sequence, token)."""
-        return sharding.over_batch(self.mesh, axis=0)
+        return parallel.over_batch(self.mesh, axis=0)
 
     def train_shape(self, micro_batch: int) -> tuple[int, int, int]:
         """Return (micro-batches, sequences, tokens + 1) of a step's tokens."""
@@ -101,7 +101,7 @@ class Inputs:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        return [sharding.put(self.val_sharding, batch) for batch in windows]
+        return [parallel.put(self.val_sharding, batch) for batch in windows]
 
 
 def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:

@@ -16,8 +16,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from gptjax.models.base import ModelConfig, init_params, loss_fn
+from gptjax.models.base import ModelConfig, init_params, loss_fn, read_dtypes
 from gptjax.optim.adamw import global_norm
+from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
 
 
@@ -58,16 +59,40 @@ def init_state(
 
 
 def loss_and_grads(
-    graphdef: nnx.GraphDef, params: PyTree, windows_ABT1: Int[Array, "A B T1"]
+    graphdef: nnx.GraphDef,
+    params: PyTree,
+    windows_ABT1: Int[Array, "A B T1"],
+    parallel: Parallel | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Compute the mean loss over A·B·T tokens and its gradient, one micro-batch at a time.
 
     Args:
+        graphdef: from `gptjax.models.base.graph`.
         windows_ABT1: sequences of T+1 tokens: the first T are inputs, the last T their targets.
+        parallel: the devices that share the computation; None for one device.
 
     Returns:
         The loss (fp32) and a gradient like `params`, accumulated in fp32.
     """
+    if parallel is None or parallel.devices == 1:
+        return _accumulate(graphdef, params, windows_ABT1)
+    placements = parallel.placements(read_dtypes(nnx.merge(graphdef, params).config))
+    annotated = parallel.annotate(graphdef, placements)
+
+    def on_one_device(params, windows_ABT1):
+        whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), params)
+        loss, grads = _accumulate(annotated, whole, windows_ABT1)
+        loss, grads = jax.tree.map(lambda x: x / parallel.devices, (loss, grads))
+        return jax.lax.psum(loss, AXIS), reduce(grads)[0]
+
+    run = parallel.on_each_device(on_one_device, params, batch_axis=1, out=(None, params))
+    return run(params, windows_ABT1)
+
+
+def _accumulate(
+    graphdef: nnx.GraphDef, params: PyTree, windows_ABT1: Int[Array, "A B T1"]
+) -> tuple[Float[Array, ""], PyTree]:
+    """Return the mean of the loss and of the gradient over the micro-batches of one device."""
 
     def micro_batch(params, windows_BT1):
         return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
@@ -93,6 +118,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     *,
+    parallel: Parallel | None = None,
     skip_loss_z: float | None = None,
     skip_grad_norm_z: float | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
@@ -102,6 +128,7 @@ def make_train_step(
         graphdef: from `gptjax.models.base.graph`.
         tx: the optimizer, including its learning rate.
         learning_rate: the learning-rate schedule of `tx`, for the metrics.
+        parallel: the devices that share the computation; None for one device.
         skip_loss_z, skip_grad_norm_z: skip an update whose loss or gradient norm exceeds the mean
             of its last 128 values by more than this number of standard deviations. If either is
             set, also skip an update whose loss or gradient norm is not finite. With None for both,
@@ -115,7 +142,7 @@ def make_train_step(
     def train_step(
         state: TrainState, windows_ABT1: Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
-        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1)
+        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
@@ -156,10 +183,33 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(graphdef: nnx.GraphDef) -> Callable[[PyTree, Any], Any]:
-    """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32."""
+def make_eval_step(
+    graphdef: nnx.GraphDef, parallel: Parallel | None = None
+) -> Callable[[PyTree, Any], Any]:
+    """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32.
+
+    Args:
+        graphdef, parallel: as for `make_train_step`.
+    """
+
+    def mean_loss(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
+        return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
 
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
-        return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
+        if parallel is None or parallel.devices == 1:
+            return mean_loss(params, windows_BT1)
+        # Whole parameters in every strategy: without a backward pass, nothing else is stored.
+        gathering = dataclasses.replace(
+            parallel, strategy="data" if parallel.strategy == "data" else "zero1"
+        )
+        placements = gathering.placements(read_dtypes(nnx.merge(graphdef, params).config))
+
+        def on_one_device(params, windows_BT1):
+            loss = mean_loss(gathering.gather(params, placements), windows_BT1)
+            return jax.lax.pmean(loss, AXIS)
+
+        return gathering.on_each_device(on_one_device, params, batch_axis=0, out=None)(
+            params, windows_BT1
+        )
 
     return eval_step

@@ -1,0 +1,277 @@
+"""The devices of a run, and what is sharded over them, gathered and reduced.
+
+All devices form a mesh with one axis, `data`. Every device computes the loss and the gradient of
+its share of the batch inside `jax.shard_map`, where custom kernels see the arrays of one device.
+The optimizer runs outside, on global arrays. A strategy determines what each device stores:
+
+| strategy | stored per device | gathered | gradients |
+| --- | --- | --- | --- |
+| data | all parameters, all optimizer state | nothing | all-reduced |
+| zero1 | a shard of both | all parameters, once per step | reduce-scattered |
+| fsdp | a shard of both | each block's parameters, when the block runs | reduce-scattered |
+
+zero1 is stage 1 of ZeRO (Rajbhandari et al., 2020) and also shards the fp32 parameters: only a copy
+in the compute dtype is whole. fsdp is stage 3: a block's gathered parameters are released after its
+forward pass and gathered again for its backward pass.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+Strategy = Literal["data", "zero1", "fsdp"]
+AXIS = "data"
+REDUCE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+# Smaller arrays are replicated: a collective of so few bytes costs more than their memory.
+SMALLEST_SHARDED = 2**14
+# Name of gathered parameters for the checkpoint policy of `apply_block`.
+GATHERED = "gathered parameters"
+
+
+def data_mesh(devices: list[jax.Device]) -> Mesh:
+    """Return a mesh with one axis, `data`, over all devices."""
+    return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding with a copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def over_batch(mesh: Mesh, axis: int) -> NamedSharding:
+    """Return the sharding that splits the given axis over the devices."""
+    return NamedSharding(mesh, _spec(axis))
+
+
+def put(sharding: NamedSharding, local: np.ndarray) -> jax.Array:
+    """Return a global array; `local` is the part of this process, for its devices."""
+    return jax.make_array_from_process_local_data(sharding, local)
+
+
+def shard_axis(shape: tuple[int, ...], devices: int) -> int | None:
+    """Return the axis along which a parameter or an optimizer moment is sharded, or None.
+
+    The rule is the longest axis that the number of devices divides. It depends on the shape only,
+    so a parameter and its moments have one sharding.
+    """
+    divisible = [axis for axis, size in enumerate(shape) if size % devices == 0]
+    if np.prod(shape, dtype=np.int64) < SMALLEST_SHARDED or devices == 1 or not divisible:
+        return None
+    return max(divisible, key=lambda axis: shape[axis])
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a parameter is stored, and what the step gathers.
+
+    Attributes:
+        axis: the sharded axis; None if the parameter is replicated.
+        dtype: dtype in which the model reads the parameter, and in which it is gathered.
+        by_block: whether it is gathered when its block runs, not at the beginning of the step.
+    """
+
+    axis: int | None
+    dtype: Any
+    by_block: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """A mesh and a strategy.
+
+    Attributes:
+        mesh: from `data_mesh`.
+        strategy: see the module's docstring.
+        reduce_dtype: dtype in which gradients are summed over the devices.
+    """
+
+    mesh: Mesh
+    strategy: Strategy = "data"
+    reduce_dtype: Any = jnp.float32
+
+    @classmethod
+    def of(
+        cls, devices: list[jax.Device], strategy: Strategy = "data", reduce_dtype: str = "fp32"
+    ) -> "Parallel":
+        """Return the strategy on these devices; `reduce_dtype` is "fp32" or "bf16"."""
+        return cls(data_mesh(devices), strategy, REDUCE_DTYPES[reduce_dtype])
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.mesh.size
+
+    @property
+    def gathers_blocks(self) -> bool:
+        """Whether the parameters of a block are gathered when the block runs."""
+        return self.strategy == "fsdp" and self.devices > 1
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding with a copy on every device."""
+        return replicated(self.mesh)
+
+    def axis_of(self, x: Any) -> int | None:
+        """Return the sharded axis of an array of the training state, or None."""
+        return None if self.strategy == "data" else shard_axis(x.shape, self.devices)
+
+    def shardings(self, state: PyTree) -> PyTree:
+        """Return the sharding of each array of a training state, or of parameters.
+
+        Args:
+            state: arrays, or `jax.ShapeDtypeStruct`s.
+        """
+        return jax.tree.map(lambda x: NamedSharding(self.mesh, _spec(self.axis_of(x))), state)
+
+    def with_shardings(self, state: PyTree) -> PyTree:
+        """Return `jax.ShapeDtypeStruct`s with the sharding of each array of a training state."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            self.shardings(state),
+        )
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Return the parameters with a copy of each on every device."""
+        if self.strategy == "data":
+            return params
+        return jax.jit(lambda x: x, out_shardings=self.replicated)(params)
+
+    def placements(self, read_dtypes: PyTree) -> PyTree:
+        """Return the `Placement` of each parameter.
+
+        Args:
+            read_dtypes: a `jax.ShapeDtypeStruct` for each parameter, as nested dicts, in the dtype
+                in which the model reads it. Blocks are below the key "blocks".
+        """
+
+        def place(path, x) -> Placement:
+            axis = self.axis_of(x)
+            by_block = self.gathers_blocks and axis is not None and path[0].key == "blocks"
+            return Placement(axis, x.dtype, by_block)
+
+        return jax.tree_util.tree_map_with_path(place, read_dtypes)
+
+    def gather(self, params: PyTree, placements: PyTree) -> PyTree:
+        """Return the whole parameters, except those that their block gathers. Inside `shard_map`.
+
+        The transposed operation reduces each gradient as soon as it is complete, so that XLA can
+        overlap the collective with the rest of the backward pass.
+        """
+
+        def one(x, place: Placement):
+            if place.by_block:
+                return x
+            # In x's dtype, so that the gradient has it, too. XLA removes the conversion.
+            return _gather(x, place.axis, place.dtype, self.reduce_dtype).astype(x.dtype)
+
+        return jax.tree.map(one, params, placements)
+
+    def annotate(self, graphdef: nnx.GraphDef, placements: PyTree) -> nnx.GraphDef:
+        """Return the graph with the placement of each parameter that its block gathers.
+
+        `apply_block` reads them.
+        """
+        if not self.gathers_blocks:
+            return graphdef
+        model = nnx.merge(graphdef, placements)
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Param) and variable.get_raw_value().by_block:
+                variable.set_metadata(
+                    placement=variable.get_raw_value(), reduce_dtype=self.reduce_dtype
+                )
+        return nnx.split(model, nnx.Param)[0]
+
+    def on_each_device(self, f: Callable, params: PyTree, batch_axis: int, out: Any) -> Callable:
+        """Return f, a function of parameters and tokens, mapped over the devices.
+
+        Args:
+            f: sees the shards of the parameters and its share of the tokens.
+            params: parameters, or their shapes.
+            batch_axis: axis of the tokens that is split.
+            out: a tree like the results of f: arrays like `params`, or None for a replicated one.
+        """
+        specs = jax.tree.map(lambda x: _spec(self.axis_of(x)), params)
+        out = jax.tree.map(
+            lambda x: PartitionSpec() if x is None else _spec(self.axis_of(x)),
+            out,
+            is_leaf=lambda x: x is None,
+        )
+        return jax.shard_map(
+            f,
+            mesh=self.mesh,
+            in_specs=(specs, _spec(batch_axis)),
+            out_specs=out,
+            check_vma=False,
+        )
+
+
+def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = False) -> Any:
+    """Return f(block, *args). Under fsdp, gather the block's parameters first.
+
+    Args:
+        f: a function of a block and of arrays.
+        recompute: store only `args` for the backward pass. Without it, all intermediate results are
+            stored, except gathered parameters, which the backward pass gathers again.
+    """
+    graphdef, state = nnx.split(block, nnx.Param)
+    variables = jax.tree.leaves(state, is_leaf=_is_variable)
+    if not any("placement" in variable.get_metadata() for variable in variables):
+        return (nnx.remat(f) if recompute else f)(block, *args)
+
+    def gathered(variable: nnx.Variable) -> nnx.Variable:
+        metadata = variable.get_metadata()
+        if "placement" not in metadata:
+            return variable
+        place, reduce_dtype = metadata["placement"], metadata["reduce_dtype"]
+        x = _gather(variable.get_raw_value(), place.axis, place.dtype, reduce_dtype)
+        return variable.replace(checkpoint_name(x, GATHERED))
+
+    def run(state, *args):
+        whole = jax.tree.map(gathered, state, is_leaf=_is_variable)
+        return f(nnx.merge(graphdef, whole), *args)
+
+    policies = jax.checkpoint_policies
+    policy = None if recompute else policies.save_anything_except_these_names(GATHERED)
+    return jax.checkpoint(run, policy=policy)(state, *args)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, axis: int | None, dtype: Any, reduce_dtype: Any) -> jax.Array:
+    """Return the whole parameter in `dtype`; unchanged if it is replicated."""
+    if axis is None:
+        return x
+    return jax.lax.all_gather(x.astype(dtype), AXIS, axis=axis, tiled=True)
+
+
+def _gather_forward(x, axis, dtype, reduce_dtype):
+    return _gather(x, axis, dtype, reduce_dtype), jnp.zeros((0,), x.dtype)
+
+
+def _gather_backward(axis, dtype, reduce_dtype, like, g):
+    g = g.astype(reduce_dtype)
+    if axis is None:
+        g = jax.lax.psum(g, AXIS)
+    else:
+        g = jax.lax.psum_scatter(g, AXIS, scatter_dimension=axis, tiled=True)
+    return (g.astype(like.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _spec(axis: int | None) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
