@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = (
 # XLA's threads: in the interpreter for Mosaic GPU each warpgroup that waits at a barrier holds one
 # of them, and two hang.
 os.environ.setdefault("NPROC", "32")
+# PyTorch's threads: one for each process, or the threads of several processes wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A test session on a GPU shares it with the training runs that some tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -31,9 +31,6 @@ from gptjax import GPT2, PRESETS, GPT2Config, Precision, generate, loss_fn
 from gptjax.models.gpt2 import LayerNorm, PendingResidual
 from gptjax.models.layers import Linear
 
-torch.set_num_threads(2)
-
-
 # Blocks of the 124M model and its vocabulary.
 WIDE = (50257, 50304, 256, 3, 12, 768, 2)
 

@@ -17,8 +17,6 @@ from gptjax.models.base import graph
 from gptjax.optim import adamw, schedule
 from gptjax.training.step import init_state, make_train_step
 
-torch.set_num_threads(2)
-
 STEPS = 10
 WARMUP = 4
 TINY = GPT2Config(
