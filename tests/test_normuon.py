@@ -376,11 +376,14 @@ def test_on_a_foreign_model_and_on_nnx_state():
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     x = as_jax(normal(32, 8))
     loss_fn = lambda model: jnp.square(model(x)[:, 0] - jnp.sin(x.sum(1))).mean()
-    losses = []
-    for _ in range(30):
+
+    @nnx.jit
+    def step(model, optimizer):
         loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
-        losses.append(float(loss))
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]
 
     config = GPT2Config(
