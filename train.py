@@ -94,7 +94,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
-    compiler = Compiler(config.compilation_cache, configuration.made_into_programs(config))
+    compiler = Compiler(config.compilation_cache, configuration.executable_inputs(config))
     for name, text in header(config, inputs, parallel, idle_gpu, kernels, start.step):
         say(name, text)
     say("compiling", "…")
@@ -183,7 +183,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
                 event="first step",
                 time=time.time(),
                 seconds=start_up.seconds,
-                programs=compiler.programs,
+                executables=compiler.executables,
                 cache_hits=compiler.hits,
                 cache_misses=compiler.misses,
             )

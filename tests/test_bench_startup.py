@@ -28,7 +28,7 @@ def test_what_the_log_does_not_know_of_is_pythons_own():
     first = {
         "time": 107.0,
         "seconds": {"imports": 2.0, "state": 4.5},
-        "programs": [],
+        "executables": [],
         "cache_hits": 3,
         "cache_misses": 0,
     }
@@ -37,7 +37,7 @@ def test_what_the_log_does_not_know_of_is_pythons_own():
         "start": "cold",
         "total": 7.0,
         "parts": {"python": 0.5, "imports": 2.0, "state": 4.5},
-        "programs": [],
+        "executables": [],
         "cache_hits": 3,
         "cache_misses": 0,
     }
@@ -72,7 +72,7 @@ def test_three_starts(tmp_path, capsys):
                 TRAIN,
                 "--config",
                 str(card),
-                "--options=--val-tokens 128",
+                "--options=--val-tokens 128 --executable-cache",
                 "--out",
                 str(out),
             ]
@@ -82,16 +82,16 @@ def test_three_starts(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "train_step: traced and lowered" in shown and "total" in shown
     result = json.loads(out.read_text())
-    assert result["command"].endswith("'--options=--val-tokens 128'")
+    assert result["command"].endswith("'--options=--val-tokens 128 --executable-cache'")
     cold, warm, resumed = result["rows"]
     for row in result["rows"]:
         assert row["total"] == pytest.approx(sum(row["parts"].values()))
         assert {"imports", "data", "compilation", "state", "first step"} <= row["parts"].keys()
         assert row["device"] == "cpu" and "jax" in row["versions"]
-    for row, found in ((cold, "no"), (warm, "whole"), (resumed, "whole")):
-        programs = {program["name"]: program["found"] for program in row["programs"]}
-        assert programs == {"train_step": found, "eval_step": found}
-        assert all((program["lower"] > 0) == (row is cold) for program in row["programs"])
+    for row, found in ((cold, "compiled"), (warm, "executable cache"), (resumed, "executable cache")):
+        sources = {e["name"]: e["source"] for e in row["executables"]}
+        assert sources == {"train_step": found, "eval_step": found}
+        assert all((e["lower"] > 0) == (row is cold) for e in row["executables"])
     assert (
         cold["cache_hits"] == 0
         and cold["cache_misses"] == warm["cache_hits"] >= 2

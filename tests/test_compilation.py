@@ -51,8 +51,8 @@ def test_two_programs_at_once():
     begun = [compiler.start(jax.jit(f), x) for f in (double, square)]
     doubled, squared = (wait()(x) for wait in begun)
     assert doubled.tolist() == [0, 2, 4] and squared.tolist() == [0, 1, 4]
-    assert sorted(program["name"] for program in compiler.programs) == ["double", "square"]
-    assert all(program["lower"] > 0 and program["compile"] > 0 for program in compiler.programs)
+    assert sorted(e["name"] for e in compiler.executables) == ["double", "square"]
+    assert all(e["lower"] > 0 and e["compile"] > 0 for e in compiler.executables)
     assert compiler.seconds > 0 and str(compiler).endswith("s (no cache)")
 
 

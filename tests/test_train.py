@@ -13,10 +13,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from train_tools import command_line, last_state, losses, rows, run, steps_kept, train_py
 
 from gptjax import devices
-from gptjax.config import OUTSIDE_PROGRAMS, Config
+from gptjax.config import OUTSIDE_EXECUTABLES, Config
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import OptimizerConfig, switch_algorithm
-from gptjax.training import compilation, programs
+from gptjax.training import compilation, executable_cache
 from gptjax.training import step as step_module
 from pallas_kernels import _dispatch
 
@@ -142,21 +142,26 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(
 ):
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:device_count], None))
     # sources may be edited while tests run
-    monkeypatch.setattr(programs, "_process_began", lambda: np.inf)
+    monkeypatch.setattr(executable_cache, "_process_began", lambda: np.inf)
     compilation_cache.reset_cache()  # of other tests' folder
     first = dataclasses.replace(
-        config, compilation_cache=tmp_path / "cache", max_steps=4, val_every=0, sample_every=0
+        config,
+        compilation_cache=tmp_path / "cache",
+        executable_cache=True,
+        max_steps=4,
+        val_every=0,
+        sample_every=0,
     )
     second = dataclasses.replace(first, name="second", checkpoint_every=0, val_every=2, log_every=1)
     other_seed = dataclasses.replace(second, name="seed", seed=1)
     other_rate = dataclasses.replace(config.optimizer, learning_rate=2e-2)
-    assert "(0 of 2 programs found whole, miss" in run(first)[1]
+    assert "(0 of 2 from the executable cache, miss" in run(first)[1]
     traced = []
     with monkeypatch.context() as patch:
         patch.setattr(step_module, "loss_fn", lambda *_: traced.append("loss"))
         for config in (second, other_seed):
             shown = run(config)[1]
-            assert "(2 of 2 programs found whole, hit" in shown and not traced, re.findall(
+            assert "(2 of 2 from the executable cache, hit" in shown and not traced, re.findall(
                 "compiled .*", shown
             )
     assert losses(first) == losses(second) and losses(other_seed)[1] != losses(first)[1]
@@ -164,11 +169,11 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(
         np.array_equal(a, b) for a, b in zip(last_state(first), last_state(second), strict=True)
     )
     shown = run(dataclasses.replace(first, name="rate", optimizer=other_rate))[1]
-    assert "(0 of 2 programs found whole" in shown
+    assert "(0 of 2 from the executable cache" in shown
 
 
 def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
-    """All the fields that `made_into_programs` leaves out, changed at once, change nothing that XLA
+    """All the fields that `executable_inputs` leaves out, changed at once, change nothing that XLA
     is given."""
 
     def lowered(config: Config) -> list[str]:
@@ -195,9 +200,10 @@ def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
         "overfit_one_batch": True, "val_every": 2, "val_tokens": 512, "sample_every": 2,
         "sample_tokens": 4, "checkpoint_every": 2, "keep_last": 1, "keep_every": 2, "log_every": 1,
         "compilation_cache": config.compilation_cache, "resume_with_changes": True,
+        "executable_cache": True,
     }  # fmt: skip
     (Path(config.dataset).parent / "words").symlink_to(config.dataset)
-    assert changes.keys() == OUTSIDE_PROGRAMS
+    assert changes.keys() == OUTSIDE_EXECUTABLES
     assert all(getattr(plain, name) != value for name, value in changes.items())
     expected = lowered(plain)
     assert len(expected) == 2
@@ -253,7 +259,7 @@ def test_a_second_process_finds_its_programs_on_a_gpu(config, tmp_path):
         "4096",
     ]
     options += ["--val-every", "2", "--val-tokens", "2048", "--max-steps", "4"]
-    options += ["--compilation-cache", str(tmp_path / "cache")]
+    options += ["--compilation-cache", str(tmp_path / "cache"), "--executable-cache"]
 
     def shown_by(name: str) -> str:
         command = command_line(config, tmp_path, *options, "--name", name)
@@ -264,8 +270,8 @@ def test_a_second_process_finds_its_programs_on_a_gpu(config, tmp_path):
     first, second = shown_by("first"), shown_by("second")
     assert "triton" in first and ("mosaic" in first or _dispatch.capability() != (9, 0))
     assert (
-        "(0 of 2 programs found whole, miss" in first
-        and "(2 of 2 programs found whole, hit" in second
+        "(0 of 2 from the executable cache, miss" in first
+        and "(2 of 2 from the executable cache, hit" in second
     ), first + second
     first, second = (losses(dataclasses.replace(config, name=name)) for name in ("first", "second"))
     assert first[1][0] == second[1][0]

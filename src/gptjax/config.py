@@ -110,9 +110,13 @@ class Config:
     """Repeat bit for bit on a GPU, by XLA's deterministic operations, which are slow. Refused if a
     kernel of the model does not repeat. A CPU always repeats."""
     compilation_cache: Path | None = dataclasses.field(default_factory=cache_folder)
-    """Folder of compiled executables, loaded if nothing that they are compiled from has changed.
-    Loading runs their code: no other user may own the folder or be able to write to it. None to
-    compile at each start."""
+    """Folder of compiled executables, which JAX finds by their lowered text. Loading runs their
+    code: no other user may own the folder or be able to write to it. None to compile at each
+    start."""
+    executable_cache: bool = False
+    """Also store the training and validation steps below compilation_cache under a hash of
+    everything that they are compiled from, such as the source files. A cache hit skips tracing and
+    lowering: some 5 s of a start."""
 
     def __post_init__(self):
         _check_fields(self)
@@ -254,15 +258,15 @@ OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes device parallel max_steps "
     "micro_batch "
     "val_every val_tokens sample_every sample_tokens checkpoint_every keep_last keep_every "
-    "log_every deterministic compilation_cache".split()
+    "log_every deterministic compilation_cache executable_cache".split()
 )
 
 # Fields that no compiled executable depends on. max_steps is the default end of a schedule, which
 # `to_json` stores in optimizer.schedule_steps. An executable depends on val_tokens by a shape only.
-OUTSIDE_PROGRAMS = frozenset(
+OUTSIDE_EXECUTABLES = frozenset(
     "name runs_dir max_steps resume resume_with_changes seed dataset data_dir tokenizer "
     "overfit_one_batch val_every val_tokens sample_every sample_tokens checkpoint_every keep_last "
-    "keep_every log_every compilation_cache".split()
+    "keep_every log_every compilation_cache executable_cache".split()
 )
 
 
@@ -276,9 +280,16 @@ def changeable(config: Config) -> frozenset[str]:
     return frozenset(f"optimizer.{name}" for name in config.optimizer.changeable)
 
 
-def made_into_programs(config: Config) -> dict[str, Any]:
-    """Return the part of `to_json` that the compiled executables depend on."""
-    return {name: value for name, value in to_json(config).items() if name not in OUTSIDE_PROGRAMS}
+def executable_inputs(config: Config) -> dict[str, Any] | None:
+    """Return the part of `to_json` that the compiled executables depend on.
+
+    None without `executable_cache`.
+    """
+    if not config.executable_cache:
+        return None
+    return {
+        name: value for name, value in to_json(config).items() if name not in OUTSIDE_EXECUTABLES
+    }
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def row_of(name: str, launched: float, first: dict) -> dict:
         first: the log's event "first step".
 
     Returns:
-        "start" (its name), "total" and "parts" in seconds, the "programs" compiled ahead of time,
+        "start" (its name), "total" and "parts" in seconds, "executables" compiled ahead of time,
         "cache_hits", "cache_misses".
     """
     total = first["time"] - launched
@@ -159,7 +159,7 @@ def row_of(name: str, launched: float, first: dict) -> dict:
         "start": name,
         "total": total,
         "parts": {"python": total - sum(first["seconds"].values())} | first["seconds"],
-        **{key: first[key] for key in ("programs", "cache_hits", "cache_misses")},
+        **{key: first[key] for key in ("executables", "cache_hits", "cache_misses")},
     }
 
 
@@ -173,24 +173,22 @@ def show(rows: list[dict]) -> None:
     for part in dict.fromkeys(part for row in rows for part in row["parts"]):
         add(part, (row["parts"].get(part) for row in rows))
         if part == "compilation":
-            for program in dict.fromkeys(
-                program["name"] for row in rows for program in row["programs"]
-            ):
+            for name in dict.fromkeys(e["name"] for row in rows for e in row["executables"]):
                 for stage, words in (
                     ("lower", "traced and lowered"),
                     ("compile", "compiled, or read"),
                 ):
-                    add(f"  {program}: {words}", (_seconds(row, program, stage) for row in rows))
+                    add(f"  {name}: {words}", (_seconds(row, name, stage) for row in rows))
     table.append(Row())
     add("total", (row["total"] for row in rows))
-    table.append(Row("programs in the cache", [str(row["cache_hits"]) for row in rows]))
-    table.append(Row("programs not in it", [str(row["cache_misses"]) for row in rows]))
+    table.append(Row("cache hits", [str(row["cache_hits"]) for row in rows]))
+    table.append(Row("cache misses", [str(row["cache_misses"]) for row in rows]))
     title = f"seconds to the first finished step, {rows[0]['device']}"
     print_table(title, [row["start"] for row in rows], table)
 
 
-def _seconds(row: dict, program: str, stage: str) -> float | None:
-    seconds = [p[stage] for p in row["programs"] if p["name"] == program]
+def _seconds(row: dict, name: str, stage: str) -> float | None:
+    seconds = [e[stage] for e in row["executables"] if e["name"] == name]
     return sum(seconds) if seconds else None
 
 

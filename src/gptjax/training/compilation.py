@@ -12,8 +12,8 @@ import jax
 from jax._src import config as jax_config
 
 from gptjax.config import Config, ConfigError
+from gptjax.training.executable_cache import ExecutableCache, NoKey, check_private
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
-from gptjax.training.programs import NoKey, Programs, check_private
 
 
 def compiler_options() -> dict[str, bool]:
@@ -29,29 +29,28 @@ def compiler_options() -> dict[str, bool]:
 class Compiler:
     """Compile executables concurrently and cache them on disk.
 
-    Executables are stored by `gptjax.training.programs` and looked up before tracing. JAX's own
-    cache, which looks up the lowered text, stores everything that JAX compiles by itself, such as
-    sampling. Without `made_from` it also stores the executables of `start`.
+    JAX's own cache looks up an executable by its lowered text. With `inputs`, the executables of
+    `start` are stored in an `ExecutableCache` instead, and looked up before tracing.
 
     Args:
-        cache: folder of both caches, created with mode 700 if absent; None for no cache.
-        made_from: all values that the functions close over, or that their `jax.jit` options depend
-            on; JSON.
+        cache: folder of the caches, created with mode 700 if absent; None for no cache.
+        inputs: all values that the functions close over, or that their `jax.jit` options depend on;
+            JSON. None for JAX's cache alone.
 
     Raises:
         ConfigError: `cache` is not a folder, or another user owns or can write to it or a file in
             it.
 
     Attributes:
-        programs: one dict per executable: "name"; "found": "whole" (in `programs`), "text" (in
-            JAX's cache) or "no"; and the seconds of "lower" (tracing, and the compilers of Triton
-            and Mosaic; 0 if found "whole") and "compile" (or loading), including storing.
+        executables: one dict per executable: "name"; "source": "executable cache", "JAX's cache" or
+            "compiled"; and the seconds of "lower" (tracing, and the compilers of Triton and Mosaic;
+            0 for a hit in the executable cache) and "compile" (or loading), including storing.
         notes: the reason why an executable was not loaded or stored; the reason why there is no
             cache, if `cache` cannot be created.
     """
 
-    def __init__(self, cache: Path | None, made_from: Any = None):
-        self.programs: list[dict[str, str | float]] = []
+    def __init__(self, cache: Path | None, inputs: Any = None):
+        self.executables: list[dict[str, str | float]] = []
         self.notes: list[str] = []
         if cache is not None:
             try:
@@ -59,11 +58,18 @@ class Compiler:
             except OSError as error:
                 self.notes.append(f"no cache: {_first_line(error)}; choose --compilation-cache")
                 cache = None
-        self._cache, self._events, self._kept = cache, [], None
+        self._cache, self._events, self._stored = cache, [], None
         self._began = self._ended = None
         self._threads = ThreadPoolExecutor(max_workers=4)
         if cache is not None:
-            jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
+            # Several processes compile an executable together: with a cache hit in one process, the
+            # others would wait forever.
+            if inputs is not None and jax.process_count() == 1:
+                self._stored = ExecutableCache(cache / "executables", inputs)
+            # XLA cannot serialise an executable that it loaded (on a CPU functions are missing): an
+            # executable from JAX's cache could not be stored in the other.
+            of_jax = cache / "jax" if self._stored else cache
+            jax.config.update("jax_compilation_cache_dir", str(of_jax.absolute()))
             # By default JAX does not store executables that compile in less than a second: dozens.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             # Appending is safe from several threads, counting is not. JAX calls the listener in the
@@ -71,10 +77,6 @@ class Compiler:
             jax.monitoring.register_event_listener(
                 lambda event, **_: self._record(event.rpartition("/")[2])
             )
-            # Several processes compile an executable together: with a cache hit in one process, the
-            # others would wait forever.
-            if made_from is not None and jax.process_count() == 1:
-                self._kept = Programs(cache / "programs", made_from)
 
     @property
     def seconds(self) -> float:
@@ -107,15 +109,15 @@ class Compiler:
         """
         self._began = self._began or time.perf_counter()
         key = None
-        if self._kept:
+        if self._stored:
             try:
-                key = self._kept.key(lowerable, abstract, compiler_options())
+                key = self._stored.key(lowerable, abstract, compiler_options())
             except NoKey as error:
-                self.notes.append(f"{lowerable.__name__} is not kept whole: {error}")
-        kept = key is not None and self._kept.has(key)
+                self.notes.append(f"{lowerable.__name__} is not stored: {error}")
+        hit = key is not None and key in self._stored
         future = (
             self._threads.submit(self._read, lowerable, key)
-            if kept
+            if hit
             else self._compile(lowerable, abstract, key)
         )
 
@@ -134,17 +136,16 @@ class Compiler:
         """Load the executable; if this fails, add a note and return None."""
         started, name = time.perf_counter(), lowerable.__name__
         try:
-            compiled = self._kept.read(key)
+            compiled = self._stored.load(key)
         except Exception as error:
             self.notes.append(
-                f"{name} is compiled again, {self._kept.folder / key} cannot be read: "
+                f"{name} is compiled again, {self._stored.folder / key} cannot be read: "
                 f"{_first_line(error)}"
             )
             return None
         self._record("cache_hits")
-        self.programs.append(
-            {"name": name, "found": "whole", "lower": 0.0, "compile": time.perf_counter() - started}
-        )
+        seconds = {"lower": 0.0, "compile": time.perf_counter() - started}
+        self.executables.append({"name": name, "source": "executable cache"} | seconds)
         return compiled
 
     def _compile(self, lowerable: jax.stages.Wrapped, abstract: tuple, key: str | None) -> Future:
@@ -155,36 +156,30 @@ class Compiler:
 
         def compile_it() -> jax.stages.Compiled:
             started, before = time.perf_counter(), len(self._events)
-            # JAX's cache must not contain the executables of `programs`: XLA cannot serialise an
-            # executable that it loaded (on the CPU functions are missing), so a hit there could not
-            # be stored here. JAX has no other way to set this option for one thread.
+            # An executable is in one cache only, see `__init__`. JAX has no other way to set this
+            # option for one thread.
             writes_from = 0.0 if key is None else math.inf
             with jax_config.persistent_cache_min_compile_time_secs(writes_from):
                 compiled = lowered.compile(compiler_options=compiler_options())
             of_jax = [
                 event for event, thread in self._events[before:] if thread == threading.get_ident()
             ]
-            found = "text" if "cache_hits" in of_jax else "no"
+            source = "JAX's cache" if "cache_hits" in of_jax else "compiled"
             if key is not None:
-                self._keep(key, name, compiled, found)
-                if found == "no":
+                self._store(key, name, compiled)
+                if source == "compiled":
                     self._record("cache_misses")  # JAX counts its own misses
-            took = {"lower": lowering, "compile": time.perf_counter() - started}
-            self.programs.append({"name": name, "found": found} | took)
+            seconds = {"lower": lowering, "compile": time.perf_counter() - started}
+            self.executables.append({"name": name, "source": source} | seconds)
             return compiled
 
         return self._threads.submit(compile_it)
 
-    def _keep(self, key: str, name: str, compiled: jax.stages.Compiled, found: str) -> None:
+    def _store(self, key: str, name: str, compiled: jax.stages.Compiled) -> None:
         try:
-            if found != "no":
-                raise ValueError(
-                    "it came from JAX's cache, and XLA cannot write it again; delete "
-                    f"{self._cache} once"
-                )
-            self._kept.keep(key, compiled)
+            self._stored.store(key, compiled)
         except Exception as error:
-            self.notes.append(f"{name} is not kept whole: {_first_line(error)}")
+            self.notes.append(f"{name} is not stored: {_first_line(error)}")
 
     def __call__(self, lowerable: jax.stages.Wrapped, *abstract: object) -> jax.stages.Compiled:
         """Call `start` and wait for the executable."""
@@ -193,10 +188,12 @@ class Compiler:
     def __str__(self) -> str:
         if self._cache is None:
             return f"{self.seconds:.1f} s (no cache)"
-        whole = [program["found"] for program in self.programs].count("whole")
-        whole = f"{whole} of {len(self.programs)} programs found whole, " if self._kept else ""
         outcome = "hit" if self.hits and not self.misses else "miss"
-        return f"{self.seconds:.1f} s ({whole}{outcome}, cache {self._cache})"
+        if self._stored:
+            sources = [executable["source"] for executable in self.executables]
+            hits = f"{sources.count('executable cache')} of {len(sources)}"
+            outcome = f"{hits} from the executable cache, {outcome}"
+        return f"{self.seconds:.1f} s ({outcome}, cache {self._cache})"
 
 
 def compile_to_fit(

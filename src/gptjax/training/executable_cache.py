@@ -81,7 +81,7 @@ def check_private(folder: Path) -> None:
             "Otherwise choose another --compilation-cache, or None"
         )
     others_can_enter = bool(whole.st_mode & 0o011)
-    for path in (*folder.iterdir(), *(folder / "programs").glob("*")):
+    for path in (*folder.iterdir(), *folder.glob("executables/*"), *folder.glob("jax/*")):
         with contextlib.suppress(FileNotFoundError):  # another process of this user removed it
             if fault := _why_unsafe(path.lstat(), may_be_writable=not others_can_enter):
                 raise ConfigError(
@@ -106,38 +106,38 @@ def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | 
     return None
 
 
-class Programs:
+class ExecutableCache:
     """A folder of executables.
 
     There is a cache hit only if no input of the executable has changed: the files of both packages,
     of the running script and of each loaded module that is not installed; the versions of all
     installed packages; the devices; JAX's configuration; the environment variables of
     `ENVIRONMENT`; the compiler's options; the arguments' shapes, dtypes and shardings; and
-    `made_from`.
+    `inputs`.
 
     The files are Python pickles: a user who can write to the folder can run code in the processes
     that read it. Each file is checked when it is opened. Call `check_private` on the folder first.
 
     Args:
         folder: created with mode 700 when the first executable is stored.
-        made_from: all values that the functions close over, or that their `jax.jit` options depend
+        inputs: all values that the functions close over, or that their `jax.jit` options depend
             on; JSON.
     """
 
-    def __init__(self, folder: Path, made_from: Any):
+    def __init__(self, folder: Path, inputs: Any):
         self.folder = folder
         self._sources = source_files()
         # JAX sets some options of its cache when it first uses the cache.
         self._config = sorted(name for name in jax.config.values if "_cache_" not in name)
         self._fixed = {
-            "made from": made_from,
+            "inputs": inputs,
             "sources": {
                 str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in self._sources
             },
             "installed": _installed(),
             "python": sys.version,
             "processor": _processor(),
-            "devices": [_of_device(device) for device in jax.devices()],
+            "devices": [_device_key(device) for device in jax.devices()],
             "runtime": jax.devices()[0].client.platform_version,
             "environment": {
                 name: value
@@ -176,7 +176,7 @@ class Programs:
         config = jax.config.values
         everything = self._fixed | {
             "function": [code.co_filename, code.co_firstlineno, code.co_qualname],
-            "arguments": [str(tree), *map(_of_argument, leaves)],
+            "arguments": [str(tree), *map(_argument_key, leaves)],
             "options": options,
             # The current values: a `with` statement may have set some. Options that were added
             # later, by the module of a kernel, are excluded.
@@ -186,10 +186,10 @@ class Programs:
         text = json.dumps(everything, sort_keys=True)
         return f"{function.__name__}-{hashlib.sha256(text.encode()).hexdigest()}"
 
-    def has(self, key: str) -> bool:
+    def __contains__(self, key: str) -> bool:
         return (self.folder / key).is_file()
 
-    def read(self, key: str) -> jax.stages.Compiled:
+    def load(self, key: str) -> jax.stages.Compiled:
         """Load an executable.
 
         Raises:
@@ -204,19 +204,19 @@ class Programs:
         # XLA does not validate its input. The checksum includes the key: a renamed file is refused.
         if _checksum(key, body) != digest:
             raise ValueError("its checksum is wrong")
-        kept = pickle.loads(body)
-        for module in kept["needed"]:
+        stored = pickle.loads(body)
+        for module in stored["needed"]:
             importlib.import_module(module)
-        devices = {device.id: device for device in jax.devices(kept["platform"])}
+        devices = {device.id: device for device in jax.devices(stored["platform"])}
         compiled = serialize_executable.deserialize_and_load(
-            *kept["program"],
-            backend=kept["platform"],
-            execution_devices=[devices[id] for id in kept["devices"]],
+            *stored["executable"],
+            backend=stored["platform"],
+            execution_devices=[devices[id] for id in stored["devices"]],
         )
-        os.utime(self.folder / key)  # `keep` deletes the least recently used
+        os.utime(self.folder / key)  # `store` deletes the least recently used
         return compiled
 
-    def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
+    def store(self, key: str, compiled: jax.stages.Compiled) -> None:
         """Store an executable under its key, atomically, and delete all but the `NEWEST`.
 
         Raises:
@@ -224,13 +224,13 @@ class Programs:
         """
         self._check_sources()  # again: lowering imported the kernels' modules
         devices = compiled.runtime_executable().local_devices()
-        kept = {
-            "program": serialize_executable.serialize(compiled),
+        stored = {
+            "executable": serialize_executable.serialize(compiled),
             "platform": devices[0].platform,
             "devices": [device.id for device in devices],
             "needed": [module for module in NEEDED if module in sys.modules],
         }
-        body = pickle.dumps(kept)
+        body = pickle.dumps(stored)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self.folder / f".{key}-{os.getpid()}-{threading.get_ident()}"
         try:
@@ -276,31 +276,31 @@ def source_files() -> set[Path]:
 
 
 def _folders_of_installed() -> list[str]:
-    return [folder for folder in sys.path if os.path.isdir(folder) and _named(folder)]
+    return [folder for folder in sys.path if os.path.isdir(folder) and _packages(folder)]
 
 
-def _named(folder: str) -> list[str]:
+def _packages(folder: str) -> list[str]:
     """Return the packages installed in a folder, with their versions."""
     return [entry for entry in os.listdir(folder) if entry.endswith((".dist-info", ".egg-info"))]
 
 
 def _installed() -> list[str]:
-    return sorted({entry for folder in _folders_of_installed() for entry in _named(folder)})
+    return sorted({entry for folder in _folders_of_installed() for entry in _packages(folder)})
 
 
 def _processor() -> str:
     """Return the properties of the CPU that XLA compiles for."""
-    told = [platform.machine()]
+    lines = [platform.machine()]
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in iter(file.readline, "\n"):  # up to the second core
             if not line:
                 break
             if line.startswith(("model name", "flags", "CPU part", "Features")):
-                told.append(line)
-    return "".join(told)
+                lines.append(line)
+    return "".join(lines)
 
 
-def _of_device(device: jax.Device) -> list:
+def _device_key(device: jax.Device) -> list:
     details = [getattr(device, name, None) for name in ("compute_capability", "core_count")]
     return [
         device.platform,
@@ -311,7 +311,7 @@ def _of_device(device: jax.Device) -> list:
     ]
 
 
-def _of_argument(leaf: Any) -> list:
+def _argument_key(leaf: Any) -> list:
     if not hasattr(leaf, "dtype"):
         return [repr(leaf)]
     sharding = getattr(leaf, "sharding", None)

@@ -15,10 +15,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gptjax.config import ConfigError
-from gptjax.training import programs
+from gptjax.training import executable_cache
 from gptjax.training.compilation import Compiler
+from gptjax.training.executable_cache import ExecutableCache
 from gptjax.training.memory import needed_bytes
-from gptjax.training.programs import Programs
 
 HERE = Path(__file__).resolve()
 traced = []
@@ -34,8 +34,8 @@ def source(tmp_path, monkeypatch):
     """A source file beside this one, in place of all others."""
     file = tmp_path / "source.py"
     file.write_text("x = 1")
-    monkeypatch.setattr(programs, "source_files", lambda: {HERE, file})
-    monkeypatch.setattr(programs, "_process_began", lambda: np.inf)
+    monkeypatch.setattr(executable_cache, "source_files", lambda: {HERE, file})
+    monkeypatch.setattr(executable_cache, "_process_began", lambda: np.inf)
     compilation_cache.reset_cache()  # of other tests' folder
     yield file
     # JAX's own settings again.
@@ -49,7 +49,7 @@ def cache(tmp_path, source):
 
 
 def kept(cache) -> list[Path]:
-    return sorted((cache / "programs").glob("*")) if (cache / "programs").exists() else []
+    return sorted((cache / "executables").glob("*")) if (cache / "executables").exists() else []
 
 
 def test_found_without_running_its_python(cache):
@@ -59,26 +59,28 @@ def test_found_without_running_its_python(cache):
     first = cold(jax.jit(double), x)
     assert (
         traced == ["double"]
-        and cold.programs[0]["found"] == "no"
+        and cold.executables[0]["source"] == "compiled"
         and (cold.hits, cold.misses) == (0, 1)
     )
     jax.clear_caches()
     second = warm(jax.jit(double), x)
     assert traced == ["double"]
     assert second(x).tolist() == first(x).tolist() == [0, 2, 4, 6, 8]
-    (program,) = warm.programs
-    assert program["found"] == "whole" and program["lower"] == 0 and program["compile"] > 0
-    assert (warm.hits, warm.misses) == (1, 0) and "(1 of 1 programs found whole, hit, cache" in str(
-        warm
-    )
+    (executable,) = warm.executables
+    assert executable["source"] == "executable cache"
+    assert executable["lower"] == 0 and executable["compile"] > 0
+    assert (warm.hits, warm.misses) == (
+        1,
+        0,
+    ) and "(1 of 1 from the executable cache, hit, cache" in str(warm)
     assert cold.notes == warm.notes == [] and len(kept(cache)) == 1
     # JAX's own cache has no second copy.
-    assert not list(cache.glob("*double*"))
+    assert not list(cache.glob("**/jit_double*"))
 
 
-def key(folder, function=double, arguments=None, options=None, made_from=1):
+def key(folder, function=double, arguments=None, options=None, inputs=1):
     arguments = (jnp.arange(3.0),) if arguments is None else arguments
-    return Programs(folder, made_from).key(jax.jit(function), arguments, options or {})
+    return ExecutableCache(folder, inputs).key(jax.jit(function), arguments, options or {})
 
 
 def on(device: int, order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
@@ -92,7 +94,7 @@ def on(device: int, order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
 def test_what_changes_a_program_changes_its_key(tmp_path, source, monkeypatch):
     keys = {"base": key(tmp_path)}
     assert key(tmp_path) == key(tmp_path / "another folder") == keys["base"]
-    keys["made from"] = key(tmp_path, made_from={"learning_rate": 2})
+    keys["made from"] = key(tmp_path, inputs={"learning_rate": 2})
     keys["options"] = key(tmp_path, options={"xla_gpu_enable_triton_gemm": False})
 
     def double(x):
@@ -116,10 +118,10 @@ def test_what_changes_a_program_changes_its_key(tmp_path, source, monkeypatch):
             patch.setenv(variable, "--xla_gpu_deterministic_ops=true")
             keys[variable] = key(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "_installed", lambda: ["jax-0.0.1.dist-info"])
+        patch.setattr(executable_cache, "_installed", lambda: ["jax-0.0.1.dist-info"])
         keys["versions"] = key(tmp_path)
         patch.undo()
-        patch.setattr(programs, "_of_device", lambda device: "another GPU")
+        patch.setattr(executable_cache, "_device_key", lambda device: "another GPU")
         keys["device kind"] = key(tmp_path)
     for variable in ("HOME", "CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH"):
         monkeypatch.setenv(variable, "elsewhere")
@@ -136,7 +138,7 @@ def test_the_values_of_arguments_do_not_matter(tmp_path, source):
 
 
 def test_every_source_is_read():
-    files = programs.source_files()
+    files = executable_cache.source_files()
     root = HERE.parent.parent
     assert HERE in files and root / "tests" / "conftest.py" in files
     for name in (
@@ -152,7 +154,7 @@ def test_every_source_is_read():
 
 
 def test_versions_of_what_is_installed():
-    names = " ".join(programs._installed())
+    names = " ".join(executable_cache._installed())
     for package in ("jax", "jaxlib", "flax", "optax"):
         assert f" {package}-{importlib.metadata.version(package)}.dist-info" in " " + names
 
@@ -162,7 +164,7 @@ def test_a_changed_source_is_compiled_again(cache, source):
     source.write_text("x = 2")
     again = Compiler(cache, 1)
     again(jax.jit(double), jnp.arange(3.0))
-    assert again.programs[0]["found"] == "no" and len(kept(cache)) == 2
+    assert again.executables[0]["source"] == "compiled" and len(kept(cache)) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut off", "a bit", "empty"])
@@ -183,7 +185,7 @@ def test_a_damaged_file_is_named_and_compiled_again(cache, damage):
     ]
     after = Compiler(cache, 1)
     after(jax.jit(double), x)
-    assert after.programs[0]["found"] == "whole" and not after.notes
+    assert after.executables[0]["source"] == "executable cache" and not after.notes
 
 
 def test_a_file_under_another_key_is_not_loaded(cache):
@@ -191,9 +193,11 @@ def test_a_file_under_another_key_is_not_loaded(cache):
     Compiler(cache, {"learning_rate": 1})(jax.jit(double), x)
     (file,) = kept(cache)
     other = Compiler(cache, {"learning_rate": 2})
-    file.rename(file.with_name(other._kept.key(jax.jit(double), (x,), {})))
+    file.rename(file.with_name(other._stored.key(jax.jit(double), (x,), {})))
     other(jax.jit(double), x)
-    assert "its checksum is wrong" in other.notes[0] and other.programs[0]["found"] == "no"
+    assert (
+        "its checksum is wrong" in other.notes[0] and other.executables[0]["source"] == "compiled"
+    )
 
 
 def test_the_cache_is_created_for_its_user_alone(tmp_path, source):
@@ -208,13 +212,13 @@ def test_the_cache_is_created_for_its_user_alone(tmp_path, source):
     finally:
         os.umask(before)
     folder = tmp_path / "parent" / "cache"
-    assert [f.stat().st_mode & 0o777 for f in (folder, folder / "programs", *kept(folder))] == [
+    assert [f.stat().st_mode & 0o777 for f in (folder, folder / "executables", *kept(folder))] == [
         0o700,
         0o700,
         0o600,
     ]
-    assert compiler.programs[0]["found"] == "whole" and not compiler.notes
-    assert any(file.stat().st_mode & 0o020 for file in folder.glob("jit_*"))
+    assert compiler.executables[0]["source"] == "executable cache" and not compiler.notes
+    assert any(file.stat().st_mode & 0o020 for file in folder.glob("jax/jit_*"))
 
 
 @pytest.mark.parametrize("what", ["folder", "its file", "JAX's file"])
@@ -236,7 +240,9 @@ def test_nothing_is_loaded_that_another_user_could_have_written(cache, monkeypat
         monkeypatch.setattr(Path, "lstat", lambda self: owned_by_another(lstat, self))
     else:
         path.chmod(path.stat().st_mode | 0o020)
-    monkeypatch.setattr(programs.pickle, "loads", lambda body: pytest.fail("a pickle was loaded"))
+    monkeypatch.setattr(
+        executable_cache.pickle, "loads", lambda body: pytest.fail("a pickle was loaded")
+    )
     expected = "expected owner" if who == "owner" else "other users can write, mode"
     with pytest.raises(
         ConfigError, match=f"executables in {cache} could run .*{expected}.*--compilation-cache"
@@ -251,7 +257,7 @@ def test_a_link_is_not_followed(cache):
     file.rename(cache.with_name("elsewhere"))
     file.symlink_to(cache.with_name("elsewhere"))
     with pytest.raises(OSError, match="symbolic links"):
-        compiler._kept.read(file.name)
+        compiler._stored.load(file.name)
     with pytest.raises(ConfigError, match="found a link"):
         Compiler(cache, 1)
     # The folder itself may be a link to one of the same user.
@@ -267,7 +273,7 @@ def test_a_file_that_another_user_wrote_after_the_start_is_not_loaded(cache, mon
     (file,) = kept(cache)
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="expected owner"):
-        compiler._kept.read(file.name)
+        compiler._stored.load(file.name)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -303,7 +309,7 @@ def test_donation_shardings_and_memory_are_those_of_the_compiled_program(cache, 
 
 
 def test_only_the_newest_stay_and_reading_counts(cache, monkeypatch):
-    monkeypatch.setattr(programs, "NEWEST", 3)
+    monkeypatch.setattr(executable_cache, "NEWEST", 3)
 
     def age():
         """All files of now become older than what comes."""
@@ -316,7 +322,7 @@ def test_only_the_newest_stay_and_reading_counts(cache, monkeypatch):
     found = {}
     for n in (1, 2, 3, 4):
         compiler = Compiler(cache, 1)
-        found[n] = compiler._kept.has(compiler._kept.key(jax.jit(double), (jnp.zeros(n),), {}))
+        found[n] = compiler._stored.key(jax.jit(double), (jnp.zeros(n),), {}) in compiler._stored
     assert found == {1: True, 2: False, 3: True, 4: True} and len(kept(cache)) == 3
 
 
@@ -329,24 +335,24 @@ def test_a_file_is_whole_or_not_there(cache, monkeypatch):
     assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
     assert (
         kept(cache) == []
-        and "double is not kept whole: OSError: [Errno 28] No space left" in compiler.notes[0]
+        and "double is not stored: OSError: [Errno 28] No space left" in compiler.notes[0]
     )
 
 
 def test_a_source_that_changed_after_it_was_loaded_is_no_key(cache, source, monkeypatch):
-    monkeypatch.setattr(programs, "_process_began", lambda: HERE.stat().st_mtime + 1)
+    monkeypatch.setattr(executable_cache, "_process_began", lambda: HERE.stat().st_mtime + 1)
     os.utime(source, (0, HERE.stat().st_mtime + 2))
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(2.0))
     assert compiler.notes == [
-        f"double is not kept whole: {source} has changed since this process began"
+        f"double is not stored: {source} has changed since this process began"
     ]
     assert kept(cache) == []
 
 
 def test_nor_is_one_that_changed_before_the_program_was_kept(cache, source, monkeypatch):
     began = max(file.stat().st_mtime for file in (HERE, source))
-    monkeypatch.setattr(programs, "_process_began", lambda: began)
+    monkeypatch.setattr(executable_cache, "_process_began", lambda: began)
 
     def edit(x):
         os.utime(source, (0, began + 1))
@@ -355,7 +361,7 @@ def test_nor_is_one_that_changed_before_the_program_was_kept(cache, source, monk
     compiler = Compiler(cache, 1)
     compiler(jax.jit(edit), jnp.arange(2.0))
     assert compiler.notes == [
-        f"edit is not kept whole: NoKey: {source} has changed since this process began"
+        f"edit is not stored: NoKey: {source} has changed since this process began"
     ]
     assert kept(cache) == []
 
@@ -363,7 +369,7 @@ def test_nor_is_one_that_changed_before_the_program_was_kept(cache, source, monk
 def test_when_a_process_began():
     code = (
         "import time; now = time.time(); "
-        "from gptjax.training import programs; print(now - programs._process_began())"
+        "from gptjax.training import executable_cache as cache; print(now - cache._process_began())"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert -0.1 < float(done.stdout) < 5
@@ -372,41 +378,38 @@ def test_when_a_process_began():
 def test_what_was_typed_in_has_no_key(tmp_path, source):
     names = {}
     exec("def typed(x):\n    return x", names)
-    with pytest.raises(programs.NoKey, match="its source is in no file"):
+    with pytest.raises(executable_cache.NoKey, match="its source is in no file"):
         key(tmp_path, function=names["typed"])
 
 
-def test_what_jaxs_cache_had_is_not_kept_and_that_is_said(cache):
+def test_what_jaxs_cache_has_is_stored_too(cache):
     Compiler(cache)(jax.jit(double), jnp.arange(6.0))
     jax.clear_caches()
+    compilation_cache.reset_cache()  # JAX reads the folder's name once per process
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(6.0))
-    assert compiler.programs[0]["found"] == "text" and kept(cache) == []
-    assert (
-        "double is not kept whole" in compiler.notes[0]
-        and "came from JAX's cache" in compiler.notes[0]
-    )
+    assert compiler.executables[0]["source"] == "compiled" and len(kept(cache)) == 1
 
 
 def test_several_processes_keep_nothing_whole(cache, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(2.0))
-    assert kept(cache) == [] and compiler.programs[0]["found"] == "no"
+    assert kept(cache) == [] and compiler.executables[0]["source"] == "compiled"
 
 
 def test_modules_that_a_program_needs_are_imported_before_it_is_read(cache, tmp_path, monkeypatch):
     (tmp_path / "needed_by_a_program.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(
-        programs, "NEEDED", ("needed_by_a_program", "not_imported_when_it_was_kept")
+        executable_cache, "NEEDED", ("needed_by_a_program", "not_imported_when_it_was_kept")
     )
     importlib.import_module("needed_by_a_program")
     Compiler(cache, 1)(jax.jit(double), jnp.arange(3.0))
     monkeypatch.delitem(sys.modules, "needed_by_a_program")
     compiler = Compiler(cache, 1)
     compiler(jax.jit(double), jnp.arange(3.0))
-    assert compiler.programs[0]["found"] == "whole"
+    assert compiler.executables[0]["source"] == "executable cache"
     assert (
         "needed_by_a_program" in sys.modules and "not_imported_when_it_was_kept" not in sys.modules
     )
