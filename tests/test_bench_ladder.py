@@ -487,8 +487,15 @@ def test_contradictions(card, capsys):
         assert word in capsys.readouterr().err
 
 
-def test_one_gpu_is_measured(monkeypatch, capsys):
-    """Here two CPU devices say that they are GPUs."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["step"]) == 1
-    assert "one GPU is measured, and JAX sees 2: CUDA_VISIBLE_DEVICES=0" in capsys.readouterr().err
+def test_several_devices(tmp_path, capsys):
+    card, out = tmp_path / "card.py", tmp_path / "several.json"
+    card.write_text(CARD)
+    command = ["step", "--config", str(card), "--seconds", "0.01", "--devices", "1", "2"]
+    command += ["--parallel", "data", "fsdp", "--reduce-dtype", "bf16", "--out", str(out)]
+    assert main(command) == 0
+    assert "2 devices · fsdp · bf16" in capsys.readouterr().out
+    one, data, fsdp = json.loads(out.read_text())["rows"]
+    assert "parallel" not in one and (data["parallel"], fsdp["parallel"]) == ("data", "fsdp")
+    assert data["scaling"] == data["tokens/s"] / (2 * one["tokens/s"])
+    assert main(["step", "--config", str(card), "--devices", "3"]) == 1
+    assert "--devices 3: expected 1 to 2" in capsys.readouterr().err

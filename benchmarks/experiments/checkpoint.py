@@ -122,15 +122,20 @@ def main(options: Options) -> None:
     if options.worker:
         print(json.dumps(measure(options)))
         return
-    # Here: a worker imports gptjax from the other checkout.
-    from gptjax.bench import results
-    from gptjax.bench.table import Row, print_table
-
     rows: dict[str, list] = {"this": []} | ({"other": []} if options.compare else {})
     for number in range(options.turns):
         for name in rows:
             rows[name] += turn(options, ROOT if name == "this" else options.compare.absolute())
             print(f"turn {number + 1} of {options.turns}, {name}: {rows[name][-1]}", flush=True)
+        report(options, rows)
+
+
+def report(options: Options, rows: dict[str, list]) -> None:
+    """Print the medians and write the results, after each turn: a turn may be interrupted."""
+    # Imported here: a worker imports gptjax from the other checkout.
+    from gptjax.bench import results
+    from gptjax.bench.table import Row, print_table
+
     medians = {
         name: {m: round(statistics.median(row[m] for row in rows[name]), 3) for m in MEASURED}
         for name in rows

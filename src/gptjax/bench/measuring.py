@@ -12,8 +12,6 @@ from typing import Any
 
 import jax
 
-from gptjax.bench.errors import BenchError
-
 TURNS = 2
 ROUNDS = 5
 WARM_UP_SECONDS = 1.0
@@ -21,17 +19,7 @@ REST_SECONDS = 0.3
 
 
 def one_device() -> jax.Device:
-    """Return the device of every figure.
-
-    Raises:
-        BenchError: several GPUs. GSPMD would split the arrays, and the default back ends would be
-            others.
-    """
-    if jax.default_backend() == "gpu" and len(jax.devices()) > 1:
-        raise BenchError(
-            f"one GPU is measured, and JAX sees {len(jax.devices())}: CUDA_VISIBLE_DEVICES=0 "
-            "python -m gptjax.bench …"
-        )
+    """Return the device of every figure of one device: JAX's first."""
     return jax.config.jax_default_device or jax.devices()[0]
 
 

@@ -11,11 +11,12 @@ from gptjax.training.flops import mfu
 from gptjax.training.memory import GIB
 
 
-def describe(name: str, config: Config, *, forward: bool) -> dict:
+def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> dict:
     """Return the part of a row that says what is measured.
 
     Args:
         name: of the model.
+        devices: number of devices that share the step.
     """
     model = config.model
     # A field whose default is "auto" chooses a back end.
@@ -28,6 +29,7 @@ def describe(name: str, config: Config, *, forward: bool) -> dict:
         asked["loss_chunk"] = model.loss_chunk
     row = {
         "system": "gptjax",
+        "devices": devices,
         "model": name,
         "precision": model.precision.name,
         "batch": config.micro_batch,
@@ -36,6 +38,8 @@ def describe(name: str, config: Config, *, forward: bool) -> dict:
     }
     if not forward:
         row |= {"algorithm": config.optimizer.name, "recompute": model.recompute}
+    if devices > 1:
+        row |= {"parallel": config.parallel, "reduce_dtype": config.reduce_dtype}
     return row | {"asked": asked}
 
 
@@ -51,7 +55,8 @@ def complete(row: dict, config: Config, side, seconds: list[float] | Exception |
     if not seconds:
         return row
     median = statistics.median(seconds)
-    tokens = config.micro_batch * config.sequence_length / median
+    devices = row.get("devices", 1)
+    tokens = devices * config.micro_batch * config.sequence_length / median
     passes = 1 / 3 if row["pass"] == "forward" else 1
     flops = config.model.flops_per_token(config.sequence_length) * passes
     return row | {
@@ -59,7 +64,9 @@ def complete(row: dict, config: Config, side, seconds: list[float] | Exception |
         "ms_lowest": 1e3 * min(seconds),
         "ms_highest": 1e3 * max(seconds),
         "tokens/s": tokens,
-        "mfu": mfu(tokens, flops, one_device().device_kind, row["precision"], 1),
+        "mfu": mfu(
+            tokens, flops, one_device().device_kind, row["precision"], row.get("devices", 1)
+        ),
         "peak_gib": side.peak / GIB if side.peak else None,
     }
 
@@ -72,6 +79,9 @@ def label(row: dict) -> str:
         row["model"],
         row["precision"],
         f"{row['batch']} × {row['sequence_length']}",
+        f"{row['devices']} devices" if row.get("devices", 1) > 1 else "",
+        row.get("parallel", ""),
+        row["reduce_dtype"] if row.get("reduce_dtype", "fp32") != "fp32" else "",
         row["pass"] if row["pass"] == "forward" else "",
         row.get("algorithm", ""),
         row.get("recompute", ""),

@@ -27,19 +27,27 @@ from gptjax.bench.rows import (
 from gptjax.bench.table import Row, print_table
 from gptjax.bench.torch_side import how_of, require_torch, torch_step, why_no_rival
 from gptjax.config import Config
+from gptjax.parallel import Parallel, Strategy
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(ModelOptions):
-    """Measure time, memory and MFU of one config's training step on one device; with several
-    --batch or --recompute, print a row for each."""
+    """Measure time, memory and MFU of one config's training step; with several --devices,
+    --parallel, --reduce-dtype, --batch or --recompute, print a row for each."""
 
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences a step, in one micro-batch (default: the config's micro-batch, or 64)."""
     recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
+    devices: tuple[int, ...] = (1,)
+    """Numbers of devices that share the step. --batch is of each device."""
+    parallel: Annotated[tuple[Strategy, ...], OWN_DEFAULT] = ()
+    """Strategies for several devices, as --parallel of train.py (default: the config's, or
+    data)."""
+    reduce_dtype: Annotated[tuple[Literal["fp32", "bf16"], ...], OWN_DEFAULT] = ()
+    """Dtypes in which gradients are summed over the devices (default: the config's, or fp32)."""
     largest: bool = False
     """Search for the largest batch that fits (1, 2, or a multiple of 4); not with --batch."""
     torch: bool = False
@@ -54,9 +62,13 @@ class Step(ModelOptions):
         device = one_device()
         if self.torch:
             require_torch(device)
+        self._check_devices()
         rows = []
         for config in self.configs():
-            rows += self._measure(config, device)
+            for count in self.devices:
+                for several in self._strategies(config, count):
+                    rows += self._measure(several, device, count)
+        compare_with_one_device(rows)
         if self.out:  # before the table: standard output may be closed
             command = results.bench_command("step", self)
             results.write(self.out, timed_result(command, rows, device, torch=self.torch))
@@ -85,9 +97,26 @@ class Step(ModelOptions):
             for recompute in self.recompute or (None,)
         ]
 
-    def _measure(self, config: Config, device: jax.Device) -> list[dict]:
+    def _check_devices(self) -> None:
+        available = len(jax.devices())
+        if wrong := [count for count in self.devices if not 1 <= count <= available]:
+            raise BenchError(f"--devices {wrong[0]}: expected 1 to {available}")
+        if max(self.devices) > 1 and (self.torch or self.largest):
+            raise BenchError("--torch and --largest measure one device: give --devices 1")
+
+    def _strategies(self, config: Config, count: int) -> list[Config]:
+        """Return the config with every strategy and dtype that differs on this many devices."""
+        if count == 1:
+            return [config]
+        return [
+            dataclasses.replace(config, parallel=strategy, reduce_dtype=dtype)
+            for strategy in self.parallel or (config.parallel,)
+            for dtype in self.reduce_dtype or (config.reduce_dtype,)
+        ]
+
+    def _measure(self, config: Config, device: jax.Device, count: int) -> list[dict]:
         """Return gptjax's row and, with --torch, PyTorch's. A failure is a row with its error."""
-        row, ours = self._compile(config, device)
+        row, ours = self._compile(config, device, count)
         if ours:
             config = ours.config
         rows, sides = [row], {"gptjax": ours} if ours else {}
@@ -106,15 +135,19 @@ class Step(ModelOptions):
             rows[0]["of_torch"] = rows[1]["ms"] / rows[0]["ms"]
         return rows
 
-    def _compile(self, config: Config, device: jax.Device) -> tuple[dict, JaxStep | None]:
-        row = describe(self.name, config, forward=self.forward)
+    def _compile(
+        self, config: Config, device: jax.Device, count: int
+    ) -> tuple[dict, JaxStep | None]:
+        row = describe(self.name, config, forward=self.forward, devices=count)
         try:
             if self.largest:
                 step = self._largest(config, device)
                 config = step.config
                 row = describe(self.name, config, forward=self.forward)
             else:
-                step = JaxStep(config, device, forward=self.forward)
+                devices = jax.devices()[:count] if count > 1 else [device]
+                parallel = Parallel.of(devices, config.parallel, config.reduce_dtype)
+                step = JaxStep(config, device, parallel=parallel, forward=self.forward)
             say(f"{label(row)}: compiling")
             step.compile()
             row |= {"compile_s": step.compile_s, "needed_gib": needed_bytes(step.compiled) / GIB}
@@ -130,7 +163,11 @@ class Step(ModelOptions):
 
         how = how_of(config, device)
         same = ("model", "precision", "batch", "sequence_length", "pass")
-        row = {"system": "torch"} | {key: asked[key] for key in same} | {"kernels": str(how)}
+        row = (
+            {"system": "torch", "devices": 1}
+            | {key: asked[key] for key in same}
+            | {"kernels": str(how)}
+        )
         say(f"{label(row)}: compiling")
         step = None
         try:
@@ -162,6 +199,19 @@ class Step(ModelOptions):
             # PyTorch's step needs more: its parameters and moments, and 1 GiB of CUDA contexts.
             available -= 3 * 4 * config.model.num_params + GIB
         return steps[largest_batch(needs, available)]
+
+
+def compare_with_one_device(rows: list[dict]) -> None:
+    """Add to each row of several devices its tokens/s as a fraction of as many times one device's.
+
+    The row of one device has the same model, precision, batch and optimizer, in the same run.
+    """
+    same = ("system", "model", "precision", "batch", "sequence_length", "algorithm", "recompute")
+    one = {tuple(r.get(key) for key in same): r for r in rows if r["devices"] == 1}
+    for row in rows:
+        single = one.get(tuple(row.get(key) for key in same), {})
+        if row["devices"] > 1 and "tokens/s" in row and "tokens/s" in single:
+            row["scaling"] = row["tokens/s"] / (row["devices"] * single["tokens/s"])
 
 
 def timed_result(command: str, rows: list[dict], device: jax.Device, *, torch: bool) -> dict:
@@ -208,7 +258,9 @@ def show(rows: list[dict], device: jax.Device) -> None:
             number(row["compile_s"], ".1f"),
             str(row["program"]["fusions"]) if "program" in row else "",
             number(row["of_torch"], ".3f") + " ×" if "of_torch" in row else "",
+            number(row["scaling"], ".1%") if "scaling" in row else "",
         )
         table.append(Row(label(row), figures, kernel_names(row)))
     columns = ("ms", "tokens/s", "MFU", "needs GiB", "peak GiB", "compile s", "fusions", "of torch")
+    columns += ("of n × one",)
     print_table(device.device_kind, columns, table)
