@@ -211,12 +211,13 @@ def test_a_chunk_of_the_loss_divides_a_micro_batch():
 def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Config().compilation_cache == tmp_path / "gptjax"
+    assert Config().data_dir == tmp_path / "gptjax" / "data"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Config().compilation_cache == tmp_path / ".cache" / "gptjax"
     # as where no home folder is known
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert Config().compilation_cache is None
+    assert Config().compilation_cache is None and Config().data_dir == Path("data")
     command = ["--config", TINY, "--compilation-cache", "None"]
     assert from_command_line(command).compilation_cache is None
 

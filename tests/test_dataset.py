@@ -20,6 +20,7 @@ from gptjax.data import (
 )
 from gptjax.data import dataset as module
 from gptjax.data import manifest as manifest_module
+from gptjax.user_folders import data_folder
 
 
 @pytest.fixture
@@ -339,10 +340,10 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_dat
 ):
     make_folder(tmp_path / "mine")  # 160 tokens
     dataset = find_dataset("mine", tmp_path, "auto")
-    note = few_tokens_note(dataset, epochs)
+    note = few_tokens_note(dataset, epochs, data_folder())
     assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
     assert note.endswith(f"python -m gptjax.data fineweb10B --shards {shards}")
     assert few_tokens_note(dataset, epochs, tmp_path).endswith(
         f"--shards {shards} --data-dir {tmp_path}"
     )
-    assert few_tokens_note(dataset, 8.0) is None
+    assert few_tokens_note(dataset, 8.0, data_folder()) is None

@@ -60,6 +60,7 @@ from gptjax.models.gpt2 import PRESETS, GPT2Config
 from gptjax.precision import Precision
 from gptjax.training.compilation import Compiler, compile_to_fit
 from gptjax.training.step import init_state, make_eval_step, make_train_step
+from gptjax.user_folders import data_folder
 
 BACK_ENDS = {"plain": "xla", "fast": "auto"}
 PARTS = ("attention", "norm", "mlp", "loss")
@@ -89,7 +90,7 @@ class Options:
     """Config with the model, AdamW, learning rate and schedule."""
     dataset: str = "auto"
     """As for train.py: the name of a prepared dataset, or a folder of .bin shards."""
-    data_dir: Path = Path("data")
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of prepared datasets."""
     device: str = "gpu"
     """gpu, cpu or auto; one GPU."""

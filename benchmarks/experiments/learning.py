@@ -36,6 +36,7 @@ from gptjax import config as configuration
 from gptjax.config import Config
 from gptjax.models.base import graph
 from gptjax.training.step import init_state, make_eval_step, make_train_step
+from gptjax.user_folders import data_folder
 
 # NorMuon with a part changed or left out. A neuron_b2 of 1 leaves neurons as they are.
 VARIANTS = {
@@ -59,7 +60,7 @@ class Options:
     """Config with the same model and NorMuon's options."""
     dataset: str = "auto"
     """As for train.py: the name of a prepared dataset, or a folder of .bin shards."""
-    data_dir: Path = Path("data")
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of prepared datasets."""
     device: str = "gpu"
     """gpu, cpu or auto."""

@@ -1,7 +1,6 @@
 """Typed description of a run: its options, their checks, and their form as JSON."""
 
 import dataclasses
-import os
 import types
 import typing
 import unicodedata
@@ -19,21 +18,11 @@ from gptjax.parallel import Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveInt, Seed, ranges
 from gptjax.terminal import printable
+from gptjax.user_folders import cache_folder, data_folder
 
 
 class ConfigError(ValueError):
     """Invalid or contradictory options, raised before anything is allocated."""
-
-
-def cache_folder() -> Path | None:
-    """Return the user's folder for compiled executables: $XDG_CACHE_HOME/gptjax or ~/.cache/gptjax.
-
-    None if the environment and the password database have no home folder.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # XDG's specification: ignore a relative path
-        base = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "gptjax") if os.path.isabs(base) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +64,7 @@ class Config:
     dataset: str = "auto"
     """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or
     a folder of .bin shards."""
-    data_dir: Path = Path("data")
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Where `python -m gptjax.data` puts prepared datasets."""
     tokenizer: Literal["auto", "gpt2", "byte"] = "auto"
     """Tokenizer; must be that of the dataset. auto: the dataset's."""

@@ -18,6 +18,7 @@ from gptjax.data.manifest import DatasetError
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.terminal import printable
+from gptjax.user_folders import data_folder
 
 _PATHS = tyro.conf.arg(metavar="PATH...", help_behavior_hint="(at least one)")
 type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], _PATHS]]
@@ -25,7 +26,7 @@ type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], _PATHS]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Common:
-    data_dir: Path = Path("data")
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets, created if it does not exist."""
     name: str | None = None
     """The dataset's folder in data-dir. None: corpus and tokenizer, such as stdlib_byte."""
@@ -103,7 +104,7 @@ class Jsonl(_Common):
 class FineWeb:
     """FineWeb 10B, tokenised with GPT-2's BPE: download of shards of 100 M tokens (200 MB)."""
 
-    data_dir: Path = Path("data")
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets, created if it does not exist."""
     name: str = "fineweb10B"
     """The dataset's folder in data-dir."""

@@ -18,6 +18,7 @@ from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, shard_error, token_offset
 from gptjax.data.tokenizers import TOKENIZERS, choose_tokenizer
 from gptjax.terminal import printable
+from gptjax.user_folders import data_folder
 
 _FINEWEB, _FINEWEB_SHARD_TOKENS = "fineweb10B", 100_000_000
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
@@ -369,7 +370,7 @@ def _notes(folder: Path, manifest: Manifest | None, names: list[str]) -> Iterato
         )
 
 
-def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data")) -> str | None:
+def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | None:
     """Return a warning if a run repeats its training tokens more than a few times, else None.
 
     Args:
@@ -380,7 +381,7 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path = Path("data
     if epochs <= _MANY_EPOCHS:
         return None
     shards = min(ALL_SHARDS, math.ceil(epochs * dataset.train_tokens / _FINEWEB_SHARD_TOKENS))
-    where = "" if data_dir == Path("data") else f" --data-dir {data_dir}"
+    where = "" if data_dir == data_folder() else f" --data-dir {data_dir}"
     return printable(
         f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training "
         f"tokens of {dataset.name} {epochs:,.0f} times, so the model memorizes them. Prepare more "

@@ -26,6 +26,7 @@ from gptjax.data.manifest import MANIFEST, Manifest, ShardInfo, read_manifest
 from gptjax.data.shards import MAX_TOKENS, Shard, write_shard
 from gptjax.data.tokenizers import Tokenizer, choose_tokenizer
 from gptjax.terminal import printable
+from gptjax.user_folders import data_folder
 
 TRAIN, VAL = 0, 1
 _SPLIT_NAMES = ("train", "val")
@@ -58,7 +59,7 @@ class Options:
         PrepareError: an option is out of range.
     """
 
-    data_dir: str | os.PathLike = "data"
+    data_dir: str | os.PathLike = dataclasses.field(default_factory=data_folder)
     name: str | None = None
     tokenizer: str = "auto"
     val_fraction: float = 0.05
