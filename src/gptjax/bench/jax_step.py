@@ -90,8 +90,7 @@ class JaxStep:
         if self._state is None:
             if self.jit:
                 self.compile()
-            state = self._init()
-            self._state = jax.device_put(state, self.parallel.shardings(state))
+            self._state = init_state(self.config.model, self._tx, 0, self.parallel)
             self._batch = jax.device_put(self._windows(), self._over_batch)
             self._call = self.compiled or self._function()
         # Without jit nothing is donated: a second reference would keep the old state alive.

@@ -11,13 +11,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
+from gptjax.parallel import initial_sharding
 from gptjax.precision import Precision
 from pallas_kernels import linear
 from pallas_kernels.classifier import to_int32
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype"))
 def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike) -> Array:
+    """Return samples of N(0, std²), in `gptjax.parallel.initial_sharding`.
+
+    The array is whole on one device for a moment: a sharded sampler would differ in the last bits.
+    """
+    samples, sharding = _normal(key, shape, std=std, dtype=dtype), initial_sharding(shape)
+    return samples if sharding is None else jax.device_put(samples, sharding)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype"))
+def _normal(key, shape, *, std, dtype):
     """Return samples of N(0, std²).
 
     The barrier keeps XLA from folding std into a constant of the sampler: the samples would then

@@ -41,12 +41,26 @@ class TrainState:
 
 
 def init_state(
-    config: ModelConfig, tx: optax.GradientTransformation, seed: int | Integer[Array, ""]
+    config: ModelConfig,
+    tx: optax.GradientTransformation,
+    seed: int | Integer[Array, ""],
+    parallel: Parallel | None = None,
 ) -> TrainState:
     """Return the state before the first step.
 
-    One seed gives one state, inside and outside `jax.jit`.
+    One seed gives one state, inside and outside `jax.jit`, on any number of devices.
+
+    Args:
+        parallel: the devices that store the state, in its shardings; None for JAX's default device.
     """
+    if parallel is None:
+        return _init_state(config, tx, seed)
+    with parallel.sharding_initial_arrays():
+        state = _init_state(config, tx, seed)
+    return jax.device_put(state, parallel.shardings(state))
+
+
+def _init_state(config, tx, seed) -> TrainState:
     params = init_params(config, seed)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
