@@ -31,7 +31,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from gptjax import cli, data, devices
+from gptjax import cli, data, devices, distributed
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
 from gptjax.generation import generate
@@ -52,8 +52,8 @@ from gptjax.training.header import header
 from gptjax.training.inputs import Inputs
 from gptjax.training.lock import LockedError, locked
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
-from gptjax.training.progress import Progress
-from gptjax.training.run_log import LogError, RunLog
+from gptjax.training.progress import Progress, draw_losses
+from gptjax.training.run_log import LogError, NoLog, RunLog
 from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.step import init_state, make_eval_step, make_train_step
 
@@ -77,25 +77,31 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     start_up.mark("imports")
     if config.deterministic:
         devices.make_deterministic()
+    distributed.initialize(config)
     used, idle_gpu = devices.select(config.device)
-    device, kernels = used[0], config.kernels()
+    device, kernels = distributed.local(used)[0], config.kernels()
+    first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
+    console.quiet |= not first
     parallel = Parallel.of(used, config.parallel, config.reduce_dtype)
     devices.reserve_memory(used)
     start_up.mark("devices")
     inputs = Inputs.find(config, parallel.mesh)
 
     # --------------------------------------------------------------------------------------- resume
-    if jax.process_index() == 0 and (no_locks := stack.enter_context(locked(config.run_dir))):
+    if first and (no_locks := stack.enter_context(locked(config.run_dir))):
         say("WARNING", no_locks)
+    processes = distributed.check_inputs(used, inputs.dataset)
     checkpoints = Checkpoints(
         config.run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every
     )
     start = resume.find(config, inputs.dataset, checkpoints)
+    distributed.check_folder(config.run_dir, start.step)
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
     compiler = Compiler(config.compilation_cache, configuration.executable_inputs(config))
-    for name, text in header(config, inputs, parallel, idle_gpu, kernels, start.step):
+    chosen = (parallel, idle_gpu, kernels, start.step, processes)
+    for name, text in header(config, inputs, *chosen):
         say(name, text)
     say("compiling", "…")
     start_up.mark("data")
@@ -122,14 +128,13 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     @functools.cache
     def start_train_step(micro_batch: int):
-        shape, tokens = inputs.train_shape(micro_batch), inputs.train_sharding
-        windows = jax.ShapeDtypeStruct(shape, np.int32, sharding=tokens)
+        windows = inputs.abstract_train_windows(micro_batch)
         return compiler.start(train_function, abstract_state, windows)
 
     digests = threading.Thread(target=compile_digests, args=(abstract_state,), daemon=True)
     digests.start()
     start_train_step(config.micro_batch)  # in a thread, while the next is traced and lowered
-    windows = jax.ShapeDtypeStruct(inputs.val_shape, np.int32, sharding=inputs.val_sharding)
+    windows = inputs.abstract_val_windows()
     wait_for_eval_step = compiler.start(eval_function, abstract_state.params, windows)
     train_step = compile_to_fit(lambda size: start_train_step(size)(), config, device)
     eval_step = wait_for_eval_step()
@@ -143,7 +148,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     # -------------------------------------------------------------------------- state, batches, log
     if start.step is None:
-        state = jax.device_put(init_state(config.model, tx, config.seed), shardings)
+        state = init_state(config.model, tx, config.seed, parallel)
     else:
         start = resume.restore(config, inputs.dataset, checkpoints, abstract_state, say)
         state = start.state
@@ -152,13 +157,13 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     loader, val_windows = inputs.loader(step), inputs.val_windows()
     stack.callback(loader.close)
-    log = RunLog(
-        config.run_dir,
-        resume_step=-1 if start.step is None else step,
-        note=lambda sentence: say("WARNING", sentence),
+    resume_step = -1 if start.step is None else step
+    log = (RunLog if first else NoLog)(
+        config.run_dir, resume_step, note=lambda sentence: say("WARNING", sentence)
     )
     stack.callback(log.close)
-    progress = Progress(config, log, console, step=step, devices=used)
+    stop = distributed.SharedStop(stack.enter_context(signals.StopRequest()), parallel.mesh)
+    progress = Progress(config, log, console, step=step, devices=used, stop=stop)
     progress.write(
         "event",
         step,
@@ -196,8 +201,11 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     def sample() -> None:
         prompt = np.full((1, 1), inputs.tokenizer.eot, np.int32)
         length = min(config.sample_tokens, config.model.block_size - 1)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), step)
-        model = nnx.merge(graphdef, parallel.whole(state.params))
+        params, rng = distributed.on_one_device((parallel.whole(state.params), state.rng))
+        if not first:
+            return
+        key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
+        model = nnx.merge(graphdef, params)
         tokens = generate(model, prompt, max_new_tokens=length, key=key)
         tokens = np.asarray(tokens)[0, 1:]
         # The model's vocabulary may be larger than the tokenizer's.
@@ -217,9 +225,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
                     f"step {step}: validation loss {loss}; this state was not saved"
                 )
         log.sync()
-        dataset = inputs.dataset.fingerprint()
-        meta = {"data": {"position": step * config.batch, "dataset": dataset}}
-        checkpoints.save(step, state, meta | {"config": configuration.to_json(config)})
+        checkpoints.save(step, state, resume.meta(config, inputs.dataset, step))
 
     def last_save() -> str:
         """Save after an error; return a sentence for the user."""
@@ -234,7 +240,6 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         return bool(every) and (last or step % every == 0)
 
     # ------------------------------------------------------------------------------------- the loop
-    stop = stack.enter_context(signals.StopRequest())
     one_batch = next(loader) if config.overfit_one_batch else None
     try:
         with progress:
@@ -280,14 +285,8 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     checkpoints.close()
     say("checkpoint", f"{checkpoints.folder}/{step}")
     say("log", log.path)
-    if step:
-        # Matplotlib's import takes a third of a second: not before the first step.
-        from gptjax.plot import plot_runs
-
-        try:
-            say("picture", plot_runs([config.run_dir], config.run_dir / "loss.png"))
-        except (OSError, ValueError) as error:
-            say("WARNING", f"no picture: {error}")
+    if step and first:
+        say(*draw_losses(config.run_dir))
     if (peak := peak_bytes(device)) is not None:
         say("memory", f"peak {peak / GIB:.2f} GiB")
     if stop.number:
@@ -310,16 +309,22 @@ class PipeConsole(Console):
 # Errors that the user can correct: printed as a sentence. Any other exception is a bug.
 USER_ERRORS = (ConfigError, devices.DeviceError, CheckpointError, LockedError, LogError)
 USER_ERRORS += (NotFiniteError, StoppedError, data.DataError, OSError)
+USER_ERRORS += (distributed.DistributedError,)
 
 if __name__ == "__main__":
     silence_orbax()
     try:
         code = train(cli.from_command_line(), PipeConsole(highlight=False, soft_wrap=True))
         sys.stdout.flush()
+        distributed.finish()
     except USER_ERRORS as error:
         with contextlib.suppress(OSError):
             print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        distributed.report(str(error))
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
         # At once: threads of a save or restore that failed would print tracebacks after it.
         os._exit(128 + signal.SIGPIPE if pipe else 1)
+    except Exception as error:
+        distributed.end_at_once(error)
+        raise
     sys.exit(code)

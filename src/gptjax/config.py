@@ -1,6 +1,7 @@
 """Typed description of a run: its options, their checks, and their form as JSON."""
 
 import dataclasses
+import re
 import types
 import typing
 import unicodedata
@@ -53,6 +54,16 @@ class Config:
     of a block gathered when it runs."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are summed over the devices."""
+    distributed: Literal["off", "auto"] = "off"
+    """auto: this is one of several processes that train together, each with the devices that it
+    sees. Options not given below come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, else from Slurm or Open MPI."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, with a free port. It also turns on distributed."""
+    process_count: PositiveInt | None = None
+    """Number of processes."""
+    process_index: NonNegativeInt | None = None
+    """Index of this process, from 0."""
     seed: Seed = 0
     """Seed of the initial weights, the order of the data and the samples."""
 
@@ -123,10 +134,23 @@ class Config:
             )
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
+        self._check_processes()
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
         if (size := len(self.name.encode())) > 200:
             raise ConfigError(f"--name must have at most 200 bytes, got {size}")
+
+    def _check_processes(self) -> None:
+        count, index = self.process_count, self.process_index
+        several = self.distributed == "auto" or self.coordinator is not None
+        if not several and (count is not None or index is not None):
+            raise ConfigError(
+                "--process-count and --process-index need --coordinator or --distributed auto"
+            )
+        if self.coordinator is not None and not re.fullmatch(r".+:\d{1,5}", self.coordinator):
+            raise ConfigError(f"--coordinator must be HOST:PORT, got {self.coordinator!r}")
+        if count is not None and index is not None and index >= count:
+            raise ConfigError(f"--process-index must be below --process-count {count}, got {index}")
 
     def kernels(self) -> dict[str, str]:
         """Return the back end of each part of the model on the default device.
@@ -244,8 +268,8 @@ def _in_words(expected: Any) -> str:
 # Fields of Config that may differ between a checkpoint and the command that resumes it: they do not
 # change what is learned. `operational` adds those of the model.
 OPERATIONAL = frozenset(
-    "name runs_dir data_dir dataset resume resume_with_changes device parallel max_steps "
-    "micro_batch "
+    "name runs_dir data_dir dataset resume resume_with_changes device parallel distributed "
+    "coordinator process_count process_index max_steps micro_batch "
     "val_every val_tokens sample_every sample_tokens checkpoint_every keep_last keep_every "
     "log_every deterministic compilation_cache executable_cache".split()
 )

@@ -16,6 +16,7 @@ def header(
     idle_gpu: str | None,
     kernels: dict[str, str],
     resume_step: int | None,
+    processes: list[str],
 ) -> Iterator[tuple[str, object]]:
     """Yield a name and a text for each line.
 
@@ -24,12 +25,16 @@ def header(
         idle_gpu: why a GPU of this machine is not used, if one is not.
         kernels: back end of each part of the model.
         resume_step: step of the checkpoint that the run resumes from, if any.
+        processes: a line for each process.
     """
     model, dataset = config.model, inputs.dataset
     begin = "from the beginning" if resume_step is None else f"resuming from step {resume_step}"
     yield "run", f"{config.run_dir}, {begin}"
     idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
     yield "device", f"{parallel.devices} × {parallel.mesh.devices.flat[0].device_kind}{idle}"
+    if len(processes) > 1:
+        for i, line in enumerate(processes):
+            yield "" if i else "processes", line
     if parallel.devices > 1:
         yield "parallel", f"{config.parallel}, gradients summed in {config.reduce_dtype}"
     yield "precision", model.precision

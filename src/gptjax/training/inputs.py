@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gptjax import data, parallel
@@ -65,15 +66,16 @@ class Inputs:
         """Sharding of (sequence, token)."""
         return parallel.over_batch(self.mesh, axis=0)
 
-    def train_shape(self, micro_batch: int) -> tuple[int, int, int]:
-        """Return (micro-batches, sequences, tokens + 1) of a step's tokens."""
+    def abstract_train_windows(self, micro_batch: int) -> jax.ShapeDtypeStruct:
+        """Return the shape and sharding of a step's tokens."""
         sequences = micro_batch * self.mesh.size
-        return self.config.batch // sequences, sequences, self.config.sequence_length + 1
+        shape = (self.config.batch // sequences, sequences, self.config.sequence_length + 1)
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.train_sharding)
 
-    @property
-    def val_shape(self) -> tuple[int, int]:
-        """(sequences, tokens + 1) of a validation batch."""
-        return self.val_batch, self.config.sequence_length + 1
+    def abstract_val_windows(self) -> jax.ShapeDtypeStruct:
+        """Return the shape and sharding of a validation batch."""
+        shape = (self.val_batch, self.config.sequence_length + 1)
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.val_sharding)
 
     def loader(self, step: int) -> data.Loader:
         """Return the training batches after `step` steps."""

@@ -3,12 +3,13 @@
 import contextlib
 import math
 import time
+from pathlib import Path
 
 import jax
-from jaxtyping import PyTree
 from rich.console import Console
 
 from gptjax.config import Config
+from gptjax.distributed import SharedStop
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.flops import Throughput, mfu
 from gptjax.training.run_log import RunLog
@@ -27,6 +28,7 @@ class Progress:
     Args:
         step: step that the run starts from.
         devices: devices of the run.
+        stop: shared with the metrics of each step.
 
     Attributes:
         val_loss, val_step: newest validation loss and its step; None before the first.
@@ -41,10 +43,11 @@ class Progress:
         *,
         step: int,
         devices: list[jax.Device],
+        stop: SharedStop,
     ):
         self.val_loss: float | None = None
         self.val_step: int | None = None
-        self._read_any = False
+        self._read_any, self._stop = False, stop
         self._config, self._log, self._console, self._devices = config, log, console, devices
         self._status = StatusLine(
             config.max_steps,
@@ -55,7 +58,7 @@ class Progress:
         self._throughput = Throughput()
         self._flops_per_token = config.model.flops_per_token(config.sequence_length)
         self.step = step
-        self._unread: PyTree | None = None
+        self._unread: dict[str, jax.Array] | None = None
         self._not_finite = 0
 
     def __enter__(self) -> "Progress":
@@ -69,9 +72,9 @@ class Progress:
         """Write a line of the log; `tokens` follows from the step."""
         self._log.write(kind, step, step * self._config.batch_tokens, **fields)
 
-    def submit(self, step: int, metrics: PyTree) -> None:
+    def submit(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Store the metrics of a dispatched step, after `read` of the one before."""
-        self.step, self._unread = step, metrics
+        self.step, self._unread = step, metrics | self._stop.metrics(metrics["loss"])
 
     def read(self) -> bool:
         """Wait for the submitted metrics, log and show them.
@@ -88,6 +91,7 @@ class Progress:
             return False
         values = {name: x.item() for name, x in jax.device_get(self._unread).items()}
         self._unread = None
+        self._stop.read(values)
         config, first, self._read_any = self._config, not self._read_any, True
         ms = self._throughput.step(time.perf_counter())
         speed = utilization = None
@@ -158,3 +162,14 @@ class Progress:
             "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
             "that are not finite."
         )
+
+
+def draw_losses(run_dir: Path) -> tuple[str, object]:
+    """Draw the picture of a run; return a name and a text for the user."""
+    # Matplotlib's import takes a third of a second: not before the first step.
+    from gptjax.plot import plot_runs
+
+    try:
+        return "picture", plot_runs([run_dir], run_dir / "loss.png")
+    except (OSError, ValueError) as error:
+        return "WARNING", f"no picture: {error}"

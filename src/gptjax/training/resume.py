@@ -85,6 +85,12 @@ def restore(
     return Resume(step, state, changes)
 
 
+def meta(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
+    """Return the metadata of a checkpoint: the position in the data, and the config."""
+    place = {"position": step * config.batch, "dataset": dataset.fingerprint()}
+    return {"data": place, "config": configuration.to_json(config)}
+
+
 def _may_fall_back(config: Config) -> bool:
     """True if a damaged checkpoint may be skipped for the one before it."""
     return config.resume != "must"

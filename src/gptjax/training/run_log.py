@@ -143,6 +143,22 @@ class RunLog:
         self.close()
 
 
+class NoLog(RunLog):
+    """A log that writes nothing: for all processes of a run but the first."""
+
+    def __init__(self, run_dir: str | Path, *_: Any, **__: Any):
+        self.path = Path(run_dir) / "log.jsonl"
+
+    def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
+        """Do nothing."""
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class _Events:
     """Writer of TensorBoard's event file without a thread. The first error ends it with a note.
 

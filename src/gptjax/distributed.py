@@ -1,0 +1,389 @@
+"""Several processes that train one model, through `jax.distributed`.
+
+Process 0 hosts JAX's coordination service. The processes compare their configs, code and data
+through its key-value store before training starts. Its heartbeats find a process that died.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed as jax_distributed
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+import gptjax
+import pallas_kernels
+from gptjax import config as configuration
+from gptjax.config import Config
+from gptjax.data import Dataset
+from gptjax.parallel import over_batch, put, replicated
+from gptjax.training.lock import FILE as LOCK
+from gptjax.training.signals import StopRequest
+
+# Seconds in which all processes must start.
+JOIN_SECONDS = 300
+# Seconds without a heartbeat after which a process counts as dead.
+HEARTBEAT_SECONDS = 30
+# Seconds that a finished process waits for the others.
+FINISH_SECONDS = 300
+# Seconds for which process 0, after an error, serves the message to the others.
+_ERROR_SECONDS = 2
+
+# Added to XLA_FLAGS unless a flag is set. An NCCL collective that a peer does not join ends the
+# process; without sharded autotuning, a process does not wait for another's compilation.
+_XLA_FLAGS = {
+    "--xla_gpu_nccl_termination_timeout_seconds": "600",
+    "--xla_gpu_shard_autotuning": "false",
+}
+# Options that may differ between the processes of a run. The data are compared by content.
+PER_PROCESS = frozenset(
+    "distributed coordinator process_count process_index data_dir dataset compilation_cache "
+    "executable_cache".split()
+)
+_PREFIX, _ERRORS = "gptjax/", "gptjax/error/"
+
+
+class DistributedError(RuntimeError):
+    """The processes of a run cannot be connected, or do not fit together."""
+
+
+def initialize(config: Config) -> None:
+    """Connect the processes of a run if the config asks for several. Call before JAX starts.
+
+    Raises:
+        DistributedError: coordinator, count or index is missing, or the processes' configs, code
+            or packages differ.
+    """
+    if (config.distributed == "off" and config.coordinator is None) or is_initialized():
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [f"{flag}={value}" for flag, value in _XLA_FLAGS.items() if flag not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing])
+    # JAX would install its own handler of SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    if config.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        # Executables that run at the same time could run their collectives in different orders.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    address, count, index = _place(config)
+    _end_with_a_message(
+        f"the processes of this run did not connect within {JOIN_SECONDS} s; the lines above have "
+        "the reason. Start all processes at the same time, with one --process-count N, the "
+        "indices 0 to N - 1, each once, and a --coordinator HOST:PORT that is the host of process "
+        "0 and a free port, which every host can reach"
+    )
+    try:
+        jax.distributed.initialize(
+            address,
+            count,
+            index,
+            initialization_timeout=JOIN_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=FINISH_SECONDS,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise DistributedError(f"JAX cannot connect the processes: {error}") from error
+    _end_with_a_message(ENDED)
+    if _has_all_gpus():
+        jax.config.update("jax_cuda_visible_devices", "all")
+    _compare_programs(config)
+
+
+ENDED = (
+    "another process of this run ended or cannot be reached, so this one ended, too. The first "
+    "error in the output of all processes is the cause. The same command in every process resumes "
+    "from the newest checkpoint"
+)
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def is_initialized() -> bool:
+    """Return whether this process is one of several."""
+    return jax_distributed.global_state.client is not None
+
+
+def _place(config: Config) -> tuple[str | None, int | None, int | None]:
+    """Return coordinator, count and index; None for those that Slurm or Open MPI determines."""
+
+    def environment(name: str) -> int | None:
+        text = os.environ.get(name)
+        if text is not None and not text.isdecimal():
+            raise DistributedError(f"{name} must be a number, got {text!r}")
+        return None if text is None else int(text)
+
+    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count, index = config.process_count, config.process_index
+    count = environment("JAX_NUM_PROCESSES") if count is None else count
+    index = environment("JAX_PROCESS_ID") if index is None else index
+    scheduled = any(name in os.environ for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    if None in (address, count, index) and not scheduled:
+        raise DistributedError(
+            "several processes need --coordinator HOST:PORT, --process-count and --process-index, "
+            "or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; only under Slurm's "
+            f"srun or Open MPI's mpirun they may be left out. Found {address}, {count} and {index}"
+        )
+    if count is not None and index is not None and index >= count:
+        raise DistributedError(
+            f"the process index must be below the process count {count}, got {index}"
+        )
+    return address, count, index
+
+
+def _has_all_gpus() -> bool:
+    """Return whether a process uses all GPUs that it sees.
+
+    Under Slurm and Open MPI, JAX uses the GPU of the process's index on the host. This is wrong
+    with one process per host, and where the scheduler shows each process its own GPUs only.
+    """
+    of = os.environ.get
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return False
+    one_per_host = of("OMPI_COMM_WORLD_LOCAL_SIZE") == "1" or of("SLURM_STEP_NUM_NODES", "0") == of(
+        "SLURM_NTASKS"
+    )
+    return one_per_host or "SLURM_GPUS_PER_TASK" in os.environ
+
+
+def _end_with_a_message(message: str) -> None:
+    """Print `message` and exit with code 1 where JAX aborts the process.
+
+    JAX's client calls abort() in a thread of its own when a process dies. A handler in Python would
+    not run any more, so this one is installed in C.
+    """
+    global _on_abort  # C holds a pointer to it
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def _on_abort(number: int) -> None:
+        os.write(2, f"\nerror: {message}\n".encode())
+        os._exit(1)
+
+    install = ctypes.CDLL(None).signal
+    install.restype, install.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    install(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))
+
+
+def exchange(topic: str, value: Any) -> list[Any]:
+    """Return the values of all processes in the order of their indices; each calls this function.
+
+    Args:
+        topic: a name that is used once.
+        value: JSON.
+
+    Raises:
+        DistributedError: another process has ended with an error.
+    """
+    if not is_initialized():
+        return [value]
+    state, folder = jax_distributed.global_state, f"{_PREFIX}{topic}/"
+    state.client.key_value_set(f"{folder}{state.process_id}", json.dumps(value))
+    while True:
+        for _, error in state.client.key_value_dir_get(_ERRORS):
+            raise DistributedError(error)
+        found = dict(state.client.key_value_dir_get(folder))
+        # A process with another idea of the number of processes finds more values or fewer.
+        if len(found) >= state.num_processes:
+            return [json.loads(found[f"{folder}{i}"]) for i in range(state.num_processes)]
+        time.sleep(0.05)
+
+
+def check_alike(topic: str, value: dict[str, Any]) -> None:
+    """Refuse a run whose processes do not have the same value.
+
+    Args:
+        topic: as for `exchange`.
+        value: flat JSON; the keys are printed.
+
+    Raises:
+        DistributedError: the values differ. The message has each difference and its processes.
+    """
+    mine = {"host": _host(), "value": value}
+    all_of_them, lines = exchange(topic, mine), []
+    for name in value:
+        texts = [str(one["value"].get(name)) for one in all_of_them]
+        other = next((i for i, text in enumerate(texts) if text != texts[0]), None)
+        if other is not None:
+            lines.append(
+                f"  {name}: {texts[0]} in process 0 on {all_of_them[0]['host']}, {texts[other]} in "
+                f"process {other} on {all_of_them[other]['host']}"
+            )
+    if lines:
+        lines[10:] = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
+        raise DistributedError(
+            "the processes of this run differ:\n" + "\n".join(lines) + "\nStart every process with "
+            "the same command, code, packages and data; only --process-index differs."
+        )
+
+
+def _compare_programs(config: Config) -> None:
+    options = configuration.to_json(config)
+    # The count first: a process that expects more processes would wait for them.
+    state = jax_distributed.global_state
+    state.client.key_value_set(f"{_PREFIX}count/{state.process_id}", str(state.num_processes))
+    if state.process_id:
+        first = state.client.blocking_key_value_get(f"{_PREFIX}count/0", JOIN_SECONDS * 1000)
+        if int(first) != state.num_processes:
+            raise DistributedError(
+                f"process {state.process_id} was started with --process-count "
+                f"{state.num_processes}, process 0 with {first}: give all the same"
+            )
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    check_alike(
+        "programs",
+        {
+            "--" + name.replace("_", "-"): value
+            for name, value in options.items()
+            if name not in PER_PROCESS
+        }
+        | {name: importlib.metadata.version(name) for name in packages}
+        | {"source files of gptjax": _digest_of_sources()},
+    )
+
+
+def _digest_of_sources() -> str:
+    folders = [Path(str(package.__file__)).parent for package in (gptjax, pallas_kernels)]
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
+    """Return a line for each process: its host and its devices.
+
+    Args:
+        devices: the devices of all processes.
+
+    Raises:
+        DistributedError: the processes have different numbers or kinds of devices, or other data.
+    """
+    mine = local(devices)
+    kinds = f"{len(mine)} × {', '.join(sorted({device.device_kind for device in mine}))}"
+    shards = dataset.fingerprint() if is_initialized() else {"train": {}, "val": {}, "samples": {}}
+    tokens = shards["train"] | shards["val"]
+    check_alike(
+        "inputs",
+        {"devices": kinds, "number of shards": len(tokens)}
+        | {name: f"{tokens[name]} tokens, {shards['samples'][name]}" for name in tokens},
+    )
+    return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange("hosts", _host()))]
+
+
+def check_folder(run_dir: Path, step: int | None) -> None:
+    """Refuse a run's folder that is not the same for all processes.
+
+    Args:
+        run_dir: locked by process 0.
+        step: the step of the checkpoint from which this process would resume.
+    """
+    if is_initialized():
+        lock = ""
+        with contextlib.suppress(OSError):
+            lock = (run_dir / LOCK).read_text().strip()
+        check_alike(
+            "folder",
+            {
+                f"{run_dir / LOCK} (the folder must be on a file system of all hosts)": lock,
+                "newest checkpoint": step,
+            },
+        )
+
+
+def local(devices: list[jax.Device]) -> list[jax.Device]:
+    """Return the devices of this process."""
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def on_one_device(tree: PyTree) -> PyTree:
+    """Return the copies that a device of this process has of replicated arrays."""
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+
+class SharedStop:
+    """Request to stop, shared by all processes with the metrics of a step.
+
+    Each process adds the number of its signal to the metrics as a maximum over all processes, so
+    that all stop after the same step.
+
+    Args:
+        request: of this process.
+        mesh: the devices of all processes.
+    """
+
+    def __init__(self, request: StopRequest, mesh: Mesh):
+        self._request, self._number, self._alone = request, 0, jax.process_count() == 1
+        sharding, count = over_batch(mesh, axis=0), jax.local_device_count()
+        self._put = functools.cache(lambda n: put(sharding, np.full(count, n, np.int32)))
+        # `after` is not used: the maximum is computed after it, so that all processes run their
+        # collectives in one order.
+        self._maximum = jax.jit(
+            lambda numbers, after: jnp.max(numbers),
+            keep_unused=True,
+            out_shardings=replicated(mesh),
+        )
+
+    @property
+    def number(self) -> int:
+        """Number of the signal that stops the run; 0 before it."""
+        return self._request.number if self._alone else self._number
+
+    def metrics(self, after: jax.Array) -> dict[str, jax.Array]:
+        """Return an addition to the metrics of a step, one of which is `after`."""
+        if self._alone:
+            return {}
+        return {"stop": self._maximum(self._put(self._request.number), after)}
+
+    def read(self, values: dict[str, Any]) -> None:
+        """Remove the addition from the values of a step's metrics, and store it."""
+        self._number = values.pop("stop", 0) or self._number
+
+
+def report(message: str) -> None:
+    """Send an error to the processes that wait in `exchange`. Then end this process at once."""
+    if not is_initialized():
+        return
+    state = jax_distributed.global_state
+    text = f"process {state.process_id} on {_host()} ended: {message}"
+    with contextlib.suppress(Exception):  # the connection may be the error
+        if not state.client.key_value_dir_get(_ERRORS):
+            state.client.key_value_set(f"{_ERRORS}{state.process_id}", text)
+    if state.process_id == 0:  # the store is in this process
+        time.sleep(_ERROR_SECONDS)
+
+
+def end_at_once(error: Exception) -> None:
+    """End one of several processes after an unexpected error; return if there is only one.
+
+    An exit of Python would wait for the other processes.
+    """
+    if not is_initialized():
+        return
+    if any(name in str(error) for name in ("Gloo", "NCCL")):  # a collective failed
+        print(f"{type(error).__name__}: {error}"[:600], file=sys.stderr)
+        print(f"error: {ENDED}", file=sys.stderr, flush=True)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(1)
+
+
+def finish() -> None:
+    """Wait until all processes have finished, and disconnect them."""
+    if is_initialized():
+        jax.distributed.shutdown()
