@@ -6,8 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_tools import check, run_reference
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+from rule_tools import check, run_reference
 
 from pallas_kernels import _dispatch
 from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp, reference

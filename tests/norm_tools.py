@@ -6,8 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_tools import run_reference
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+from rule_tools import run_reference
 
 from pallas_kernels.norm import layer_norm, rms_norm
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import check, forget_races, lower_for_h200, unchecked
+from kernel_tools import forget_races, lower_for_h200, unchecked
+from rule_tools import check
 
 from pallas_kernels.attention import flash_attention_qkv, reference
 from pallas_kernels.attention.projected import projected_attention

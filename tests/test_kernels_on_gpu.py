@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_tools import check
+from rule_tools import check
 
 import pallas_kernels as pk
 from gptjax.models.base import loss_fn

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
-from kernel_tools import check, lower_for_h200, triton_kernels, unchecked
+from kernel_tools import lower_for_h200, triton_kernels, unchecked
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+from rule_tools import check
 
 from pallas_kernels import _dispatch
 from pallas_kernels.symmetric import (

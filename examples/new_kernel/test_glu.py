@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from glu import reference, swiglu
 from jax.sharding import PartitionSpec as P
-from kernel_tools import check, triton_kernels
+from kernel_tools import triton_kernels
+from rule_tools import check
 
 from gptjax.bench import kernels
 from pallas_kernels.extend import select
