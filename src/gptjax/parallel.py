@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -35,8 +34,6 @@ AXIS = "data"
 REDUCE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 # Smaller arrays are replicated: a collective of so few bytes costs more than their memory.
 SMALLEST_SHARDED = 2**14
-# Name of gathered parameters for the checkpoint policy of `apply_block`.
-GATHERED = "gathered parameters"
 
 
 def data_mesh(devices: list[jax.Device]) -> Mesh:
@@ -187,7 +184,7 @@ class Parallel:
             if place.by_block:
                 return x
             # In x's dtype, so that the gradient has it, too. XLA removes the conversion.
-            return _gather(x, place.axis, place.dtype, self.reduce_dtype).astype(x.dtype)
+            return _gather(x, place, x.dtype, self.reduce_dtype)
 
         return jax.tree.map(one, params, placements)
 
@@ -262,16 +259,22 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
         if "placement" not in metadata:
             return variable
         place, reduce_dtype = metadata["placement"], metadata["reduce_dtype"]
-        x = _gather(variable.get_raw_value(), place.axis, place.dtype, reduce_dtype)
-        return variable.replace(checkpoint_name(x, GATHERED))
+        whole = _gather(variable.get_raw_value(), place, place.dtype, reduce_dtype)
+        return variable.replace(whole)
 
     def run(state, *args):
         whole = jax.tree.map(gathered, state, is_leaf=_is_variable)
         return f(nnx.merge(graphdef, whole), *args)
 
-    policies = jax.checkpoint_policies
-    policy = None if recompute else policies.save_anything_except_these_names(GATHERED)
-    return jax.checkpoint(run, policy=policy)(state, *args)
+    return jax.checkpoint(run, policy=None if recompute else _save_all_but_gathered)(state, *args)
+
+
+def _save_all_but_gathered(primitive, *_, **__) -> bool:
+    """Policy of `jax.checkpoint`: store all results except those of all-gathers.
+
+    `save_anything_except_these_names` would not do: it stores the array before it is named.
+    """
+    return primitive is not jax.lax.all_gather_p
 
 
 def _is_variable(x: Any) -> bool:
@@ -279,23 +282,29 @@ def _is_variable(x: Any) -> bool:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, axis: int | None, dtype: Any, reduce_dtype: Any) -> jax.Array:
-    """Return the whole parameter in `dtype`; unchanged if it is replicated."""
-    if axis is None:
+def _gather(x: jax.Array, place: Placement, dtype: Any, reduce_dtype: Any) -> jax.Array:
+    """Return the whole parameter in `dtype`, gathered in the placement's; or a replicated one."""
+    return _all_gather(x, place, dtype)
+
+
+def _all_gather(x, place, dtype):
+    if place.axis is None:
         return x
-    return jax.lax.all_gather(x.astype(dtype), AXIS, axis=axis, tiled=True)
+    whole = jax.lax.all_gather(x.astype(place.dtype), AXIS, axis=place.axis, tiled=True)
+    return whole.astype(dtype)
 
 
-def _gather_forward(x, axis, dtype, reduce_dtype):
-    return _gather(x, axis, dtype, reduce_dtype), jnp.zeros((0,), x.dtype)
+def _gather_forward(x, place, dtype, reduce_dtype):
+    # Not `_gather`: `_save_all_but_gathered` would see one operation that is no all-gather.
+    return _all_gather(x, place, dtype), jnp.zeros((0,), x.dtype)
 
 
-def _gather_backward(axis, dtype, reduce_dtype, like, g):
+def _gather_backward(place, dtype, reduce_dtype, like, g):
     g = g.astype(reduce_dtype)
-    if axis is None:
+    if place.axis is None:
         g = jax.lax.psum(g, AXIS)
     else:
-        g = jax.lax.psum_scatter(g, AXIS, scatter_dimension=axis, tiled=True)
+        g = jax.lax.psum_scatter(g, AXIS, scatter_dimension=place.axis, tiled=True)
     return (g.astype(like.dtype),)
 
 
