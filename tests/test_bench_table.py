@@ -15,6 +15,7 @@ from gptjax.bench.__main__ import main
 from gptjax.bench.errors import BenchError
 from gptjax.bench.harness import Ceilings
 from gptjax.bench.table import Row
+from gptjax.config import Config
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 DEVICE = jax.devices()[0]
@@ -268,8 +269,8 @@ def test_results_are_on_the_disk_before_the_table_is_printed(tmp_path, monkeypat
     def closed(*_):
         raise BrokenPipeError
 
-    monkeypatch.setattr(step.Step, "configs", lambda self: [None])
-    monkeypatch.setattr(step.Step, "_measure", lambda self, config, device: GOOD["rows"])
+    monkeypatch.setattr(step.Step, "configs", lambda self: [Config()])
+    monkeypatch.setattr(step.Step, "_measure", lambda *_: GOOD["rows"])
     monkeypatch.setattr(step, "show", closed)
     with pytest.raises(BrokenPipeError):
         step.Step(out=tmp_path / "step.json").run()

@@ -212,7 +212,7 @@ def _fused_forward(options, x_NC, w_VC, targets_N):
     w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
     losses, dx, dw_VC = [], [], None
     for x_KC, targets_K in options.chunks(x_NC, targets_N):
-        x_KC, dw_VC = _after(x_KC, dw_VC)
+        x_KC, (dw_VC, dx) = _after(x_KC, (dw_VC, dx))
         losses_K, dlogits_KV = options.classify(x_KC, w_VC, targets_K)
         losses.append(losses_K)
         dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=options.precision))

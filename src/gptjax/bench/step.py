@@ -207,10 +207,10 @@ def compare_with_one_device(rows: list[dict]) -> None:
     The row of one device has the same model, precision, batch and optimizer, in the same run.
     """
     same = ("system", "model", "precision", "batch", "sequence_length", "algorithm", "recompute")
-    one = {tuple(r.get(key) for key in same): r for r in rows if r["devices"] == 1}
+    one = {tuple(r.get(key) for key in same): r for r in rows if r.get("devices", 1) == 1}
     for row in rows:
         single = one.get(tuple(row.get(key) for key in same), {})
-        if row["devices"] > 1 and "tokens/s" in row and "tokens/s" in single:
+        if row.get("devices", 1) > 1 and "tokens/s" in row and "tokens/s" in single:
             row["scaling"] = row["tokens/s"] / (row["devices"] * single["tokens/s"])
 
 
@@ -244,7 +244,7 @@ def launches(text: str) -> dict[str, Any]:
 
 def show(rows: list[dict], device: jax.Device) -> None:
     """Print a row for each config and system."""
-    table = []
+    table, scaling = [], any("scaling" in row for row in rows)
     for row in rows:
         if "error" in row:
             table.append(Row(label(row), note=row["error"]))
@@ -258,9 +258,10 @@ def show(rows: list[dict], device: jax.Device) -> None:
             number(row["compile_s"], ".1f"),
             str(row["program"]["fusions"]) if "program" in row else "",
             number(row["of_torch"], ".3f") + " ×" if "of_torch" in row else "",
-            number(row["scaling"], ".1%") if "scaling" in row else "",
         )
+        if scaling:
+            figures += (number(row["scaling"], ".1%") if "scaling" in row else "",)
         table.append(Row(label(row), figures, kernel_names(row)))
     columns = ("ms", "tokens/s", "MFU", "needs GiB", "peak GiB", "compile s", "fusions", "of torch")
-    columns += ("of n × one",)
+    columns += ("of n × one",) * scaling
     print_table(device.device_kind, columns, table)
