@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from gptjax import config as configuration
-from gptjax import data, devices
+from gptjax import data, devices, parallel
 from gptjax.bench import results
 from gptjax.config import Config
 

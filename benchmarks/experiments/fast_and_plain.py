@@ -50,7 +50,7 @@ from _fast_and_plain_report import (
 )
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
 
-from gptjax import cli, data, devices
+from gptjax import cli, data, devices, parallel
 from gptjax import config as configuration
 from gptjax.bench.errors import BenchError
 from gptjax.bench.measuring import one_device

@@ -31,7 +31,7 @@ import tyro
 from _learning_report import draw, final, sentences, shown, summary
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
 
-from gptjax import cli, data, devices, optim
+from gptjax import cli, data, devices, optim, parallel
 from gptjax import config as configuration
 from gptjax.config import Config
 from gptjax.models.base import graph
