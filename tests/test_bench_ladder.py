@@ -490,9 +490,8 @@ def test_contradictions(card, capsys):
 def test_several_devices(tmp_path, capsys):
     card, out = tmp_path / "card.py", tmp_path / "several.json"
     card.write_text(CARD)
-    command = ["step", "--config", str(card), "--seconds", "0.01", "--devices", "1", "2"]
-    command += ["--parallel", "data", "fsdp", "--reduce-dtype", "bf16", "--out", str(out)]
-    assert main(command) == 0
+    command = f"step --config {card} --seconds 0.01 --devices 1 2 --parallel data fsdp"
+    assert main([*command.split(), "--reduce-dtype", "bf16", "--out", str(out)]) == 0
     assert "2 devices · fsdp · bf16" in capsys.readouterr().out
     one, data, fsdp = json.loads(out.read_text())["rows"]
     assert "parallel" not in one and (data["parallel"], fsdp["parallel"]) == ("data", "fsdp")
