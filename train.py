@@ -319,7 +319,7 @@ if __name__ == "__main__":
         distributed.finish()
     except USER_ERRORS as error:
         with contextlib.suppress(OSError):
-            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+            print(f"error: {printable(distributed.explain(error))}", file=sys.stderr, flush=True)
         distributed.report(str(error))
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
         # At once: threads of a save or restore that failed would print tracebacks after it.

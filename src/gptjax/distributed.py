@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import signal
@@ -68,8 +69,20 @@ def initialize(config: Config) -> None:
         DistributedError: coordinator, count or index is missing, or the processes' configs, code
             or packages differ.
     """
-    if (config.distributed == "off" and config.coordinator is None) or is_initialized():
+    if config.distributed == "off" and config.coordinator is None:
         return
+    if not is_initialized():
+        _connect(config)
+    options = configuration.to_json(config).items()
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    check_alike(
+        {f"--{name.replace('_', '-')}": value for name, value in options if name not in PER_PROCESS}
+        | {name: importlib.metadata.version(name) for name in packages}
+        | {"source files": _digest_of_sources()},
+    )
+
+
+def _connect(config: Config) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"{flag}={value}" for flag, value in _XLA_FLAGS.items() if flag not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing])
@@ -82,9 +95,9 @@ def initialize(config: Config) -> None:
     address, count, index = _place(config)
     _end_with_a_message(
         f"the processes of this run did not connect within {JOIN_SECONDS} s; the lines above have "
-        "the reason. Start all processes at the same time, with one --process-count N, the "
-        "indices 0 to N - 1, each once, and a --coordinator HOST:PORT that is the host of process "
-        "0 and a free port, which every host can reach"
+        "the reason. Start all processes at the same time, with the same --process-count N, the "
+        "indices 0 to N - 1, each once, and as --coordinator the host of process 0 and a free "
+        "port that every host can reach"
     )
     try:
         jax.distributed.initialize(
@@ -100,7 +113,20 @@ def initialize(config: Config) -> None:
     _end_with_a_message(ENDED)
     if _has_all_gpus():
         jax.config.update("jax_cuda_visible_devices", "all")
-    _compare_programs(config)
+    _check_count()
+
+
+def _check_count() -> None:
+    """Refuse a process that expects another number of processes: it would wait for them."""
+    state, key = jax_distributed.global_state, f"{_PREFIX}count"
+    if state.process_id == 0:
+        state.client.key_value_set(key, str(state.num_processes))
+    first = state.client.blocking_key_value_get(key, JOIN_SECONDS * 1000)
+    if int(first) != state.num_processes:
+        raise DistributedError(
+            f"process {state.process_id} was started with a process count of "
+            f"{state.num_processes}, process 0 with {first}: give the same number to all"
+        )
 
 
 ENDED = (
@@ -179,11 +205,13 @@ def _end_with_a_message(message: str) -> None:
     install(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))
 
 
-def exchange(topic: str, value: Any) -> list[Any]:
+_exchanges = itertools.count()
+
+
+def exchange(value: Any) -> list[Any]:
     """Return the values of all processes in the order of their indices; each calls this function.
 
     Args:
-        topic: a name that is used once.
         value: JSON.
 
     Raises:
@@ -191,31 +219,29 @@ def exchange(topic: str, value: Any) -> list[Any]:
     """
     if not is_initialized():
         return [value]
-    state, folder = jax_distributed.global_state, f"{_PREFIX}{topic}/"
+    state, folder = jax_distributed.global_state, f"{_PREFIX}{next(_exchanges)}/"
     state.client.key_value_set(f"{folder}{state.process_id}", json.dumps(value))
     while True:
         for _, error in state.client.key_value_dir_get(_ERRORS):
             raise DistributedError(error)
         found = dict(state.client.key_value_dir_get(folder))
-        # A process with another idea of the number of processes finds more values or fewer.
-        if len(found) >= state.num_processes:
+        if len(found) == state.num_processes:
             return [json.loads(found[f"{folder}{i}"]) for i in range(state.num_processes)]
         time.sleep(0.05)
 
 
-def check_alike(topic: str, value: dict[str, Any]) -> None:
+def check_alike(value: dict[str, Any]) -> None:
     """Refuse a run whose processes do not have the same value.
 
     Args:
-        topic: as for `exchange`.
         value: flat JSON; the keys are printed.
 
     Raises:
         DistributedError: the values differ. The message has each difference and its processes.
     """
     mine = {"host": _host(), "value": value}
-    all_of_them, lines = exchange(topic, mine), []
-    for name in value:
+    all_of_them, lines = exchange(mine), []
+    for name in dict.fromkeys(name for one in all_of_them for name in one["value"]):
         texts = [str(one["value"].get(name)) for one in all_of_them]
         other = next((i for i, text in enumerate(texts) if text != texts[0]), None)
         if other is not None:
@@ -229,31 +255,6 @@ def check_alike(topic: str, value: dict[str, Any]) -> None:
             "the processes of this run differ:\n" + "\n".join(lines) + "\nStart every process with "
             "the same command, code, packages and data; only --process-index differs."
         )
-
-
-def _compare_programs(config: Config) -> None:
-    options = configuration.to_json(config)
-    # The count first: a process that expects more processes would wait for them.
-    state = jax_distributed.global_state
-    state.client.key_value_set(f"{_PREFIX}count/{state.process_id}", str(state.num_processes))
-    if state.process_id:
-        first = state.client.blocking_key_value_get(f"{_PREFIX}count/0", JOIN_SECONDS * 1000)
-        if int(first) != state.num_processes:
-            raise DistributedError(
-                f"process {state.process_id} was started with --process-count "
-                f"{state.num_processes}, process 0 with {first}: give all the same"
-            )
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-    check_alike(
-        "programs",
-        {
-            "--" + name.replace("_", "-"): value
-            for name, value in options.items()
-            if name not in PER_PROCESS
-        }
-        | {name: importlib.metadata.version(name) for name in packages}
-        | {"source files of gptjax": _digest_of_sources()},
-    )
 
 
 def _digest_of_sources() -> str:
@@ -279,11 +280,10 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
     shards = dataset.fingerprint() if is_initialized() else {"train": {}, "val": {}, "samples": {}}
     tokens = shards["train"] | shards["val"]
     check_alike(
-        "inputs",
         {"devices": kinds, "number of shards": len(tokens)}
         | {name: f"{tokens[name]} tokens, {shards['samples'][name]}" for name in tokens},
     )
-    return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange("hosts", _host()))]
+    return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange(_host()))]
 
 
 def check_folder(run_dir: Path, step: int | None) -> None:
@@ -298,7 +298,6 @@ def check_folder(run_dir: Path, step: int | None) -> None:
         with contextlib.suppress(OSError):
             lock = (run_dir / LOCK).read_text().strip()
         check_alike(
-            "folder",
             {
                 f"{run_dir / LOCK} (the folder must be on a file system of all hosts)": lock,
                 "newest checkpoint": step,
@@ -368,6 +367,13 @@ def report(message: str) -> None:
         time.sleep(_ERROR_SECONDS)
 
 
+def explain(error: BaseException) -> str:
+    """Return the text of an error for the user; `ENDED` if a collective failed."""
+    chain = (error, error.__cause__, error.__context__)
+    lost = is_initialized() and any(name in str(e) for e in chain for name in ("Gloo", "NCCL"))
+    return f"{ENDED}. {type(error).__name__}: {error}"[:1000] if lost else str(error)
+
+
 def end_at_once(error: Exception) -> None:
     """End one of several processes after an unexpected error; return if there is only one.
 
@@ -375,9 +381,8 @@ def end_at_once(error: Exception) -> None:
     """
     if not is_initialized():
         return
-    if any(name in str(error) for name in ("Gloo", "NCCL")):  # a collective failed
-        print(f"{type(error).__name__}: {error}"[:600], file=sys.stderr)
-        print(f"error: {ENDED}", file=sys.stderr, flush=True)
+    if (text := explain(error)) != str(error):
+        print(f"error: {text}", file=sys.stderr, flush=True)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     os._exit(1)

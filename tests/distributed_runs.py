@@ -1,0 +1,128 @@
+"""One process of a group that trains: runs of train.py that test_distributed.py compares.
+
+Command line: scenario, config file, process index, process count, coordinator.
+"""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from gptjax import distributed, parallel
+from gptjax.config import Config, ConfigError
+from gptjax.data import write_shard
+from gptjax.optim import NorMuonConfig
+from gptjax.training import run_log
+
+TRAIN = Path(__file__).parent.parent / "train.py"
+spec = importlib.util.spec_from_file_location("train", TRAIN)
+train = importlib.util.module_from_spec(spec)
+sys.modules["train"] = train
+spec.loader.exec_module(train)
+# The arrays of a tiny model are sharded, too.
+parallel.SMALLEST_SHARDED = 64
+
+KILLED_AT, STOPPED_AT = 8, 3
+
+
+def run(config: Config) -> str:
+    """Train; return the exit code or the error."""
+    try:
+        return str(train.train(config, Console(file=io.StringIO())))
+    except (ConfigError, distributed.DistributedError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def strategies(config: Config) -> dict[str, Config]:
+    """Return runs that are compared for one process and several."""
+    config = dataclasses.replace(config, checkpoint_every=0)
+    normuon = NorMuonConfig(learning_rate=1e-2, warmup_steps=5)
+    zero1 = dataclasses.replace(config, parallel="zero1", val_every=0)
+    return {
+        "data": config,
+        "zero1": zero1,
+        "fsdp": dataclasses.replace(config, parallel="fsdp"),
+        "normuon": dataclasses.replace(zero1, optimizer=normuon),
+    }
+
+
+def put_as_processes(sharding, windows):
+    """Put each device's sequences where they are with a process for each device.
+
+    Process p of P loads every P-th sequence. Sums then have one order: NorMuon's bf16 matmuls would
+    amplify a difference in the last bit.
+    """
+    micro_batches, sequences, length = windows.shape
+    apart = windows.reshape(micro_batches, -1, sharding.mesh.size, length)
+    together = apart.swapaxes(1, 2).reshape(micro_batches, sequences, length)
+    return parallel.put(sharding, together)
+
+
+def refusals(config: Config, index: int) -> dict[str, Config]:
+    """Return runs whose processes do not fit together, or not to the batch."""
+    other = Path(config.dataset).parent / "other"
+    if index:
+        other.mkdir(exist_ok=True)
+        for split in ("train", "val"):
+            write_shard(other / f"x_{split}_000000.bin", np.full(4000, 7, np.uint16))
+    return {
+        "seed": dataclasses.replace(config, seed=index),
+        "data": dataclasses.replace(config, dataset=str(other)) if index else config,
+        "batch": dataclasses.replace(config, batch_tokens=32 * 15),
+    }
+
+
+def interrupt(step: int, number: int) -> None:
+    """Send this process a signal when it reads the metrics of a step."""
+
+    def write(self, kind, at, tokens, **fields):
+        if kind == "train" and at == step:
+            os.kill(os.getpid(), number)
+
+    run_log.NoLog.write = write
+
+
+def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> None:
+    """Run a scenario; the results are written as JSON beside the config file."""
+    group = {"coordinator": coordinator, "process_count": count, "process_index": index}
+    config = runpy.run_path(file)["config"]
+    results = {}
+    if scenario == "killed":  # the command itself, for what it prints and how it ends
+        interrupt(KILLED_AT, signal.SIGKILL)
+    if scenario in ("killed", "command"):
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in group.items()]
+        sys.argv = ["train.py", "--config", file, *options]
+        runpy.run_path(str(TRAIN), run_name="__main__")
+        return
+    if count == 1:
+        train.put = put_as_processes
+    else:
+        config = dataclasses.replace(config, **group)
+    if scenario == "refusals":
+        for name, refused in refusals(config, index).items():
+            results[name] = run(dataclasses.replace(refused, name=f"refused {name}"))
+        if index:
+            distributed._digest_of_sources = lambda: "other"
+        results["sources"] = run(config)
+    else:
+        for name in scenario.split("+"):
+            named = dataclasses.replace(strategies(config)[name], name=f"{name} {count}")
+            results[name] = run(named)
+        if count == 2:
+            if index:
+                interrupt(STOPPED_AT, signal.SIGTERM)
+            results["stopped"] = run(dataclasses.replace(config, name="interrupted"))
+    Path(file).with_name(f"{scenario} {count} {index}.json").write_text(json.dumps(results))
+    distributed.finish()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

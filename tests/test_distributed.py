@@ -1,0 +1,218 @@
+"""Several processes, each with one CPU device, train as one process with two devices does."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptjax import distributed
+from gptjax.config import Config, ConfigError
+
+# The fixture `words`.
+pytest_plugins = ["train_tools"]
+
+SCRIPT = Path(__file__).with_name("distributed_runs.py")
+STRATEGIES = ("data", "zero1", "fsdp", "normuon")
+CONFIG = """
+from pathlib import Path
+from gptjax import Config, GPT2Config, OptimizerConfig
+model = GPT2Config(
+    vocab_size=257, padded_vocab_size=264, block_size=32, n_layer=1, n_head=2, n_embd=16
+)
+config = Config(
+    name="interrupted", runs_dir=Path({folder!r}), dataset={words!r}, device="cpu", model=model,
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5), max_steps=10,
+    sequence_length=32, batch_tokens=512, micro_batch=4, val_every=5, val_tokens=1024,
+    sample_every=0, checkpoint_every=2, log_every=1, compilation_cache=None,
+)
+"""
+# Compiles in half of the time.
+XLA_FLAGS = "--xla_backend_optimization_level=0"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def group(scenario: str, file: Path, count: int, counts=None) -> list[tuple[int, str]]:
+    """Start processes and return the exit code and the output of each; check that all end soon
+    after the first."""
+    coordinator = f"localhost:{free_port()}"
+    flags = XLA_FLAGS + (" --xla_force_host_platform_device_count=2" if count == 1 else "")
+    environment = os.environ | {"XLA_FLAGS": flags}
+    outputs = [file.with_name(f"{scenario} {count} {i}.txt") for i in range(count)]
+    processes = []
+    for i, output in enumerate(outputs):
+        arguments = [scenario, file, i, counts[i] if counts else count, coordinator]
+        with output.open("w") as out:
+            processes.append(
+                subprocess.Popen(
+                    list(map(str, [sys.executable, SCRIPT, *arguments])),
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                )
+            )
+    try:
+        end = time.monotonic() + 300
+        while all(process.poll() is None for process in processes) and time.monotonic() < end:
+            time.sleep(0.1)
+        for process in processes:
+            process.wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        (process.returncode, output.read_text())
+        for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def file(words, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "config.py").write_text(CONFIG.format(folder=str(folder), words=str(words)))
+    return folder / "config.py"
+
+
+def results(scenario: str, file: Path, count: int) -> list[dict[str, str]]:
+    """Run a scenario without an error; return the results of each process."""
+    for code, shown in group(scenario, file, count):
+        assert code == 0, shown
+    files = [file.with_name(f"{scenario} {count} {i}.json") for i in range(count)]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def one(file):
+    return results("+".join(STRATEGIES), file, 1)
+
+
+@pytest.fixture(scope="module")
+def two(file):
+    return results("+".join(STRATEGIES), file, 2)
+
+
+def losses(file: Path, name: str) -> list[float]:
+    lines = (file.parent / name / "log.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] in ("train", "val")]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [*range(1, 11)]
+    return [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_processes_have_the_losses_of_one(file, one, two, name):
+    assert [result[name] for result in (*one, *two)] == ["0"] * 3
+    expected = losses(file, f"{name} 1")
+    np.testing.assert_allclose(losses(file, f"{name} 2"), expected, rtol=1e-6, atol=0)
+    assert expected[-1] < expected[0] - 0.5
+
+
+def test_four_processes_have_the_losses_of_one(file, one):
+    assert [result["fsdp"] for result in results("fsdp", file, 4)] == ["0"] * 4
+    np.testing.assert_allclose(losses(file, "fsdp 4"), losses(file, "fsdp 1"), rtol=1e-6, atol=0)
+
+
+def test_a_signal_to_one_stops_all_and_a_killed_one_ends_all_and_the_run_resumes(file, two):
+    # SIGTERM came to process 1 only.
+    assert [result["stopped"] for result in two] == [str(128 + signal.SIGTERM)] * 2
+    stopped_at = newest(file)
+    assert 3 < stopped_at < 8
+    alive, killed = group("killed", file, 2)
+    assert killed[0] == -signal.SIGKILL and f"step {stopped_at + 1}/" in alive[1]
+    assert alive[0] == 1 and f"error: {distributed.ENDED}" in alive[1], alive[1]
+    assert "Traceback" not in alive[1]
+    assert newest(file) < 10
+    first, second = group("command", file, 2)
+    assert first[0] == second[0] == 0, first[1] + second[1]
+    assert re.search(r"processes +0 on \S+: 1 × cpu\n +1 on \S+: 1 × cpu\n", first[1])
+    assert "step 10/10" in first[1] and "step" not in second[1]
+    assert losses(file, "interrupted") == losses(file, "data 2")
+
+
+def newest(file: Path) -> int:
+    folder = file.parent / "interrupted" / "checkpoints"
+    return max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def test_processes_that_do_not_fit_together_are_refused(file):
+    first, second = results("refusals", file, 2)
+    assert first == second
+    host = re.escape(socket.gethostname())
+    assert re.search(f"--seed: 0 in process 0 on {host}, 1 in process 1 on {host}\n", first["seed"])
+    assert re.search(r"words_train_000001.bin: 12000 tokens, \w+ in process 0", first["data"])
+    assert "--batch-tokens 480 is not a multiple" in first["batch"]
+    assert re.search(r"source files: \w+ in process 0 on \S+, other in process 1", first["sources"])
+    assert not (file.parent / "refused seed").exists()
+
+
+def test_another_process_count_is_refused(file):
+    first, second = group("command", file, 2, counts=[2, 3])
+    assert first[0] == second[0] == 1
+    message = "process 1 was started with a process count of 3, process 0 with 2"
+    assert message in first[1] and message in second[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"process_count": 2}, "need --coordinator or --distributed auto"),
+        ({"coordinator": "host"}, "must be HOST:PORT, got 'host'"),
+        (
+            {"coordinator": "host:1", "process_count": 2, "process_index": 2},
+            "--process-index must be below --process-count 2, got 2",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(**options)
+
+
+def test_the_place_comes_from_the_options_or_the_environment(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    auto = Config(distributed="auto")
+    with pytest.raises(distributed.DistributedError, match="Found None, None and None"):
+        distributed.initialize(auto)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    assert distributed._place(auto) == ("host:1234", 4, 3)
+    given = Config(coordinator="other:1", process_count=5, process_index=0)
+    assert distributed._place(given) == ("other:1", 5, 0)
+    monkeypatch.setenv("JAX_PROCESS_ID", "4")
+    with pytest.raises(distributed.DistributedError, match="below the process count 4, got 4"):
+        distributed._place(auto)
+    monkeypatch.setenv("JAX_PROCESS_ID", "x")
+    with pytest.raises(distributed.DistributedError, match="JAX_PROCESS_ID must be a number"):
+        distributed._place(auto)
+
+
+@pytest.mark.parametrize(
+    ("environment", "all_gpus"),
+    [
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, False),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, True),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "JAX_LOCAL_DEVICE_IDS": "0"}, False),
+    ],
+)
+def test_the_gpus_of_a_process_under_a_scheduler(monkeypatch, environment, all_gpus):
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "JAX_LOCAL"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert distributed._has_all_gpus() == all_gpus
