@@ -1,10 +1,215 @@
-"""Placement of batches and parameters on the devices."""
+"""Placement of batches and parameters, and equal training on any number of devices.
+
+`parallel_runs.py` runs the cases with 8 devices in a process of its own.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import parallel_runs
 import pytest
+from flax import nnx
+from parallel_runs import CASES, LAYOUTS, SMALLEST_SHARDED, STEPS, Case
 
-from gptjax import parallel
+from gptjax import Precision, parallel
+from gptjax.models.base import graph, init_params, read_dtypes
+from gptjax.models.gpt2 import Block, GPT2Config
+from gptjax.parallel import Parallel, apply_block, shard_axis
+from gptjax.training.step import loss_and_grads
+
+CONFIG = GPT2Config(
+    vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32
+)
+SHARDED = [layout for layout in LAYOUTS if layout[1] != "data"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of all cases."""
+    folder = tmp_path_factory.mktemp("parallel")
+    subprocess.run(
+        [sys.executable, parallel_runs.__file__, str(folder)],
+        check=True,
+        env=os.environ | {"XLA_FLAGS": parallel_runs.XLA_FLAGS, "JAX_PLATFORMS": "cpu"},
+    )
+    return json.loads((folder / "results.json").read_text())
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    return float(np.abs(np.subtract(a, b)).max())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_do_not_depend_on_devices_and_strategy(results, case):
+    expected = results["runs"][str(Case(1, "data", case.optimizer))]
+    found = results["runs"][str(case)]
+    assert expected["loss"][0] - expected["loss"][-1] > 0.5 and len(found["loss"]) == STEPS
+    assert difference(found["loss"], expected["loss"]) <= 1e-6
+    # AdamW's update does not depend on the gradient's scale, nor does NorMuon's.
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert found["different_copies"] == 0
+
+
+@pytest.mark.parametrize("after", LAYOUTS, ids=str)
+@pytest.mark.parametrize("before", LAYOUTS, ids=str)
+def test_a_checkpoint_resumes_with_other_devices_and_strategy(results, before, after):
+    expected = results["runs"][str(Case(1, "data"))]["loss"][STEPS // 2 :]
+    found = results["resumed"][f"{Case(*before)} → {Case(*after)}"]
+    assert len(found) == len(expected) and difference(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
+@pytest.mark.parametrize("layout", SHARDED, ids=str)
+def test_a_device_stores_its_share_of_the_state(results, layout, optimizer):
+    whole = results["runs"][str(Case(layout[0], "data", optimizer))]["bytes"]
+    found = results["runs"][str(Case(layout[0], layout[1], optimizer))]
+    # Biases, norms and the outliers' windows are replicated.
+    assert found["copied"] < 0.12 * whole
+    assert found["bytes"] - found["copied"] == (whole - found["copied"]) / layout[0]
+
+
+def test_fsdp_gathers_again_instead_of_storing(results):
+    zero1, fsdp = (results["memory"][str(Case(4, name))] for name in ("zero1", "fsdp"))
+    kernels, embeddings = 4 * parallel_runs.LARGE.n_layer, 2
+    assert zero1["gathers"] == [kernels + embeddings]
+    # The loop over micro-batches gathers the kernels in both passes, and is before the embeddings.
+    assert sorted(fsdp["gathers"]) == [embeddings, 2 * kernels]
+    assert fsdp["temporary"] < 0.6 * zero1["temporary"]
+
+
+def tokens(sequences: int) -> np.ndarray:
+    """Return one micro-batch of different sequences."""
+    shape = (1, sequences, CONFIG.block_size + 1)
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape).astype(np.int32)
+
+
+def gradient(strategy, devices, reduce_dtype, precision, windows):
+    """Return `loss_and_grads`, jitted, and its arguments."""
+    config = dataclasses.replace(CONFIG, precision=Precision(precision))
+    across = Parallel.of(jax.devices("cpu")[:devices], strategy, reduce_dtype)
+    params = init_params(config, 0)
+    params = jax.device_put(params, across.shardings(params))
+    windows = jax.device_put(windows, parallel.over_batch(across.mesh, axis=1))
+    f = jax.jit(lambda params, windows: loss_and_grads(graph(config), params, windows, across))
+    return f, (params, windows)
+
+
+@functools.cache
+def computed(strategy="data", devices=2, reduce_dtype="fp32", precision="fp32"):
+    """Return loss and gradient of sequences of which each device has the same.
+
+    Numbers of one device and of several are then comparable bit for bit.
+    """
+    windows = np.concatenate([tokens(4)] * devices, axis=1)
+    f, arguments = gradient(strategy, devices, reduce_dtype, precision, windows)
+    return jax.device_get(f(*arguments))
+
+
+def collectives(strategy, reduce_dtype="fp32", precision="fp32") -> list[tuple[str, str]]:
+    """Return dtype and name of each collective in the jaxpr of a gradient on two devices."""
+    f, arguments = gradient(strategy, 2, reduce_dtype, precision, tokens(4))
+    text = str(f.trace(*arguments).jaxpr)
+    return re.findall(r":(\w+)\[[\d,]*\] = (all_gather|reduce_scatter)\[", text)
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Shard the arrays of a small model."""
+    monkeypatch.setattr(parallel, "SMALLEST_SHARDED", SMALLEST_SHARDED)
+
+
+def test_collectives_of_a_gradient(small_shards):
+    kernels, embeddings = 4 * CONFIG.n_layer, 2
+    for strategy, gathers in (("zero1", kernels + embeddings), ("fsdp", 2 * kernels + embeddings)):
+        names = [name for _, name in collectives(strategy)]
+        assert names.count("all_gather") == gathers, strategy
+        assert names.count("reduce_scatter") == kernels + embeddings, strategy
+    assert not {"all_gather", "reduce_scatter"} & {name for _, name in collectives("data")}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_kernels_of_a_bf16_model_are_gathered_in_bf16(small_shards, strategy):
+    found = collectives(strategy, precision="bf16")
+    kernels = 4 * CONFIG.n_layer * (2 if strategy == "fsdp" else 1)
+    assert found.count(("bf16", "all_gather")) == kernels
+    assert found.count(("f32", "all_gather")) == 2, "the embeddings are read in fp32"
+    assert ("bf16", "reduce_scatter") not in found
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
+def test_the_forward_pass_in_bf16_is_that_of_one_device_bit_for_bit(small_shards, strategy):
+    expected = computed(devices=1, precision="bf16")[0]
+    assert computed(strategy, precision="bf16")[0].tobytes() == expected.tobytes()
+
+
+def relative_error(a, b) -> float:
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero1"])
+def test_gradients_of_a_bf16_model_are_reduced_in_fp32(small_shards, strategy):
+    """One device returns kernels' gradients in fp32. Rounded to bf16, they would differ by 2e-3."""
+    expected = computed(devices=1, precision="bf16")[1]
+    assert relative_error(computed(strategy, precision="bf16")[1], expected) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
+def test_gradients_reduced_in_bf16(small_shards, strategy):
+    found = collectives(strategy, reduce_dtype="bf16")
+    dtypes = {dtype for dtype, name in found if name == "reduce_scatter"}
+    assert dtypes == (set() if strategy == "data" else {"bf16"})
+    expected = computed(devices=1)[1]
+    assert relative_error(computed(strategy)[1], expected) < 1e-6
+    # The gradient of each of two devices and their sum are rounded.
+    error = relative_error(computed(strategy, reduce_dtype="bf16")[1], expected)
+    assert 2**-12 < error < 2 * 2**-8
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "axis"),
+    [
+        ((768, 2304), 2, 1),
+        ((3072, 768), 2, 0),
+        ((768, 768), 8, 0),  # the first of two equal axes
+        ((50257, 768), 2, 1),  # the longest axis is odd
+        ((50304, 768), 8, 0),
+        ((12, 768, 64), 8, 1),
+        ((129, 129), 2, None),  # no axis is divisible
+        ((2**14,), 4, 0),
+        ((2**14 - 4,), 4, None),  # small
+        ((127, 128), 2, None),
+        ((768, 2304), 1, None),
+        ((), 2, None),
+    ],
+)
+def test_the_sharded_axis(shape, devices, axis):
+    assert shard_axis(shape, devices) == axis
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero1"])
+def test_a_block_without_placement_is_not_wrapped(small_shards, strategy):
+    across = Parallel.of(jax.devices("cpu")[:2], strategy)
+    annotated = across.annotate(graph(CONFIG), across.placements(read_dtypes(CONFIG)))
+    params = init_params(CONFIG, 0)
+    x_BTC = jnp.zeros((1, 16, 32))
+
+    def applied(params, x_BTC):
+        return apply_block(Block.sublayers, nnx.merge(annotated, params).blocks[0], x_BTC, None)
+
+    def plain(params, x_BTC):
+        return Block.sublayers(nnx.merge(graph(CONFIG), params).blocks[0], x_BTC, None)
+
+    jaxprs = [str(jax.make_jaxpr(f)(params, x_BTC)) for f in (applied, plain)]
+    assert jaxprs[0] == jaxprs[1] and "remat" not in jaxprs[0]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
