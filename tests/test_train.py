@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from train_tools import command_line, last_state, losses, rows, run, steps_kept, train_py
 
-from gptjax import devices
+from gptjax import devices, parallel
 from gptjax.config import OUTSIDE_EXECUTABLES, Config
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import OptimizerConfig, switch_algorithm
@@ -81,7 +81,11 @@ def test_a_schedule_with_its_own_end_lets_a_run_be_prolonged(config, algorithm):
     )
 
 
-def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(config, monkeypatch):
+@pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
+def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(
+    config, monkeypatch, strategy
+):
+    monkeypatch.setattr(parallel, "SMALLEST_SHARDED", 1024)
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20), sample_every=0
     )
@@ -89,8 +93,9 @@ def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(config, m
     run(alone)
     run(dataclasses.replace(config, max_steps=6))
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:2], None))
-    code, shown = run(config)
+    code, shown = run(dataclasses.replace(config, parallel=strategy))
     assert code == 0 and "2 × cpu" in shown and "resuming from step 6" in shown
+    assert f"{strategy}, gradients summed in fp32" in shown
     for step, (loss, *_) in losses(alone).items():
         assert losses(config)[step][0] == pytest.approx(loss, rel=2e-4), step
 
