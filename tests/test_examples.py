@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from gptjax import cli, devices, generate, loss_fn
+from gptjax import cli, devices, generate, loss_fn, parallel
 from gptjax.models import base
 from gptjax.optim import switch_algorithm
 from gptjax.training import step
@@ -113,6 +113,22 @@ def test_the_model_trains_checkpoints_resumes_and_samples(train, config, optimiz
     assert train(half, console) == 0
     assert train(dataclasses.replace(half, max_steps=6), console) == 0
     assert losses_of(half) == whole, "the resumed run differs from the one left alone"
+
+
+def test_fsdp_on_two_devices_learns_what_one_device_does(train, config, monkeypatch):
+    config = dataclasses.replace(config, sample_every=0, checkpoint_every=0)
+    console = Console(file=io.StringIO())
+    train(config, console)
+    monkeypatch.setattr(parallel, "SMALLEST_SHARDED", 1024)
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:2], None))
+    wrapped, checkpoint = [], jax.checkpoint
+    monkeypatch.setattr(
+        jax, "checkpoint", lambda f, **how: wrapped.append(how) or checkpoint(f, **how)
+    )
+    several = dataclasses.replace(config, name="fsdp", parallel="fsdp")
+    train(several, console)
+    assert len(wrapped) == config.model.n_layer, "each block gathers its parameters"
+    assert losses_of(several) == pytest.approx(losses_of(config), rel=1e-5)
 
 
 def test_another_architecture_does_not_resume_the_run(train, config):

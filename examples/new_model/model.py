@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Integer
 from gptjax.models.base import Model, ModelConfig
 from gptjax.models.layers import KVCache, Linear, lookup, normal
 from gptjax.optim import Group, Matrices
+from gptjax.parallel import apply_block
 from pallas_kernels import flash_attention, linear_relu_squared, rms_norm, select
 
 
@@ -132,11 +133,12 @@ class RotaryLM(Model):
         self.check_tokens(tokens_BT)
         x_BTC = lookup(self.wte[...], tokens_BT, vocab_size=self.config.vocab_size)
         x_BTC = x_BTC.astype(self.config.precision.residual_dtype)
-        # Both values of `recompute` other than none recompute all except the input of each block.
-        recompute = cache is None and self.config.recompute != "none"
-        apply = nnx.remat(Block.__call__) if recompute else Block.__call__
         for i, block in enumerate(self.blocks):
-            x_BTC = apply(block, x_BTC, cache[i] if cache else None)
+            if cache:
+                x_BTC = block(x_BTC, cache[i])
+            else:  # Values of `recompute` other than none recompute all except the block's input.
+                recompute = self.config.recompute != "none"
+                x_BTC = apply_block(Block.__call__, block, x_BTC, recompute=recompute)
         return self.norm(x_BTC)
 
     def head(self) -> Float[Array, "P C"]:
