@@ -155,9 +155,11 @@ def main(folder: Path) -> None:
     for case in LARGE_CASES:
         run = Run(case, LARGE)
         compiled = run.step.lower(run.abstract_state, run.windows(0)).compile()
+        memory, hlo = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and hlo is not None
         results["memory"][str(case)] = {
-            "temporary": compiled.memory_analysis().temp_size_in_bytes,
-            "gathers": gathers_by_computation(compiled.as_text()),
+            "temporary": memory.temp_size_in_bytes,
+            "gathers": gathers_by_computation(hlo),
         }
     (folder / "results.json").write_text(json.dumps(results))
 
