@@ -24,7 +24,7 @@ import functools
 import math
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -131,14 +131,15 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         windows = inputs.abstract_train_windows(micro_batch)
         return compiler.start(train_function, abstract_state, windows)
 
-    digests = threading.Thread(target=compile_digests, args=(abstract_state,), daemon=True)
-    digests.start()
     start_train_step(config.micro_batch)  # in a thread, while the next is traced and lowered
     windows = inputs.abstract_val_windows()
     wait_for_eval_step = compiler.start(eval_function, abstract_state.params, windows)
+    threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
+    digests = threads.submit(compile_digests, abstract_state)
+    if start.step is None:
+        first_state = threads.submit(init_state, config.model, tx, config.seed, parallel)
     train_step = compile_to_fit(lambda size: start_train_step(size)(), config, device)
     eval_step = wait_for_eval_step()
-    digests.join()
     start_up.mark("compilation")
     say("compiled", compiler)
     for note in compiler.notes:
@@ -148,8 +149,9 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     # -------------------------------------------------------------------------- state, batches, log
     if start.step is None:
-        state = init_state(config.model, tx, config.seed, parallel)
+        state = first_state.result()
     else:
+        digests.result()
         start = resume.restore(config, inputs.dataset, checkpoints, abstract_state, say)
         state = start.state
     step = start.step or 0
@@ -255,10 +257,8 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
                 progress.submit(step, metrics)
 
                 last = step == config.max_steps
-                wants_val, wants_sample = (
-                    due(config.val_every, last),
-                    due(config.sample_every, last),
-                )
+                wants_val = due(config.val_every, last)
+                wants_sample = due(config.sample_every, last)
                 wants_save = last or due(config.checkpoint_every, last)
                 if wants_val or wants_sample or wants_save:
                     read_metrics()  # a step that is not finite must not be saved

@@ -107,7 +107,7 @@ def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(monkey
         compilation, "available_bytes", lambda device: needed_bytes(compiled_for(25))
     )
     with pytest.raises(
-        ConfigError, match=r"--micro-batch 96 needs .*nothing was allocated.*--micro-batch 24 fits"
+        ConfigError, match=r"--micro-batch 96 needs .* GiB on each device.*--micro-batch 24 fits"
     ):
         compilation.compile_to_fit(compiled_for, config(96), jax.devices("cpu")[0])
 

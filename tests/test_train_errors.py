@@ -143,5 +143,5 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(config, monkeypatch
         "Loader",
         lambda *a, **k: pytest.fail("went on after the step was found too large"),
     )
-    with pytest.raises(ConfigError, match=r"--micro-batch 4 needs .*nothing was allocated"):
+    with pytest.raises(ConfigError, match=r"--micro-batch 4 needs .* GiB on each device"):
         run(config)

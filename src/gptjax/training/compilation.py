@@ -215,7 +215,7 @@ def compile_to_fit(
     message = (
         f"a step with --micro-batch {config.micro_batch} needs {needed / GIB:.1f} GiB on each "
         "device, "
-        f"and {device.device_kind} has {available / GIB:.1f} GiB; nothing was allocated. "
+        f"and {device.device_kind} has {available / GIB:.1f} GiB. "
     )
     chunk = config.model.loss_chunk or 1
     for smaller in range(config.micro_batch - 1, 0, -1):
