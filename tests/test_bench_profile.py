@@ -15,7 +15,14 @@ from gptjax.bench.__main__ import main
 from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import Place, places
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.trace import Kernel, kernels, newest_xplane, summary
+from gptjax.bench.trace import (
+    Kernel,
+    communicates,
+    exposed_ns,
+    kernels,
+    newest_xplane,
+    summary,
+)
 
 # As XLA writes a scheduled module for a GPU, cut to one instruction of each kind.
 HLO = (Path(__file__).parent / "data/scheduled_module.hlo").read_text()
@@ -138,6 +145,26 @@ def test_an_instruction_that_the_text_does_not_have_is_where_the_trace_says():
     assert [(row["part"], row["pass"]) for row in found["parts"]] == [("MLP", "backward")]
 
 
+def test_communication_is_exposed_while_nothing_else_runs():
+    """Two streams of one device; times in ns."""
+    launched = [
+        Kernel("nvjet", "cublas-gemm.1", "", 0, 100),
+        Kernel("ncclDevKernel_AllGather_RING_LL(args)", "all-gather-start.1", "", 50, 150),
+        Kernel("fusion", "fusion.9", "", 120, 30),  # inside: exposed before and after
+        Kernel("ncclDevKernel_AllReduce", "custom.1", "", 190, 40),  # 10 at the same time
+        Kernel("AllReduceKernelImpl", "all-reduce-start", "jvp(mlp)/psum", 300, 20),
+        Kernel("late", "fusion.9", "", 320, 10),
+    ]
+    assert exposed_ns(launched) == (120 - 100) + (230 - 150) + 20
+    assert exposed_ns([k for k in launched if not communicates(k)]) == 0
+    found = summary(launched, places(HLO))
+    assert found["exposed_ms"] == pytest.approx(120e-6)
+    rows = [row for row in found["parts"] if row["part"] == "communication"]
+    assert sum(row["ms"] for row in rows) == pytest.approx(210e-6)
+    assert sum(row["calls"] for row in rows) == 3
+    assert "MLP" not in {row["part"] for row in found["parts"]}
+
+
 def test_a_trace_of_another_form_is_an_error():
     planes = [
         SimpleNamespace(name="/device:GPU:0", lines=[line("Queue 1", ("k", 0, 1, of("gather.1")))])
@@ -253,6 +280,28 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     known = sum(r["ms"] for r in row["parts"] if r["part"] != "other")
     assert known > 0.9 * row["kernel_ms"]
     assert (out / "profile.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("optax_promotion", "cache_settings")
+def test_two_devices(tmp_path, monkeypatch, capsys):
+    """On a CPU XLA replaces a reduce-scatter by an all-reduce and a slice."""
+    monkeypatch.setattr(profile, "TIMED", 1)
+    card = tmp_path / "card.py"
+    card.write_text(
+        "from gptjax.config import Config\nfrom gptjax.models.gpt2 import GPT2Config\n"
+        "model = GPT2Config(vocab_size=250, padded_vocab_size=256, block_size=64, n_layer=1, "
+        "n_head=2, n_embd=64)\n"
+        "config = Config(model=model, sequence_length=64, batch_tokens=128, micro_batch=2)\n"
+    )
+    command = ["profile", "--out", str(tmp_path / "profile"), "--config", str(card)]
+    assert main([*command, "--devices", "2", "--parallel", "fsdp"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 devices · fsdp" in shown and "communication" in shown
+    (row,) = json.loads((tmp_path / "profile/profile.json").read_text())["rows"]
+    collectives = {r["name"] for r in row["kernels"] if r["part"] == "communication"}
+    assert {"all-gather", "all-reduce"} <= collectives
+    assert main([*command, "--devices", "3"]) == 1
+    assert "--devices 3: expected 1 to 2" in capsys.readouterr().err
 
 
 def test_its_options_are_those_of_step():

@@ -20,7 +20,9 @@ PARTS = {
 }
 # Without a scope: outside the differentiated function, moves and casts only, and the rest.
 OPTIMIZER, COPIES, OTHER = "optimizer, clip", "copies, casts", "other"
-ORDER = (*PARTS.values(), OPTIMIZER, COPIES, OTHER)
+# Between devices, whatever the scope.
+COMMUNICATION = "communication"
+ORDER = (*PARTS.values(), OPTIMIZER, COPIES, COMMUNICATION, OTHER)
 PASSES = ("forward", "recomputed", "backward", "update")
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from gptjax.bench.errors import BenchError
+
 TURNS = 2
 ROUNDS = 5
 WARM_UP_SECONDS = 1.0
@@ -21,6 +23,18 @@ REST_SECONDS = 0.3
 def one_device() -> jax.Device:
     """Return the device of every figure of one device: JAX's first."""
     return jax.config.jax_default_device or jax.devices()[0]
+
+
+def first_devices(count: int) -> list[jax.Device]:
+    """Return as many devices; one is `one_device`.
+
+    Raises:
+        BenchError: there are fewer.
+    """
+    available = len(jax.devices())
+    if not 1 <= count <= available:
+        raise BenchError(f"--devices {count}: expected 1 to {available}")
+    return jax.devices()[:count] if count > 1 else [one_device()]
 
 
 def take_turns(
@@ -33,7 +47,7 @@ def take_turns(
     its memory after its first turn.
 
     Args:
-        sides: name → `JaxStep` or `TorchStep`, in the order of their turns.
+        sides: name → `JaxStep`, `TorchStep` or `TorchSeveral`, in the order of their turns.
         seconds: measured in each turn.
         turns: of each; `TURNS` if None, or one if there is one side.
     """

@@ -14,12 +14,13 @@ from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions
 from gptjax.bench.hlo import ORDER, PASSES, places
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.measuring import one_device
+from gptjax.bench.measuring import first_devices, one_device
 from gptjax.bench.picture import draw_profile
 from gptjax.bench.rows import describe, label
 from gptjax.bench.step import timed_result
 from gptjax.bench.table import Row, print_table
 from gptjax.bench.trace import newest_xplane, read_kernels, summary
+from gptjax.parallel import Parallel, Strategy
 
 # Steps before the trace, and those timed without it.
 WARM_UP, TIMED = 3, 10
@@ -37,18 +38,31 @@ class Profile(ModelOptions):
     recompute: Annotated[Literal["none", "block", "sublayer"] | None, OWN_DEFAULT] = None
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
+    devices: int = 1
+    """Number of devices that share the step; the first one is traced. --batch is of each device."""
+    parallel: Annotated[Strategy | None, OWN_DEFAULT] = None
+    """Strategy for several devices, as --parallel of train.py (default: the config's, or data)."""
+    reduce_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
+    """Dtype in which gradients are summed over the devices (default: the config's, or fp32)."""
     top: int = 4
     """Number of kernels printed for each part, the longest ones; profile.json has all."""
 
     def run(self) -> None:
         config = self.with_options(self.base(), batch=self.batch, recompute=self.recompute)
-        device = one_device()
+        config = dataclasses.replace(
+            config,
+            parallel=self.parallel or config.parallel,
+            reduce_dtype=self.reduce_dtype or config.reduce_dtype,
+        )
+        device, devices = one_device(), first_devices(self.devices)
+        parallel = Parallel.of(devices, config.parallel, config.reduce_dtype)
         # By default the compilation cache's key leaves out op_names: a cached executable may have
         # those of older sources.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-        row = describe(self.name, config, forward=self.forward)
+        row = describe(self.name, config, forward=self.forward, devices=self.devices)
         row |= {"device": device.device_kind, "back_ends": config.kernels()}
-        row |= trace(JaxStep(config, device, forward=self.forward), self.out)
+        step = JaxStep(config, device, parallel=parallel, forward=self.forward)
+        row |= trace(step, self.out)
         command = results.bench_command("profile", self)
         results.write(self.out / "profile.json", timed_result(command, [row], device, torch=False))
         draw_profile(row, f"{title(row)}\n{headline(row)}", self.out / "profile.png")
@@ -104,6 +118,8 @@ def show(row: dict, top: int) -> None:
             figures = [f"{kernel['ms']:.3f}" if kernel["pass"] == p else "" for p in PASSES]
             table.append(Row(name, [*figures, "", "", "", str(kernel["calls"])]))
     table += [Row(), _part("all kernels", kernel_ms, span, parts)]
+    if row.get("exposed_ms"):
+        table.append(_part("exposed communication", row["exposed_ms"], span))
     table.append(_part("idle", row["idle_ms"], span))
     table.append(_part("first kernel to last", span, span))
     columns = (*PASSES, "ms", "share", "matmuls", "calls")

@@ -9,7 +9,9 @@ from pathlib import Path
 import jax
 
 from gptjax.bench.errors import BenchError
-from gptjax.bench.hlo import ORDER, PASSES, Place, place_of_op_name
+from gptjax.bench.hlo import COMMUNICATION, ORDER, PASSES, Place, place_of_op_name
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,31 @@ class Kernel:
     """The trace's own op_name, without the prefix common to all; empty if the trace has none."""
     start_ns: float | int
     duration_ns: float | int
+
+
+def communicates(kernel: Kernel) -> bool:
+    """Return whether a kernel moves data between devices: one of NCCL, or of an HLO collective."""
+    return kernel.name.startswith("nccl") or kernel.hlo_op.startswith(COLLECTIVES)
+
+
+def exposed_ns(launched: Sequence[Kernel]) -> float | int:
+    """Return the time in which kernels that communicate run, and no others."""
+    ends = [
+        (time, sign, communicates(kernel))
+        for kernel in launched
+        for time, sign in (
+            (kernel.start_ns, 1),
+            (kernel.start_ns + kernel.duration_ns, -1),
+        )
+    ]
+    exposed, before = 0, 0
+    running = {True: 0, False: 0}  # number of kernels, by whether they communicate
+    for time, sign, communication in sorted(ends):
+        if running[True] and not running[False]:
+            exposed += time - before
+        running[communication] += sign
+        before = time
+    return exposed
 
 
 def newest_xplane(folder: Path) -> Path:
@@ -94,8 +121,9 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
     Returns:
         "span_ms", from the first kernel's start to the last one's end; "busy_ms", while at least
         one ran; "idle_ms", the rest; "kernel_ms", the sum over the kernels, which exceeds busy_ms
-        if some ran at the same time; "parts", a dict for each part and pass; "kernels", a dict for
-        each kernel of each of them, the longest first; "gaps", the ten longest idle times.
+        if some ran at the same time; "exposed_ms", while only communication between devices ran;
+        "parts", a dict for each part and pass; "kernels", a dict for each kernel of each of them,
+        the longest first; "gaps", the ten longest idle times.
 
     Raises:
         BenchError: there are no kernels.
@@ -105,7 +133,11 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
         for kernel in launched
     ]
     # The event of a loop or a call covers those of its body.
-    placed = [(kernel, place) for kernel, place in placed if not place.encloses]
+    placed = [
+        (kernel, dataclasses.replace(place, part=COMMUNICATION) if communicates(kernel) else place)
+        for kernel, place in placed
+        if not place.encloses
+    ]
     if not placed:
         raise BenchError(
             "the trace has no kernels of the step; on a GPU it takes CUPTI (pip install "
@@ -140,6 +172,7 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
         "busy_ms": busy / 1e6,
         "idle_ms": (span - busy) / 1e6,
         "kernel_ms": sum(part["ms"] for part in parts.values()),
+        "exposed_ms": exposed_ns([kernel for kernel, _ in placed]) / 1e6,
         "parts": [parts[key] for key in order if key in parts],
         "kernels": sorted(by_kernel.values(), key=lambda row: -row["ms"]),
         "gaps": sorted(gaps, key=lambda gap: -gap["us"])[:10],
