@@ -16,7 +16,8 @@ from gptjax.terminal import printable
 # Rows with equal values in these fields are the same measurement. A missing field counts as empty.
 KEYS = (
     *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
-    *("sequence_length", "pass", "algorithm", "recompute", "asked"),
+    *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
+    *("reshard_after_forward", "asked"),
 )
 
 
@@ -78,16 +79,22 @@ def name(row: dict) -> str:
     """Return the key of a row in words."""
     row = _identity(row)
     asked = [f"{part}={value}" for part, value in row.get("asked", {}).items()]
+    if "devices" in row:
+        row["devices"] = f"{row['devices']} devices"
+    if "reshard_after_forward" in row:
+        row["reshard_after_forward"] = "" if row["reshard_after_forward"] else "gathered once"
     return " · ".join(
         [str(row[field]) for field in KEYS if row.get(field) and field != "asked"] + asked
     )
 
 
 def _identity(row: dict) -> dict:
-    """Return the row without the options of a rung, which its name stands for."""
-    if "rung" not in row:
-        return row
-    return {field: value for field, value in row.items() if field != "asked"}
+    """Return the row without the options of a rung, which its name stands for, and without the
+    number of devices if that is 1, as in results without that field."""
+    left_out = {"asked"} if "rung" in row else set()
+    if row.get("devices") == 1:
+        left_out.add("devices")
+    return {field: value for field, value in row.items() if field not in left_out}
 
 
 def _outcome(row: dict | None) -> str:

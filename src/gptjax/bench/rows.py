@@ -81,6 +81,7 @@ def label(row: dict) -> str:
         f"{row['batch']} × {row['sequence_length']}",
         f"{row['devices']} devices" if row.get("devices", 1) > 1 else "",
         row.get("parallel", ""),
+        "" if row.get("reshard_after_forward", True) else "gathered once",
         row["reduce_dtype"] if row.get("reduce_dtype", "fp32") != "fp32" else "",
         row["pass"] if row["pass"] == "forward" else "",
         row.get("algorithm", ""),

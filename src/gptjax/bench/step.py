@@ -13,7 +13,7 @@ from gptjax.bench.batch_size import largest_batch
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
 from gptjax.bench.errors import BenchError
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.measuring import one_device, take_turns
+from gptjax.bench.measuring import first_devices, one_device, take_turns
 from gptjax.bench.rows import (
     complete,
     describe,
@@ -25,7 +25,14 @@ from gptjax.bench.rows import (
     say,
 )
 from gptjax.bench.table import Row, print_table
-from gptjax.bench.torch_side import how_of, require_torch, torch_step, why_no_rival
+from gptjax.bench.torch_side import (
+    how_of,
+    require_torch,
+    strategy_fields,
+    torch_several,
+    torch_step,
+    why_no_rival,
+)
 from gptjax.config import Config
 from gptjax.parallel import Parallel, Strategy
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
@@ -52,7 +59,8 @@ class Step(ModelOptions):
     """Search for the largest batch that fits (1, 2, or a multiple of 4); not with --batch."""
     torch: bool = False
     """Also measure PyTorch for every row, with the same batch: compile (not on a CPU),
-    scaled_dot_product_attention, fused AdamW, padded vocabulary. Its model is GPT-2."""
+    scaled_dot_product_attention, fused AdamW, padded vocabulary. Its model is GPT-2. On several
+    devices, DDP is measured for data, and FSDP2 for zero1 and fsdp."""
     seconds: float = 3.0
     """Duration of each measurement. With --torch each side is measured twice."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
@@ -98,11 +106,10 @@ class Step(ModelOptions):
         ]
 
     def _check_devices(self) -> None:
-        available = len(jax.devices())
-        if wrong := [count for count in self.devices if not 1 <= count <= available]:
-            raise BenchError(f"--devices {wrong[0]}: expected 1 to {available}")
-        if max(self.devices) > 1 and (self.torch or self.largest):
-            raise BenchError("--torch and --largest measure one device: give --devices 1")
+        for count in self.devices:
+            first_devices(count)
+        if max(self.devices) > 1 and self.largest:
+            raise BenchError("--largest measures one device: give --devices 1")
 
     def _strategies(self, config: Config, count: int) -> list[Config]:
         """Return the config with every strategy and dtype that differs on this many devices."""
@@ -121,7 +128,7 @@ class Step(ModelOptions):
             config = ours.config
         rows, sides = [row], {"gptjax": ours} if ours else {}
         if self.torch:
-            torch_row, theirs = self._compile_torch(row, config, device)
+            torch_row, theirs = self._compile_torch(row, config, device, count)
             rows.append(torch_row)
             if theirs:
                 # PyTorch first: it frees the memory that it does not use, and JAX does not.
@@ -145,8 +152,7 @@ class Step(ModelOptions):
                 config = step.config
                 row = describe(self.name, config, forward=self.forward)
             else:
-                devices = jax.devices()[:count] if count > 1 else [device]
-                parallel = Parallel.of(devices, config.parallel, config.reduce_dtype)
+                parallel = Parallel.of(first_devices(count), config.parallel, config.reduce_dtype)
                 step = JaxStep(config, device, parallel=parallel, forward=self.forward)
             say(f"{label(row)}: compiling")
             step.compile()
@@ -157,21 +163,25 @@ class Step(ModelOptions):
         except Exception as error:  # a failure must not lose the other rows
             return row | {"error": first_line(error)}, None
 
-    def _compile_torch(self, asked: dict, config: Config, device: jax.Device):
+    def _compile_torch(self, asked: dict, config: Config, device: jax.Device, count: int):
         """Return PyTorch's row and its compiled step, or None if that failed."""
         from gptjax.bench.torch_gpt2 import free_torch
 
         how = how_of(config, device)
         same = ("model", "precision", "batch", "sequence_length", "pass")
         row = (
-            {"system": "torch", "devices": 1}
+            {"system": "torch", "devices": count}
             | {key: asked[key] for key in same}
+            | (strategy_fields(config) if count > 1 else {})
             | {"kernels": str(how)}
         )
         say(f"{label(row)}: compiling")
         step = None
         try:
-            step = torch_step(config, how, device, forward=self.forward)
+            if count > 1:
+                step = torch_several(config, how, device, count, forward=self.forward)
+            else:
+                step = torch_step(config, how, device, forward=self.forward)
             return row | {"compile_s": step.run(1)}, step
         except Exception as error:
             row["error"] = first_line(error)

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -53,8 +54,9 @@ class Attention(nn.Module):
         self.n_head, self.flash = config.n_head, flash
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        future = torch.ones(config.block_size, config.block_size, dtype=torch.bool).triu(1)
-        self.register_buffer("future", future, persistent=False)
+        if not flash:
+            future = torch.ones(config.block_size, config.block_size, dtype=torch.bool).triu(1)
+            self.register_buffer("future", future, persistent=False)
 
     def forward(self, x_BTC):
         b, t, c = x_BTC.shape
@@ -91,6 +93,13 @@ class Block(nn.Module):
         return x_BTC + self.mlp(self.ln_2(x_BTC))
 
 
+def head_loss(x_BTC, scale_C, bias_C, wte_VC, targets_BT):
+    """Return the loss of the residual stream: last norm, head, mean cross-entropy in fp32."""
+    x_BTC = functional.layer_norm(x_BTC, scale_C.shape, scale_C, bias_C)
+    logits_BTV = functional.linear(x_BTC, wte_VC)
+    return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
 class GPT2(nn.Module):
     """The model with its loss: (tokens_BT, targets_BT) → mean cross-entropy in nats."""
 
@@ -101,19 +110,23 @@ class GPT2(nn.Module):
         self.wpe = nn.Parameter(torch.empty(config.block_size, config.n_embd))
         self.blocks = nn.ModuleList(Block(config, how.flash) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
+        self.head_loss = head_loss
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                depth = (2 * config.n_layer) ** 0.5 if "c_proj" in name else 1
-                nn.init.normal_(parameter, std=INIT_STD / depth)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+            self.initialize(name, parameter)
+
+    def initialize(self, name: str, parameter: torch.Tensor) -> None:
+        """Fill the parameter of that name with its initial values."""
+        if parameter.ndim == 2:
+            depth = (2 * len(self.blocks)) ** 0.5 if "c_proj" in name else 1
+            nn.init.normal_(parameter, std=INIT_STD / depth)
+        else:
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
     def forward(self, tokens_BT, targets_BT):
         x_BTC = functional.embedding(tokens_BT, self.wte) + self.wpe[: tokens_BT.shape[1]]
         for block in self.blocks:
             x_BTC = block(x_BTC)
-        logits_BTV = functional.linear(self.ln_f(x_BTC), self.wte)
-        return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return self.head_loss(x_BTC, self.ln_f.weight, self.ln_f.bias, self.wte, targets_BT)
 
 
 def free_torch() -> None:
@@ -149,20 +162,12 @@ class TorchStep:
         like: "TorchStep | None" = None,
     ):
         self.how, self.device, self.forward = how, device, forward
+        self.autocast = how.precision == "bf16"
         self.peak: int | None = None
+        self.model, self.loss = (like.model, like.loss) if like else self.build(config)
         with torch.device(device):
-            torch.manual_seed(0)
-            self.model = like.model if like else GPT2(config, how)
+            torch.manual_seed(1)
             windows = torch.randint(0, config.vocab_size, (batch, sequence_length + 1))
-        # dynamic=False: otherwise a model with another vocabulary would be compiled for dynamic
-        # sizes.
-        self.loss = (
-            like.loss
-            if like
-            else torch.compile(self.model, dynamic=False)
-            if how.compiled
-            else self.model
-        )
         self.tokens_BT, self.targets_BT = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
@@ -173,6 +178,15 @@ class TorchStep:
         self.optimizer = torch.optim.AdamW(
             groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=how.fused
         )
+
+    def build(self, config: GPT2Config) -> tuple[GPT2, Callable]:
+        """Return the model, and the function that is called for its loss."""
+        with torch.device(self.device):
+            torch.manual_seed(0)
+            model = GPT2(config, self.how)
+        # dynamic=False: otherwise a model with another vocabulary would be compiled for dynamic
+        # sizes.
+        return model, torch.compile(model, dynamic=False) if self.how.compiled else model
 
     def run(self, steps: int) -> float:
         """Return the device's seconds for so many consecutive steps; the first compiles."""
@@ -187,7 +201,7 @@ class TorchStep:
 
     def step(self) -> torch.Tensor:
         """Run one step; return the loss before the update."""
-        bf16 = torch.autocast(self.device, torch.bfloat16, enabled=self.how.precision == "bf16")
+        bf16 = torch.autocast(self.device, torch.bfloat16, enabled=self.autocast)
         with bf16, torch.no_grad() if self.forward else contextlib.nullcontext():
             loss = self.loss(self.tokens_BT, self.targets_BT)
         if not self.forward:

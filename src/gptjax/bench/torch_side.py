@@ -3,7 +3,7 @@
 PyTorch is imported only where it is asked for.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -55,6 +55,43 @@ def torch_step(config: Config, how, device: jax.Device, **more: Any):
         how,
         batch=config.micro_batch,
         sequence_length=config.sequence_length,
-        device="cuda" if device.platform == "gpu" else "cpu",
+        device=_kind(device),
         **more,
     )
+
+
+def torch_several(config: Config, how, device: jax.Device, devices: int, *, forward: bool):
+    """Return the `TorchSeveral` of a config: DDP for the strategy data, and FSDP2 for the others.
+
+    As gptjax's zero1, FSDP2 then gathers the parameters once a step.
+    """
+    from gptjax.bench.torch_several import Spec, TorchSeveral
+
+    spec = Spec(
+        model=config.model,
+        how=how,
+        strategy="ddp" if config.parallel == "data" else "fsdp2",
+        devices=devices,
+        batch=config.micro_batch,
+        sequence_length=config.sequence_length,
+        device=_kind(device),
+        reshard_after_forward=config.parallel == "fsdp",
+        reduce_dtype=config.reduce_dtype,
+        forward=forward,
+    )
+    return TorchSeveral(spec)
+
+
+def strategy_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of the row of a config's `torch_several`."""
+    if config.parallel == "data":
+        return {"parallel": "ddp", "reduce_dtype": config.reduce_dtype}
+    return {
+        "parallel": "fsdp2",
+        "reshard_after_forward": config.parallel == "fsdp",
+        "reduce_dtype": config.reduce_dtype,
+    }
+
+
+def _kind(device: jax.Device) -> Literal["cuda", "cpu"]:
+    return "cuda" if device.platform == "gpu" else "cpu"

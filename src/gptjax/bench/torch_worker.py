@@ -1,0 +1,186 @@
+"""PyTorch's step on one of several devices: the processes that `torch_several` starts.
+
+ddp is `DistributedDataParallel`. The wrapped model is compiled, as PyTorch documents: Dynamo then
+splits the graph at the buckets of gradients, and their all-reduce overlaps the backward pass.
+
+fsdp2 is `fully_shard` of every block, and of the rest. Every block is compiled, and the head with
+its loss.
+
+The model is created without memory and sharded before its parameters are allocated.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import torch
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gptjax.bench.rows import first_line
+from gptjax.bench.torch_gpt2 import GPT2, How, TorchStep, head_loss
+from gptjax.models.gpt2 import GPT2Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A step on several devices."""
+
+    model: GPT2Config
+    how: How
+    """With flash attention: the mask of the other has no initial values here."""
+    strategy: Literal["ddp", "fsdp2"]
+    devices: int
+    batch: int
+    """Sequences of each device."""
+    sequence_length: int
+    device: Literal["cuda", "cpu"]
+    reshard_after_forward: bool = True
+    """fsdp2: release a block's gathered parameters after its forward pass and gather them again for
+    its backward pass."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are summed over the devices."""
+    forward: bool = False
+
+
+def work(connection: Connection, spec: Spec, rank: int, store: str) -> None:
+    """Run the steps that the parent requests, until the parent closes the connection.
+
+    A request is a number of steps; the reply has their `seconds`, on the slowest device, and the
+    `loss` before the last update. The request None asks for the `peak` of allocated bytes. An
+    exception is a reply with `error` and the time `at` which it occurred; it ends the process.
+
+    Args:
+        store: file through which the processes find each other.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    try:
+        with process_group(spec, rank, store):
+            step = WorkerStep(spec, rank)
+            while True:
+                steps = connection.recv()
+                if steps is None:
+                    step.rest()
+                    connection.send({"peak": step.peak})
+                else:
+                    connection.send({"seconds": step.run(steps), "loss": step.mean_loss()})
+    except EOFError:  # the parent has closed the connection, or ended
+        return
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            connection.send({"error": first_line(error), "at": time.monotonic()})
+
+
+@contextlib.contextmanager
+def process_group(spec: Spec, rank: int, store: str) -> Iterator[None]:
+    """Join the default process group; leave it at the end, but not after an exception, when other
+    processes may wait for this one."""
+    device = None
+    if spec.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl" if device else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=spec.devices,
+        device_id=device,
+    )
+    try:
+        yield
+    except EOFError:
+        distributed.destroy_process_group()
+        raise
+
+
+class WorkerStep(TorchStep):
+    """The step on this process's share of the batch."""
+
+    def __init__(self, spec: Spec, rank: int):
+        self.spec = spec
+        super().__init__(
+            spec.model,
+            spec.how,
+            batch=spec.devices * spec.batch,
+            sequence_length=spec.sequence_length,
+            device=spec.device,
+            forward=spec.forward,
+        )
+        share = slice(rank * spec.batch, (rank + 1) * spec.batch)
+        self.tokens_BT = self.tokens_BT[share].contiguous()
+        self.targets_BT = self.targets_BT[share].contiguous()
+        if spec.strategy == "fsdp2":
+            self.autocast = False  # its own policy casts the parameters
+
+    def build(self, config: GPT2Config) -> tuple[GPT2, Callable]:
+        with torch.device("meta"):
+            model = GPT2(config, self.how)
+        if self.spec.strategy == "fsdp2":
+            shard(model, self.spec)
+        model.to_empty(device=self.device)
+        torch.manual_seed(0)
+        fill(model, self.device)
+        return model, model if self.spec.strategy == "fsdp2" else self._replicated(model)
+
+    def _replicated(self, model: GPT2) -> Callable:
+        devices = [torch.cuda.current_device()] if self.device == "cuda" else None
+        ddp = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        if self.spec.reduce_dtype == "bf16":
+            ddp.register_comm_hook(None, bf16_compress_hook)
+        return torch.compile(ddp, dynamic=False) if self.how.compiled else ddp
+
+    def run(self, steps: int) -> float:
+        """Return the seconds of so many consecutive steps on the slowest device."""
+        distributed.barrier()
+        seconds = torch.tensor(super().run(steps), dtype=torch.float64, device=self.device)
+        distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
+        return seconds.item()
+
+    def step(self) -> torch.Tensor:
+        self._last_loss = super().step().detach()
+        return self._last_loss
+
+    def mean_loss(self) -> float:
+        """Return the mean over the devices of the loss before the last update."""
+        loss = self._last_loss.clone()
+        distributed.all_reduce(loss)
+        return loss.item() / self.spec.devices
+
+
+def shard(model: GPT2, spec: Spec) -> None:
+    """Compile the parts of a model and shard its parameters over the devices."""
+    if spec.how.compiled:
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = torch.compile(block, dynamic=False)
+        model.head_loss = torch.compile(head_loss, dynamic=False)
+    policy = MixedPrecisionPolicy()
+    if spec.how.precision == "bf16":
+        reduce_dtype = torch.float32 if spec.reduce_dtype == "fp32" else torch.bfloat16
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    elif spec.reduce_dtype == "bf16":
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    mesh = init_device_mesh(spec.device, (spec.devices,))
+    reshard = spec.reshard_after_forward
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    # The parameters outside the blocks are needed again at once: for the head's backward pass.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+
+
+@torch.no_grad()
+def fill(model: GPT2, device: str) -> None:
+    """Fill the parameters with the same values for every sharding; only one is whole at a time."""
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, device=device)
+        model.initialize(name, whole)
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.copy_(whole)
