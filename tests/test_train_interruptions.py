@@ -81,7 +81,7 @@ def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train_py.sharding,
+            train_py,
             "put",
             lambda sharding, x: jax.device_put(np.where(x == x, 9999, x), sharding),
         )
