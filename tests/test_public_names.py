@@ -23,6 +23,7 @@ NAMES = {
         "GPT2Config",
         "OptimizerConfig",
         "PRESETS",
+        "Parallel",
         "Precision",
         "generate",
         "init_state",

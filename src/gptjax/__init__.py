@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gptjax.models.base import loss_fn
     from gptjax.models.gpt2 import GPT2, PRESETS, GPT2Config
     from gptjax.optim import OptimizerConfig
+    from gptjax.parallel import Parallel
     from gptjax.precision import Precision
     from gptjax.training.step import init_state, make_train_step
     from gptjax.weights import load_hf, load_llmc, save_hf, save_llmc
@@ -23,6 +24,7 @@ __all__ = [
     "Config",
     "GPT2Config",
     "OptimizerConfig",
+    "Parallel",
     "Precision",
     "generate",
     "init_state",
@@ -36,6 +38,7 @@ __all__ = [
 _PUBLIC = {
     "Config": "gptjax.config",
     "OptimizerConfig": "gptjax.optim",
+    "Parallel": "gptjax.parallel",
     "GPT2": "gptjax.models.gpt2",
     "GPT2Config": "gptjax.models.gpt2",
     "PRESETS": "gptjax.models.gpt2",
@@ -56,12 +59,13 @@ _MODULES = (
         "config",
         "data",
         "devices",
+        "distributed",
         "generation",
         "models",
         "optim",
+        "parallel",
         "plot",
         "precision",
-        "sharding",
         "training",
     ),
     "weights",
