@@ -91,8 +91,16 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_fsdp2_allocates_shards():
-    """One process of four: at no time does it hold more than one whole parameter."""
+def test_fsdp2_allocates_shards(monkeypatch):
+    """One process of four: the model is sharded before it has memory, and then filled one parameter
+    at a time."""
+    shard, without_memory = torch_worker.shard, []
+
+    def record(model, spec):
+        without_memory.extend(p.is_meta for p in model.parameters())
+        shard(model, spec)
+
+    monkeypatch.setattr(torch_worker, "shard", record)
     model = dataclasses.replace(TINY, n_layer=6)
     spec = dataclasses.replace(SPEC, model=model, strategy="fsdp2", devices=4)
     distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -100,6 +108,7 @@ def test_fsdp2_allocates_shards():
         with Allocations() as allocations:
             step = torch_worker.WorkerStep(spec, 1)
         parameters = list(step.model.parameters())
+        assert len(without_memory) == len(parameters) and all(without_memory)
         total = sum(p.numel() for p in parameters)
         assert sum(p.to_local().numel() for p in parameters) == total / 4
         assert allocations.largest == max(p.numel() for p in parameters) < total / 8
