@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from bench_tools import CARD, TINY
 from reference.torch_gpt2 import TorchGPT2
 from reference.torch_train import train
 
@@ -21,21 +22,14 @@ from gptjax.bench.errors import BenchError
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.rows import first_line
 from gptjax.bench.torch_gpt2 import How, TorchStep
-from gptjax.models.gpt2 import PRESETS, GPT2Config
+from gptjax.models.gpt2 import PRESETS
 from gptjax.precision import Precision
 from gptjax.training.memory import GIB
 
-TINY = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+# The fixture `card`.
+pytest_plugins = ["bench_tools"]
 # A model that is not GPT-2.
 OTHER = Path(__file__).parents[1] / "examples" / "new_model" / "config.py"
-CARD = """
-from gptjax.config import Config
-from gptjax.models.gpt2 import GPT2Config
-model = GPT2Config(
-    vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16
-)
-config = Config(model=model, sequence_length=8, batch_tokens=32, micro_batch=2)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +37,6 @@ def short(monkeypatch):
     monkeypatch.setattr(measuring, "WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(measuring, "REST_SECONDS", 0.0)
     monkeypatch.setattr(ladder, "SECONDS", 0.0)
-
-
-@pytest.fixture
-def card(tmp_path):
-    path = tmp_path / "tiny.py"
-    path.write_text(CARD)
-    return str(path)
 
 
 # ----------------------------------------------------------------------------------- PyTorch's side

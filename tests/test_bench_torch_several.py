@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from bench_tools import TINY
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +21,9 @@ from gptjax.bench.compare import compare
 from gptjax.bench.errors import BenchError
 from gptjax.bench.torch_gpt2 import How, TorchStep
 from gptjax.bench.torch_several import Spec, TorchSeveral
-from gptjax.models.gpt2 import GPT2Config
 
-TINY = GPT2Config(vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16)
+# The fixture `card`.
+pytest_plugins = ["bench_tools"]
 SPEC = Spec(
     model=TINY,
     how=How(precision="fp32", compiled=False),
@@ -32,14 +33,6 @@ SPEC = Spec(
     sequence_length=8,
     device="cpu",
 )
-CARD = """
-from gptjax.config import Config
-from gptjax.models.gpt2 import GPT2Config
-model = GPT2Config(
-    vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16
-)
-config = Config(model=model, sequence_length=8, batch_tokens=32, micro_batch=2)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +40,6 @@ def short(monkeypatch):
     monkeypatch.setattr(measuring, "WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(measuring, "REST_SECONDS", 0.0)
     monkeypatch.setattr(measuring, "TURNS", 1)
-
-
-@pytest.fixture
-def card(tmp_path):
-    path = tmp_path / "tiny.py"
-    path.write_text(CARD)
-    return str(path)
 
 
 # ----------------------------------------------------------------------------------------- one step
