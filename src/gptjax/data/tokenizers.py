@@ -66,6 +66,14 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
+        return np.array([1] * 256 + [0], np.int32)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         ids = _checked(ids, self)
         documents = np.split(ids, np.flatnonzero(ids == self.eot))
@@ -89,6 +97,16 @@ class GPT2Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         # Before tiktoken 0.11, encode_to_numpy encoded `<|endoftext|>` as the special token.
         return np.array(self._bpe.encode_ordinary(_without_surrogates(text)), dtype=np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode` of each text, from several threads."""
+        ids = self._bpe.encode_ordinary_batch([_without_surrogates(text) for text in texts])
+        return [np.array(each, dtype=np.uint16) for each in ids]
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
+        lengths = [len(self._bpe.decode_single_token_bytes(id)) for id in range(self.eot)]
+        return np.array([*lengths, 0], np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._bpe.decode(_checked(ids, self).tolist(), errors="replace")

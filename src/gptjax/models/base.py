@@ -132,13 +132,13 @@ class ModelConfig(abc.ABC):
     def __post_init__(self):
         name = type(self).__name__
         if self.padded_vocab_size is None:
-            _check_size(name, "vocab_size", self.vocab_size)
+            check_size(name, "vocab_size", self.vocab_size)
             object.__setattr__(self, "padded_vocab_size", _padded(self.vocab_size))
         sizes = ("vocab_size", "padded_vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         for size in sizes:
-            _check_size(name, size, getattr(self, size))
+            check_size(name, size, getattr(self, size))
         if self.loss_chunk is not None:
-            _check_size(name, "loss_chunk", self.loss_chunk)
+            check_size(name, "loss_chunk", self.loss_chunk)
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"{name}: n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
@@ -170,7 +170,8 @@ def _padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
-def _check_size(config: str, name: str, value) -> None:
+def check_size(config: str, name: str, value) -> None:
+    """Raise ValueError unless a field of a config is an int of at least 1."""
     # bool is an int. NumPy's integers are not: a checkpoint stores the config as JSON.
     if type(value) is not int or value < 1:
         raise ValueError(
@@ -246,9 +247,15 @@ class Model(nnx.Module):
         self, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
     ) -> Float[Array, ""]:
         """Return the mean cross-entropy over B·T tokens in nats, fp32. See `loss_fn`."""
+        return self.losses(tokens_BT, targets_BT).mean()
+
+    def losses(
+        self, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
+    ) -> Float[Array, " N"]:
+        """Return the cross-entropy of each of the N = B·T tokens in nats, fp32."""
         c, x_BTC = self.config, self.hidden(tokens_BT)
         with jax.named_scope("head"):
-            losses_N = linear_cross_entropy(
+            return linear_cross_entropy(
                 x_BTC.reshape(-1, x_BTC.shape[-1]),
                 self.head(),
                 targets_BT.reshape(-1),
@@ -257,7 +264,6 @@ class Model(nnx.Module):
                 implementation=c.loss,
                 precision=c.precision.matmul,
             )
-        return losses_N.mean()
 
     def check_tokens(self, tokens_BT: Integer[Array, "B T"]) -> None:
         """Raise the errors of `hidden`."""
