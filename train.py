@@ -47,7 +47,6 @@ from gptjax.training.checkpoint import (
     versions,
 )
 from gptjax.training.compilation import Compiler, compile_to_fit
-from gptjax.training.digests import compile_digests
 from gptjax.training.header import header
 from gptjax.training.inputs import Inputs
 from gptjax.training.lock import LockedError, locked
@@ -56,6 +55,7 @@ from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import LogError, NoLog, RunLog
 from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.step import init_state, make_eval_step, make_train_step
+from gptjax.weights.digests import compile_digests
 
 
 class StoppedError(RuntimeError):

@@ -12,9 +12,9 @@ import pytest
 
 from gptjax import optim, parallel
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.training import checkpoint as checkpoint_module
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, DamagedError, NotFiniteError
 from gptjax.training.step import init_state
+from gptjax.weights.checkpoint_files import checksum
 
 CONFIG = GPT2Config(
     vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=11, n_head=2, n_embd=8
@@ -232,7 +232,7 @@ def test_a_foreign_checkpoint_is_refused(saved):
     meta = folder / "7" / "meta" / "metadata"
     checkpoints = Checkpoints(folder)
     other = {"format": "somebody else"}
-    meta.write_text(json.dumps(other | {"checksum": checkpoint_module._checksum(other)}))
+    meta.write_text(json.dumps(other | {"checksum": checksum(other)}))
     with pytest.raises(
         CheckpointError, match=r"expected 'gptjax checkpoint 2', found 'somebody else'"
     ):

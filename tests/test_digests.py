@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gptjax import parallel
-from gptjax.training.digests import compile_digests, digests
+from gptjax.weights.digests import compile_digests, digests
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.uint16, jnp.uint8, jnp.bool_]
 

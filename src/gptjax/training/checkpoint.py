@@ -5,12 +5,9 @@ when it is restored.
 """
 
 import errno
-import hashlib
 import importlib.metadata
-import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,18 +19,21 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 import gptjax
-from gptjax.training.digests import digests, dtype_and_shape, leaves_by_path
+from gptjax.weights.checkpoint_files import (
+    FORMAT,
+    checksum,
+    compare,
+    damaged,
+    few,
+    first_line,
+    read_meta,
+    saved_arrays,
+    verify,
+)
+from gptjax.weights.digests import digests, dtype_and_shape, leaves_by_path
+from gptjax.weights.errors import CheckpointError, DamagedError
 
-FORMAT = "gptjax checkpoint 2"
-WITHOUT_DIGESTS = "gptjax checkpoint 1"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read. Earlier complete checkpoints are unchanged."""
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint whose files changed after they were saved."""
+__all__ = ["CheckpointError", "Checkpoints", "DamagedError", "NotFiniteError"]
 
 
 class NotFiniteError(RuntimeError):
@@ -83,7 +83,7 @@ class Checkpoints:
         # Orbax reads the contents of the folder, which can raise errors of many types.
         except Exception as error:
             raise CheckpointError(
-                f"cannot use {self.folder} for checkpoints: {_first_line(error)}"
+                f"cannot use {self.folder} for checkpoints: {first_line(error)}"
             ) from error
 
     def steps(self) -> list[int]:
@@ -109,10 +109,10 @@ class Checkpoints:
         values, not_finite = digests(state)
         if not_finite:
             raise NotFiniteError(
-                f"step {step}: NaN or infinity in {_few(not_finite)}; this state was not saved"
+                f"step {step}: NaN or infinity in {few(not_finite)}; this state was not saved"
             )
         meta = {"format": FORMAT, "versions": versions(), **meta, "step": step, "digests": values}
-        meta["checksum"] = _checksum(meta)
+        meta["checksum"] = checksum(meta)
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
         )
@@ -142,7 +142,7 @@ class Checkpoints:
             if last is not None:
                 newest = f"the newest complete checkpoint is of step {last}"
             raise CheckpointError(
-                f"saving to {self.folder} failed: {_first_line(error)}; {newest}. "
+                f"saving to {self.folder} failed: {first_line(error)}; {newest}. "
                 "Free some space, then run the same command again to resume."
             ) from error
 
@@ -153,28 +153,7 @@ class Checkpoints:
             DamagedError: the metadata cannot be read, or changed after the checkpoint was saved.
             CheckpointError: the checkpoint has another format.
         """
-        try:
-            meta = self._manager.restore(
-                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            )["meta"]
-        except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
-        if not isinstance(meta, dict):
-            raise self._damaged(
-                step, f"its metadata is a {type(meta).__name__}, expected an object"
-            )
-        if meta.get("format") == WITHOUT_DIGESTS and "digests" not in meta:
-            return meta
-        if meta.get("checksum") != _checksum(meta):
-            raise self._damaged(step, "the checksum of its metadata is wrong")
-        if meta.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{self.folder / str(step)} is not a checkpoint of this program: "
-                f"expected {FORMAT!r}, found {meta.get('format')!r}"
-            )
-        if meta["step"] != step:
-            raise self._damaged(step, f"it was saved as step {meta['step']}")
-        return meta
+        return read_meta(self.folder / str(step))
 
     def restore(self, step: int, like: PyTree) -> PyTree:
         """Return the state of a checkpoint after verifying the digest of each array.
@@ -189,16 +168,14 @@ class Checkpoints:
             CheckpointError: the arrays differ in name, shape or dtype from `like`.
         """
         meta = self.meta(step)
-        self._compare(step, self._saved_arrays(step, meta), like)
+        folder = self.folder / str(step)
+        compare(folder, self._saved_arrays(step, meta), like, needs="this run")
         try:
             arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             state = self._manager.restore(step, args=arguments)["state"]
         except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
-        if "digests" in meta:
-            found = digests(state)[0]
-            if changed := [path for path in found if found[path] != meta["digests"].get(path)]:
-                raise self._damaged(step, f"the digest of {_few(changed)} is wrong")
+            raise damaged(folder, first_line(error)) from error
+        verify(folder, meta, state)
         return state
 
     def newest[T](
@@ -253,35 +230,16 @@ class Checkpoints:
     def _saved_arrays(self, step: int, meta: dict[str, Any]) -> dict[str, str]:
         """Return dtype and shape of each array of a checkpoint, by path."""
         if "digests" in meta:
-            # Orbax's description of the arrays says the same, but reading it takes 0.7 s for the
-            # 1,747 arrays of GPT-2 1558M, a seventh of the restore. The digests show a difference.
-            return {path: text.rpartition(" ")[0] for path, text in meta["digests"].items()}
+            return saved_arrays(meta)
+        folder = self.folder / str(step)
         try:
             saved = self._manager.item_metadata(step)["state"]
         except Exception as error:
-            raise self._damaged(step, _first_line(error)) from error
+            raise damaged(folder, first_line(error)) from error
         if saved is None:
-            raise self._damaged(step, "the description of its arrays cannot be read")
+            raise damaged(folder, "the description of its arrays cannot be read")
         tree = getattr(saved, "tree", saved)
         return {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(tree).items()}
-
-    def _compare(self, step: int, saved: dict[str, str], like: PyTree) -> None:
-        """Raise CheckpointError if the arrays differ: Orbax casts a wrong dtype silently."""
-        wanted = {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(like).items()}
-        lines = [
-            f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, this run needs "
-            f"{wanted.get(name, 'nothing')}"
-            for name in sorted({*saved, *wanted})
-            if saved.get(name) != wanted.get(name)
-        ]
-        if lines:
-            shown = "\n".join(
-                lines[:10] + ([f"  … and {len(lines) - 10} more"] if len(lines) > 10 else [])
-            )
-            raise CheckpointError(f"{self.folder / str(step)} does not fit this run:\n{shown}")
-
-    def _damaged(self, step: int, reason: str) -> DamagedError:
-        return DamagedError(f"{self.folder / str(step)} is damaged: {reason}")
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -330,18 +288,6 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _checksum(meta: dict[str, Any]) -> str:
-    """Return the SHA-256 of the metadata without the checksum."""
-    text = json.dumps(
-        {key: value for key, value in meta.items() if key != "checksum"}, sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def silence_orbax() -> None:
     """Suppress the messages of Orbax's threads after a failed read or write, which raises an error.
 
@@ -369,12 +315,3 @@ def versions() -> dict[str, str]:
     return {"gptjax": gptjax.__version__} | {
         name: importlib.metadata.version(name) for name in packages
     }
-
-
-def _first_line(error: BaseException) -> str:
-    # TensorStore's messages contain the text of the system error ("No space left on device")
-    # between file names and varying annotations. The error code is always present.
-    if code := re.search(r"\bos_error_code='?(\d+)", str(error)):
-        return os.strerror(int(code[1]))
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]

@@ -1,4 +1,4 @@
-"""The error class of the weights package."""
+"""The error classes of the weights package."""
 
 
 class WeightsError(ValueError):
@@ -6,3 +6,11 @@ class WeightsError(ValueError):
 
     The message says what was expected, what was found and what to do.
     """
+
+
+class CheckpointError(WeightsError):
+    """A checkpoint that cannot be written or read. Earlier complete checkpoints are unchanged."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files changed after they were saved."""
