@@ -27,6 +27,7 @@ NAMES = {
         "Precision",
         "generate",
         "init_state",
+        "load",
         "load_hf",
     ),
     *("load_llmc", "loss_fn", "make_train_step", "save_hf", "save_llmc"),

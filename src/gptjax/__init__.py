@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gptjax.parallel import Parallel
     from gptjax.precision import Precision
     from gptjax.training.step import init_state, make_train_step
-    from gptjax.weights import load_hf, load_llmc, save_hf, save_llmc
+    from gptjax.weights import load, load_hf, load_llmc, save_hf, save_llmc
 
 __all__ = [
     "GPT2",
@@ -28,6 +28,7 @@ __all__ = [
     "Precision",
     "generate",
     "init_state",
+    "load",
     "load_hf",
     "load_llmc",
     "loss_fn",
@@ -47,6 +48,7 @@ _PUBLIC = {
     "generate": "gptjax.generation",
     "init_state": "gptjax.training.step",
     "make_train_step": "gptjax.training.step",
+    "load": "gptjax.weights",
     "load_hf": "gptjax.weights",
     "save_hf": "gptjax.weights",
     "load_llmc": "gptjax.weights",

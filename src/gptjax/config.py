@@ -314,6 +314,32 @@ def to_json(config: Config) -> dict[str, Any]:
     return _flat(config, config.model, config.optimizer)
 
 
+def model_from_json(
+    flat: Mapping[str, Any], kind: type[ModelConfig], **changes: Any
+) -> ModelConfig:
+    """Return the model config in the JSON of `to_json`.
+
+    Args:
+        kind: the class that flat["model"] names. A field that is missing in the JSON gets its
+            default.
+        changes: fields that replace those of the JSON.
+
+    Raises:
+        ConfigError: a field that the class does not have, or a wrong value.
+    """
+    fields = {name[6:]: value for name, value in flat.items() if name.startswith("model.")}
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(fields.keys() - known):
+        raise ConfigError(
+            f"{kind.__name__} has no fields {unknown}: they are of another version of its file"
+        )
+    try:
+        fields["precision"] = Precision(fields.get("precision", "fp32"))
+        return kind(**fields | changes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
 def defaults(config: Config) -> dict[str, Any]:
     """Return the default of each option, for the model and optimizer classes of `config`.
 

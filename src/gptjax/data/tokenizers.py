@@ -103,6 +103,10 @@ class GPT2Tokenizer:
         ids = self._bpe.encode_ordinary_batch([_without_surrogates(text) for text in texts])
         return [np.array(each, dtype=np.uint16) for each in ids]
 
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of each id except EOT, in the order of the ids."""
+        return [self._bpe.decode_single_token_bytes(id) for id in range(self.eot)]
+
     def byte_lengths(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
         lengths = [len(self._bpe.decode_single_token_bytes(id)) for id in range(self.eot)]

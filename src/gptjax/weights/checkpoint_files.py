@@ -31,8 +31,9 @@ PARAMS = "params"
 
 def steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in a folder, the newest first."""
-    names = (path.name for path in folder.iterdir() if path.is_dir())
-    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    numbers = (int(name) for name in names if name.isdecimal())
+    return sorted((number for number in numbers if str(number) in names), reverse=True)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

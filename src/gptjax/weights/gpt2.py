@@ -10,6 +10,24 @@ from gptjax.weights.params import Key
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 """Fields of `GPT2Config` that a file decides, in the order of llm.c's header."""
 
+GGUF_NAMES = {
+    "wte.weight": "token_embd.weight",
+    "wpe.weight": "position_embd.weight",
+    "ln_f.weight": "output_norm.weight",
+    "ln_f.bias": "output_norm.bias",
+}
+"""Names in GGUF files of tensors outside the blocks, by the name in Hugging Face's files."""
+
+GGUF_BLOCK_NAMES = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+"""Names in GGUF files of the layers of a block, by the name in Hugging Face's files."""
+
 # Key in a block, name in Hugging Face's files, and shape in multiples of n_embd, in llm.c's order.
 BLOCK_TENSORS: tuple[tuple[Key, str, tuple[int, ...]], ...] = (
     (("ln_1", "scale"), "ln_1.weight", (1,)),

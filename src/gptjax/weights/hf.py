@@ -75,17 +75,45 @@ def load_hf(
         ValueError: a wrong option.
     """
     check_options("load_hf", GPT2Config, precision, options, source="config.json", decided=SIZES)
+    config = read_config(path, precision=precision, padded_vocab_size=padded_vocab_size, **options)
+    with tensors_of(path, config) as tensors:
+        return cast(GPT2, model_from_tensors(config, tensors))
+
+
+def read_config(
+    path: str | os.PathLike,
+    *,
+    precision: Precision = FP32,
+    padded_vocab_size: int | None = None,
+    **options: Any,
+) -> GPT2Config:
+    """Return the config of a Hugging Face GPT-2; no tensor is read. Arguments as of `load_hf`."""
+    path = Path(path)
+    try:
+        folder = path if path.is_dir() else path.parent
+        if not path.is_dir():
+            file_size(path, missing=_how_to_get(path))
+        return _read_config(folder / "config.json", precision, padded_vocab_size, options)
+    except OSError as error:
+        raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def tensors_of(
+    path: str | os.PathLike, config: GPT2Config
+) -> Iterator[Iterator[tuple[Key, np.ndarray]]]:
+    """Yield an iterator that reads the parameters of a Hugging Face GPT-2, one at a time.
+
+    Raises:
+        WeightsError: the weights do not exist, or a tensor does not fit the config.
+    """
     path = Path(path)
     with contextlib.ExitStack() as stack:
         try:
-            folder = path if path.is_dir() else path.parent
-            if not path.is_dir():
-                file_size(path, missing=_how_to_get(path))
-            config = _read_config(folder / "config.json", precision, padded_vocab_size, options)
             tensors = _check(_find(stack, path), config)
         except OSError as error:
             raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
-        return cast(GPT2, model_from_tensors(config, _read(tensors, config)))
+        yield _read(tensors, config)
 
 
 def save_hf(model: GPT2, path: str | os.PathLike) -> None:

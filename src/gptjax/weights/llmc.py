@@ -58,15 +58,33 @@ def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options
         ValueError: a wrong option.
     """
     check_options("load_llmc", GPT2Config, precision, options, source="the file", decided=SIZES)
+    config = read_config(path, precision=precision, **options)
+    return cast(GPT2, model_from_tensors(config, tensors_of(path, config)))
+
+
+def read_config(
+    path: str | os.PathLike, *, precision: Precision = FP32, **options: Any
+) -> GPT2Config:
+    """Return the config in the header; no tensor is read. Arguments as of `load_llmc`."""
     path = Path(path)
     try:
         length = file_size(path)
         version, config = _read_header(path, precision, options)
-        _check_length(path, config, DTYPES[version], length)
+    except OSError as error:
+        raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
+    _check_length(path, config, DTYPES[version], length)
+    return config
+
+
+def tensors_of(path: str | os.PathLike, config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
+    """Yield the parameters of a file whose config is `read_config(path)`."""
+    path = Path(path)
+    try:
+        version, _ = _read_header(path, FP32, {})
         numbers = np.memmap(path, dtype=DTYPES[version], mode="r", offset=HEADER_BYTES)
     except OSError as error:
         raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
-    return cast(GPT2, model_from_tensors(config, _tensors(numbers, config)))
+    yield from _tensors(numbers, config)
 
 
 def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> None:

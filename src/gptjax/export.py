@@ -1,0 +1,49 @@
+"""Export a trained model to other programs: `python -m gptjax.export RUN --to hf --out FOLDER`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gptjax.data import DataError
+from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.terminal import printable
+from gptjax.training.checkpoint import silence_orbax
+from gptjax.weights import WeightsError, load, sources
+from gptjax.weights.export import Format, check_architecture, check_new, export
+
+
+def main(
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
+    to: Format,
+    out: Path,
+    step: int | None = None,
+    tokenizer: TokenizerChoice = "auto",
+) -> int:
+    """Export a model to Hugging Face's transformers, llm.c or llama.cpp; return the exit code.
+
+    Args:
+        path: a run's folder, the folder of a checkpoint, a Hugging Face folder or an llm.c file.
+        to: hf: a folder with config.json, safetensors and tokenizer; llmc: a .bin file; gguf: a
+            .gguf file, which needs `pip install 'gptjax[gguf]'`.
+        out: the folder or file to create.
+        step: step of a run's checkpoint. None: the newest.
+        tokenizer: auto: that of the run's data, and gpt2 for files with its vocabulary of 50,257.
+    """
+    try:
+        check_new(out)
+        source = sources.find(path, step=step)
+        check_architecture(source.architecture, to)
+        model, found = load(source.path, tokenizer=tokenizer)
+        note = export(model, out, to, tokenizer=None if found is None else found.name)
+    except (WeightsError, DataError, OSError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
+    return 0
+
+
+if __name__ == "__main__":
+    silence_orbax()
+    sys.exit(tyro.cli(main, prog="python -m gptjax.export"))

@@ -1,0 +1,45 @@
+"""Architectures by name: those of gptjax, and those that the program has imported."""
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+
+import gptjax.models
+from gptjax.models.base import ModelConfig
+
+
+def config_class(name: str) -> type[ModelConfig]:
+    """Return the config class of an architecture, such as `GPT2Config` for "GPT2Config".
+
+    A checkpoint stores this name. No code is read from a checkpoint: an architecture outside
+    gptjax must have been imported.
+
+    Raises:
+        LookupError: no such class, or several; the message says what to do.
+    """
+    for module in pkgutil.iter_modules(gptjax.models.__path__, "gptjax.models."):
+        importlib.import_module(module.name)
+    known = {kind for kind in _subclasses(ModelConfig) if _is_current(kind)}
+    found = [kind for kind in known if kind.__name__ == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        modules = ", ".join(sorted(kind.__module__ for kind in found))
+        raise LookupError(f"expected one class {name}, found those of the modules {modules}")
+    names = ", ".join(sorted({kind.__name__ for kind in known}))
+    raise LookupError(
+        f"expected one of the architectures {names}, found {name}; import the Python file that "
+        f"defines {name} first"
+    )
+
+
+def _subclasses(kind: type[ModelConfig]) -> Iterator[type[ModelConfig]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _is_current(kind: type) -> bool:
+    """Return False for a class whose module was executed again, as in a notebook."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind

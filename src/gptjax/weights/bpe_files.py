@@ -1,0 +1,114 @@
+"""GPT-2's tokenizer as files: vocabulary and merges, derived from tiktoken's tokens.
+
+tiktoken has the bytes of each token only. The ids are in the order of the merges, so the two parts
+of a token are what byte-pair encoding makes of its bytes with the tokens before it.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
+
+BYTES = 256
+
+
+@functools.cache
+def byte_characters() -> tuple[str, ...]:
+    """Return the character that stands for each byte in GPT-2's files.
+
+    Printable characters of Latin-1 stand for themselves; the others are shifted to U+0100 and up.
+    """
+    itself = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    itself |= set(range(ord("®"), ord("ÿ") + 1))
+    shifted = iter(range(BYTES, 2 * BYTES))
+    return tuple(chr(byte) if byte in itself else chr(next(shifted)) for byte in range(BYTES))
+
+
+def text_of(token: bytes) -> str:
+    """Return a token as GPT-2's files write it: b" the" is "Ġthe"."""
+    return "".join(byte_characters()[byte] for byte in token)
+
+
+def merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return the two parts of each token of more than one byte, in the order of the ids.
+
+    Args:
+        tokens: bytes of each id. The first 256 are single bytes.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return [_parts(token, ranks) for token in tokens[BYTES:]]
+
+
+def _parts(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """Apply the merges before the token's own to its bytes until two parts are left."""
+    parts, none = [bytes([byte]) for byte in token], len(ranks)
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, none) for a, b in zip(parts, parts[1:], strict=False)]
+        best = min(range(len(pairs)), key=pairs.__getitem__)
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    first, second = parts
+    return first, second
+
+
+def save_tokenizer(name: str, folder: Path, block_size: int) -> None:
+    """Write a tokenizer and generation_config.json, so that `transformers` reads them offline.
+
+    Args:
+        name: "gpt2" or "byte".
+        folder: an existing folder.
+        block_size: maximum length of a sequence.
+
+    Raises:
+        TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
+    """
+    tokenizer = get_tokenizer(name)
+    config = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT, "unk_token": EOT_TEXT}
+    config |= {"add_prefix_space": False, "model_max_length": block_size}
+    if isinstance(tokenizer, GPT2Tokenizer):
+        tokens = tokenizer.token_bytes()
+        vocabulary = {text_of(token): id for id, token in enumerate(tokens)}
+        _write_json(folder / "vocab.json", vocabulary | {EOT_TEXT: tokenizer.eot})
+        lines = [f"{text_of(a)} {text_of(b)}\n" for a, b in merges(tokens)]
+        (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(lines), encoding="utf-8")
+        kind = "GPT2Tokenizer"
+    else:
+        _write_json(folder / "tokenizer.json", _byte_tokenizer(tokenizer.eot))
+        kind = "PreTrainedTokenizerFast"
+    _write_json(folder / "tokenizer_config.json", config | {"tokenizer_class": kind})
+    ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+    _write_json(folder / "generation_config.json", ends | {"pad_token_id": tokenizer.eot})
+
+
+def _byte_tokenizer(eot: int) -> dict[str, Any]:
+    """Return the tokenizer.json of bytes: byte-level BPE without merges."""
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level |= {"use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": eot, "content": EOT_TEXT, "special": True} | special],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": vocabulary | {EOT_TEXT: eot},
+            "merges": [],
+        },
+    }
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")

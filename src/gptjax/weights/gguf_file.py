@@ -1,0 +1,127 @@
+"""GGUF files (llama.cpp), fp32, written with the package `gguf`.
+
+Names, metadata and transposes are those of llama.cpp's conversion of a Hugging Face model. Matrices
+are (out, in), the transpose of gptjax's kernels. The vocabulary is stored without padding.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
+from gptjax.models.base import Model
+from gptjax.weights.bpe_files import merges, text_of
+from gptjax.weights.errors import WeightsError
+from gptjax.weights.gpt2 import GGUF_BLOCK_NAMES, GGUF_NAMES, tensor_kinds
+from gptjax.weights.params import host_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A model in llama.cpp's terms.
+
+    Attributes:
+        name: value of general.architecture.
+        metadata: function of the model's config: keys without the architecture's name, and values.
+        tensors: function of the model: names and fp32 arrays.
+    """
+
+    name: str
+    metadata: Callable[[Any], dict[str, int | float]]
+    tensors: Callable[[Any], Iterator[tuple[str, np.ndarray]]]
+
+
+def save_gguf(
+    model: Model, path: Path, *, architecture: Architecture, tokenizer: str | None, name: str
+) -> None:
+    """Write a model as a GGUF file.
+
+    Args:
+        path: the file, replaced if it exists.
+        tokenizer: "gpt2" to store GPT-2's BPE; others are not stored.
+        name: value of general.name.
+
+    Raises:
+        WeightsError: the package gguf is missing.
+        TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
+        OSError: the file cannot be written.
+    """
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise WeightsError(
+            "GGUF files need the package gguf: pip install 'gptjax[gguf]'"
+        ) from error
+    writer = gguf.GGUFWriter(path, architecture.name)
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for key, value in architecture.metadata(model.config).items():
+        if isinstance(value, int):
+            writer.add_uint32(f"{architecture.name}.{key}", value)
+        else:
+            writer.add_float32(f"{architecture.name}.{key}", value)
+    if tokenizer == GPT2Tokenizer.name:
+        _add_gpt2_bpe(writer, gguf.TokenType, model.config.vocab_size)
+    else:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(model.config.vocab_size)
+    for tensor, array in architecture.tensors(model):
+        writer.add_tensor(tensor, np.ascontiguousarray(array, np.float32))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _add_gpt2_bpe(writer: Any, kinds: Any, vocab_size: int) -> None:
+    tokenizer = get_tokenizer(GPT2Tokenizer.name)
+    assert isinstance(tokenizer, GPT2Tokenizer)
+    tokens = tokenizer.token_bytes()
+    unused = range(tokenizer.vocab_size, vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*map(text_of, tokens), EOT_TEXT, *(f"[PAD{id}]" for id in unused)])
+    writer.add_token_types(
+        [kinds.NORMAL] * len(tokens) + [kinds.CONTROL] + [kinds.UNUSED] * len(unused)
+    )
+    writer.add_token_merges([f"{text_of(a)} {text_of(b)}" for a, b in merges(tokens)])
+    writer.add_bos_token_id(tokenizer.eot)
+    writer.add_eos_token_id(tokenizer.eot)
+
+
+def _gpt2_metadata(config) -> dict[str, int | float]:
+    return {
+        "block_count": config.n_layer,
+        "context_length": config.block_size,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": 4 * config.n_embd,
+        "attention.head_count": config.n_head,
+        "attention.layer_norm_epsilon": 1e-5,
+    }
+
+
+def _gpt2_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
+    params, config = host_arrays(model), model.config
+    params[("wte",)] = params[("wte",)][: config.vocab_size]
+    for kind in tensor_kinds(config):
+        for key, name in kind.each():
+            yield _gpt2_name(name), params[key].T if key[-1] == "kernel" else params[key]
+    # The head is tied; llama.cpp before 2024 needs it as a tensor of its own.
+    yield "output.weight", params[("wte",)]
+
+
+def _gpt2_name(name: str) -> str:
+    """Return "blk.0.attn_qkv.weight" for "h.0.attn.c_attn.weight"."""
+    if name in GGUF_NAMES:
+        return GGUF_NAMES[name]
+    _, layer, rest = name.split(".", 2)
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{GGUF_BLOCK_NAMES[module]}.{kind}"
+
+
+GPT2 = Architecture("gpt2", _gpt2_metadata, _gpt2_tensors)
