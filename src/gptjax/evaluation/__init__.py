@@ -1,0 +1,55 @@
+"""Evaluation: loss and bits per byte of a text, HellaSwag, MMLU, CORE, lm-evaluation-harness.
+
+`python -m gptjax.evaluate` is the command. Every error that a user can correct is an
+`EvaluationError` or a `gptjax.data.DataError`.
+"""
+
+from typing import TYPE_CHECKING
+
+from gptjax.evaluation.choices import (
+    Choices,
+    Question,
+    evenly_spaced,
+    read_hellaswag,
+    read_mmlu,
+    score_choices,
+)
+from gptjax.evaluation.core import CoreTask, core_metric, read_core, score_core
+from gptjax.evaluation.errors import EvaluationError
+from gptjax.evaluation.scoring import Row, Score, Scorer
+from gptjax.evaluation.text import Stream, TextScore, from_dataset, from_file, score_text
+
+if TYPE_CHECKING:
+    from gptjax.evaluation.harness import LM
+
+__all__ = [
+    "LM",
+    "Choices",
+    "CoreTask",
+    "EvaluationError",
+    "Question",
+    "Row",
+    "Score",
+    "Scorer",
+    "Stream",
+    "TextScore",
+    "core_metric",
+    "evenly_spaced",
+    "from_dataset",
+    "from_file",
+    "read_core",
+    "read_hellaswag",
+    "read_mmlu",
+    "score_choices",
+    "score_core",
+    "score_text",
+]
+
+
+def __getattr__(name: str):
+    # Only this name needs lm_eval.
+    if name == "LM":
+        from gptjax.evaluation.harness import LM
+
+        return LM
+    raise AttributeError(f"module 'gptjax.evaluation' has no attribute {name!r}")

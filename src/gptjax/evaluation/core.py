@@ -1,0 +1,298 @@
+"""CORE: 22 tasks in context, centred on the accuracy of guessing (Li et al., "DataComp-LM", 2024).
+
+The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.csv. For each task:
+
+1. Shuffle the items with the seed 1337.
+2. For item i draw the few-shot examples from the other items with the seed 1234 + i.
+3. Render prompts: examples and item are joined by an empty line; an end-of-text token precedes the
+   prompt. A prompt longer than block_size loses its first tokens.
+4. multiple_choice: choose the continuation with the largest mean log-probability of the tokens
+   after the common prefix of all prompts. schema: choose the context that gives the common suffix
+   of all prompts the largest mean. language_modeling: right if each token of the continuation is
+   the likeliest one.
+
+    centred = (accuracy − baseline) / (1 − baseline)      CORE = mean of centred over the tasks
+"""
+
+import csv
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gptjax.evaluation.choices import check_file, encode_batch, read_jsonl
+from gptjax.evaluation.errors import EvaluationError
+from gptjax.evaluation.scoring import Row, Score, Scorer, ahead
+
+BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+SHUFFLE_SEED, FEW_SHOT_SEED = 1337, 1234
+# Type of a task → names and types of an item's fields.
+FIELDS: dict[str, dict[str, type]] = {
+    "multiple_choice": {"query": str, "choices": list, "gold": int},
+    "schema": {"context_options": list, "continuation": str, "gold": int},
+    "language_modeling": {"context": str, "continuation": str},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreTask:
+    """A task of CORE.
+
+    Attributes:
+        label: name.
+        kind: a key of `FIELDS`.
+        items: objects of the file, shuffled.
+        shots: number of few-shot examples.
+        delimiter: text between a query and its continuation.
+        baseline: accuracy of guessing, in [0, 1).
+    """
+
+    label: str
+    kind: str
+    items: tuple[dict[str, Any], ...]
+    shots: int
+    delimiter: str
+    baseline: float
+
+    def few_shot(self, index: int) -> list[dict[str, Any]]:
+        """Return the examples of an item: `shots` of the others."""
+        others = range(len(self.items) - 1)  # indices in the list without this item
+        chosen = random.Random(FEW_SHOT_SEED + index).sample(others, self.shots)
+        return [self.items[i + (i >= index)] for i in chosen]
+
+    def prompts(self, index: int) -> list[str]:
+        """Return the prompts of an item: one for each choice.
+
+        For language modelling, the prompt without and the prompt with the continuation.
+        """
+        item = self.items[index]
+        shots = "".join(f"{self._solved(each)}\n\n" for each in self.few_shot(index))
+        if self.kind == "multiple_choice":
+            begin = f"{shots}{item['query']}{self.delimiter}"
+            return [f"{begin}{choice}" for choice in item["choices"]]
+        if self.kind == "schema":
+            end = f"{self.delimiter}{item['continuation']}"
+            return [f"{shots}{context}{end}" for context in item["context_options"]]
+        prompt = f"{shots}{item['context'].strip()}{self.delimiter}"
+        # The space before the continuation is part of the continuation's first token.
+        return [prompt.strip(), f"{prompt}{item['continuation']}"]
+
+    def _solved(self, item: dict[str, Any]) -> str:
+        if self.kind == "multiple_choice":
+            return f"{item['query']}{self.delimiter}{item['choices'][item['gold']]}"
+        if self.kind == "schema":
+            return f"{item['context_options'][item['gold']]}{self.delimiter}{item['continuation']}"
+        return f"{item['context'].strip()}{self.delimiter}{item['continuation']}"
+
+
+def score_core(
+    scorer: Scorer,
+    tokenizer: Any,
+    tasks: Sequence[CoreTask],
+    *,
+    max_items: int | None = None,
+    scored: Callable[[int], Any] = lambda count: None,
+) -> dict[str, dict[str, Any]]:
+    """Return accuracy, centred accuracy and number of items of each task.
+
+    Args:
+        max_items: items of a task, the first after the shuffle.
+        scored: called with a number of items after each task.
+
+    Raises:
+        EvaluationError: an item that the model cannot score.
+    """
+    results = {}
+    for task in tasks:
+        count = len(task.items) if max_items is None else min(max_items, len(task.items))
+        right = score_task(scorer, tokenizer, task, count)
+        accuracy = sum(right) / count
+        results[task.label] = {
+            "acc": accuracy,
+            "centred": (accuracy - task.baseline) / (1 - task.baseline),
+            "items": count,
+        }
+        scored(count)
+    return results
+
+
+def core_metric(results: dict[str, dict[str, Any]]) -> float:
+    """Return CORE: the mean of the centred accuracies."""
+    return sum(each["centred"] for each in results.values()) / len(results)
+
+
+def score_task(scorer: Scorer, tokenizer: Any, task: CoreTask, count: int) -> list[bool]:
+    """Return whether the model is right for each of the first `count` items."""
+    greedy = task.kind == "language_modeling"
+    sizes: list[int] = []
+
+    def items() -> Iterator[list[Row]]:
+        for index in range(count):
+            rows = _rows(tokenizer, task, index, scorer.max_length)
+            sizes.append(len(rows))
+            yield rows
+
+    rows = (row for rows in ahead(_blocks(items())) for row in rows)
+    scores = iter(scorer.score(rows, greedy=greedy))
+    return [
+        _is_right(task, task.items[index], [next(scores) for _ in range(size)])
+        for index, size in enumerate(sizes)
+    ]
+
+
+def _blocks(items: Iterator[list[Row]], size: int = 64) -> Iterator[list[Row]]:
+    """Yield the rows of several items at a time."""
+    block: list[Row] = []
+    for number, rows in enumerate(items, start=1):
+        block += rows
+        if number % size == 0:
+            yield block
+            block = []
+    yield block
+
+
+def _is_right(task: CoreTask, item: dict[str, Any], scores: list[Score]) -> bool:
+    if task.kind == "language_modeling":
+        return bool(scores[0].greedy)
+    means = [-score.mean for score in scores]
+    # As nanochat, also where a choice begins with another one, which then has no tokens and NaN.
+    return means.index(min(means)) == item["gold"]
+
+
+def _rows(tokenizer: Any, task: CoreTask, index: int, most: int) -> list[Row]:
+    """Return the rows of an item, of at most `most` tokens."""
+    encoded = encode_batch(tokenizer, task.prompts(index))
+    sequences = [np.concatenate([[tokenizer.eot], ids]).astype(np.int32) for ids in encoded]
+    if task.kind == "language_modeling":
+        without, whole = sequences
+        begins = np.array_equal(without, whole[: len(without)])
+        if not begins or len(whole) <= len(without):
+            raise EvaluationError(
+                f"{task.label}, item {index} after the shuffle: the tokens of the prompt without "
+                "the continuation are not the beginning of the tokens with it"
+            )
+        rows = [(whole, len(without))]
+    elif task.kind == "multiple_choice":
+        prefix = _common(sequences)
+        rows = [(ids, prefix) for ids in sequences]
+    else:
+        suffix = _common([ids[::-1] for ids in sequences])
+        rows = [(ids, len(ids) - suffix) for ids in sequences]
+    crops = [max(0, len(ids) - most) for ids, _ in rows]
+    rows = [Row(ids[crop:], start - crop) for (ids, start), crop in zip(rows, crops, strict=True)]
+    if any(row.start < 1 for row in rows):
+        raise EvaluationError(
+            f"{task.label}, item {index} after the shuffle: the scored tokens do not fit into the "
+            f"model's block_size {most}"
+        )
+    return rows
+
+
+def _common(sequences: list[np.ndarray]) -> int:
+    """Return the length of the common prefix."""
+    shortest = min(map(len, sequences))
+    equal = np.ones(shortest, bool)
+    for ids in sequences[1:]:
+        equal &= ids[:shortest] == sequences[0][:shortest]
+    return shortest if equal.all() else int(np.argmin(equal))
+
+
+# ------------------------------------------------------------------------------------------- files
+def read_core(folder: Path) -> list[CoreTask]:
+    """Read the tasks of a bundle.
+
+    Raises:
+        EvaluationError: a file is missing or malformed, or PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise EvaluationError(
+            "core.yaml needs PyYAML: pip install 'gptjax[eval]', or pip install pyyaml"
+        ) from None
+    file = folder / "core.yaml"
+    check_file(file, f"unpack {BUNDLE_URL} so that this file exists")
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise EvaluationError(f"{file}: expected YAML: {' '.join(str(error).split())}") from None
+    entries = config.get("icl_tasks") if isinstance(config, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise EvaluationError(f"{file}: expected a list icl_tasks, found {entries!r:.60}")
+    baselines = _baselines(folder / "eval_meta_data.csv")
+    return [_task(folder, file, entry, baselines) for entry in entries]
+
+
+def _baselines(file: Path) -> dict[str, float]:
+    """Return the accuracy of guessing of each task; the file has percents."""
+    check_file(file, f"it is part of {BUNDLE_URL}")
+    baselines = {}
+    with file.open(encoding="utf-8", newline="") as lines:
+        records = csv.DictReader(lines)
+        for record in records:
+            label, percent = record.get("Eval Task"), record.get("Random baseline")
+            try:
+                baseline = float(percent or "") / 100
+                if not label or not 0 <= baseline < 1:
+                    raise ValueError
+            except ValueError:
+                raise EvaluationError(
+                    f"{file}, line {records.line_num}: expected the columns Eval Task and Random "
+                    f"baseline, a percentage below 100, found {label!r:.60} and {percent!r:.60}"
+                ) from None
+            baselines[label] = baseline
+    return baselines
+
+
+def _task(folder: Path, file: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
+    fields = entry if isinstance(entry, dict) else {}
+    label, kind = fields.get("label"), fields.get("icl_task_type")
+    uri, shots = fields.get("dataset_uri"), fields.get("num_fewshot")
+    delimiter = fields.get("continuation_delimiter", " ")
+    if not isinstance(label, str) or not isinstance(uri, str) or not isinstance(delimiter, str):
+        raise EvaluationError(
+            f"{file}: expected label, dataset_uri and continuation_delimiter to be texts, found "
+            f"{entry!r:.90}"
+        )
+    if kind not in FIELDS:
+        raise EvaluationError(
+            f"{file}: task {label}: expected icl_task_type to be one of {', '.join(FIELDS)}, found "
+            f"{kind!r:.60}"
+        )
+    if not isinstance(shots, list) or not shots or type(shots[0]) is not int or shots[0] < 0:
+        raise EvaluationError(
+            f"{file}: task {label}: expected num_fewshot to be a list with a number, found "
+            f"{shots!r:.60}"
+        )
+    if label not in baselines:
+        raise EvaluationError(f"{folder / 'eval_meta_data.csv'}: no Random baseline of {label}")
+    path = folder / "eval_data" / uri
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise EvaluationError(f"{file}: task {label}: {uri!r:.60} is outside of {folder}")
+    check_file(path, f"it is part of {BUNDLE_URL}")
+    lines = read_jsonl(path)
+    items = [_item(kind, fields, where) for where, fields in lines]
+    if shots[0] >= len(items):
+        raise EvaluationError(f"{path}: {shots[0]} examples and an item need more lines")
+    random.Random(SHUFFLE_SEED).shuffle(items)
+    return CoreTask(label, kind, tuple(items), shots[0], delimiter, baselines[label])
+
+
+def _item(kind: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
+    for name, expected in FIELDS[kind].items():
+        if type(fields.get(name)) is not expected:
+            raise EvaluationError(
+                f"{where}: expected {name} to be {expected.__name__}, found "
+                f"{fields.get(name)!r:.60}"
+            )
+    options: Any = fields.get("choices" if kind == "multiple_choice" else "context_options")
+    if kind != "language_modeling":
+        if len(options) < 2 or not 0 <= fields["gold"] < len(options):
+            raise EvaluationError(
+                f"{where}: expected gold to be the index of one of several options, found "
+                f"{fields['gold']} of {len(options)}"
+            )
+    return fields

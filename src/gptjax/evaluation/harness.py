@@ -1,0 +1,239 @@
+"""lm-evaluation-harness in this process: `gptjax.evaluation.LM` is a model of the harness.
+
+    lm_eval.simple_evaluate(model=LM(model, tokenizer), tasks=["lambada_openai"])
+
+Log-probabilities are batched in a few lengths and computed on all devices. Texts are generated one
+batch of equally long prompts at a time: `gptjax.generate` compiles one executable for each prompt
+length, so tasks that generate are slow to start.
+"""
+
+import collections
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gptjax.evaluation.errors import EvaluationError
+from gptjax.evaluation.scoring import Row, Scorer
+from gptjax.generation import generate
+from gptjax.models.base import Model
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+except ImportError as error:
+    raise EvaluationError(
+        "lm-evaluation-harness is not installed: pip install 'gptjax[eval]'"
+    ) from error
+
+MAX_NEW_TOKENS = 256
+
+
+class LM(TemplateLM):
+    """A gptjax model for `lm_eval.simple_evaluate(model=…)`.
+
+    Args:
+        model: weights and shape.
+        tokenizer: tokenizer of the model, with encode, decode and eot.
+        batch_size: sequences of block_size tokens that each device scores at a time, and prompts
+            that are continued at a time. None: the default of `Scorer`, and 16 prompts.
+        devices: devices that score; None for all. One device generates.
+        seed: of sampling, for tasks that ask for a temperature above 0.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Any,
+        batch_size: int | None = None,
+        *,
+        devices: list[jax.Device] | None = None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if batch_size is not None and batch_size < 1:
+            raise EvaluationError(f"batch_size must be at least 1, got {batch_size}")
+        tokens = None if batch_size is None else batch_size * model.config.block_size
+        self._scorer = Scorer.of(model, devices, tokens)
+        self._model, self._tokenizer = model, tokenizer
+        self._prompts, self._key = batch_size or 16, jax.random.key(seed)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the end-of-text token, which also precedes texts without a context."""
+        return self._tokenizer.eot
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of input tokens, block_size."""
+        return self._scorer.max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Generated tokens of a task that does not set max_gen_toks."""
+        return min(MAX_NEW_TOKENS, self.max_length - 1)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Return the ids of a text. No special tokens are added."""
+        return np.asarray(self._tokenizer.encode(string)).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        rows = (
+            Row(np.array(context + continuation, np.int32), len(context))
+            for _, context, continuation in requests
+        )
+        scores = self._scorer.score(rows, greedy=True)
+        found = [(score.log_prob, bool(score.greedy)) for score in scores]
+        for (texts, _, _), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in the windows of the harness."""
+        rows, owners = [], []
+        for index, request in enumerate(requests):
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, continuation in map(utils.make_disjoint_window, windows):
+                ids = np.array([*context, *continuation], np.int32)
+                rows.append(Row(ids, len(context)))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        for index, score in zip(owners, self._scorer.score(rows), strict=True):
+            totals[index] += score.log_prob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """Return the continuation of each prompt up to the first of its stop texts.
+
+        Of the options of a request: until, max_gen_toks, do_sample, temperature, top_k, top_p. A
+        prompt that leaves no room for max_gen_toks loses its first tokens.
+        """
+        texts: dict[int, str] = {}
+        groups = collections.defaultdict(list)
+        for index, request in enumerate(requests):
+            context, options = request.args
+            options = _Options(dict(options), self.max_gen_toks)
+            if not 1 <= options.length < self.max_length:
+                raise EvaluationError(
+                    f"expected max_gen_toks in 1..{self.max_length - 1}, got {options.length}"
+                )
+            ids = self.tok_encode(context)[options.length - self.max_length :]
+            ids = ids or [self.prefix_token_id]
+            groups[len(ids), options.key].append((index, ids, options))
+        for group in groups.values():
+            for begin in range(0, len(group), self._prompts):
+                texts |= self._continue(group[begin : begin + self._prompts])
+        for index, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, texts[index])
+        return [texts[index] for index in range(len(requests))]
+
+    def _continue(self, group: list) -> dict[int, str]:
+        """Return the text of each prompt of a group; all have one length and the same options."""
+        options = group[0][2]
+        prompts_BT = np.array([ids for _, ids, _ in group], np.int32)
+        tokens_BT = generate(
+            self._model,
+            prompts_BT,
+            max_new_tokens=options.length,
+            key=self._key,
+            **options.sampling,
+        )
+        new_BT = np.asarray(tokens_BT)[:, prompts_BT.shape[1] :]
+        return {
+            index: self._text(new_T, options.until)
+            for (index, _, _), new_T in zip(group, new_BT, strict=True)
+        }
+
+    def _text(self, new_T: np.ndarray, until: Sequence[str]) -> str:
+        """Return the text of generated tokens before end-of-text and the first stop text."""
+        # The model's vocabulary may be larger than the tokenizer's.
+        ends = (new_T == self._tokenizer.eot) | (new_T >= self._tokenizer.vocab_size)
+        text = self._tokenizer.decode(new_T[: int(np.argmax(ends))] if ends.any() else new_T)
+        for stop in until:
+            text = text.split(stop)[0] if stop else text
+        return text
+
+
+class _Options:
+    """Options of a request to generate.
+
+    Attributes:
+        length: number of new tokens.
+        until: stop texts.
+        sampling: arguments of `gptjax.generate`.
+        key: hashable form of length and sampling: requests with equal keys share a batch.
+    """
+
+    def __init__(self, given: dict[str, Any], default_length: int):
+        until = given.pop("until", None) or []
+        self.until = [until] if isinstance(until, str) else list(until)
+        self.length = int(given.pop("max_gen_toks", given.pop("max_new_tokens", default_length)))
+        sample = given.pop("do_sample", given.get("temperature", 0) > 0)
+        temperature = given.pop("temperature", 1.0)
+        self.sampling: dict[str, Any] = {"temperature": temperature if sample else 0}
+        for name in ("top_k", "top_p"):
+            value = given.pop(name, None)
+            if sample and value:
+                self.sampling[name] = value
+        if given:
+            raise EvaluationError(
+                f"unknown options of generation {sorted(given)}; known are until, max_gen_toks, "
+                "do_sample, temperature, top_k, top_p"
+            )
+        self.key = (self.length, *sorted(self.sampling.items()), *self.until)
+
+
+def evaluate_tasks(
+    lm: LM,
+    tasks: Sequence[str],
+    *,
+    path: Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Return the metrics of each task: {"lambada_openai": {"acc,none": 0.32, …}, …}.
+
+    Args:
+        path: folder with more tasks, as YAML.
+        shots: few-shot examples; None for each task's default.
+        limit: items of a task; None for all.
+
+    Raises:
+        EvaluationError: an unknown task.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if path is None else str(path))
+    if unknown := sorted(set(tasks) - set(manager.all_tasks)):
+        raise EvaluationError(
+            f"unknown tasks of lm-evaluation-harness: {', '.join(unknown)}; `lm_eval ls tasks` "
+            "lists them, and --harness-path adds a folder"
+        )
+    found = simple_evaluate(
+        model=lm,
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=shots,
+        limit=limit,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    assert found is not None  # None in other processes than the first
+    return {
+        name: {key: value for key, value in values.items() if isinstance(value, float | int)}
+        for name, values in found["results"].items()
+    }

@@ -1,0 +1,323 @@
+"""Log-probabilities of tokens: rows of any length, batched in a few lengths, on all devices.
+
+A row is padded on the right to the next of `LENGTHS`, so that at most one executable per length is
+compiled. Causal attention: padding does not change the log-probabilities of the tokens before it.
+
+Shapes: B rows of a batch over all devices, T time.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from gptjax.evaluation.errors import EvaluationError
+from gptjax.models.base import Model, ModelConfig, graph, params_of, read_dtypes
+from gptjax.parallel import AXIS, Parallel, over_batch, put
+
+# Input tokens of a row in each kind of batch; those below block_size, and block_size.
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Maximum number of tokens whose logits exist at the same time.
+CHUNK = 16384
+# Batches that are dispatched before the first of them is read: the device never waits.
+IN_FLIGHT = 3
+
+
+class Row(NamedTuple):
+    """Token ids, integers of shape (tokens,); those from `start` ≥ 1 on are scored."""
+
+    tokens: np.ndarray
+    start: int
+
+
+class Losses(NamedTuple):
+    """Losses of the scored tokens of a row.
+
+    Attributes:
+        index: index of the row.
+        row: the row, without the first tokens if it was too long.
+        losses: negative log-probabilities in nats, fp64 of shape (scored tokens,).
+        greedy: whether each token is the likeliest one; None if that was not computed.
+    """
+
+    index: int
+    row: Row
+    losses: np.ndarray
+    greedy: np.ndarray | None
+
+
+class Score(NamedTuple):
+    """Result of a row.
+
+    Attributes:
+        log_prob: sum of the natural logarithms of the scored tokens' probabilities.
+        tokens: number of scored tokens.
+        greedy: whether each scored token is the likeliest one; None if that was not computed.
+    """
+
+    log_prob: float
+    tokens: int
+    greedy: bool | None = None
+
+    @property
+    def mean(self) -> float:
+        """`log_prob` per token; NaN without tokens."""
+        return self.log_prob / self.tokens if self.tokens else float("nan")
+
+
+class Scorer:
+    """Compute log-probabilities with one set of parameters.
+
+    Args:
+        config: shape, precision and kernels of the model.
+        params: nested dict of parameters, on the devices and in the shardings of `parallel`.
+        parallel: devices and strategy.
+        batch_tokens: maximum number of input tokens of a batch on each device; at least one row.
+            None: 65,536 on a GPU and 4,096 on a CPU.
+
+    Attributes:
+        max_length: maximum number of input tokens of a row, block_size.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: PyTree,
+        parallel: Parallel,
+        batch_tokens: int | None = None,
+    ):
+        if batch_tokens is None:
+            batch_tokens = 65536 if jax.default_backend() == "gpu" else 4096
+        if batch_tokens < 1:
+            raise EvaluationError(f"batch_tokens must be at least 1, got {batch_tokens}")
+        self.config, self.params, self.parallel = config, params, parallel
+        self.batch_tokens, self.max_length = batch_tokens, config.block_size
+        self.lengths = (*(n for n in LENGTHS if n < config.block_size), config.block_size)
+        self._used: set[tuple[int, bool]] = set()
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        devices: list[jax.Device] | None = None,
+        batch_tokens: int | None = None,
+    ) -> "Scorer":
+        """Return a scorer that copies a model's parameters to each device.
+
+        Args:
+            devices: None for all devices of JAX's default back end.
+            batch_tokens: as above.
+        """
+        parallel = Parallel.of(jax.devices() if devices is None else devices)
+        params = jax.device_put(params_of(model), parallel.replicated)
+        return cls(model.config, params, parallel, batch_tokens)
+
+    def rows_of_batch(self, length: int) -> int:
+        """Return the number of rows of a batch of this length, over all devices."""
+        rows = max(1, self.batch_tokens // length)
+        chunk = _chunk_rows(length)
+        return self.parallel.devices * (rows if rows <= chunk else rows // chunk * chunk)
+
+    def score(
+        self,
+        rows: Iterable[Row],
+        *,
+        greedy: bool = False,
+        scored: Callable[[int], Any] = lambda count: None,
+    ) -> list[Score]:
+        """Return the score of each row, in the order of the rows.
+
+        Args and errors as of `losses`.
+        """
+        scores = {}
+        for index, _, losses, likeliest in self.losses(rows, greedy=greedy, scored=scored):
+            is_greedy = None if likeliest is None else bool(likeliest.all())
+            scores[index] = Score(-float(losses.sum()), len(losses), is_greedy)
+        return [scores[index] for index in range(len(scores))]
+
+    def losses(
+        self,
+        rows: Iterable[Row],
+        *,
+        greedy: bool = False,
+        scored: Callable[[int], Any] = lambda count: None,
+    ) -> Iterator[Losses]:
+        """Yield the losses of each row as batches complete, in any order.
+
+        A row of more than max_length + 1 tokens loses its first tokens.
+
+        Args:
+            rows: read as batches fill. A generator may still be tokenizing later rows.
+            greedy: also find out whether each scored token is the likeliest one, which needs the
+                logits.
+            scored: called with the number of rows after each batch.
+
+        Raises:
+            EvaluationError: a row without a token before the scored ones, with an id out of the
+                vocabulary, or with more than max_length scored tokens.
+        """
+        waiting: dict[int, list[tuple[int, Row]]] = {length: [] for length in self.lengths}
+        in_flight: collections.deque = collections.deque()
+
+        def read() -> Iterator[Losses]:
+            batch, *arrays = in_flight.popleft()
+            losses_BT, greedy_BT = jax.device_get(arrays)
+            losses_BT = losses_BT.astype(np.float64)
+            for i, (index, row) in enumerate(batch):
+                at = slice(row.start - 1, len(row.tokens) - 1)
+                yield Losses(index, row, losses_BT[i, at], greedy_BT[i, at] if greedy else None)
+            scored(len(batch))
+
+        def dispatch(length: int) -> Iterator[Losses]:
+            size = self.rows_of_batch(length)
+            batch, waiting[length] = waiting[length][:size], waiting[length][size:]
+            in_flight.append((batch, *self._run(length, [row for _, row in batch], greedy)))
+            if len(in_flight) >= IN_FLIGHT:
+                yield from read()
+
+        for index, row in enumerate(rows):
+            row = self._fitted(row)
+            length = next(n for n in self.lengths if len(row.tokens) - 1 <= n)
+            waiting[length].append((index, row))
+            if len(waiting[length]) == self.rows_of_batch(length):
+                yield from dispatch(length)
+        for length, longer in zip(self.lengths, (*self.lengths[1:], None), strict=True):
+            # A few rows are not worth an executable: they join the rows of the next length.
+            new = (length, greedy) not in self._used
+            if longer is not None and new and self._any_longer(waiting, length, greedy):
+                waiting[longer] += waiting[length]
+                continue
+            while waiting[length]:
+                yield from dispatch(length)
+        while in_flight:
+            yield from read()
+
+    def _any_longer(self, waiting: dict, length: int, greedy: bool) -> bool:
+        """Return whether a batch of a longer length follows, or its executable exists."""
+        longer = [n for n in self.lengths if n > length]
+        return any(waiting[n] or (n, greedy) in self._used for n in longer)
+
+    def _fitted(self, row: Row) -> Row:
+        """Return a row of at most max_length + 1 tokens after checking it."""
+        tokens, start = row
+        if not 1 <= start <= len(tokens):
+            raise EvaluationError(
+                f"expected a row with at least one token before the scored ones, got {len(tokens)} "
+                f"tokens, scored from index {start}"
+            )
+        if (crop := len(tokens) - self.max_length - 1) > 0:
+            tokens, start = tokens[crop:], start - crop
+            if start < 1:
+                raise EvaluationError(
+                    f"expected at most {self.max_length} scored tokens in a row (the model's "
+                    f"block_size), got {len(tokens) - start}"
+                )
+        return Row(tokens, start)
+
+    def _run(self, length: int, rows: list[Row], greedy: bool):
+        """Start the computation of a batch; return arrays of losses and of greedy tokens."""
+        self._used.add((length, greedy))
+        windows_BT1 = np.zeros((self.rows_of_batch(length), length + 1), np.int32)
+        for i, row in enumerate(rows):
+            windows_BT1[i, : len(row.tokens)] = row.tokens
+        low, high = int(windows_BT1.min()), int(windows_BT1.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise EvaluationError(
+                f"expected token ids in [0, {self.config.vocab_size}), the model's vocabulary, got "
+                f"{low if low < 0 else high}: the tokenizer is not the model's"
+            )
+        local = np.split(windows_BT1, jax.process_count())[jax.process_index()]
+        windows_BT1 = put(over_batch(self.parallel.mesh, axis=0), local)
+        rows_per_device = self.rows_of_batch(length) // self.parallel.devices
+        chunk = length * min(rows_per_device, _chunk_rows(length))
+        config = dataclasses.replace(self.config, loss_chunk=chunk)
+        return _function(config, self.parallel, greedy)(self.params, windows_BT1)
+
+
+def _chunk_rows(length: int) -> int:
+    """Return the number of rows whose logits exist at the same time on a device."""
+    return max(1, CHUNK // length)
+
+
+@functools.lru_cache(maxsize=64)
+def _function(config: ModelConfig, parallel: Parallel, greedy: bool) -> Callable:
+    """Return a compiled function: (params, windows_BT1) → losses_BT, and greedy_BT or ().
+
+    The results have a copy on every device, so that each process reads them.
+    """
+    # As for validation: whole parameters in every strategy, since there is no backward pass.
+    strategy = "data" if parallel.strategy == "data" else "zero1"
+    parallel = dataclasses.replace(parallel, strategy=strategy)
+    graphdef, placements = graph(config), parallel.placements(read_dtypes(config))
+    score = _greedy if greedy else _losses
+
+    # As for training, see `gptjax.training.compilation.compiler_options`.
+    on_gpu = parallel.mesh.devices.flat[0].platform == "gpu"
+    options = {"xla_gpu_enable_triton_gemm": False} if on_gpu else {}
+    if parallel.devices == 1:
+        return jax.jit(
+            lambda params, windows_BT1: score(
+                nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:]
+            ),
+            compiler_options=options,
+        )
+
+    def on_one_device(params, windows_BT1):
+        model = nnx.merge(graphdef, parallel.gather(params, placements))
+        return jax.tree.map(
+            lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
+            score(model, windows_BT1[:, :-1], windows_BT1[:, 1:]),
+        )
+
+    def run(params, windows_BT1):
+        out = (None, None if greedy else ())
+        f = parallel.on_each_device(on_one_device, params, batch_axis=0, out=out)
+        return f(params, windows_BT1)
+
+    return jax.jit(run, out_shardings=parallel.replicated, compiler_options=options)
+
+
+def _losses(
+    model: Model, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], tuple[()]]:
+    return model.losses(tokens_BT, targets_BT).reshape(tokens_BT.shape), ()
+
+
+def _greedy(
+    model: Model, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Return the loss of each token, and whether its logit is the first of the largest ones.
+
+    The logits of a chunk of rows at a time, so that no more of them exist.
+    """
+
+    def chunk(args):
+        x_BTC, targets_BT = args
+        logits_BTV = model.logits(x_BTC).astype(jnp.float32)
+        target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        losses_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
+        return losses_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
+
+    x_BTC, shape = model.hidden(tokens_BT), tokens_BT.shape
+    chunks = tokens_BT.size // (model.config.loss_chunk or tokens_BT.size)
+    split = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), (x_BTC, targets_BT))
+    losses, greedy = jax.lax.map(chunk, split)
+    return losses.reshape(shape), greedy.reshape(shape)
+
+
+def ahead(blocks: Iterable) -> Iterator:
+    """Yield the blocks; a thread computes the next block while the caller uses this one."""
+    blocks, end = iter(blocks), object()
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(next, blocks, end)
+        while (block := pending.result()) is not end:
+            pending = pool.submit(next, blocks, end)
+            yield block

@@ -1,0 +1,368 @@
+"""Scores equal those of a plain PyTorch scorer on the same weights, item by item."""
+
+import csv
+import json
+import math
+import random
+
+import jax
+import jinja2
+import numpy as np
+import pytest
+from evaluation_tools import (
+    BYTES,
+    CONFIG,
+    hellaswag_items,
+    models,
+    torch_choice,
+    torch_log_probs,
+    words,
+    write_bin,
+    write_core,
+    write_jsonl,
+    write_mmlu,
+)
+
+from gptjax.data import find_dataset, write_shard
+from gptjax.evaluation import (
+    EvaluationError,
+    Row,
+    Scorer,
+    core_metric,
+    evenly_spaced,
+    from_dataset,
+    from_file,
+    read_core,
+    read_hellaswag,
+    read_mmlu,
+    score_choices,
+    score_core,
+    score_text,
+)
+from gptjax.evaluation.core import score_task
+from gptjax.evaluation.scoring import ahead
+
+CLOSE = {"rtol": 2e-6, "atol": 2e-4}  # sums of 100 fp32 log-probabilities
+BLOCK = CONFIG.block_size
+
+
+@pytest.fixture(scope="module")
+def both():
+    return models()
+
+
+@pytest.fixture(scope="module")
+def scorer(both):
+    """Two devices, and batches of a few rows each."""
+    return Scorer.of(both[0], batch_tokens=6 * BLOCK)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "bin"])
+def test_hellaswag_equals_pytorch(form, tmp_path, both, scorer):
+    items = hellaswag_items(30, seed=2)
+    path = tmp_path / f"hellaswag_val.{form}"
+    (write_jsonl if form == "jsonl" else write_bin)(path, items)
+    done = []
+    found = score_choices(scorer, BYTES, read_hellaswag(path), scored=done.append)
+    assert sum(done) == 120 and len(done) > 4  # several batches
+    right = right_normed = longest = 0
+    for i, item in enumerate(items):
+        context = BYTES.encode(item["ctx"])
+        endings = [BYTES.encode(" " + ending) for ending in item["endings"]]
+        sums, means, best, best_normed = torch_choice(both[1], context, endings)
+        np.testing.assert_allclose(found.sums[i], sums, **CLOSE)
+        np.testing.assert_allclose(found.means[i], means, **CLOSE)
+        assert int(np.argmax(found.sums[i])) == best
+        right += best == item["label"]
+        right_normed += best_normed == item["label"]
+        longest = max(longest, len(context) + max(map(len, endings)))
+    assert longest > BLOCK + 1  # some lose their first tokens
+    metrics = found.metrics()
+    assert (metrics["acc"], metrics["acc_norm"]) == (right / 30, right_normed / 30)
+    assert metrics["items"] == 30 and 0 < right < 30 and right != right_normed
+    assert metrics["acc_stderr"] == pytest.approx(np.std(np.arange(30) < right, ddof=1) / 30**0.5)
+
+
+def test_mmlu_equals_pytorch(tmp_path, both, scorer):
+    records = write_mmlu(tmp_path, {"anatomy": 5, "virology": 6})
+    questions = read_mmlu(tmp_path)
+    found = score_choices(scorer, BYTES, questions)
+    right = {"anatomy": [], "virology": []}
+    for i, (subject, (question, *choices, answer)) in enumerate(records):
+        assert "\n" in question  # a record of two lines
+        context = BYTES.encode(f"Question: {question}\n\nAnswer:")
+        endings = [BYTES.encode(" " + choice) for choice in choices]
+        sums, _, best, _ = torch_choice(both[1], context, endings)
+        np.testing.assert_allclose(found.sums[i], sums, **CLOSE)
+        right[subject].append(best == "ABCD".index(answer))
+    metrics = found.metrics()
+    assert metrics["acc"] == np.mean(right["anatomy"] + right["virology"])
+    assert metrics["subjects"] == {name: np.mean(each) for name, each in right.items()}
+
+
+def test_scores_do_not_depend_on_batches_or_devices(both, scorer):
+    rng = np.random.default_rng(1)
+    rows = []
+    for i in range(40):
+        length = int(rng.integers(66 if i < 6 else 2, BLOCK + 2))
+        rows.append(Row(rng.integers(0, 257, length), int(rng.integers(1, length + 1))))
+    likeliest = scorer.score(rows, greedy=True)
+    alone = Scorer.of(both[0], jax.devices()[:1], batch_tokens=1).score(rows[:6])
+    for i, (row, score) in enumerate(zip(rows, likeliest, strict=True)):
+        expected, greedy = torch_log_probs(both[1], row.tokens, row.start)
+        np.testing.assert_allclose(score.log_prob, float(expected.sum()), **CLOSE)
+        assert score.tokens == len(row.tokens) - row.start
+        assert score.greedy == bool(greedy.all())
+        if i < len(alone):
+            np.testing.assert_allclose(alone[i].log_prob, score.log_prob, **CLOSE)
+    # the most probable token after each of some contexts
+    context = np.array([7, 3, 9])
+    best = max(range(257), key=lambda t: float(torch_log_probs(both[1], [*context, t], 3)[0]))
+    found = scorer.score([Row(np.append(context, t), 3) for t in (best, 5)], greedy=True)
+    assert [score.greedy for score in found] == [True, False]
+
+
+def test_rows_that_cannot_be_scored(scorer):
+    for row, message in [
+        (Row(np.arange(3), 0), "at least one token before"),
+        (Row(np.arange(3), 4), "at least one token before"),
+        (Row(np.zeros(BLOCK + 5, int), 2), f"at most {BLOCK} scored tokens"),
+        (Row(np.array([1, 257]), 1), r"\[0, 257\), the model's vocabulary, got 257"),
+    ]:
+        with pytest.raises(EvaluationError, match=message):
+            scorer.score([row])
+
+
+@pytest.mark.parametrize("stride", [None, 30])
+def test_every_token_of_a_text_is_scored_once(stride, tmp_path, both, scorer):
+    text = words(np.random.default_rng(3), 60)
+    (tmp_path / "text.txt").write_text(text, newline="")
+    stream = from_file(tmp_path / "text.txt", BYTES)
+    found = score_text(scorer, stream, stride=stride)
+    ids, step = [BYTES.eot, *text.encode()], stride or BLOCK
+    nats = 0.0
+    for begin in range(1, len(ids), step):
+        end = min(begin + step, len(ids))
+        first = max(0, end - BLOCK - 1)
+        nats -= float(torch_log_probs(both[1], ids[first:end], begin - first)[0].sum())
+    assert found.tokens == found.bytes == len(text.encode()) > 3 * BLOCK
+    assert found.nats == pytest.approx(nats, rel=1e-6)
+    assert found.loss == found.nats / found.tokens
+    assert found.bits_per_byte == pytest.approx(found.nats / math.log(2) / len(text.encode()))
+    first = score_text(scorer, stream, stride=stride, max_tokens=100)
+    assert first.tokens == 100 and first.nats < nats
+
+
+def test_validation_shards(tmp_path, both, scorer):
+    """The tokens of all shards as one stream; end-of-text is not part of the bits per byte."""
+    texts = [words(np.random.default_rng(seed), 20) for seed in range(3)]
+    documents = [np.array([256, *text.encode()], np.uint16) for text in texts]
+    write_shard(tmp_path / "x_train_000001.bin", documents[0])
+    write_shard(tmp_path / "x_val_000000.bin", np.concatenate(documents[:2]))
+    write_shard(tmp_path / "x_val_000001.bin", documents[2])
+    (tmp_path / "dataset.json").write_text(
+        json.dumps(
+            {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
+            | {
+                "shards": {
+                    path.name: {"tokens": (path.stat().st_size - 1024) // 2, "max_token": 256}
+                    for path in tmp_path.glob("*.bin")
+                }
+            }
+        )
+    )
+    dataset = find_dataset(str(tmp_path), tmp_path, "byte")
+    found = score_text(scorer, from_dataset(dataset, BYTES))
+    ids = np.concatenate([[256], *documents])
+    losses = []
+    for begin in range(1, len(ids), BLOCK):
+        end = min(begin + BLOCK, len(ids))
+        first = max(0, end - BLOCK - 1)
+        losses += torch_log_probs(both[1], ids[first:end], begin - first)[0].tolist()
+    losses = -np.array(losses)
+    assert found.tokens == len(ids) - 1
+    assert found.bytes == sum(len(text.encode()) for text in texts) == found.tokens - 3
+    assert found.nats == pytest.approx(losses.sum(), rel=1e-6)
+    assert found.text_nats == pytest.approx(losses[ids[1:] != 256].sum())
+    assert found.text_nats < found.nats - 1
+
+
+# Whole prompts, as a template of a template engine writes them.
+TEMPLATES = {
+    "choices": "{% for e in shots %}{{ e.query }}{{ d }}{{ e.choices[e.gold] }}\n\n{% endfor %}"
+    "{{ item.query }}{{ d }}{{ option }}",
+    "winograd": "{{ option }}{{ d }}{{ item.continuation }}",
+    "lambada": "{% for e in shots %}{{ e.context | trim }}{{ d }}{{ e.continuation }}\n\n"
+    "{% endfor %}{{ item.context | trim }}{{ d }}{{ option }}",
+}
+
+
+def core_by_hand(model, label, items, shots, delimiter):
+    """Whether PyTorch is right for each item, from the files of the bundle."""
+    random.Random(1337).shuffle(items)
+    right = []
+    for index, item in enumerate(items):
+        others = [i for i in range(len(items)) if i != index]
+        chosen = random.Random(1234 + index).sample(others, shots)
+        values = {"shots": [items[i] for i in chosen], "item": item, "d": delimiter}
+        options = item.get("choices") or item.get("context_options") or ["", item["continuation"]]
+        template = jinja2.Template(TEMPLATES[label])
+        prompts = [template.render(option=option, **values) for option in options]
+        if label == "lambada":
+            prompts[0] = prompts[0].strip()
+        ids = [[256, *prompt.encode()] for prompt in prompts]
+        ends = ids if label != "winograd" else [each[::-1] for each in ids]
+        common = 0
+        while len({tuple(each[: common + 1]) for each in ends}) == 1:
+            common += 1
+        means = []
+        for each in ids:
+            start = len(each) - common if label == "winograd" else common
+            crop = max(0, len(each) - BLOCK)
+            found, greedy = torch_log_probs(model, each[crop:], start - crop)
+            means.append(float(-found.mean()))
+        if label == "lambada":
+            right.append(bool(greedy.all()))
+        else:
+            right.append(means.index(min(means)) == item["gold"])
+    return right
+
+
+def test_core_equals_pytorch(tmp_path, both, scorer):
+    write_core(tmp_path, 16)
+    tasks = read_core(tmp_path)
+    assert [(task.label, task.shots, task.baseline) for task in tasks] == [
+        ("choices", 2, 0.25),
+        ("winograd", 0, 0.5),
+        ("lambada", 1, 0.0),
+    ]
+    results, centred = score_core(scorer, BYTES, tasks), []
+    for task in tasks:
+        lines = (tmp_path / "eval_data" / "some" / f"{task.label}.jsonl").read_text().splitlines()
+        items = [json.loads(line) for line in lines]
+        expected = core_by_hand(both[1], task.label, items, task.shots, task.delimiter)
+        assert score_task(scorer, BYTES, task, 16) == expected
+        accuracy = sum(expected) / 16
+        assert results[task.label]["acc"] == accuracy
+        centred.append((accuracy - task.baseline) / (1 - task.baseline))
+        assert results[task.label]["centred"] == centred[-1]
+        assert 0 < accuracy < 1 or task.label == "lambada"
+    assert core_metric(results) == pytest.approx(np.mean(centred))
+    assert max(len(p) for i in range(16) for p in tasks[0].prompts(i)) > BLOCK  # some are cropped
+
+
+def edited(item, **fields):
+    return json.dumps(hellaswag_items(1)[0] | fields)
+
+
+GOOD = json.dumps(hellaswag_items(1)[0])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (f"{GOOD}\n\n{{", r"val\.jsonl, line 3: expected a JSON object: "),
+        (f"{GOOD}\n[]", "line 2: expected a JSON object, found"),
+        (edited(0, ctx=3), "line 1: expected ctx to be a text, found 3"),
+        (edited(0, endings="abcd"), "line 1: expected endings to be a list, found 'abcd'"),
+        (edited(0, endings=["a", None]), "line 1: expected endings to be texts"),
+        (edited(0, label=4), r"line 1: expected label in 0\.\.3, found 4$"),
+        (edited(0, label=True), r"expected label in 0\.\.3, found True"),
+        (edited(0, label=""), "the test split has no labels"),
+        ("", "found an empty file"),
+        (None, "expected a file, found no file; https://.*hellaswag_val.jsonl is the published"),
+    ],
+)
+def test_malformed_hellaswag(text, message, tmp_path):
+    path = tmp_path / "hellaswag_val.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(EvaluationError, match=message):
+        read_hellaswag(path)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda b: b[:100], "expected magic 20240522 and version 1"),
+        (lambda b: b"\0\0\0\0" + b[4:], "expected magic 20240522"),
+        (lambda b: b[:-2], r"example 1 at offset \d+ of \d+ bytes is malformed"),
+        (lambda b: b[:-1], "expected uint16"),
+        (lambda b: b + b"\0\0", "expected 2 examples, found more bytes"),
+        (lambda b: b[:1030] + b"\x07\0" + b[1032:], "example 0 at offset 1024 .* label 7"),
+    ],
+)
+def test_malformed_bin(damage, message, tmp_path):
+    path = tmp_path / "hellaswag_val.bin"
+    write_bin(path, hellaswag_items(2))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(EvaluationError, match=message):
+        read_hellaswag(path)
+
+
+def test_malformed_mmlu(tmp_path):
+    with pytest.raises(EvaluationError, match=r"expected test/\*\.csv, found none; unpack https"):
+        read_mmlu(tmp_path)
+    (tmp_path / "test").mkdir()
+    for line in ("q,a,b,c,d,E", "q,a,b,c,A"):
+        (tmp_path / "test" / "x_test.csv").write_text(f'"q\nr",a,b,c,d,A\n{line}\n')
+        with pytest.raises(EvaluationError, match=r"x_test\.csv, line 3: expected a question"):
+            read_mmlu(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file, old, new, message",
+    [
+        ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: expected a list icl_tasks, found None"),
+        ("core.yaml", "- label: choices", "- label: [", "expected YAML"),
+        ("core.yaml", "schema", "scheme", "task winograd: expected icl_task_type to be one of"),
+        ("core.yaml", "[2]", "2", "task choices: expected num_fewshot to be a list"),
+        ("core.yaml", "[2]", "[16]", "16 examples and an item need more lines"),
+        ("core.yaml", "some/lambada", "../../lambada", "is outside of"),
+        ("core.yaml", "some/lambada", "lambada", "expected a file, found no file; it is part of"),
+        ("eval_meta_data.csv", "50.0", "much", "line 3: expected the columns Eval Task and"),
+        ("eval_meta_data.csv", "choices,", "choice,", "no Random baseline of choices"),
+        ("eval_data/some/choices.jsonl", '"gold"', '"gild"', "line 1: expected gold to be int"),
+        ("eval_data/some/winograd.jsonl", '"gold": ', '"gold": 2', "expected gold to be the index"),
+    ],
+)
+def test_malformed_core(file, old, new, message, tmp_path):
+    write_core(tmp_path, 16)
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    with pytest.raises(EvaluationError, match=message):
+        read_core(tmp_path)
+
+
+def test_malformed_texts(tmp_path, scorer):
+    path = tmp_path / "text.txt"
+    for content, message in [
+        (b"ab\xff", "expected UTF-8 text, found byte 0xff at offset 2"),
+        (b"", "found an empty file"),
+        (None, "expected a text file, found no file"),
+    ]:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(EvaluationError, match=message):
+            from_file(path, BYTES)
+    path.write_text("abc")
+    with pytest.raises(EvaluationError, match=f"at least 1 and at most .* {BLOCK}, got 81"):
+        score_text(scorer, from_file(path, BYTES), stride=BLOCK + 1)
+
+
+def test_a_subset_is_evenly_spaced():
+    assert evenly_spaced(range(10), 3) == [0, 3, 6]
+    assert evenly_spaced(range(3), 5) == evenly_spaced(range(3), None) == [0, 1, 2]
+
+
+def test_an_error_of_the_thread_that_reads_ahead_is_raised():
+    def blocks():
+        yield 1
+        raise csv.Error("malformed")
+
+    read = ahead(blocks())
+    assert next(read) == 1
+    with pytest.raises(csv.Error, match="malformed"):
+        next(read)
