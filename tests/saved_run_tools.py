@@ -26,9 +26,10 @@ def random_params(model=MODEL, seed=0):
     )
 
 
-def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", **changes):
+def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None):
     """Save checkpoints with the given parameters; `changes` replace entries of the config."""
-    config = to_json(Config(model=model, sequence_length=model.block_size)) | changes
+    config = to_json(Config(model=model, sequence_length=model.block_size))
+    config |= changes or {}
     meta = {"data": {"position": 0, "dataset": {"tokenizer": tokenizer}}, "config": config}
     checkpoints = Checkpoints(run / "checkpoints", keep_last=10)
     for step, params in params_by_step.items():

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     """Checkpoints of steps 5 and 10, of a run with kernels that no CPU has."""
     params = {5: random_params(seed=1), 10: random_params(seed=2)}
     changes = {"model.attention": "mosaic", "model.loss_chunk": 7, "model.precision": "bf16"}
-    return save_run(tmp_path_factory.mktemp("load") / "run", params, **changes)
+    return save_run(tmp_path_factory.mktemp("load") / "run", params, changes=changes)
 
 
 @pytest.fixture

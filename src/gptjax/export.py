@@ -21,7 +21,7 @@ def main(
     step: int | None = None,
     tokenizer: TokenizerChoice = "auto",
 ) -> int:
-    """Export a model to Hugging Face's transformers, llm.c or llama.cpp; return the exit code.
+    """Export a model to Hugging Face's transformers, llm.c or llama.cpp.
 
     Args:
         path: a run's folder, the folder of a checkpoint, a Hugging Face folder or an llm.c file.
