@@ -11,6 +11,7 @@ from pallas_kernels.attention import flash_attention, flash_attention_qkv
 from pallas_kernels.attention.projected import projected_attention
 from pallas_kernels.classifier import SigmoidCap, fused_classifier
 from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp
+from pallas_kernels.gated_mlp import swiglu
 from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.matmul import linear
 from pallas_kernels.norm import layer_norm, rms_norm
@@ -34,6 +35,7 @@ __all__ = [
     "rms_norm",
     "select",
     "softmax",
+    "swiglu",
     "transpose_add",
     "transpose_copy",
     "xtx",

@@ -52,6 +52,7 @@ CASES = {
     "linear_gelu": (pk.linear_gelu, (X, W, B), (ROWS, WHOLE, WHOLE), ["xla"]),
     "linear_relu_squared": (pk.linear_relu_squared, (X, W, B), (ROWS, WHOLE, WHOLE), ["xla"]),
     "mlp": (pk.mlp, (X, W, B, W2), (ROWS, WHOLE, WHOLE, WHOLE), ["xla"]),
+    "swiglu": (pk.swiglu, (X, W, 0.3 * W, W2), (ROWS, WHOLE, WHOLE, WHOLE), ["xla"]),
     "flash_attention": (pk.flash_attention, (Q, 2 * Q, 3 * Q), (ROWS, ROWS, ROWS), ["xla"]),
     "projected_attention": (
         functools.partial(pk.projected_attention, heads=2), (X, W, B), (ROWS, WHOLE, WHOLE), ["xla"]
@@ -151,6 +152,7 @@ EMPTY = {
     "linear_gelu": [(0, 64), (64, 128), (128,)],
     "linear_relu_squared": [(0, 64), (64, 128), (128,)],
     "mlp": [(0, 64), (64, 128), (128,), (128, 64)],
+    "swiglu": [(0, 64), (64, 128), (64, 128), (128, 64)],
     "flash_attention": [(0, 8, 2, 64)] * 3,
     "projected_attention": [(0, 8, 16), (16, 384), (384,)],
     "xxt": [(0, 64, 64)],

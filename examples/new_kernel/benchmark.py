@@ -1,4 +1,4 @@
-"""SwiGLU, forward and backward, at the width of an MLP of 8/3 · 768 channels.
+"""silu_mul, forward and backward, at the width of an MLP of 8/3 · 768 channels.
 
 python -m gptjax.bench kernels examples/new_kernel/benchmark.py
 """
@@ -7,7 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from glu import swiglu
+from glu import silu_mul
 
 from gptjax.bench.harness import Case
 
@@ -18,16 +18,16 @@ ARRAY_BYTES = 2 * SHAPE[0] * SHAPE[1]
 
 def cases() -> list[Case]:
     forward = Case(
-        kernel="swiglu",
+        kernel="silu_mul",
         name=f"forward {SHAPE[0]}×{SHAPE[1]} bf16",
         make=functools.partial(random_arrays, 2),
-        run={name: functools.partial(swiglu, implementation=name) for name in BACKENDS},
+        run={name: functools.partial(silu_mul, implementation=name) for name in BACKENDS},
         torch={"torch": torch_forward, "torch.compile": compiled(torch_forward)},
         bytes=3 * ARRAY_BYTES,  # gate, up; y
         bar="≥ 85 % of the copy rate",
     )
     backward = Case(
-        kernel="swiglu",
+        kernel="silu_mul",
         name=f"backward {SHAPE[0]}×{SHAPE[1]} bf16",
         make=functools.partial(random_arrays, 3),
         run={name: functools.partial(jax_backward, name) for name in BACKENDS},
@@ -44,7 +44,7 @@ def random_arrays(number, key):
 
 def jax_backward(implementation, gate, up, dy):
     # The forward pass is not measured: the compiler removes y, which nothing uses.
-    _, pull = jax.vjp(functools.partial(swiglu, implementation=implementation), gate, up)
+    _, pull = jax.vjp(functools.partial(silu_mul, implementation=implementation), gate, up)
     return pull(dy)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from glu import reference, swiglu
+from glu import reference, silu_mul
 from jax.sharding import PartitionSpec as P
 from kernel_tools import triton_kernels
 from rule_tools import check
@@ -49,7 +49,7 @@ def with_gradients(f, gate, up, dy):
 
 
 def compare(implementation, shape, dtype):
-    f = functools.partial(swiglu, implementation=implementation)
+    f = functools.partial(silu_mul, implementation=implementation)
     check(f, plain, reference, arrays(shape, dtype), argnums=(0, 1), names=("gate", "up"))
 
 
@@ -74,7 +74,7 @@ def test_the_reference_is_the_definition():
 def test_the_largest_numbers_do_not_overflow(dtype, implementation, triton_on_cpu):
     largest = float(jnp.finfo(dtype).max)
     gate, one = jnp.asarray([-largest, largest, 0], dtype), jnp.ones(3, dtype)
-    f = functools.partial(swiglu, implementation=implementation)
+    f = functools.partial(silu_mul, implementation=implementation)
     y, dgate, dup = with_gradients(f, gate, one, one)
     for found, expected in ((y, [0, largest, 0]), (dgate, [0, 1, 0.5]), (dup, [0, largest, 0])):
         np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
@@ -84,7 +84,7 @@ def test_the_largest_numbers_do_not_overflow(dtype, implementation, triton_on_cp
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_under_the_transformations(implementation, check_vma, triton_on_cpu):
     """vmap, also of one gate for a batch; checkpoint; shard_map over two devices."""
-    f = functools.partial(swiglu, implementation=implementation)
+    f = functools.partial(silu_mul, implementation=implementation)
     gate, up, dy = arrays((4, 6, 9), jnp.float32, 3)
     same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     expected = with_gradients(f, gate, up, dy)
@@ -101,37 +101,37 @@ def test_under_the_transformations(implementation, check_vma, triton_on_cpu):
 
 def test_back_ends():
     stated = typing.get_args(glu.Implementation)
-    assert all(f'"{name}"' in swiglu.__doc__ for name in stated)
+    assert all(f'"{name}"' in silu_mul.__doc__ for name in stated)
     with pytest.raises(ValueError, match=re.escape(f"choose one of {[*stated]}")):
-        select("swiglu", "fast")
-    assert select("swiglu") == "xla"
+        select("silu_mul", "fast")
+    assert select("silu_mul") == "xla"
 
 
 def test_triton_is_the_default_where_it_runs(triton_on_cpu):
-    assert select("swiglu") == "triton"
-    assert swiglu(jnp.zeros((0, 5)), jnp.zeros((0, 5)), implementation="triton").shape == (0, 5)
+    assert select("silu_mul") == "triton"
+    assert silu_mul(jnp.zeros((0, 5)), jnp.zeros((0, 5)), implementation="triton").shape == (0, 5)
 
 
 def test_errors():
     x = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match=r"unknown implementation 'fast'; choose one of \['auto'"):
-        swiglu(x, x, implementation="fast")
+        silu_mul(x, x, implementation="fast")
     with pytest.raises(ValueError, match="'triton' needs an NVIDIA GPU.*these can run here: .'xla"):
-        swiglu(x, x, implementation="triton")
+        silu_mul(x, x, implementation="triton")
     with pytest.raises(ValueError, match="expected float32, bfloat16 or float16, got int32"):
-        swiglu(x.astype(jnp.int32), x)
+        silu_mul(x.astype(jnp.int32), x)
     for other in (x[0], x.astype(jnp.bfloat16)):
         with pytest.raises(ValueError, match="expected gate and up of the same shape and dtype"):
-            swiglu(x, other)
-    with pytest.raises(TypeError, match="swiglu: .* pass implementation='reference'"):
-        jax.jvp(swiglu, (x, x), (x, x))
+            silu_mul(x, other)
+    with pytest.raises(TypeError, match="silu_mul: .* pass implementation='reference'"):
+        jax.jvp(silu_mul, (x, x), (x, x))
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiles_without_spills_and_with_16_byte_accesses(dtype, capability):
     x = jax.ShapeDtypeStruct((512, 2048), dtype)
-    run = functools.partial(with_gradients, functools.partial(swiglu, implementation="triton"))
+    run = functools.partial(with_gradients, functools.partial(silu_mul, implementation="triton"))
     forward, backward = triton_kernels(run, x, x, x, capability=capability)
     for kernel in (forward, backward):
         assert kernel.spill_bytes == 0

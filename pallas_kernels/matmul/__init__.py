@@ -10,6 +10,7 @@ Shapes: N rows, I inputs, O outputs.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Literal
 
@@ -98,9 +99,24 @@ def sum_rows(x_NO, *others):
     return x_NO.astype(jnp.float32).sum(0)
 
 
+def joined(w, dtype: jax.typing.DTypeLike):
+    """Return a matrix, or several side by side, in `dtype`."""
+    parts = [part.astype(dtype) for part in jax.tree.leaves(w)]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def split_like(dw_IO, w):
+    """Return the gradient of `joined(w)` as that of w, in its structure and dtypes."""
+    parts, structure = jax.tree.flatten(w)
+    ends = list(itertools.accumulate(part.shape[1] for part in parts))
+    pieces = jnp.split(dw_IO, ends[:-1], axis=1)
+    gradients = [piece.astype(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+    return jax.tree.unflatten(structure, gradients)
+
+
 def linear(
     x: Float[Array, "*B I"],
-    w: Float[Array, "I O"],
+    w: Float[Array, "I O"] | tuple[Float[Array, "I _"], ...],
     b: Float[Array, " O"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     *,
@@ -113,7 +129,8 @@ def linear(
     Args:
         x: fp32, bf16 or fp16.
         w, b: of x's dtype, or fp32, which is rounded to x's dtype (w) or added before the one
-            rounding (b). Their gradients have their dtype.
+            rounding (b). Their gradients have their dtype. A tuple of matrices is one matmul with
+            all of them side by side; only the separate matrices are stored for the backward pass.
         precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
         implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
             with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
@@ -126,20 +143,22 @@ def linear(
 
 def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax.PrecisionLike):
     """Compute `linear` for the public function `kernel`, which errors name."""
-    if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (
-        b is not None and b.shape != w.shape[1:]
+    ws = jax.tree.leaves(w)
+    outputs = sum(w.shape[-1] for w in ws if w.ndim)
+    if not (x.ndim >= 1 and all(w.ndim == 2 and x.shape[-1] == w.shape[0] for w in ws)) or (
+        b is not None and b.shape != (outputs,)
     ):
         raise ValueError(
-            f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, "
-            f"{None if b is None else b.shape}"
+            f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, "
+            f"{', '.join(str(w.shape) for w in ws)}, {None if b is None else b.shape}"
         )
     if x.dtype not in _dispatch.DTYPES or any(
-        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)
+        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (*ws, b)
     ):
         raise ValueError(
             f"{kernel}: expected x in float32, bfloat16 or float16, w and b in x's dtype or "
-            "float32, "
-            f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
+            f"float32, got {x.dtype}, {', '.join(str(w.dtype) for w in ws)}, "
+            f"{None if b is None else b.dtype}"
         )
     backend = _dispatch.select("linear", implementation, arrays=(x, w, b))
     x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -147,18 +166,18 @@ def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax
         y_NO = reference(x_NI, w, b).astype(x.dtype)
     else:
         y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)
-    return y_NO.reshape(*x.shape[:-1], w.shape[1])
+    return y_NO.reshape(*x.shape[:-1], outputs)
 
 
-def reference(x_NI, w_IO, b_O=None):
+def reference(x_NI, w, b_O=None):
     """Compute the definition of `linear` in fp32 with true fp32 matmuls. Return fp32."""
-    x_NI, w_IO = x_NI.astype(jnp.float32), w_IO.astype(jnp.float32)
+    x_NI, w_IO = x_NI.astype(jnp.float32), joined(w, jnp.float32)
     y_NO = jnp.matmul(x_NI, w_IO, precision=jax.lax.Precision.HIGHEST)
     return y_NO if b_O is None else y_NO + b_O.astype(jnp.float32)[None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
+def _linear(x_NI, w, b_O, precision: jax.lax.PrecisionLike):
     """Compute `linear` of rows, rounded once as in PyTorch and llm.c.
 
     A second rounding loses small biases: in bf16, 0.5 + 0.001 is 0.5. With two roundings the error
@@ -166,7 +185,7 @@ def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
     """
 
     def add_in(dtype, x_NI, w_IO, b_O):
-        y_NO = xla_matmul(x_NI, w_IO.astype(x_NI.dtype), precision=precision, dtype=dtype)
+        y_NO = xla_matmul(x_NI, w_IO, precision=precision, dtype=dtype)
         if b_O is not None:
             y_NO = y_NO + b_O.astype(dtype)[None]
         return y_NO.astype(x_NI.dtype)
@@ -176,26 +195,26 @@ def _linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
     # operations round twice.
     return jax.lax.platform_dependent(
         x_NI,
-        w_IO,
+        joined(w, x_NI.dtype),
         b_O,
         cuda=functools.partial(add_in, x_NI.dtype),
         default=functools.partial(add_in, jnp.float32),
     )
 
 
-def _linear_forward(x_NI, w_IO, b_O, precision):
-    return _linear(x_NI, w_IO, b_O, precision), (x_NI, w_IO, b_O)
+def _linear_forward(x_NI, w, b_O, precision):
+    return _linear(x_NI, w, b_O, precision), (x_NI, w, b_O)
 
 
 def _linear_backward(precision, saved, dy_NO):
     # JAX's rule would multiply an fp32 gradient by bf16 operands, at the rate of fp32, and sum the
     # bias's gradient in bf16.
-    x_NI, w_IO, b_O = saved
-    dx_NI = jnp.matmul(dy_NO, w_IO.astype(dy_NO.dtype).T, precision=precision)
+    x_NI, w, b_O = saved
+    dx_NI = jnp.matmul(dy_NO, joined(w, dy_NO.dtype).T, precision=precision)
     if b_O is None:
-        return dx_NI, weight_gradient(x_NI, dy_NO, precision=precision).astype(w_IO.dtype), None
+        return dx_NI, split_like(weight_gradient(x_NI, dy_NO, precision=precision), w), None
     dw_IO, db_O = weight_and_bias_gradient(x_NI, dy_NO, precision=precision)
-    return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype)
+    return dx_NI, split_like(dw_IO, w), db_O.astype(b_O.dtype)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)

@@ -1,4 +1,4 @@
-"""SwiGLU, the gated activation of an MLP: y = silu(gate) · up (Shazeer, 2020), elementwise.
+"""silu_mul, the activation of SwiGLU: y = silu(gate) · up (Shazeer, 2020), elementwise.
 
     s = 1 / (1 + exp(−gate))
     y = gate · s · up
@@ -37,10 +37,10 @@ from pallas_kernels.extend import (
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
-register("swiglu", back_ends=[TRITON, XLA, REFERENCE])
+register("silu_mul", back_ends=[TRITON, XLA, REFERENCE])
 
 
-def swiglu(
+def silu_mul(
     gate: Float[Array, "*S"],
     up: Float[Array, "*S"],
     *,
@@ -57,16 +57,16 @@ def swiglu(
         ValueError: wrong shapes or dtypes, or the named back end cannot run here.
     """
     if gate.dtype not in DTYPES:
-        raise ValueError(f"swiglu: expected float32, bfloat16 or float16, got {gate.dtype}")
+        raise ValueError(f"silu_mul: expected float32, bfloat16 or float16, got {gate.dtype}")
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"swiglu: expected gate and up of the same shape and dtype, got {gate.shape} "
+            f"silu_mul: expected gate and up of the same shape and dtype, got {gate.shape} "
             f"{gate.dtype} and {up.shape} {up.dtype}"
         )
-    backend = select("swiglu", implementation, arrays=(gate, up))
+    backend = select("silu_mul", implementation, arrays=(gate, up))
     if backend == "reference":
         return reference(gate, up).astype(gate.dtype)
-    return differentiable("swiglu", _swiglu, backend, gate, up)
+    return differentiable("silu_mul", _silu_mul, backend, gate, up)
 
 
 def reference(gate, up):
@@ -75,14 +75,14 @@ def reference(gate, up):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(backend, gate, up):
+def _silu_mul(backend, gate, up):
     if backend == "triton":
         return _in_triton("forward", gate, up)[0]
     return reference(gate, up).astype(gate.dtype)
 
 
 def _forward(backend, gate, up):
-    return _swiglu(backend, gate, up), (gate, up)
+    return _silu_mul(backend, gate, up), (gate, up)
 
 
 def _backward(backend, saved, dy):
@@ -94,13 +94,13 @@ def _backward(backend, saved, dy):
     return dgate.astype(dy.dtype), dup.astype(dy.dtype)
 
 
-_swiglu.defvjp(_forward, _backward)
+_silu_mul.defvjp(_forward, _backward)
 
 
 def _in_triton(name, *arrays):
     """Run `forward` or `backward` of triton.py on flat arrays."""
     from . import triton  # needs Triton, which a machine without a GPU may lack
 
-    launch = batched("swiglu", getattr(triton, name))
+    launch = batched("silu_mul", getattr(triton, name))
     results = launch(*(x.reshape(-1) for x in arrays))
     return tuple(x.reshape(arrays[0].shape) for x in results)

@@ -1,4 +1,4 @@
-"""Triton kernels of `swiglu`. N elements; a program loads and stores BLOCK of them."""
+"""Triton kernels of `silu_mul`. N elements; a program loads and stores BLOCK of them."""
 
 import jax
 import triton

@@ -1,0 +1,409 @@
+"""Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024).
+
+`python -m gptjax.bench profile` names the parts of a step by the `jax.named_scope`s.
+
+Shapes: B batch, T time, C channels (n_embd), H query heads, K key and value heads, D = C/H,
+E = D/2, F channels of the MLP (n_inner), P padded vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from gptjax.models.base import Model, ModelConfig, check_size
+from gptjax.models.layers import KVCache, Linear, lookup, normal
+from gptjax.optim import Group, Matrices
+from gptjax.parallel import apply_block
+from pallas_kernels import flash_attention, linear, rms_norm, select, swiglu
+
+INIT_STD = 0.02
+# Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor,
+# keeps those of more than HIGH turns, and interpolates between both.
+LOW_TURNS, HIGH_TURNS = 1.0, 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Config(ModelConfig):
+    """Shape, precision and kernel choices of a Llama 3.
+
+    Raises:
+        ValueError: as of `ModelConfig`; a number of heads that is not a multiple of the number of
+            key and value heads; an odd head dimension; a rope or norm option out of range.
+    """
+
+    operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
+
+    n_kv_head: int | None = None
+    """Key and value heads; must divide n_head. None: n_head, stored here as a number."""
+    n_inner: int | None = None
+    """Channels of the MLP. None: 8/3 · n_embd, rounded up to a multiple of 128, stored here as a
+    number."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output layer."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = 500_000.0
+    """Base of the rotary embedding's wavelengths."""
+    rope_scaling: float = 1.0
+    """Llama 3.1's factor for a context longer than rope_original_length; 1 for none. Llama 3.1 has
+    8, Llama 3.2 has 32."""
+    rope_original_length: int = 8192
+    """Sequence length before the context was extended by rope_scaling."""
+    attention: str = "auto"
+    """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
+    xla, reference."""
+    norm: str = "auto"
+    """Back end of RMSNorm and of the residual addition before it: auto, triton, xla or
+    reference."""
+    mlp: str = "auto"
+    """Back end of the MLP's activation: auto, triton, xla or reference."""
+
+    def build(self, rngs: nnx.Rngs) -> "Llama3":
+        return Llama3(self, rngs=rngs)
+
+    def parameter_groups(self) -> tuple[Group, ...]:
+        return (
+            Group(r"blocks\.\d+\.(attn\.(q|k|v|o)|mlp\.(gate|up|down))\.kernel", Matrices()),
+            Group(r"wte|lm_head", kind="embedding"),
+            Group(r".*\.scale", weight_decay=0.0, kind="vector"),
+        )
+
+    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+        return {
+            "attention": select(
+                "flash_attention",
+                self.attention,
+                dtype=self.precision.compute_dtype,
+                length=sequence_length,
+                head_dim=self.head_dim,
+                precision=self.precision.matmul,
+            ),
+            "norm": select("rms_norm", self.norm, channels=self.n_embd),
+            "mlp": select("swiglu", self.mlp),
+            **super().kernels(sequence_length, batch),
+        }
+
+    def nondeterministic(self) -> str | None:
+        if self.attention == "xla":
+            return None
+        return (
+            f"needs --model.attention xla, got {self.attention}: the backward pass of cuDNN's "
+            "attention adds in any order"
+        )
+
+    def lookup_params(self) -> int:
+        return 0 if self.tie_embeddings else self.vocab_size * self.n_embd
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def inner(self) -> int:
+        """Channels of the MLP."""
+        return self.n_inner or _inner(self.n_embd)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.n_kv_head is None:
+            object.__setattr__(self, "n_kv_head", self.n_head)
+        if self.n_inner is None:
+            object.__setattr__(self, "n_inner", _inner(self.n_embd))
+        for size in ("n_kv_head", "n_inner", "rope_original_length"):
+            check_size("Llama3Config", size, getattr(self, size))
+        if self.n_head % self.kv_heads:
+            raise ValueError(
+                f"Llama3Config: n_head={self.n_head} is not a multiple of "
+                f"n_kv_head={self.n_kv_head}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"Llama3Config: n_embd/n_head = {self.head_dim} is odd: the rotary embedding "
+                "rotates pairs of channels"
+            )
+        if type(self.tie_embeddings) is not bool:
+            raise ValueError(
+                f"Llama3Config: tie_embeddings must be True or False, got {self.tie_embeddings!r}"
+            )
+        for name, least in (("norm_eps", 0.0), ("rope_theta", 1.0), ("rope_scaling", 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not least <= value < math.inf:
+                raise ValueError(
+                    f"Llama3Config: {name} must be a number of at least {least:g}, got {value!r}"
+                )
+
+
+def _inner(n_embd: int) -> int:
+    return -(-8 * n_embd // 384) * 128
+
+
+PRESETS: dict[str, Llama3Config] = {
+    # GPT-2 124M's depth, width, number of heads and, within 0.3 %, number of parameters.
+    "llama3-124m": Llama3Config(n_kv_head=4, n_inner=2432, tie_embeddings=True),
+    # Llama 3.2 1B with GPT-2's vocabulary.
+    "llama3-1b": Llama3Config(
+        n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_inner=8192, tie_embeddings=True
+    ),
+}
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of each position's angles, fp32."""
+
+    cos_TE: Float[Array, "T E"]
+    sin_TE: Float[Array, "T E"]
+
+    def __call__(self, x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        """Rotate channel i with channel i + D/2 of each head, in fp32; return x's dtype."""
+        a, b = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
+        cos, sin = self.cos_TE[None, :, None], self.sin_TE[None, :, None]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTHD.dtype)
+
+
+def frequencies(config: Llama3Config) -> np.ndarray:
+    """Return the angle per position of each pair of channels, (E,) in fp64.
+
+    theta^(−2i/D), and with rope_scaling Llama 3.1's interpolation between this and the same divided
+    by the factor.
+    """
+    f = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    turns = config.rope_original_length * f / (2 * np.pi)
+    kept = np.clip((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS), 0, 1)
+    return kept * f + (1 - kept) * f / config.rope_scaling
+
+
+def rotation(config: Llama3Config, start: int | Integer[Array, ""], length: int) -> Rotation:
+    """Return the rotation of the positions start, …, start + length − 1 (Su et al., 2021)."""
+    position_T = (start + jnp.arange(length)).astype(jnp.float32)
+    angle_TE = position_T[:, None] * jnp.asarray(frequencies(config), jnp.float32)[None]
+    return Rotation(jnp.cos(angle_TE), jnp.sin(angle_TE))
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm over the last axis: y = x / √(mean(x²) + eps) · scale, in the compute dtype."""
+
+    def __init__(self, config: Llama3Config):
+        self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
+        self.eps, self.out_dtype = config.norm_eps, config.precision.compute_dtype
+        self.implementation = config.norm
+
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        return self.norm(x_BTC)
+
+    def add_norm(
+        self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """Return the normalised sum of x and the pending residual, and the sum, from one pass."""
+        if pending_BTC is None:
+            return self(x_BTC), x_BTC
+        return self.norm(x_BTC, residual=pending_BTC.astype(x_BTC.dtype))
+
+    @jax.named_scope("norm")
+    def norm(self, x, **residual):
+        how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
+        return rms_norm(x, self.scale[...], **how, **residual)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query self-attention with rotary embeddings (Ainslie et al., 2023)."""
+
+    def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+        self.implementation = "reference" if config.attention == "reference" else "auto"
+        layer = functools.partial(
+            Linear,
+            precision=config.precision,
+            bias=False,
+            implementation=self.implementation,
+            rngs=rngs,
+        )
+        c, d = config.n_embd, config.head_dim
+        self.q = layer(c, config.n_head * d, std=INIT_STD)
+        self.k = layer(c, config.kv_heads * d, std=INIT_STD)
+        self.v = layer(c, config.kv_heads * d, std=INIT_STD)
+        self.o = layer(config.n_head * d, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
+        self.config = config
+
+    @jax.named_scope("attention")
+    def __call__(
+        self, x_BTC: Float[Array, "B T C"], rotate: Rotation, cache: KVCache | None = None
+    ) -> Float[Array, "B T C"]:
+        c, precision = self.config, self.config.precision.matmul
+        qkv_BTO = linear(
+            x_BTC,
+            (self.q.kernel[...], self.k.kernel[...], self.v.kernel[...]),
+            implementation=self.implementation,
+            precision=precision,
+        )
+        heads = qkv_BTO.reshape(*x_BTC.shape[:2], -1, c.head_dim)
+        q_BTHD, k_BTKD, v_BTKD = jnp.split(heads, [c.n_head, c.n_head + c.kv_heads], axis=2)
+        q_BTHD, k_BTKD = rotate(q_BTHD), rotate(k_BTKD)
+        if cache is None:
+            y_BTHD = flash_attention(
+                q_BTHD, k_BTKD, v_BTKD, implementation=c.attention, precision=precision
+            )
+        else:
+            y_BTHD = cache.attend(q_BTHD, k_BTKD, v_BTKD, precision=precision)
+        return self.o(y_BTHD.reshape(x_BTC.shape))
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer, 2020): (silu(x gate) · (x up)) down."""
+
+    def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+        layer = functools.partial(Linear, precision=config.precision, bias=False, rngs=rngs)
+        c, f = config.n_embd, config.inner
+        self.gate, self.up = layer(c, f, std=INIT_STD), layer(c, f, std=INIT_STD)
+        self.down = layer(f, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
+        self.implementation, self.precision = config.mlp, config.precision
+
+    @jax.named_scope("mlp")
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        return swiglu(
+            x_BTC,
+            self.gate.kernel[...],
+            self.up.kernel[...],
+            self.down.kernel[...],
+            implementation=self.implementation,
+            precision=self.precision.matmul,
+        )
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block.
+
+    `__call__` is the plain form. The model runs the two sublayers, which fuse each residual
+    addition into the RMSNorm that reads the sum: they carry the residual stream as a pair
+    (x, pending), where `pending` is still to be added to x.
+    """
+
+    def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+        self.norm_1, self.attn = RMSNorm(config), Attention(config, rngs=rngs)
+        self.norm_2, self.mlp = RMSNorm(config), MLP(config, rngs=rngs)
+
+    def __call__(
+        self, x_BTC: Float[Array, "B T C"], rotate: Rotation, cache: KVCache | None = None
+    ) -> Float[Array, "B T C"]:
+        """Return the residual stream after the block: the reference of the fused sublayers."""
+        x_BTC = added(x_BTC, self.attn(self.norm_1(x_BTC), rotate, cache))
+        return added(x_BTC, self.mlp(self.norm_2(x_BTC)))
+
+    def attention_sublayer(
+        self,
+        x_BTC: Float[Array, "B T C"],
+        pending_BTC: Float[Array, "B T C"] | None,
+        rotate: Rotation,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """Return x + pending, and attention(norm_1(x + pending)) as the next pending residual."""
+        y_BTC, x_BTC = self.norm_1.add_norm(x_BTC, pending_BTC)
+        return x_BTC, self.attn(y_BTC, rotate, cache)
+
+    def mlp_sublayer(
+        self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """Return x + pending, and mlp(norm_2(x + pending)) as the next pending residual."""
+        y_BTC, x_BTC = self.norm_2.add_norm(x_BTC, pending_BTC)
+        return x_BTC, self.mlp(y_BTC)
+
+    def sublayers(
+        self,
+        x_BTC: Float[Array, "B T C"],
+        pending_BTC: Float[Array, "B T C"] | None,
+        rotate: Rotation,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
+        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending_BTC, rotate, cache))
+
+    def fused(self, x_BTC: Float[Array, "B T C"], rotate: Rotation) -> Float[Array, "B T C"]:
+        """Return the residual stream after both sublayers, without a pending residual."""
+        return added(*self.sublayers(x_BTC, None, rotate))
+
+    def fused_attention(
+        self, x_BTC: Float[Array, "B T C"], rotate: Rotation
+    ) -> Float[Array, "B T C"]:
+        """Return the residual stream after the attention, without a pending residual."""
+        return added(*self.attention_sublayer(x_BTC, None, rotate))
+
+    def fused_mlp(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """Return the residual stream after the MLP, without a pending residual."""
+        return added(*self.mlp_sublayer(x_BTC, None))
+
+
+def added(
+    x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"]
+) -> Float[Array, "B T C"]:
+    """Return x + pending in x's dtype."""
+    return x_BTC + pending_BTC.astype(x_BTC.dtype)
+
+
+class Llama3(Model):
+    """Llama 3: pre-norm blocks of grouped-query attention and SwiGLU, without biases.
+
+    logits = norm(x) · lm_headᵀ, or norm(x) · wteᵀ with `tie_embeddings`. Parameters are wte,
+    blocks.i.{norm_1, attn.{q, k, v, o}, norm_2, mlp.{gate, up, down}}, norm and lm_head. Matrices
+    start from N(0, 0.02), the two projections into the residual stream (o, down) from
+    N(0, 0.02/√(2·n_layer)), RMSNorm from 1. The parameters of a seed do not depend on the padding:
+    padded rows of wte and lm_head start at 0.
+    """
+
+    Config = Llama3Config
+
+    def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.wte = nnx.Param(_embedding(config, rngs))
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.norm = RMSNorm(config)
+        self.lm_head = None if config.tie_embeddings else nnx.Param(_embedding(config, rngs))
+
+    @jax.named_scope("embedding")
+    def embed(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T C"]:
+        """Return wte[token] in the residual stream's dtype. An id outside the vocabulary results in
+        NaN."""
+        wte_BTC = lookup(self.wte[...], tokens_BT, vocab_size=self.config.vocab_size)
+        return wte_BTC.astype(self.config.precision.residual_dtype)
+
+    def hidden(
+        self, tokens_BT: Integer[Array, "B T"], cache: list[KVCache] | None = None
+    ) -> Float[Array, "B T C"]:
+        self.check_tokens(tokens_BT)
+        rotate = rotation(self.config, cache[0].length if cache else 0, tokens_BT.shape[1])
+        x_BTC, pending_BTC = self.embed(tokens_BT), None
+        for i, block in enumerate(self.blocks):
+            # Recomputed parts start from the sum: the pair would be two arrays to store.
+            match "cache" if cache else self.config.recompute:
+                case "block":
+                    x_BTC = apply_block(Block.fused, block, x_BTC, rotate, recompute=True)
+                case "sublayer":
+                    x_BTC = apply_block(Block.fused_attention, block, x_BTC, rotate, recompute=True)
+                    x_BTC = apply_block(Block.fused_mlp, block, x_BTC, recompute=True)
+                case "cache":
+                    x_BTC, pending_BTC = block.sublayers(x_BTC, pending_BTC, rotate, cache[i])
+                case _:
+                    x_BTC, pending_BTC = apply_block(
+                        Block.sublayers, block, x_BTC, pending_BTC, rotate
+                    )
+        return self.norm.add_norm(x_BTC, pending_BTC)[0]
+
+    def head(self) -> Float[Array, "P C"]:
+        return self.wte[...] if self.lm_head is None else self.lm_head[...]
+
+    def init_cache(self, batch: int, length: int) -> list[KVCache]:
+        """Return an empty cache for each block; it holds the key and value heads only."""
+        c = self.config
+        shape = (batch, length, c.kv_heads, c.head_dim)
+        return [KVCache.empty(shape, c.precision.compute_dtype) for _ in range(c.n_layer)]
+
+
+def _embedding(config: Llama3Config, rngs: nnx.Rngs) -> Float[Array, "P C"]:
+    dtype, c = config.precision.param_dtype, config.n_embd
+    table_VC = normal(rngs.params(), (config.vocab_size, c), std=INIT_STD, dtype=dtype)
+    return jnp.pad(table_VC, ((0, config.padded_vocab_size - config.vocab_size), (0, 0)))

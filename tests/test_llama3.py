@@ -1,0 +1,255 @@
+"""gptjax.Llama3 against LlamaForCausalLM of transformers, from the same random weights."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from llama_tools import (
+    ODD,
+    batch_of,
+    build,
+    exact,
+    exact_gradients,
+    exact_logits,
+    in_pytorch,
+    ours,
+    random_of,
+    theirs,
+)
+from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
+from reference.torch_train import train
+
+from gptjax import Precision, generate, loss_fn, parallel
+from gptjax.models.base import graph, init_params
+from gptjax.models.llama3 import PRESETS, Block, Llama3Config, rotation
+from gptjax.optim import NorMuonConfig, adamw
+from gptjax.parallel import Parallel, over_batch
+from gptjax.training.step import init_state, loss_and_grads, make_train_step
+
+STEPS = 10
+TIED = dataclasses.replace(ODD, tie_embeddings=True, rope_scaling=1.0, n_kv_head=3)
+
+
+@pytest.mark.parametrize("config", [ODD, TIED], ids=["grouped, scaled", "tied"])
+def test_logits_loss_and_every_gradient(config):
+    params, (tokens, targets) = random_of(config), batch_of(config)
+    logits, loss, grads = ours(config, params, tokens, targets)
+    tokens, targets = (torch.from_numpy(x).long() for x in (tokens, targets))
+
+    model = theirs(config, params)
+    their_logits = model(tokens).logits
+    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten())
+    their_loss.backward()
+    true = exact(config, params)
+    true_loss = true(tokens, targets)
+    true_loss.backward()
+    true_grads = exact_gradients(config, true)
+    true_logits = exact_logits(true, tokens).detach().numpy()
+
+    assert true_logits.std() > 0.5, "logits this flat would agree with any model's"
+    assert abs(their_loss.item() - true_loss.item()) < 1e-5
+    assert abs(loss - true_loss.item()) < 1e-5
+    their_grads = {name: p.grad for name, p in model.named_parameters()}
+    in_theirs = in_pytorch(config, true_grads)
+    assert grads.keys() == true_grads.keys() and their_grads.keys() == in_theirs.keys()
+    found = {name: array.numpy() for name, array in in_pytorch(config, grads).items()}
+    for norm in (rms, max_abs):
+        assert_within_twice(
+            logits, their_logits.detach().numpy(), true_logits, norm=norm, name="logits"
+        )
+        for name, same in their_grads.items():
+            assert_within_twice(
+                found[name], same.numpy(), in_theirs[name].numpy(), norm=norm, name=name
+            )
+
+
+class WithLoss(torch.nn.Module):
+    """transformers' model as `train` calls it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def loss(self, tokens, targets):
+        logits = self.model(tokens).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_ten_steps_of_adamw(optax_promotion):
+    params, rate = random_of(ODD), lambda step: 1e-2 * jnp.minimum(1.0, (step + 1) / 4)
+    shape = (3, 1, 4, ODD.block_size + 1)
+    batches = np.random.default_rng(0).integers(0, ODD.vocab_size, shape).astype(np.int32)
+    tx = adamw(rate, weight_decay=1.0, clip_norm=0.5)
+    step = jax.jit(make_train_step(graph(ODD), tx, rate))
+    arrays = jax.tree.map(jnp.asarray, params)
+    state = dataclasses.replace(init_state(ODD, tx, 0), params=arrays, opt_state=tx.init(arrays))
+    losses = []
+    for i in range(STEPS):
+        state, metrics = step(state, jnp.asarray(batches[i % 3]))
+        losses.append(float(metrics["loss"]))
+
+    model = WithLoss(theirs(ODD, params))
+    pairs = [torch.from_numpy(b[0]).long() for b in batches]
+    pairs = [(b[:, :-1], b[:, 1:]) for b in pairs]
+    rates = [float(rate(i)) for i in range(STEPS)]
+    expected = train(model, pairs, rates, weight_decay=1.0, clip_norm=0.5)
+    assert expected[-1] < 0.8 * expected[0], "these steps learn nothing, so they prove nothing"
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+    assert not np.asarray(state.params["lm_head"])[ODD.vocab_size :].any(), "a padded row moved"
+    after = dict(model.model.named_parameters())
+    for name, tensor in in_pytorch(ODD, flatten(state.params)).items():
+        np.testing.assert_allclose(tensor, after[name].detach(), rtol=0, atol=1e-4, err_msg=name)
+
+
+def gradient(config, params, windows):
+    return jax.jit(lambda params: loss_and_grads(graph(config), params, windows))(params)
+
+
+def test_recomputed_plain_and_bf16_forms():
+    """recompute changes nothing; `Block.__call__` is the plain form; bf16 stays near fp32."""
+    one = dataclasses.replace(ODD, n_layer=1)
+    params, tokens = jax.tree.map(jnp.asarray, random_of(one)), jnp.asarray(batch_of(one)[0])
+
+    @jax.jit
+    def forms(params):
+        def grad(**changes):
+            model = lambda p: build(dataclasses.replace(one, **changes), p)
+            return jax.value_and_grad(lambda p: loss_fn(model(p), tokens, tokens))(params)
+
+        model = build(one, params)
+        x = model.embed(tokens)
+        for block in model.blocks:
+            x = Block.__call__(block, x, rotation(one, 0, x.shape[1]))
+        plain = model.norm(x)
+        gradients = [grad(recompute=name) for name in ("none", "block", "sublayer")]
+        return plain, model.hidden(tokens), gradients, grad(precision=Precision("bf16"))
+
+    plain, fused, (expected, *recomputed), (near, grads_16) = forms(params)
+    np.testing.assert_allclose(plain, fused, atol=1e-5)
+    for found in recomputed:
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    assert 1e-5 < abs(near - expected[0]) < 0.02
+    assert all(grad.dtype == jnp.float32 for grad in jax.tree.leaves(grads_16))
+    config = dataclasses.replace(one, precision=Precision("bf16"))
+    hidden = jax.eval_shape(lambda p: build(config, p).hidden(tokens), params)
+    assert hidden.dtype == jnp.bfloat16
+
+
+def test_generation_with_a_cache_of_the_key_heads():
+    one = dataclasses.replace(ODD, n_layer=1)
+    params, tokens = random_of(one), jnp.asarray(batch_of(one)[0])
+    model = build(one, params)
+    shapes = {(c.k_BSHD.shape, c.v_BSHD.shape) for c in model.init_cache(2, 33)}
+    assert shapes == {((2, 33, 1, 16),) * 2}
+
+    @jax.jit
+    def both(tokens):
+        cache, parts = model.init_cache(2, 33), []
+        for start, end in ((0, 7), (7, 8), (8, 33)):
+            parts.append(model.logits(model.hidden(tokens[:, start:end], cache)))
+        return jnp.concatenate(parts, axis=1), model(tokens)
+
+    cached, full = both(tokens)
+    np.testing.assert_allclose(cached, full, rtol=0, atol=3e-5)
+
+    out = generate(model, tokens[:, :5], max_new_tokens=6, temperature=0.0, key=jax.random.key(0))
+    expected = jax.jit(lambda tokens: model(tokens))(out[:, :-1])[:, 4:].argmax(-1)
+    np.testing.assert_array_equal(out[:, 5:], expected)
+
+
+def test_fsdp_on_two_devices_computes_the_gradient_of_one(monkeypatch):
+    monkeypatch.setattr(parallel, "SMALLEST_SHARDED", 200)
+    params = jax.tree.map(jnp.asarray, random_of(ODD))
+    windows = batch_of(ODD, size=4)[:1]
+    expected = gradient(ODD, params, jnp.asarray(windows))
+    across = Parallel.of(jax.devices("cpu")[:2], "fsdp")
+    arguments = (
+        jax.device_put(params, across.shardings(params)),
+        jax.device_put(windows, over_batch(across.mesh, axis=1)),
+    )
+    f = jax.jit(lambda params, windows: loss_and_grads(graph(ODD), params, windows, across))
+    # Each kernel of a block in both passes: none is stored, alone or as a part of a larger one.
+    assert str(f.trace(*arguments).jaxpr).count("all_gather[") == 2 * 7 * ODD.n_layer + 2
+    found = jax.device_get(f(*arguments))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_normuon_orthogonalizes_seven_matrices_of_each_block(optax_promotion):
+    options = NorMuonConfig(learning_rate=1e-3, matrix_learning_rate=1e-3, warmup_steps=1)
+    params = init_params(ODD, 0)
+    lines = "\n".join(options.describe(params, ODD.parameter_groups()))
+    for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"):
+        assert re.search(rf"blocks\.\*\.{re.escape(name)}\.kernel \(of 2\).*normuon", lines), lines
+    mesh = Parallel.of(jax.devices("cpu")[:1]).mesh
+    tx = options.build(total_steps=2, groups=ODD.parameter_groups(), mesh=mesh)
+    state = jax.eval_shape(tx.init, params)
+    updates, _ = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+def test_initial_parameters():
+    params = init_params(dataclasses.replace(ODD, n_embd=96, n_inner=None), 0)
+    assert params["blocks"][0]["mlp"]["gate"]["kernel"].shape == (96, 256)
+    unpadded = init_params(
+        dataclasses.replace(ODD, n_embd=96, n_inner=None, padded_vocab_size=61), 0
+    )
+    for name in ("wte", "lm_head"):
+        assert not params[name][61:].any()
+        np.testing.assert_array_equal(params[name][:61], unpadded[name])
+        assert np.std(params[name][:61]) == pytest.approx(0.02, rel=0.1)
+    block = params["blocks"][1]
+    assert np.std(block["attn"]["q"]["kernel"]) == pytest.approx(0.02, rel=0.1)
+    for kernel in (block["attn"]["o"]["kernel"], block["mlp"]["down"]["kernel"]):
+        assert np.std(kernel) == pytest.approx(0.01, rel=0.1)
+    assert (block["norm_1"]["scale"] == 1).all()
+
+
+def test_parameters_and_flops():
+    attention, mlp = 768 * 64 * (2 * 12 + 2 * 4), 3 * 768 * 2432
+    weights = 12 * (attention + mlp + 2 * 768) + 768
+    config = PRESETS["llama3-124m"]
+    assert config.num_params == weights + 50257 * 768 == 124_730_880
+    assert config.flops_per_token(1024) == 6 * config.num_params + 6 * 12 * 768 * 1024
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    assert untied.num_params == weights + 2 * 50257 * 768
+    assert untied.flops_per_token(1024) == config.flops_per_token(1024)
+    # Llama 3.2 1B has 1,235,814,400 parameters, with a vocabulary of 128,256.
+    llama = dataclasses.replace(PRESETS["llama3-1b"], vocab_size=128_256, padded_vocab_size=None)
+    assert llama.num_params == 1_235_814_400
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"n_kv_head": 2}, "n_head=3 is not a multiple of n_kv_head=2"),
+        ({"n_kv_head": 0}, "n_kv_head must be an int of at least 1, got 0"),
+        ({"n_inner": -7}, "n_inner must be an int of at least 1, got -7"),
+        ({"n_embd": 45}, "n_embd/n_head = 15 is odd"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number of at least 1, got nan"),
+        ({"rope_scaling": 0.5}, "rope_scaling must be a number of at least 1, got 0.5"),
+        ({"norm_eps": -1.0}, "norm_eps must be a number of at least 0, got -1.0"),
+    ],
+)
+def test_config_errors(fields, message):
+    sizes = {f.name: getattr(ODD, f.name) for f in dataclasses.fields(ODD)}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Llama3Config(**sizes | fields)
+
+
+def test_no_token_sees_a_later_one():
+    params, tokens = random_of(ODD), jnp.asarray(batch_of(ODD, time=9)[0])
+
+    @jax.jit
+    def gradient_of_a_position(wte):
+        of_wte = lambda wte: build(ODD, params | {"wte": wte}).hidden(tokens)[:, 4].sum()
+        return jax.grad(of_wte)(wte)
+
+    grad = np.asarray(gradient_of_a_position(jnp.asarray(params["wte"])))
+    later = set(np.unique(tokens[:, 5:])) - set(np.unique(tokens[:, :5]))
+    assert later and not grad[sorted(later)].any() and grad[np.unique(tokens[:, :5])].any()
