@@ -62,6 +62,7 @@ _MODULES = (
         "data",
         "devices",
         "distributed",
+        "evaluation",
         "generation",
         "models",
         "optim",

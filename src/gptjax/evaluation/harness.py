@@ -141,7 +141,7 @@ class LM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _continue(self, group: list) -> dict[int, str]:
-        """Return the text of each prompt of a group; all have one length and the same options."""
+        """Return the text of each prompt; all have one length and one `_Options.key`."""
         options = group[0][2]
         prompts_BT = np.array([ids for _, ids, _ in group], np.int32)
         tokens_BT = generate(
@@ -153,8 +153,8 @@ class LM(TemplateLM):
         )
         new_BT = np.asarray(tokens_BT)[:, prompts_BT.shape[1] :]
         return {
-            index: self._text(new_T, options.until)
-            for (index, _, _), new_T in zip(group, new_BT, strict=True)
+            index: self._text(new_T, own.until)
+            for (index, _, own), new_T in zip(group, new_BT, strict=True)
         }
 
     def _text(self, new_T: np.ndarray, until: Sequence[str]) -> str:
@@ -193,7 +193,7 @@ class _Options:
                 f"unknown options of generation {sorted(given)}; known are until, max_gen_toks, "
                 "do_sample, temperature, top_k, top_p"
             )
-        self.key = (self.length, *sorted(self.sampling.items()), *self.until)
+        self.key = (self.length, *sorted(self.sampling.items()))
 
 
 def evaluate_tasks(
@@ -217,8 +217,12 @@ def evaluate_tasks(
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=None if path is None else str(path))
-    if unknown := sorted(set(tasks) - set(manager.all_tasks)):
+    folder = None if path is None else str(path)
+    # To read the harness's own 13,000 files takes 10 seconds.
+    manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
+    if manager is None or not {*tasks} <= {*manager.all_tasks}:
+        manager = TaskManager(include_path=folder)
+    if unknown := sorted({*tasks} - {*manager.all_tasks}):
         raise EvaluationError(
             f"unknown tasks of lm-evaluation-harness: {', '.join(unknown)}; `lm_eval ls tasks` "
             "lists them, and --harness-path adds a folder"

@@ -1,0 +1,324 @@
+"""Score a model: `python -m gptjax.evaluate PATH --task hellaswag`."""
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gptjax import data, devices
+from gptjax.config import ConfigError
+from gptjax.data.shards import write_atomically
+from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.evaluation import (
+    EvaluationError,
+    Scorer,
+    core_metric,
+    evenly_spaced,
+    from_dataset,
+    from_file,
+    read_core,
+    read_hellaswag,
+    read_mmlu,
+    score_choices,
+    score_core,
+    score_text,
+)
+from gptjax.precision import NAMES, Precision
+from gptjax.terminal import printable
+from gptjax.user_folders import cache_folder, data_folder
+
+Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
+TEXT_TASKS = ("loss", "bits-per-byte")
+# Task → names in --data-dir, the first that exists.
+PLACES = {
+    "hellaswag": ("hellaswag_val.jsonl", "hellaswag_val.bin"),
+    "mmlu": ("mmlu",),
+    "core": ("eval_bundle",),
+}
+USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError, OSError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Score a model on texts, multiple choice, CORE, or tasks of lm-evaluation-harness.
+
+    The files of hellaswag, mmlu and core are not downloaded: an error names their address and the
+    place for them.
+    """
+
+    path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
+    """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
+    task: tuple[Task, ...] = ()
+    """One or several tasks. loss and bits-per-byte score every token of a text once."""
+    file: Path | None = None
+    """File or folder of the task: text or folder of .bin shards (loss, bits-per-byte);
+    hellaswag_val.jsonl or llm.c's hellaswag_val.bin; the folder with MMLU's test/*.csv; the folder
+    with core.yaml. None: in data-dir."""
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
+    """Folder of the prepared datasets, of hellaswag_val.jsonl, mmlu/ and eval_bundle/."""
+    dataset: str = "auto"
+    """Dataset whose validation shards loss and bits-per-byte score, as for train.py."""
+    stride: int | None = None
+    """Tokens scored in each window of loss and bits-per-byte. Fewer give each token more context
+    and take longer. None: the model's block_size."""
+    limit: int | None = None
+    """Score only this number of items of each task, or tokens of a text."""
+    harness: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, which downloads their data."""
+    harness_path: Path | None = None
+    """Folder with more tasks of lm-evaluation-harness, as YAML."""
+    shots: int | None = None
+    """Few-shot examples of the tasks of lm-evaluation-harness. None: each task's default."""
+    tokenizer: TokenizerChoice = "auto"
+    """Tokenizer. auto: the model's."""
+    precision: str | None = None
+    """Precision of the computation: fp32, tf32, bf16, … None: that of the run, or fp32."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """gpu: all NVIDIA GPUs, or an error; cpu; auto: GPUs if there are any, else the CPU."""
+    batch_tokens: int | None = None
+    """Tokens that a device scores at a time. None: 65,536 on a GPU and 4,096 on a CPU."""
+    out: Path | None = None
+    """JSON file of the results."""
+
+    def check(self) -> None:
+        """Raise EvaluationError for options that contradict each other or are out of range."""
+        if not self.task and not self.harness:
+            raise EvaluationError("expected --task or --harness, got neither")
+        texts_only = all(task in TEXT_TASKS for task in self.task)
+        if self.file is not None and not texts_only and len(self.task) > 1:
+            raise EvaluationError("--file is the file of one task; give --data-dir for several")
+        for name in ("limit", "batch_tokens", "stride"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise EvaluationError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.precision is not None and self.precision not in NAMES:
+            raise EvaluationError(
+                f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
+            )
+        if self.out is not None and (self.out.is_dir() or not self.out.parent.is_dir()):
+            raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
+
+    def place(self, task: str) -> Path:
+        """Return the file or folder of a task."""
+        if self.file is not None:
+            return self.file
+        places = [self.data_dir / name for name in PLACES[task]]
+        return next((place for place in places if place.exists()), places[0])
+
+
+def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
+    """Score the model; print a table and return the result.
+
+    Raises:
+        EvaluationError, DataError, WeightsError, OSError: a wrong option or file.
+    """
+    options.check()
+    used, note = devices.select(options.device)
+    # After `select`: the caches of JAX depend on the platform.
+    from gptjax.training.compilation import Compiler
+
+    compiler = Compiler(cache_folder())
+    for sentence in (note, *compiler.notes):
+        if sentence:
+            console.print(f"NOTE: {sentence}", markup=False)
+    readers = {task: _reader(options, task) for task in options.task}
+    inputs = {task: read() for task, read in readers.items() if read is not None}
+    model, tokenizer = _load(options)
+    scorer = Scorer.of(model, used, options.batch_tokens)
+    about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
+    console.print(printable(f"{options.path}: {about}"), markup=False)
+    rows = []
+    for task in options.task:
+        with _progress(console, task) as scored:
+            rows += _score(options, task, scorer, tokenizer, inputs.get(task), scored)
+    if options.harness:
+        rows += _harness(options, model, tokenizer, used)
+    console.print(_table(rows))
+    return _result(options, command, rows, used, model)
+
+
+def _load(options: Evaluate) -> tuple[Any, Any]:
+    from gptjax.weights import load
+
+    precision = None if options.precision is None else Precision(options.precision)
+    model, tokenizer = load(options.path, precision=precision, tokenizer=options.tokenizer)
+    if tokenizer is None:
+        raise EvaluationError(
+            f"{options.path}: the tokenizer is not known; give --tokenizer gpt2 or --tokenizer byte"
+        )
+    return model, tokenizer
+
+
+def _reader(options: Evaluate, task: Task) -> Callable[[], Any] | None:
+    """Return a function that reads the items of a task; None for texts, read with a tokenizer."""
+    readers = {"hellaswag": read_hellaswag, "mmlu": read_mmlu, "core": read_core}
+    return None if task in TEXT_TASKS else lambda: readers[task](options.place(task))
+
+
+def _score(
+    options: Evaluate,
+    task: Task,
+    scorer: Scorer,
+    tokenizer: Any,
+    items: Any,
+    scored: Callable[[int, int], None],
+) -> list[dict[str, Any]]:
+    """Return the rows of a task."""
+    began = time.perf_counter()
+
+    def row(name: str, **values: Any) -> dict[str, Any]:
+        return {"task": name, **values}
+
+    if task in TEXT_TASKS:
+        stream = _stream(options, tokenizer)
+        tokens = min(stream.tokens, options.limit or stream.tokens)
+        windows = -(-tokens // (options.stride or scorer.max_length))
+        found = score_text(
+            scorer,
+            stream,
+            stride=options.stride,
+            max_tokens=options.limit,
+            scored=lambda n: scored(n, windows),
+        )
+        value = found.loss if task == "loss" else found.bits_per_byte
+        rows = [row(task, value=value, tokens=found.tokens, bytes=found.bytes)]
+    elif task == "core":
+        total = sum(min(len(each.items), options.limit or len(each.items)) for each in items)
+        of_each = score_core(
+            scorer,
+            tokenizer,
+            items,
+            max_items=options.limit,
+            scored=lambda n: scored(n, total),
+        )
+        rows = [row(f"core/{label}", **values) for label, values in of_each.items()]
+        rows.append(row("core", value=core_metric(of_each), items=total))
+    else:
+        questions = evenly_spaced(items, options.limit)
+        total = sum(len(question.endings) for question in questions)
+        choices = score_choices(scorer, tokenizer, questions, scored=lambda n: scored(n, total))
+        rows = [row(task, **choices.metrics())]
+    rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
+    return rows
+
+
+def _stream(options: Evaluate, tokenizer: Any) -> Any:
+    """Return the text of loss and bits-per-byte: --file, or the validation shards of a dataset."""
+    if options.file is not None and not options.file.is_dir():
+        return from_file(options.file, tokenizer)
+    name = str(options.dataset if options.file is None else options.file.absolute())
+    return from_dataset(data.find_dataset(name, options.data_dir, tokenizer.name), tokenizer)
+
+
+def _harness(options: Evaluate, model: Any, tokenizer: Any, used: list) -> list[dict[str, Any]]:
+    """Return the rows of the tasks of lm-evaluation-harness."""
+    from gptjax.evaluation.harness import LM, evaluate_tasks
+
+    batch = None
+    if options.batch_tokens is not None:
+        batch = max(1, options.batch_tokens // model.config.block_size)
+    began = time.perf_counter()
+    found = evaluate_tasks(
+        LM(model, tokenizer, batch, devices=used),
+        options.harness,
+        path=options.harness_path,
+        shots=options.shots,
+        limit=options.limit,
+    )
+    rows = [{"task": f"harness/{name}", **values} for name, values in found.items()]
+    rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
+    return rows
+
+
+@contextlib.contextmanager
+def _progress(console: Console, task: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal; yield a function of the newly scored items and the total."""
+    columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        number = bar.add_task(task, total=None)
+        yield lambda scored, total: bar.update(number, advance=scored, total=total)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("task", "metric", "value", "items")
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float) and name != "seconds" and "stderr" not in name:
+                stderr = row.get(f"{name}_stderr", row.get(name.replace(",", "_stderr,")))
+                plus = f" ± {stderr:.4f}" if isinstance(stderr, float) else ""
+                items = row.get("items", row.get("tokens", row.get("sample_len", "")))
+                name = row["task"] if name == "value" else name
+                table.add_row(row["task"], name, f"{value:.4f}{plus}", f"{items:,}")
+    return table
+
+
+def _result(options: Evaluate, command: str, rows: list, used: list, model: Any) -> dict[str, Any]:
+    from gptjax.bench import results
+
+    return results.new(
+        command,
+        rows,
+        device=used[0].device_kind,
+        packages=("lm_eval",) if options.harness else (),
+        devices=len(used),
+        model=str(options.path),
+        precision=model.config.precision.name,
+    )
+
+
+def _command(arguments: list[str]) -> str:
+    """Return the command line without --out, which does not change the result."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--out" and not argument.startswith("--out="):
+            kept.append(argument)
+        skip = argument == "--out"
+    return shlex.join(["python", "-m", "gptjax.evaluate", *kept])
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    from gptjax.weights import WeightsError
+
+    arguments = sys.argv[1:] if args is None else args
+    try:
+        try:
+            options = tyro.cli(
+                Evaluate, prog="python -m gptjax.evaluate", description=Evaluate.__doc__, args=args
+            )
+            console = Console(highlight=False, soft_wrap=True)
+            result = run(options, console, _command(arguments))
+            if options.out is not None:
+                from gptjax.bench.results import compact_json
+
+                write_atomically(options.out, f"{compact_json(result)}\n".encode())
+                console.print(printable(f"wrote {options.out}"), markup=False)
+        finally:
+            sys.stdout.flush()
+    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (*USER_ERRORS, WeightsError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    # No preallocation: the GPU may be shared with a training run.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The command `python -m gptjax.evaluate`, and gptjax as a model of lm-evaluation-harness."""
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+from evaluation_tools import (
+    BYTES,
+    CONFIG,
+    hellaswag_items,
+    models,
+    torch_choice,
+    torch_log_probs,
+    words,
+    write_core,
+    write_jsonl,
+    write_mmlu,
+)
+
+from gptjax import devices, evaluate, save_hf
+from gptjax.evaluation import EvaluationError
+
+BLOCK = CONFIG.block_size
+
+
+@pytest.fixture(scope="module")
+def both():
+    return models()
+
+
+@pytest.fixture(scope="module")
+def folder(both, tmp_path_factory):
+    """A model on disk, and the files of every task."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    save_hf(both[0], folder / "model")
+    write_jsonl(folder / "hellaswag_val.jsonl", hellaswag_items(9, seed=2))
+    write_mmlu(folder / "mmlu", {"anatomy": 3})
+    write_core(folder / "eval_bundle", 5)
+    (folder / "text.txt").write_text(words(np.random.default_rng(0), 9))
+    return folder
+
+
+@pytest.fixture
+def command(folder, monkeypatch, capsys):
+    """Run the command on one device without a cache; return exit code, output and errors."""
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:1], None))
+    monkeypatch.setattr(evaluate, "cache_folder", lambda: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments, tokenizer="byte"):
+        fixed = ["--data-dir", str(folder), "--tokenizer", tokenizer]
+        code = evaluate.main([str(folder / "model"), *fixed, *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_all_tasks(command, folder, both, tmp_path):
+    out = tmp_path / "results.json"
+    code, shown, errors = command("--task", "hellaswag", "mmlu", "core", "--out", out)
+    assert (code, errors) == (0, "")
+    result = json.loads(out.read_text())
+    assert {"date", "device", "versions", "commit", "command", "rows"} <= result.keys()
+    assert result["command"].startswith("python -m gptjax.evaluate ") and "--out" not in shown
+    assert "--out" not in result["command"] and result["precision"] == "fp32"
+    rows = {row["task"]: row for row in result["rows"]}
+    assert [*rows] == [
+        *("hellaswag", "mmlu", "core/choices", "core/winograd", "core/lambada", "core")
+    ]
+    right = []
+    for item in hellaswag_items(9, seed=2):
+        endings = [BYTES.encode(f" {ending}") for ending in item["endings"]]
+        best = torch_choice(both[1], BYTES.encode(item["ctx"]), endings)[2:]
+        right.append([each == item["label"] for each in best])
+    found = rows["hellaswag"]["acc"], rows["hellaswag"]["acc_norm"]
+    assert found == tuple(np.mean(right, axis=0))
+    assert rows["mmlu"]["items"] == 3 and rows["mmlu"]["subjects"].keys() == {"anatomy"}
+    centred = [rows[f"core/{name}"]["centred"] for name in ("choices", "winograd", "lambada")]
+    assert rows["core"]["value"] == pytest.approx(np.mean(centred))
+    assert all("seconds" in rows[name] for name in ("hellaswag", "mmlu", "core"))
+    assert f"{rows['hellaswag']['acc']:.4f}" in shown and "core/winograd" in shown
+
+
+def test_texts(command, folder, both, tmp_path):
+    text, out = folder / "text.txt", tmp_path / "results.json"
+    code, _, errors = command("--task", "loss", "bits-per-byte", "--file", text, "--out", out)
+    assert (code, errors) == (0, "")
+    ids = [256, *text.read_bytes()]
+    assert len(ids) <= BLOCK
+    nats = -float(torch_log_probs(both[1], ids, 1)[0].mean())
+    loss, bits = json.loads(out.read_text())["rows"]
+    assert loss["value"] == pytest.approx(nats, rel=1e-5) and loss["tokens"] == len(ids) - 1
+    assert bits["value"] == pytest.approx(nats / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "expected --task or --harness, got neither"),
+        (["--task", "mmlu", "core", "--file", "x"], "--file is the file of one task"),
+        (["--task", "loss", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--task", "loss", "--precision", "fp7"], "--precision must be one of fp32, "),
+        (["--task", "loss", "--out", "none/x.json"], "must be a file in a folder that exists"),
+        (["--task", "loss", "--file", "none.txt"], "none.txt: expected a text file, found no file"),
+        (["--task", "mmlu", "--file", "none"], "expected test/*.csv, found none; unpack https://"),
+        (["--task", "core", "--file", "none"], "none/core.yaml: expected a file, found no file"),
+    ],
+)
+def test_errors_are_one_sentence(arguments, message, command):
+    code, shown, errors = command(*arguments)
+    assert code == 1 and errors.startswith("error: ") and message in errors
+    assert errors.count("\n") == 1 and "Traceback" not in errors
+
+
+def test_an_unknown_tokenizer_is_asked_for(command):
+    code, _, errors = command("--task", "hellaswag", tokenizer="auto")
+    assert code == 1 and "give --tokenizer gpt2 or --tokenizer byte" in errors
+
+
+# ------------------------------------------------------------------------- lm-evaluation-harness
+TASK = """
+task: letters
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{ctx}}}}"
+doc_to_choice: "{{{{endings}}}}"
+doc_to_target: label
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.fixture(scope="module")
+def lm(both):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra `eval`")
+    from gptjax.evaluation import LM
+
+    return LM(both[0], BYTES, devices=jax.devices()[:1])
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, each, 0) for each in arguments]
+
+
+def test_harness_log_probabilities(lm, both):
+    pairs = [("hello there", " you"), ("", "abc"), ("ab", " cd"), ("x" * 100, "y" * 20)]
+    found = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (log_prob, greedy) in zip(pairs, found, strict=True):
+        ids = [*(context.encode() or [256]), *continuation.encode()]
+        ids, count = ids[-BLOCK - 1 :], len(continuation)
+        expected, likeliest = torch_log_probs(both[1], ids, len(ids) - count)
+        assert log_prob == pytest.approx(float(expected.sum()), rel=1e-5)
+        assert greedy == bool(likeliest.all())
+    text = words(np.random.default_rng(0), 40)
+    (found,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
+    ids, expected = [256, *text.encode()], 0.0
+    for begin in range(1, len(ids), BLOCK):
+        end = min(begin + BLOCK, len(ids))
+        first = max(0, end - BLOCK - 1)
+        expected += float(torch_log_probs(both[1], ids[first:end], begin - first)[0].sum())
+    assert len(ids) > 2 * BLOCK and found == pytest.approx(expected, rel=1e-5)
+
+
+def test_harness_generation(lm, both):
+    """Greedy tokens by PyTorch, cut before the stop text; a long prompt loses its beginning."""
+    prompts, expected = ["z" * 100, "y" * 90], []
+    for prompt in prompts:
+        ids = [*prompt.encode()][6 - BLOCK :]
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(int(both[1](torch.tensor([ids]))[0, -1].argmax()))
+        expected.append(BYTES.decode([i for i in ids[-6:] if i != 256]))
+    stop = expected[1][2]
+    given = [
+        (prompts[0], {"until": ["\0never", ""], "max_gen_toks": 6}),
+        (prompts[1], {"until": stop, "max_gen_toks": 6, "do_sample": False}),
+    ]
+    found = lm.generate_until(requests("generate_until", *given))
+    assert found == [expected[0], expected[1].split(stop)[0]] and len(found[1]) <= 2
+    with pytest.raises(EvaluationError, match=r"unknown options of generation \['beams'\]"):
+        lm.generate_until(requests("generate_until", ("a", {"beams": 3})))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_harness_task_from_files(command, folder, both, lm, monkeypatch, tmp_path):
+    import lm_eval.tasks
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "letters.yaml").write_text(TASK.format(file=folder / "hellaswag_val.jsonl"))
+    out = tmp_path / "results.json"
+    code, _, errors = command("--harness", "letters", "--harness-path", tmp_path, "--out", out)
+    assert code == 0, errors
+    (row,) = json.loads(out.read_text())["rows"]
+    right = []
+    for item in hellaswag_items(9, seed=2):
+        endings = [BYTES.encode(f" {ending}") for ending in item["endings"]]
+        best = torch_choice(both[1], BYTES.encode(item["ctx"]), endings)[2]
+        right.append(best == item["label"])
+    assert row["task"] == "harness/letters" and row["acc,none"] == pytest.approx(np.mean(right))
+    only_local = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", only_local)  # 10 seconds less
+    code, _, errors = command("--harness", "lettres", "--harness-path", tmp_path)
+    assert code == 1 and "unknown tasks of lm-evaluation-harness: lettres" in errors
