@@ -28,17 +28,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from flax import nnx
 from rich.console import Console
 
 from gptjax import cli, data, devices, distributed
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
-from gptjax.generation import generate
 from gptjax.models.base import graph
 from gptjax.parallel import Parallel, put
 from gptjax.terminal import printable
-from gptjax.training import resume
+from gptjax.training import init_from, resume, samples
 from gptjax.training.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -56,6 +54,7 @@ from gptjax.training.run_log import LogError, NoLog, RunLog
 from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.step import init_state, make_eval_step, make_train_step
 from gptjax.weights.digests import compile_digests
+from gptjax.weights.errors import WeightsError
 
 
 class StoppedError(RuntimeError):
@@ -78,6 +77,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     if config.deterministic:
         devices.make_deterministic()
     distributed.initialize(config)
+    config, source = init_from.resolve(config)
     used, idle_gpu = devices.select(config.device)
     device, kernels = distributed.local(used)[0], config.kernels()
     first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
@@ -90,6 +90,8 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     # --------------------------------------------------------------------------------------- resume
     if first and (no_locks := stack.enter_context(locked(config.run_dir))):
         say("WARNING", no_locks)
+    if source:
+        init_from.check_tokenizer(source, inputs.dataset)
     processes = distributed.check_inputs(used, inputs.dataset)
     checkpoints = Checkpoints(
         config.run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every
@@ -100,7 +102,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
     compiler = Compiler(config.compilation_cache, configuration.executable_inputs(config))
-    chosen = (parallel, idle_gpu, kernels, start.step, processes)
+    chosen = (parallel, idle_gpu, kernels, start.step, processes, source)
     for name, text in header(config, inputs, *chosen):
         say(name, text)
     say("compiling", "…")
@@ -137,7 +139,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
     digests = threads.submit(compile_digests, abstract_state)
     if start.step is None:
-        first_state = threads.submit(init_state, config.model, tx, config.seed, parallel)
+        first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
     train_step = compile_to_fit(lambda size: start_train_step(size)(), config, device)
     eval_step = wait_for_eval_step()
     start_up.mark("compilation")
@@ -176,6 +178,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         versions=versions(),
         config=configuration.to_json(config),
         changes=start.changes,
+        init_from=source.identity() if source else None,
     )
     start_up.mark("loader and log")
 
@@ -201,17 +204,9 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         progress.validated(step, float(np.mean(losses, dtype=np.float64)))
 
     def sample() -> None:
-        prompt = np.full((1, 1), inputs.tokenizer.eot, np.int32)
-        length = min(config.sample_tokens, config.model.block_size - 1)
-        params, rng = distributed.on_one_device((parallel.whole(state.params), state.rng))
-        if not first:
+        text = samples.draw(config, inputs, graphdef, parallel, state, step)
+        if text is None:  # in all processes but the first
             return
-        key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-        model = nnx.merge(graphdef, params)
-        tokens = generate(model, prompt, max_new_tokens=length, key=key)
-        tokens = np.asarray(tokens)[0, 1:]
-        # The model's vocabulary may be larger than the tokenizer's.
-        text = inputs.tokenizer.decode(tokens[tokens < inputs.tokenizer.vocab_size])
         progress.write("sample", step, text=text)
         # An untrained model also writes control characters, which would act on the terminal.
         console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
@@ -307,7 +302,7 @@ class PipeConsole(Console):
 
 
 # Errors that the user can correct: printed as a sentence. Any other exception is a bug.
-USER_ERRORS = (ConfigError, devices.DeviceError, CheckpointError, LockedError, LogError)
+USER_ERRORS = (ConfigError, devices.DeviceError, WeightsError, LockedError, LogError)
 USER_ERRORS += (NotFiniteError, StoppedError, data.DataError, OSError)
 USER_ERRORS += (distributed.DistributedError,)
 

@@ -46,6 +46,10 @@ class Config:
     resume_with_changes: bool = False
     """Allow learning rates, final_fraction, clip_norm and skip options that differ from the
     checkpoint's config; the log records the change."""
+    init_from: Path | None = None
+    """Model whose parameters the run starts from: a run, a checkpoint's folder, a Hugging Face
+    GPT-2 or an llm.c file. Its shape replaces the defaults of --model. A run that has a checkpoint
+    resumes from it."""
     device: Literal["auto", "gpu", "cpu"] = "gpu"
     """gpu: all NVIDIA GPUs, or an error; cpu; auto: GPUs if there are any, else the CPU."""
     parallel: Strategy = "data"
@@ -268,8 +272,8 @@ def _in_words(expected: Any) -> str:
 # Fields of Config that may differ between a checkpoint and the command that resumes it: they do not
 # change what is learned. `operational` adds those of the model.
 OPERATIONAL = frozenset(
-    "name runs_dir data_dir dataset resume resume_with_changes device parallel distributed "
-    "coordinator process_count process_index max_steps micro_batch "
+    "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
+    "distributed coordinator process_count process_index max_steps micro_batch "
     "val_every val_tokens sample_every sample_tokens checkpoint_every keep_last keep_every "
     "log_every deterministic compilation_cache executable_cache".split()
 )
@@ -277,7 +281,7 @@ OPERATIONAL = frozenset(
 # Fields that no compiled executable depends on. max_steps is the default end of a schedule, which
 # `to_json` stores in optimizer.schedule_steps. An executable depends on val_tokens by a shape only.
 OUTSIDE_EXECUTABLES = frozenset(
-    "name runs_dir max_steps resume resume_with_changes seed dataset data_dir tokenizer "
+    "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
     "overfit_one_batch val_every val_tokens sample_every sample_tokens checkpoint_every keep_last "
     "keep_every log_every compilation_cache executable_cache".split()
 )

@@ -7,6 +7,7 @@ from gptjax.config import Config
 from gptjax.models.base import abstract_params
 from gptjax.parallel import Parallel
 from gptjax.training.inputs import Inputs
+from gptjax.weights.sources import Source
 
 
 def header(
@@ -17,6 +18,7 @@ def header(
     kernels: dict[str, str],
     resume_step: int | None,
     processes: list[str],
+    source: Source | None,
 ) -> Iterator[tuple[str, object]]:
     """Yield a name and a text for each line.
 
@@ -26,6 +28,7 @@ def header(
         kernels: back end of each part of the model.
         resume_step: step of the checkpoint that the run resumes from, if any.
         processes: a line for each process.
+        source: the model whose parameters the run starts from, if any.
     """
     model, dataset = config.model, inputs.dataset
     begin = "from the beginning" if resume_step is None else f"resuming from step {resume_step}"
@@ -46,6 +49,8 @@ def header(
         f"{type(model).__name__.removesuffix('Config')}, {model.num_params:,} parameters{padding}: "
         f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads",
     )
+    if source is not None:
+        yield "weights", f"{source}; new optimizer state"
     yield (
         "data",
         f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), "

@@ -45,6 +45,7 @@ def init_state(
     tx: optax.GradientTransformation,
     seed: int | Integer[Array, ""],
     parallel: Parallel | None = None,
+    params: PyTree | None = None,
 ) -> TrainState:
     """Return the state before the first step.
 
@@ -52,16 +53,17 @@ def init_state(
 
     Args:
         parallel: the devices that store the state, in its shardings; None for JAX's default device.
+        params: parameters to start from, which the state holds; None for random ones.
     """
     if parallel is None:
-        return _init_state(config, tx, seed)
+        return _init_state(config, tx, seed, params)
     with parallel.sharding_initial_arrays():
-        state = _init_state(config, tx, seed)
+        state = _init_state(config, tx, seed, params)
     return jax.device_put(state, parallel.shardings(state))
 
 
-def _init_state(config, tx, seed) -> TrainState:
-    params = init_params(config, seed)
+def _init_state(config, tx, seed, params) -> TrainState:
+    params = init_params(config, seed) if params is None else params
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

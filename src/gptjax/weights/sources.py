@@ -82,6 +82,11 @@ class Source(abc.ABC):
             WeightsError: the parameters are damaged or do not fit.
         """
 
+    def identity(self) -> str:
+        """Return a text that differs between models: lengths of files, or a checksum."""
+        paths = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
+        return ", ".join(f"{path.name} {path.stat().st_size}" for path in paths)
+
     def __str__(self) -> str:
         return shown(self.path)
 
@@ -108,6 +113,10 @@ class Checkpoint(Source):
 
     def read(self, config, like):
         return checkpoint_files.read_params(self.path, like)
+
+    def identity(self):
+        meta = checkpoint_files.read_meta(self.path)
+        return f"step {meta.get('step')}, {meta.get('checksum')}"
 
     def _saved_config(self) -> dict[str, Any]:
         return checkpoint_files.read_meta(self.path)["config"]

@@ -1,0 +1,143 @@
+"""Start a run from the parameters of another model: `--init-from`.
+
+The optimizer state and the position in the data are new. A run that has a checkpoint resumes from
+it and does not read the other model again.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from gptjax import distributed
+from gptjax.config import Config, ConfigError
+from gptjax.data import Dataset
+from gptjax.models.base import ModelConfig, abstract_params
+from gptjax.parallel import Parallel
+from gptjax.training.step import TrainState, init_state
+from gptjax.weights import sources
+from gptjax.weights.errors import WeightsError
+from gptjax.weights.sources import Source
+
+
+def resolve(config: Config) -> tuple[Config, Source | None]:
+    """Return the config with the shape of the model at `init_from`, and this model.
+
+    An option of the model that has its default value counts as not given. If the run has a
+    checkpoint, the shape is that of the checkpoint, and the second result is None.
+
+    Raises:
+        ConfigError: the config asks for another shape, or a run with this shape is not possible.
+        WeightsError: the path holds no model.
+        DistributedError: the path does not hold the same model for all processes.
+    """
+    if config.init_from is None:
+        return config, None
+    own = _own_model(config)
+    if own is not None:
+        return _with_model(config, own), None
+    source = sources.find(config.init_from)
+    kind = type(config.model)
+    if source.architecture != kind.__name__:
+        raise ConfigError(
+            f"--init-from {source} has a model of {source.architecture}, and the config one of "
+            f"{kind.__name__}; choose a config of {source.architecture}"
+        )
+    distributed.check_alike({f"--init-from {source}": source.identity()})
+    model = source.config(kind=kind)
+    resolved = _with_model(config, model)
+    _refuse_conflicts(source, model, resolved.model)
+    return resolved, source
+
+
+def _own_model(config: Config) -> ModelConfig | None:
+    """Return the model in the metadata of the run's newest readable checkpoint, or None."""
+    folder = config.run_dir / sources.CHECKPOINTS
+    for step in sources.checkpoint_files.steps(folder) if folder.is_dir() else ():
+        try:
+            return sources.find(folder / str(step)).config(kind=type(config.model))
+        except WeightsError:
+            continue  # `resume.find` reports it
+    return None
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that a model on disk decides."""
+    names = {field.name for field in dataclasses.fields(model)} - model.operational
+    return {name: getattr(model, name) for name in names - {"precision", "padded_vocab_size"}}
+
+
+def _given(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of the shape that do not have their default values."""
+    default = _shape(type(model)())
+    return {name: value for name, value in _shape(model).items() if value != default[name]}
+
+
+def _with_model(config: Config, found: ModelConfig) -> Config:
+    """Return the config with the shape of `found`, except for the fields that are given."""
+    shape = _shape(found) | _given(config.model)
+    if shape["vocab_size"] != config.model.vocab_size:
+        shape["padded_vocab_size"] = found.padded_vocab_size
+    try:
+        model = dataclasses.replace(config.model, **shape)
+        return dataclasses.replace(config, model=model)
+    except ValueError as error:
+        raise ConfigError(f"with the model at --init-from: {error}") from error
+
+
+def _refuse_conflicts(source: Source, found: ModelConfig, model: ModelConfig) -> None:
+    there, here = _shape(found), _shape(model)
+    cropped = {"block_size"} if here["block_size"] < there["block_size"] else set()
+    lines = [
+        f"  --model.{name.replace('_', '-')}: {there[name]} there, {here[name]} in the config"
+        for name in sorted(there.keys() - cropped)
+        if there[name] != here[name]
+    ]
+    if lines:
+        raise ConfigError(
+            f"--init-from {source} has another model:\n" + "\n".join(lines) + "\n"
+            "Leave these options out; only --model.block-size may be smaller."
+        )
+
+
+def check_tokenizer(source: Source, dataset: Dataset) -> None:
+    """Raise ConfigError if the model was trained on ids of another tokenizer."""
+    if source.tokenizer not in (None, dataset.tokenizer):
+        raise ConfigError(
+            f"--init-from {source} has the tokenizer {source.tokenizer}, and {dataset.path} has "
+            f"{dataset.tokenizer}; prepare the data with --tokenizer {source.tokenizer}"
+        )
+
+
+def first_state(
+    config: Config, tx: optax.GradientTransformation, parallel: Parallel, source: Source | None
+) -> TrainState:
+    """Return the state before the first step, with the parameters of `source` if there is one.
+
+    Raises:
+        WeightsError: the parameters are damaged.
+    """
+    params = None if source is None else read_params(config.model, parallel, source)
+    return init_state(config.model, tx, config.seed, parallel, params)
+
+
+def read_params(model: ModelConfig, parallel: Parallel, source: Source) -> PyTree:
+    """Return the parameters of `source`, in the shapes of `model` and sharded one by one."""
+    found = source.config(precision=model.precision, kind=type(model))
+    params = source.read(found, parallel.with_shardings(abstract_params(found)))
+    return jax.tree.map(_fit, params, parallel.with_shardings(abstract_params(model)))
+
+
+def _fit(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Crop positions, and crop or add rows of padding, which are zeros."""
+    if x.shape == like.shape:
+        return x
+
+    def resize(x):
+        x = x[tuple(map(slice, like.shape))]
+        return jnp.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
+
+    return jax.jit(resize, out_shardings=like.sharding)(x)
