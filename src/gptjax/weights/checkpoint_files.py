@@ -95,6 +95,28 @@ def read_params(folder: Path, like: Mapping) -> dict:
     )
 
 
+def params_like(folder: Path, meta: dict[str, Any]) -> dict:
+    """Return the parameters of a checkpoint as `jax.ShapeDtypeStruct`s on JAX's default device.
+
+    No model is needed: the digests have the shapes. Keys are strings, also those of blocks.
+
+    Raises:
+        CheckpointError: the checkpoint is older than the digests.
+    """
+    if "digests" not in meta:
+        raise CheckpointError(
+            f"{folder} has no digests: it was saved by an older version of gptjax"
+        )
+    sharding, like = jax.numpy.zeros(()).sharding, {}
+    for path, text in saved_arrays(meta).items():
+        first, *key = path.split(".")
+        if first == PARAMS:
+            dtype, _, sizes = text[:-1].partition("[")
+            shape = tuple(int(size) for size in sizes.split(",") if size)
+            like[(*key,)] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=sharding)
+    return traverse_util.unflatten_dict(like)
+
+
 def verify_all(folder: Path) -> dict[str, Any]:
     """Read all arrays of a checkpoint and verify their digests; return the metadata.
 

@@ -1,0 +1,213 @@
+"""The checkpoints of a run: `python -m gptjax.checkpoints RUN list | average | delete`."""
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import tyro
+
+from gptjax.terminal import printable
+from gptjax.training.checkpoint import Checkpoints, NotFiniteError, silence_orbax
+from gptjax.training.lock import LockedError, locked
+from gptjax.training.run_log import LogError, read_log
+from gptjax.weights import CheckpointError, DamagedError, WeightsError, checkpoint_files
+from gptjax.weights.export import check_new, created
+from gptjax.weights.sources import CHECKPOINTS, checkpoint_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class List:
+    """List the steps: validation loss from the log, size on disk, intact or damaged.
+
+    Every array is read and compared with its digest.
+    """
+
+    verify: bool = True
+    """Read the arrays. Without it, only the metadata are verified."""
+
+    def run(self, run: Path) -> None:
+        folder = _folder(run)
+        losses = _val_losses(run)
+        print(f"{'step':>10}  {'val loss':>8}  {'MiB':>9}  state")
+        for step in checkpoint_files.steps(folder):
+            path = folder / str(step)
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            loss = losses.get(step)
+            shown = "-" if loss is None else f"{loss:.4f}"
+            state = _state(path, self.verify)
+            print(f"{step:>10}  {shown:>8}  {size / 2**20:>9.2f}  {printable(state)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """Average the parameters of several steps into a new run folder.
+
+    gptjax.load, train.py --init-from and `python -m gptjax.export` read the folder. It has no
+    optimizer state: a run cannot resume from it.
+    """
+
+    out: Path
+    """The folder to create."""
+    steps: tuple[int, ...] = ()
+    """The steps to average."""
+    last: int | None = None
+    """Average this number of newest steps, in place of --steps."""
+
+    def run(self, run: Path) -> None:
+        check_new(self.out)
+        folder = _folder(run)
+        known = checkpoint_files.steps(folder)
+        if (self.last is None) == (not self.steps):
+            raise WeightsError("expected --steps STEP STEP… or --last NUMBER, and not both")
+        if self.last is not None and not 1 <= self.last <= len(known):
+            raise WeightsError(f"--last must be 1 to {len(known)} here, got {self.last}")
+        chosen = tuple(known[: self.last]) if self.last is not None else self.steps
+        average(folder, _check_steps(chosen, known), self.out)
+        print(printable(f"{self.out}: the average of the steps {sorted(chosen)} of {run}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Delete:
+    """Delete checkpoints. The newest intact one is kept, unless --force is given."""
+
+    steps: tuple[int, ...]
+    """The steps to delete."""
+    force: bool = False
+    """Delete the newest intact checkpoint, too."""
+
+    def run(self, run: Path) -> None:
+        folder = _folder(run)
+        with locked(run) as no_locks:
+            if no_locks:
+                print(f"WARNING: {no_locks}", file=sys.stderr)
+            known = checkpoint_files.steps(folder)
+            steps = _check_steps(self.steps, known)
+            if not self.force:
+                _keep_newest_intact(folder, known, steps)
+            for step in steps:
+                # A renamed folder is not a checkpoint any more, even if the deletion is killed.
+                deleted = (folder / str(step)).rename(folder / f".{step}.deleted")
+                shutil.rmtree(deleted)
+                print(printable(f"{folder / str(step)} is deleted"))
+
+
+def average(folder: Path, steps: list[int], out: Path) -> None:
+    """Write a run folder with one checkpoint: the mean of the parameters of several steps.
+
+    The sums are computed in fp64. The folder appears when it is complete.
+
+    Args:
+        folder: of the checkpoints.
+        steps: the average is stored as the newest of them, with its config.
+        out: must not exist.
+
+    Raises:
+        DamagedError: a checkpoint is damaged.
+        CheckpointError: the checkpoints have different parameters, or writing fails.
+        WeightsError: `out` exists.
+    """
+    metas = {step: checkpoint_files.read_meta(folder / str(step)) for step in steps}
+    newest = max(steps)
+    like = checkpoint_files.params_like(folder / str(newest), metas[newest])
+    total: Any = None
+    for step in steps:
+        params = checkpoint_files.read_params(folder / str(step), like)
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        total = params if total is None else jax.tree.map(np.add, total, params)
+    mean = jax.tree.map(lambda x, y: jax.numpy.asarray(x / len(steps), y.dtype), total, like)
+    meta = {name: metas[newest][name] for name in ("config", "data") if name in metas[newest]}
+    with created(out) as temporary:
+        checkpoints = Checkpoints(temporary / CHECKPOINTS)
+        checkpoints.save(
+            newest, {checkpoint_files.PARAMS: mean}, meta | {"averaged": sorted(steps)}
+        )
+        checkpoints.close()
+
+
+def _folder(run: Path) -> Path:
+    folder = checkpoint_folder(run)
+    if folder is None or folder == run:
+        raise WeightsError(f"{run}: expected a run's folder, with checkpoints in {CHECKPOINTS}/")
+    return folder
+
+
+def _check_steps(steps: tuple[int, ...], known: list[int]) -> list[int]:
+    if not steps or len(set(steps)) < len(steps) or not {*steps} <= {*known}:
+        raise WeightsError(f"expected different steps of {known}, found {list(steps)}")
+    return list(steps)
+
+
+def _keep_newest_intact(folder: Path, known: list[int], steps: list[int]) -> None:
+    """Raise WeightsError if the newest intact checkpoint is one of `steps`."""
+    for step in known:
+        if _state(folder / str(step), verify=True).startswith("damaged"):
+            continue
+        if step in steps:
+            raise WeightsError(
+                f"step {step} is the newest intact checkpoint of {folder.parent}: the run resumes "
+                "from it; --force deletes it"
+            )
+        return
+
+
+def _state(folder: Path, verify: bool) -> str:
+    read = checkpoint_files.verify_all if verify else checkpoint_files.read_meta
+    try:
+        meta = read(folder)
+    except CheckpointError as error:
+        kind = "damaged" if isinstance(error, DamagedError) else "unreadable"
+        return f"{kind}: {str(error).removeprefix(f'{folder} is damaged: ')}"
+    if "digests" not in meta:
+        return "readable, saved without digests"
+    return "intact" if verify else "intact metadata"
+
+
+def _val_losses(run: Path) -> dict[int, float]:
+    """Return the validation losses in the log by step; empty without a log."""
+    try:
+        log = read_log(run / "log.jsonl")
+    except FileNotFoundError:
+        return {}
+    values = {row["step"]: row.get("loss") for row in log if row["kind"] == "val"}
+    return {step: loss for step, loss in values.items() if isinstance(loss, float)}
+
+
+type _Command = (
+    Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Average, tyro.conf.subcommand("average")]
+    | Annotated[Delete, tyro.conf.subcommand("delete")]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommandLine:
+    run: tyro.conf.Positional[Path]
+    """The run's folder, such as runs/gpt2_tiny."""
+    command: tyro.conf.OmitArgPrefixes[_Command]
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    description = "List, average or delete the checkpoints of a run."
+    line = tyro.cli(
+        _CommandLine,
+        prog="python -m gptjax.checkpoints",
+        description=description,
+        args=args,
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+    try:
+        line.command.run(line.run)
+    except (WeightsError, LockedError, LogError, NotFiniteError, OSError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    silence_orbax()
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""python -m gptjax.checkpoints: list, average and delete."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from saved_run_tools import random_params, save_run
+
+import gptjax
+from gptjax import GPT2Config, checkpoints
+from gptjax.models.base import params_of
+from gptjax.training.lock import locked
+
+MODEL = GPT2Config(
+    vocab_size=257, padded_vocab_size=264, block_size=16, n_layer=1, n_head=2, n_embd=8
+)
+STEPS = {10: 1, 20: 2, 30: 3}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    params = {step: random_params(MODEL, seed) for step, seed in STEPS.items()}
+    run = save_run(tmp_path_factory.mktemp("checkpoints") / "run", params, model=MODEL)
+    rows = [{"kind": "val", "step": step, "tokens": 0, "loss": step / 8} for step in (10, 30)]
+    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def command(capsys, *args, code=0):
+    assert checkpoints.main([*map(str, args)]) == code
+    captured = capsys.readouterr()
+    assert code == 0 or captured.err.startswith("error: ")
+    return captured.err if code else captured.out
+
+
+def damage(run, step):
+    for file in (run / "checkpoints" / str(step) / "state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:10])
+
+
+def steps(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_list(run, capsys):
+    damage(run, 30)
+    lines = command(capsys, run, "list").splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["30", "3.7500"],
+        ["20", "-"],
+        ["10", "1.2500"],
+    ]
+    assert "damaged: " in lines[1] and [line.split()[3] for line in lines[2:]] == ["intact"] * 2
+    assert all(float(line.split()[2]) > 0 for line in lines[1:])
+    assert "intact metadata" in command(capsys, run, "list", "--no-verify").splitlines()[1]
+
+
+@pytest.mark.parametrize("which", [["--steps", 10, 30], ["--last", 2]])
+def test_average(run, tmp_path, capsys, which):
+    chosen = [10, 30] if which[0] == "--steps" else [20, 30]
+    said = command(capsys, run, "average", *which, "--out", tmp_path / "mean")
+    assert str(chosen) in said
+    model, tokenizer = gptjax.load(tmp_path / "mean")
+    assert tokenizer.name == "byte" and model.config == MODEL
+    parts = [random_params(MODEL, STEPS[step]) for step in chosen]
+    mean = jax.tree.map(lambda *x: np.float32(sum(map(np.float64, x)) / 2), *parts)
+    assert jax.tree.structure(params_of(model)) == jax.tree.structure(mean)
+    for found, expected in zip(
+        jax.tree.leaves(params_of(model)), jax.tree.leaves(mean), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    assert steps(run) == ["10", "20", "30"]
+
+
+def test_averages_that_are_refused_leave_nothing(run, tmp_path, capsys):
+    damage(run, 20)
+    out = ("--out", tmp_path / "mean")
+    for args, message in (
+        (("--last", 2), "20 is damaged"),
+        (("--last", 4), "--last must be 1 to 3"),
+        (("--steps", 10, 11), r"expected different steps of [30, 20, 10], found [10, 11]"),
+        (("--steps", 10, 10), "expected different steps"),
+        ((), "expected --steps"),
+        (("--steps", 10, "--last", 1), "and not both"),
+    ):
+        assert message in command(capsys, run, "average", *args, *out, code=1)
+    assert "existing one" in command(capsys, run, "average", "--last", 1, "--out", run, code=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_the_newest_intact_checkpoint_is_deleted_by_force_only(run, capsys):
+    damage(run, 30)
+    assert "20 is the newest intact" in command(capsys, run, "delete", "--steps", 20, 10, code=1)
+    assert steps(run) == ["10", "20", "30"]
+    command(capsys, run, "delete", "--steps", 30, 10)
+    assert steps(run) == ["20"]
+    command(capsys, run, "delete", "--steps", 20, "--force")
+    assert steps(run) == []
+
+
+def test_a_run_in_use_keeps_its_checkpoints(run, tmp_path, capsys):
+    with locked(run):
+        assert "in use by another" in command(capsys, run, "delete", "--steps", 10, code=1)
+    assert "found [40]" in command(capsys, run, "delete", "--steps", 40, code=1)
+    assert steps(run) == ["10", "20", "30"]
+    assert "expected a run's folder" in command(capsys, tmp_path / "no", "list", code=1)
+    assert not (tmp_path / "no").exists()
