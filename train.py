@@ -45,6 +45,7 @@ from gptjax.training.checkpoint import (
     versions,
 )
 from gptjax.training.compilation import Compiler, compile_to_fit
+from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
 from gptjax.training.inputs import Inputs
 from gptjax.training.lock import LockedError, locked
@@ -86,6 +87,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     devices.reserve_memory(used)
     start_up.mark("devices")
     inputs = Inputs.find(config, parallel.mesh)
+    evaluations = Evaluations(config, inputs.dataset.tokenizer, parallel)
 
     # --------------------------------------------------------------------------------------- resume
     if first and (no_locks := stack.enter_context(locked(config.run_dir))):
@@ -253,12 +255,15 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
                 last = step == config.max_steps
                 wants_val = due(config.val_every, last)
+                wants_eval = due(config.eval_every, last)
                 wants_sample = due(config.sample_every, last)
                 wants_save = last or due(config.checkpoint_every, last)
-                if wants_val or wants_sample or wants_save:
+                if wants_val or wants_eval or wants_sample or wants_save:
                     read_metrics()  # a step that is not finite must not be saved
                     if wants_val:
                         validate()
+                    if wants_eval:
+                        progress.evaluated(step, evaluations.results(state.params))
                     if wants_sample:
                         sample()
                     if wants_save:

@@ -21,6 +21,9 @@ from gptjax.ranges import NonNegativeInt, PositiveInt, Seed, ranges
 from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
 
+# Evaluation tasks during training.
+EVAL_TASKS = ("hellaswag", "mmlu", "core")
+
 
 class ConfigError(ValueError):
     """Invalid or contradictory options, raised before anything is allocated."""
@@ -96,6 +99,13 @@ class Config:
     """Steps between validations; 0 for none."""
     val_tokens: PositiveInt = 1_048_576
     """Tokens of a validation, approximately; always the same tokens."""
+    eval_tasks: str = ""
+    """Tasks of gptjax.evaluate, separated by commas: hellaswag, mmlu, core. Their files are in
+    data_dir."""
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations of eval_tasks; 0 for none."""
+    eval_items: PositiveInt | None = None
+    """Items of each task; always the same. None for all."""
     sample_every: NonNegativeInt = 1000
     """Steps between samples; 0 for none."""
     sample_tokens: PositiveInt = 128
@@ -139,10 +149,21 @@ class Config:
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
         self._check_processes()
+        self._check_eval_tasks()
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
         if (size := len(self.name.encode())) > 200:
             raise ConfigError(f"--name must have at most 200 bytes, got {size}")
+
+    def _check_eval_tasks(self) -> None:
+        tasks = self.eval_tasks.split(",") if self.eval_tasks else []
+        if wrong := [task for task in tasks if task not in EVAL_TASKS]:
+            raise ConfigError(
+                f"--eval-tasks must be names of {', '.join(EVAL_TASKS)}, separated by commas, got "
+                f"{wrong[0]!r}"
+            )
+        if bool(tasks) != bool(self.eval_every):
+            raise ConfigError("--eval-tasks and --eval-every need each other")
 
     def _check_processes(self) -> None:
         count, index = self.process_count, self.process_index
@@ -274,16 +295,18 @@ def _in_words(expected: Any) -> str:
 OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
     "distributed coordinator process_count process_index max_steps micro_batch "
-    "val_every val_tokens sample_every sample_tokens checkpoint_every keep_last keep_every "
-    "log_every deterministic compilation_cache executable_cache".split()
+    "val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
+    "checkpoint_every keep_last keep_every log_every deterministic compilation_cache "
+    "executable_cache".split()
 )
 
 # Fields that no compiled executable depends on. max_steps is the default end of a schedule, which
 # `to_json` stores in optimizer.schedule_steps. An executable depends on val_tokens by a shape only.
 OUTSIDE_EXECUTABLES = frozenset(
     "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
-    "overfit_one_batch val_every val_tokens sample_every sample_tokens checkpoint_every keep_last "
-    "keep_every log_every compilation_cache executable_cache".split()
+    "overfit_one_batch val_every val_tokens eval_tasks eval_every eval_items sample_every "
+    "sample_tokens checkpoint_every keep_last keep_every log_every compilation_cache "
+    "executable_cache".split()
 )
 
 

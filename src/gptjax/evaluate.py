@@ -27,25 +27,17 @@ from gptjax.evaluation import (
     evenly_spaced,
     from_dataset,
     from_file,
-    read_core,
-    read_hellaswag,
-    read_mmlu,
     score_choices,
     score_core,
     score_text,
 )
+from gptjax.evaluation.places import place, read
 from gptjax.precision import NAMES, Precision
 from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
 
 Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
 TEXT_TASKS = ("loss", "bits-per-byte")
-# Task → names in --data-dir, the first that exists.
-PLACES = {
-    "hellaswag": ("hellaswag_val.jsonl", "hellaswag_val.bin"),
-    "mmlu": ("mmlu",),
-    "core": ("eval_bundle",),
-}
 USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError, OSError)
 
 
@@ -108,13 +100,6 @@ class Evaluate:
         if self.out is not None and (self.out.is_dir() or not self.out.parent.is_dir()):
             raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
 
-    def place(self, task: str) -> Path:
-        """Return the file or folder of a task."""
-        if self.file is not None:
-            return self.file
-        places = [self.data_dir / name for name in PLACES[task]]
-        return next((place for place in places if place.exists()), places[0])
-
 
 def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     """Score the model; print a table and return the result.
@@ -131,8 +116,11 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     for sentence in (note, *compiler.notes):
         if sentence:
             console.print(f"NOTE: {sentence}", markup=False)
-    readers = {task: _reader(options, task) for task in options.task}
-    inputs = {task: read() for task, read in readers.items() if read is not None}
+    inputs = {
+        task: read(task, options.file or place(task, options.data_dir))
+        for task in options.task
+        if task not in TEXT_TASKS
+    }
     model, tokenizer = _load(options)
     scorer = Scorer.of(model, used, options.batch_tokens)
     about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
@@ -157,12 +145,6 @@ def _load(options: Evaluate) -> tuple[Any, Any]:
             f"{options.path}: the tokenizer is not known; give --tokenizer gpt2 or --tokenizer byte"
         )
     return model, tokenizer
-
-
-def _reader(options: Evaluate, task: Task) -> Callable[[], Any] | None:
-    """Return a function that reads the items of a task; None for texts, read with a tokenizer."""
-    readers = {"hellaswag": read_hellaswag, "mmlu": read_mmlu, "core": read_core}
-    return None if task in TEXT_TASKS else lambda: readers[task](options.place(task))
 
 
 def _score(

@@ -17,6 +17,8 @@ from gptjax.training.status_line import StatusLine
 
 # Consecutive updates skipped because of NaN or infinity before the run stops.
 MOST_NOT_FINITE = 50
+# The metric of each evaluation task on the status line.
+EVAL_METRICS = ("hellaswag_acc", "mmlu_acc", "core")
 
 
 class Progress:
@@ -137,6 +139,15 @@ class Progress:
         self._status.validated(loss)
         if not math.isfinite(loss):
             raise NotFiniteError(f"step {step}: validation loss {loss}")
+
+    def evaluated(self, step: int, results: dict[str, float]) -> None:
+        """Log and show the metrics of the evaluation tasks."""
+        self.write("eval", step, **results)
+        text = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
+        self._console.print(f"step {step}: {text}")
+        self._status.evaluated(
+            {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
+        )
 
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput."""

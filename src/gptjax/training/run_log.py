@@ -21,7 +21,7 @@ class LogError(ValueError):
     """A log.jsonl that cannot be read."""
 
 
-Kind = Literal["train", "val", "sample", "event"]
+Kind = Literal["train", "val", "eval", "sample", "event"]
 
 # Interval of the flushes of TensorBoard's events, each with an fsync in the training loop.
 _FLUSH_SECONDS = 30
@@ -50,8 +50,8 @@ class RunLog:
     when `write` returns: a killed process loses at most the line that is being written. NaN and
     ±inf are written as null, because JSON does not represent them.
 
-    On resume, train, val and sample lines after `resume_step` are removed, because these steps are
-    repeated; events stay. TensorBoard hides the earlier values of these steps.
+    On resume, all lines after `resume_step` except events are removed, because these steps are
+    repeated. TensorBoard hides the earlier values of these steps.
 
     Args:
         run_dir: the run's folder, created if it does not exist.
@@ -91,7 +91,7 @@ class RunLog:
         """Write one line, and each number or text in it to TensorBoard as `kind/name`.
 
         Args:
-            kind: "train", "val", "sample" or "event".
+            kind: "train", "val", "eval", "sample" or "event".
             step: completed optimizer steps.
             tokens: tokens trained on so far.
             fields: numbers, arrays of one element, text, booleans, None, or other JSON values.

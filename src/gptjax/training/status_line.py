@@ -43,6 +43,7 @@ class StatusLine:
         self._first: tuple[int, Number] | None = None
         self._drawn_at = -math.inf
         self._val_loss: Number | None = None
+        self._eval = ""
         self._step = -1
         self._parts: dict[str, str] = {}
 
@@ -111,8 +112,14 @@ class StatusLine:
         if self._parts and (self._live is not None or self._step >= self._total_steps):
             self._show()
 
+    def evaluated(self, metrics: dict[str, Number]) -> None:
+        """Show the metric of each evaluation task from the next update on."""
+        self._eval = " · ".join(f"{task} {value:.4f}" for task, value in metrics.items())
+
     def _show(self, due: bool = True) -> None:
         parts = self._parts | {"val": f"val {_or_dash(self._val_loss, '.4f')}"}
+        if self._eval:
+            parts["eval"] = self._eval
         if self._live is None:
             line = " · ".join(parts.values())
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -140,7 +147,7 @@ class StatusLine:
 
 
 # Parts of the status line that are omitted on a narrow terminal, in this order.
-_EXPENDABLE = ("lr", "mfu", "val", "eta", "speed", "ms", "loss")
+_EXPENDABLE = ("lr", "mfu", "eval", "val", "eta", "speed", "ms", "loss")
 
 
 def _fitted(parts: dict[str, str], width: int) -> str:
@@ -149,7 +156,7 @@ def _fitted(parts: dict[str, str], width: int) -> str:
     for name in _EXPENDABLE:
         if len(" · ".join(parts.values())) <= width:
             break
-        del parts[name]
+        parts.pop(name, None)
     return " · ".join(parts.values())
 
 

@@ -1,0 +1,30 @@
+"""Places of the tasks' files in a data folder."""
+
+from pathlib import Path
+from typing import Any
+
+from gptjax.evaluation.choices import read_hellaswag, read_mmlu
+from gptjax.evaluation.core import read_core
+
+# Task → names in the data folder: the first that exists.
+PLACES = {
+    "hellaswag": ("hellaswag_val.jsonl", "hellaswag_val.bin"),
+    "mmlu": ("mmlu",),
+    "core": ("eval_bundle",),
+}
+_READERS = {"hellaswag": read_hellaswag, "mmlu": read_mmlu, "core": read_core}
+
+
+def place(task: str, data_dir: Path) -> Path:
+    """Return the file or folder of a task; the first of its names if there is none."""
+    places = [data_dir / name for name in PLACES[task]]
+    return next((each for each in places if each.exists()), places[0])
+
+
+def read(task: str, path: Path) -> Any:
+    """Return the questions or the tasks of CORE in a file or folder.
+
+    Raises:
+        EvaluationError: it is missing or malformed.
+    """
+    return _READERS[task](path)

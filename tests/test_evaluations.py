@@ -1,0 +1,81 @@
+"""Evaluation tasks during training: `--eval-tasks` and `--eval-every`."""
+
+import dataclasses
+
+import jax
+import pytest
+from evaluation_tools import BYTES, hellaswag_items, write_core, write_jsonl
+from train_tools import rows, run
+
+from gptjax import load
+from gptjax.config import ConfigError
+from gptjax.evaluation import (
+    Scorer,
+    core_metric,
+    evenly_spaced,
+    read_core,
+    read_hellaswag,
+    score_choices,
+    score_core,
+)
+from gptjax.training.status_line import StatusLine
+
+pytest_plugins = ["train_tools"]
+
+
+@pytest.fixture
+def evaluating(config, tmp_path):
+    """A run of three steps; two evaluations of two tasks."""
+    write_jsonl(tmp_path / "hellaswag_val.jsonl", hellaswag_items(8))
+    write_core(tmp_path / "eval_bundle", 6)
+    model = dataclasses.replace(config.model, block_size=96, n_layer=1)
+    options = {"eval_tasks": "hellaswag,core", "eval_every": 2, "eval_items": 5, "max_steps": 3}
+    return dataclasses.replace(
+        config, model=model, data_dir=tmp_path, sample_every=0, val_every=0, **options
+    )
+
+
+def test_results_are_those_of_the_saved_model(evaluating):
+    code, shown = run(evaluating)
+    assert code == 0
+    found = rows(evaluating, "eval")
+    assert [*found] == [2, 3]  # and at the last step
+    scorer = Scorer.of(load(evaluating.run_dir).model, jax.devices()[:1], 128)
+    questions = read_hellaswag(evaluating.data_dir / "hellaswag_val.jsonl")
+    metrics = score_choices(scorer, BYTES, evenly_spaced(questions, 5)).metrics()
+    core = score_core(scorer, BYTES, read_core(evaluating.data_dir / "eval_bundle"), max_items=5)
+    expected = {f"hellaswag_{name}": metrics[name] for name in ("acc", "acc_norm")}
+    expected |= {"core": core_metric(core)}
+    expected |= {f"core_{name}": each["acc"] for name, each in core.items()}
+    line = {name: x for name, x in found[3].items() if name not in ("kind", "step", "tokens")}
+    assert line == pytest.approx(expected)
+    assert f"step 3: hellaswag_acc {metrics['acc']:.4f}, " in shown
+
+
+def test_a_missing_file_ends_the_run_before_it_starts(evaluating):
+    (evaluating.data_dir / "hellaswag_val.jsonl").unlink()
+    with pytest.raises(ConfigError, match="--eval-tasks hellaswag: .* found no file; https://"):
+        run(evaluating)
+    assert not evaluating.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"eval_tasks": "hellaswag,piqa"}, "must be names of hellaswag, .* got 'piqa'"),
+        ({"eval_tasks": "core", "eval_every": 0}, "--eval-tasks and --eval-every need each other"),
+        ({"eval_tasks": "", "eval_every": 5}, "--eval-tasks and --eval-every need each other"),
+    ],
+)
+def test_options(options, message, config):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(config, **options)
+
+
+def test_status_line(capsys):
+    with StatusLine(2, on_gpu=False, every=1) as status:
+        status.update(1, loss=3.0, lr=1e-3)
+        status.evaluated({"hellaswag": 0.25, "core": 0.125})
+        status.update(2, loss=3.0, lr=1e-3)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "hellaswag" not in first and second.endswith("hellaswag 0.2500 · core 0.1250")
