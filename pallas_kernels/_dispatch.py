@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,22 @@ class BackEnd:
     """Launches custom kernels, which GSPMD cannot partition."""
 
 
+class Example(NamedTuple):
+    """A call of an operation that its folder has chosen."""
+
+    call: Callable[..., Any]
+    """Arrays, and the option `implementation`: the result."""
+    reference: Callable[..., Any]
+    """The same arrays: the definition of the result in fp32."""
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    """Of the arrays."""
+    differentiable: bool = True
+
+
+MakeExample = Callable[[int, jax.typing.DTypeLike], Example | None]
+"""Number of rows (tokens) and dtype: a call of that size; None if there is none in that dtype."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """The back ends of a public function."""
@@ -52,6 +68,9 @@ class Operation:
     order: Callable[[Any, bool], Sequence[str]] | None = None
     """Names that `auto` tries, by the facts and whether the compiler may split the arrays. None:
     all, in the order of `back_ends`."""
+    examples: tuple[MakeExample, ...] = ()
+    """Calls that together launch every kernel of the operation. Programs that run or compile all
+    kernels use them: `python -m gptjax.doctor`, benchmarks/tools/compile_for_cards.py."""
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -67,6 +86,25 @@ def register(
     """Add operations that share their back ends; the parameters are the fields of `Operation`."""
     for name in names:
         OPERATIONS[name] = Operation(tuple(back_ends), facts, order)
+
+
+def example(operation: str) -> Callable[[MakeExample], MakeExample]:
+    """Decorate a function that makes an example of a registered operation.
+
+    The first line of its docstring names the example and says why the folder has chosen it.
+    """
+
+    def add(make: MakeExample) -> MakeExample:
+        entry = OPERATIONS[operation]
+        OPERATIONS[operation] = dataclasses.replace(entry, examples=(*entry.examples, make))
+        return make
+
+    return add
+
+
+def title(make: MakeExample) -> str:
+    """Return the name of an example: the first line of its docstring."""
+    return (make.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
 def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **facts: Any) -> str:

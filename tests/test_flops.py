@@ -5,7 +5,14 @@ import math
 import pytest
 
 from gptjax import precision
-from gptjax.training.flops import PEAK_FLOPS, Throughput, mfu, peak_flops
+from gptjax.training.flops import (
+    PEAK_BANDWIDTH,
+    PEAK_FLOPS,
+    Throughput,
+    mfu,
+    peak_bandwidth,
+    peak_flops,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,34 @@ def test_every_name_finds_its_row_and_the_columns_are_in_order():
         # bf16 runs at twice TF32's rate on every chip, up to the datasheet's rounding
         if "bf16" in row:
             assert row["bf16"] / row["tf32"] == pytest.approx(2, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "device_kind, rate",
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA H100 80GB HBM3", 3.35e12),
+        ("NVIDIA H100 PCIe", 2e12),
+        ("NVIDIA A100-SXM4-80GB", 2.039e12),
+        ("NVIDIA A100-SXM4-40GB", 1.555e12),
+        ("NVIDIA A100 80GB PCIe", 1.935e12),
+        ("NVIDIA GH200 144G HBM3e", 4.9e12),
+        ("NVIDIA GeForce RTX 4090", 1008e9),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A100", None),  # of unknown size
+        ("cpu", None),
+    ],
+)
+def test_bandwidth_of_each_device_and_memory_size(device_kind, rate):
+    assert peak_bandwidth(device_kind) == rate
+
+
+def test_every_device_has_a_bandwidth_and_flops():
+    for name in PEAK_BANDWIDTH:
+        assert peak_flops(name, "fp32") is not None and peak_bandwidth(name) is not None
+    sizes = {"A100": "A100 80GB", "A100 PCIe": "A100 PCIe 40GB", "GH200": "GH200 480GB"}
+    for name in PEAK_FLOPS:
+        assert 3e11 <= peak_bandwidth(sizes.get(name, name)) <= 8e12
 
 
 def test_every_precision_has_a_peak_and_no_other():

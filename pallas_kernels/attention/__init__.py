@@ -457,3 +457,36 @@ def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
             f"flash_attention: a window needs causal=True and a size of at least 1, got {causal=} "
             f"{window=}"
         )
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+def _example(rows, dtype, heads, head_dim, **options):
+    t = min(rows, 1024)
+    qkv_BT3HD = jax.ShapeDtypeStruct((rows // t, t, 3, heads, head_dim), dtype)
+    return _dispatch.Example(
+        functools.partial(flash_attention_qkv, **options),
+        lambda qkv_BT3HD: reference(*jnp.moveaxis(qkv_BT3HD, 2, 0)),
+        (qkv_BT3HD,),
+    )
+
+
+@_dispatch.example("flash_attention")
+def _head_dim_64_example(rows, dtype):
+    """Heads of GPT-2, packed."""
+    return _example(rows, dtype, 12, 64)
+
+
+@_dispatch.example("flash_attention")
+def _head_dim_128_example(rows, dtype):
+    """Heads of Llama, packed: they need the most shared memory."""
+    return _example(rows, dtype, 6, 128)
+
+
+@_dispatch.example("flash_attention")
+def _true_fp32_example(rows, dtype):
+    """Heads of GPT-2 in true fp32, which has tiles of its own."""
+    if dtype != jnp.float32:
+        return None
+    return _example(rows, dtype, 12, 64, precision=jax.lax.Precision.HIGHEST)

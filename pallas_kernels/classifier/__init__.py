@@ -258,3 +258,31 @@ def _check(logits_NV, targets_N, vocab_size, softcap):
         raise ValueError(
             f"fused_classifier: a softcap's scale and width are positive, got {softcap}"
         )
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+def _example(rows, dtype, softcap):
+    targets_N = jnp.arange(rows, dtype=jnp.int32) * 7
+
+    def losses(f):
+        # The gradient of the losses is the second result.
+        return lambda logits_NV, **how: f(
+            logits_NV, targets_N % 50257, vocab_size=50257, softcap=softcap, **how
+        )[0]
+
+    arrays = (jax.ShapeDtypeStruct((rows, 50304), dtype),)
+    return _dispatch.Example(losses(fused_classifier), losses(reference), arrays)
+
+
+@_dispatch.example("fused_classifier")
+def _plain_example(rows, dtype):
+    """GPT-2's padded vocabulary."""
+    return _example(rows, dtype, None)
+
+
+@_dispatch.example("fused_classifier")
+def _capped_example(rows, dtype):
+    """GPT-2's padded vocabulary with a soft cap, which needs the most registers."""
+    return _example(rows, dtype, SigmoidCap())

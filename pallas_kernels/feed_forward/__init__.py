@@ -429,3 +429,46 @@ def _check(name, x, w, b):
             f"{name}: expected x in float32, bfloat16 or float16, w and b in x's dtype or float32, "
             f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
         )
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+def _scaled(f, **options):
+    """Return f of x and of weights that keep the variance of x."""
+    return lambda x, w, *more, **how: f(x, w * w.shape[0] ** -0.5, *more, **options, **how)
+
+
+def _shapes(rows, dtype):
+    return tuple(
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, 768), (768, 3072), (3072,))
+    )
+
+
+@_dispatch.example("linear_gelu")
+def _gelu_example(rows, dtype):
+    """The first half of GPT-2's MLP: matmul, bias and activation in one kernel."""
+    f = _scaled(linear_gelu), _scaled(reference, activation="gelu")
+    return _dispatch.Example(*f, _shapes(rows, dtype))
+
+
+@_dispatch.example("linear_relu_squared")
+def _relu_squared_example(rows, dtype):
+    """The same size with the other activation and without a bias."""
+    f = _scaled(linear_relu_squared), _scaled(reference, activation="relu_squared")
+    return _dispatch.Example(*f, _shapes(rows, dtype)[:2])
+
+
+@_dispatch.example("mlp")
+def _mlp_example(rows, dtype):
+    """GPT-2's MLP, fp32 in TF32: the gradient of the second matmul is in the kernels."""
+
+    def expected(x, w, b, w2):
+        return jnp.matmul(reference(x, w, b), w2, precision=jax.lax.Precision.HIGHEST)
+
+    def scaled(f):
+        return lambda x, w, b, w2, **how: f(x, w * 768**-0.5, b, w2 * 3072**-0.5, **how)
+
+    arrays = (*_shapes(rows, dtype), jax.ShapeDtypeStruct((3072, 768), dtype))
+    call = functools.partial(mlp, precision=jax.lax.Precision.HIGH)
+    return _dispatch.Example(scaled(call), scaled(expected), arrays)

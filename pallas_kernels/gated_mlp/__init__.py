@@ -153,3 +153,20 @@ def _check(x, w_gate, w_up, w_down):
             "swiglu: expected x in float32, bfloat16 or float16, w_gate, w_up and w_down in x's "
             f"dtype or float32, got {', '.join(str(a.dtype) for a in arrays)}"
         )
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("swiglu")
+def _example(rows, dtype):
+    """The MLP of a Llama of GPT-2's width."""
+    sizes = ((rows, 768), (768, 2048), (768, 2048), (2048, 768))
+
+    def scaled(f):
+        return lambda x, w_gate, w_up, w_down, **how: f(
+            x, w_gate * 768**-0.5, w_up * 768**-0.5, w_down * 2048**-0.5, **how
+        )
+
+    arrays = tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes)
+    return _dispatch.Example(scaled(swiglu), scaled(reference), arrays)

@@ -263,3 +263,18 @@ def _fused_backward(options, saved, g_N):
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("linear_cross_entropy")
+def _example(rows, dtype):
+    """Rows of GPT-2's width and a small padded vocabulary: the loop over chunks of logits."""
+    targets_N = jnp.arange(rows, dtype=jnp.int32) % 1000
+    arrays = (jax.ShapeDtypeStruct((rows, 768), dtype), jax.ShapeDtypeStruct((1024, 768), dtype))
+
+    def losses(f):
+        return lambda x_NC, w_VC, **how: f(x_NC, w_VC * 0.04, targets_N, vocab_size=1000, **how)
+
+    return _dispatch.Example(losses(linear_cross_entropy), losses(reference), arrays)

@@ -218,3 +218,20 @@ def _linear_backward(precision, saved, dy_NO):
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("sum_rows")
+def _sum_rows_example(rows, dtype):
+    """The gradient of the bias of GPT-2's attention projection. The kernel has no derivative."""
+    rows = min(rows, FEW)
+
+    def call(x_NO, implementation):
+        _dispatch.select("sum_rows", implementation, arrays=x_NO, rows=rows)
+        return sum_rows(x_NO)
+
+    arrays = (jax.ShapeDtypeStruct((rows, 2304), dtype),)
+    expected = functools.partial(jnp.sum, axis=0)
+    return _dispatch.Example(call, expected, arrays, differentiable=False)

@@ -338,3 +338,31 @@ def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
             f"{kernel}: expected out_dtype float32, bfloat16 or float16, got {out_dtype}"
         )
     return out_dtype
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("layer_norm")
+def _layer_norm_example(rows, dtype):
+    """GPT-2's residual stream: every option, so every sum of the backward pass."""
+    x_NC, p_C = jax.ShapeDtypeStruct((rows, 768), dtype), jax.ShapeDtypeStruct((768,), jnp.float32)
+
+    def with_residual(f):
+        def call(x_NC, r_NC, scale_C, bias_C, rb_C, **how):
+            return f(x_NC, scale_C, bias_C, residual=r_NC, residual_bias=rb_C, **how)
+
+        return call
+
+    arrays = (x_NC, x_NC, p_C, p_C, p_C)
+    return _dispatch.Example(with_residual(layer_norm), with_residual(reference), arrays)
+
+
+@_dispatch.example("rms_norm")
+def _rms_norm_example(rows, dtype):
+    """A row without a residual: the kernels without mean and bias."""
+    arrays = (
+        jax.ShapeDtypeStruct((rows, 1024), dtype),
+        jax.ShapeDtypeStruct((1024,), jnp.float32),
+    )
+    return _dispatch.Example(rms_norm, rms_reference, arrays)

@@ -164,3 +164,18 @@ def _check(x, scale, causal):
         raise ValueError(f"softmax: expected x of shape {expected}, got {x.shape}")
     if not math.isfinite(scale):
         raise ValueError(f"softmax: expected a finite scale, got {scale}")
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("softmax")
+def _short_example(rows, dtype):
+    """Rows of 1,024 columns: the kernels that hold a row in registers."""
+    return _dispatch.Example(softmax, reference, (jax.ShapeDtypeStruct((rows, 1024), dtype),))
+
+
+@_dispatch.example("softmax")
+def _long_example(rows, dtype):
+    """Rows of GPT-2's vocabulary: the kernels that read a row twice."""
+    return _dispatch.Example(softmax, reference, (jax.ShapeDtypeStruct((rows, 50257), dtype),))

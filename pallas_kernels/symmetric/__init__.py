@@ -306,3 +306,39 @@ def _check(kernel, a):
         )
     if kernel == "ba_plus_caa" and a.shape[-1] != a.shape[-2]:
         raise ValueError(f"ba_plus_caa: expected square matrices (..., M, M), got shape {a.shape}")
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+def _example(f, reference, dtype, size=(2, 256, 768)):
+    # Two matrices, whatever the number of tokens: these are parameters.
+    return _dispatch.Example(f, reference, (jax.ShapeDtypeStruct(size, dtype),))
+
+
+@_dispatch.example("xxt")
+def _xxt_example(rows, dtype):
+    """Two wide matrices."""
+    return _example(xxt, xxt_reference, dtype)
+
+
+@_dispatch.example("xtx")
+def _xtx_example(rows, dtype):
+    """Two wide matrices: the contracted axis is not contiguous."""
+    return _example(xtx, xtx_reference, dtype)
+
+
+@_dispatch.example("ba_plus_caa")
+def _ba_plus_caa_example(rows, dtype):
+    """Two symmetric matrices, with all three coefficients."""
+
+    def polynomial(f):
+        def call(a, **how):
+            a = (a + jnp.swapaxes(a, -1, -2)) * 0.05
+            return f(a, b=-1.5, c=0.7, d=0.3, **how)
+
+        return call
+
+    return _example(
+        polynomial(ba_plus_caa), polynomial(ba_plus_caa_reference), dtype, (2, 256, 256)
+    )

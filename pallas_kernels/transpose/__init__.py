@@ -163,3 +163,35 @@ def _check(kernel, *arrays):
             f"{kernel}: expected dst (…, C, R) and src (…, R, C), got {arrays[0].shape} and "
             f"{arrays[1].shape}"
         )
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("transpose_copy")
+def _copy_example(rows, dtype):
+    """A matrix of GPT-2's width."""
+    arrays = (jax.ShapeDtypeStruct((rows, 768), dtype),)
+    return _dispatch.Example(transpose_copy, reference, arrays)
+
+
+@_dispatch.example("transpose_add")
+def _add_example(rows, dtype):
+    """The kernel that stores into a new array, and the one that overwrites dst."""
+    arrays = (jax.ShapeDtypeStruct((rows, 768), dtype), jax.ShapeDtypeStruct((768, rows), dtype))
+
+    def call(src, dst, **how):
+        return transpose_add(transpose_add(dst, src, in_place=False, **how), src, **how)
+
+    return _dispatch.Example(call, lambda src, dst: reference(src, dst) + reference(src), arrays)
+
+
+@_dispatch.example("transpose_sum_rows")
+def _sum_rows_example(rows, dtype):
+    """A gradient of GPT-2's width. The kernel has no derivative."""
+
+    def expected(src):
+        return reference(src), src.astype(jnp.float32).sum(0)
+
+    arrays = (jax.ShapeDtypeStruct((rows, 768), dtype),)
+    return _dispatch.Example(transpose_sum_rows, expected, arrays, differentiable=False)

@@ -50,16 +50,34 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "T4": {"fp32": 8.1e12},
 }
 
+# Peak memory bandwidth of one device in bytes/s, from the same sources. A name with a memory size
+# holds for that size only.
+PEAK_BANDWIDTH: dict[str, float] = {
+    "B200": 7.7e12, "GB200": 8e12,
+    "H100": 3.35e12, "H100 PCIe": 2e12, "H100 NVL": 3.9e12, "H200": 4.8e12, "H200 NVL": 4.8e12,
+    "GH200 480GB": 4e12, "GH200 144G": 4.9e12,
+    "A100 40GB": 1.555e12, "A100 80GB": 2.039e12,
+    "A100 PCIe 40GB": 1.555e12, "A100 PCIe 80GB": 1.935e12, "A30": 933e9,
+    "L4": 300e9, "L40": 864e9, "L40S": 864e9, "RTX 6000 Ada Generation": 960e9,
+    "RTX 4090": 1008e9, "RTX 4080": 716.8e9, "RTX 5090": 1792e9, "RTX 5080": 960e9,
+    "A10": 600e9, "A10G": 600e9, "A40": 696e9, "RTX A6000": 768e9,
+    "RTX 3090": 936e9, "RTX 3090 Ti": 1008e9,
+    "V100": 900e9, "V100 PCIe": 900e9, "V100S PCIe": 1134e9, "T4": 300e9,
+}  # fmt: skip
+
 _COLUMN = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_residual_fp32": "bf16"}
 # Words in a device's name that do not determine the speed: brands, the SXM socket, size and type of
 # the memory.
 _NOISE = re.compile(r"nvidia|tesla|geforce|sxm\d*|\d+gb?|hbm\d\w*")
 
 
-def _model_words(name: str) -> tuple[str, ...]:
-    return tuple(
-        word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _NOISE.fullmatch(word)
-    )
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def _model_words(name: str) -> frozenset[str]:
+    """Return the words of a name that determine the speed, in any order."""
+    return frozenset(word for word in _words(name) if not _NOISE.fullmatch(word))
 
 
 _PEAK_BY_WORDS = {_model_words(name): peaks for name, peaks in PEAK_FLOPS.items()}
@@ -84,6 +102,21 @@ def peak_flops(device_kind: str, precision_name: str) -> float | None:
     if precision_name not in _COLUMN:
         raise ValueError(f"unknown precision {precision_name!r}; choose one of {list(_COLUMN)}")
     return _PEAK_BY_WORDS.get(_model_words(device_kind), {}).get(_COLUMN[precision_name])
+
+
+def peak_bandwidth(device_kind: str) -> float | None:
+    """Return the peak memory bandwidth of one device in bytes/s, or None for an unknown device.
+
+    Args:
+        device_kind: as in `peak_flops`.
+    """
+    words, model = {*_words(device_kind)}, _model_words(device_kind)
+    found = [
+        rate
+        for name, rate in PEAK_BANDWIDTH.items()
+        if _model_words(name) == model and words.issuperset(_words(name))
+    ]
+    return found[0] if found else None
 
 
 def mfu(

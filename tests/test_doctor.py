@@ -1,0 +1,312 @@
+"""python -m gptjax.doctor finds each planted fault and its remedy; a healthy machine passes."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from packaging.requirements import Requirement
+
+from gptjax.doctor import __main__ as doctor
+from gptjax.doctor import checks, kernels, machine
+from gptjax.doctor.machine import Gpu
+from pallas_kernels import _dispatch
+
+H200 = types.SimpleNamespace(
+    id=0, device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0"
+)
+INSTALLED = {
+    "jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0",
+    "jax-triton": "0.4.1", "triton": "3.9.0", "flax": "0.12.12", "gptjax": "0.1.0",
+}  # fmt: skip
+REQUIREMENTS = {
+    ("gptjax", ""): ["jax<0.13,>=0.11.2", "jaxlib<0.13,>=0.11.2", "flax<0.13,>=0.12.10"],
+    ("gptjax", "cuda13"): ["jax-triton>=0.4.1"],
+    ("jax", ""): ["jaxlib<=0.12.0,>=0.11.2"],
+    ("jax", "cuda13"): ["jaxlib<=0.12.0,>=0.12.0", "jax-cuda13-plugin<=0.12.0,>=0.12.0"],
+    ("jax-triton", ""): ["triton>=3.7"],
+}
+
+
+class Machine:
+    """A machine with an H200 on which everything is right; a test plants a fault."""
+
+    def __init__(self, patch):
+        self.patch, self.packages, self.devices = patch, dict(INSTALLED), [H200]
+        self.gpu = Gpu(0, "GPU-1", "NVIDIA H200", 143_771, 0, "580.95.05")
+        self.set(
+            installed=lambda name: self.packages.get(name),
+            requirements=lambda name, extra="": [
+                Requirement(r) for r in REQUIREMENTS.get((name, extra), [])
+            ],
+            cuda_version=lambda: (13, 0),
+            gpus=lambda: [self.gpu],
+            jax_gpus=lambda: self.devices,
+            copy_rate=lambda device: 4.26e12,
+            matmul_rate=lambda device: 794e12,
+        )
+        patch.setattr(kernels, "check_all", lambda: iter(()))
+
+    def set(self, **probes):
+        for name, probe in probes.items():
+            self.patch.setattr(machine, name, probe)
+
+    def without_driver(self):
+        self.set(cuda_version=lambda: None, gpus=list, jax_gpus=_no_gpu)
+        for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+            del self.packages[name]
+
+
+def _no_gpu():
+    raise RuntimeError("Unknown backend: 'gpu' requested\nmore")
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    return Machine(monkeypatch)
+
+
+def bad(**options):
+    """Names and remedies of the checks that are not ok."""
+    results = list(doctor.run(doctor.Options(**options)))
+    assert all(bool(r.remedy) == (r.status != "ok") for r in results)
+    return {r.name: (r.status, r.found, r.remedy) for r in results if r.status != "ok"}
+
+
+def only(**options):
+    """The one check that is not ok."""
+    ((name, (status, found, remedy)),) = bad(**options).items()
+    return name, status, found, remedy
+
+
+def test_a_healthy_machine_passes(h200, capsys):
+    assert bad() == {}
+    assert doctor.main([]) == 0
+    out = capsys.readouterr().out
+    assert "jax-cuda13-plugin  0.12.0\n" in out and "driver             580.95.05\n" in out
+    assert "ok       GPUs: 0: NVIDIA H200\n" in out
+    assert "ok       copy on GPU 0: 4.26 TB/s, 89% of the peak 4.80\n" in out
+    assert "bf16 matmul on GPU 0: 794.00 TFLOP/s, 80% of the peak 989.40" in out
+    assert out.endswith("nothing failed\n")
+
+
+# ----------------------------------------------------------------------------------- planted faults
+
+
+def test_no_plugin(h200):
+    del h200.packages["jax-cuda13-plugin"]
+    h200.set(jax_gpus=_no_gpu)
+    found = bad()
+    assert found["CUDA plugin"][0] == found["GPUs"][0] == "failed"
+    assert "no CUDA plugin" in found["CUDA plugin"][1]
+    assert found["CUDA plugin"][2] == "pip install -e '.[cuda13]'"
+    assert "1 GPUs in nvidia-smi, none in JAX: RuntimeError: Unknown backend" in found["GPUs"][1]
+    assert "more" not in found["GPUs"][1]
+
+
+def test_a_wrong_jaxlib(h200):
+    h200.packages["jaxlib"] = "0.12.1"
+    found = bad()
+    assert found["jaxlib"] == (
+        "failed",
+        "jax 0.12.0: needs jaxlib<=0.12.0,>=0.11.2, found 0.12.1",
+        "pip install --upgrade 'jax[cuda13]==0.12.0'",
+    )
+    # jax accepts an older jaxlib, its plugin does not.
+    h200.packages["jaxlib"] = "0.11.2"
+    name, status, text, remedy = only()
+    assert (name, status) == ("CUDA plugin", "failed")
+    assert "needs jaxlib<=0.12.0,>=0.12.0, found 0.11.2" in text
+    assert remedy == "pip install --upgrade 'jax[cuda13]==0.12.0'"
+
+
+def test_no_jax_triton(h200):
+    del h200.packages["jax-triton"]
+    name, status, text, remedy = only()
+    assert (name, status) == ("jax-triton", "failed")
+    assert "no Triton kernel runs" in text and remedy == "pip install -e '.[cuda13]'"
+
+
+def test_memory_that_another_process_holds(h200):
+    h200.gpu = Gpu(0, "GPU-1", "NVIDIA H200", 143_771, 71_885, "580", ("python, pid 7, 71885 MiB",))
+    name, status, text, remedy = only()
+    assert (name, status) == ("memory of GPU 0", "failed")
+    assert text == "NVIDIA H200: 70.2 of 140.4 GiB in use by python, pid 7, 71885 MiB"
+    assert "end that process" in remedy and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.47" in remedy
+    # A small process leaves train.py its memory.
+    h200.gpu = Gpu(0, "GPU-1", "NVIDIA H200", 143_771, 900, "580", ("python, pid 7, 900 MiB",))
+    assert only()[1] == "warning"
+
+
+@pytest.mark.parametrize(
+    "probe, rate, says",
+    [
+        ("copy_rate", 2e12, "copy on GPU 0: 2.00 TB/s, 42% of the peak 4.80, expected 70%"),
+        ("matmul_rate", 4e14, "bf16 matmul on GPU 0: 400.00 TFLOP/s, 40% of the peak 989.40"),
+    ],
+)
+def test_a_slow_gpu(h200, probe, rate, says):
+    h200.set(**{probe: lambda device: rate})
+    name, status, text, remedy = only()
+    assert status == "failed" and f"{name}: {text}".startswith(says)
+    assert "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE" in remedy
+
+
+# ------------------------------------------------------------------------------------- other faults
+
+
+def test_packages_that_miss_a_requirement(h200):
+    h200.packages["flax"] = "0.12.9"
+    name, status, text, remedy = only()
+    assert (name, status, remedy) == ("packages", "failed", "pip install 'flax<0.13,>=0.12.10'")
+    assert text == "needs flax<0.13,>=0.12.10, found 0.12.9"
+
+
+def test_an_old_driver(h200):
+    h200.set(cuda_version=lambda: (12, 8))
+    name, status, text, remedy = only()
+    assert (name, status) == ("driver", "failed") and "version 580" in remedy
+    assert text == "the driver supports CUDA 12.8, and the plugin needs 13"
+    assert "jax[cuda12]" in remedy
+
+
+def test_an_unknown_gpu_and_one_that_jax_does_not_use(h200):
+    h200.devices = [types.SimpleNamespace(**vars(H200) | {"device_kind": "NVIDIA X1"})]
+    found = bad()
+    assert {status for status, *_ in found.values()} == {"warning"}
+    assert "train.py --peak-tflops N" in found["bf16 matmul on GPU 0"][2]
+    h200.set(gpus=lambda: [h200.gpu, h200.gpu])
+    assert bad()["GPUs"][0] == "failed"
+
+
+def test_a_measurement_that_fails_is_a_failed_check(h200):
+    def fail(device):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    h200.set(copy_rate=fail)
+    assert only()[1:3] == ("failed", "RuntimeError: RESOURCE_EXHAUSTED: out of memory")
+
+
+def test_a_machine_without_a_gpu(h200, capsys):
+    h200.without_driver()
+    found = bad()
+    assert {name: status for name, (status, *_) in found.items()} == {
+        "driver": "warning",
+        "GPUs": "warning",
+    }
+    assert "train.py --device cpu" in found["GPUs"][2]
+    assert doctor.main([]) == 0
+    assert "no NVIDIA GPU: training runs on the CPU" in capsys.readouterr().out
+    assert bad(need_gpu=True)["GPUs"][0] == "failed"
+    assert doctor.main(["--need-gpu"]) == 1
+
+
+def test_json(h200, capsys):
+    del h200.packages["jax-triton"]
+    assert doctor.main(["--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False and report["versions"]["jaxlib"] == "0.12.0"
+    assert report["versions"]["jax-triton"] is None and report["versions"]["cuda"] == "13.0"
+    assert report["gpus"][0]["total_mib"] == 143_771
+    failed = [check for check in report["checks"] if check["status"] == "failed"]
+    assert [check["name"] for check in failed] == ["jax-triton"] and failed[0]["remedy"]
+
+
+# ------------------------------------------------------------------------------------------- probes
+
+
+def test_probes_of_this_machine():
+    assert machine.installed("jax") == jax.__version__ and machine.installed("no-such") is None
+    assert machine.requirements("no-such") == []
+    (needed,) = [r for r in machine.requirements("gptjax") if r.name == "flax"]
+    assert needed.specifier.contains(machine.installed("flax"))
+    extra = machine.requirements("gptjax", "cuda13")
+    assert {r.name for r in extra} == {"jax", "jax-triton"}
+    assert machine.requirement("jax", "jax-cuda13-plugin", "cuda13") is not None
+    assert machine.requirement("jax", "jax-cuda13-plugin") is None
+
+
+def test_what_nvidia_smi_says(monkeypatch):
+    answers = {
+        "compute-apps": "GPU-b, 12, /usr/bin/python, 4096\nGPU-b, 13, x, [N/A]\n",
+        "gpu": "0, GPU-a, NVIDIA L4, 23034, 0, 570.1\n1, GPU-b, NVIDIA L4, 23034, 4200, 570.1\n"
+        "2, GPU-c, NVIDIA L4, [N/A], [N/A], 570.1\n",
+    }
+
+    def run(command, **_):
+        query = command[1].removeprefix("--query-").split("=")[0]
+        return types.SimpleNamespace(stdout=answers[query], returncode=0)
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second = machine.gpus()
+    assert first == Gpu(0, "GPU-a", "NVIDIA L4", 23034, 0, "570.1")
+    assert second.processes == ("/usr/bin/python, pid 12, 4096 MiB", "x, pid 13, [N/A] MiB")
+    for visible, indices in {"1": [1], "GPU-a": [0], "0,1": [0, 1], "": [], "-1": []}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.index for gpu in machine.gpus()] == indices
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError))
+    assert machine.gpus() == []
+
+
+# ------------------------------------------------------------------------------------------ kernels
+
+
+def test_every_kernel_has_an_example():
+    import pallas_kernels  # noqa: F401
+
+    missing = {
+        name
+        for name, entry in _dispatch.OPERATIONS.items()
+        if any(back_end.custom for back_end in entry.back_ends) and not entry.examples
+    }
+    # Its arguments are a model's weights and cache.
+    assert missing <= {"decode_step"}
+    for entry in _dispatch.OPERATIONS.values():
+        assert all(make.__doc__ for make in entry.examples)
+
+
+def test_the_examples_are_right_in_xla():
+    """Results and gradients of two examples; a GPU runs them all."""
+    for operation in ("ba_plus_caa", "rms_norm"):
+        (make,) = _dispatch.OPERATIONS[operation].examples
+        assert kernels.error(make(16, jnp.float32), "xla") < 1e-5
+
+
+@pytest.fixture
+def operation(monkeypatch):
+    """Register an operation whose back ends are right, wrong, broken and not supported."""
+
+    def call(x, implementation):
+        if implementation == "absent":
+            raise ValueError("test: implementation 'absent' needs luck; these can run here: []")
+        if implementation == "broken":
+            raise RuntimeError("no kernel image\nmore")
+        return jnp.sin(x) * (1.1 if implementation == "wrong" else 1.0)
+
+    def make(rows, dtype):
+        """A sine."""
+        x = jax.ShapeDtypeStruct((rows,), dtype)
+        return _dispatch.Example(call, jnp.sin, (x,)) if dtype == jnp.float32 else None
+
+    back_ends = [_dispatch.BackEnd(name) for name in ("right", "wrong", "broken", "absent", "xla")]
+    monkeypatch.setattr(_dispatch, "OPERATIONS", {})
+    _dispatch.register("test", back_ends=back_ends)
+    _dispatch.example("test")(make)
+
+
+def test_a_wrong_kernel_fails(operation):
+    right, wrong, broken, absent = kernels.check_all()
+    assert (right.name, right.status) == ("test, right", "ok")
+    assert wrong.status == "failed" and "relative error 10.00% (A sine, float32)" in wrong.found
+    assert "implementation='xla'" in wrong.remedy
+    assert broken.status == "failed" and broken.found.endswith("RuntimeError: no kernel image")
+    assert (absent.status, absent.found) == ("ok", "not run here: needs luck")
+    assert checks.Result("", "ok", "").remedy == ""
+
+
+@pytest.mark.gpu
+def test_every_kernel_on_this_gpu():
+    results = list(kernels.check_all())
+    assert results and [r for r in results if r.status != "ok"] == []
