@@ -18,7 +18,9 @@ from gptjax.plot import plot_runs, short_number, smooth
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def make_run(folder, *, steps=400, val_every=50, shift=0.0, nan_at=(), tokens_per_step=500_000):
+def make_run(
+    folder, *, steps=400, val_every=50, shift=0.0, nan_at=(), tokens_per_step=500_000, ms=None
+):
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True)
     with (folder / "log.jsonl").open("w") as file:
@@ -26,6 +28,9 @@ def make_run(folder, *, steps=400, val_every=50, shift=0.0, nan_at=(), tokens_pe
             clean = 3.3 + shift + 7.6 * math.exp(-step / (0.03 * steps))
             loss = None if step in nan_at else clean + 0.05 * rng.normal()
             rows = [{"kind": "train", "step": step, "tokens": step * tokens_per_step, "loss": loss}]
+            if ms is not None:
+                # The first step of a process has no time.
+                rows[0]["ms"] = None if step == 1 else ms
             if val_every and step % val_every == 0:
                 rows.append(
                     {"kind": "val", "step": step, "tokens": step * tokens_per_step, "loss": clean}
@@ -112,6 +117,68 @@ def test_three_runs_have_three_colours_and_names(tmp_path, figures):
     assert len(lines) == 9 and len(set(colours)) == 3 and colours[0] == colours[1] == colours[2]
     np.testing.assert_array_equal(lines[0].get_xdata(), np.arange(1, 401))
     assert figures[0].axes[0].get_xlabel() == "training steps"
+
+
+# ---------------------------------------------------------------------------------- time and groups
+
+
+def test_the_time_is_that_of_the_steps(tmp_path, figures):
+    run = make_run(tmp_path / "run", steps=300, val_every=100, ms=400)
+    plot_runs([run], tmp_path / "loss.png", x="time")
+    (raw, _, val), _ = drawn(figures[0])
+    np.testing.assert_allclose(raw.get_xdata(), np.arange(1, 301) * 0.4 / 60)
+    np.testing.assert_allclose(val.get_xdata(), [2 / 3, 4 / 3, 2])
+    assert figures[0].axes[0].get_xlabel() == "training time (minutes)"
+    with pytest.raises(
+        ValueError, match=r"log\.jsonl: no step has a time in ms; choose --x tokens"
+    ):
+        plot_runs([make_run(tmp_path / "old", steps=3)], tmp_path / "old.png", x="time")
+
+
+def test_a_group_is_drawn_as_mean_and_deviation(tmp_path, figures):
+    """Runs that differ in the seed of their name; of other lengths, they end with the shortest."""
+    runs = [
+        make_run(tmp_path / name, shift=shift, steps=steps, val_every=40)
+        for name, shift, steps in (
+            ("lr1-seed0", 0.0, 200),
+            ("lr2-seed0", 1.0, 200),
+            ("lr1-seed1", 0.3, 200),
+            ("lr1_seed12", 0.6, 200),
+            ("seedless", 2.0, 200),
+        )
+    ]
+    plot_runs(runs, tmp_path / "loss.png", x="steps", group=True)
+    axes, (lines, legend) = figures[0].axes[0], drawn(figures[0])
+    assert [text.split(" · ")[0] for text in legend[:3]] == [
+        "lr1 (3 seeds)",
+        "lr2-seed0",
+        "seedless",
+    ]
+    assert legend[0].endswith("val 3.6000 ± 0.3000") and legend[1].endswith("val 4.3000")
+    assert legend[3] == "training, smoothed: mean of the seeds ± standard deviation"
+    mean, val = lines[:2]
+    own = smooth(np.array(plot._read(runs[0] / "log.jsonl", "", "steps").train_loss), 4)
+    np.testing.assert_allclose(mean.get_ydata(), own + 0.3, atol=1e-12)
+    np.testing.assert_array_equal(val.get_xdata(), [40, 80, 120, 160, 200])
+    (band,) = [c for c in axes.collections if hasattr(c, "get_paths") and len(c.get_paths()) == 1]
+    points = band.get_paths()[0].vertices
+    at_end = points[points[:, 0] == 200, 1]
+    np.testing.assert_allclose(
+        [at_end.min(), at_end.max()], mean.get_ydata()[-1] + np.array([-0.3, 0.3])
+    )
+
+
+def test_seeds_of_different_lengths_end_with_the_shortest(tmp_path, figures):
+    runs = [make_run(tmp_path / f"a-seed{n}", steps=100 + 50 * n, val_every=0) for n in (1, 0)]
+    plot_runs(runs, tmp_path / "loss.png", x="steps", group=True)
+    (mean, *_), legend = drawn(figures[0])
+    assert mean.get_xdata().tolist() == list(range(1, 101)) and legend[0].endswith(", no val")
+    ends = [tmp_path / "b-seed0", tmp_path / "b-seed1"]
+    for folder, step in zip(ends, (1, 2), strict=True):
+        folder.mkdir()
+        (folder / "log.jsonl").write_text(TRAIN.replace('"step": 1', f'"step": {step}'))
+    with pytest.raises(ValueError, match=r"seeds of b \(2 seeds\) have no steps in common"):
+        plot_runs(ends, tmp_path / "none.png", x="steps", group=True)
 
 
 def test_runs_of_the_same_name_have_distinct_labels(tmp_path, figures):
@@ -320,7 +387,8 @@ def test_help_names_every_option_and_default():
         "RUN [RUN ...]",
         "--out PATH",
         "loss.png",
-        "--x {tokens,steps}",
+        "--x {tokens,steps,time}",
+        "--group",
         "(default: tokens)",
     ):
         assert word in done.stdout

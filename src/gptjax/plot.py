@@ -1,6 +1,7 @@
 """Plot of the loss curves of one or several runs.
 
     python -m gptjax.plot runs/gpt2_124m runs/gpt2_124m_normuon --out loss.png
+    python -m gptjax.plot runs/lr1-seed0 runs/lr1-seed1 runs/lr2-seed0 runs/lr2-seed1 --group
 
 This module does not import JAX, so that the command starts fast.
 """
@@ -8,6 +9,7 @@ This module does not import JAX, so that the command starts fast.
 import dataclasses
 import itertools
 import math
+import re
 import signal
 import sys
 from pathlib import Path
@@ -22,7 +24,8 @@ from gptjax.bench import style
 from gptjax.terminal import printable
 from gptjax.training.run_log import read_log
 
-X = Literal["tokens", "steps"]
+X = Literal["tokens", "steps", "time"]
+_SEED = re.compile(r"[-_.]?seed[-_.]?\d+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +41,26 @@ class _Curves:
         return smooth(self.train_loss, half_width=max(1, len(self.train_loss) // 50))
 
 
-def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -> Path:
+def plot_runs(
+    paths: list[Path] | list[str], out: Path | str, x: X = "tokens", group: bool = False
+) -> Path:
     """Plot training and validation loss of the runs in one figure.
 
     Args:
         paths: run folders or log.jsonl files.
         out: the image file; the suffix selects the format (png, pdf, svg, …).
-        x: quantity of the horizontal axis.
+        x: quantity of the horizontal axis. The time is that of the training steps, without
+            compilation, validation and checkpoints.
+        group: draw runs whose names are equal without a last part such as "-seed3" as their mean,
+            with a band of one standard deviation to each side.
 
     Returns:
         `out` as a Path.
 
     Raises:
         FileNotFoundError: a run, a log.jsonl or the folder of `out` does not exist.
-        ValueError: no paths, a log without a finite training loss, a malformed log, or an unknown
+        ValueError: no paths, a log without a finite training loss or without times (for `x` of
+            "time"), a malformed log, runs of a group that have no steps in common, or an unknown
             image format.
     """
     out = Path(out)
@@ -65,22 +74,27 @@ def plot_runs(paths: list[Path] | list[str], out: Path | str, x: X = "tokens") -
     names = [log.resolve().parent.name for log in logs]
     if len(set(names)) < len(names):
         names = [str(log.parent) for log in logs]
-    names = [_shortened(printable(name), 60) for name in names]
+    names = [printable(name) for name in names]
     runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
+    groups = _grouped(runs) if group else [[run] for run in runs]
 
     with style.picture(out, (9, 5.5)) as axes:
         colours = itertools.cycle(style.COLOURS)
-        handles = [_draw(axes, run, colour) for run, colour in zip(runs, colours, strict=False)]
-        handles.append(Line2D([], [], color="0.4", linewidth=1.6, label="training, smoothed"))
+        handles = [_draw(axes, runs, color) for runs, color in zip(groups, colours, strict=False)]
+        grey = {"color": "0.4", "linewidth": 1.6}
+        handles.append(Line2D([], [], **grey, label="training, smoothed"))
+        if any(len(runs) > 1 for runs in groups):
+            handles[-1].set_label("training, smoothed: mean of the seeds ± standard deviation")
         if any(len(run.val_loss) for run in runs):
             marker = {"linestyle": "", "marker": "o", "markersize": 4}
             handles.append(Line2D([], [], color="0.4", label="validation", **marker))
         _scale_losses(axes, runs)
         axes.set_xlim(left=0)
         # A name may contain $.
-        axes.set_title(_shortened(", ".join(names), 90), parse_math=False)
+        title = ", ".join(_group_name(runs) for runs in groups)
+        axes.set_title(_shortened(title, 90), parse_math=False)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-        axes.set_xlabel(f"training {x}")
+        axes.set_xlabel("training time (minutes)" if x == "time" else f"training {x}")
         scale = ", log scale" if axes.get_yscale() == "log" else ""
         axes.set_ylabel(f"loss (nats per token{scale})")
         for text in axes.legend(handles=handles).get_texts():
@@ -129,7 +143,7 @@ def _log_file(path: Path) -> Path:
 
 def _read(log: Path, name: str, x: X) -> _Curves:
     rows = read_log(log)
-    column = {"tokens": "tokens", "steps": "step"}[x]
+    column = {"tokens": "tokens", "steps": "step", "time": "step"}[x]
 
     def points(kind):
         found = []
@@ -145,7 +159,7 @@ def _read(log: Path, name: str, x: X) -> _Curves:
                 # A loss of NaN is null in the log and a gap in the curve.
                 found.append((at, loss if _is_number(loss) else math.nan))
         array = np.array(found, float).reshape(-1, 2)
-        return array[:, 0], array[:, 1]
+        return _minutes(log, rows, array[:, 0]) if x == "time" else array[:, 0], array[:, 1]
 
     curves = _Curves(name, *points("train"), *points("val"))
     if not np.isfinite(curves.train_loss).any():
@@ -153,32 +167,85 @@ def _read(log: Path, name: str, x: X) -> _Curves:
     return curves
 
 
+def _minutes(log: Path, rows: list[dict], steps: np.ndarray) -> np.ndarray:
+    """Return the training time at each of `steps`: the sum of the steps' times before it.
+
+    A step without a time, such as the first of a process, counts as long as the next that has one.
+
+    Raises:
+        ValueError: no step has a time.
+    """
+    train = [row for row in rows if row["kind"] == "train"]
+    known = [i for i, row in enumerate(train) if _is_number(row.get("ms"))]
+    if not known:
+        raise ValueError(f"{log}: no step has a time in ms; choose --x tokens or --x steps")
+    nearest = np.minimum(np.searchsorted(known, np.arange(len(train))), len(known) - 1)
+    ms = np.array([train[known[i]]["ms"] for i in nearest], float)
+    # The log may not have every step.
+    at = np.array([0, *(row["step"] for row in train)], float)
+    return np.interp(steps, at, np.cumsum([0, *(ms * np.diff(at))]) / 60_000)
+
+
+def _grouped(runs: list[_Curves]) -> list[list[_Curves]]:
+    """Return the runs by name without the seed, in the order of their first."""
+    groups: dict[str, list[_Curves]] = {}
+    for run in runs:
+        groups.setdefault(_SEED.sub("", run.name), []).append(run)
+    return list(groups.values())
+
+
+def _group_name(runs: list[_Curves]) -> str:
+    name = runs[0].name
+    if len(runs) > 1:
+        name = f"{_SEED.sub('', name)} ({len(runs)} seeds)"
+    return _shortened(name, 60)
+
+
+def _mean(curves: list[tuple[np.ndarray, np.ndarray]], what: str):
+    """Return x, mean and standard deviation of several curves, at the points of the first curve
+    that are within all.
+
+    Raises:
+        ValueError: there are no such points.
+    """
+    finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
+    if any(len(x) == 0 for x, _ in finite):
+        return np.zeros(0), np.zeros(0), np.zeros(0)
+    low, high = max(x[0] for x, _ in finite), min(x[-1] for x, _ in finite)
+    grid = finite[0][0]
+    # Sums of times are not exact.
+    grid = grid[(grid >= low - 1e-9) & (grid <= high + 1e-9)]
+    if len(grid) == 0:
+        raise ValueError(f"the seeds of {what} have no steps in common; plot them without --group")
+    values = np.stack([np.interp(grid, x, y) for x, y in finite])
+    return grid, values.mean(0), values.std(0, ddof=1)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _draw(axes, run: _Curves, color) -> Line2D:
-    axes.plot(run.train_x, run.train_loss, color=color, linewidth=0.5, alpha=0.3)
-    axes.plot(run.train_x, run.smoothed, color=color, linewidth=1.6)
+def _draw(axes, runs: list[_Curves], color) -> Line2D:
+    """Draw one run, or the mean of several; return the legend's line."""
     # A dark edge separates the markers from the curve.
-    axes.plot(
-        run.val_x,
-        run.val_loss,
-        color=color,
-        linestyle="",
-        marker="o",
-        markersize=4,
-        mec="black",
-        mew=0.5,
-        zorder=3,
-    )
-    val = run.val_loss[np.isfinite(run.val_loss)]
-    final = (
-        f"val {val[-1]:.4f}"
-        if len(val)
-        else f"train {run.smoothed[np.isfinite(run.smoothed)][-1]:.4f}, no val"
-    )
-    return Line2D([], [], color=color, linewidth=3, label=f"{run.name} · {final}")
+    marker = {"linestyle": "", "marker": "o", "markersize": 4, "mec": "black", "mew": 0.5}
+    name = _group_name(runs)
+    if len(runs) > 1:
+        x, mean, deviation = _mean([(run.train_x, run.smoothed) for run in runs], name)
+        axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.25, lw=0)
+        axes.plot(x, mean, color=color, linewidth=1.6)
+        val_x, val, val_deviation = _mean([(run.val_x, run.val_loss) for run in runs], name)
+        axes.errorbar(val_x, val, val_deviation, color=color, elinewidth=1.2, zorder=3, **marker)
+        ends = f" ± {val_deviation[-1]:.4f}" if len(val) else f" ± {deviation[-1]:.4f}"
+    else:
+        (run,) = runs
+        axes.plot(run.train_x, run.train_loss, color=color, linewidth=0.5, alpha=0.3)
+        axes.plot(run.train_x, run.smoothed, color=color, linewidth=1.6)
+        axes.plot(run.val_x, run.val_loss, color=color, zorder=3, **marker)
+        mean = run.smoothed[np.isfinite(run.smoothed)]
+        val, ends = run.val_loss[np.isfinite(run.val_loss)], ""
+    final = f"val {val[-1]:.4f}{ends}" if len(val) else f"train {mean[-1]:.4f}{ends}, no val"
+    return Line2D([], [], color=color, linewidth=3, label=f"{name} · {final}")
 
 
 def _scale_losses(axes, runs: list[_Curves]) -> None:
@@ -206,16 +273,19 @@ def main(
     ],
     out: Path = Path("loss.png"),
     x: X = "tokens",
+    group: bool = False,
 ) -> None:
     """Plot training and validation loss of one or several runs.
 
     Args:
         runs: run folders or log.jsonl files.
         out: the image file; the suffix selects the format (png, pdf, svg).
-        x: quantity of the horizontal axis.
+        x: quantity of the horizontal axis; time: minutes of training steps.
+        group: draw runs whose names differ only in a last part such as -seed3 as mean and standard
+            deviation.
     """
     try:
-        print(printable(str(plot_runs(list(runs), out, x))))
+        print(printable(str(plot_runs(list(runs), out, x, group))))
     except (OSError, ValueError) as error:
         sys.exit(printable(f"gptjax.plot: {error}"))
 
