@@ -189,21 +189,27 @@ class Scorer:
             waiting[length].append((index, row))
             if len(waiting[length]) == self.rows_of_batch(length):
                 yield from dispatch(length)
-        for length, longer in zip(self.lengths, (*self.lengths[1:], None), strict=True):
-            # A few rows are not worth an executable: they join the rows of the next length.
-            new = (length, greedy) not in self._used
-            if longer is not None and new and self._any_longer(waiting, length, greedy):
-                waiting[longer] += waiting[length]
-                continue
-            while waiting[length]:
+        for length in self.lengths:
+            if longer := self._room(waiting, length, greedy):
+                waiting[longer] += waiting.pop(length)
+            while waiting.get(length):
                 yield from dispatch(length)
         while in_flight:
             yield from read()
 
-    def _any_longer(self, waiting: dict, length: int, greedy: bool) -> bool:
-        """Return whether a batch of a longer length follows, or its executable exists."""
-        longer = [n for n in self.lengths if n > length]
-        return any(waiting[n] or (n, greedy) in self._used for n in longer)
+    def _room(self, waiting: dict, length: int, greedy: bool) -> int | None:
+        """Return a longer length whose last batch has room for all rows of this length.
+
+        Or one whose executable exists, if that of this length does not: compiling takes longer than
+        a batch.
+        """
+        rows = len(waiting[length])
+        for longer in (n for n in self.lengths if n > length):
+            size = self.rows_of_batch(longer)
+            no_executable = (length, greedy) not in self._used and (longer, greedy) in self._used
+            if rows <= -len(waiting[longer]) % size or (no_executable and rows <= size):
+                return longer
+        return None
 
     def _fitted(self, row: Row) -> Row:
         """Return a row of at most max_length + 1 tokens after checking it."""
