@@ -1,5 +1,7 @@
 """GPT-2 and its PyTorch reference from the same weights, and their comparison by the 2× rule."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,9 @@ from reference.torch_gpt2 import (
 
 from gptjax import GPT2, GPT2Config, loss_fn
 
+# XLA's default, which tests/conftest.py lowers. What is compared with PyTorch is compiled as a user
+# compiles it.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
 # (vocabulary, padded, time, layers, heads, width, batch)
 SHAPES = {
     # odd T, three heads, a head dimension of 4, a prime vocabulary
@@ -52,11 +57,11 @@ def batch_of(config, size, seed=0, time=None):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
-def run(config, params, tokens, targets):
+def run(config, params, tokens, targets, compiler_options=None):
     """Logits, loss and gradients of our model, in fp64; the padded rows' gradient is checked and
     left out."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def everything(params, tokens, targets):
         model = lambda params: nnx.merge(split(config)[0], params)
         loss, grads = jax.value_and_grad(lambda params: loss_fn(model(params), tokens, targets))(
@@ -95,7 +100,7 @@ def assert_parity(config, size, *, norm, device="cpu", time=None, seed=0):
     fp64."""
     params = random_of(config, seed)
     tokens, targets = batch_of(config, size, seed, time)
-    ours = run(config, params, tokens, targets)
+    ours = run(config, params, tokens, targets, OPTIMIZED)
     theirs = run_torch(
         config, params, tokens, targets, precision=config.precision.name, device=device
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from flax import nnx
 from gpt2_tools import (
+    OPTIMIZED,
     SHAPES,
     assert_parity,
     batch_of,
@@ -85,7 +86,7 @@ def test_bf16_parity(name, shape):
     config = config_of(shape, precision=Precision(name))
     params = random_of(config)
     tokens, targets = batch_of(config, shape[-1])
-    ours = run(config, params, tokens, targets)
+    ours = run(config, params, tokens, targets, OPTIMIZED)
     theirs = run_torch(config, params, tokens, targets, precision=name)
     exact = run_torch(config, params, tokens, targets, dtype=torch.float64)
     assert_within_twice(ours[0], theirs[0], exact[0], norm=rms, name="logits")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from gpt2_tools import OPTIMIZED
 from reference.torch_gpt2 import from_params, random_params
 from reference.torch_train import train
 
@@ -49,7 +50,8 @@ class Ours:
 
     def __init__(self, config, learning_rate, **how):
         self.config, self.tx = config, adamw(learning_rate, **how)
-        self.step = jax.jit(make_train_step(graph(config), self.tx, learning_rate))
+        step = make_train_step(graph(config), self.tx, learning_rate)
+        self.step = jax.jit(step, compiler_options=OPTIMIZED)
 
     def __call__(self, params, batches):
         params = jax.tree.map(jnp.asarray, params)
