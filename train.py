@@ -51,7 +51,7 @@ from gptjax.training.inputs import Inputs
 from gptjax.training.lock import LockedError, locked
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.progress import Progress, draw_losses
-from gptjax.training.run_log import LogError, NoLog, RunLog
+from gptjax.training.run_log import LogError, NoLog, RunLog, check_wandb
 from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.step import init_state, make_eval_step, make_train_step
 from gptjax.weights.digests import compile_digests
@@ -75,6 +75,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     # -------------------------------------------------------------------------------- devices, data
     start_up = StartUpTime(BEGAN)
     start_up.mark("imports")
+    check_wandb(config.wandb)
     if config.deterministic:
         devices.make_deterministic()
     distributed.initialize(config)
@@ -165,7 +166,10 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     stack.callback(loader.close)
     resume_step = -1 if start.step is None else step
     log = (RunLog if first else NoLog)(
-        config.run_dir, resume_step, note=lambda sentence: say("WARNING", sentence)
+        config.run_dir,
+        resume_step,
+        wandb=config.wandb,
+        note=lambda sentence: say("WARNING", sentence),
     )
     stack.callback(log.close)
     stop = distributed.SharedStop(stack.enter_context(signals.StopRequest()), parallel.mesh)

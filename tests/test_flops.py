@@ -127,6 +127,8 @@ def test_mfu_is_the_fraction_of_all_devices():
     # 300,000 tokens/s at 800 MFLOP each are 240 TFLOP/s.
     assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "bf16", 1) == pytest.approx(240 / 312)
     assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "tf32", 8) == pytest.approx(240 / 156 / 8)
+    # A peak that is given replaces that of the table.
+    assert mfu(300_000, 8e8, "NVIDIA X1", "bf16", 2, peak=240e12) == pytest.approx(1 / 2)
 
 
 # --------------------------------------------------------------------------------------- throughput

@@ -7,12 +7,15 @@ import json
 import math
 import os
 import struct
+import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptjax.training.run_log import LogError, RunLog, read_log
+from gptjax.training import wandb_log
+from gptjax.training.run_log import LogError, RunLog, check_wandb, read_log
 
 
 def board_events(folder):
@@ -246,3 +249,99 @@ def test_a_missing_or_empty_log(tmp_path):
         read_log(tmp_path / "log.jsonl")
     (tmp_path / "log.jsonl").write_text("")
     assert read_log(tmp_path / "log.jsonl") == []
+
+
+# --------------------------------------------------------------------------------- Weights & Biases
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb that the log uses; `broken` names the call that raises."""
+
+    def __init__(self, broken=None):
+        super().__init__("wandb")
+        self.broken, self.inits, self.rows, self.configs, self.finished = broken, [], [], [], 0
+        self.config = types.SimpleNamespace(update=self._update)
+
+    def Settings(self, **options):
+        return options
+
+    def _check(self, call):
+        if call == self.broken:
+            raise ConnectionError(f"no network in {call}\nmore")
+
+    def init(self, **options):
+        self._check("init")
+        self.inits.append(options)
+        return self
+
+    def define_metric(self, name, *, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, row):
+        self._check("log")
+        self.rows.append(row)
+
+    def _update(self, config, *, allow_val_change):
+        assert allow_val_change
+        self.configs.append(config)
+
+    def finish(self):
+        self._check("finish")
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    def install(broken=None):
+        fake = FakeWandb(broken)
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        return fake
+
+    return install
+
+
+def test_wandb_gets_what_the_log_gets(tmp_path, wandb):
+    fake, run = wandb(), tmp_path / "run"
+    with RunLog(run, wandb="gpt") as log:
+        log.write("event", 0, 0, event="start", config={"seed": 3})
+        log.write("train", 1, 10, loss=jnp.float32(2.5), skipped=None)
+        log.write("val", 1, 10, loss=2.0)
+    assert fake.rows == [
+        {"step": 0, "tokens": 0, "event/event": "start"},
+        {"step": 1, "tokens": 10, "train/loss": 2.5},
+        {"step": 1, "tokens": 10, "val/loss": 2.0},
+    ]
+    assert fake.configs == [{"seed": 3}] and fake.finished == 1
+    (options,) = fake.inits
+    assert (options["project"], options["name"], options["dir"]) == ("gpt", "run", run)
+    assert options["settings"] == {"console": "off"}
+    # A resumed run is the same run there.
+    RunLog(run, 1, wandb="gpt").close()
+    assert fake.inits[1]["id"] == options["id"] and fake.inits[1]["resume"] == "allow"
+    RunLog(tmp_path / "other", wandb="gpt").close()
+    assert fake.inits[2]["id"] != options["id"]
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_wandb_is_turned_off_with_a_note_at_its_first_error(tmp_path, wandb, broken):
+    fake, notes = wandb(broken), []
+    with RunLog(tmp_path, wandb="gpt", note=notes.append) as log:
+        write_steps(log, range(1, 4))
+    assert notes == [
+        f"Weights & Biases is no longer written: no network in {broken}; log.jsonl is still written"
+    ]
+    assert len(read_log(log.path)) == 6 and fake.finished == 0
+    assert len(fake.rows) == (6 if broken == "finish" else 0)
+
+
+def test_wandb_is_refused_before_the_run_if_it_is_missing(monkeypatch, tmp_path):
+    # A folder of the same name in the working directory, which wandb writes, is not the package.
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert not wandb_log.is_installed()
+    check_wandb(None)
+    with pytest.raises(LogError, match=r"--wandb gpt needs .*pip install -e '\.\[wandb\]'"):
+        check_wandb("gpt")
+    with pytest.raises(LogError, match="--wandb must be the name of a project"):
+        check_wandb("")

@@ -17,7 +17,7 @@ from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig
 from gptjax.parallel import Strategy
 from gptjax.precision import Precision
-from gptjax.ranges import NonNegativeInt, PositiveInt, Seed, ranges
+from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed, ranges
 from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
 
@@ -119,6 +119,11 @@ class Config:
     """Checkpoints at multiples of this step are never deleted."""
     log_every: PositiveInt = 10
     """Steps between printed lines without a terminal; log.jsonl has every step."""
+    wandb: str | None = None
+    """Project on Weights & Biases to which the run is logged too (pip install -e '.[wandb]')."""
+    peak_tflops: PositiveFloat | None = None
+    """Dense peak of one device in TFLOP/s at the run's precision, for the MFU of a GPU that
+    gptjax's table does not have."""
 
     deterministic: bool = False
     """Repeat bit for bit on a GPU, by XLA's deterministic operations, which are slow. Refused if a
@@ -296,8 +301,8 @@ OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
     "distributed coordinator process_count process_index max_steps micro_batch "
     "val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
-    "checkpoint_every keep_last keep_every log_every deterministic compilation_cache "
-    "executable_cache".split()
+    "checkpoint_every keep_last keep_every log_every wandb peak_tflops deterministic "
+    "compilation_cache executable_cache".split()
 )
 
 # Fields that no compiled executable depends on. max_steps is the default end of a schedule, which
@@ -305,8 +310,8 @@ OPERATIONAL = frozenset(
 OUTSIDE_EXECUTABLES = frozenset(
     "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
     "overfit_one_batch val_every val_tokens eval_tasks eval_every eval_items sample_every "
-    "sample_tokens checkpoint_every keep_last keep_every log_every compilation_cache "
-    "executable_cache".split()
+    "sample_tokens checkpoint_every keep_last keep_every log_every wandb peak_tflops "
+    "compilation_cache executable_cache".split()
 )
 
 

@@ -125,6 +125,7 @@ def mfu(
     device_kind: str,
     precision_name: str,
     device_count: int,
+    peak: Number | None = None,
 ) -> float | None:
     """Return the model FLOPs utilisation: tokens/s · FLOPs/token divided by the peak FLOP/s.
 
@@ -134,6 +135,7 @@ def mfu(
         device_kind: `jax.Device.device_kind`.
         precision_name: a name of `gptjax.Precision`.
         device_count: number of devices, all of the same kind.
+        peak: peak of one device in FLOP/s; that of `peak_flops` if None.
 
     Returns:
         A fraction of 1, or None if the peak is unknown.
@@ -141,7 +143,8 @@ def mfu(
     Raises:
         ValueError: unknown precision.
     """
-    peak = peak_flops(device_kind, precision_name)
+    known = peak_flops(device_kind, precision_name)
+    peak = known if peak is None else peak
     return None if peak is None else tokens_per_second * flops_per_token / (peak * device_count)
 
 

@@ -6,6 +6,7 @@ from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
 from gptjax.parallel import Parallel
+from gptjax.training.flops import peak_flops
 from gptjax.training.inputs import Inputs
 from gptjax.weights.sources import Source
 
@@ -35,6 +36,10 @@ def header(
     yield "run", f"{config.run_dir}, {begin}"
     idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
     yield "device", f"{parallel.devices} × {parallel.mesh.devices.flat[0].device_kind}{idle}"
+    device = parallel.mesh.devices.flat[0]
+    unknown = peak_flops(device.device_kind, model.precision.name) is None
+    if device.platform == "gpu" and unknown and config.peak_tflops is None:
+        yield "", "the peak rate of this GPU is unknown: --peak-tflops N gives it, for the MFU"
     if len(processes) > 1:
         for i, line in enumerate(processes):
             yield "" if i else "processes", line

@@ -105,6 +105,7 @@ class Progress:
                 self._devices[0].device_kind,
                 config.model.precision.name,
                 len(self._devices),
+                None if config.peak_tflops is None else 1e12 * config.peak_tflops,
             )
         rates = {"tokens_per_second": speed, "mfu": utilization}
         self.write("train", self.step, **values, ms=ms, **rates)

@@ -1,4 +1,4 @@
-"""Log of a run: `log.jsonl` and TensorBoard events.
+"""Log of a run: `log.jsonl`, TensorBoard events, and Weights & Biases if asked for.
 
 This module does not import JAX, so that commands that read a log start fast. Values are numbers or
 arrays of one element.
@@ -15,10 +15,26 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gptjax.training.flops import Number
+from gptjax.training.wandb_log import WandbLog, is_installed
 
 
 class LogError(ValueError):
-    """A log.jsonl that cannot be read."""
+    """A log.jsonl that cannot be read, or a log that cannot be written."""
+
+
+def check_wandb(project: str | None) -> None:
+    """Check that wandb is installed if the run has a project there.
+
+    Raises:
+        LogError: it is not, or the project has no name.
+    """
+    if project == "":
+        raise LogError("--wandb must be the name of a project, got ''")
+    if project is not None and not is_installed():
+        raise LogError(
+            f"--wandb {project} needs the package wandb: pip install -e '.[wandb]', or leave out "
+            "--wandb"
+        )
 
 
 Kind = Literal["train", "val", "eval", "sample", "event"]
@@ -57,8 +73,9 @@ class RunLog:
         run_dir: the run's folder, created if it does not exist.
         resume_step: step of the checkpoint from which the run resumes; -1 to restart in an existing
             folder. None for a new run.
-        note: called with a sentence if TensorBoard's events cannot be written any more; log.jsonl
-            is still written.
+        wandb: project of the run on Weights & Biases; None to write nothing there.
+        note: called with a sentence if TensorBoard's events or Weights & Biases cannot be written
+            any more; log.jsonl is still written.
 
     Raises:
         FileExistsError: `resume_step` is None and the folder already holds a log.
@@ -71,6 +88,7 @@ class RunLog:
         run_dir: str | Path,
         resume_step: int | None = None,
         *,
+        wandb: str | None = None,
         note: Callable[[str], object] = print,
     ):
         run_dir = Path(run_dir)
@@ -86,9 +104,10 @@ class RunLog:
         # Unbuffered: a line that does not fit on the disk raises an error at once, not in `close`.
         self._file = self.path.open("ab", buffering=0)
         self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
+        self._wandb = None if wandb is None else WandbLog(run_dir, wandb, note)
 
     def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
-        """Write one line, and each number or text in it to TensorBoard as `kind/name`.
+        """Write one line, and each number or text in it as `kind/name` to the other places.
 
         Args:
             kind: "train", "val", "eval", "sample" or "event".
@@ -110,6 +129,8 @@ class RunLog:
         for name, value in fields.items():
             if isinstance(value, (str, int, float)):
                 self._events.add(f"{kind}/{name}", value, int(step))
+        if self._wandb is not None:
+            self._wandb.write(kind, int(step), int(tokens), fields)
 
     def _append(self, line: bytes) -> None:
         length = os.fstat(self._file.fileno()).st_size
@@ -131,10 +152,12 @@ class RunLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close both files without raising errors. The operating system has every line already."""
+        """Close all without raising errors. The operating system has every line already."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
     def __enter__(self) -> "RunLog":
         return self
