@@ -110,6 +110,19 @@ def test_changed_metadata_are_refused(copy):
         gptjax.load(copy)
 
 
+def test_a_checkpoint_from_before_the_digests_is_loaded_if_it_fits(copy):
+    path = copy / "checkpoints" / "10" / "meta" / "metadata"
+    config = json.loads(path.read_text())["config"]
+    old = {"format": "gptjax checkpoint 1", "config": config}
+    path.write_text(json.dumps(old))
+    model, tokenizer = gptjax.load(copy)
+    assert tokenizer is None
+    assert_has(model, random_params(seed=2))
+    path.write_text(json.dumps(old | {"config": config | {"model.block_size": 8}}))
+    with pytest.raises(WeightsError, match=r"params\.wpe: the checkpoint has float32\[16, 8\]"):
+        gptjax.load(copy)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -162,6 +175,10 @@ def test_files_of_other_programs(tmp_path):
     assert gptjax.load(tmp_path / "hf", tokenizer="byte").tokenizer.name == "byte"
     with pytest.raises(WeightsError, match="at least the 50257 ids of the tokenizer gpt2"):
         gptjax.load(tmp_path / "hf", tokenizer="gpt2")
+    with pytest.raises(ValueError, match=r"load: config.json decides \['n_layer'\]"):
+        gptjax.load(tmp_path / "hf", n_layer=3)
+    with pytest.raises(ValueError, match=r"load: unknown options \['speed'\]"):
+        gptjax.load(tmp_path / "model.bin", speed=3)
     with pytest.raises(WeightsError, match="expected a run's folder for step=3"):
         gptjax.load(tmp_path / "hf", step=3)
 

@@ -48,7 +48,7 @@ EXAMPLES = [
 @pytest.mark.parametrize("block", EXAMPLES)
 def test_an_example_runs(block, tmp_path):
     """In a process of its own, without the strict settings of these tests."""
-    if 'get_tokenizer("gpt2")' in block:
+    if re.search(r"""(get_tokenizer|load)\("(my_)?gpt2"\)""", block):
         try:
             get_tokenizer("gpt2")
         except TokenizerUnavailable:
@@ -125,7 +125,9 @@ def test_the_files_that_a_page_names_are_there(page):
     assert [name for name in modules if name not in names] == []
 
 
-SCRIPT = r"train\.py|-m gptjax\.[\w.]+(?: [a-z]\w*)?|(?:benchmarks|examples)/[\w/]+\.py"
+# A script, or a module and its subcommand, which may follow a run's folder.
+MODULE = r"-m gptjax\.[\w.]+(?: runs/\w+(?= [a-z]))?(?: [a-z]\w*)?"
+SCRIPT = rf"train\.py|{MODULE}|(?:benchmarks|examples)/[\w/]+\.py"
 COMMAND = re.compile(rf"python ({SCRIPT})([^`#\n]*)")
 # The algorithm that has all options of the others.
 MOST_OPTIONS = "train.py --optimizer normuon"

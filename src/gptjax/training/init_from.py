@@ -99,7 +99,7 @@ def _refuse_conflicts(source: Source, found: ModelConfig, model: ModelConfig) ->
     if lines:
         raise ConfigError(
             f"--init-from {source} has another model:\n" + "\n".join(lines) + "\n"
-            "Leave these options out; only --model.block-size may be smaller."
+            "Give the values that it has; only --model.block-size may be smaller."
         )
 
 

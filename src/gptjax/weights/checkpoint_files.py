@@ -82,10 +82,9 @@ def read_params(folder: Path, like: Mapping) -> dict:
         CheckpointError: the parameters differ in name, shape or dtype from `like`.
     """
     meta, wanted = read_meta(folder), {PARAMS: like}
-    if "digests" in meta:
-        saved = saved_arrays(meta)
-        saved = {path: text for path, text in saved.items() if path.startswith(f"{PARAMS}.")}
-        compare(folder, saved, wanted, needs="its config")
+    saved = saved_arrays(meta) if "digests" in meta else _described(folder)
+    saved = {path: text for path, text in saved.items() if path.startswith(f"{PARAMS}.")}
+    compare(folder, saved, wanted, needs="its config")
     found = _restore(folder, wanted)
     verify(folder, meta, found)
     keys = traverse_util.flatten_dict(dict(like))
@@ -124,21 +123,31 @@ def verify_all(folder: Path) -> dict[str, Any]:
         DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
         CheckpointError: the checkpoint has another format.
     """
-    meta = read_meta(folder)
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            described = reader.metadata(folder.absolute() / STATE).item_metadata.tree
-    # Orbax's threads and C++ store raise errors of many types.
-    except Exception as error:
-        raise damaged(folder, first_line(error)) from error
-    sharding = jax.numpy.zeros(()).sharding
+    meta, sharding = read_meta(folder), jax.numpy.zeros(()).sharding
     like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), described
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _description(folder)
     )
     if "digests" in meta and (lost := meta["digests"].keys() - leaves_by_path(like).keys()):
         raise damaged(folder, f"{few(sorted(lost))} are missing")
     verify(folder, meta, _restore(folder, like))
     return meta
+
+
+def _description(folder: Path) -> PyTree:
+    """Return Orbax's description of all arrays: a tree of objects with shape and dtype."""
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.metadata(folder.absolute() / STATE).item_metadata.tree
+    # Orbax's threads and C++ store raise errors of many types.
+    except Exception as error:
+        raise damaged(folder, first_line(error)) from error
+
+
+def _described(folder: Path) -> dict[str, str]:
+    """Return dtype and shape of each array, by path, of a checkpoint without digests."""
+    return {
+        path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(_description(folder)).items()
+    }
 
 
 def _restore(folder: Path, like: PyTree) -> PyTree:

@@ -20,12 +20,14 @@ from flax import traverse_util
 from gptjax.config import ConfigError, model_from_json
 from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES
 from gptjax.models.base import ModelConfig
+from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
 from gptjax.weights import checkpoint_files, hf, llmc
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
 from gptjax.weights.files import reason, shown
-from gptjax.weights.params import FP32, Key
+from gptjax.weights.gpt2 import SIZES
+from gptjax.weights.params import FP32, Key, check_options
 
 CHECKPOINTS = "checkpoints"
 HF_CONFIG = "config.json"
@@ -126,6 +128,7 @@ class HuggingFaceGPT2(Source):
     """Hugging Face's config.json and safetensors of a GPT-2."""
 
     def config(self, *, precision=None, kind=None, **options):
+        _check_gpt2_options(options, HF_CONFIG)
         return hf.read_config(self.path, precision=precision or FP32, **options)
 
     def read(self, config, like):
@@ -137,10 +140,15 @@ class Llmc(Source):
     """llm.c's .bin file of a GPT-2."""
 
     def config(self, *, precision=None, kind=None, **options):
+        _check_gpt2_options(options, "the file")
         return llmc.read_config(self.path, precision=precision or FP32, **options)
 
     def read(self, config, like):
         return _put_each(llmc.tensors_of(self.path, config), like)
+
+
+def _check_gpt2_options(options: dict[str, Any], source: str) -> None:
+    check_options("load", GPT2Config, FP32, options, source=source, decided=SIZES)
 
 
 # The source of each model_type in a config.json, with the name of the architecture.
