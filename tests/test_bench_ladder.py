@@ -462,7 +462,7 @@ def test_contradictions(card, capsys):
     for command, word in (
         (["step", "--config", card, "--preset", "gpt2"], "both name a model"),
         (["step", "--batch", "4", "--largest"], "give one of them"),
-        (["step", "--config", str(OTHER), "--torch"], "PyTorch's model is GPT-2"),
+        (["step", "--config", str(OTHER), "--torch"], "PyTorch's models are those of"),
         (["step", "--config", str(OTHER), "--mlp", "xla"], "RotaryConfig has no option mlp"),
         (["step", "--forward", "--recompute", "block"], "no backward pass"),
         (

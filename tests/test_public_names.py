@@ -21,6 +21,8 @@ NAMES = {
         "Config",
         "GPT2",
         "GPT2Config",
+        "Llama3",
+        "Llama3Config",
         "OptimizerConfig",
         "PRESETS",
         "Parallel",

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from gptjax.config import Config
     from gptjax.generation import generate
     from gptjax.models.base import loss_fn
-    from gptjax.models.gpt2 import GPT2, PRESETS, GPT2Config
+    from gptjax.models.gpt2 import GPT2, GPT2Config
+    from gptjax.models.llama3 import Llama3, Llama3Config
+    from gptjax.models.registry import PRESETS
     from gptjax.optim import OptimizerConfig
     from gptjax.parallel import Parallel
     from gptjax.precision import Precision
@@ -23,6 +25,8 @@ __all__ = [
     "PRESETS",
     "Config",
     "GPT2Config",
+    "Llama3",
+    "Llama3Config",
     "OptimizerConfig",
     "Parallel",
     "Precision",
@@ -42,7 +46,9 @@ _PUBLIC = {
     "Parallel": "gptjax.parallel",
     "GPT2": "gptjax.models.gpt2",
     "GPT2Config": "gptjax.models.gpt2",
-    "PRESETS": "gptjax.models.gpt2",
+    "Llama3": "gptjax.models.llama3",
+    "Llama3Config": "gptjax.models.llama3",
+    "PRESETS": "gptjax.models.registry",
     "loss_fn": "gptjax.models.base",
     "Precision": "gptjax.precision",
     "generate": "gptjax.generation",

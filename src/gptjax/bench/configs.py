@@ -9,10 +9,10 @@ import tyro
 from gptjax import cli, optim
 from gptjax.bench.errors import BenchError
 from gptjax.config import Config
-from gptjax.models.gpt2 import PRESETS
+from gptjax.models.registry import PRESETS
 from gptjax.precision import Precision
 
-Preset = Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+Preset = Literal[*PRESETS]
 
 # The help text itself says which value replaces an option that is not given.
 OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")

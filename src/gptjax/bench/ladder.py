@@ -49,7 +49,7 @@ SECONDS = 1.0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ladder(BaseOptions):
     """Measure the acceleration ladder on this device, one rung a row, each with those before it;
-    with PyTorch's ladder if PyTorch with CUDA is installed and the model is GPT-2."""
+    with PyTorch's ladder if PyTorch with CUDA is installed and has a model of the architecture."""
 
     batch: int = 16
     """Sequences a step. In fp32, with all scores of attention in memory, 16 of 1024 need about 37

@@ -59,8 +59,8 @@ class Step(ModelOptions):
     """Search for the largest batch that fits (1, 2, or a multiple of 4); not with --batch."""
     torch: bool = False
     """Also measure PyTorch for every row, with the same batch: compile (not on a CPU),
-    scaled_dot_product_attention, fused AdamW, padded vocabulary. Its model is GPT-2. On several
-    devices, DDP is measured for data, and FSDP2 for zero1 and fsdp."""
+    scaled_dot_product_attention, fused AdamW, padded vocabulary. On several devices, DDP is
+    measured for data, and FSDP2 for zero1 and fsdp."""
     seconds: float = 3.0
     """Duration of each measurement. With --torch each side is measured twice."""
     out: Annotated[Path | None, OWN_DEFAULT] = None

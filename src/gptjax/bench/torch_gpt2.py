@@ -1,5 +1,5 @@
-"""GPT-2 in PyTorch as one would write it to train it fast: the rival of `bench step --torch` and
-`bench ladder`.
+"""GPT-2 in PyTorch as one would write it to train it fast, and the training step of any PyTorch
+model: the rival of `bench step --torch` and `bench ladder`.
 
 It follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss,
 scaled_dot_product_attention, autocast to bf16, fused AdamW with decay of matrices alone, clip by
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gptjax.bench.torch_side import torch_model
+from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import INIT_STD, GPT2Config
 
 
@@ -129,6 +131,11 @@ class GPT2(nn.Module):
         return self.head_loss(x_BTC, self.ln_f.weight, self.ln_f.bias, self.wte, targets_BT)
 
 
+def build_model(config: GPT2Config, how: How) -> GPT2:
+    """Return the model on PyTorch's default device."""
+    return GPT2(config, how)
+
+
 def free_torch() -> None:
     """Free the device memory that PyTorch holds and does not use."""
     gc.collect()
@@ -152,7 +159,7 @@ class TorchStep:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: ModelConfig,
         how: How,
         *,
         batch: int,
@@ -179,11 +186,11 @@ class TorchStep:
             groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=how.fused
         )
 
-    def build(self, config: GPT2Config) -> tuple[GPT2, Callable]:
+    def build(self, config: ModelConfig) -> tuple[nn.Module, Callable]:
         """Return the model, and the function that is called for its loss."""
         with torch.device(self.device):
             torch.manual_seed(0)
-            model = GPT2(config, self.how)
+            model = torch_model(config, self.how)
         # dynamic=False: otherwise a model with another vocabulary would be compiled for dynamic
         # sizes.
         return model, torch.compile(model, dynamic=False) if self.how.compiled else model

@@ -128,6 +128,6 @@ class Llama3(nn.Module):
         return self.head_loss(x_BTC, self.norm.weight, self.config.norm_eps, head_VC, targets_BT)
 
 
-def model(config: Llama3Config, how: How) -> Llama3:
+def build_model(config: Llama3Config, how: How) -> Llama3:
     """Return the model on PyTorch's default device."""
     return Llama3(config, how)

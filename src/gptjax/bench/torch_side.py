@@ -1,8 +1,9 @@
-"""PyTorch's side of a comparison: whether it can run here, and its step for a config.
+"""PyTorch's side of a comparison: whether it can run here, and its model and step for a config.
 
 PyTorch is imported only where it is asked for.
 """
 
+import importlib
 from typing import Any, Literal
 
 import jax
@@ -10,7 +11,14 @@ import jax
 from gptjax.bench import results
 from gptjax.bench.errors import BenchError
 from gptjax.config import Config
-from gptjax.models.gpt2 import GPT2Config
+from gptjax.models.base import ModelConfig
+
+# By the name of the architecture's config class: the module whose `build_model` returns PyTorch's
+# model.
+MODELS = {
+    "GPT2Config": "gptjax.bench.torch_gpt2",
+    "Llama3Config": "gptjax.bench.torch_llama",
+}
 
 
 def has_torch(device: jax.Device) -> bool:
@@ -31,10 +39,20 @@ def require_torch(device: jax.Device) -> None:
 
 
 def why_no_rival(config: Config) -> str | None:
-    """Return why PyTorch has no step to compare with, or None. Its model is GPT-2."""
-    if isinstance(config.model, GPT2Config):
+    """Return why PyTorch has no step to compare with, or None."""
+    name = type(config.model).__name__
+    if name in MODELS:
         return None
-    return f"PyTorch's model is GPT-2, and {type(config.model).__name__} is not: leave out --torch"
+    return f"PyTorch's models are those of {', '.join(MODELS)}, not {name}: leave out --torch"
+
+
+def torch_model(config: ModelConfig, how):
+    """Return PyTorch's model with its loss, on PyTorch's default device.
+
+    It maps (tokens_BT, targets_BT) to the loss. It has `blocks`; `head_loss`, the function of the
+    last norm, the head and the loss; and `initialize`, which fills a parameter by its name.
+    """
+    return importlib.import_module(MODELS[type(config).__name__]).build_model(config, how)
 
 
 def how_of(config: Config, device: jax.Device):

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gptjax.bench.rows import first_line
-from gptjax.bench.torch_gpt2 import GPT2, How, TorchStep, head_loss
-from gptjax.models.gpt2 import GPT2Config
+from gptjax.bench.torch_gpt2 import How, TorchStep
+from gptjax.bench.torch_side import torch_model
+from gptjax.models.base import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
     """A step on several devices."""
 
-    model: GPT2Config
+    model: ModelConfig
     how: How
     """With flash attention: the mask of the other has no initial values here."""
     strategy: Literal["ddp", "fsdp2"]
@@ -120,9 +121,9 @@ class WorkerStep(TorchStep):
         if spec.strategy == "fsdp2":
             self.autocast = False  # its own policy casts the parameters
 
-    def build(self, config: GPT2Config) -> tuple[GPT2, Callable]:
+    def build(self, config: ModelConfig) -> tuple[nn.Module, Callable]:
         with torch.device("meta"):
-            model = GPT2(config, self.how)
+            model = torch_model(config, self.how)
         if self.spec.strategy == "fsdp2":
             shard(model, self.spec)
         model.to_empty(device=self.device)
@@ -130,7 +131,7 @@ class WorkerStep(TorchStep):
         fill(model, self.device)
         return model, model if self.spec.strategy == "fsdp2" else self._replicated(model)
 
-    def _replicated(self, model: GPT2) -> Callable:
+    def _replicated(self, model: nn.Module) -> Callable:
         devices = [torch.cuda.current_device()] if self.device == "cuda" else None
         ddp = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
         if self.spec.reduce_dtype == "bf16":
@@ -155,12 +156,12 @@ class WorkerStep(TorchStep):
         return loss.item() / self.spec.devices
 
 
-def shard(model: GPT2, spec: Spec) -> None:
+def shard(model, spec: Spec) -> None:
     """Compile the parts of a model and shard its parameters over the devices."""
     if spec.how.compiled:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block, dynamic=False)
-        model.head_loss = torch.compile(head_loss, dynamic=False)
+        model.head_loss = torch.compile(model.head_loss, dynamic=False)
     policy = MixedPrecisionPolicy()
     if spec.how.precision == "bf16":
         reduce_dtype = torch.float32 if spec.reduce_dtype == "fp32" else torch.bfloat16
@@ -176,7 +177,7 @@ def shard(model: GPT2, spec: Spec) -> None:
 
 
 @torch.no_grad()
-def fill(model: GPT2, device: str) -> None:
+def fill(model, device: str) -> None:
     """Fill the parameters with the same values for every sharding; only one is whole at a time."""
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=device)

@@ -1,9 +1,11 @@
-"""Architectures by name: those of gptjax, and those that the program has imported."""
+"""Architectures and presets by name: those of gptjax, and architectures that the program has
+imported."""
 
 import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import gptjax.models
 from gptjax.models.base import ModelConfig
@@ -18,8 +20,6 @@ def config_class(name: str) -> type[ModelConfig]:
     Raises:
         LookupError: no such class, or several; the message says what to do.
     """
-    for module in pkgutil.iter_modules(gptjax.models.__path__, "gptjax.models."):
-        importlib.import_module(module.name)
     known = {kind for kind in _subclasses(ModelConfig) if _is_current(kind)}
     found = [kind for kind in known if kind.__name__ == name]
     if len(found) == 1:
@@ -32,6 +32,19 @@ def config_class(name: str) -> type[ModelConfig]:
         f"expected one of the architectures {names}, found {name}; import the Python file that "
         f"defines {name} first"
     )
+
+
+def _modules() -> Iterator[ModuleType]:
+    """Import the modules of gptjax.models and yield each."""
+    for module in pkgutil.iter_modules(gptjax.models.__path__, "gptjax.models."):
+        if module.name != __name__:
+            yield importlib.import_module(module.name)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    name: config for module in _modules() for name, config in getattr(module, "PRESETS", {}).items()
+}
+"""The configs in `PRESETS` of each architecture's module, by name."""
 
 
 def _subclasses(kind: type[ModelConfig]) -> Iterator[type[ModelConfig]]:

@@ -110,7 +110,7 @@ def tensors_of(
     path = Path(path)
     with contextlib.ExitStack() as stack:
         try:
-            tensors = _check(_find(stack, path), config)
+            tensors = _check(find_tensors(stack, path), config)
         except OSError as error:
             raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
         yield _read(tensors, config)
@@ -190,7 +190,8 @@ def _how_to_get(path: Path) -> str:
     )
 
 
-def _read_json(file: Path, missing: str) -> dict[str, Any]:
+def read_json(file: Path, missing: str) -> dict[str, Any]:
+    """Return the object in a JSON file; `missing` says what to do if there is no file."""
     if (size := file_size(file, missing=missing)) > MAX_JSON_BYTES:
         raise WeightsError(
             f"{shown(file)}: expected at most {MAX_JSON_BYTES} bytes of JSON, found {size}"
@@ -209,7 +210,7 @@ def _read_json(file: Path, missing: str) -> dict[str, Any]:
 def _read_config(
     file: Path, precision: Precision, padded_vocab_size: int | None, options: dict[str, Any]
 ) -> GPT2Config:
-    found = _read_json(
+    found = read_json(
         file,
         "Give the folder of a Hugging Face GPT-2 on disk, or a .safetensors file beside this file",
     )
@@ -254,7 +255,7 @@ def _sizes(file: Path, found: dict[str, Any]) -> dict[str, int]:
     return {field: found[name] for field, name in names.items()}
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """A tensor in an open file."""
 
     file: Path
@@ -262,6 +263,7 @@ class _Stored(NamedTuple):
     name: str
 
     def check(self, shape: tuple[int, ...]) -> None:
+        """Raise WeightsError for another shape, or a dtype that is not a float."""
         tensor = self.opened.get_slice(self.name)
         found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if found != shape or dtype not in FLOATS:
@@ -272,6 +274,7 @@ class _Stored(NamedTuple):
             )
 
     def read(self) -> np.ndarray:
+        """Return the tensor in fp32."""
         try:
             # A finite fp64 number outside fp32's range would become infinite.
             with np.errstate(over="raise", invalid="ignore"):
@@ -283,9 +286,9 @@ class _Stored(NamedTuple):
             ) from None
 
 
-def _find(stack: contextlib.ExitStack, path: Path) -> dict[str, _Stored]:
+def find_tensors(stack: contextlib.ExitStack, path: Path) -> dict[str, Stored]:
     """Open the files and return every tensor by name, without the prefix."""
-    tensors: dict[str, _Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in _weight_files(path):
         try:
             opened = _open(stack, file)
@@ -300,7 +303,7 @@ def _find(stack: contextlib.ExitStack, path: Path) -> dict[str, _Stored]:
                 raise WeightsError(
                     f"{shown(file)}: expected one tensor {printable(short)}, found two"
                 )
-            tensors[short] = _Stored(file, opened, name)
+            tensors[short] = Stored(file, opened, name)
     return {name: stored for name, stored in tensors.items() if not name.endswith(BUFFERS)}
 
 
@@ -313,7 +316,7 @@ def _open(stack: contextlib.ExitStack, file: Path) -> Any:
     return stack.enter_context(safe_open(file, framework="numpy"))
 
 
-def _check(tensors: dict[str, _Stored], config: GPT2Config) -> dict[str, _Stored]:
+def _check(tensors: dict[str, Stored], config: GPT2Config) -> dict[str, Stored]:
     """Compare the tensors with the config, before an array of these sizes is allocated."""
     files = ", ".join(sorted({shown(stored.file) for stored in tensors.values()}))
     count = sum(kind.layers or 1 for kind in tensor_kinds(config))
@@ -352,7 +355,7 @@ def _weight_files(path: Path) -> list[Path]:
             f"{few(file.name for file in path.iterdir())}. Save a pickled model again with "
             "save_pretrained(path, safe_serialization=True)"
         )
-    weight_map = _read_json(path / INDEX, "").get("weight_map")
+    weight_map = read_json(path / INDEX, "").get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
     for name in names:
         if not isinstance(weight_map, dict) or not _is_file_name(name):
@@ -369,7 +372,7 @@ def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
-def _read(tensors: dict[str, _Stored], config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
+def _read(tensors: dict[str, Stored], config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
     for kind in tensor_kinds(config):
         for key, name in kind.each():
             tensor = tensors[name].read()

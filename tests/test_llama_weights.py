@@ -1,0 +1,113 @@
+"""gptjax.weights.llama: the folders of transformers' Llama, both ways."""
+
+import dataclasses
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hf_tools import edit_config, edit_tensors
+from llama_tools import ODD, batch_of, build, random_of, theirs
+from reference.torch_gpt2 import flatten
+
+from gptjax.models.base import params_of
+from gptjax.weights import WeightsError
+from gptjax.weights.llama import load_llama, read_config, save_llama
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+TIED = dataclasses.replace(
+    ODD, tie_embeddings=True, rope_scaling=1.0, rope_original_length=8192, n_kv_head=3
+)
+CONFIGS = pytest.mark.parametrize("config", [ODD, TIED], ids=["grouped, scaled", "tied"])
+
+
+@CONFIGS
+def test_a_folder_of_transformers_loads(config, tmp_path):
+    params = random_of(config)
+    theirs(config, params).save_pretrained(tmp_path)
+    model = load_llama(tmp_path)
+    assert model.config == dataclasses.replace(config, padded_vocab_size=128)
+    for name, array in flatten(params_of(model)).items():
+        np.testing.assert_array_equal(array, flatten(params)[name], err_msg=name)
+
+
+@CONFIGS
+def test_transformers_loads_a_saved_folder(config, tmp_path):
+    model, tokens = build(config, random_of(config)), batch_of(config)[0]
+    save_llama(model, tmp_path)
+    same = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = same(torch.from_numpy(tokens).long()).logits
+    logits = jax.jit(lambda tokens: model(tokens))(jnp.asarray(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
+    again = load_llama(tmp_path, padded_vocab_size=61)
+    assert again.config == dataclasses.replace(config, padded_vocab_size=61)
+
+
+def test_llama_3_2_in_the_fields_of_transformers_4(tmp_path):
+    found = {
+        "model_type": "llama", "hidden_act": "silu", "vocab_size": 128256, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    config = read_config(tmp_path)
+    assert config.num_params == 1_235_814_400
+    assert (config.rope_theta, config.rope_scaling, config.block_size) == (5e5, 32.0, 131072)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_llama(build(ODD, random_of(ODD)), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    for file in saved.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"model_type": "mistral"}, "expected model_type to be 'llama', found 'mistral'"),
+        ({"attention_bias": True}, "expected attention_bias to be False, found True"),
+        ({"head_dim": 32}, "expected head_dim to be 16, found 32"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type to be 'default' or 'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "expected low_freq_factor to be 1.0"),
+        ({"num_key_value_heads": 2}, "no Llama: .*n_head=3 is not a multiple of n_kv_head=2"),
+        ({"hidden_size": None}, r"missing \['hidden_size'\]"),
+        ({"num_hidden_layers": 3}, r"missing .*model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 10**6}, "expected the tensors of 1000000 layers"),
+        ({"intermediate_size": 64}, r"mlp.gate_proj.weight of shape \(64, 48\)"),
+        ({"tie_word_embeddings": True}, "expected lm_head.weight to be the tensor"),
+    ],
+)
+def test_another_model_is_refused(folder, fields, message):
+    edit_config(folder, **fields)
+    with pytest.raises(WeightsError, match=message):
+        load_llama(folder)
+
+
+def test_missing_and_unexpected_tensors(folder):
+    edit_tensors(folder, lambda tensors: tensors.update(bias=tensors.pop("model.norm.weight")))
+    with pytest.raises(WeightsError, match=r"missing \['model.norm.weight'\], unexpected \['bias'"):
+        load_llama(folder)
+    with pytest.raises(ValueError, match=r"load_llama: config.json decides \['n_inner'\]"):
+        load_llama(folder, n_inner=3)
+    with pytest.raises(WeightsError, match="not there"):
+        load_llama(folder / "nothing.safetensors")
