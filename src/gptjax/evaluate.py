@@ -43,11 +43,7 @@ USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a model on texts, multiple choice, CORE, or tasks of lm-evaluation-harness.
-
-    The files of hellaswag, mmlu and core are not downloaded: an error names their address and the
-    place for them.
-    """
+    """Options of the command."""
 
     path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
     """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
@@ -126,9 +122,13 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
     console.print(printable(f"{options.path}: {about}"), markup=False)
     rows = []
-    for task in options.task:
+    texts = [task for task in options.task if task in TEXT_TASKS]
+    if texts:  # one pass for both metrics
+        with _progress(console, " and ".join(texts)) as scored:
+            rows += _score_text(options, texts, scorer, tokenizer, scored)
+    for task, items in inputs.items():
         with _progress(console, task) as scored:
-            rows += _score(options, task, scorer, tokenizer, inputs.get(task), scored)
+            rows += _score(options, task, scorer, tokenizer, items, scored)
     if options.harness:
         rows += _harness(options, model, tokenizer, used)
     console.print(_table(rows))
@@ -147,34 +147,41 @@ def _load(options: Evaluate) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def _score_text(
+    options: Evaluate,
+    tasks: list[str],
+    scorer: Scorer,
+    tokenizer: Any,
+    scored: Callable[[int, int], None],
+) -> list[dict[str, Any]]:
+    """Return a row for each of loss and bits-per-byte."""
+    began = time.perf_counter()
+    stream = _stream(options, tokenizer)
+    tokens = min(stream.tokens, options.limit or stream.tokens)
+    windows = -(-tokens // (options.stride or scorer.max_length))
+    found = score_text(
+        scorer,
+        stream,
+        stride=options.stride,
+        max_tokens=options.limit,
+        scored=lambda n: scored(n, windows),
+    )
+    values = {"loss": found.loss, "bits-per-byte": found.bits_per_byte}
+    about = {"tokens": found.tokens, "bytes": found.bytes, "seconds": _since(began)}
+    return [{"task": task, "value": values[task]} | about for task in tasks]
+
+
 def _score(
     options: Evaluate,
-    task: Task,
+    task: str,
     scorer: Scorer,
     tokenizer: Any,
     items: Any,
     scored: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    """Return the rows of a task."""
+    """Return the rows of hellaswag, mmlu or core."""
     began = time.perf_counter()
-
-    def row(name: str, **values: Any) -> dict[str, Any]:
-        return {"task": name, **values}
-
-    if task in TEXT_TASKS:
-        stream = _stream(options, tokenizer)
-        tokens = min(stream.tokens, options.limit or stream.tokens)
-        windows = -(-tokens // (options.stride or scorer.max_length))
-        found = score_text(
-            scorer,
-            stream,
-            stride=options.stride,
-            max_tokens=options.limit,
-            scored=lambda n: scored(n, windows),
-        )
-        value = found.loss if task == "loss" else found.bits_per_byte
-        rows = [row(task, value=value, tokens=found.tokens, bytes=found.bytes)]
-    elif task == "core":
+    if task == "core":
         total = sum(min(len(each.items), options.limit or len(each.items)) for each in items)
         of_each = score_core(
             scorer,
@@ -183,15 +190,19 @@ def _score(
             max_items=options.limit,
             scored=lambda n: scored(n, total),
         )
-        rows = [row(f"core/{label}", **values) for label, values in of_each.items()]
-        rows.append(row("core", value=core_metric(of_each), items=total))
+        rows = [{"task": f"core/{label}"} | values for label, values in of_each.items()]
+        rows.append({"task": task, "value": core_metric(of_each), "items": total})
     else:
         questions = evenly_spaced(items, options.limit)
         total = sum(len(question.endings) for question in questions)
         choices = score_choices(scorer, tokenizer, questions, scored=lambda n: scored(n, total))
-        rows = [row(task, **choices.metrics())]
-    rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
+        rows = [{"task": task} | choices.metrics()]
+    rows[-1]["seconds"] = _since(began)
     return rows
+
+
+def _since(began: float) -> float:
+    return round(time.perf_counter() - began, 3)
 
 
 def _stream(options: Evaluate, tokenizer: Any) -> Any:
@@ -218,7 +229,7 @@ def _harness(options: Evaluate, model: Any, tokenizer: Any, used: list) -> list[
         limit=options.limit,
     )
     rows = [{"task": f"harness/{name}", **values} for name, values in found.items()]
-    rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
+    rows[-1]["seconds"] = _since(began)
     return rows
 
 
@@ -226,7 +237,7 @@ def _harness(options: Evaluate, model: Any, tokenizer: Any, used: list) -> list[
 def _progress(console: Console, task: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on a terminal; yield a function of the newly scored items and the total."""
     columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         number = bar.add_task(task, total=None)
         yield lambda scored, total: bar.update(number, advance=scored, total=total)
 
@@ -236,7 +247,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         for name, value in row.items():
             if isinstance(value, float) and name != "seconds" and "stderr" not in name:
-                stderr = row.get(f"{name}_stderr", row.get(name.replace(",", "_stderr,")))
+                # lm-evaluation-harness has acc,none and acc_stderr,none.
+                metric, comma, filter_name = name.partition(",")
+                stderr = row.get(f"{metric}_stderr{comma}{filter_name}")
                 plus = f" ± {stderr:.4f}" if isinstance(stderr, float) else ""
                 items = row.get("items", row.get("tokens", row.get("sample_len", "")))
                 name = row["task"] if name == "value" else name
@@ -276,7 +289,12 @@ def main(args: list[str] | None = None) -> int:
     try:
         try:
             options = tyro.cli(
-                Evaluate, prog="python -m gptjax.evaluate", description=Evaluate.__doc__, args=args
+                Evaluate,
+                prog="python -m gptjax.evaluate",
+                description="Score a model on texts, multiple choice, CORE, or tasks of "
+                "lm-evaluation-harness. The files of hellaswag, mmlu and core are not downloaded: "
+                "an error names their address and the place for them.",
+                args=args,
             )
             console = Console(highlight=False, soft_wrap=True)
             result = run(options, console, _command(arguments))
