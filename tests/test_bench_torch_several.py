@@ -35,6 +35,18 @@ SPEC = Spec(
 )
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Start PyTorch's processes by forks of one server that has imported PyTorch: 4 s less each.
+
+    `test_rows` starts them as a user does.
+    """
+    server = multiprocessing.get_context("forkserver")
+    # A server that runs already keeps its modules.
+    server.set_forkserver_preload(["gptjax.bench.torch_worker"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(measuring, "WARM_UP_SECONDS", 0.0)
@@ -48,7 +60,7 @@ def short(monkeypatch):
 @pytest.mark.parametrize(
     ("strategy", "reshard"), [("ddp", True), ("fsdp2", True), ("fsdp2", False)]
 )
-def test_the_step_is_that_of_one_process_on_the_whole_batch(strategy, reshard):
+def test_the_step_is_that_of_one_process_on_the_whole_batch(forked, strategy, reshard):
     """Four losses: the gradients, the clip and the update are the same, too."""
     one = TorchStep(TINY, SPEC.how, batch=4, sequence_length=8, device="cpu")
     torch.manual_seed(0)
@@ -169,7 +181,7 @@ def hangs(connection, spec, rank, store):
         (hangs, 0.1, r"processes \[0, 1\] of 2 did not reply within 0.1 s: all were ended$"),
     ],
 )
-def test_a_process_that_fails_ends_all(work, limit, message, monkeypatch):
+def test_a_process_that_fails_ends_all(forked, work, limit, message, monkeypatch):
     monkeypatch.setattr(torch_several, "work", work)
     monkeypatch.setattr(torch_several, "REPLY_SECONDS", limit)
     several = TorchSeveral(SPEC)
@@ -194,7 +206,7 @@ def test_the_cause_is_reported_and_not_its_consequence(monkeypatch):
 
 
 @pytest.mark.usefixtures("optax_promotion")
-def test_a_failure_is_a_row_beside_gptjaxs(card, tmp_path, monkeypatch, capsys):
+def test_a_failure_is_a_row_beside_gptjaxs(forked, card, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch_several, "work", killed)
     out = tmp_path / "several.json"
     command = ["step", "--config", card, "--devices", "2", "--torch", "--seconds", "0.01"]
