@@ -13,8 +13,9 @@ from hf_tools import edit_config, edit_tensors
 from llama_tools import ODD, batch_of, build, random_of, theirs
 from reference.torch_gpt2 import flatten
 
+import gptjax
 from gptjax.models.base import params_of
-from gptjax.weights import WeightsError
+from gptjax.weights import WeightsError, export
 from gptjax.weights.llama import load_llama, read_config, save_llama
 
 with warnings.catch_warnings():
@@ -46,8 +47,20 @@ def test_transformers_loads_a_saved_folder(config, tmp_path):
         expected = same(torch.from_numpy(tokens).long()).logits
     logits = jax.jit(lambda tokens: model(tokens))(jnp.asarray(tokens))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
+    if not config.tie_embeddings:  # by the type in config.json
+        assert gptjax.load(tmp_path).model.config == config
     again = load_llama(tmp_path, padded_vocab_size=61)
     assert again.config == dataclasses.replace(config, padded_vocab_size=61)
+
+
+def test_an_export_has_the_tokenizer(tmp_path):
+    model = build(ODD, random_of(ODD))
+    export.export(model, tmp_path / "out", "hf", tokenizer="byte")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in (tmp_path / "out").iterdir()
+    }
+    with pytest.raises(WeightsError, match="llmc files: expected one of .* found Llama3Config"):
+        export.export(model, tmp_path / "other", "llmc", tokenizer=None)
 
 
 def test_llama_3_2_in_the_fields_of_transformers_4(tmp_path):

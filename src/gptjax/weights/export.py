@@ -14,6 +14,7 @@ from gptjax.weights.bpe_files import save_tokenizer
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import reason, shown
 from gptjax.weights.hf import save_hf
+from gptjax.weights.llama import save_llama
 from gptjax.weights.llmc import save_llmc
 
 Format = Literal["hf", "llmc", "gguf"]
@@ -24,6 +25,12 @@ Writer = Callable[[Model, Path, str | None, str], None]
 
 def _hf_gpt2(model, path: Path, tokenizer: str | None, name: str) -> None:
     save_hf(model, path)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, path, model.config.block_size)
+
+
+def _hf_llama3(model, path: Path, tokenizer: str | None, name: str) -> None:
+    save_llama(model, path)
     if tokenizer is not None:
         save_tokenizer(tokenizer, path, model.config.block_size)
 
@@ -41,7 +48,7 @@ def _gguf(architecture: gguf_file.Architecture) -> Writer:
 
 # Writers by format and by the name of the architecture's config class.
 WRITERS: dict[Format, dict[str, Writer]] = {
-    "hf": {"GPT2Config": _hf_gpt2},
+    "hf": {"GPT2Config": _hf_gpt2, "Llama3Config": _hf_llama3},
     "llmc": {"GPT2Config": _llmc_gpt2},
     "gguf": {"GPT2Config": _gguf(gguf_file.GPT2)},
 }

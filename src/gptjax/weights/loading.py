@@ -43,7 +43,7 @@ def load(
 
     Args:
         path: a run's folder such as runs/gpt2_tiny, the folder of one of its checkpoints, a Hugging
-            Face GPT-2 (folder or .safetensors file), or an llm.c .bin file.
+            Face GPT-2 or Llama (folder or .safetensors file), or an llm.c .bin file.
         precision: precision of the model; None for that of the run, and fp32 for other files.
         step: step of a run's checkpoint; None for the newest.
         tokenizer: auto: that of the run's data; "gpt2" for files with a vocabulary of 50,257, and

@@ -23,7 +23,7 @@ from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
-from gptjax.weights import checkpoint_files, hf, llmc
+from gptjax.weights import checkpoint_files, hf, llama, llmc
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
 from gptjax.weights.files import reason, shown
 from gptjax.weights.gpt2 import SIZES
@@ -136,6 +136,17 @@ class HuggingFaceGPT2(Source):
             return _put_each(tensors, like)
 
 
+class HuggingFaceLlama(Source):
+    """Hugging Face's config.json and safetensors of a Llama."""
+
+    def config(self, *, precision=None, kind=None, **options):
+        return llama.read_config(self.path, precision=precision or FP32, **options)
+
+    def read(self, config, like):
+        with llama.tensors_of(self.path, config) as tensors:
+            return _put_each(tensors, like)
+
+
 class Llmc(Source):
     """llm.c's .bin file of a GPT-2."""
 
@@ -152,7 +163,10 @@ def _check_gpt2_options(options: dict[str, Any], source: str) -> None:
 
 
 # The source of each model_type in a config.json, with the name of the architecture.
-HUGGING_FACE: dict[Any, tuple[type[Source], str]] = {"gpt2": (HuggingFaceGPT2, "GPT2Config")}
+HUGGING_FACE: dict[Any, tuple[type[Source], str]] = {
+    "gpt2": (HuggingFaceGPT2, "GPT2Config"),
+    "llama": (HuggingFaceLlama, "Llama3Config"),
+}
 
 
 def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
