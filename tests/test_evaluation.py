@@ -23,7 +23,8 @@ from evaluation_tools import (
     write_mmlu,
 )
 
-from gptjax.data import find_dataset, write_shard
+from gptjax import parallel
+from gptjax.data import TokenizerUnavailable, find_dataset, get_tokenizer, write_shard
 from gptjax.evaluation import (
     EvaluationError,
     Row,
@@ -41,6 +42,7 @@ from gptjax.evaluation import (
 )
 from gptjax.evaluation.core import score_task
 from gptjax.evaluation.scoring import ahead
+from gptjax.models.base import params_of
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-4}  # sums of 100 fp32 log-probabilities
 BLOCK = CONFIG.block_size
@@ -120,6 +122,32 @@ def test_scores_do_not_depend_on_batches_or_devices(both, scorer):
     best = max(range(257), key=lambda t: float(torch_log_probs(both[1], [*context, t], 3)[0]))
     found = scorer.score([Row(np.append(context, t), 3) for t in (best, 5)], greedy=True)
     assert [score.greedy for score in found] == [True, False]
+
+
+def test_sharded_parameters(both, scorer, monkeypatch):
+    """Those of a training state, which a run evaluates without a copy."""
+    monkeypatch.setattr(parallel, "SMALLEST_SHARDED", 1)
+    sharded = parallel.Parallel.of(jax.devices(), "fsdp")
+    params = params_of(both[0])
+    params = jax.device_put(params, sharded.shardings(params))
+    assert params["wte"].addressable_shards[0].data.shape == (132, 32)
+    rows = [Row(np.arange(70 + i) * 7 % 257, 3) for i in range(4)]
+    found = Scorer(CONFIG, params, sharded, 6 * BLOCK).score(rows)
+    for score, expected in zip(found, scorer.score(rows), strict=True):
+        np.testing.assert_allclose(score.log_prob, expected.log_prob, **CLOSE)
+
+
+def test_gpt2_tokens_in_batches_and_their_bytes():
+    try:
+        tokenizer = get_tokenizer("gpt2")
+    except TokenizerUnavailable as error:
+        pytest.skip(str(error))
+    texts = ["Hello, world", " naïve ☃\n\n", ""]
+    batch = tokenizer.encode_batch(texts)
+    for ids, text in zip(batch, texts, strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+    assert tokenizer.byte_lengths().shape == (50257,) and tokenizer.byte_lengths()[50256] == 0
 
 
 def test_rows_that_cannot_be_scored(scorer):

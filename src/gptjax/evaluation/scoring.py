@@ -95,7 +95,7 @@ class Scorer:
         batch_tokens: int | None = None,
     ):
         if batch_tokens is None:
-            batch_tokens = 65536 if jax.default_backend() == "gpu" else 4096
+            batch_tokens = 65536 if _on_gpu(parallel) else 4096
         if batch_tokens < 1:
             raise EvaluationError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.config, self.params, self.parallel = config, params, parallel
@@ -248,6 +248,10 @@ class Scorer:
         return _function(config, self.parallel, greedy)(self.params, windows_BT1)
 
 
+def _on_gpu(parallel: Parallel) -> bool:
+    return parallel.mesh.devices.flat[0].platform == "gpu"
+
+
 def _chunk_rows(length: int) -> int:
     """Return the number of rows whose logits exist at the same time on a device."""
     return max(1, CHUNK // length)
@@ -266,8 +270,7 @@ def _function(config: ModelConfig, parallel: Parallel, greedy: bool) -> Callable
     score = _greedy if greedy else _losses
 
     # As for training, see `gptjax.training.compilation.compiler_options`.
-    on_gpu = parallel.mesh.devices.flat[0].platform == "gpu"
-    options = {"xla_gpu_enable_triton_gemm": False} if on_gpu else {}
+    options = {"xla_gpu_enable_triton_gemm": False} if _on_gpu(parallel) else {}
     if parallel.devices == 1:
         return jax.jit(
             lambda params, windows_BT1: score(
