@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 # Two CPU devices, before JAX starts: a test of sharding needs more than one. On a machine without a
-# GPU LLVM does not optimize unless a test requests it (gpt2_tools.OPTIMIZED, for the parity with
-# PyTorch): half of the suite's time is compilation, of executables that run once.
+# GPU LLVM does not optimize unless a test requests it (kernel_tools.OPTIMIZED, for the parity
+# with PyTorch): half of the suite's time is compilation, of executables that run once.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -98,10 +98,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let Python's garbage collector skip what was imported, and run less often: JAX traces
-    allocate many objects, of which few are cyclic."""
-    gc.collect()
-    gc.freeze()
+    """Let Python's garbage collector run less often: traces allocate many objects, few in
+    cycles."""
     gc.set_threshold(20_000, 20, 20)
 
 

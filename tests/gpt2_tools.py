@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
+from kernel_tools import OPTIMIZED
 from reference.torch_gpt2 import (
     assert_within_twice,
     computing,
@@ -19,9 +20,6 @@ from reference.torch_gpt2 import (
 
 from gptjax import GPT2, GPT2Config, loss_fn
 
-# XLA's default, which tests/conftest.py lowers. What is compared with PyTorch is compiled as a user
-# compiles it.
-OPTIMIZED = {"xla_backend_optimization_level": 3}
 # (vocabulary, padded, time, layers, heads, width, batch)
 SHAPES = {
     # odd T, three heads, a head dimension of 4, a prime vocabulary

@@ -304,6 +304,11 @@ def unchecked(function: Callable) -> Callable:
 # ------------------------------------------------------------------------------------ compiled code
 
 
+# `compiler_options` of what is compared with PyTorch, or to a few roundings: XLA's default, which
+# tests/conftest.py lowers.
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A Triton kernel compiled for a GPU that need not be there."""

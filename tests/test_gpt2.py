@@ -11,7 +11,6 @@ import pytest
 import torch
 from flax import nnx
 from gpt2_tools import (
-    OPTIMIZED,
     SHAPES,
     assert_parity,
     batch_of,
@@ -25,7 +24,7 @@ from gpt2_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
-from kernel_tools import h200
+from kernel_tools import OPTIMIZED, h200
 from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, generate, loss_fn

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from gpt2_tools import OPTIMIZED
+from kernel_tools import OPTIMIZED
 from reference.torch_gpt2 import from_params, random_params
 from reference.torch_train import train
 
