@@ -61,7 +61,9 @@ def test_tiles_of_every_gpu(capability, listed):
     from pallas_kernels.attention import triton
 
     for products in ("16", "tf32", "fp32"):
-        entries = triton._tiles()[listed][products]
+        # True fp32 in Hopper's tiles spills there.
+        own = capability == (10, 0) and products == "fp32"
+        entries = triton._tiles()["10.0" if own else listed][products]
         assert triton.tuning(capability, products, 5) is entries["64"]
         assert triton.tuning(capability, products, 65) is entries["128"]
 

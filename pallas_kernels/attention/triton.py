@@ -247,8 +247,8 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> di
 def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str, Any]:
     """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
-    For a capability that is not listed, use a listed earlier capability that needs no more shared
-    memory than the GPU has: the one that needs most.
+    For a capability that is not listed with this precision, use a listed earlier capability that
+    needs no more shared memory than the GPU has: the one that needs most.
 
     Args:
         matmul: "16" (bf16, fp16), "tf32" or "fp32".
@@ -260,6 +260,8 @@ def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str,
     fitting = [
         n for n in listed if _version(n) <= capability and listed[n]["shared_kb"] <= shared_kb
     ]
+    # A capability may be listed for some matmuls only.
+    fitting = [n for n in fitting if matmul in listed[n]] or fitting
     if not fitting:
         raise ValueError(
             f"triton_tiles.json has nothing for compute capability {capability[0]}.{capability[1]} "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import _triton
+from pallas_kernels import _dispatch, _triton
 
 # Measured on an H200 (docs/kernels/norm.md). Channels per thread; backward also warps per SM and
 # pipeline stages, by the item size of total: four-byte rows keep the memory busy without copies
@@ -26,6 +26,8 @@ BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
 # With one more sum in registers: no spills at GPT-2's widths. Derived from the number of registers,
 # not measured.
 BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
+# On compute capability 10 (B200), where 24 channels of four bytes spill. Compiled, not measured.
+BACKWARD_WITH_BIAS_10 = BACKWARD_WITH_BIAS | {4: (16, 10, 1)}
 # For 16-bit rows of four warps, such as 1,600 channels: three programs per SM instead of two.
 # 36864×1600 132 → 115 µs, with four 151; copy 112.
 FOUR_WARPS_A_ROW = 12
@@ -308,7 +310,10 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     dx is the gradient of both x and the residual. `dtotal_NC` is None if total is not used.
     """
     n, c = total_NC.shape
-    table = BACKWARD_WITH_BIAS if residual_bias else BACKWARD
+    table = BACKWARD
+    if residual_bias:
+        on_10 = (_dispatch.capability() or (9, 0))[0] == 10
+        table = BACKWARD_WITH_BIAS_10 if on_10 else BACKWARD_WITH_BIAS
     elements, warps_per_sm, stages = (
         BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
     )

@@ -1,0 +1,205 @@
+"""Compile every Triton kernel for other GPUs than this machine's: shared memory, registers, spills.
+No GPU is needed, but the packages of the tests are: pip install -e '.[test]'.
+
+    python benchmarks/tools/compile_for_cards.py --out benchmarks/results/cards.json
+    python benchmarks/tools/compile_for_cards.py --capabilities 89 --operations layer_norm softmax
+
+The calls are the examples of the registry, forward and backward, with 65,536 tokens in bf16 and in
+fp32 (TF32 on the tensor cores). docs/cards.md has the table of the results.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+import pallas_kernels  # noqa: F401  registers every operation
+from gptjax.bench import results
+from gptjax.bench.table import Row, print_table
+from pallas_kernels import _dispatch
+
+ROOT = Path(__file__).parents[2]
+ROWS = 65536
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """GPUs of one compute capability."""
+
+    names: str
+    shared_kb: int
+    """Shared memory that a thread block (CTA) can have: CUDA C++ Programming Guide, "Technical
+    Specifications per Compute Capability"."""
+
+
+CARDS = {
+    80: Card("A100, A30", 163),
+    86: Card("RTX 30, A10, A40", 99),
+    89: Card("RTX 40, L4, L40, L40S", 99),
+    90: Card("H100, H200", 227),
+    100: Card("B200", 227),
+    120: Card("RTX 50", 99),
+}
+"""By compute capability without the point, as in sm_80."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Compile every Triton kernel for other GPUs, without a GPU."""
+
+    capabilities: tuple[int, ...] = tuple(CARDS)
+    """Compute capabilities without the point."""
+    operations: tuple[str, ...] = ()
+    """Only these operations; all if none is named."""
+    dtypes: tuple[str, ...] = DTYPES
+    out: Path | None = None
+    """JSON file of the results."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return 1 if a kernel does not fit a GPU or spills."""
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    known = [name for name, entry in _dispatch.OPERATIONS.items() if entry.examples]
+    for found, allowed in (
+        (options.operations, known),
+        (options.capabilities, list(CARDS)),
+        (options.dtypes, list(DTYPES)),
+    ):
+        if unknown := sorted({*found} - {*allowed}):
+            print(f"error: expected some of {allowed}, got {unknown}", file=sys.stderr)
+            return 1
+    rows = []
+    for row in compiled(options.operations or known, options.capabilities, options.dtypes):
+        rows.append(row)
+        print(f"{row['operation']}, {row['example']}, {row['dtype']}, sm_{row['capability']}: "
+              f"{row['error'] or 'fits'}", file=sys.stderr, flush=True)  # fmt: skip
+    bad = [row for row in rows if row["error"]]
+    figures = [
+        Row(f"{row['operation']} {row['dtype']} sm_{row['capability']}",
+            (f"{row['shared_kb']} KB", f"{row['registers']}", f"{row['spill_bytes']} B"),
+            f"{row['example']}; {row['error'] or ', '.join(row['kernels'])}")
+        for row in rows
+    ]  # fmt: skip
+    print_table("Triton kernels", ("shared", "registers", "spills"), figures)
+    print(f"{len(rows)} calls compiled, {len(bad)} do not fit")
+    if options.out is not None:
+        command = results.script_command("benchmarks/tools/compile_for_cards.py", arguments)
+        device = "compiled without a GPU"
+        results.write(options.out, results.new(command, rows, device=device, packages=("triton",)))
+    return 1 if bad else 0
+
+
+def compiled(
+    operations: Sequence[str], capabilities: Sequence[int], dtypes: Sequence[str]
+) -> Iterator[dict]:
+    """Compile the examples; yield a row for each operation, example, dtype and capability.
+
+    An example that the Triton back end does not support in a dtype has no row.
+    """
+    for operation in operations:
+        for make in _dispatch.OPERATIONS[operation].examples:
+            for dtype in dtypes:
+                example = make(ROWS, jnp.dtype(dtype))
+                if example is None:
+                    continue
+                for capability in capabilities:
+                    row = _row(example, capability)
+                    if row is not None:
+                        yield {
+                            "operation": operation,
+                            "example": _dispatch.title(make),
+                            "dtype": dtype,
+                            "capability": capability,
+                        } | row
+
+
+def _row(example: _dispatch.Example, capability: int) -> dict | None:
+    """Compile the kernels of an example; None if it has none in Triton."""
+    tools = _kernel_tools()
+    # A kernel is recorded when it is traced: a cached trace of another capability has none.
+    jax.clear_caches()
+    try:
+        kernels = tools.triton_kernels(
+            _with_gradients(example), *example.shapes, capability=capability
+        )
+    except ValueError as error:
+        if "implementation" in str(error):  # refused by the registry
+            return None
+        raise
+    limit = CARDS[capability].shared_kb
+    row = {
+        "kernels": sorted({kernel.name for kernel in kernels}),
+        "shared_kb": round(max(kernel.shared_bytes for kernel in kernels) / 1024, 1),
+        "registers": max(kernel.registers for kernel in kernels),
+        "spill_bytes": max(kernel.spill_bytes for kernel in kernels),
+        "error": "",
+    }
+    if row["shared_kb"] > limit:
+        row["error"] = f"needs {row['shared_kb']} KB of shared memory, the GPU has {limit}"
+    elif row["spill_bytes"]:
+        spilling = sorted({kernel.name for kernel in kernels if kernel.spill_bytes})
+        row["error"] = f"{', '.join(spilling)} spill"
+    return row
+
+
+def _with_gradients(example: _dispatch.Example):
+    """Return a function that computes the example in Triton, with its gradients if there are."""
+
+    def call(*arrays):
+        return example.call(*arrays, implementation="triton")
+
+    if not example.differentiable:
+        return call
+
+    def with_gradients(*arrays):
+        out, pull = jax.vjp(call, *arrays)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    return with_gradients
+
+
+def _kernel_tools():
+    """Import the compiler that the tests use."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    try:
+        import kernel_tools
+    finally:
+        sys.path.pop(0)
+    return kernel_tools
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Return the Markdown table of docs/cards.md: the most shared memory of an operation's kernels
+    on each GPU, in KB."""
+    heads = [f"{card.names} (sm_{capability})" for capability, card in CARDS.items()]
+    lines = [
+        f"| operation | dtypes | {' | '.join(heads)} |",
+        f"| --- | --- | {' | '.join('---' for _ in heads)} |",
+        f"| *limit* | | {' | '.join(f'*{card.shared_kb}*' for card in CARDS.values())} |",
+    ]
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        own = [row for row in rows if row["operation"] == operation]
+        dtypes = ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in own))
+        cells = [_cell([row for row in own if row["capability"] == c]) for c in CARDS]
+        lines.append(f"| `{operation}` | {dtypes} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def _cell(rows: Sequence[dict]) -> str:
+    if not rows:
+        return "–"
+    if any(row["error"] for row in rows):
+        return "does not fit"
+    return f"{max(row['shared_kb'] for row in rows):g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
