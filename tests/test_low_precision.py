@@ -1,6 +1,8 @@
 """Low-precision parameters: the two halves are an fp32 number, bit for bit; stochastic rounding is
 right on average."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import OPTIMIZED
 
 from gptjax.optim import normuon
 from gptjax.optim.low_precision import (
@@ -66,7 +69,8 @@ def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit(rounding):
     def grads_at(views, noise):
         return jax.tree.map(lambda v, n: v.astype(jnp.float32) * 0.1 + n, views, noise)
 
-    @jax.jit
+    # LLVM joins the same multiplications and additions on both sides.
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def run(master):
         def step(carry, key):
             params, state, master, master_state = carry
