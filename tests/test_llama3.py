@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from kernel_tools import lower_for_h200
 from llama_tools import (
     ODD,
     batch_of,
@@ -24,7 +25,10 @@ from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
 from reference.torch_train import train
 
 from gptjax import Precision, generate, loss_fn, parallel
-from gptjax.models.base import graph, init_params
+from gptjax.bench import torch_side
+from gptjax.bench.torch_gpt2 import How
+from gptjax.config import Config
+from gptjax.models.base import abstract_params, graph, init_params
 from gptjax.models.llama3 import PRESETS, Block, Llama3Config, rotation
 from gptjax.optim import NorMuonConfig, adamw
 from gptjax.parallel import Parallel, over_batch
@@ -123,7 +127,7 @@ def test_recomputed_plain_and_bf16_forms():
         model = build(one, params)
         x = model.embed(tokens)
         for block in model.blocks:
-            x = Block.__call__(block, x, rotation(one, 0, x.shape[1]))
+            x = Block.__call__(block, x, rotation(one, jnp.arange(x.shape[1])[None]))
         plain = model.norm(x)
         gradients = [grad(recompute=name) for name in ("none", "block", "sublayer")]
         return plain, model.hidden(tokens), gradients, grad(precision=Precision("bf16"))
@@ -193,6 +197,20 @@ def test_normuon_orthogonalizes_seven_matrices_of_each_block(optax_promotion):
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
+def test_pytorchs_model_of_the_benchmark():
+    """Attention by hand equals SDPA; the loss before the first step is that of random logits."""
+    run = Config(model=ODD, sequence_length=7, batch_tokens=14, micro_batch=2)
+    assert torch_side.why_no_rival(run) is None
+    losses = []
+    for flash in (True, False):
+        how = How(precision="fp32", compiled=False, flash=flash, fused=False)
+        step = torch_side.torch_step(run, how, jax.devices("cpu")[0])
+        losses.append([step.step().item() for _ in range(3)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=1e-5)
+    assert losses[0][0] == pytest.approx(np.log(ODD.padded_vocab_size), abs=0.1)
+    assert losses[0][0] > losses[0][2]
+
+
 def test_initial_parameters():
     params = init_params(dataclasses.replace(ODD, n_embd=96, n_inner=None), 0)
     assert params["blocks"][0]["mlp"]["gate"]["kernel"].shape == (96, 256)
@@ -253,3 +271,48 @@ def test_no_token_sees_a_later_one():
     grad = np.asarray(gradient_of_a_position(jnp.asarray(params["wte"])))
     later = set(np.unique(tokens[:, 5:])) - set(np.unique(tokens[:, :5]))
     assert later and not grad[sorted(later)].any() and grad[np.unique(tokens[:, :5])].any()
+
+
+def test_a_step_lowers_for_an_h200_with_every_kernel():
+    """Mosaic reads the key heads by index; norms take the residual; no attention in plain JAX."""
+    sizes = {"n_layer": 1, "n_head": 6, "n_kv_head": 2, "n_embd": 768, "n_inner": 1024}
+    config = Llama3Config(**sizes, precision=Precision("bf16"))
+    windows = jax.ShapeDtypeStruct((1, 2, 1025), jnp.int32)
+    step = lambda params, windows: loss_and_grads(graph(config), params, windows)
+    text = lower_for_h200(step, abstract_params(config), windows)
+    for kernel, count in {
+        "mosaic_gpu_v2": 2,
+        "norm_forward": 3,
+        "norm_backward": 3,
+        "forward_kernel": 1,
+        "backward_kernel": 1,
+    }.items():
+        assert len(re.findall(rf"custom_call @{kernel}\b", text)) == count, kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=["D = 64", "D = 128"])
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_the_default_kernels_on_the_gpu(precision, heads):
+    """Each gradient by the 2× rule: against fp32 references, compared with XLA's back ends."""
+    sizes = {"n_head": heads[0], "n_kv_head": heads[1], "n_embd": 384, "n_inner": 1024}
+    config = dataclasses.replace(
+        ODD, **sizes, vocab_size=509, padded_vocab_size=512, block_size=256, rope_scaling=1.0
+    )
+    kernels = ("attention", "norm", "mlp", "loss")
+    near = dataclasses.replace(config, precision=Precision(precision))
+    assert near.kernels(256, 4)["mlp"] == near.kernels(256, 4)["norm"] == "triton"
+    params = jax.tree.map(jnp.asarray, init_params(config, 0))
+    windows = jnp.asarray(batch_of(config, size=4, time=257)[:1])
+    grads = {}
+    for name, form in {
+        "ours": near,
+        "xla": dataclasses.replace(near, **dict.fromkeys(kernels, "xla")),
+        "exact": dataclasses.replace(config, **dict.fromkeys(kernels, "reference")),
+    }.items():
+        found = jax.device_get(gradient(form, params, windows))
+        grads[name] = flatten(found[1]) | {"loss": found[0]}
+    for name, exact_grad in grads["exact"].items():
+        assert_within_twice(
+            grads["ours"][name], grads["xla"][name], exact_grad, norm=rms, name=name
+        )

@@ -158,13 +158,13 @@ PRESETS: dict[str, Llama3Config] = {
 class Rotation(NamedTuple):
     """Cosine and sine of each position's angles, fp32."""
 
-    cos_TE: Float[Array, "T E"]
-    sin_TE: Float[Array, "T E"]
+    cos_BTE: Float[Array, "#B T E"]
+    sin_BTE: Float[Array, "#B T E"]
 
     def __call__(self, x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
         """Rotate channel i with channel i + D/2 of each head, in fp32; return x's dtype."""
         a, b = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos_TE[None, :, None], self.sin_TE[None, :, None]
+        cos, sin = self.cos_BTE[:, :, None], self.sin_BTE[:, :, None]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTHD.dtype)
 
 
@@ -180,11 +180,11 @@ def frequencies(config: Llama3Config) -> np.ndarray:
     return kept * f + (1 - kept) * f / config.rope_scaling
 
 
-def rotation(config: Llama3Config, start: int | Integer[Array, ""], length: int) -> Rotation:
-    """Return the rotation of the positions start, …, start + length − 1 (Su et al., 2021)."""
-    position_T = (start + jnp.arange(length)).astype(jnp.float32)
-    angle_TE = position_T[:, None] * jnp.asarray(frequencies(config), jnp.float32)[None]
-    return Rotation(jnp.cos(angle_TE), jnp.sin(angle_TE))
+def rotation(config: Llama3Config, position_BT: Integer[Array, "#B T"]) -> Rotation:
+    """Return the rotation of the positions (Su et al., 2021)."""
+    frequency_E = jnp.asarray(frequencies(config), jnp.float32)
+    angle_BTE = position_BT.astype(jnp.float32)[:, :, None] * frequency_E[None, None]
+    return Rotation(jnp.cos(angle_BTE), jnp.sin(angle_BTE))
 
 
 class RMSNorm(nnx.Module):
@@ -233,7 +233,10 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x_BTC: Float[Array, "B T C"], rotate: Rotation, cache: KVCache | None = None
+        self,
+        x_BTC: Float[Array, "B T C"],
+        rotate: Rotation,
+        cache: KVCache | None = None,
     ) -> Float[Array, "B T C"]:
         c, precision = self.config, self.config.precision.matmul
         qkv_BTO = linear(
@@ -289,7 +292,10 @@ class Block(nnx.Module):
         self.norm_2, self.mlp = RMSNorm(config), MLP(config, rngs=rngs)
 
     def __call__(
-        self, x_BTC: Float[Array, "B T C"], rotate: Rotation, cache: KVCache | None = None
+        self,
+        x_BTC: Float[Array, "B T C"],
+        rotate: Rotation,
+        cache: KVCache | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the residual stream after the block: the reference of the fused sublayers."""
         x_BTC = added(x_BTC, self.attn(self.norm_1(x_BTC), rotate, cache))
@@ -372,10 +378,13 @@ class Llama3(Model):
         return wte_BTC.astype(self.config.precision.residual_dtype)
 
     def hidden(
-        self, tokens_BT: Integer[Array, "B T"], cache: list[KVCache] | None = None
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        cache: list[KVCache] | None = None,
     ) -> Float[Array, "B T C"]:
         self.check_tokens(tokens_BT)
-        rotate = rotation(self.config, cache[0].length if cache else 0, tokens_BT.shape[1])
+        t = tokens_BT.shape[1]
+        rotate = rotation(self.config, jnp.arange(t)[None] + (cache[0].length if cache else 0))
         x_BTC, pending_BTC = self.embed(tokens_BT), None
         for i, block in enumerate(self.blocks):
             # Recomputed parts start from the sum: the pair would be two arrays to store.
