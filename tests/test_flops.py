@@ -1,10 +1,15 @@
 """Peak rates, MFU and throughput."""
 
+import dataclasses
 import math
+from unittest import mock
 
+import jax
 import pytest
 
 from gptjax import precision
+from gptjax.config import Config
+from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.flops import (
     PEAK_BANDWIDTH,
     PEAK_FLOPS,
@@ -13,6 +18,7 @@ from gptjax.training.flops import (
     peak_bandwidth,
     peak_flops,
 )
+from gptjax.training.header import no_mfu_note
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,17 @@ def test_mfu_is_the_fraction_of_all_devices():
     assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "tf32", 8) == pytest.approx(240 / 156 / 8)
     # A peak that is given replaces that of the table.
     assert mfu(300_000, 8e8, "NVIDIA X1", "bf16", 2, peak=240e12) == pytest.approx(1 / 2)
+
+
+def test_a_gpu_without_a_known_peak_gets_a_note_with_the_option():
+    config = Config(model=GPT2Config(precision=precision.Precision("bf16")))
+    device = mock.Mock(spec=jax.Device, device_kind="NVIDIA X1", platform="gpu")
+    note = no_mfu_note(config, device)
+    assert "no peak rate of 'NVIDIA X1' in bf16 is known; --peak-tflops N gives it" in note
+    assert no_mfu_note(dataclasses.replace(config, peak_tflops=100.0), device) is None
+    device.device_kind = "NVIDIA H200"
+    assert no_mfu_note(config, device) is None
+    assert no_mfu_note(config, jax.devices("cpu")[0]) is None
 
 
 # --------------------------------------------------------------------------------------- throughput

@@ -30,7 +30,7 @@ def make_run(
             rows = [{"kind": "train", "step": step, "tokens": step * tokens_per_step, "loss": loss}]
             if ms is not None:
                 # The first step of a process has no time.
-                rows[0]["ms"] = None if step == 1 else ms
+                rows[0]["ms"] = None if step == 1 else ms(step)
             if val_every and step % val_every == 0:
                 rows.append(
                     {"kind": "val", "step": step, "tokens": step * tokens_per_step, "loss": clean}
@@ -123,11 +123,12 @@ def test_three_runs_have_three_colours_and_names(tmp_path, figures):
 
 
 def test_the_time_is_that_of_the_steps(tmp_path, figures):
-    run = make_run(tmp_path / "run", steps=300, val_every=100, ms=400)
+    run = make_run(tmp_path / "run", steps=6, val_every=3, ms=lambda step: 6000 * step)
     plot_runs([run], tmp_path / "loss.png", x="time")
     (raw, _, val), _ = drawn(figures[0])
-    np.testing.assert_allclose(raw.get_xdata(), np.arange(1, 301) * 0.4 / 60)
-    np.testing.assert_allclose(val.get_xdata(), [2 / 3, 4 / 3, 2])
+    # The first step counts as the second.
+    np.testing.assert_allclose(raw.get_xdata(), np.cumsum([0.2, 0.2, 0.3, 0.4, 0.5, 0.6]))
+    np.testing.assert_allclose(val.get_xdata(), [0.7, 2.2])
     assert figures[0].axes[0].get_xlabel() == "training time (minutes)"
     with pytest.raises(
         ValueError, match=r"log\.jsonl: no step has a time in ms; choose --x tokens"

@@ -25,6 +25,7 @@ pytest_plugins = ["train_tools"]
 
 
 def test_a_run_from_beginning_to_end(config):
+    config = dataclasses.replace(config, peak_tflops=0.5)
     code, shown = run(config)
     assert code == 0
     for part in (
@@ -50,6 +51,9 @@ def test_a_run_from_beginning_to_end(config):
         and train[20]["tokens"] == 20 * 512
         and train[15]["tokens_per_second"] > 0
     )
+    flops = config.model.flops_per_token(config.sequence_length)
+    devices_used = train[15]["mfu"] / (train[15]["tokens_per_second"] * flops / 0.5e12)
+    assert 1 / devices_used in (pytest.approx(1), pytest.approx(2))
     assert steps_kept(config) == [18, 20]
     assert (config.run_dir / "loss.png").stat().st_size > 10_000
     assert list(config.run_dir.glob("events.out.tfevents.*"))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import jax
+
 from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
@@ -36,10 +38,8 @@ def header(
     yield "run", f"{config.run_dir}, {begin}"
     idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
     yield "device", f"{parallel.devices} × {parallel.mesh.devices.flat[0].device_kind}{idle}"
-    device = parallel.mesh.devices.flat[0]
-    unknown = peak_flops(device.device_kind, model.precision.name) is None
-    if device.platform == "gpu" and unknown and config.peak_tflops is None:
-        yield "", "the peak rate of this GPU is unknown: --peak-tflops N gives it, for the MFU"
+    if (note := no_mfu_note(config, parallel.mesh.devices.flat[0])) is not None:
+        yield "", note
     if len(processes) > 1:
         for i, line in enumerate(processes):
             yield "" if i else "processes", line
@@ -72,3 +72,14 @@ def header(
     lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
     for i, line in enumerate(lines):
         yield "" if i else "optimizer", line
+
+
+def no_mfu_note(config: Config, device: jax.Device) -> str | None:
+    """Return a sentence for the user if the MFU on this GPU is unknown, else None."""
+    known = peak_flops(device.device_kind, config.model.precision.name) is not None
+    if known or config.peak_tflops is not None or device.platform != "gpu":
+        return None
+    return (
+        f"MFU is unknown: no peak rate of {device.device_kind!r} in {config.model.precision.name} "
+        "is known; --peak-tflops N gives it, from the GPU's datasheet"
+    )
