@@ -1,6 +1,9 @@
 """python -m gptjax.doctor finds each planted fault and its remedy; a healthy machine passes."""
 
+import functools
 import json
+import subprocess
+import sys
 import types
 
 import jax
@@ -268,6 +271,29 @@ def test_every_kernel_has_an_example():
         assert all(make.__doc__ for make in entry.examples)
 
 
+def test_the_examples_and_their_definitions_have_the_same_results():
+    """Shapes of results and gradients, traced in the sizes and dtypes of the doctor."""
+
+    def shapes(f, arrays, differentiable):
+        def with_gradients(*arrays):
+            out, pull = jax.vjp(f, *arrays)
+            return out, pull(out)
+
+        return jax.tree.leaves(jax.eval_shape(with_gradients if differentiable else f, *arrays))
+
+    for operation, entry in _dispatch.OPERATIONS.items():
+        for make in entry.examples:
+            for dtype in kernels.DTYPES:
+                if (example := make(kernels.ROWS, dtype)) is None:
+                    continue
+                call = functools.partial(example.call, implementation="xla")
+                exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in example.shapes]
+                found = shapes(call, example.shapes, example.differentiable)
+                expected = shapes(example.reference, exact, example.differentiable)
+                assert [x.shape for x in found] == [x.shape for x in expected], operation
+                assert all(x.dtype == jnp.float32 for x in expected), operation
+
+
 def test_the_examples_are_right_in_xla():
     """Results and gradients of two examples; a GPU runs them all."""
     for operation in ("ba_plus_caa", "rms_norm"):
@@ -311,3 +337,13 @@ def test_a_wrong_kernel_fails(operation):
 def test_every_kernel_on_this_gpu():
     results = list(kernels.check_all())
     assert results and [r for r in results if r.status != "ok"] == []
+
+
+def test_the_doctor_starts_without_jax():
+    """With a wrong jaxlib the import of JAX fails."""
+    code = (
+        "import sys; sys.modules['jax'] = None; import gptjax.doctor.__main__ as d; "
+        "print([r.name for r in d.run(d.Options())][-1], 'jaxlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "import jax False\n", done.stderr

@@ -25,7 +25,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.attention import Implementation, flash_attention_qkv
+from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.matmul import checked_linear, weight_gradient
+from pallas_kernels.matmul import reference as linear_reference
 
 
 def projected_attention(
@@ -151,3 +153,26 @@ def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
         qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD
     )
     return dqkv_BT3HD, dq_HD, dout_HD
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("flash_attention")
+def _example(rows, dtype):
+    """Projection and heads of GPT-2 in 16 bits: the kernels that sum the bias's gradient."""
+    if dtype == jnp.float32:
+        return None
+    t = min(rows, 1024)
+
+    def call(x_BTC, w_CO, b_O, **how):
+        return projected_attention(x_BTC, w_CO * 768**-0.5, b_O, heads=12, **how)
+
+    def expected(x_BTC, w_CO, b_O):
+        qkv_NO = linear_reference(x_BTC.reshape(rows, 768), w_CO * 768**-0.5, b_O)
+        qkv_BT3HD = qkv_NO.reshape(*x_BTC.shape[:2], 3, 12, 64)
+        return attention_reference(*jnp.moveaxis(qkv_BT3HD, 2, 0))
+
+    sizes = ((rows // t, t, 768), (768, 2304), (2304,))
+    arrays = tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes)
+    return _dispatch.Example(call, expected, arrays)
