@@ -165,12 +165,8 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     loader, val_windows = inputs.loader(step), inputs.val_windows()
     stack.callback(loader.close)
     resume_step = -1 if start.step is None else step
-    log = (RunLog if first else NoLog)(
-        config.run_dir,
-        resume_step,
-        wandb=config.wandb,
-        note=lambda sentence: say("WARNING", sentence),
-    )
+    warn = functools.partial(say, "WARNING")
+    log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
     stack.callback(log.close)
     stop = distributed.SharedStop(stack.enter_context(signals.StopRequest()), parallel.mesh)
     progress = Progress(config, log, console, step=step, devices=used, stop=stop)
