@@ -60,7 +60,7 @@ def test_padding_is_invisible(precision, chunk):
 
 @pytest.mark.parametrize(
     "where, token",
-    [("tokens", 64), ("tokens", 10**6), ("targets", 61), ("targets", 10**6), ("targets", -1)],
+    [("tokens", 64), ("tokens", 10**6), ("targets", 61), ("targets", 10**6), ("targets", -2)],
 )
 def test_an_id_beyond_the_table_gives_nan(where, token):
     config = config_of(SHAPES["odd"])
@@ -92,7 +92,7 @@ def test_tokens_of_any_integer_type(vocab, dtype):
 
 @pytest.mark.parametrize("where", ["tokens", "targets"])
 @pytest.mark.parametrize(
-    "dtype, token", [(jnp.uint8, 61), (jnp.int8, -1), (jnp.uint32, 2**31), (jnp.uint32, 2**32 - 1)]
+    "dtype, token", [(jnp.uint8, 61), (jnp.int8, -2), (jnp.uint32, 2**31), (jnp.uint32, 2**32 - 1)]
 )
 def test_an_id_beyond_the_vocabulary_in_any_type_gives_nan(where, dtype, token):
     config = config_of(SHAPES["odd"], n_layer=1)

@@ -239,13 +239,13 @@ def _fused_backward(options, saved, g_N):
     # As integers, because NaN ≠ NaN: the cotangent of a mean is one number broadcast, so XLA finds
     # at compile time that all are equal, and removes the branch below.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
-    counts_N = (
-        jnp.ones_like(bits_N, bool)
-        if options.ignore_index is None
-        else targets_N != options.ignore_index
-    )
-    first = bits_N[0] if options.ignore_index is None else jnp.where(counts_N, bits_N, 0).max()
-    alike = ((bits_N == first) | ~counts_N).all()
+    first, alike = bits_N[0], (bits_N == bits_N[0]).all()
+    if options.ignore_index is not None:
+        # The cotangents of ignored tokens do not matter: they are 0 for a mean over the others that
+        # multiplies by a mask.
+        counts_N = targets_N != options.ignore_index
+        first = jnp.where(alike, first, jnp.where(counts_N, bits_N, 0).max())
+        alike |= ((bits_N == first) | ~counts_N).all()
 
     def recompute():
         dw_VC = None

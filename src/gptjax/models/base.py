@@ -23,9 +23,12 @@ from gptjax.optim import Group
 from gptjax.optim.partition import assign, paths_of
 from gptjax.precision import Precision
 from pallas_kernels import linear_cross_entropy, select
+from pallas_kernels.classifier import to_int32
 
 # Maximum number of padded rows: padding to a multiple of at most 1,024.
 MAX_PADDING = 1023
+# Target without a loss and without a gradient, such as a token of a prompt.
+IGNORED = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,15 +247,29 @@ class Model(nnx.Module):
         return self.logits(self.hidden(tokens_BT))
 
     def loss(
-        self, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        targets_BT: Integer[Array, "B T"],
+        ignore_index: int | None = IGNORED,
     ) -> Float[Array, ""]:
-        """Return the mean cross-entropy over B·T tokens in nats, fp32. See `loss_fn`."""
-        return self.losses(tokens_BT, targets_BT).mean()
+        """Return the mean cross-entropy in nats, fp32. See `loss_fn`."""
+        losses_N = self.losses(tokens_BT, targets_BT, ignore_index)
+        if ignore_index is None:
+            return losses_N.mean()
+        return losses_N.sum() / jnp.maximum(count_targets(targets_BT, ignore_index), 1)
 
     def losses(
-        self, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        targets_BT: Integer[Array, "B T"],
+        ignore_index: int | None = None,
     ) -> Float[Array, " N"]:
-        """Return the cross-entropy of each of the N = B·T tokens in nats, fp32."""
+        """Return the cross-entropy of each of the N = B·T tokens in nats, fp32.
+
+        Args:
+            ignore_index: tokens with this target have loss 0 and no gradient. None: every target is
+                an id.
+        """
         c, x_BTC = self.config, self.hidden(tokens_BT)
         with jax.named_scope("head"):
             return linear_cross_entropy(
@@ -261,6 +278,7 @@ class Model(nnx.Module):
                 targets_BT.reshape(-1),
                 vocab_size=c.vocab_size,
                 chunk=c.loss_chunk,
+                ignore_index=ignore_index,
                 implementation=c.loss,
                 precision=c.precision.matmul,
             )
@@ -276,16 +294,24 @@ class Model(nnx.Module):
 
 
 def loss_fn(
-    model: Model, tokens_BT: Integer[Array, "B T"], targets_BT: Integer[Array, "B T"]
+    model: Model,
+    tokens_BT: Integer[Array, "B T"],
+    targets_BT: Integer[Array, "B T"],
+    ignore_index: int | None = IGNORED,
 ) -> Float[Array, ""]:
-    """Return the mean cross-entropy over B·T tokens in nats, fp32.
+    """Return the mean cross-entropy in nats, fp32, over the targets that are not `ignore_index`.
+
+    The loss is 0 if all targets are ignored.
 
     Differentiable once, in reverse mode. With every back end of the config "reference" also in
     forward mode and to any order.
 
     Args:
         tokens_BT: inputs, ids in [0, vocab_size), in any integer dtype.
-        targets_BT: the token that follows each input; of the same shape.
+        targets_BT: the token that follows each input; of the same shape. A target that is neither
+            an id nor `ignore_index` results in NaN.
+        ignore_index: target without a loss and without a gradient. None: every target is an id; the
+            compiled function does not count the targets.
 
     Raises:
         ValueError: tokens or targets that are not two-dimensional arrays of integers, or differ in
@@ -298,7 +324,12 @@ def loss_fn(
             f"loss_fn: expected a target for each token, got tokens {tokens_BT.shape} and targets "
             f"{targets_BT.shape}"
         )
-    return model.loss(tokens_BT, targets_BT)
+    return model.loss(tokens_BT, targets_BT, ignore_index)
+
+
+def count_targets(targets: Integer[Array, "..."], ignore_index: int = IGNORED) -> Float[Array, ""]:
+    """Return the number of targets that are not `ignore_index`, fp32."""
+    return (to_int32(targets) != ignore_index).sum().astype(jnp.float32)
 
 
 def check_ids(name: str, ids) -> None:

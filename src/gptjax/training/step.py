@@ -3,6 +3,10 @@
 The model is split once into a static graph and a plain dict of arrays. The step maps (state,
 tokens) to (state, metrics) and has no side effects.
 
+A window is a sequence of T+1 tokens: the first T are inputs, the last T their targets. In windows
+with a mask (`masked=True`), a token t without a loss is stored as −1 − t: as an input it is t, as a
+target it is ignored. Without a mask the compiled step does not look for ignored targets.
+
 Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
 
@@ -16,7 +20,15 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from gptjax.models.base import ModelConfig, init_params, loss_fn, read_dtypes
+from gptjax.models.base import (
+    IGNORED,
+    Model,
+    ModelConfig,
+    count_targets,
+    init_params,
+    loss_fn,
+    read_dtypes,
+)
 from gptjax.optim.adamw import global_norm
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
@@ -79,26 +91,35 @@ def loss_and_grads(
     params: PyTree,
     windows_ABT1: Int[Array, "A B T1"],
     parallel: Parallel | None = None,
+    masked: bool = False,
 ) -> tuple[Float[Array, ""], PyTree]:
-    """Compute the mean loss over A·B·T tokens and its gradient, one micro-batch at a time.
+    """Compute the mean loss over all targets and its gradient, one micro-batch at a time.
+
+    The mean does not depend on the split of the targets over micro-batches and devices.
 
     Args:
         graphdef: from `gptjax.models.base.graph`.
         windows_ABT1: sequences of T+1 tokens: the first T are inputs, the last T their targets.
         parallel: the devices that share the computation; None for one device.
+        masked: whether the windows have a mask. The mean is then over the targets that are not
+            ignored, and 0 if all are.
 
     Returns:
         The loss (fp32) and a gradient like `params`, accumulated in fp32.
     """
     if parallel is None or parallel.devices == 1:
-        return _accumulate(graphdef, params, windows_ABT1)
+        share = _inverse(_count(windows_ABT1)) if masked else None
+        return _accumulate(graphdef, params, windows_ABT1, share, masked=masked)
     placements = parallel.placements(read_dtypes(nnx.merge(graphdef, params).config))
     annotated = parallel.annotate(graphdef, placements)
 
     def on_one_device(params, windows_ABT1):
         whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), params)
+        share = 1 / parallel.devices
+        if masked:
+            share = _inverse(jax.lax.psum(_count(windows_ABT1), AXIS))
         loss, grads = _accumulate(
-            annotated, whole, windows_ABT1, 1 / parallel.devices, parallel.gathers_blocks
+            annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked
         )
         return jax.lax.psum(loss, AXIS), reduce(grads)[0]
 
@@ -110,10 +131,13 @@ def _accumulate(
     graphdef: nnx.GraphDef,
     params: PyTree,
     windows_ABT1: Int[Array, "A B T1"],
-    share: float | None = None,
+    share: float | Float[Array, ""] | None = None,
     gathers: bool = False,
+    masked: bool = False,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Return the mean of the loss and of the gradient over the micro-batches of one device.
+
+    With `masked`, return the sums of the losses of all tokens and of their gradients.
 
     Args:
         gathers: whether the model gathers its blocks' parameters.
@@ -122,7 +146,8 @@ def _accumulate(
     """
 
     def micro_batch(params, windows_BT1):
-        loss = loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
+        model = nnx.merge(graphdef, params)
+        loss = (_masked_sum if masked else _mean)(model, windows_BT1)
         return loss if share is None else loss * share
 
     value_and_grad = jax.value_and_grad(micro_batch)
@@ -142,7 +167,29 @@ def _accumulate(
         jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
     )
     total, _ = jax.lax.scan(add, zero, windows_ABT1)
-    return jax.tree.map(lambda x: x / micro_batches, total)
+    return total if masked else jax.tree.map(lambda x: x / micro_batches, total)
+
+
+def _mean(model: Model, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
+    return loss_fn(model, windows_BT1[:, :-1], windows_BT1[:, 1:], None)
+
+
+def _masked_sum(model: Model, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
+    """Return the sum of the losses of the targets that are not ignored."""
+    tokens_BT1 = jnp.maximum(windows_BT1, ~windows_BT1)  # ~t = −1 − t
+    return model.losses(tokens_BT1[:, :-1], _targets(windows_BT1), IGNORED).sum()
+
+
+def _targets(windows: Int[Array, "*batch T1"]) -> Int[Array, "*batch T"]:
+    return jnp.maximum(windows[..., 1:], IGNORED)
+
+
+def _count(windows: Int[Array, "*batch T1"]) -> Float[Array, ""]:
+    return count_targets(_targets(windows))
+
+
+def _inverse(count: Float[Array, ""]) -> Float[Array, ""]:
+    return 1 / jnp.maximum(count, 1)
 
 
 def make_train_step(
@@ -153,6 +200,7 @@ def make_train_step(
     parallel: Parallel | None = None,
     skip_loss_z: float | None = None,
     skip_grad_norm_z: float | None = None,
+    masked: bool = False,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """Return the training step: (state, windows_ABT1) → (state, metrics).
 
@@ -165,6 +213,7 @@ def make_train_step(
             of its last 128 values by more than this number of standard deviations. If either is
             set, also skip an update whose loss or gradient norm is not finite. With None for both,
             skip no update.
+        masked: whether the windows have a mask.
 
     Returns:
         A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z,
@@ -174,7 +223,7 @@ def make_train_step(
     def train_step(
         state: TrainState, windows_ABT1: Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
-        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel)
+        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel, masked)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
@@ -216,20 +265,24 @@ def make_train_step(
 
 
 def make_eval_step(
-    graphdef: nnx.GraphDef, parallel: Parallel | None = None
+    graphdef: nnx.GraphDef, parallel: Parallel | None = None, *, masked: bool = False
 ) -> Callable[[PyTree, Any], Any]:
     """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32.
 
     Args:
-        graphdef, parallel: as for `make_train_step`.
+        graphdef, parallel, masked: as for `make_train_step`.
     """
 
-    def mean_loss(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
-        return loss_fn(nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:])
+    def mean_loss(params: PyTree, windows_BT1: Int[Array, "B T1"], reduce) -> Float[Array, ""]:
+        model = nnx.merge(graphdef, params)
+        if not masked:
+            return reduce(jax.lax.pmean, _mean(model, windows_BT1))
+        total, count = reduce(jax.lax.psum, (_masked_sum(model, windows_BT1), _count(windows_BT1)))
+        return total * _inverse(count)
 
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
         if parallel is None or parallel.devices == 1:
-            return mean_loss(params, windows_BT1)
+            return mean_loss(params, windows_BT1, lambda _, x: x)
         # Whole parameters in every strategy: without a backward pass, nothing else is stored.
         gathering = dataclasses.replace(
             parallel, strategy="data" if parallel.strategy == "data" else "zero1"
@@ -237,8 +290,8 @@ def make_eval_step(
         placements = gathering.placements(read_dtypes(nnx.merge(graphdef, params).config))
 
         def on_one_device(params, windows_BT1):
-            loss = mean_loss(gathering.gather(params, placements), windows_BT1)
-            return jax.lax.pmean(loss, AXIS)
+            whole = gathering.gather(params, placements)
+            return mean_loss(whole, windows_BT1, lambda collective, x: collective(x, AXIS))
 
         return gathering.on_each_device(on_one_device, params, batch_axis=0, out=None)(
             params, windows_BT1
