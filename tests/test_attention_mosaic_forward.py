@@ -267,13 +267,13 @@ def lowered(
     assert "mosaic_gpu" in lower_for_h200(lambda *x: run(x, tiles, **mask), *operands)
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 256}], ids=str)
 @pytest.mark.parametrize(
     "shape", [(64, 1024, 12, 64), (4, 4096, 16, 128), (2, 1001, 25, 64)], ids=str
 )
-def test_lowers_for_an_h200(shape, mask, packed):
-    lowered(*shape, packed=packed, **mask)
+def test_lowers_for_an_h200(shape, mask):
+    """Each shape and each mask are packed once, at least, and once not."""
+    lowered(*shape, packed=(shape[0] == 4) == bool(mask), **mask)
 
 
 def test_grouped_heads_and_tiny_lengths_lower_for_an_h200():

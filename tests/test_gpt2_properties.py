@@ -1,6 +1,7 @@
 """What must hold of GPT2 without a reference: causality, padding, memory, devices."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -73,17 +74,22 @@ def test_an_id_beyond_the_table_gives_nan(where, token):
 INTEGERS = [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32]
 
 
+@functools.cache
+def tiny_model(vocab):
+    """A model, and its logits and loss, compiled."""
+    config = GPT2Config(vocab_size=vocab, block_size=8, n_layer=1, n_head=1, n_embd=4)
+    return GPT2(config, rngs=nnx.Rngs(0)), jax.jit(GPT2.__call__), jax.jit(loss_fn)
+
+
 @pytest.mark.parametrize(
     "vocab, dtype", [*((61, dtype) for dtype in INTEGERS), (256, jnp.uint8), (65536, jnp.uint16)]
 )
 def test_tokens_of_any_integer_type(vocab, dtype):
     """Types that hold every id, though not the number of rows."""
-    config = GPT2Config(vocab_size=vocab, block_size=8, n_layer=1, n_head=1, n_embd=4)
-    model = GPT2(config, rngs=nnx.Rngs(0))
+    model, forward, loss = tiny_model(vocab)
     tokens = jnp.array([[1, 5, 60, 0, vocab - 1, 7, 2, 3]], jnp.int32) % min(
         vocab, jnp.iinfo(dtype).max + 1
     )
-    forward, loss = jax.jit(GPT2.__call__), jax.jit(loss_fn)
     np.testing.assert_array_equal(forward(model, tokens.astype(dtype)), forward(model, tokens))
     np.testing.assert_array_equal(
         loss(model, *[tokens.astype(dtype)] * 2), loss(model, tokens, tokens)
