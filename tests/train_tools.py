@@ -27,7 +27,7 @@ sys.modules["train"] = train_py
 spec.loader.exec_module(train_py)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def words(tmp_path_factory):
     """A small text-like corpus of bytes: words of a tiny language, so that there is something to
     learn."""
@@ -56,10 +56,15 @@ def one_device(monkeypatch):
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:1], None))
 
 
+@pytest.fixture(scope="session")
+def program_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(scope="module")
-def program_cache(tmp_path_factory):
-    """A compilation cache for the runs of this file, and JAX's own setting again afterwards."""
-    yield tmp_path_factory.mktemp("cache")
+def program_cache(program_folder):
+    """A compilation cache for the runs of all files, and JAX's own setting again afterwards."""
+    yield program_folder
     jax.config.update("jax_compilation_cache_dir", None)
 
 
