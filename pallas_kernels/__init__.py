@@ -10,6 +10,7 @@ from pallas_kernels._dispatch import select
 from pallas_kernels.attention import flash_attention, flash_attention_qkv
 from pallas_kernels.attention.projected import projected_attention
 from pallas_kernels.classifier import SigmoidCap, fused_classifier
+from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step
 from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp
 from pallas_kernels.gated_mlp import swiglu
 from pallas_kernels.lm_head import linear_cross_entropy
@@ -20,8 +21,11 @@ from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
 from pallas_kernels.transpose import transpose_add, transpose_copy
 
 __all__ = [
+    "DecoderCache",
+    "DecoderWeights",
     "SigmoidCap",
     "ba_plus_caa",
+    "decode_step",
     "flash_attention",
     "flash_attention_qkv",
     "fused_classifier",

@@ -48,7 +48,7 @@ def cached_logits(model, tokens_BT, chunks):
         x_BTC, cache = advance(model, cache, tokens_BT[:, start : start + size])
         logits.append(model.logits(x_BTC))
         start += size
-    assert start == tokens_BT.shape[1] == int(cache[0].length)
+    assert start == tokens_BT.shape[1] == int(cache[0].length_B[0])
     return np.asarray(jnp.concatenate(logits, axis=1), np.float32)
 
 
@@ -122,7 +122,9 @@ def test_the_narrowest_filters_equal_greedy(precision, filters):
 
 def test_top_1_takes_the_first_of_tied_logits():
     tied_BV = jnp.zeros((200, 5), jnp.bfloat16).at[:, 2:].set(3)
-    drawn = generation._draw(tied_BV, jnp.float32(1), jnp.int32(1), None, KEY)
+    drawn = generation._draw(
+        tied_BV, jnp.float32(1), jnp.int32(1), None, jax.random.split(KEY, 200)
+    )
     assert set(np.asarray(drawn).tolist()) == {2}
 
 
@@ -150,7 +152,7 @@ def test_filters_keep_exactly_the_right_tokens(top_k, top_p, kept):
         jnp.float32(1),
         None if top_k is None else jnp.int32(top_k),
         None if top_p is None else jnp.float32(top_p),
-        KEY,
+        jax.random.split(KEY, len(logits_BV)),
     )
     assert set(np.asarray(drawn).tolist()) == kept
 
@@ -223,12 +225,30 @@ def test_one_compilation_for_one_shape():
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     kwargs = dict(max_new_tokens=3, temperature=0.9, top_k=5, top_p=0.9, key=KEY)
     generate(make_model(**ODD), prompt_BT, **kwargs)
-    compiled = generation._generate._cache_size()
+    compiled = executables()
     other = dict(temperature=0.5, top_k=3, top_p=0.3, key=jax.random.key(9))
     generate(make_model(seed=1, **ODD), np.asarray(prompt_BT, np.int64) + 1, **(kwargs | other))
-    assert generation._generate._cache_size() == compiled
-    generate(make_model(**ODD), prompt_BT, **(kwargs | {"max_new_tokens": 4}))
-    assert generation._generate._cache_size() == compiled + 1
+    assert executables() == compiled
+    longer_BT = random_tokens(2, 5, ODD["vocab_size"])
+    generate(make_model(**ODD), longer_BT, **kwargs)
+    generate(make_model(**ODD), longer_BT, **kwargs, lengths_B=np.array([2, 5]))
+    assert executables() == compiled
+
+
+def executables() -> int:
+    return generation._start._cache_size() + generation._advance._cache_size()
+
+
+@pytest.mark.parametrize("new", [1, 7])
+def test_a_prompt_continues_as_by_itself(new):
+    model, lengths = make_model(**ODD), np.array([3, 9, 1, 5])
+    prompt_BT = random_tokens(4, 9, ODD["vocab_size"])
+    how = dict(max_new_tokens=new, temperature=0, key=KEY)
+    out_BT = np.asarray(generate(model, prompt_BT, lengths_B=lengths, **how))
+    for row, (length, out) in enumerate(zip(lengths, out_BT, strict=True)):
+        alone = generate(model, prompt_BT[row : row + 1, :length], **how)[0]
+        np.testing.assert_array_equal(out[: length + new], alone)
+        assert (out[length + new :] == 0).all()
 
 
 def test_a_model_spread_over_devices_gives_the_same_tokens():
@@ -258,6 +278,8 @@ def test_a_model_spread_over_devices_gives_the_same_tokens():
         ({"top_p": 1.01}, r"top_p must be a number in \(0, 1\].* got 1.01"),
         ({"prompt_BT": np.zeros((2, 0), np.int32)}, r"the prompt is empty, shape \(2, 0\)"),
         ({"prompt_BT": np.zeros((0, 3), np.int32)}, r"the prompt is empty, shape \(0, 3\)"),
+        ({"lengths_B": np.array([5])}, r"lengths_B of 1 integers from 1 to 4, .* got \[5\]"),
+        ({"implementation": "triton"}, "needs an NVIDIA GPU"),
         ({"prompt_BT": np.full((1, 4), 61)}, r"prompt ids must lie in \[0, 61\), got 61…61"),
         ({"prompt_BT": np.full((1, 4), -1)}, r"prompt ids must lie in \[0, 61\), got -1…-1"),
     ],
@@ -272,7 +294,7 @@ def test_errors_state_the_numbers(change, message):
 def unchecked(monkeypatch):
     """`generate` as it is outside pytest, where no annotation is checked; it fails where it begins
     to compile."""
-    monkeypatch.setattr(generation, "_generate", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(generation, "_start", lambda *_, **__: pytest.fail("compiled"))
     return inspect.unwrap(generate)
 
 

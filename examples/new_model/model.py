@@ -68,13 +68,13 @@ class RMSNorm(nnx.Module):
 
 
 def rotary(
-    x_BTHD: Float[Array, "B T H D"], position_T: Int[Array, " T"], base: float
+    x_BTHD: Float[Array, "B T H D"], position_BT: Int[Array, "#B T"], base: float
 ) -> Float[Array, "B T H D"]:
     """Rotate pairs of channels by an angle proportional to the position (Su et al., 2021)."""
     half = x_BTHD.shape[-1] // 2
     frequency_D = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_TD = position_T.astype(jnp.float32)[:, None] * frequency_D[None, :]
-    cos, sin = jnp.cos(angle_TD)[None, :, None], jnp.sin(angle_TD)[None, :, None]
+    angle_BTD = position_BT.astype(jnp.float32)[:, :, None] * frequency_D[None, None]
+    cos, sin = jnp.cos(angle_BTD)[:, :, None], jnp.sin(angle_BTD)[:, :, None]
     a, b = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BTHD.dtype)
 
@@ -101,8 +101,9 @@ class Block(nnx.Module):
         c = self.config
         qkv_BT3HD = self.qkv(x_BTC).reshape(*x_BTC.shape[:2], 3, c.n_head, c.head_dim)
         q_BTHD, k_BTHD, v_BTHD = jnp.unstack(qkv_BT3HD, axis=2)
-        position_T = jnp.arange(x_BTC.shape[1]) + (0 if cache is None else cache.length)
-        q_BTHD, k_BTHD = (rotary(x, position_T, c.rotary_base) for x in (q_BTHD, k_BTHD))
+        t = x_BTC.shape[1]
+        position_BT = jnp.arange(t)[None] if cache is None else cache.positions(t)
+        q_BTHD, k_BTHD = (rotary(x, position_BT, c.rotary_base) for x in (q_BTHD, k_BTHD))
         attend = flash_attention if cache is None else cache.attend
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD, precision=c.precision.matmul)
         return self.out(y_BTHD.reshape(x_BTC.shape))

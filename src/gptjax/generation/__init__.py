@@ -1,13 +1,13 @@
 """Generation: draw tokens that continue a prompt, with a KV cache.
 
-One pass over the prompt, then one token a step. The cache has one entry for each block, in the
-compute dtype.
+One pass over the prompts, which fills the cache, then one token of each sequence a step.
 
-Shapes: B batch, T tokens fed at once, V vocabulary.
+Shapes: B sequences, T tokens of the longest prompt, V vocabulary, N new tokens.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,23 @@ from jaxtyping import Array, Float, Int, Integer, Key, UInt32
 from gptjax.models.base import Model
 
 
+STEPS = 32
+"""Tokens of one call of the compiled decoding loop."""
+SHORTEST_PROMPT = 16
+"""Prompts are padded to a power of two of at least this length, so that few shapes are compiled."""
+
+
 def generate(
     model: Model,
     prompt_BT: Integer[Array | np.ndarray, "B T"],
     *,
     max_new_tokens: int,
+    lengths_B: Integer[Array | np.ndarray, " B"] | None = None,
     temperature: float | int = 1.0,
     top_k: int | None = None,
     top_p: float | int | None = None,
     key: Key[Array, ""] | UInt32[Array, "2"],
+    implementation: str = "auto",
 ) -> Int[Array, "B T+{max_new_tokens}"]:
     """Continue each prompt by `max_new_tokens` tokens.
 
@@ -34,72 +42,136 @@ def generate(
     then, of what is left and renormalised, to the nucleus: the fewest likeliest tokens whose
     probabilities sum to at least `top_p`.
 
-    The computation is compiled once for each model shape, prompt shape, `max_new_tokens`, and
-    choice of which of temperature 0, `top_k` and `top_p` are in use; their values, the weights and
-    the key may change freely.
+    The computation is compiled once for each model shape, batch size, power of two of the prompt's
+    length and of the final length, and choice of which of temperature 0, `top_k` and `top_p` are in
+    use; their values, the weights and the key may change freely.
 
     Args:
         model: weights and shape; not changed.
-        prompt_BT: ids in [0, vocab_size) of any integer type, at least one a row. Rows have one
-            length: there is no padding.
+        prompt_BT: ids in [0, vocab_size) of any integer type, at least one a row.
         max_new_tokens: at least 1; prompt and new tokens together fit into block_size.
+        lengths_B: tokens of each prompt; the others of its row are ignored. None: T for each. A
+            prompt continues as it would by itself.
         temperature: at least 0; 0 takes the likeliest token (the lowest id of equals) whatever
             filters and key.
         top_k: at least 1; None, or anything from vocab_size up, keeps every token.
         top_p: in (0, 1]; None or 1 keeps every token.
-        key: `jax.random.key(seed)`. The token at a position depends on the key and the position
-            alone, so a longer generation begins with the shorter one.
+        key: `jax.random.key(seed)`. The token at a position depends on the key, the row and the
+            position alone, so a longer generation begins with the shorter one.
+        implementation: back end of the decoding step, of `model.decode_kernel`: "auto", "triton"
+            (one kernel for all blocks, GPT-2 only) or "xla".
 
     Returns:
-        Prompt and new tokens, int32, shape (B, T + max_new_tokens).
+        Prompt and new tokens, int32, shape (B, T + max_new_tokens). A row with a shorter prompt has
+        its new tokens right after the prompt, and zeros at the end.
 
     Raises:
         ValueError: an argument of a wrong type or outside its range; more tokens than block_size.
     """
     prompt_BT = _check_prompt(model, prompt_BT)
-    _check_length(model, prompt_BT.shape[1], max_new_tokens)
+    lengths_B = _check_lengths(prompt_BT, lengths_B)
+    b, t = prompt_BT.shape
+    _check_length(model, t, max_new_tokens)
     _check_sampling(temperature, top_k, top_p, key)
-    graphdef, params = nnx.split(model)
-    return _generate(
-        graphdef,
-        params,
-        jnp.asarray(prompt_BT, jnp.int32),
+    block_size, new = model.config.block_size, int(max_new_tokens)
+    padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
+    padded_BT = np.pad(prompt_BT, ((0, 0), (0, padded - t)))
+    sampling = Sampling(
         # None changes the executable; the value of an array does not.
         None if temperature == 0 else jnp.float32(temperature),
         None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else jnp.float32(top_p),
         key,
-        max_new_tokens=int(max_new_tokens),
+    )
+    graphdef, params = nnx.split(model)
+    weights, cache, token_B, length_B = _start(
+        graphdef,
+        params,
+        jnp.asarray(padded_BT, jnp.int32),
+        jnp.asarray(lengths_B, jnp.int32),
+        sampling,
+        positions=min(block_size, max(padded, _power_of_two(t + new))),
+        implementation=model.decode_kernel(b, implementation),
+    )
+    new_BN = [token_B[:, None]]
+    steps = min(STEPS, _power_of_two(new - 1))
+    for _ in range(1, new, steps):
+        cache, token_B, length_B, more_BN = _advance(
+            graphdef, params, weights, cache, token_B, length_B, sampling, steps=steps
+        )
+        new_BN.append(more_BN)
+    return _joined(
+        jnp.asarray(prompt_BT, jnp.int32), lengths_B, jnp.concatenate(new_BN, 1)[:, :new]
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens")
-def _generate(graphdef, params, prompt_BT, temperature, top_k, top_p, key, *, max_new_tokens):
-    model = nnx.merge(graphdef, params)
-    b, t = prompt_BT.shape
+class Sampling(NamedTuple):
+    """Filters of the distribution, each an array or None, and the key."""
 
-    def advance(cache, tokens_BT):
-        """Feed tokens to the model, and draw the token that follows the last of each row."""
-        logits_BV = model.logits(model.hidden(tokens_BT, cache)[:, -1:])[:, 0]
-        step_key = jax.random.fold_in(key, cache[0].length)
-        return cache, _draw(logits_BV, temperature, top_k, top_p, step_key)[:, None]
+    temperature: Array | None
+    top_k: Array | None
+    top_p: Array | None
+    key: Array
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("positions", "implementation"))
+def _start(graphdef, params, prompt_BT, length_B, sampling, *, positions, implementation):
+    """Return the decoding weights, the cache, the first new tokens, and tokens in the cache."""
+    model = nnx.merge(graphdef, params)
+    x_BTC, weights, cache = model.start_decoding(prompt_BT, length_B, positions, implementation)
+    last_B1C = jnp.take_along_axis(x_BTC, (length_B - 1)[:, None, None], axis=1)
+    token_B = _next(model.logits(last_B1C)[:, 0], length_B, sampling)
+    return weights, cache, token_B, length_B
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames="steps", donate_argnames=("cache", "length_B")
+)
+def _advance(graphdef, params, weights, cache, token_B, length_B, sampling, *, steps):
+    """Return the cache, the last tokens, tokens in the cache, and the `steps` new tokens."""
+    model = nnx.merge(graphdef, params)
 
     def step(carry, _):
-        cache, token_B1 = advance(*carry)
-        return (cache, token_B1), token_B1
+        cache, token_B, length_B = carry
+        logits_BV, cache = model.decode(weights, cache, token_B, length_B)
+        token_B = _next(logits_BV, length_B + 1, sampling)
+        return (cache, token_B, length_B + 1), token_B
 
-    carry = advance(model.init_cache(b, t + max_new_tokens), prompt_BT)
-    _, rest_NB1 = jax.lax.scan(step, carry, length=max_new_tokens - 1)
-    return jnp.concatenate([prompt_BT, carry[1], rest_NB1[:, :, 0].T], axis=1)
+    carry, new_NB = jax.lax.scan(step, (cache, token_B, length_B), length=steps)
+    return *carry, new_NB.T
 
 
-def _draw(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int[Array, " B"]:
+def _next(logits_BV, position_B, sampling):
+    """Draw the token at a position of each row."""
+    temperature, top_k, top_p, key = sampling
+    fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys_B = jax.vmap(jax.random.fold_in)(fold_in(key, position_B), jnp.arange(len(position_B)))
+    return _draw(logits_BV, temperature, top_k, top_p, keys_B)
+
+
+def _joined(prompt_BT, lengths_B, new_BN):
+    """Return each prompt followed by its new tokens and by zeros."""
+    t, n = prompt_BT.shape[1], new_BN.shape[1]
+    if (lengths_B == t).all():
+        return jnp.concatenate([prompt_BT, new_BN], axis=1)
+    both_BT = jnp.concatenate([prompt_BT, new_BN, jnp.zeros_like(prompt_BT)], axis=1)
+    position_1T, length_B1 = np.arange(t + n)[None], np.asarray(lengths_B)[:, None]
+    source_BT = np.where(position_1T < length_B1, position_1T, position_1T - length_B1 + t)
+    return jnp.take_along_axis(both_BT, jnp.asarray(source_BT), axis=1)
+
+
+def _power_of_two(n: int) -> int:
+    """Return the least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _draw(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, keys_B) -> Int[Array, " B"]:
     """Draw a token for each row. A filter of None is off; a temperature of None is greedy."""
     if temperature is None:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV.astype(jnp.float32) / temperature
     if top_k is None and top_p is None:
-        return jax.random.categorical(key, logits_BV).astype(jnp.int32)
+        return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
     # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep all tied logits.
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
@@ -112,7 +184,7 @@ def _draw(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, key) -> Int
         # the set.
         keep_BV = (likelier_BV < top_p).at[:, 0].set(True)
         ranked_BV = jnp.where(keep_BV, ranked_BV, -jnp.inf)
-    choice_B1 = jax.random.categorical(key, ranked_BV)[:, None]
+    choice_B1 = jax.vmap(jax.random.categorical)(keys_B, ranked_BV)[:, None]
     return jnp.take_along_axis(order_BV, choice_B1, axis=-1)[:, 0].astype(jnp.int32)
 
 
@@ -139,6 +211,24 @@ def _check_prompt(model: Model, prompt_BT) -> np.ndarray:
             "was the prompt encoded with the model's tokenizer?"
         )
     return prompt_BT
+
+
+def _check_lengths(prompt_BT: np.ndarray, lengths_B) -> np.ndarray:
+    b, t = prompt_BT.shape
+    if lengths_B is None:
+        return np.full((b,), t)
+    lengths_B = np.asarray(lengths_B)
+    if (
+        lengths_B.shape != (b,)
+        or not np.issubdtype(lengths_B.dtype, np.integer)
+        or lengths_B.min() < 1
+        or lengths_B.max() > t
+    ):
+        raise ValueError(
+            f"generate: expected lengths_B of {b} integers from 1 to {t}, one for each prompt, got "
+            f"{lengths_B.tolist()}"
+        )
+    return lengths_B
 
 
 def _check_length(model: Model, t: int, max_new_tokens) -> None:

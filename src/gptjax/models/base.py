@@ -16,9 +16,9 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, PyTree
 
-from gptjax.models.layers import KVCache
+from gptjax.models.layers import KVCache, PromptCache
 from gptjax.optim import Group
 from gptjax.optim.partition import assign, paths_of
 from gptjax.precision import Precision
@@ -233,6 +233,59 @@ class Model(nnx.Module):
         c = self.config
         shape = (batch, length, c.n_head, c.head_dim)
         return [KVCache.empty(shape, c.precision.compute_dtype) for _ in range(c.n_layer)]
+
+    def decode_kernel(self, batch: int, implementation: str = "auto") -> str:
+        """Return the back end of `decode`: "xla" is a pass of `hidden` over the cache.
+
+        Args:
+            batch: sequences.
+            implementation: "auto", or a back end.
+
+        Raises:
+            ValueError: no such back end, or it cannot run here.
+        """
+        if implementation not in ("auto", "xla"):
+            raise ValueError(
+                f"{type(self).__name__}: expected the back end auto or xla for generation, got "
+                f"{implementation!r}"
+            )
+        return "xla"
+
+    def start_decoding(
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        length_B: Integer[Array, " B"],
+        positions: int,
+        implementation: str = "auto",
+    ) -> tuple[Float[Array, "B T C"], PyTree, PyTree]:
+        """Return the hidden states of prompts, and the weights and the cache for `decode`.
+
+        Args:
+            tokens_BT: prompts, each followed by any tokens up to T.
+            length_B: lengths of the prompts.
+            positions: size of the cache, at least T.
+            implementation: as in `decode_kernel`.
+        """
+        self.decode_kernel(len(tokens_BT), implementation)
+        caches = [PromptCache() for _ in range(self.config.n_layer)]
+        x_BTC = self.hidden(tokens_BT, caches)
+        return x_BTC, None, [cache.extended(positions, length_B) for cache in caches]
+
+    def decode(
+        self,
+        weights: PyTree,
+        cache: PyTree,
+        token_B: Integer[Array, " B"],
+        length_B: Integer[Array, " B"],
+    ) -> tuple[Float[Array, "B V"], PyTree]:
+        """Return the logits after one more token of each sequence, and the new cache.
+
+        Args:
+            weights, cache: from `start_decoding`; the cache from the last call, too.
+            length_B: tokens in the cache.
+        """
+        cache = [dataclasses.replace(of_block, length_B=length_B) for of_block in cache]
+        return self.logits(self.hidden(token_B[:, None], cache))[:, 0], cache
 
     def logits(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
         """Return the logits over the real vocabulary, in the compute dtype."""

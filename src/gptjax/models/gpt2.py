@@ -16,10 +16,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from gptjax.models.base import Model, ModelConfig
-from gptjax.models.layers import KVCache, Linear, lookup, normal
+from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
-from pallas_kernels import layer_norm, mlp, projected_attention, select
+from pallas_kernels import (
+    DecoderCache,
+    DecoderWeights,
+    decode_step,
+    layer_norm,
+    mlp,
+    projected_attention,
+    select,
+)
 
 INIT_STD = 0.02
 
@@ -161,7 +169,7 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x_BTC: Float[Array, "B T C"], cache: KVCache | None = None
+        self, x_BTC: Float[Array, "B T C"], cache: KVCache | PromptCache | None = None
     ) -> PendingResidual:
         c = self.config
         if cache is None:
@@ -220,7 +228,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x_BTC: Float[Array, "B T C"], cache: KVCache | None = None
+        self, x_BTC: Float[Array, "B T C"], cache: KVCache | PromptCache | None = None
     ) -> Float[Array, "B T C"]:
         """Return the residual stream after the block: the reference of the fused sublayers."""
         x_BTC = self.attn(self.ln_1(x_BTC), cache).added_to(x_BTC)
@@ -230,7 +238,7 @@ class Block(nnx.Module):
         self,
         x_BTC: Float[Array, "B T C"],
         pending: PendingResidual | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PromptCache | None = None,
     ) -> tuple[Float[Array, "B T C"], PendingResidual]:
         """Return x + pending, and attention(ln_1(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = self.ln_1.add_layer_norm(x_BTC, pending)
@@ -240,7 +248,7 @@ class Block(nnx.Module):
         self,
         x_BTC: Float[Array, "B T C"],
         pending: PendingResidual | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PromptCache | None = None,
     ) -> tuple[Float[Array, "B T C"], PendingResidual]:
         """Return x + pending, and mlp(ln_2(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = self.ln_2.add_layer_norm(x_BTC, pending)
@@ -281,21 +289,32 @@ class GPT2(Model):
 
     @jax.named_scope("embedding")
     def embed(
-        self, tokens_BT: Integer[Array, "B T"], start: int | Integer[Array, ""] = 0
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        position_BT: Integer[Array, "#B T"] | None = None,
     ) -> Float[Array, "B T C"]:
-        """Return wte[token] + wpe[start + position] in the residual stream's dtype.
+        """Return wte[token] + wpe[position] in the residual stream's dtype.
 
         An id outside the vocabulary results in NaN.
+
+        Args:
+            position_BT: None: 0…T − 1.
         """
         wte_BTC = lookup(self.wte[...], tokens_BT, vocab_size=self.config.vocab_size)
-        wpe_TC = jax.lax.dynamic_slice_in_dim(self.wpe[...], start, tokens_BT.shape[1])
-        return (wte_BTC + wpe_TC[None]).astype(self.config.precision.residual_dtype)
+        if position_BT is None:
+            wpe_BTC = self.wpe[...][: tokens_BT.shape[1]][None]
+        else:
+            wpe_BTC = jnp.take(self.wpe[...], position_BT, axis=0, mode="clip")
+        return (wte_BTC + wpe_BTC).astype(self.config.precision.residual_dtype)
 
     def hidden(
-        self, tokens_BT: Integer[Array, "B T"], cache: list[KVCache] | None = None
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        cache: list[KVCache] | list[PromptCache] | None = None,
     ) -> Float[Array, "B T C"]:
         self.check_tokens(tokens_BT)
-        x_BTC, pending = self.embed(tokens_BT, cache[0].length if cache else 0), None
+        position_BT = cache[0].positions(tokens_BT.shape[1]) if cache else None
+        x_BTC, pending = self.embed(tokens_BT, position_BT), None
         for i, block in enumerate(self.blocks):
             # Recomputed parts start from the sum: the pair would be two arrays to store.
             match "cache" if cache else self.config.recompute:
@@ -314,3 +333,68 @@ class GPT2(Model):
 
     def head(self) -> Float[Array, "P C"]:
         return self.wte[...]
+
+    def decode_kernel(self, batch: int, implementation: str = "auto") -> str:
+        c = self.config
+        return select(
+            "decode_step",
+            implementation,
+            arrays=self.wte[...],
+            dtype=c.precision.compute_dtype,
+            sequences=batch,
+            channels=c.n_embd,
+            head_dim=c.head_dim,
+            precision=c.precision.matmul,
+        )
+
+    def start_decoding(self, tokens_BT, length_B, positions, implementation="auto"):
+        x_BTC, _, caches = super().start_decoding(tokens_BT, length_B, positions, "xla")
+        if self.decode_kernel(len(tokens_BT), implementation) != "triton":
+            return x_BTC, None, caches
+        k_LBSHD = jnp.stack([cache.k_BSHD for cache in caches])
+        v_LBSHD = jnp.stack([cache.v_BSHD for cache in caches])
+        return x_BTC, self.decoder_weights(), DecoderCache.of(k_LBSHD, v_LBSHD)
+
+    def decode(self, weights, cache, token_B, length_B):
+        if weights is None:
+            return super().decode(weights, cache, token_B, length_B)
+        c = self.config
+        return decode_step(
+            weights,
+            cache,
+            token_B,
+            length_B,
+            eps=self.ln_f.eps,
+            residual_dtype=c.precision.residual_dtype,
+            implementation="triton",
+        )
+
+    def decoder_weights(self) -> DecoderWeights:
+        """Return the weights of `decode_step`: copies, but for the embeddings."""
+        dtype = self.config.precision.compute_dtype
+
+        def vectors(parameter):
+            return jnp.stack([parameter(block)[...] for block in self.blocks])
+
+        def matrices(layer):
+            return jnp.stack([layer(block).kernel[...].astype(dtype).T for block in self.blocks])
+
+        return DecoderWeights(
+            wte_VC=self.wte[...],
+            wpe_SC=self.wpe[...],
+            ln_1_scale_LC=vectors(lambda block: block.ln_1.scale),
+            ln_1_bias_LC=vectors(lambda block: block.ln_1.bias),
+            qkv_LNC=matrices(lambda block: block.attn.c_attn),
+            qkv_bias_LN=vectors(lambda block: block.attn.c_attn.bias),
+            proj_LCC=matrices(lambda block: block.attn.c_proj),
+            proj_bias_LC=vectors(lambda block: block.attn.c_proj.bias),
+            ln_2_scale_LC=vectors(lambda block: block.ln_2.scale),
+            ln_2_bias_LC=vectors(lambda block: block.ln_2.bias),
+            fc_LFC=matrices(lambda block: block.mlp.c_fc),
+            fc_bias_LF=vectors(lambda block: block.mlp.c_fc.bias),
+            out_LCF=matrices(lambda block: block.mlp.c_proj),
+            out_bias_LC=vectors(lambda block: block.mlp.c_proj.bias),
+            ln_f_scale_C=self.ln_f.scale[...],
+            ln_f_bias_C=self.ln_f.bias[...],
+            head_VC=self.head()[: self.config.vocab_size].astype(dtype),
+        )

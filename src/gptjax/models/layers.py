@@ -9,11 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Integer, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from gptjax.parallel import initial_sharding
 from gptjax.precision import Precision
-from pallas_kernels import linear
+from pallas_kernels import flash_attention, linear
 from pallas_kernels.classifier import to_int32
 
 
@@ -96,19 +96,24 @@ class KVCache:
     """Keys and values of one block. `attend` replaces the arrays of the object in place.
 
     Attributes:
-        k_BSHD, v_BSHD: keys and values of S positions; those from `length` on are zero.
-        length: positions filled so far, int32.
+        k_BSHD, v_BSHD: keys and values of S positions.
+        length_B: positions of each sequence filled so far, int32. The others are not attended to.
     """
 
     # Not typed as arrays: JAX builds such pytrees with placeholders, too.
     k_BSHD: PyTree
     v_BSHD: PyTree
-    length: PyTree
+    length_B: PyTree
 
     @staticmethod
     def empty(shape: tuple[int, int, int, int], dtype: jax.typing.DTypeLike) -> "KVCache":
         """Return a cache of shape (B, S, H, D) without filled positions."""
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+        k_BSHD, v_BSHD = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return KVCache(k_BSHD, v_BSHD, jnp.zeros(shape[:1], jnp.int32))
+
+    def positions(self, t: int) -> Int[Array, "B T"]:
+        """Return the positions of the next T tokens of each sequence."""
+        return self.length_B[:, None] + jnp.arange(t)[None]
 
     def attend(
         self,
@@ -123,11 +128,11 @@ class KVCache:
         The query at position length + t attends to positions 0…length + t. With fewer key heads
         than query heads, consecutive query heads share one (grouped-query attention).
         """
-        append = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-        self.k_BSHD = append(self.k_BSHD, k_BTHD, self.length)
-        self.v_BSHD = append(self.v_BSHD, v_BTHD, self.length)
-        position_T = self.length + jnp.arange(q_BTHD.shape[1])
-        self.length = self.length + q_BTHD.shape[1]
+        append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
+        self.k_BSHD = append(self.k_BSHD, k_BTHD, self.length_B)
+        self.v_BSHD = append(self.v_BSHD, v_BTHD, self.length_B)
+        position_BT = self.positions(q_BTHD.shape[1])
+        self.length_B = self.length_B + q_BTHD.shape[1]
         groups = q_BTHD.shape[2] // self.k_BSHD.shape[2]
         q_BTKGD = q_BTHD.reshape(*q_BTHD.shape[:2], -1, groups, q_BTHD.shape[3])
         scores_BKGTS = jnp.einsum(
@@ -137,9 +142,42 @@ class KVCache:
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        visible_TS = jnp.arange(self.k_BSHD.shape[1])[None, :] <= position_T[:, None]
+        visible_BTS = jnp.arange(self.k_BSHD.shape[1])[None, None] <= position_BT[:, :, None]
         scores_BKGTS *= q_BTHD.shape[-1] ** -0.5
-        scores_BKGTS = jnp.where(visible_TS[None, None, None], scores_BKGTS, -jnp.inf)
+        scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(self.v_BSHD.dtype)
         y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, self.v_BSHD, precision=precision)
         return y_BTKGD.reshape(q_BTHD.shape)
+
+
+class PromptCache:
+    """Stands in for the `KVCache` of a block while a prompt fills it: attention is over the prompt.
+
+    Attributes:
+        length_B: as of an empty `KVCache`.
+        k_BTHD, v_BTHD: keys and values of the prompt, after `attend`.
+    """
+
+    def __init__(self):
+        self.length_B = jnp.zeros((1,), jnp.int32)
+
+    def positions(self, t: int) -> Int[Array, "1 T"]:
+        """See `KVCache.positions`."""
+        return jnp.arange(t)[None]
+
+    def attend(
+        self,
+        q_BTHD: Float[Array, "B T H D"],
+        k_BTHD: Float[Array, "B T K D"],
+        v_BTHD: Float[Array, "B T K D"],
+        *,
+        precision: jax.lax.PrecisionLike,
+    ) -> Float[Array, "B T H D"]:
+        """Keep the keys and values, and return the causal attention. See `KVCache.attend`."""
+        self.k_BTHD, self.v_BTHD = k_BTHD, v_BTHD
+        return flash_attention(q_BTHD, k_BTHD, v_BTHD, causal=True, precision=precision)
+
+    def extended(self, s: int, length_B: Int[Array, " B"]) -> KVCache:
+        """Return a cache of S positions that begins with the prompt."""
+        pad = ((0, 0), (0, s - self.k_BTHD.shape[1]), (0, 0), (0, 0))
+        return KVCache(jnp.pad(self.k_BTHD, pad), jnp.pad(self.v_BTHD, pad), length_B)

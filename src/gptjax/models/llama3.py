@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from gptjax.models.base import Model, ModelConfig, check_size
-from gptjax.models.layers import KVCache, Linear, lookup, normal
+from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
 from pallas_kernels import flash_attention, linear, rms_norm, select, swiglu
@@ -236,7 +236,7 @@ class Attention(nnx.Module):
         self,
         x_BTC: Float[Array, "B T C"],
         rotate: Rotation,
-        cache: KVCache | None = None,
+        cache: KVCache | PromptCache | None = None,
     ) -> Float[Array, "B T C"]:
         c, precision = self.config, self.config.precision.matmul
         qkv_BTO = linear(
@@ -295,7 +295,7 @@ class Block(nnx.Module):
         self,
         x_BTC: Float[Array, "B T C"],
         rotate: Rotation,
-        cache: KVCache | None = None,
+        cache: KVCache | PromptCache | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the residual stream after the block: the reference of the fused sublayers."""
         x_BTC = added(x_BTC, self.attn(self.norm_1(x_BTC), rotate, cache))
@@ -306,7 +306,7 @@ class Block(nnx.Module):
         x_BTC: Float[Array, "B T C"],
         pending_BTC: Float[Array, "B T C"] | None,
         rotate: Rotation,
-        cache: KVCache | None = None,
+        cache: KVCache | PromptCache | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """Return x + pending, and attention(norm_1(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = self.norm_1.add_norm(x_BTC, pending_BTC)
@@ -324,7 +324,7 @@ class Block(nnx.Module):
         x_BTC: Float[Array, "B T C"],
         pending_BTC: Float[Array, "B T C"] | None,
         rotate: Rotation,
-        cache: KVCache | None = None,
+        cache: KVCache | PromptCache | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
         return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending_BTC, rotate, cache))
@@ -380,11 +380,11 @@ class Llama3(Model):
     def hidden(
         self,
         tokens_BT: Integer[Array, "B T"],
-        cache: list[KVCache] | None = None,
+        cache: list[KVCache] | list[PromptCache] | None = None,
     ) -> Float[Array, "B T C"]:
         self.check_tokens(tokens_BT)
         t = tokens_BT.shape[1]
-        rotate = rotation(self.config, jnp.arange(t)[None] + (cache[0].length if cache else 0))
+        rotate = rotation(self.config, cache[0].positions(t) if cache else jnp.arange(t)[None])
         x_BTC, pending_BTC = self.embed(tokens_BT), None
         for i, block in enumerate(self.blocks):
             # Recomputed parts start from the sum: the pair would be two arrays to store.

@@ -1,0 +1,288 @@
+"""One token of every sequence through a GPT-2, with a KV cache, in one kernel launch.
+
+For the token of each sequence b, at position t = length_b:
+
+    x = wte[token] + wpe[t]
+    for each block:
+        q, k, v = LayerNorm(x) W_qkv + b_qkv; k and v are stored at position t of the cache
+        x += softmax(q·K/√D) V W_proj + b_proj     over the positions 0…t, by head
+        x += gelu(LayerNorm(x) W_fc + b_fc) W_out + b_out
+    logits = LayerNorm(x) W_headᵀ
+
+A step reads each weight once: 248 MB for GPT-2 124M in bf16, 52 µs at an H200's 4.8 TB/s. Separate
+launches, of which a block needs about ten, would each wait for the one before.
+
+Shapes: L blocks, B sequences, S cache positions, C channels, H heads, D = C/H, F = 4·C, N = 3·C,
+V vocabulary.
+
+Library: generation (`gptjax.generate`).
+
+Back ends:
+    triton: one kernel for all blocks, with a program on each SM and a barrier of all programs
+        between phases. NVIDIA GPUs from Ampere on; up to 128 sequences in bf16 and fp16, 16 in fp32.
+    xla: plain JAX, with the roundings of the model; any device.
+    reference: the definition, in fp32; any device.
+No back end is differentiable.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import REFERENCE, TRITON, XLA, BackEnd
+
+Implementation = Literal["auto", "triton", "xla", "reference"]
+
+MOST_SEQUENCES = {4: 16, 2: 128}
+"""By the size of the dtype: tensor cores multiply no matrices in true fp32."""
+LEAST_CHUNK = 16
+"""Least power of two that divides the number of channels and of a head's channels."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderWeights:
+    """Weights of a GPT-2, stacked over the blocks. A matrix has a row for each output.
+
+    The embeddings and vectors are fp32, the matrices in the compute dtype.
+    """
+
+    # Not typed as arrays: JAX builds such pytrees with placeholders, too.
+    wte_VC: PyTree
+    """Token embedding; may have more rows than the vocabulary."""
+    wpe_SC: PyTree
+    """Position embedding; may have more rows than the cache has positions."""
+    ln_1_scale_LC: PyTree
+    ln_1_bias_LC: PyTree
+    qkv_LNC: PyTree
+    qkv_bias_LN: PyTree
+    proj_LCC: PyTree
+    proj_bias_LC: PyTree
+    ln_2_scale_LC: PyTree
+    ln_2_bias_LC: PyTree
+    fc_LFC: PyTree
+    fc_bias_LF: PyTree
+    out_LCF: PyTree
+    out_bias_LC: PyTree
+    ln_f_scale_C: PyTree
+    ln_f_bias_C: PyTree
+    head_VC: PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderCache:
+    """Keys and values of every block, in the compute dtype.
+
+    Attributes:
+        k_LBSHD, v_LBSHD: those at positions from a sequence's length on may have any finite value.
+        counter_2: counters of the grid barrier, int32, zero between launches.
+    """
+
+    k_LBSHD: PyTree
+    v_LBSHD: PyTree
+    counter_2: PyTree
+
+    @staticmethod
+    def of(k_LBSHD: Array, v_LBSHD: Array) -> "DecoderCache":
+        """Return a cache of these keys and values."""
+        return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((2,), jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
+
+    dtype: jax.typing.DTypeLike
+    sequences: int
+    channels: int
+    head_dim: int
+    precision: jax.lax.PrecisionLike = None
+
+
+def _why_not_triton(facts: Facts) -> str | None:
+    if (why := TRITON.why_not(facts)) is not None:
+        return why
+    dtype = jnp.dtype(facts.dtype)
+    if facts.sequences > (most := MOST_SEQUENCES[dtype.itemsize]):
+        return f"supports at most {most} sequences in {dtype.name}, not {facts.sequences}"
+    for name, size in (("channels", facts.channels), ("channels of a head", facts.head_dim)):
+        if size % LEAST_CHUNK:
+            return f"needs a multiple of {LEAST_CHUNK} {name}, not {size}"
+    if facts.head_dim & (facts.head_dim - 1):
+        return f"needs a power of two as the channels of a head, not {facts.head_dim}"
+    if dtype == jnp.float32 and facts.precision == jax.lax.Precision.HIGH:
+        return "computes fp32 matmuls in true fp32, not in TF32"
+    return None
+
+
+_dispatch.register(
+    "decode_step",
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    facts=Facts,
+)
+
+
+def decode_step(
+    weights: DecoderWeights,
+    cache: DecoderCache,
+    token_B: Int[Array, " B"],
+    length_B: Int[Array, " B"],
+    *,
+    eps: float = 1e-5,
+    residual_dtype: jax.typing.DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | str = "auto",
+) -> tuple[Float[Array, "B V"], DecoderCache]:
+    """Return the logits of the next token of each sequence, and the cache with this token's k and v.
+
+    Args:
+        weights: matrices in fp32, bf16 or fp16.
+        cache: triton overwrites it where its buffers are donated, and copies it elsewhere.
+        token_B: ids in [0, V), int32. Another id results in NaN.
+        length_B: tokens of each sequence in the cache, int32. A length of S or more counts as
+            S − 1.
+        eps: of LayerNorm.
+        residual_dtype: dtype of the residual stream. None: fp32.
+        precision: of fp32 matmuls, in back end xla.
+        implementation: "auto", or a back end: "triton", "xla", "reference".
+
+    Returns:
+        Logits in the dtype of the matrices, and the new cache.
+
+    Raises:
+        ValueError: shapes that do not fit together, or the named back end cannot run here.
+    """
+    _check(weights, cache, token_B, length_B)
+    heads, head_dim = cache.k_LBSHD.shape[3:]
+    residual_dtype = jnp.dtype(jnp.float32 if residual_dtype is None else residual_dtype)
+    backend = _dispatch.select(
+        "decode_step",
+        implementation,
+        arrays=(weights, cache, token_B, length_B),
+        dtype=weights.head_VC.dtype,
+        sequences=token_B.shape[0],
+        channels=heads * head_dim,
+        head_dim=head_dim,
+        precision=precision,
+    )
+    if backend == "triton":
+        from pallas_kernels.decode import triton
+
+        logits_BV, k_LBSHD, v_LBSHD, counter_2 = triton.decode_step(
+            weights,
+            cache,
+            token_B,
+            length_B,
+            heads=heads,
+            eps=eps,
+            out_dtype=residual_dtype,
+            programs=programs(),
+        )
+        return logits_BV, DecoderCache(k_LBSHD, v_LBSHD, counter_2)
+    if backend == "reference":
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+        how = {"eps": eps, "residual_dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+        logits_BV, new = _in_jax(exact, cache, token_B, length_B, **how)
+        return logits_BV.astype(weights.head_VC.dtype), new
+    how = {"eps": eps, "residual_dtype": residual_dtype, "precision": precision}
+    return _in_jax(weights, cache, token_B, length_B, **how)
+
+
+def programs() -> int:
+    """Return the number of SMs of the default device: one program of the kernel on each."""
+    device = jax.config.jax_default_device
+    device = jax.devices()[0] if device is None or isinstance(device, str) else device
+    return device.core_count
+
+
+def _in_jax(weights, cache, token_B, length_B, *, eps, residual_dtype, precision):
+    """Compute the definition, in the dtype of the matrices and with the model's roundings."""
+    w, dtype = weights, weights.head_VC.dtype
+    heads = cache.k_LBSHD.shape[3]
+    position_B = jnp.minimum(length_B, cache.k_LBSHD.shape[2] - 1)
+    known_B = (token_B >= 0) & (token_B < w.head_VC.shape[0])
+    x_BC = jnp.take(w.wte_VC, jnp.where(known_B, token_B, w.wte_VC.shape[0]), axis=0)
+    x_BC = (x_BC + w.wpe_SC[position_B]).astype(residual_dtype)
+    matmul = functools.partial(
+        jnp.einsum, "bk,nk->bn", precision=precision, preferred_element_type=jnp.float32
+    )
+
+    def norm(x_BC, scale_C, bias_C):
+        x_BC = x_BC.astype(jnp.float32)
+        x_BC -= x_BC.mean(-1, keepdims=True)
+        x_BC *= jax.lax.rsqrt(jnp.square(x_BC).mean(-1, keepdims=True) + eps)
+        return (x_BC * scale_C[None] + bias_C[None]).astype(dtype)
+
+    def add(x_BC, matmul_BC, bias_C):
+        matmul_BC = matmul_BC.astype(residual_dtype).astype(jnp.float32)
+        return (x_BC.astype(jnp.float32) + matmul_BC + bias_C[None]).astype(residual_dtype)
+
+    def block(x_BC, of_block):
+        w, k_BSHD, v_BSHD = of_block
+        y_BC = norm(x_BC, w.ln_1_scale_LC, w.ln_1_bias_LC)
+        qkv_BN = (matmul(y_BC, w.qkv_LNC) + w.qkv_bias_LN[None]).astype(dtype)
+        q_BHD, k_BHD, v_BHD = jnp.unstack(qkv_BN.reshape(len(qkv_BN), 3, heads, -1), axis=1)
+        row_B = jnp.arange(len(position_B))
+        k_BSHD = k_BSHD.at[row_B, position_B].set(k_BHD.astype(k_BSHD.dtype))
+        v_BSHD = v_BSHD.at[row_B, position_B].set(v_BHD.astype(v_BSHD.dtype))
+        y_BC = _attend(q_BHD, k_BSHD, v_BSHD, position_B, precision).reshape(x_BC.shape)
+        x_BC = add(x_BC, matmul(y_BC.astype(dtype), w.proj_LCC), w.proj_bias_LC)
+        y_BC = norm(x_BC, w.ln_2_scale_LC, w.ln_2_bias_LC)
+        hidden_BF = jax.nn.gelu(matmul(y_BC, w.fc_LFC) + w.fc_bias_LF[None]).astype(dtype)
+        x_BC = add(x_BC, matmul(hidden_BF, w.out_LCF), w.out_bias_LC)
+        return x_BC, (k_BSHD, v_BSHD)
+
+    shared = ("wte_VC", "wpe_SC", "ln_f_scale_C", "ln_f_bias_C", "head_VC")
+    stacked = dataclasses.replace(w, **dict.fromkeys(shared))
+    x_BC, (k_LBSHD, v_LBSHD) = jax.lax.scan(block, x_BC, (stacked, cache.k_LBSHD, cache.v_LBSHD))
+    logits_BV = matmul(norm(x_BC, w.ln_f_scale_C, w.ln_f_bias_C), w.head_VC).astype(dtype)
+    return logits_BV, DecoderCache(k_LBSHD, v_LBSHD, cache.counter_2)
+
+
+def _attend(q_BHD, k_BSHD, v_BSHD, position_B, precision):
+    """Return the attention of each sequence's query over the positions 0…position."""
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    k_BSHD, v_BSHD = k_BSHD.astype(q_BHD.dtype), v_BSHD.astype(q_BHD.dtype)
+    score_BHS = jnp.einsum("bhd,bshd->bhs", q_BHD, k_BSHD, **how) * q_BHD.shape[-1] ** -0.5
+    visible_BS = jnp.arange(k_BSHD.shape[1])[None] <= position_B[:, None]
+    weight_BHS = jax.nn.softmax(jnp.where(visible_BS[:, None], score_BHS, -jnp.inf), axis=-1)
+    return jnp.einsum("bhs,bshd->bhd", weight_BHS.astype(v_BSHD.dtype), v_BSHD, **how)
+
+
+def _check(weights, cache, token_B, length_B):
+    blocks, b, length, heads, head_dim = cache.k_LBSHD.shape
+    c = heads * head_dim
+    expected = {
+        "qkv_LNC": (blocks, 3 * c, c),
+        "proj_LCC": (blocks, c, c),
+        "fc_LFC": (blocks, 4 * c, c),
+        "out_LCF": (blocks, c, 4 * c),
+        "head_VC": (weights.head_VC.shape[0], c),
+    }
+    for name, shape in expected.items():
+        if (found := getattr(weights, name)).shape != shape:
+            raise ValueError(
+                f"decode_step: expected {name} of shape {shape} for a cache of shape "
+                f"{cache.k_LBSHD.shape}, got {found.shape}"
+            )
+    if token_B.shape != (b,) or length_B.shape != (b,):
+        raise ValueError(
+            f"decode_step: expected {b} tokens and lengths for a cache of shape "
+            f"{cache.k_LBSHD.shape}, got {token_B.shape} and {length_B.shape}"
+        )
+    if weights.wte_VC.shape[0] < weights.head_VC.shape[0] or weights.wpe_SC.shape[0] < length:
+        raise ValueError(
+            f"decode_step: expected embeddings of at least {weights.head_VC.shape[0]} tokens and "
+            f"{length} positions, got {weights.wte_VC.shape[0]} and {weights.wpe_SC.shape[0]}"
+        )
+    if {token_B.dtype, length_B.dtype} != {jnp.dtype(jnp.int32)}:
+        raise ValueError(
+            f"decode_step: expected int32 tokens and lengths, got {token_B.dtype} and "
+            f"{length_B.dtype}"
+        )

@@ -1,0 +1,150 @@
+"""pallas_kernels.decode_step against the definition in fp32, by the 2× rule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import triton_kernels
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels import decode
+from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step
+
+SHAPE_124M = dict(blocks=12, heads=12, head_dim=64, vocab=50257, positions=288)
+TINY = dict(blocks=2, heads=2, head_dim=16, vocab=61, positions=24)
+
+
+def inputs(dtype, lengths, *, blocks, heads, head_dim, vocab, positions, seed=0):
+    """Random weights, a cache that is zero where no sequence has a key, tokens and lengths."""
+    c, b = heads * head_dim, len(lengths)
+    keys = iter(jax.random.split(jax.random.key(seed), 30))
+
+    def matrix(*shape):
+        return (jax.random.normal(next(keys), shape) * 1.5 / shape[-1] ** 0.5).astype(dtype)
+
+    def vector(*shape, mean=0.0):
+        return mean + 0.3 * jax.random.normal(next(keys), shape)
+
+    weights = DecoderWeights(
+        wte_VC=vector(vocab + 3, c),
+        wpe_SC=vector(positions + 5, c),
+        ln_1_scale_LC=vector(blocks, c, mean=1),
+        ln_1_bias_LC=vector(blocks, c),
+        qkv_LNC=matrix(blocks, 3 * c, c),
+        qkv_bias_LN=vector(blocks, 3 * c),
+        proj_LCC=matrix(blocks, c, c),
+        proj_bias_LC=vector(blocks, c),
+        ln_2_scale_LC=vector(blocks, c, mean=1),
+        ln_2_bias_LC=vector(blocks, c),
+        fc_LFC=matrix(blocks, 4 * c, c),
+        fc_bias_LF=vector(blocks, 4 * c),
+        out_LCF=matrix(blocks, c, 4 * c),
+        out_bias_LC=vector(blocks, c),
+        ln_f_scale_C=vector(c, mean=1),
+        ln_f_bias_C=vector(c),
+        head_VC=matrix(vocab, c),
+    )
+    length_B = jnp.asarray(lengths, jnp.int32)
+    filled_1BS11 = (jnp.arange(positions)[None] < length_B[:, None])[None, :, :, None, None]
+    shape = (blocks, b, positions, heads, head_dim)
+    k, v = (jnp.where(filled_1BS11, jax.random.normal(next(keys), shape, dtype), 0) for _ in "kv")
+    token_B = jax.random.randint(next(keys), (b,), 0, vocab)
+    return weights, DecoderCache.of(k, v), token_B, length_B
+
+
+def check(args, residual_dtype, steps=1, **tiles):
+    """Logits and cache of the kernel after `steps` tokens, compared with the definition."""
+    results = {}
+    for name in ("triton", "xla", "reference"):
+        residual = jnp.float32 if name == "reference" else residual_dtype
+        weights, cache, token_B, length_B = args
+        for _ in range(steps):
+            logits_BV, cache = decode_step(
+                weights, cache, token_B, length_B, residual_dtype=residual, implementation=name
+            )
+            token_B, length_B = (token_B + 1) % logits_BV.shape[1], length_B + 1
+        results[name] = (logits_BV, cache.k_LBSHD, cache.v_LBSHD)
+    for name, *values in zip(("logits", "k", "v"), *results.values(), strict=True):
+        assert values[0].dtype == values[1].dtype
+        if residual_dtype == jnp.float32 == values[0].dtype:
+            # The same operations as the definition's, in another order.
+            atol = 2e-5 * max(1, np.abs(values[2]).max())
+            np.testing.assert_allclose(values[0], values[2], rtol=0, atol=atol, err_msg=name)
+            continue
+        for norm in (rms, max_abs):
+            assert_within_twice(*values, norm=norm, name=name)
+
+
+@pytest.fixture
+def one_program(monkeypatch, triton_on_cpu):
+    """The grid barrier needs programs that run at the same time: Triton's interpreter has one."""
+    monkeypatch.setattr(decode, "programs", lambda: 1)
+
+
+# Triton's interpreter multiplies no matrices in bf16. A length of 40 counts as the last position.
+@pytest.mark.parametrize(
+    "lengths, dtype, residual",
+    [
+        ((5,), "float32", "float32"),
+        ((0,), "bfloat16", "bfloat16"),
+        ((0, 23, 7, 40), "float32", "float32"),
+        ((4, 11), "float16", "float32"),
+    ],
+    ids=str,
+)
+def test_one_token(lengths, dtype, residual, one_program):
+    check(inputs(jnp.dtype(dtype), lengths, **TINY), jnp.dtype(residual))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64, 128])
+def test_compiled_for_an_h200(batch):
+    """Weights are loaded 16 bytes at a time, and the tiles fit into shared memory."""
+    args = jax.eval_shape(lambda: inputs(jnp.bfloat16, (0,) * batch, **SHAPE_124M))
+    f = functools.partial(decode_step, residual_dtype=jnp.bfloat16, implementation="triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "programs", lambda: 132)
+        (kernel,) = triton_kernels(f, *args)
+    assert kernel.shared_bytes <= 227 * 1024
+    assert kernel.ptx.count("ld.global.v4") > 20
+    assert kernel.ptx.count("ld.acquire.gpu") == kernel.ptx.count("red.release.gpu") >= 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(5,), (0, 23, 7)], ids=str)
+def test_tiny_on_a_gpu(lengths):
+    check(inputs(jnp.float32, lengths, **TINY), jnp.float32, steps=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(40,), (287,), (0, 160, 255), tuple(range(7, 263, 4)), (100,) * 128],
+    ids=["1", "1 long", "3", "64", "128"],
+)
+def test_gpt2_124m_on_a_gpu(lengths, dtype):
+    if dtype == "float32" and len(lengths) > 16:
+        pytest.skip("not supported in fp32")
+    check(inputs(jnp.dtype(dtype), lengths, **SHAPE_124M), jnp.dtype(dtype), steps=2)
+
+
+@pytest.mark.gpu
+def test_ten_thousand_tokens_on_a_gpu():
+    """The barrier never hangs, and a step repeats bit for bit."""
+    weights, cache, token_B, length_B = inputs(jnp.bfloat16, (100,), **SHAPE_124M)
+
+    @jax.jit
+    def run(weights, cache):
+        def step(cache, _):
+            logits_BV, cache = decode_step(
+                weights, cache, token_B, length_B, implementation="triton"
+            )
+            return cache, logits_BV.argmax()
+
+        return jax.lax.scan(step, cache, length=10_000)
+
+    cache, best = run(weights, cache)
+    assert np.unique(np.asarray(best)).size == 1
+    np.testing.assert_array_equal(cache.counter_2, 0)
