@@ -104,7 +104,9 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
-    compiler = Compiler(config.compilation_cache, configuration.executable_inputs(config))
+    masked = inputs.dataset.masked
+    executable_inputs = configuration.executable_inputs(config, masked)
+    compiler = Compiler(config.compilation_cache, executable_inputs)
     chosen = (parallel, idle_gpu, kernels, start.step, processes, source)
     for name, text in header(config, inputs, *chosen):
         say(name, text)
@@ -117,19 +119,14 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
         jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
     )
     shardings = parallel.shardings(abstract_state)
+    schedule, how = config.learning_rate_schedule(), {"parallel": parallel, "masked": masked}
+    skips = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
     train_function = jax.jit(
-        make_train_step(
-            graphdef,
-            tx,
-            config.learning_rate_schedule(),
-            parallel=parallel,
-            skip_loss_z=o.skip_loss_z,
-            skip_grad_norm_z=o.skip_grad_norm_z,
-        ),
+        make_train_step(graphdef, tx, schedule, **how, **skips),
         donate_argnums=0,
         out_shardings=(shardings, parallel.replicated),
     )
-    eval_function = jax.jit(make_eval_step(graphdef, parallel), out_shardings=parallel.replicated)
+    eval_function = jax.jit(make_eval_step(graphdef, **how), out_shardings=parallel.replicated)
 
     @functools.cache
     def start_train_step(micro_batch: int):
@@ -164,6 +161,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     loader, val_windows = inputs.loader(step), inputs.val_windows()
     stack.callback(loader.close)
+    val_weights = inputs.val_weights(val_windows)
     resume_step = -1 if start.step is None else step
     warn = functools.partial(say, "WARNING")
     log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
@@ -203,7 +201,7 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
 
     def validate() -> None:
         losses = jax.device_get([eval_step(state.params, windows) for windows in val_windows])
-        progress.validated(step, float(np.mean(losses, dtype=np.float64)))
+        progress.validated(step, float(np.average(np.float64(losses), weights=val_weights)))
 
     def sample() -> None:
         text = samples.draw(config, inputs, graphdef, parallel, state, step)

@@ -205,7 +205,7 @@ def test_a_missing_listed_shard_is_an_error(tmp_path):
         (b"{", "JSONDecodeError"),
         (b"[" * 200_000, "RecursionError"),
         (b'{"format": ' + b"9" * 5000 + b"}", "ValueError: Exceeds the limit"),
-        (b'{"format": 1e999}', "ValueError: format inf instead of an integer in 1..2"),
+        (b'{"format": 1e999}', "ValueError: format inf instead of an integer in 1..3"),
         (b'{"a": "\xe9"}', "UnicodeDecodeError"),
         (b"", "JSONDecodeError"),
         (b"[]", "ValueError: list instead of an object for the file"),
@@ -217,7 +217,7 @@ def test_a_dataset_json_that_cannot_be_parsed_is_an_error(tmp_path, monkeypatch,
         monkeypatch.setattr(manifest_module, "_MAX_BYTES", 2000)
     folder = make_folder(tmp_path / "mine")
     (folder / "dataset.json").write_bytes(content)
-    says = f"dataset.json: expected a description of shards, format 1 or 2, found {says}.*; restore"
+    says = f"dataset.json: expected a description of shards, format 1 to 3, found {says}.*; restore"
     with pytest.raises(DatasetError, match=says):
         find_dataset("mine", tmp_path, "auto")
 
@@ -225,7 +225,7 @@ def test_a_dataset_json_that_cannot_be_parsed_is_an_error(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 3}, "format 3 instead of an integer in 1..2"),
+        ({"format": 4}, "format 4 instead of an integer in 1..3"),
         ({"format": True}, "format True instead"),
         ({"tokenizer": "gpt4"}, "tokenizer 'gpt4'; known are gpt2, byte"),
         ({"tokenizer": "gpt2"}, "vocab_size 257 instead of 50257"),

@@ -325,16 +325,19 @@ def changeable(config: Config) -> frozenset[str]:
     return frozenset(f"optimizer.{name}" for name in config.optimizer.changeable)
 
 
-def executable_inputs(config: Config) -> dict[str, Any] | None:
+def executable_inputs(config: Config, masked: bool) -> dict[str, Any] | None:
     """Return the part of `to_json` that the compiled executables depend on.
 
     None without `executable_cache`.
+
+    Args:
+        masked: whether the data has loss masks, on which they depend, too.
     """
     if not config.executable_cache:
         return None
     return {
         name: value for name, value in to_json(config).items() if name not in OUTSIDE_EXECUTABLES
-    }
+    } | {"masked": masked}
 
 
 def to_json(config: Config) -> dict[str, Any]:

@@ -281,7 +281,10 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
     tokens = shards["train"] | shards["val"]
     check_alike(
         {"devices": kinds, "number of shards": len(tokens)}
-        | {name: f"{tokens[name]} tokens, {shards['samples'][name]}" for name in tokens},
+        | {
+            name: f"{tokens[name]} tokens, {digest}" if name in tokens else digest
+            for name, digest in shards["samples"].items()
+        },
     )
     return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange(_host()))]
 

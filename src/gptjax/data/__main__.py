@@ -83,20 +83,33 @@ class Text(_Common):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jsonl(_Common):
-    """JSON lines, one document for each line."""
+    """JSON lines, one document for each line, or one pair of prompt and answer."""
 
     paths: _Paths
     """Files, folders (all files in them, at any depth) and globs such as 'dumps/*.jsonl'."""
     field: str = "text"
     """Field of each line's object that holds the text."""
+    prompt_field: str | None = None
+    """With answer-field, instead of field: field that holds the prompt. Prompts have no loss."""
+    answer_field: str | None = None
+    """Field that holds the answer."""
+    separator: str = "\n"
+    """End of each prompt, before the answer. A newline by default."""
     skip_bad_lines: bool = False
     """Skip lines that are not a JSON object with a text in the field; print their number and the
     first of them."""
 
     def run(self) -> None:
-        corpus = corpora.jsonl(
-            _non_empty(self.paths), self.field, skip_bad_lines=self.skip_bad_lines
-        )
+        paths, skip = _non_empty(self.paths), {"skip_bad_lines": self.skip_bad_lines}
+        fields = self.prompt_field, self.answer_field
+        if None not in fields:
+            corpus = corpora.pairs(paths, *fields, separator=self.separator, **skip)
+        elif fields == (None, None):
+            corpus = corpora.jsonl(paths, self.field, **skip)
+        else:
+            raise PrepareError(
+                "expected --prompt-field and --answer-field together, found one of them"
+            )
         prepare_corpus("jsonl", corpus, self.options())
 
 

@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gptjax.data.dataset import check_listed, open_folder, scan_ids
-from gptjax.data.manifest import MANIFEST, DatasetError, ShardInfo
+from gptjax.data.dataset import check_listed, check_mask, open_folder, scan_ids
+from gptjax.data.manifest import MANIFEST, DatasetError, MaskInfo, ShardInfo
+from gptjax.data.masks import Mask
 from gptjax.data.shards import Shard, ShardError, shard_error
 from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.terminal import printable
@@ -14,8 +15,8 @@ from gptjax.terminal import printable
 def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = print) -> list[str]:
     """Read every shard of a dataset completely and compare it with dataset.json.
 
-    The check covers headers, lengths, ids below the tokenizer's vocabulary size, and the digests in
-    dataset.json.
+    The check covers headers, lengths, ids below the tokenizer's vocabulary size, loss masks, and
+    the digests in dataset.json.
 
     Args:
         folder: the dataset's folder.
@@ -36,7 +37,10 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
     problems, paths = [], (*dataset.train, *dataset.val)
     for number, path in enumerate(paths, start=1):
         try:
-            result = _check(path, dataset.listed.get(path.name), VOCABULARIES[dataset.tokenizer][0])
+            listed = dataset.listed.get(path.name)
+            result = _check(path, listed, VOCABULARIES[dataset.tokenizer][0])
+            if dataset.masked:
+                result += "; " + _check_mask(path, listed)
         except ShardError as error:
             problems.append(str(error))
             result = "DAMAGED"
@@ -65,3 +69,19 @@ def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
     return (
         f"{shard.size:,} tokens, ids up to {info.max_token}, SHA-256 {info.sha256:.12}…, {verdict}"
     )
+
+
+def _check_mask(path: Path, listed: ShardInfo | None) -> str:
+    """Return a description of the intact mask of a shard. Raises ShardError for any other."""
+    check_mask(path, listed)
+    mask = Mask.of(Shard(path))
+    info = MaskInfo.from_mask(mask)
+    if listed is not None and listed.mask != info:
+        raise shard_error(
+            mask.path,
+            0,
+            expected=f"a file of SHA-256 {listed.mask and listed.mask.sha256}, as {MANIFEST} lists",
+            found=info.sha256,
+            do="the mask was changed or damaged: restore it, or prepare the dataset again",
+        )
+    return f"loss on {info.counted:,} tokens"

@@ -17,6 +17,7 @@ import sysconfig
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,16 @@ class CorpusError(DataError, ValueError):
     """Text that does not exist or cannot be read as text."""
 
 
+class Pair(NamedTuple):
+    """A document of two texts, of which only the answer counts for the loss."""
+
+    prompt: str
+    answer: str
+
+
+type Document = str | Pair
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Documents in a fixed order.
@@ -53,17 +64,20 @@ class Corpus:
         source: description of the origin, for dataset.json.
         measure: returns the size of each document in bytes, int64 of shape (documents,): at least
             one document, all sizes above 0.
-        documents: returns a new iterator over the texts of the documents that `measure` counts.
+        documents: returns a new iterator over the documents that `measure` counts: texts or, with
+            `masked`, pairs.
         digest: `digest` of the documents if known without reading them, else None.
+        masked: whether the documents are pairs.
     """
 
     source: str
     measure: Callable[[], np.ndarray]
-    documents: Callable[[], Iterator[str]]
+    documents: Callable[[], Iterator[Document]]
     digest: str | None = None
+    masked: bool = False
 
 
-def digest(documents: Iterator[str]) -> str:
+def digest(documents: Iterator[Document]) -> str:
     """Return the SHA-256 of the SHA-256 digests of all documents, in order."""
     total = hashlib.sha256()
     for _ in hashed(documents, total):
@@ -71,10 +85,14 @@ def digest(documents: Iterator[str]) -> str:
     return total.hexdigest()
 
 
-def hashed(documents: Iterator[str], total: "hashlib._Hash") -> Iterator[str]:
+def hashed(documents: Iterator[Document], total: "hashlib._Hash") -> Iterator[Document]:
     """Yield each document after updating `total` with the document's SHA-256."""
     for document in documents:
-        total.update(hashlib.sha256(document.encode(errors="surrogatepass")).digest())
+        if isinstance(document, Pair):  # JSON tells ("a", "bc") from ("ab", "c")
+            content = json.dumps(document).encode()
+        else:
+            content = document.encode(errors="surrogatepass")
+        total.update(hashlib.sha256(content).digest())
         yield document
 
 
@@ -171,27 +189,81 @@ def jsonl(
             tokenising starts.
         log: called with each message for the user.
     """
+
+    def read(line: bytes, where: str) -> str:
+        return _field_of(line, field, where, "--field")
+
+    return _json_lines(paths, f"field {field!r}", read, skip_bad_lines, log)
+
+
+def pairs(
+    paths: Sequence[str | os.PathLike],
+    prompt_field: str,
+    answer_field: str,
+    *,
+    separator: str = "\n",
+    skip_bad_lines: bool = False,
+    log: Callable[[str], object] = print,
+) -> Corpus:
+    """Return JSON lines as a corpus of pairs, one for each line. Blank lines are skipped.
+
+    Args:
+        paths, skip_bad_lines, log: as for `jsonl`.
+        prompt_field, answer_field: fields of each line's object that hold the texts. An empty
+            answer is an error.
+        separator: end of each prompt.
+    """
+
+    def read(line: bytes, where: str) -> Pair:
+        prompt = _field_of(line, prompt_field, where, "--prompt-field")
+        answer = _field_of(line, answer_field, where, "--answer-field")
+        if not answer:
+            raise CorpusError(
+                f"{where}: expected a text in the field {answer_field!r}, found an empty one; "
+                f"{_BAD_LINE_ADVICE}"
+            )
+        return Pair(prompt + separator, answer)
+
+    fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
+    corpus = _json_lines(paths, fields, read, skip_bad_lines, log)
+    return dataclasses.replace(corpus, masked=True)
+
+
+def _json_lines(
+    paths: Sequence[str | os.PathLike],
+    fields: str,
+    read: Callable[[bytes, str], Document],
+    skip_bad_lines: bool,
+    log: Callable[[str], object],
+) -> Corpus:
+    """Return JSON lines as a corpus.
+
+    Args:
+        fields: description of the fields, for dataset.json.
+        read: returns the document in a line; the second argument names the line, for the
+            CorpusError that it raises.
+    """
     files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
     shown = " ".join(map(os.fspath, paths))
-    source = f"jsonl: {shown} (field {field!r}{', without bad lines' if skip_bad_lines else ''})"
+    source = f"jsonl: {shown} ({fields}{', without bad lines' if skip_bad_lines else ''})"
 
-    def rows() -> Iterator[tuple[int, str | CorpusError]]:
+    def rows() -> Iterator[tuple[int, Document | CorpusError]]:
         for path, number, line in _lines(files):
             try:
-                text = _field_of(line, field, f"{path}, line {number}")
+                document = read(line, f"{path}, line {number}")
             except CorpusError as error:
                 if not skip_bad_lines:
                     raise
-                text = error
-            yield len(line), text
+                document = error
+            yield len(line), document
 
     def measure() -> np.ndarray:
         sizes, bad, first_bad = array.array("q"), 0, None
-        for size, text in rows():
-            if isinstance(text, str):
-                sizes.append(size)
+        for size, document in rows():
+            if isinstance(document, CorpusError):
+                bad, first_bad = bad + 1, first_bad or document
             else:
-                bad, first_bad = bad + 1, first_bad or text
+                sizes.append(size)
         if bad:
             log(f"NOTE: skipped {bad:,} bad lines, kept {len(sizes):,}; the first: {first_bad}")
         if not sizes:
@@ -201,8 +273,8 @@ def jsonl(
             )
         return np.array(sizes)
 
-    def documents() -> Iterator[str]:
-        return (text for _, text in rows() if isinstance(text, str))
+    def documents() -> Iterator[Document]:
+        return (document for _, document in rows() if not isinstance(document, CorpusError))
 
     return Corpus(source, measure, documents)
 
@@ -258,7 +330,7 @@ def _lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
                     yield path, number, line
 
 
-def _field_of(line: bytes, field: str, where: str) -> str:
+def _field_of(line: bytes, field: str, where: str, option: str) -> str:
     try:
         row = json.loads(line)
     # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
@@ -274,12 +346,12 @@ def _field_of(line: bytes, field: str, where: str) -> str:
         )
         raise CorpusError(
             f"{where}: expected an object with the field {field!r}, found {found}; name another "
-            f"with --field NAME, or {_BAD_LINE_ADVICE}"
+            f"with {option} NAME, or {_BAD_LINE_ADVICE}"
         )
     if not isinstance(row[field], str):
         kind = "null" if row[field] is None else type(row[field]).__name__
         raise CorpusError(
             f"{where}: expected text in the field {field!r}, found {kind}; name another with "
-            f"--field NAME, or {_BAD_LINE_ADVICE}"
+            f"{option} NAME, or {_BAD_LINE_ADVICE}"
         )
     return row[field]

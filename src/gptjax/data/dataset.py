@@ -14,6 +14,7 @@ import numpy as np
 from gptjax.data.atomic import is_partial
 from gptjax.data.fineweb import ALL_SHARDS
 from gptjax.data.manifest import MANIFEST, DatasetError, Manifest, ShardInfo, read_manifest, sample
+from gptjax.data.masks import Mask, mask_path
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, shard_error, token_offset
 from gptjax.data.tokenizers import TOKENIZERS, choose_tokenizer
@@ -37,6 +38,7 @@ class Dataset:
         tokenizer: name of the tokenizer.
         note: message for the user, or None.
         listed: descriptions in dataset.json, by file name.
+        masked: whether each shard has a loss mask.
     """
 
     name: str
@@ -48,8 +50,10 @@ class Dataset:
     listed: dict[str, ShardInfo] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
-    # Tokens and sample of each shard, from the first `validate` or `fingerprint`.
-    _seen: dict[Path, tuple[int, str]] = dataclasses.field(
+    masked: bool = False
+    # Tokens and sample of each shard, and sample of its mask, from the first `validate` or
+    # `fingerprint`.
+    _seen: dict[Path, tuple[int, str, str | None]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -63,6 +67,14 @@ class Dataset:
         """Number of tokens in the validation split."""
         return sum(Shard(path).size for path in self.val)
 
+    @property
+    def counted_train_tokens(self) -> int | None:
+        """Number of training tokens that count as targets; None if dataset.json does not say."""
+        masks = [info.mask for path in self.train if (info := self.listed.get(path.name))]
+        if len(masks) < len(self.train) or None in masks:
+            return None
+        return sum(mask.counted for mask in masks if mask is not None)
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the identity of the data, for checkpoints. It survives JSON unchanged.
 
@@ -73,7 +85,8 @@ class Dataset:
         for path in paths:
             if path not in self._seen:
                 shard = Shard(path)
-                self._seen[path] = shard.size, sample(shard)
+                mask = sample(Mask.of(shard)) if self.masked else None
+                self._seen[path] = shard.size, sample(shard), mask
         listed = {
             path.name: self.listed[path.name].sha256 for path in paths if path.name in self.listed
         }
@@ -81,7 +94,8 @@ class Dataset:
             "tokenizer": self.tokenizer,
             "train": {path.name: self._seen[path][0] for path in self.train},
             "val": {path.name: self._seen[path][0] for path in self.val},
-            "samples": {path.name: self._seen[path][1] for path in paths},
+            "samples": {path.name: self._seen[path][1] for path in paths}
+            | {mask_path(path).name: mask for path in paths if (mask := self._seen[path][2])},
             "sha256": {name: digest for name, digest in listed.items() if digest is not None},
         }
 
@@ -131,19 +145,23 @@ class Dataset:
 
         A shard in dataset.json must have the listed token count and sample (1 MiB of a large shard,
         all of a shard of up to 32 MiB); the listed largest id is not verified. A shard that is not
-        listed is read completely.
+        listed is read completely. The same holds for the loss masks of a dataset that has them.
 
         Raises:
-            ShardError: a bad header or length, a shard that differs from dataset.json, fewer than
-                sequence_length + 1 tokens, or an id that is not below vocab_size.
+            ShardError: a bad header or length, a shard or mask that differs from dataset.json, a
+                shard without a mask beside shards with one, fewer than sequence_length + 1 tokens,
+                or an id that is not below vocab_size.
         """
         paths = (*self.train, *self.val)
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-            seen = pool.map(
-                lambda path: _check(path, self.listed.get(path.name), vocab_size, sequence_length),
-                paths,
-            )
-            self._seen.update(zip(paths, seen, strict=True))
+            fits = vocab_size, sequence_length
+
+            def check(path):
+                info = self.listed.get(path.name)
+                mask = check_mask(path, info) if self.masked else None
+                return *_check(path, info, *fits), mask
+
+            self._seen.update(zip(paths, pool.map(check, paths), strict=True))
 
 
 def _entries_that_differ(
@@ -187,6 +205,26 @@ def _check(
     if info is None or info.max_token >= vocab_size:
         scan_ids(shard, vocab_size)
     return shard.size, sampled
+
+
+def check_mask(path: Path, info: ShardInfo | None) -> str:
+    """Return the sample of the loss mask of the shard at `path`.
+
+    Raises:
+        ShardError: the mask is missing, or differs from dataset.json or from the shard.
+    """
+    mask = Mask.of(Shard(path))
+    sampled = sample(mask)
+    if info is not None and (info.mask is None or info.mask.sample != sampled):
+        digest = f"content of digest {info.mask.sample:.12}…" if info.mask else "no loss mask"
+        raise shard_error(
+            mask.path,
+            0,
+            expected=f"{digest}, as {MANIFEST} lists",
+            found=f"{sampled:.12}…",
+            do="the mask was changed or damaged: restore it, or prepare the dataset again",
+        )
+    return sampled
 
 
 def check_listed(shard: Shard, info: ShardInfo, sampled: str) -> None:
@@ -345,9 +383,11 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
         *_notes(folder, manifest, [path.name for path in (*train, *val)]),
     ]
     listed = manifest.shards if manifest else {}
-    return Dataset(
-        folder.name, folder, train, val, made_with, printable("\n".join(notes)) or None, listed
+    masked = any(info.mask for info in listed.values()) or any(
+        mask_path(path).name in names for path in (*train, *val)
     )
+    note = printable("\n".join(notes)) or None
+    return Dataset(folder.name, folder, train, val, made_with, note, listed, masked)
 
 
 def _notes(folder: Path, manifest: Manifest | None, names: list[str]) -> Iterator[str]:

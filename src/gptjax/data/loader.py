@@ -11,6 +11,9 @@ is the global batch. Process p of P reads every P-th of these windows, beginning
 order does not depend on the number of processes, and the number of windows consumed so far is
 sufficient to resume.
 
+In a dataset with loss masks, a window holds −1 − t for a token t that does not count as a target
+(`gptjax.data.masks`).
+
 Axes: B windows of a batch in one process, T + 1 tokens of a window.
 """
 
@@ -23,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from gptjax.data.dataset import check_ids
+from gptjax.data.masks import Mask, hide
 from gptjax.data.shards import Shard, ShardError
 
 # Batches that are read ahead, and threads that read them.
@@ -38,20 +42,32 @@ class Windows:
     """The windows of a list of shards, as a sequence of int32 arrays of shape (T + 1,)."""
 
     def __init__(
-        self, shards: Sequence[Path], sequence_length: int, vocab_size: int | None = None
+        self,
+        shards: Sequence[Path],
+        sequence_length: int,
+        vocab_size: int | None = None,
+        masked: bool = False,
     ) -> None:
         if sequence_length < 1:
             raise ValueError(f"expected a sequence_length of at least 1, found {sequence_length}")
         if not shards:
             raise ValueError("expected at least one shard, found none")
         self._paths = paths = list(shards)
-        sizes, stamps = zip(
-            *((shard.size, shard.stamp) for shard in map(Shard, paths)), strict=True
+        sizes, stamps, mask_stamps = zip(
+            *(
+                (shard.size, shard.stamp, Mask.of(shard).stamp if masked else None)
+                for shard in map(Shard, paths)
+            ),
+            strict=True,
         )
+
         # A file is closed when neither the cache nor a thread holds the Shard.
-        self._open = functools.lru_cache(_OPEN_SHARDS)(
-            lambda number: Shard(paths[number], stamps[number])
-        )
+        @functools.lru_cache(_OPEN_SHARDS)
+        def opened(number: int) -> tuple[Shard, Mask | None]:
+            shard = Shard(paths[number], stamps[number])
+            return shard, Mask.of(shard, mask_stamps[number]) if masked else None
+
+        self._open = opened
         # position of each shard's first token in the sequence, then the number of tokens
         self._begins = [0, *itertools.accumulate(sizes)]
         self._length, self._vocab_size = sequence_length, vocab_size
@@ -83,10 +99,13 @@ class Windows:
         while filled < window.size:  # one iteration for each shard that the window covers
             begin = at + filled - self._begins[shard]
             count = min(window.size - filled, self._begins[shard + 1] - at - filled)
-            part = self._open(shard).read(begin, count)
+            tokens, mask = self._open(shard)
+            part = tokens.read(begin, count)
             if self._vocab_size is not None:
                 check_ids(self._paths[shard], begin, part, self._vocab_size)
             window[filled : filled + part.size] = part
+            if mask is not None:
+                hide(window[filled : filled + part.size], mask.read(begin, count))
             filled += part.size
             shard += 1
         return window
@@ -107,11 +126,12 @@ class Loader:
         start: windows that the run has consumed so far, over all processes: `position` of the
             previous loader.
         vocab_size: exclusive upper bound of the ids.
+        masked: read the loss mask of each shard.
 
     Raises:
         ValueError: the arguments do not fit together.
-        ShardError: a shard is bad, or the shards hold no window; from `next()`: an id is not below
-            vocab_size, or a shard's file was truncated or written to.
+        ShardError: a shard or a mask is bad, or the shards hold no window; from `next()`: an id is
+            not below vocab_size, or a shard's file was truncated or written to.
     """
 
     def __init__(
@@ -125,6 +145,7 @@ class Loader:
         process_count: int = 1,
         start: int = 0,
         vocab_size: int,
+        masked: bool = False,
     ) -> None:
         import grain  # imports JAX, which `python -m gptjax.data` does not need
 
@@ -136,7 +157,7 @@ class Loader:
             )
         if not 0 <= seed < 2**32:
             raise ValueError(f"expected a seed in 0..{2**32 - 1}, found {seed}")
-        windows = Windows(shards, sequence_length, vocab_size)
+        windows = Windows(shards, sequence_length, vocab_size, masked)
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
 
@@ -198,6 +219,7 @@ def fixed_batches(
     process_index: int = 0,
     process_count: int = 1,
     vocab_size: int | None = None,
+    masked: bool = False,
 ) -> list[np.ndarray]:
     """Return the validation set: `count` batches of windows spaced evenly over the split.
 
@@ -206,6 +228,7 @@ def fixed_batches(
     Args:
         batch: windows of a batch, over all processes.
         count: maximum number of batches; a small split has fewer.
+        masked: read the loss mask of each shard.
 
     Returns:
         At least one int32 array of shape (batch / process_count, sequence_length + 1).
@@ -217,7 +240,7 @@ def fixed_batches(
     _rows_of_a_process(batch, process_index, process_count)
     if count < 1:
         raise ValueError(f"expected count of at least 1 batch, found {count}")
-    windows = Windows(shards, sequence_length, vocab_size)
+    windows = Windows(shards, sequence_length, vocab_size, masked)
     count = min(count, len(windows) // batch)
     if not count:
         fits = len(windows) // process_count * process_count

@@ -6,6 +6,10 @@
                                           "sha256": "...", "sample": "..."}}}
 
 gptjax writes the manifest last, so a folder with a manifest is complete. Format 1 has no digests.
+In format 3 each shard has a loss mask (`gptjax.data.masks`):
+
+     "shards": {"NAME_train_000001.bin": {…, "mask": {"counted": 2000000,
+                                                      "sha256": "...", "sample": "..."}}}
 """
 
 import dataclasses
@@ -14,12 +18,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gptjax.data.errors import DataError
+from gptjax.data.masks import Mask
 from gptjax.data.shards import HEADER_BYTES, MAX_TOKENS, Shard, open_regular, write_atomically
 from gptjax.data.tokenizers import VOCABULARIES
 
 MANIFEST = "dataset.json"
-FORMAT = 2
+FORMAT, MASK_FORMAT = 2, 3
 _MAX_BYTES = 1 << 26  # maximum size of dataset.json, which has about 250 bytes per shard
 
 # A sample covers a file of up to 32 MiB completely, and 1 MiB of a larger file: the check at the
@@ -47,6 +54,29 @@ def sample(shard: Shard) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class MaskInfo:
+    """Description of a shard's loss mask.
+
+    Attributes:
+        counted: number of tokens that count as targets.
+        sha256, sample: as of `ShardInfo`.
+    """
+
+    counted: int
+    sha256: str
+    sample: str
+
+    @classmethod
+    def from_mask(cls, mask: Mask) -> "MaskInfo":
+        """Return the description of a mask, which is read completely."""
+        digest, counted = hashlib.sha256(mask.read_bytes(0, HEADER_BYTES)), 0
+        for _, counts in mask.chunks():
+            digest.update(counts)
+            counted += int(np.count_nonzero(counts))
+        return cls(counted, digest.hexdigest(), sample(mask))
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardInfo:
     """Description of a shard.
 
@@ -55,12 +85,14 @@ class ShardInfo:
         max_token: largest id.
         sha256: digest of the complete file, as `sha256sum` prints it. None in format 1.
         sample: digest of parts of the file, see `sample`. None in format 1.
+        mask: description of the shard's loss mask; None if the dataset has none.
     """
 
     tokens: int
     max_token: int
     sha256: str | None = None
     sample: str | None = None
+    mask: MaskInfo | None = None
 
     @classmethod
     def from_shard(cls, shard: Shard) -> "ShardInfo":
@@ -95,7 +127,13 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write dataset.json atomically."""
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+        fields = dataclasses.asdict(self)
+        masked = any(info.mask is not None for info in self.shards.values())
+        if not masked:
+            for info in fields["shards"].values():
+                del info["mask"]
+        version = MASK_FORMAT if masked else FORMAT
+        text = json.dumps({"format": version, **fields}, indent=1) + "\n"
         write_atomically(folder / MANIFEST, text.encode())
 
 
@@ -117,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (OSError, ValueError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DatasetError(
-            f"{path}: expected a description of shards, format 1 or {FORMAT}, found "
+            f"{path}: expected a description of shards, format 1 to {MASK_FORMAT}, found "
             f"{type(error).__name__}: {reason[:300]}; restore the file, or remove this folder and "
             "prepare it again with `python -m gptjax.data`"
         ) from error
@@ -130,7 +168,7 @@ def _parse(fields: Any) -> Manifest:
         ValueError: a field is missing, of a wrong type or out of range.
     """
     fields = _object(fields, "the file")
-    version = _integer(fields, "format", 1, FORMAT)
+    version = _integer(fields, "format", 1, MASK_FORMAT)
     tokenizer = _text(fields, "tokenizer")
     if tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {tokenizer!r:.60}; known are {', '.join(VOCABULARIES)}")
@@ -152,10 +190,21 @@ def _parse(fields: Any) -> Manifest:
 
 def _shard_info(fields: dict, version: int, vocab_size: int) -> ShardInfo:
     digests = {name: _digest(fields, name) for name in ("sha256", "sample")} if version >= 2 else {}
+    tokens = _integer(fields, "tokens", 1, MAX_TOKENS)
     return ShardInfo(
-        tokens=_integer(fields, "tokens", 1, MAX_TOKENS),
+        tokens=tokens,
         max_token=_integer(fields, "max_token", 0, vocab_size - 1),
+        mask=_mask_info(fields, tokens) if version >= MASK_FORMAT else None,
         **digests,
+    )
+
+
+def _mask_info(fields: dict, tokens: int) -> MaskInfo:
+    fields = _object(fields.get("mask"), "mask")
+    return MaskInfo(
+        counted=_integer(fields, "counted", 0, tokens),
+        sha256=_digest(fields, "sha256"),
+        sample=_digest(fields, "sample"),
     )
 
 

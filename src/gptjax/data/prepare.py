@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from gptjax.data import corpora
 from gptjax.data.atomic import PrepareError, dataset_folder, locked, staged
-from gptjax.data.corpora import Corpus
-from gptjax.data.manifest import MANIFEST, Manifest, ShardInfo, read_manifest
+from gptjax.data.corpora import Corpus, Pair
+from gptjax.data.manifest import MANIFEST, Manifest, MaskInfo, ShardInfo, read_manifest
+from gptjax.data.masks import Mask, mask_path, write_mask
 from gptjax.data.shards import MAX_TOKENS, Shard, write_shard
 from gptjax.data.tokenizers import Tokenizer, choose_tokenizer
 from gptjax.terminal import printable
@@ -153,7 +155,9 @@ def prepare_corpus(
 
 def _summary(shards: dict[str, ShardInfo]) -> str:
     tokens = sum(info.tokens for info in shards.values())
-    return f"{tokens:,} tokens in {len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
+    counted = [info.mask.counted for info in shards.values() if info.mask is not None]
+    loss = f" (loss on {sum(counted):,})" if counted else ""
+    return f"{tokens:,} tokens{loss} in {len(shards)} {'shard' if len(shards) == 1 else 'shards'}"
 
 
 def _already_prepared(
@@ -235,14 +239,20 @@ class _Piece:
     split: int
     first: bool  # first piece of a document: preceded by EOT
     bytes: int  # for the progress bar
+    counts: bool = True  # not a prompt
 
 
 def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Piece]:
     """Yield the corpus in order, long documents in several pieces."""
     texts = corpus.documents()
+    if sizes.size == 1 and corpus.masked:
+        raise PrepareError(
+            f"nothing prepared: expected at least two pairs in {corpus.source!r}, one for training "
+            "and one for validation, found one; give more pairs"
+        )
     if sizes.size == 1:
         texts = itertools.chain.from_iterable(
-            _split_text(text, options.val_fraction) for text in texts
+            _split_text(text, options.val_fraction) for text in texts if isinstance(text, str)
         )
         sizes, splits = np.repeat(sizes // 2, 2), np.array([False, True])
     else:
@@ -254,16 +264,17 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
                 "the start, found another number: the text changed during preparation; run the "
                 "same command again"
             )
+        split, size = VAL if is_val else TRAIN, int(size)
+        if isinstance(text, Pair):
+            # Each text by itself: sampling tokenizes the prompt without the answer.
+            yield _Piece(text.prompt, split, True, 0, counts=False)
+            yield _Piece(text.answer, split, False, size)
+            continue
         begin = 0
         while begin < len(text):
             cut = _CUT.search(text, begin + _PIECE_CHARACTERS)
             end = cut.end() if cut else len(text)
-            yield _Piece(
-                text[begin:end],
-                VAL if is_val else TRAIN,
-                begin == 0,
-                int(size) * (end - begin) // len(text),
-            )
+            yield _Piece(text[begin:end], split, begin == 0, size * (end - begin) // len(text))
             begin = end
 
 
@@ -280,13 +291,32 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the tokens of each split, uint16, and the size of the batch in bytes."""
+class _Tokens(NamedTuple):
+    tokens: np.ndarray  # uint16
+    counts: np.ndarray | None  # uint8, 1 for a target of the loss; None for a corpus without pairs
+
+
+def _encode(
+    tokenizer: Tokenizer, masked: bool, batch: list[_Piece]
+) -> tuple[_Tokens, _Tokens, int]:
+    """Return the tokens of each split, and the size of the batch in bytes."""
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    masks: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     eot = np.array([tokenizer.eot], dtype=np.uint16)
     for piece in batch:
-        parts[piece.split].extend([eot] * piece.first + [tokenizer.encode(piece.text)])
-    train, val = (np.concatenate(part) if part else np.zeros(0, np.uint16) for part in parts)
+        tokens = tokenizer.encode(piece.text)
+        parts[piece.split].extend([eot] * piece.first + [tokens])
+        if masked:
+            # An EOT counts: it is the end of the answer before it.
+            masks[piece.split].append(np.ones(int(piece.first), np.uint8))
+            masks[piece.split].append(np.full(tokens.size, piece.counts, np.uint8))
+    train, val = (
+        _Tokens(
+            np.concatenate([np.zeros(0, np.uint16), *part]),
+            np.concatenate([np.zeros(0, np.uint8), *mask]) if masked else None,
+        )
+        for part, mask in zip(parts, masks, strict=True)
+    )
     return train, val, sum(piece.bytes for piece in batch)
 
 
@@ -310,7 +340,9 @@ class _SplitWriter:
     shard remains for the last one.
     """
 
-    def __init__(self, folder: Path, name: str, split: int, shard_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, split: int, shard_tokens: int, masked: bool = False
+    ) -> None:
         self.shards: dict[str, ShardInfo] = {}
         self._folder, self._name, self._split, self._shard_tokens = (
             folder,
@@ -319,17 +351,22 @@ class _SplitWriter:
             shard_tokens,
         )
         self._buffer = np.empty(shard_tokens + shard_tokens // 2, dtype=np.uint16)
+        self._counts = np.empty(self._buffer.size, dtype=np.uint8) if masked else None
         self._used = 0
 
-    def add(self, tokens: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray, counts: np.ndarray | None = None) -> None:
         """Append tokens and write shards when the buffer is full."""
-        while tokens.size:
+        done = 0
+        while done < tokens.size:
             if self._used == self._buffer.size:
                 self._write(self._shard_tokens)
-            taken = min(tokens.size, self._buffer.size - self._used)
-            self._buffer[self._used : self._used + taken] = tokens[:taken]
+            taken = min(tokens.size - done, self._buffer.size - self._used)
+            into, of = slice(self._used, self._used + taken), slice(done, done + taken)
+            self._buffer[into] = tokens[of]
+            if self._counts is not None and counts is not None:
+                self._counts[into] = counts[of]
             self._used += taken
-            tokens = tokens[taken:]
+            done += taken
 
     def finish(self) -> dict[str, ShardInfo]:
         """Write the last shard and return the description of every shard, by file name."""
@@ -340,11 +377,15 @@ class _SplitWriter:
     def _write(self, count: int) -> None:
         number = _FIRST_NUMBER[self._split] + len(self.shards)
         file = f"{self._name}_{_SPLIT_NAMES[self._split]}_{number:06d}.bin"
-        write_shard(self._folder / file, self._buffer[:count])
-        self.shards[file] = ShardInfo.from_shard(Shard(self._folder / file))
-        rest = self._used - count
+        path, rest = self._folder / file, self._used - count
+        write_shard(path, self._buffer[:count])
+        info = ShardInfo.from_shard(Shard(path))
         self._buffer[:rest] = self._buffer[count : self._used]
-        self._used = rest
+        if self._counts is not None:
+            write_mask(mask_path(path), self._counts[:count])
+            info = dataclasses.replace(info, mask=MaskInfo.from_mask(Mask.of(Shard(path))))
+            self._counts[:rest] = self._counts[count : self._used]
+        self.shards[file], self._used = info, rest
 
 
 def _write_shards(
@@ -358,7 +399,10 @@ def _write_shards(
     """Tokenise the corpus into `folder` and return the training and the validation shards."""
     sizes = corpus.measure()
     workers = options.workers or os.cpu_count() or 1
-    writers = [_SplitWriter(folder, name, split, options.shard_tokens) for split in (TRAIN, VAL)]
+    masked = corpus.masked
+    writers = [
+        _SplitWriter(folder, name, split, options.shard_tokens, masked) for split in (TRAIN, VAL)
+    ]
     # Threads instead of processes: tiktoken releases the GIL (1.6 times as fast with two threads on
     # two cores), and a caller's script needs no `if __name__ == "__main__"`.
     pool = ThreadPoolExecutor(workers, thread_name_prefix="gptjax-tokenize")
@@ -366,10 +410,10 @@ def _write_shards(
         with _progress(f"tokenising {name}", int(sizes.sum()), log) as advance:
             batches = _batches(_pieces(corpus, sizes, options))
             for train, val, done in _in_order(
-                pool, lambda batch: _encode(tokenizer, batch), batches, 2 * workers
+                pool, lambda batch: _encode(tokenizer, masked, batch), batches, 2 * workers
             ):
-                writers[TRAIN].add(train)
-                writers[VAL].add(val)
+                writers[TRAIN].add(*train)
+                writers[VAL].add(*val)
                 advance(done)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,9 +43,9 @@ def shard_error(
     )
 
 
-def token_offset(index: int) -> int:
+def token_offset(index: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Return the offset in the file of token `index`, in bytes."""
-    return HEADER_BYTES + TOKEN_BYTES * index
+    return HEADER_BYTES + token_bytes * index
 
 
 def open_regular(path: str | os.PathLike) -> int:
@@ -67,7 +68,7 @@ class Shard:
     """Tokens of a shard, read by position.
 
     Training does not use a memory map: reading the map of a truncated file ends the process with
-    SIGBUS.
+    SIGBUS. A subclass reads a file of the same layout with another magic number and dtype.
 
     Attributes:
         path: the file.
@@ -75,6 +76,10 @@ class Shard:
         stamp: length in bytes and modification time of the file. A read raises ShardError if either
             has changed.
     """
+
+    magic: ClassVar[int] = MAGIC
+    dtype: ClassVar[np.dtype] = np.dtype("<u2")
+    description: ClassVar[str] = "a token shard of llm.c's"
 
     def __init__(self, path: str | os.PathLike, stamp: tuple[int, int] | None = None) -> None:
         """Open a shard and check its header.
@@ -94,7 +99,7 @@ class Shard:
             head = os.pread(self._descriptor, HEADER_BYTES, 0)
         except (OSError, ValueError) as error:  # ValueError: a null character in the path
             raise _unreadable(self.path, 0, error) from error
-        self.size = _token_count(self.path, head, status.st_size)
+        self.size = _token_count(type(self), self.path, head, status.st_size)
         self.stamp = stamp or (status.st_size, status.st_mtime_ns)
 
     def __del__(self, close=os.close) -> None:
@@ -107,7 +112,9 @@ class Shard:
         Raises:
             ShardError: the file cannot be read, or has changed since it was opened.
         """
-        return np.frombuffer(self.read_bytes(token_offset(begin), TOKEN_BYTES * count), dtype="<u2")
+        width = self.dtype.itemsize
+        content = self.read_bytes(token_offset(begin, width), width * count)
+        return np.frombuffer(content, dtype=self.dtype)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all tokens in order: the index of the first token of a chunk, and the chunk."""
@@ -160,7 +167,7 @@ def _unreadable(path: Path, offset: int, error: OSError | ValueError) -> ShardEr
     return shard_error(path, offset, expected="a readable shard", found=reason or str(error))
 
 
-def _token_count(path: Path, head: bytes, size: int) -> int:
+def _token_count(kind: type[Shard], path: Path, head: bytes, size: int) -> int:
     """Check the header of a file of `size` bytes and return the number of tokens."""
     if len(head) < HEADER_BYTES:
         raise shard_error(
@@ -178,9 +185,9 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
             do="tokenise the text with GPT-2's tokenizer: "
             "`python -m gptjax.data text PATH... --tokenizer gpt2`",
         )
-    if magic != MAGIC:
+    if magic != kind.magic:
         raise shard_error(
-            path, 0, expected=f"magic {MAGIC} (a token shard of llm.c's)", found=f"{magic}"
+            path, 0, expected=f"magic {kind.magic} ({kind.description})", found=f"{magic}"
         )
     if version != VERSION:
         raise shard_error(path, 4, expected=f"version {VERSION}", found=f"version {version}")
@@ -191,13 +198,13 @@ def _token_count(path: Path, head: bytes, size: int) -> int:
         raise shard_error(
             path, 4 * field, expected="0 in the unused header fields", found=f"{header[field]}"
         )
-    if size != token_offset(count):
+    end = token_offset(count, kind.dtype.itemsize)
+    if size != end:
         raise shard_error(
             path,
-            min(size, token_offset(count)),
-            expected=f"{token_offset(count)} bytes for the {count} tokens of the header",
-            found=f"a file of {size} bytes "
-            f"({'cut short' if size < token_offset(count) else 'too long'})",
+            min(size, end),
+            expected=f"{end} bytes for the {count} tokens of the header",
+            found=f"a file of {size} bytes ({'cut short' if size < end else 'too long'})",
         )
     return count
 
@@ -235,9 +242,14 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
                 f"at token {bad[0]}"
             )
 
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = MAGIC, VERSION, tokens.size
-    write_atomically(path, header, tokens.astype("<u2", copy=False))
+    write_atomically(path, header(MAGIC, tokens.size), tokens.astype("<u2", copy=False))
+
+
+def header(magic: int, count: int) -> np.ndarray:
+    """Return the header of a file of `count` tokens, int32 of shape (256,)."""
+    fields = np.zeros(256, dtype="<i4")
+    fields[:3] = magic, VERSION, count
+    return fields
 
 
 def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:

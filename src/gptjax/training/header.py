@@ -61,6 +61,8 @@ def header(
         f"{dataset.path}, {dataset.train_tokens:,} tokens ({dataset.tokenizer}), "
         f"{inputs.epochs:.2f} epochs",
     )
+    if (counted := dataset.counted_train_tokens) is not None:
+        yield "", f"loss on {counted:,} of these tokens: the others are prompts"
     for note in (dataset.note, data.few_tokens_note(dataset, inputs.epochs, config.data_dir)):
         if note:
             yield "", note

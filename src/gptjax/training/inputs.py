@@ -87,6 +87,7 @@ class Inputs:
             seed=c.seed,
             start=0 if c.overfit_one_batch else step * c.batch,
             vocab_size=c.model.vocab_size,
+            masked=self.dataset.masked,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
@@ -100,10 +101,29 @@ class Inputs:
             batch=self.val_batch,
             count=math.ceil(c.val_tokens / (self.val_batch * c.sequence_length)),
             vocab_size=c.model.vocab_size,
+            masked=self.dataset.masked,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
         return [parallel.put(self.val_sharding, batch) for batch in windows]
+
+    def val_weights(self, windows: list[jax.Array]) -> np.ndarray:
+        """Return the weight of each validation batch in the mean: its targets with a loss.
+
+        Raises:
+            ConfigError: no target has a loss.
+        """
+        if not self.dataset.masked:
+            return np.ones(len(windows))
+        whole = parallel.replicated(self.mesh)
+        count = jax.jit(lambda windows: (windows[:, 1:] >= 0).sum(), out_shardings=whole)
+        weights = np.array([int(count(batch)) for batch in windows])
+        if not weights.any():
+            raise ConfigError(
+                f"{self.dataset.path}: expected validation tokens with a loss, found prompts only; "
+                "give a larger --val-tokens, or prepare more text for validation"
+            )
+        return weights
 
 
 def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:

@@ -1,0 +1,185 @@
+"""Datasets of prompts and answers: their loss masks on disk, and windows of tokens with a mask."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from prepare_tools import EOT, tokens_of
+
+from gptjax.config import Config, ConfigError, executable_inputs
+from gptjax.data import DatasetError, Loader, ShardError, check_dataset, find_dataset, fixed_batches
+from gptjax.data.__main__ import main
+from gptjax.data.masks import Mask, write_mask
+from gptjax.data.shards import Shard
+from gptjax.parallel import data_mesh
+from gptjax.training.inputs import Inputs
+
+PAIRS = [(f"What is {i} + {i}?" * (1 + i % 3), f"{i + i}, ä.") for i in range(40)]
+
+
+def prepare(folder, *more, pairs=PAIRS):
+    """Run the command; return its exit code and the dataset's folder."""
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"q": q, "a": a, "n": 1}) + "\n" for q, a in pairs))
+    fields = ["--prompt-field", "q", "--answer-field", "a"]
+    options = [*fields, "--name", "qa", "--tokenizer", "byte", "--data-dir", str(folder)]
+    return main(["jsonl", str(file), *options, *more]), folder / "qa"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    code, made = prepare(tmp_path_factory.mktemp("pairs"), "--shard-tokens", "400")
+    assert code == 0
+    return made
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "qa")
+
+
+def stream(folder, split):
+    """Return the tokens of a split, those that do not count as −1 − t."""
+    paths = sorted(folder.glob(f"*_{split}_*.bin"))
+    counts = np.concatenate([Mask.of(s).read(0, s.size) for s in map(Shard, paths)])
+    tokens = tokens_of(folder, split).astype(np.int32)
+    return np.where(counts == 1, tokens, -1 - tokens)
+
+
+def test_answers_and_their_ends_count(prepared):
+    """Each document is EOT, prompt, newline, answer; all of them come back."""
+    found = []
+    for split in ("train", "val"):
+        tokens = stream(prepared, split)
+        for document in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]:
+            prompt, answer = document[document < 0], document[document >= 0]
+            np.testing.assert_array_equal(document, [EOT, *prompt, *answer[1:]])
+            found.append(tuple(bytes(x.tolist()).decode() for x in (~prompt, answer[1:])))
+    assert sorted(found) == sorted((q + "\n", a) for q, a in PAIRS)
+
+
+def test_the_manifest_describes_the_masks(prepared):
+    said = json.loads((prepared / "dataset.json").read_text())
+    dataset = find_dataset(str(prepared), prepared.parent)
+    assert said["format"] == 3 and len(dataset.train) > 2 and dataset.masked
+    assert dataset.counted_train_tokens == (stream(prepared, "train") >= 0).sum()
+    assert not check_dataset(prepared, log=lambda line: None)
+    dataset.validate(257, 16)
+
+
+def test_windows_have_the_mask(prepared):
+    """Over the boundaries of shards; a resumed loader continues bit for bit."""
+    dataset = find_dataset(str(prepared), prepared.parent)
+    tokens, length = stream(prepared, "train"), 16
+    expected = {
+        tokens[i : i + length + 1].tobytes() for i in range(0, tokens.size - length, length)
+    }
+    how = {"sequence_length": length, "batch": 5, "seed": 3, "vocab_size": 257}
+    with Loader(dataset.train, **how, masked=True) as loader:
+        epoch = [next(loader) for _ in range(loader.windows_per_epoch // 5)]
+        position, after = loader.position, next(loader)
+    rows = np.concatenate(epoch)
+    assert {row.tobytes() for row in rows} <= expected and (rows < 0).any()
+    with Loader(dataset.train, **how, start=position, masked=True) as loader:
+        np.testing.assert_array_equal(next(loader), after)
+    with Loader(dataset.train, **how) as loader:
+        np.testing.assert_array_equal(next(loader), np.maximum(epoch[0], ~epoch[0]))
+    val = {"sequence_length": 8, "batch": 2, "count": 3}
+    (first, *_) = fixed_batches(dataset.val, **val, masked=True)
+    np.testing.assert_array_equal(first[0], stream(prepared, "val")[:9])
+
+
+def test_damaged_and_missing_masks_are_refused(copy):
+    path = sorted(copy.glob("*_train_*.mask"))[1]
+    content = path.read_bytes()
+
+    def refused(message):
+        dataset = find_dataset(str(copy), copy.parent)
+        with pytest.raises(ShardError, match=message):
+            dataset.validate(257, 16)
+        assert len(check_dataset(copy, log=lambda line: None)) == 1
+
+    path.write_bytes(content[:-1] + bytes([1 - content[-1]]))
+    refused(f"{path.name}: at byte 0: expected content of digest .* as dataset.json lists")
+    path.write_bytes(content[:-1])
+    refused(f"{path.name}: .*cut short")
+    path.write_bytes(path.with_suffix(".bin").read_bytes())
+    refused(f"{path.name}: at byte 0: expected magic 20261122 .a loss mask of gptjax's.")
+    write_mask(path, np.ones(7, np.uint8))
+    refused(f"{path.name}: at byte 8: expected the .* tokens of qa_train_000002.bin, found 7")
+    path.unlink()
+    refused(f"{path.name}: at byte 0: expected the loss mask of qa_train_000002.bin, found no file")
+    write_mask(path, np.full(len(content) - 1024, 2, np.uint8))
+    with pytest.raises(ShardError, match="at byte 1029: expected 0 or 1, found 2"):
+        Mask(path).read(5, 1)
+
+
+def test_a_mask_that_the_manifest_does_not_list_is_refused(copy):
+    """Not silently used, and not silently left out."""
+    said = json.loads((copy / "dataset.json").read_text())
+    for info in said["shards"].values():
+        del info["mask"]
+    (copy / "dataset.json").write_text(json.dumps(said))
+    with pytest.raises(DatasetError, match="NoneType instead of an object for mask"):
+        find_dataset(str(copy), copy.parent)
+    (copy / "dataset.json").write_text(json.dumps(said | {"format": 2}))
+    with pytest.raises(ShardError, match="expected no loss mask, as dataset.json lists"):
+        find_dataset(str(copy), copy.parent).validate(257, 16)
+
+
+def test_resuming_with_another_mask_is_refused(prepared, copy):
+    before = find_dataset(str(prepared), prepared.parent).fingerprint()
+    assert json.loads(json.dumps(before)) == before
+    dataset = find_dataset(str(copy), copy.parent)
+    assert not dataset.differences(before)
+    name = dataset.val[0].with_suffix(".mask")
+    write_mask(name, np.ones(Shard(dataset.val[0]).size, np.uint8))
+    (line,) = find_dataset(str(copy), copy.parent).differences(before)
+    assert line.startswith(f"{name.name}: expected SHA-256 of a sample")
+
+
+def test_validation_batches_weigh_their_targets(prepared, tmp_path):
+    mesh = data_mesh(jax.devices("cpu")[:2])
+    config = Config(sequence_length=8, val_tokens=64, batch_tokens=16, micro_batch=1)
+    dataset = find_dataset(str(prepared), prepared.parent)
+    inputs = Inputs(config, dataset, None, mesh, 1, 2)
+    batches = inputs.val_windows()
+    weights = inputs.val_weights(batches)
+    assert weights.tolist() == [(np.asarray(batch)[:, 1:] >= 0).sum() for batch in batches]
+    assert len(set(weights.tolist())) > 1
+    with pytest.raises(ConfigError, match="found prompts only"):
+        inputs.val_weights([~abs(batch) for batch in batches])
+    plain = dataclasses.replace(inputs, dataset=dataclasses.replace(dataset, masked=False))
+    assert plain.val_weights(batches).tolist() == [1.0] * len(batches)
+    with_cache = Config(executable_cache=True)
+    assert executable_inputs(with_cache, True) != executable_inputs(with_cache, False)
+
+
+@pytest.mark.parametrize(
+    "pairs, more, message",
+    [
+        (
+            PAIRS,
+            ["--answer-field", "n"],
+            "expected text in the field 'n', found int; .*--answer-field",
+        ),
+        (PAIRS, ["--prompt-field", "x"], "with the field 'x', .*--prompt-field NAME"),
+        ([*PAIRS, ("q", "")], [], "line 41: expected a text in the field 'a', found an empty one"),
+        (PAIRS[:1], [], "expected at least two pairs"),
+    ],
+)
+def test_bad_pairs_are_refused(tmp_path, capsys, pairs, more, message):
+    code, made = prepare(tmp_path, *more, pairs=pairs)
+    error = capsys.readouterr().err
+    assert code == 1 and error.startswith("error: ") and not made.exists()
+
+    assert re.search(message, error)
+
+
+def test_one_field_without_the_other_is_refused(tmp_path, capsys):
+    assert main(["jsonl", "x", "--prompt-field", "q", "--data-dir", str(tmp_path)]) == 1
+    assert "expected --prompt-field and --answer-field together" in capsys.readouterr().err
