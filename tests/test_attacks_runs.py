@@ -20,7 +20,7 @@ def counts(tmp_path: Path, script: str, *options: str) -> dict[str, int]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "ATTACK_STEPS": "60"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())["counts"]

@@ -62,7 +62,13 @@ def test_kill_9_in_training_and_while_saving(tmp_path):
         "--out",
         out,
     ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"ATTACK_STEPS": "60"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(out.read_text())["counts"] == {"bit-exact": 2}
 

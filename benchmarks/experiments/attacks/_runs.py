@@ -19,7 +19,8 @@ from gptjax.training.checkpoint import Checkpoints
 from gptjax.training.step import init_state
 
 ROOT = Path(__file__).parents[3]
-STEPS = 300
+# The tests' runs are shorter: a process is mostly its steps and their checkpoints.
+STEPS = int(os.environ.get("ATTACK_STEPS", "300"))
 CONFIG = f"""
 from gptjax.config import Config, OptimizerConfig
 from gptjax.models.gpt2 import GPT2Config
