@@ -17,12 +17,14 @@ from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.matmul import linear
 from pallas_kernels.norm import layer_norm, rms_norm
 from pallas_kernels.row_softmax import softmax
+from pallas_kernels.sampling import Filters, sample_token
 from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
 from pallas_kernels.transpose import transpose_add, transpose_copy
 
 __all__ = [
     "DecoderCache",
     "DecoderWeights",
+    "Filters",
     "SigmoidCap",
     "ba_plus_caa",
     "decode_step",
@@ -37,6 +39,7 @@ __all__ = [
     "mlp",
     "projected_attention",
     "rms_norm",
+    "sample_token",
     "select",
     "softmax",
     "swiglu",

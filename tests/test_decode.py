@@ -90,7 +90,6 @@ def one_program(monkeypatch, triton_on_cpu):
         ((5,), "float32", "float32"),
         ((0,), "bfloat16", "bfloat16"),
         ((0, 23, 7, 40), "float32", "float32"),
-        ((4, 11), "float16", "float32"),
     ],
     ids=str,
 )
@@ -98,7 +97,7 @@ def test_one_token(lengths, dtype, residual, one_program):
     check(inputs(jnp.dtype(dtype), lengths, **TINY), jnp.dtype(residual))
 
 
-@pytest.mark.parametrize("batch", [1, 3, 64, 128])
+@pytest.mark.parametrize("batch", [1, 64])
 def test_compiled_for_an_h200(batch):
     """Weights are loaded 16 bytes at a time, and the tiles fit into shared memory."""
     args = jax.eval_shape(lambda: inputs(jnp.bfloat16, (0,) * batch, **SHAPE_124M))

@@ -12,6 +12,7 @@ from flax import nnx
 
 from gptjax import GPT2, GPT2Config, Precision, generate, generation
 from gptjax.precision import NAMES
+from pallas_kernels import Filters, sample_token
 
 KEY = jax.random.key(7)
 ODD = dict(vocab_size=61, padded_vocab_size=128, block_size=23, n_layer=2, n_head=3, n_embd=27)
@@ -122,9 +123,8 @@ def test_the_narrowest_filters_equal_greedy(precision, filters):
 
 def test_top_1_takes_the_first_of_tied_logits():
     tied_BV = jnp.zeros((200, 5), jnp.bfloat16).at[:, 2:].set(3)
-    drawn = generation._draw(
-        tied_BV, jnp.float32(1), jnp.int32(1), None, jax.random.split(KEY, 200)
-    )
+    filters = Filters(jnp.float32(1), jnp.int32(1))
+    drawn = sample_token(tied_BV, jax.random.uniform(KEY, (200,)), filters)
     assert set(np.asarray(drawn).tolist()) == {2}
 
 
@@ -147,13 +147,12 @@ def test_top_1_takes_the_first_of_tied_logits():
 )
 def test_filters_keep_exactly_the_right_tokens(top_k, top_p, kept):
     logits_BV = jnp.broadcast_to(jnp.log(jnp.array([0.1, 0.3, 0.2, 0.4])), (3000, 4))
-    drawn = generation._draw(
-        logits_BV,
+    filters = Filters(
         jnp.float32(1),
         None if top_k is None else jnp.int32(top_k),
         None if top_p is None else jnp.float32(top_p),
-        jax.random.split(KEY, len(logits_BV)),
     )
+    drawn = sample_token(logits_BV, jax.random.uniform(KEY, (len(logits_BV),)), filters)
     assert set(np.asarray(drawn).tolist()) == kept
 
 
@@ -343,3 +342,15 @@ def test_a_prompt_of_any_integer_type_gives_the_same_tokens(dtype, array):
         warnings.simplefilter("ignore")  # JAX has no int64 by default, and says so
         prompt_BT = array(prompt_BT.astype(dtype))
     np.testing.assert_array_equal(generate(model, prompt_BT, max_new_tokens=4, key=KEY), wanted_BT)
+
+
+@pytest.mark.gpu
+def test_the_decoding_kernel_continues_as_the_uncached_model_on_a_gpu():
+    model = GPT2(GPT2Config(precision=Precision("fp32")), rngs=nnx.Rngs(0))
+    prompt_BT = random_tokens(2, 20, 50257)
+    how = dict(max_new_tokens=40, temperature=0, key=KEY)
+    for b in (1, 2):
+        out_BT = generate(model, prompt_BT[:b], implementation="triton", **how)
+        logits_BTV = jax.jit(lambda tokens_BT: model(tokens_BT))(out_BT)
+        likeliest_BT = np.asarray(logits_BTV.argmax(-1))[:, 19:-1]
+        np.testing.assert_array_equal(np.asarray(out_BT)[:, 20:], likeliest_BT)

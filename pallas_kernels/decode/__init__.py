@@ -18,8 +18,9 @@ V vocabulary.
 Library: generation (`gptjax.generate`).
 
 Back ends:
-    triton: one kernel for all blocks, with a program on each SM and a barrier of all programs
-        between phases. NVIDIA GPUs from Ampere on; up to 128 sequences in bf16 and fp16, 16 in fp32.
+    triton: one kernel for all blocks, with a program on each SM and a barrier of all
+        programs between phases. NVIDIA GPUs from Ampere on; up to 128 sequences in bf16 and fp16,
+        16 in fp32.
     xla: plain JAX, with the roundings of the model; any device.
     reference: the definition, in fp32; any device.
 No back end is differentiable.
@@ -139,7 +140,7 @@ def decode_step(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | str = "auto",
 ) -> tuple[Float[Array, "B V"], DecoderCache]:
-    """Return the logits of the next token of each sequence, and the cache with this token's k and v.
+    """Return the logits of each sequence's next token, and the cache with this token's k and v.
 
     Args:
         weights: matrices in fp32, bf16 or fp16.

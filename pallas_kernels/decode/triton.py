@@ -28,7 +28,7 @@ class Tiles:
     KEYS: int = 128
     """Keys of a tile of attention."""
     HEAD_STAGES: int = 3
-    """Tiles of the head in flight."""
+    """Tiles of the head in flight; 0: two tiles in registers, one sequence only."""
     CHUNK: int = 256
     """Channels of a tile of weights, at most."""
     CHUNK_F: int = 1024
@@ -41,11 +41,13 @@ class Tiles:
     """Parts of the sum of the output projection; several sequences only."""
     OUT_PARTS: int = 4
     """Parts of the sum of the second matmul of the MLP; several sequences only."""
+    AHEAD_BYTES: int = 32 << 20
+    """Keys and values of a block to prefetch, at most; several sequences only."""
 
 
-ONE = Tiles()
-BATCH = Tiles(BN_PROJ=16, BN_OUT=32, BN_HEAD=128, HEAD_STAGES=4, KEYS=64, CHUNK=64)
-FP32 = dataclasses.replace(BATCH, BN_HEAD=32, HEAD_STAGES=2)
+ONE = Tiles(KEYS=32, HEAD_STAGES=0)
+BATCH = Tiles(BN_PROJ=16, BN_OUT=32, BN_HEAD=128, HEAD_STAGES=4, KEYS=64, CHUNK=128)
+FP32 = dataclasses.replace(BATCH, BN_HEAD=32, HEAD_STAGES=2, CHUNK=64)
 
 
 def decode_step(weights, cache, token_B, length_B, *, heads, eps, out_dtype, programs, tiles=None):
@@ -161,6 +163,7 @@ def _batch(weights, cache, token_B, length_B, heads, eps, residual, programs, ti
         CK_HEAD=_chunk(c, tiles.CHUNK_HEAD),
         KEYS=tiles.KEYS,
         HEAD_STAGES=tiles.HEAD_STAGES,
+        AHEAD=min(length, tiles.AHEAD_BYTES // (2 * b * c * dtype.itemsize)),
     )
     return logits_BV, *cached
 

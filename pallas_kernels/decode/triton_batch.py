@@ -26,6 +26,8 @@ from pallas_kernels.decode.triton_grid import (
     load_fresh_rows,
     load_rows,
     opaque,
+    prefetch,
+    prefetch_strip,
     reset,
     wait,
 )
@@ -121,6 +123,29 @@ def part_of_matmul(
 
 
 @triton.jit
+def prefetch_cached(
+    k_ptr,
+    v_ptr,
+    layer,
+    length_ptr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Request a block's keys and values, of at most AHEAD positions, for the L2 cache."""
+    SPAN: tl.constexpr = 16384
+    if PROGRAMS > 1:
+        for item in range(tl.program_id(0), 2 * B, PROGRAMS):
+            row = item % B
+            stop = tl.minimum(tl.load(length_ptr + row), AHEAD) * C
+            ptr = (k_ptr if item < B else v_ptr) + (layer * B + row) * S * C
+            for start in range(0, stop, SPAN):
+                prefetch(ptr, start, stop, SPAN, PROGRAMS)
+
+
+@triton.jit
 def decode_batch_kernel(
     token_ptr,
     length_ptr,
@@ -176,12 +201,15 @@ def decode_batch_kernel(
     CK_HEAD: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     D: tl.constexpr = C // H
     F: tl.constexpr = 4 * C
     STRIP_QKV: tl.constexpr = (3 * C + PROGRAMS - 1) // PROGRAMS
     STRIP_FC: tl.constexpr = (F + PROGRAMS - 1) // PROGRAMS
     STRIP_HEAD: tl.constexpr = (V + PROGRAMS - 1) // PROGRAMS
+    STRIP_C: tl.constexpr = (C + PROGRAMS - 1) // PROGRAMS
+    HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 128)
     program = tl.program_id(0)
     row_M = tl.arange(0, M)
     inside_M = row_M < B
@@ -204,10 +232,12 @@ def decode_batch_kernel(
         # ----------------------------------------------------------------- 1. residual sum, norm
         arrive(counter_ptr, PROGRAMS)
         target += PROGRAMS
+        prefetch_cached(k_ptr, v_ptr, layer, length_ptr, B, C, S, AHEAD, PROGRAMS)
         wait(counter_ptr, target, PROGRAMS)
         add_and_norm(
             x_ptr, out_part_ptr, out_bias_ptr + (layer - 1) * C, ln_1_scale_ptr + layer * C,
-            ln_1_bias_ptr + layer * C, y_ptr, B, C, CP, OUT_PARTS, EPS, PROGRAMS, tl.minimum(layer, 1) * C,
+            ln_1_bias_ptr + layer * C, y_ptr, B, C, CP, OUT_PARTS, EPS, PROGRAMS,
+            tl.minimum(layer, 1) * C,
         )  # fmt: skip
 
         # --------------------------------------------------------------------- 2. QKV projection
@@ -219,6 +249,7 @@ def decode_batch_kernel(
             w = load_rows(qkv_ptr + layer * 3 * C * C, column_N, inside_N, C, C, CK)
             bias_N = tl.load(qkv_bias_ptr + layer * 3 * C + column_N, mask=inside_N, other=0.0)
             if t == 0:
+                prefetch_strip(fc_ptr + layer * F * C, pid, F, C, STRIP_FC, PROGRAMS)
                 wait(counter_ptr, target, PROGRAMS)
             x = load_fresh_rows(y_ptr, row_M + opaque(0, PROGRAMS), inside_M, C, C, CK)
             qkv_MN = matmul(x, w, M, BN_QKV, C, CK) + bias_N.to(tl.float32)[None, :]
@@ -236,6 +267,8 @@ def decode_batch_kernel(
         # -------------------------------------------------------------------------- 3. attention
         arrive(counter_ptr, PROGRAMS)
         target += PROGRAMS
+        prefetch_strip(proj_ptr + layer * C * C, program, C, C, STRIP_C, PROGRAMS)
+        prefetch_strip(out_ptr + layer * C * F, program, C, F, STRIP_C, PROGRAMS)
         wait(counter_ptr, target, PROGRAMS)
         zero = opaque(0, PROGRAMS)
         for item in range(program, B * (H // G), PROGRAMS):
@@ -274,6 +307,14 @@ def decode_batch_kernel(
             w = load_rows(fc_ptr + layer * F * C, column_N, inside_N, C, C, CK)
             bias_N = tl.load(fc_bias_ptr + layer * F + column_N, mask=inside_N, other=0.0)
             if t == 0:
+                if layer_32 + 1 < L:
+                    prefetch_strip(
+                        qkv_ptr + (layer + 1) * 3 * C * C, pid, 3 * C, C, STRIP_QKV, PROGRAMS
+                    )
+                else:
+                    start = pid * STRIP_HEAD * C
+                    stop = tl.minimum(start + HEAD_AHEAD * C, V * C)
+                    prefetch(head_ptr, start, stop, HEAD_AHEAD * C, PROGRAMS)
                 wait(counter_ptr, target, PROGRAMS)
             x = load_fresh_rows(y_ptr, row_M + opaque(0, PROGRAMS), inside_M, C, C, CK)
             hidden_MN = gelu(matmul(x, w, M, BN_FC, C, CK) + bias_N.to(tl.float32)[None, :])

@@ -96,6 +96,33 @@ def opaque(index, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
+def prefetch(ptr, start, stop, MOST: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Request elements start…stop − 1, at most MOST, for the L2 cache. Nothing waits for them."""
+    if PROGRAMS > 1:
+        LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(MOST, LINE))
+        # Excess lanes request the last line again.
+        line = tl.minimum(start + tl.arange(0, LINES) * LINE, stop - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [ptr + tl.maximum(line, 0)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def prefetch_strip(
+    ptr, index, N: tl.constexpr, K: tl.constexpr, STRIP: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """`prefetch` of a strip of rows of weights (N, K)."""
+    start = index * STRIP * K
+    prefetch(ptr, start, tl.minimum(start + STRIP * K, N * K), STRIP * K, PROGRAMS)
+
+
+@triton.jit
 def load_rows(ptr, row_N, inside_N, STRIDE: tl.constexpr, K: tl.constexpr, CK: tl.constexpr):
     """Return K columns of rows of weights as a tuple of tiles (N, CK); zeros where not inside."""
     tiles = ()

@@ -1,4 +1,4 @@
-"""Triton kernel of `decode_step` for one sequence: matrix-vector, bound by the loads of the weights.
+"""Triton kernel of `decode_step` for one sequence: matrix-vector, bound by loads of the weights.
 
 Phases of a block, each of which ends with a barrier of all programs:
 
@@ -25,6 +25,8 @@ from pallas_kernels.decode.triton_grid import (
     load_rows,
     load_vector,
     opaque,
+    prefetch,
+    prefetch_strip,
     reset,
     store_vector,
     wait,
@@ -103,6 +105,9 @@ def decode_one_kernel(
     STRIP_FC: tl.constexpr = (F + PROGRAMS - 1) // PROGRAMS
     STRIP_OUT: tl.constexpr = (C + PROGRAMS - 1) // PROGRAMS
     STRIP_HEAD: tl.constexpr = (V + PROGRAMS - 1) // PROGRAMS
+    SHARE: tl.constexpr = (S * C + PROGRAMS - 1) // PROGRAMS
+    # Rows of the head that are prefetched, a program: 26 MB in all for GPT-2 124M on 132 SMs.
+    HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 128)
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     RESIDUAL: tl.constexpr = x_ptr.dtype.element_ty
     program = tl.program_id(0)
@@ -129,6 +134,15 @@ def decode_one_kernel(
             w = load_rows(qkv_ptr + layer * 3 * C * C, column_N, inside_N, C, C, CK)
             bias_N = tl.load(qkv_bias_ptr + layer * 3 * C + column_N, mask=inside_N, other=0.0)
             if t == 0:
+                if layer_32 + 1 < L:
+                    prefetch_strip(
+                        qkv_ptr + (layer + 1) * 3 * C * C, pid, 3 * C, C, STRIP_QKV, PROGRAMS
+                    )
+                    cached = (layer + 1) * S * C
+                    share = tl.cdiv(position * C, PROGRAMS)
+                    stop = tl.minimum((pid + 1) * share, position * C)
+                    prefetch(k_ptr + cached, pid * share, stop, SHARE, PROGRAMS)
+                    prefetch(v_ptr + cached, pid * share, stop, SHARE, PROGRAMS)
                 target += PROGRAMS
                 wait(counter_ptr, target, PROGRAMS)
                 y = layer_norm(load_fresh_vector(x_ptr, C, CK), scale, bias, EPS, C, CK, DTYPE)
@@ -147,6 +161,8 @@ def decode_one_kernel(
             column_N, inside_N = strip_of((pid + i * PROGRAMS) // H, 0, C, STRIP_PROJ, BN_PROJ)
             (w_ND,) = load_rows(proj_ptr + layer * C * C + head * D, column_N, inside_N, C, D, D)
             if i == 0:
+                if layer_32 + 1 < L:
+                    prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_OUT, PROGRAMS)
                 target += PROGRAMS
                 wait(counter_ptr, target, PROGRAMS)
             rows = layer * S * C + head * D
@@ -169,6 +185,8 @@ def decode_one_kernel(
             w = load_rows(fc_ptr + layer * F * C, column_N, inside_N, C, C, CK)
             bias_N = tl.load(fc_bias_ptr + layer * F + column_N, mask=inside_N, other=0.0)
             if t == 0:
+                if layer_32 + 1 < L:
+                    prefetch_strip(fc_ptr + (layer + 1) * F * C, pid, F, C, STRIP_FC, PROGRAMS)
                 target += PROGRAMS
                 wait(counter_ptr, target, PROGRAMS)
                 x = ()
@@ -198,6 +216,12 @@ def decode_one_kernel(
             w = load_rows(out_ptr + layer * C * F, column_N, inside_N, F, F, CK_F)
             bias_N = tl.load(out_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
             if t == 0:
+                if layer_32 + 1 < L:
+                    prefetch_strip(out_ptr + (layer + 1) * C * F, pid, C, F, STRIP_OUT, PROGRAMS)
+                else:
+                    start = pid * STRIP_HEAD * C
+                    stop = tl.minimum(start + HEAD_AHEAD * C, V * C)
+                    prefetch(head_ptr, start, stop, HEAD_AHEAD * C, PROGRAMS)
                 target += PROGRAMS
                 wait(counter_ptr, target, PROGRAMS)
                 y = load_fresh_vector(hidden_ptr, F, CK_F)
@@ -213,9 +237,21 @@ def decode_one_kernel(
     target += PROGRAMS
     wait(counter_ptr, target, PROGRAMS)
     y = layer_norm(load_fresh_vector(x_ptr, C, CK), scale, bias, EPS, C, CK, DTYPE)
-    for start in tl.range(0, STRIP_HEAD, BN_HEAD, num_stages=HEAD_STAGES):
-        column_N = pid * STRIP_HEAD + start + tl.arange(0, BN_HEAD)
-        inside_N = column_N < tl.minimum(pid * STRIP_HEAD + STRIP_HEAD, V)
-        w = load_rows(head_ptr, column_N, inside_N, C, C, CK)
-        tl.store(logits_ptr + column_N, matvec(w, y, BN_HEAD, C, CK), mask=inside_N)
+    first = pid * STRIP_HEAD
+    stop = tl.minimum(first + STRIP_HEAD, V)
+    if HEAD_STAGES == 0:
+        # One tile is loaded while another one is multiplied, both in registers.
+        column_N = first + tl.arange(0, BN_HEAD)
+        w = load_rows(head_ptr, column_N, column_N < stop, C, C, CK)
+        for start in range(0, STRIP_HEAD, BN_HEAD):
+            column_N = first + start + tl.arange(0, BN_HEAD)
+            next_N = column_N + BN_HEAD
+            next_w = load_rows(head_ptr, next_N, next_N < stop, C, C, CK)
+            tl.store(logits_ptr + column_N, matvec(w, y, BN_HEAD, C, CK), mask=column_N < stop)
+            w = next_w
+    else:
+        for start in tl.range(0, STRIP_HEAD, BN_HEAD, num_stages=HEAD_STAGES):
+            column_N = first + start + tl.arange(0, BN_HEAD)
+            w = load_rows(head_ptr, column_N, column_N < stop, C, C, CK)
+            tl.store(logits_ptr + column_N, matvec(w, y, BN_HEAD, C, CK), mask=column_N < stop)
     reset(counter_ptr, PROGRAMS)

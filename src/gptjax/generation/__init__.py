@@ -7,16 +7,14 @@ Shapes: B sequences, T tokens of the longest prompt, V vocabulary, N new tokens.
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int, Integer, Key, UInt32
+from jaxtyping import Array, Int, Integer, Key, UInt32
 
 from gptjax.models.base import Model
-
+from pallas_kernels import Filters, sample_token
 
 STEPS = 32
 """Tokens of one call of the compiled decoding loop."""
@@ -76,20 +74,22 @@ def generate(
     block_size, new = model.config.block_size, int(max_new_tokens)
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
     padded_BT = np.pad(prompt_BT, ((0, 0), (0, padded - t)))
-    sampling = Sampling(
+    filters = Filters(
         # None changes the executable; the value of an array does not.
         None if temperature == 0 else jnp.float32(temperature),
         None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else jnp.float32(top_p),
-        key,
     )
-    graphdef, params = nnx.split(model)
+    sampler = "xla" if implementation == "xla" else "auto"
+    how = {"filters": filters, "key": key, "sampler": sampler}
+    # `nnx.split`, and passing the model itself to each call, take several times as long.
+    params, structure = jax.tree.flatten(model)
     weights, cache, token_B, length_B = _start(
-        graphdef,
+        structure,
         params,
         jnp.asarray(padded_BT, jnp.int32),
         jnp.asarray(lengths_B, jnp.int32),
-        sampling,
+        **how,
         positions=min(block_size, max(padded, _power_of_two(t + new))),
         implementation=model.decode_kernel(b, implementation),
     )
@@ -97,7 +97,7 @@ def generate(
     steps = min(STEPS, _power_of_two(new - 1))
     for _ in range(1, new, steps):
         cache, token_B, length_B, more_BN = _advance(
-            graphdef, params, weights, cache, token_B, length_B, sampling, steps=steps
+            structure, params, weights, cache, token_B, length_B, **how, steps=steps
         )
         new_BN.append(more_BN)
     return _joined(
@@ -105,48 +105,53 @@ def generate(
     )
 
 
-class Sampling(NamedTuple):
-    """Filters of the distribution, each an array or None, and the key."""
-
-    temperature: Array | None
-    top_k: Array | None
-    top_p: Array | None
-    key: Array
-
-
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("positions", "implementation"))
-def _start(graphdef, params, prompt_BT, length_B, sampling, *, positions, implementation):
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("positions", "implementation", "sampler")
+)
+def _start(
+    structure, params, prompt_BT, length_B, *, filters, key, sampler, positions, implementation
+):
     """Return the decoding weights, the cache, the first new tokens, and tokens in the cache."""
-    model = nnx.merge(graphdef, params)
+    model = jax.tree.unflatten(structure, params)
     x_BTC, weights, cache = model.start_decoding(prompt_BT, length_B, positions, implementation)
     last_B1C = jnp.take_along_axis(x_BTC, (length_B - 1)[:, None, None], axis=1)
-    token_B = _next(model.logits(last_B1C)[:, 0], length_B, sampling)
+    logits_BV = model.logits(last_B1C)[:, 0]
+    token_B = sample_token(
+        logits_BV, _uniforms(filters, key, length_B), filters, implementation=sampler
+    )
     return weights, cache, token_B, length_B
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames="steps", donate_argnames=("cache", "length_B")
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("steps", "sampler"),
+    donate_argnames=("cache", "length_B"),
 )
-def _advance(graphdef, params, weights, cache, token_B, length_B, sampling, *, steps):
+def _advance(structure, params, weights, cache, token_B, length_B, *, filters, key, sampler, steps):
     """Return the cache, the last tokens, tokens in the cache, and the `steps` new tokens."""
-    model = nnx.merge(graphdef, params)
+    model = jax.tree.unflatten(structure, params)
+    position_NB = length_B[None] + 1 + jnp.arange(steps)[:, None]
+    uniform_NB = jax.vmap(functools.partial(_uniforms, filters, key))(position_NB)
 
-    def step(carry, _):
+    def step(carry, uniform_B):
         cache, token_B, length_B = carry
         logits_BV, cache = model.decode(weights, cache, token_B, length_B)
-        token_B = _next(logits_BV, length_B + 1, sampling)
+        token_B = sample_token(logits_BV, uniform_B, filters, implementation=sampler)
         return (cache, token_B, length_B + 1), token_B
 
-    carry, new_NB = jax.lax.scan(step, (cache, token_B, length_B), length=steps)
+    carry, new_NB = jax.lax.scan(step, (cache, token_B, length_B), uniform_NB)
     return *carry, new_NB.T
 
 
-def _next(logits_BV, position_B, sampling):
-    """Draw the token at a position of each row."""
-    temperature, top_k, top_p, key = sampling
+def _uniforms(filters, key, position_B):
+    """Return a number in [0, 1) for the token at a position of each row."""
+    if filters.temperature is None:
+        return jnp.zeros(position_B.shape, jnp.float32)
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    keys_B = jax.vmap(jax.random.fold_in)(fold_in(key, position_B), jnp.arange(len(position_B)))
-    return _draw(logits_BV, temperature, top_k, top_p, keys_B)
+    row_B = jnp.arange(len(position_B))
+    keys_B = jax.vmap(jax.random.fold_in)(fold_in(key, position_B), row_B)
+    return jax.vmap(jax.random.uniform)(keys_B)
 
 
 def _joined(prompt_BT, lengths_B, new_BN):
@@ -163,29 +168,6 @@ def _joined(prompt_BT, lengths_B, new_BN):
 def _power_of_two(n: int) -> int:
     """Return the least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def _draw(logits_BV: Float[Array, "B V"], temperature, top_k, top_p, keys_B) -> Int[Array, " B"]:
-    """Draw a token for each row. A filter of None is off; a temperature of None is greedy."""
-    if temperature is None:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV.astype(jnp.float32) / temperature
-    if top_k is None and top_p is None:
-        return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
-    # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep all tied logits.
-    order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
-    ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-    if top_k is not None:
-        ranked_BV = jnp.where(jnp.arange(ranked_BV.shape[1])[None, :] < top_k, ranked_BV, -jnp.inf)
-    if top_p is not None:
-        probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
-        likelier_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-        # The likeliest is named, since an unlucky rounding or a probability of NaN must not empty
-        # the set.
-        keep_BV = (likelier_BV < top_p).at[:, 0].set(True)
-        ranked_BV = jnp.where(keep_BV, ranked_BV, -jnp.inf)
-    choice_B1 = jax.vmap(jax.random.categorical)(keys_B, ranked_BV)[:, None]
-    return jnp.take_along_axis(order_BV, choice_B1, axis=-1)[:, 0].astype(jnp.int32)
 
 
 def _check_prompt(model: Model, prompt_BT) -> np.ndarray:

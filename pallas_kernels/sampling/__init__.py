@@ -1,0 +1,129 @@
+"""Draw a token of each sequence from the softmax of its logits, cut to the likeliest tokens.
+
+    p = softmax(logits / temperature), cut to the top_k likeliest tokens, renormalised, then cut to
+        the fewest likeliest tokens whose probabilities sum to at least top_p
+    token = the least id i with p_0 + … + p_i > u·Σp
+
+Of equally likely tokens, those with the lowest ids are kept.
+
+Shapes: B sequences, V vocabulary.
+
+Library: generation (`gptjax.generate`).
+
+Back ends:
+    triton: one program a row; thresholds by bisection, no sort. NVIDIA GPUs from Ampere on.
+    xla: plain JAX with a sort; any device.
+    reference: as xla.
+No back end is differentiable.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+
+Implementation = Literal["auto", "triton", "xla", "reference"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """Options of a draw, each a scalar array, or None: off."""
+
+    temperature: Array | None = None
+    """Positive, fp32. None: the likeliest token, the lowest id of equals."""
+    top_k: Array | None = None
+    """int32, at least 1."""
+    top_p: Array | None = None
+    """fp32, in (0, 1]."""
+
+
+_dispatch.register("sample_token", back_ends=[TRITON, XLA, REFERENCE])
+
+
+def sample_token(
+    logits_BV: Float[Array, "B V"],
+    uniform_B: Float[Array, " B"],
+    filters: Filters,
+    *,
+    implementation: Implementation | str = "auto",
+) -> Int[Array, " B"]:
+    """Draw a token of each row, int32.
+
+    Args:
+        logits_BV: fp32, bf16 or fp16.
+        uniform_B: in [0, 1), fp32; not read without a temperature.
+        filters: the distribution.
+        implementation: "auto", or a back end: "triton", "xla", "reference".
+
+    Raises:
+        ValueError: the named back end cannot run here.
+    """
+    arrays = (logits_BV, uniform_B)
+    if _dispatch.select("sample_token", implementation, arrays=arrays) == "triton":
+        from pallas_kernels.sampling import triton
+
+        return triton.sample_token(logits_BV, uniform_B, filters)
+    return _in_jax(logits_BV, uniform_B, filters)
+
+
+def _in_jax(logits_BV, uniform_B, filters):
+    if filters.temperature is None:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV.astype(jnp.float32) / filters.temperature
+    probs_BV = jax.nn.softmax(logits_BV, axis=-1)
+    if filters.top_k is not None or filters.top_p is not None:
+        # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep all tied logits.
+        order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
+        keep_BV = _kept(jnp.take_along_axis(logits_BV, order_BV, axis=-1), filters)
+        keep_BV = jnp.take_along_axis(keep_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
+        probs_BV = jnp.where(keep_BV, probs_BV, 0)
+    sum_BV = jnp.cumsum(probs_BV, axis=-1)
+    below_BV = (probs_BV > 0) & (sum_BV > uniform_B[:, None] * sum_BV[:, -1:])
+    # Rounding may leave none: the last token with a probability.
+    last_B = probs_BV.shape[1] - 1 - jnp.argmax(probs_BV[:, ::-1] > 0, axis=-1)
+    token_B = jnp.where(below_BV.any(axis=-1), jnp.argmax(below_BV, axis=-1), last_B)
+    return token_B.astype(jnp.int32)
+
+
+def _kept(ranked_BV, filters):
+    """Return which of the logits, likeliest first, the filters keep."""
+    if filters.top_k is not None:
+        inside_1V = jnp.arange(ranked_BV.shape[1])[None] < filters.top_k
+        ranked_BV = jnp.where(inside_1V, ranked_BV, -jnp.inf)
+        keep_BV = jnp.broadcast_to(inside_1V, ranked_BV.shape)
+    else:
+        keep_BV = jnp.ones(ranked_BV.shape, bool)
+    if filters.top_p is not None:
+        probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
+        likelier_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+        # The likeliest is named, since an unlucky rounding or a probability of NaN must not empty
+        # the set.
+        keep_BV &= (likelier_BV < filters.top_p).at[:, 0].set(True)
+    return keep_BV
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+@_dispatch.example("sample_token")
+def _example(rows, dtype):
+    """A row of GPT-2's vocabulary, temperature, top-k and top-p."""
+    filters = Filters(jnp.float32(0.8), jnp.int32(50), jnp.float32(0.95))
+
+    def draw(logits_BV, noise_B, **how):
+        # Not the noise, which is no uniform.
+        uniform_B = (jnp.arange(len(noise_B), dtype=jnp.float32) + 0.5) / 64
+        return sample_token(logits_BV, uniform_B, filters, **how).astype(jnp.float32) / 50257
+
+    def reference(*arrays):
+        return draw(*arrays, implementation="reference")
+
+    b = min(rows, 64)
+    arrays = (jax.ShapeDtypeStruct((b, 50257), dtype), jax.ShapeDtypeStruct((b,), dtype))
+    return _dispatch.Example(draw, reference, arrays, differentiable=False)
