@@ -2,9 +2,8 @@
 
     lm_eval.simple_evaluate(model=LM(model, tokenizer), tasks=["lambada_openai"])
 
-Log-probabilities are batched in a few lengths and computed on all devices. Texts are generated one
-batch of equally long prompts at a time: `gptjax.generate` compiles one executable for each prompt
-length, so tasks that generate are slow to start.
+Log-probabilities are batched in a few lengths and computed on all devices. Texts are generated on
+one device, a batch of prompts of similar lengths at a time.
 """
 
 import collections
@@ -132,8 +131,9 @@ class LM(TemplateLM):
                 )
             ids = self.tok_encode(context)[options.length - self.max_length :]
             ids = ids or [self.prefix_token_id]
-            groups[len(ids), options.key].append((index, ids, options))
+            groups[options.key].append((index, ids, options))
         for group in groups.values():
+            group.sort(key=lambda each: -len(each[1]))
             for begin in range(0, len(group), self._prompts):
                 texts |= self._continue(group[begin : begin + self._prompts])
         for index, request in enumerate(requests):
@@ -141,21 +141,28 @@ class LM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _continue(self, group: list) -> dict[int, str]:
-        """Return the text of each prompt; all have one length and one `_Options.key`."""
-        options = group[0][2]
-        prompts_BT = np.array([ids for _, ids, _ in group], np.int32)
+        """Return the text of each prompt; all have one `_Options.key`."""
+        options, count = group[0][2], self._prompts
+        self._key, key = jax.random.split(self._key)
+        # Always `_prompts` rows: another number of them would need another executable.
+        lengths_B = np.ones(count, np.int32)
+        lengths_B[: len(group)] = [len(ids) for _, ids, _ in group]
+        prompts_BT = np.zeros((count, lengths_B.max()), np.int32)
+        for row, (_, ids, _) in enumerate(group):
+            prompts_BT[row, : len(ids)] = ids
         tokens_BT = generate(
             self._model,
             prompts_BT,
             max_new_tokens=options.length,
-            key=self._key,
+            lengths_B=lengths_B,
+            key=key,
             **options.sampling,
         )
-        new_BT = np.asarray(tokens_BT)[:, prompts_BT.shape[1] :]
-        return {
-            index: self._text(new_T, own.until)
-            for (index, _, own), new_T in zip(group, new_BT, strict=True)
-        }
+        tokens_BT, texts = np.asarray(tokens_BT), {}
+        for row, (index, ids, own) in enumerate(group):
+            new_T = tokens_BT[row, len(ids) : len(ids) + options.length]
+            texts[index] = self._text(new_T, own.until)
+        return texts
 
     def _text(self, new_T: np.ndarray, until: Sequence[str]) -> str:
         """Return the text of generated tokens before end-of-text and the first stop text."""
