@@ -1,6 +1,7 @@
 """Scores equal those of a plain PyTorch scorer on the same weights, item by item."""
 
 import csv
+import dataclasses
 import json
 import math
 import random
@@ -213,6 +214,8 @@ def test_validation_shards(tmp_path, both, scorer):
     assert found.nats == pytest.approx(losses.sum(), rel=1e-6)
     assert found.text_nats == pytest.approx(losses[ids[1:] != 256].sum())
     assert found.text_nats < found.nats - 1
+    with pytest.raises(EvaluationError, match="found loss masks"):
+        from_dataset(dataclasses.replace(dataset, masked=True), BYTES)
 
 
 # Whole prompts, as a template of a template engine writes them.

@@ -101,8 +101,14 @@ def from_dataset(dataset: data.Dataset, tokenizer: Any) -> Stream:
     """Return the stream of the validation shards of a prepared dataset.
 
     Raises:
+        EvaluationError: the dataset has loss masks: its prompts are not part of a text.
         ShardError: a shard is missing or damaged, or changes while it is read.
     """
+    if dataset.masked:
+        raise EvaluationError(
+            f"{dataset.path}: expected a dataset of texts, found loss masks of prompts and answers;"
+            " training reports the loss of the answers"
+        )
     shards = [Shard(path) for path in dataset.val]
     chunks = (tokens for shard in shards for _, tokens in shard.chunks())
     return Stream(chunks, tokenizer.eot, dataset.val_tokens, _byte_lengths(tokenizer))
