@@ -41,7 +41,7 @@ class Tiles:
     """Parts of the sum of the output projection; several sequences only."""
     OUT_PARTS: int = 4
     """Parts of the sum of the second matmul of the MLP; several sequences only."""
-    AHEAD_BYTES: int = 32 << 20
+    AHEAD_BYTES: int = 0
     """Keys and values of a block to prefetch, at most; several sequences only."""
 
 
