@@ -1,0 +1,217 @@
+"""Generation in chunks: the tokens of `gptjax.generate`, and their texts, as they are drawn.
+
+Shapes: B sequences, T tokens of the longest prompt, N new tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer, Key, UInt32
+
+from gptjax import generation
+from gptjax.data.tokenizers import Tokenizer
+from gptjax.models.base import Model
+from pallas_kernels import Filters
+
+type StopReason = Literal["end-of-text", "stop-text", "max-new-tokens", "block-size"]
+
+NO_TOKEN = -1
+"""Follows the last token of a sequence that has filled block_size."""
+INCOMPLETE = "\ufffd"
+"""Decoded in place of the first bytes of a character."""
+
+
+def token_chunks(
+    model: Model,
+    prompt_BT: Integer[Array | np.ndarray, "B T"],
+    *,
+    max_new_tokens: int,
+    lengths_B: Integer[Array | np.ndarray, " B"] | None = None,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    implementation: str = "auto",
+    steps: int = generation.STEPS,
+) -> Iterator[np.ndarray]:
+    """Return an iterator over the new tokens of `gptjax.generate`, `steps` at a time.
+
+    The device computes a chunk while the caller uses the chunk before.
+
+    Args:
+        max_new_tokens: at least 1. Unlike in `gptjax.generate`, prompt and new tokens may exceed
+            block_size: a sequence ends there, and the rest of its row is `NO_TOKEN`.
+        steps: tokens of each chunk but the first, which has one token, and the last.
+        Others: as for `gptjax.generate`.
+
+    Yields:
+        int32, shape (B, N).
+
+    Raises:
+        ValueError: an argument of a wrong type or outside its range; a prompt of block_size tokens.
+    """
+    prompt_BT = generation._check_prompt(model, prompt_BT)
+    lengths_B = generation._check_lengths(prompt_BT, lengths_B)
+    generation._check_length(model, prompt_BT.shape[1], 1)
+    generation._check_sampling(temperature, top_k, top_p, key)
+    if steps < 1:
+        raise ValueError(f"token_chunks: steps must be at least 1, got {steps}")
+    block_size = model.config.block_size
+    new = min(max_new_tokens, block_size - int(lengths_B.min()))
+    # The longest prompt may have less room.
+    generation._check_length(model, int(lengths_B.min()), new)
+    filters = Filters(
+        None if temperature == 0 else jnp.float32(temperature),
+        None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
+        None if top_p in (None, 1) else jnp.float32(top_p),
+    )
+    sampler = "xla" if implementation == "xla" else "auto"
+    how = {"filters": filters, "key": key, "sampler": sampler}
+    return _chunks(model, prompt_BT, lengths_B, new, implementation, steps, how)
+
+
+def _chunks(model, prompt_BT, lengths_B, new, implementation, steps, how):
+    """Yield the chunks of `token_chunks` for checked arguments."""
+    (b, t), block_size = prompt_BT.shape, model.config.block_size
+    padded = min(block_size, max(generation.SHORTEST_PROMPT, generation._power_of_two(t)))
+    params, structure = jax.tree.flatten(model)
+    weights, cache, token_B, length_B = generation._start(
+        structure,
+        params,
+        jnp.asarray(np.pad(prompt_BT, ((0, 0), (0, padded - t))), jnp.int32),
+        jnp.asarray(lengths_B, jnp.int32),
+        **how,
+        positions=min(block_size, max(padded, generation._power_of_two(t + new))),
+        implementation=model.decode_kernel(b, implementation),
+    )
+    done, chunk_BN = 0, token_B[:, None]
+    steps = min(steps, generation._power_of_two(new - 1))
+    while True:
+        following_BN = None
+        if done + chunk_BN.shape[1] < new:
+            cache, token_B, length_B, following_BN = generation._advance(
+                structure, params, weights, cache, token_B, length_B, **how, steps=steps
+            )
+        tokens_BN = np.asarray(chunk_BN)[:, : new - done]
+        position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
+        yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
+        if following_BN is None:
+            return
+        done, chunk_BN = done + tokens_BN.shape[1], following_BN
+
+
+class Completion:
+    """The continuation of a prompt, of which `append` adds one token at a time.
+
+    Args:
+        limit: tokens, and the reason to stop there.
+        stop: texts that end the completion.
+        stop_at_eot: whether the end-of-text token ends the completion.
+
+    Attributes:
+        tokens: new tokens, including the end-of-text token or those of the text that ended it.
+        text: text of the tokens before the end-of-text token or the stop text. While the completion
+            grows, `text` only grows: the first bytes of a character, and characters that may begin
+            a stop text, are held back. Ids outside the tokenizer's vocabulary are left out.
+        stopped: the reason for the end; None while the completion grows.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limit: tuple[int, StopReason],
+        stop: Sequence[str] = (),
+        stop_at_eot: bool = True,
+    ):
+        self.tokens: list[int] = []
+        self.text = ""
+        self.stopped: StopReason | None = None
+        self._tokenizer, self._limit, self._stop = tokenizer, limit, tuple(stop)
+        self._eot = tokenizer.eot if stop_at_eot else None
+        self._decoded, self._held = "", []  # text; ids that may end inside a character
+
+    def append(self, token: int) -> None:
+        """Add a token to a completion that has not stopped."""
+        assert self.stopped is None
+        self.tokens.append(token)
+        if token == self._eot:
+            self._end("end-of-text")
+            return
+        decoded = self._decode(token)
+        if found := [at for text in self._stop if (at := decoded.find(text)) >= 0]:
+            self.text, self.stopped = decoded[: min(found)], "stop-text"
+        elif len(self.tokens) == self._limit[0]:
+            self._end(self._limit[1])
+        else:
+            self.text = decoded[: len(decoded) - _overlap(decoded, self._stop)]
+
+    def _end(self, reason: StopReason) -> None:
+        self.text = self._decoded + self._tokenizer.decode(self._held)
+        self.stopped = reason
+
+    def _decode(self, token: int) -> str:
+        """Return the text that later tokens do not change."""
+        if token < self._tokenizer.vocab_size:
+            self._held.append(token)
+        text = self._tokenizer.decode(self._held)
+        if text.endswith(INCOMPLETE):
+            return self._decoded + text[:-1]
+        self._decoded, self._held = self._decoded + text, []
+        return self._decoded
+
+
+def _overlap(text: str, stop: tuple[str, ...]) -> int:
+    """Return the length of the longest end of `text` that may begin a stop text."""
+    longest = max(map(len, stop), default=1) - 1
+    ends = (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in stop))
+    return min(next(ends, 0), len(text))
+
+
+def complete(
+    model: Model,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    stop_at_eot: bool = True,
+    **options: Any,
+) -> Iterator[list[Completion]]:
+    """Continue prompts, all in one pass, until each completion has stopped.
+
+    The tokens are those of `gptjax.generate` with the same key.
+
+    Args:
+        prompts: token ids of each prompt, at least one and fewer than block_size.
+        max_new_tokens, options: as for `token_chunks`.
+        stop, stop_at_eot: as for `Completion`.
+
+    Yields:
+        The completions of all prompts, always the same list, after each chunk of tokens.
+
+    Raises:
+        ValueError: as `token_chunks`.
+    """
+    lengths_B = np.array([len(prompt) for prompt in prompts])
+    prompt_BT = np.zeros((len(prompts), lengths_B.max(initial=0)), np.int32)
+    for row_T, prompt in zip(prompt_BT, prompts, strict=True):
+        row_T[: len(prompt)] = prompt
+    options |= {"max_new_tokens": max_new_tokens, "lengths_B": lengths_B}
+    chunks = token_chunks(model, prompt_BT, **options)
+    rooms = [model.config.block_size - int(length) for length in lengths_B]
+    limits: list[tuple[int, StopReason]] = [
+        (max_new_tokens, "max-new-tokens") if max_new_tokens <= room else (room, "block-size")
+        for room in rooms
+    ]
+    completions = [Completion(tokenizer, limit, stop, stop_at_eot) for limit in limits]
+    for chunk_BN in chunks:
+        for completion, row_N in zip(completions, chunk_BN.tolist(), strict=True):
+            for token in row_N:
+                if completion.stopped is None:
+                    completion.append(token)
+        yield completions
+        if all(completion.stopped for completion in completions):
+            return

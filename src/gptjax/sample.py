@@ -1,0 +1,387 @@
+"""Continue prompts with a model: `python -m gptjax.sample PATH --prompt "A language model is"`."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
+
+from gptjax import devices
+from gptjax.config import ConfigError
+from gptjax.data import DataError
+from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.precision import NAMES, Precision
+from gptjax.terminal import printable
+from gptjax.user_folders import cache_folder
+
+STREAMED = 8
+"""Tokens that are computed before a streamed text is continued."""
+MAX_SEED = 2**32 - 1
+
+
+class SampleError(ValueError):
+    """A wrong option or prompt."""
+
+
+USER_ERRORS = (SampleError, DataError, ConfigError, devices.DeviceError, OSError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Options of the command."""
+
+    path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
+    """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
+    prompt: tuple[str, ...] = ()
+    """One or several prompts. Without any, texts start after the end-of-text token."""
+    prompt_file: tuple[Path, ...] = ()
+    """UTF-8 files with a prompt each; - is standard input. The last newline is removed."""
+    lines: bool = False
+    """Each line of the files is a prompt."""
+    interactive: bool = False
+    """Read a prompt a line and answer it. Ctrl-D ends; Ctrl-C stops the answer, a second one
+    ends."""
+    max_new_tokens: int = 256
+    """A text ends at this number of new tokens, or where prompt and text fill block_size."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw from this number of likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the fewest likeliest tokens whose probabilities sum to at least this value."""
+    seed: int = 0
+    """Seed of the draws."""
+    num_samples: int = 1
+    """Texts for each prompt."""
+    stop: tuple[str, ...] = ()
+    """A text ends before the first of these."""
+    stop_at_eot: bool = True
+    """A text ends at the end-of-text token."""
+    batch_size: int = 32
+    """Texts that are generated at a time."""
+    json: bool = False
+    """Print a JSON object a text: prompt, sample, text, tokens, stop."""
+    tokenizer: TokenizerChoice = "auto"
+    """Tokenizer. auto: the model's."""
+    precision: str | None = None
+    """Precision of the computation: fp32, tf32, bf16, … None: that of the run, or fp32."""
+    step: int | None = None
+    """Step of a run's checkpoint. None: the newest."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """gpu: an NVIDIA GPU, or an error; cpu; auto: a GPU if there is any, else the CPU."""
+
+    def check(self) -> None:
+        """Raise SampleError for options that contradict each other or are out of range."""
+        if self.interactive and (self.prompt or self.prompt_file or self.json):
+            raise SampleError(
+                "--interactive reads prompts from the terminal and prints text; leave out "
+                "--prompt, --prompt-file and --json"
+            )
+        if self.lines and not self.prompt_file:
+            raise SampleError("--lines splits the files of --prompt-file, got none")
+        for name in ("max_new_tokens", "num_samples", "batch_size"):
+            if (value := getattr(self, name)) < 1:
+                raise SampleError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise SampleError(f"--seed must be 0 to {MAX_SEED}, got {self.seed}")
+        if "" in self.stop:
+            raise SampleError("--stop must be a text of at least one character, got an empty one")
+        if self.precision is not None and self.precision not in NAMES:
+            raise SampleError(
+                f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
+            )
+
+
+class Prompt(NamedTuple):
+    """A prompt. `name` is its origin, for messages."""
+
+    name: str
+    text: str
+
+
+def read_prompts(options: Sample) -> list[Prompt]:
+    """Return the prompts of --prompt and --prompt-file, in this order.
+
+    Raises:
+        SampleError: a prompt is empty, or a file is not UTF-8 text.
+        OSError: a file cannot be read.
+    """
+    prompts = [Prompt(f"prompt {n}", text) for n, text in enumerate(options.prompt, 1)]
+    for file in options.prompt_file:
+        name = "standard input" if str(file) == "-" else str(file)
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        try:
+            text = data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise SampleError(f"{name}: expected UTF-8 text, got other bytes: {error}") from error
+        if options.lines:
+            lines = enumerate(text.split("\n"), 1)
+            prompts += [Prompt(f"{name}, line {n}", line) for n, line in lines]
+        else:
+            prompts.append(Prompt(name, text))
+    for prompt in prompts:
+        if not prompt.text:
+            raise SampleError(f"{prompt.name}: expected a prompt, got an empty text")
+    return prompts
+
+
+class Sampler:
+    """A loaded model, and the printing of its texts.
+
+    Raises:
+        SampleError, WeightsError, DataError: a wrong option or path.
+    """
+
+    def __init__(self, options: Sample):
+        from gptjax.weights import load
+
+        precision = None if options.precision is None else Precision(options.precision)
+        self.model, tokenizer = load(
+            options.path, precision=precision, step=options.step, tokenizer=options.tokenizer
+        )
+        if tokenizer is None:
+            raise SampleError(
+                f"{options.path}: the tokenizer is not known; give --tokenizer gpt2 or "
+                "--tokenizer byte"
+            )
+        self.tokenizer, self.options = tokenizer, options
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt; an empty text is the end-of-text token.
+
+        Raises:
+            SampleError: the model has no room for a new token.
+        """
+        if not prompt.text:
+            return [self.tokenizer.eot]
+        ids, room = self.tokenizer.encode(prompt.text).tolist(), self.model.config.block_size
+        if len(ids) >= room:
+            raise SampleError(
+                f"{prompt.name}: expected at most {room - 1} tokens, one fewer than the model's "
+                f"block_size, got {len(ids)}"
+            )
+        return ids
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        turn: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Print the samples of each prompt, in order.
+
+        Args:
+            turn: number of earlier calls, which changes the draws.
+            stopped: asked after each chunk of tokens; True ends the answer.
+
+        Raises:
+            SampleError: a prompt is too long; nothing is printed.
+        """
+        encoded = [self.tokens(prompt) for prompt in prompts]
+        count = self.options.num_samples
+        rows = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
+        size = self.options.batch_size
+        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+        if len(batches) > 1:  # one number of rows, so that one executable serves all batches
+            encoded.append([self.tokenizer.eot])
+            batches[-1] = batches[-1] + [(len(prompts), 0)] * (size - len(batches[-1]))
+        for number, batch in enumerate(batches, turn * len(batches)):
+            streamed = len(rows) == 1 and not self.options.json
+            completions = self._complete([encoded[p] for p, _ in batch], number, streamed)
+            if streamed:
+                self._stream(completions, stopped)
+            else:
+                chosen = [(prompts[p], p + 1, s + 1) for p, s in batch if p < len(prompts)]
+                self._print_each(chosen, completions, stopped)
+            if stopped():
+                return
+
+    def _complete(self, prompts: list[list[int]], number: int, streamed: bool) -> Iterator[list]:
+        """Return an iterator over the completions as they grow; `number` selects the key."""
+        import jax
+
+        from gptjax.generation.stream import complete
+
+        options, key = self.options, jax.random.key(self.options.seed)
+        if number:  # Not a position: the key of a token is folded from its position.
+            key = jax.random.fold_in(key, self.model.config.block_size + number)
+        return complete(
+            self.model,
+            self.tokenizer,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            key=key,
+            stop=options.stop,
+            stop_at_eot=options.stop_at_eot,
+            **({"steps": STREAMED} if streamed else {}),
+        )
+
+    def _stream(self, completions: Iterator[list], stopped: Callable[[], bool]) -> None:
+        shown = 0
+        for (completion,) in completions:
+            print(printable(completion.text[shown:]), end="", flush=True)
+            shown = len(completion.text)
+            if stopped():
+                break
+        print(flush=True)
+
+    def _print_each(
+        self,
+        rows: list[tuple[Prompt, int, int]],
+        completions: Iterator[list],
+        stopped: Callable[[], bool],
+    ) -> None:
+        """Print the completion of each row once it and those before have stopped."""
+        waiting = iter(rows)
+        row, index = next(waiting, None), 0
+        for current in completions:
+            while row is not None and current[index].stopped:
+                self._print(*row, current[index])
+                row, index = next(waiting, None), index + 1
+            if row is None or stopped():
+                return
+
+    def _print(self, prompt: Prompt, number: int, sample: int, completion: Any) -> None:
+        if self.options.json:
+            row = {
+                "prompt": prompt.text,
+                "sample": sample,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "stop": completion.stopped,
+            }
+            print(json.dumps(row), flush=True)
+            return
+        about = json.dumps(prompt.text[:60], ensure_ascii=False) if prompt.text else "end-of-text"
+        header = f"--- prompt {number}, sample {sample}: {about}, stopped by {completion.stopped}"
+        print(printable(f"{header}\n{completion.text}"), flush=True)
+
+
+def interact(sampler: Sampler) -> None:
+    """Answer one prompt a line, until the end of standard input.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C while no prompt is answered, or the second one during an answer.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - line editing in `input`
+    turn = 0
+    while True:
+        try:
+            prompt = Prompt("the prompt", input("> "))
+        except EOFError:
+            print()
+            return
+        if not prompt.text:
+            continue
+        with _first_interrupt_stops() as interrupted:
+            try:
+                sampler.answer([prompt], turn, lambda: bool(interrupted))
+                turn += 1
+            except SampleError as error:
+                print(f"error: {printable(str(error))}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _first_interrupt_stops() -> Iterator[list[int]]:
+    """Yield a list to which the first SIGINT is added; the second raises KeyboardInterrupt."""
+    found: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if found:
+            raise KeyboardInterrupt
+        found.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run(options: Sample) -> None:
+    """Sample and print.
+
+    Raises:
+        SampleError, DataError, WeightsError, ConfigError, OSError: a wrong option or file.
+    """
+    options.check()
+    prompts = read_prompts(options) or [Prompt("no prompt", "")]
+    used, note = devices.select(options.device)
+    # After `select`: the caches of JAX depend on the platform.
+    from gptjax.training.compilation import Compiler
+
+    _check_sampling(options)
+    for sentence in (note, *Compiler(cache_folder()).notes):
+        if sentence:
+            print(f"NOTE: {printable(sentence)}", file=sys.stderr)
+    sampler = Sampler(options)
+    about = f"{used[0].device_kind}, {sampler.model.config.precision.name}"
+    print(printable(f"{options.path}: {about}"), file=sys.stderr)
+    if options.interactive:
+        interact(sampler)
+    else:
+        sampler.answer(prompts)
+
+
+def _check_sampling(options: Sample) -> None:
+    import jax
+
+    from gptjax.generation import _check_sampling
+
+    key = jax.random.key(options.seed)
+    try:
+        _check_sampling(options.temperature, options.top_k, options.top_p, key)
+    except ValueError as error:
+        raise SampleError(str(error).removeprefix("generate: ")) from error
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    from gptjax.weights import WeightsError
+
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+    try:
+        try:
+            options = tyro.cli(
+                Sample,
+                prog="python -m gptjax.sample",
+                description="Continue prompts with a model. The text of one sample is printed as "
+                "it is generated; several are printed in order, each when it is complete.",
+                args=args,
+            )
+            run(options)
+        finally:
+            sys.stdout.flush()
+    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (*USER_ERRORS, WeightsError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    from gptjax.training.checkpoint import silence_orbax
+
+    silence_orbax()
+    # No preallocation: the GPU may be shared with a training run.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    sys.exit(main())

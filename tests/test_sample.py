@@ -1,0 +1,322 @@
+"""python -m gptjax.sample: the tokens of `generate`, streamed text, stop texts, prompts, errors."""
+
+import io
+import json
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from saved_run_tools import random_params, save_run
+
+from gptjax import GPT2Config, devices, generate, generation, load, sample, save_hf
+from gptjax.data import get_tokenizer
+from gptjax.generation.stream import NO_TOKEN, Completion, complete, token_chunks
+
+CONFIG = GPT2Config(
+    vocab_size=257, padded_vocab_size=264, block_size=24, n_layer=1, n_head=2, n_embd=16
+)
+BYTES = get_tokenizer("byte")
+KEY = jax.random.key(0)
+SIX = ["--max-new-tokens", 6, "--no-stop-at-eot"]
+
+
+def varied(params):
+    """Parameters whose likeliest token depends on the whole prompt."""
+    wanted = {"scale": jnp.ones_like, "bias": jnp.zeros_like}
+    change = lambda path, p: wanted.get(path[-1].key, lambda p: p)(p)
+    return jax.tree_util.tree_map_with_path(change, params)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    params = {3: varied(random_params(CONFIG, 1)), 6: varied(random_params(CONFIG))}
+    return save_run(tmp_path_factory.mktemp("sample") / "run", params, model=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return load(run).model
+
+
+@pytest.fixture
+def command(run, monkeypatch, capsys):
+    """Run the command without a cache; return exit code, output and errors."""
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:1], None))
+    monkeypatch.setattr(sample, "cache_folder", lambda: None)
+
+    def call(*arguments, path=run, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = sample.main([str(path), *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def drawn(model, prompts, count, **options):
+    """New tokens of each prompt, by `generate`."""
+    lengths_B = np.array([len(prompt) for prompt in prompts])
+    prompt_BT = np.array([[*prompt] + [0] * (lengths_B.max() - len(prompt)) for prompt in prompts])
+    options = {"key": jax.random.key(0)} | options
+    out_BT = generate(model, prompt_BT, lengths_B=lengths_B, max_new_tokens=count, **options)
+    rows = zip(lengths_B, np.asarray(out_BT).tolist(), strict=True)
+    return [row[length : length + count] for length, row in rows]
+
+
+# ---------------------------------------------------------------------------------- tokens, texts
+def test_chunks_are_the_tokens_of_generate(model):
+    lengths_B, prompt_BT = np.array([5, 9, 2, 7]), np.arange(36).reshape(4, 9)
+    how = {"max_new_tokens": 6, "temperature": 0.8, "key": jax.random.key(3)}
+    chunks = [*token_chunks(model, prompt_BT, lengths_B=lengths_B, steps=4, **how)]
+    assert [chunk.shape for chunk in chunks] == [(4, 1), (4, 4), (4, 1)]
+    prompts = [row[:length] for row, length in zip(prompt_BT, lengths_B, strict=True)]
+    expected_BN = drawn(model, prompts, 6, temperature=0.8, key=jax.random.key(3))
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), expected_BN)
+
+
+def test_a_row_ends_at_block_size(model):
+    prompt_BT, how = np.array([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8]]), {"temperature": 0, "key": KEY}
+    lengths_B = np.array([3, 5])
+    chunks = token_chunks(model, prompt_BT, max_new_tokens=30, lengths_B=lengths_B, **how)
+    new_BN = np.concatenate([*chunks], axis=1)
+    assert new_BN.shape == (2, 21) and (new_BN[1, 19:] == NO_TOKEN).all()
+    assert (new_BN[0] >= 0).all() and (new_BN[1, :19] >= 0).all()
+
+
+def test_greedy_completions_are_those_without_a_cache(model):
+    prompts, forward = [BYTES.encode(text) for text in ("abé", "third")], nnx.jit(lambda m, x: m(x))
+    *_, completions = complete(
+        model, BYTES, prompts, max_new_tokens=30, temperature=0, key=KEY, stop_at_eot=False
+    )
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = prompt.tolist()
+        while len(ids) < 24:  # one shape; the model is causal
+            logits_BTV = forward(model, jnp.array([ids + [0] * (24 - len(ids))]))
+            ids.append(int(logits_BTV[0, len(ids) - 1].argmax()))
+        assert completion.tokens == ids[len(prompt) :] and completion.stopped == "block-size"
+        assert completion.text == BYTES.decode(completion.tokens)
+        assert len({*completion.tokens}) > 4  # not one token again and again
+
+
+def grown(ids, limit=100, **how):
+    """A completion of given ids, and its text after each."""
+    completion, texts = Completion(BYTES, (limit, "max-new-tokens"), **how), []
+    for token in ids:
+        if completion.stopped is None:
+            completion.append(token)
+            texts.append(completion.text)
+    return completion, texts
+
+
+def test_incomplete_characters_are_held_back():
+    ids = [*"é€😀".encode()] + [0xFF, 0xE2, 0x82]
+    completion, texts = grown(ids, limit=len(ids))
+    assert texts[:9] == ["", "é", "é", "é", "é€", "é€", "é€", "é€", "é€😀"]
+    assert completion.text == BYTES.decode(ids) == "é€😀\ufffd\ufffd"
+    assert all(text.startswith(before) for before, text in zip(texts, texts[1:], strict=False))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_text_only_grows_and_ends_as_decode(seed):
+    rng = np.random.default_rng(seed)
+    ids = [int(i) for i in rng.choice([97, 98, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 256], 60)]
+    completion, texts = grown(ids, limit=60, stop=("aba!", "b€"), stop_at_eot=False)
+    cut = completion.text
+    assert all(text.startswith(before) for before, text in zip(texts, texts[1:], strict=False))
+    whole = BYTES.decode(completion.tokens)
+    assert whole.startswith(cut) and (cut == whole or whole[len(cut) :].startswith("b€"))
+
+
+@pytest.mark.parametrize(
+    "ids, how, text, tokens, stopped",
+    [
+        (b"one, two", {"stop": [", t"]}, "one", 6, "stop-text"),
+        (b"aab", {"stop": ["ab", "aab"]}, "", 3, "stop-text"),
+        (b"one", {"stop": ["never"]}, "one", 3, "max-new-tokens"),
+        ([97, 256, 98], {}, "a", 2, "end-of-text"),
+        ([97, 256, 98], {"stop_at_eot": False}, "a<|endoftext|>b", 3, "max-new-tokens"),
+        ([97, 263, 98], {}, "ab", 3, "max-new-tokens"),
+    ],
+)
+def test_ends(ids, how, text, tokens, stopped):
+    completion, _ = grown(ids, limit=len(ids), **how)
+    found = completion.text, len(completion.tokens), completion.stopped
+    assert found == (text, tokens, stopped)
+
+
+def test_the_begin_of_a_stop_text_is_held_back():
+    _, texts = grown(b"a\nUser\nUse", stop=["\nUser:"])
+    assert texts == ["a"] * 6 + ["a\nUser"] * 4
+
+
+# ------------------------------------------------------------------------------------- the command
+def test_one_prompt_is_streamed(command, model, monkeypatch):
+    (ids,) = drawn(model, [b"hello"], 6)
+    written = []
+    monkeypatch.setattr(sample, "printable", lambda text: written.append(text) or text)
+    monkeypatch.setattr(sample, "STREAMED", 2)
+    code, shown, errors = command("--prompt", "hello", *SIX)
+    assert (code, shown) == (0, f"{BYTES.decode(ids)}\n") and "fp32" in errors
+    assert len(written) > 3  # the text came in parts
+
+
+def test_control_characters_are_replaced(command, monkeypatch):
+    monkeypatch.setattr(BYTES.__class__, "decode", lambda self, ids: "\x1b[2J" * len(ids))
+    code, shown, _ = command("--prompt", "x", *SIX)
+    assert (code, shown) == (0, "\ufffd[2J" * 6 + "\n")
+
+
+def test_json_of_several_prompts_and_samples(command, model):
+    code, shown, errors = command("--prompt", "abc", "z", "--num-samples", 2, "--json", *SIX)
+    assert code == 0, errors
+    found = [json.loads(line) for line in shown.splitlines()]
+    ids = drawn(model, [b"abc", b"abc", b"z", b"z"], 6)
+    named = zip(("abc", "abc", "z", "z"), (1, 2, 1, 2), ids, strict=True)
+    assert found == [
+        dict(prompt=prompt, sample=n, text=BYTES.decode(row), tokens=row, stop="max-new-tokens")
+        for prompt, n, row in named
+    ]
+    assert ids[0] != ids[1]
+
+
+def test_batches(command, model):
+    how = ["--batch-size", 4, "--seed", 5, "--json", *SIX]
+    code, shown, _ = command("--prompt", *"abcda", *how)
+    found = [json.loads(line) for line in shown.splitlines()]
+    assert code == 0 and [row["prompt"] for row in found] == [*"abcda"]
+    expected = drawn(model, [b"a", b"b", b"c", b"d"], 6, key=jax.random.key(5))
+    assert [row["tokens"] for row in found[:4]] == expected
+    assert found[4]["tokens"] != found[0]["tokens"]  # another key
+
+
+def test_headers_and_files(command, tmp_path, model):
+    (tmp_path / "a.txt").write_text("one\nthird\n")
+    how = ["--max-new-tokens", 30, "--temperature", 0, "--no-stop-at-eot"]
+    code, shown, errors = command("--prompt-file", tmp_path / "a.txt", "--lines", *how)
+    assert code == 0, errors
+    assert shown.startswith('--- prompt 1, sample 1: "one", stopped by block-size\n')
+    assert '\n--- prompt 2, sample 1: "third", stopped by block-size\n' in shown
+    ids = drawn(model, [b"one", b"third"], 19, temperature=0)
+    assert shown.endswith(f"{sample.printable(BYTES.decode(ids[1]))}\n")
+    stdin = ["--prompt-file", "-", "--lines", "--json"]
+    code, shown, _ = command(*stdin, *how, stdin="one\r\nthird")
+    assert [json.loads(line)["tokens"][:19] for line in shown.splitlines()] == ids
+    code, shown, _ = command("--prompt-file", tmp_path / "a.txt", "--json", *SIX)
+    assert json.loads(shown)["prompt"] == "one\nthird"
+
+
+def test_without_a_prompt_a_text_follows_end_of_text(command, model):
+    code, shown, _ = command("--json", *SIX)
+    assert code == 0 and [json.loads(shown)["tokens"]] == drawn(model, [[256]], 6)
+
+
+def test_step_and_precision(command, run, model):
+    how = ["--prompt", "x", "--json", "--max-new-tokens", 1, "--temperature", 0]
+    code, shown, errors = command(*how, "--step", 3, "--precision", "bf16")
+    older = load(run, step=3).model
+    expected = [drawn(each, [b"x"], 1, temperature=0) for each in (older, model)]
+    assert code == 0 and "bf16" in errors and expected[0] != expected[1]
+    assert [json.loads(shown)["tokens"]] == expected[0]
+
+
+# --------------------------------------------------------------------------------- interactive mode
+def test_interactive(command, model):
+    code, shown, errors = command("--interactive", *SIX, stdin=f"hello\n\n{'y' * 24}\nhello\nhi")
+    first = sample.printable(BYTES.decode(drawn(model, [b"hello"], 6)[0]))
+    assert code == 0 and shown.startswith(f"> {first}\n> > > ")
+    assert "error: the prompt: expected at most 23 tokens" in errors
+    compiled = executables()
+    command(
+        "--interactive", *SIX, stdin="another\nlength\nof text\n"
+    )  # compiled once for a length bucket
+    assert executables() == compiled
+    answers = shown.split("> ")
+    assert answers[1] != answers[4]  # each answer is drawn anew
+
+
+def executables() -> int:
+    return sum(f._cache_size() for f in (generation._start, generation._advance))  # pyright: ignore
+
+
+@pytest.mark.parametrize("interrupts, expected", [(1, 0), (2, 128 + signal.SIGINT)])
+def test_interrupts(command, monkeypatch, interrupts, expected):
+    """The first one stops the answer, the second one ends."""
+    real, left = sample.printable, [interrupts]
+
+    def interrupt(text):
+        for _ in range(left[0]):
+            signal.raise_signal(signal.SIGINT)
+        left[0] = 0
+        return real(text) + "|"
+
+    monkeypatch.setattr(sample, "printable", interrupt)
+    monkeypatch.setattr(sample, "STREAMED", 2)
+    monkeypatch.setattr(sample.Sampler, "__init__", without_notes(sample.Sampler.__init__, left))
+    before = signal.getsignal(signal.SIGINT)
+    code, shown, _ = command("--interactive", *SIX, stdin="hello\nhi\n")
+    assert code == expected and signal.getsignal(signal.SIGINT) is before
+    if interrupts == 1:
+        assert [answer.count("|") for answer in shown.split("> ")[1:]] == [1, 4, 0]
+
+
+def without_notes(init, left):
+    """Interrupts begin after the note about the loaded model, which is printable, too."""
+
+    def patched(self, options):
+        init(self, options)
+        count, left[0] = left[0], 0
+        answer = self.answer
+
+        def first_answer(*args):
+            nonlocal count
+            left[0], count = count, 0
+            return answer(*args)
+
+        self.answer = first_answer
+
+    return patched
+
+
+# ------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", ""], "prompt 1: expected a prompt, got an empty text"),
+        (
+            ["--prompt", "y" * 24],
+            "prompt 1: expected at most 23 tokens, one fewer than the model's",
+        ),
+        (["--prompt", "a", "y" * 30], "prompt 2: expected at most 23 tokens"),
+        (["--prompt-file", "-"], "standard input: expected a prompt, got an empty text"),
+        (["--prompt-file", "none.txt"], "none.txt"),
+        (["--prompt", "x", "--lines"], "--lines splits the files of --prompt-file, got none"),
+        (["--prompt", "x", "--interactive"], "leave out --prompt, --prompt-file and --json"),
+        (["--prompt", "x", "--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--num-samples", 0], "--num-samples must be at least 1, got 0"),
+        (["--prompt", "x", "--temperature", -1], "temperature must be a finite number of at least"),
+        (["--prompt", "x", "--top-p", 2], "top_p must be a number in (0, 1]"),
+        (["--prompt", "x", "--seed", -1], "--seed must be 0 to 4294967295, got -1"),
+        (["--prompt", "x", "--stop", ""], "--stop must be a text of at least one character"),
+        (["--prompt", "x", "--precision", "fp7"], "--precision must be one of fp32, "),
+        (["--prompt", "x", "--step", 4], "expected one of the steps [6, 3], found step=4"),
+    ],
+)
+def test_errors_are_one_sentence(command, arguments, message):
+    code, shown, errors = command(*arguments)
+    *notes, error = errors.splitlines()
+    assert code == 1 and shown == "" and error.startswith("error: ") and message in error
+    assert len(notes) <= 1 and "Traceback" not in errors
+
+
+def test_wrong_paths_and_files(command, model, tmp_path):
+    code, _, errors = command("--prompt", "x", path=tmp_path / "none")
+    assert code == 1 and "the path does not exist" in errors and errors.count("\n") == 1
+    save_hf(model, tmp_path / "hf")
+    code, _, errors = command("--prompt", "x", path=tmp_path / "hf")
+    assert code == 1 and "give --tokenizer gpt2 or --tokenizer byte" in errors
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    code, _, errors = command("--prompt-file", tmp_path / "latin1.txt")
+    assert code == 1 and "latin1.txt: expected UTF-8 text" in errors
