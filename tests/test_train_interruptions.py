@@ -58,7 +58,7 @@ def test_kill_9_in_training_and_while_saving(tmp_path):
         "--trials",
         "2",
         "--seed",
-        "1",
+        "102",  # the second or third save; a third of the run
         "--out",
         out,
     ]
@@ -67,10 +67,12 @@ def test_kill_9_in_training_and_while_saving(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"ATTACK_STEPS": "60"},
+        env=os.environ | {"ATTACK_STEPS": "120"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(out.read_text())["counts"] == {"bit-exact": 2}
+    found = json.loads(out.read_text())
+    assert found["counts"] == {"bit-exact": 2}
+    assert [row["killed"] for row in found["rows"]] == ["while saving", "at random"]
 
 
 def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
