@@ -45,6 +45,8 @@ config = Config(
     checkpoint_every=15,
 )
 """
+# Seconds from the start of a process to its log, compilation included.
+LONGEST_START = 300.0
 FAILURES = ("silent wrong", "hang", "lost", "traceback", "crash")
 
 
@@ -86,7 +88,11 @@ def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> s
 
 def wait_for_log(folder: Path, name: str, runs: Path | None = None) -> float:
     """Return the time at which the run began to write its log, just before its first step."""
+    end = time.monotonic() + LONGEST_START
     while not ((runs or folder / "runs") / name / "log.jsonl").exists():
+        if time.monotonic() > end:
+            output = (folder / f"{name}.txt").read_text()[-2000:]
+            raise SystemExit(f"{name} wrote no log in {LONGEST_START} s:\n{output}")
         time.sleep(0.005)
     return time.monotonic()
 
