@@ -60,7 +60,7 @@ def drawn(model, prompts, count, **options):
     """New tokens of each prompt, by `generate`."""
     lengths_B = np.array([len(prompt) for prompt in prompts])
     prompt_BT = np.array([[*prompt] + [0] * (lengths_B.max() - len(prompt)) for prompt in prompts])
-    options = {"key": jax.random.key(0)} | options
+    options.setdefault("key", jax.random.key(0))
     out_BT = generate(model, prompt_BT, lengths_B=lengths_B, max_new_tokens=count, **options)
     rows = zip(lengths_B, np.asarray(out_BT).tolist(), strict=True)
     return [row[length : length + count] for length, row in rows]
