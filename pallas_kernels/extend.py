@@ -14,6 +14,9 @@ A kernel is a folder like those of this package:
 A `BackEnd` with further limits states them in `why_not`. `TRITON.why_not(facts)` returns the reason
 why the device cannot run Triton kernels, or None.
 
+`OPERATIONS` has every registered operation by name. `example` adds a call that
+`python -m gptjax.doctor` compares with the definition.
+
 `examples/new_kernel` is a complete kernel; docs/extending.md describes the steps. Importing this
 module imports neither Triton nor Mosaic GPU.
 """
@@ -25,28 +28,36 @@ import jax
 from pallas_kernels._calls import batched, differentiable, looped
 from pallas_kernels._dispatch import (
     DTYPES,
+    OPERATIONS,
     REFERENCE,
     TRITON,
     XLA,
     BackEnd,
+    Example,
     capability,
+    example,
     register,
     select,
+    title,
     why_not_16_bit,
 )
 
 __all__ = [
     "DTYPES",
+    "OPERATIONS",
     "REFERENCE",
     "TRITON",
     "XLA",
     "BackEnd",
+    "Example",
     "batched",
     "capability",
     "differentiable",
+    "example",
     "looped",
     "register",
     "select",
+    "title",
     "triton_call",
     "why_not_16_bit",
 ]

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from gptjax.doctor import __main__ as doctor
 from gptjax.doctor import checks, kernels, machine
 from gptjax.doctor.machine import Gpu
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, extend
 
 H200 = types.SimpleNamespace(
     id=0, device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0"
@@ -264,9 +264,9 @@ def test_every_kernel_has_an_example():
         for name, entry in _dispatch.OPERATIONS.items()
         if any(back_end.custom for back_end in entry.back_ends) and not entry.examples
     }
-    # The arguments of decode_step are a model's weights and cache; the kernel in examples/, which
-    # another test may have registered, is named swiglu too.
-    assert missing <= {"decode_step", "swiglu"}
+    # The arguments of decode_step are a model's weights and cache; silu_mul is the kernel in
+    # examples/, which another test may have registered.
+    assert missing <= {"decode_step", "silu_mul"}
     for entry in _dispatch.OPERATIONS.values():
         assert all(make.__doc__ for make in entry.examples)
 
@@ -318,7 +318,9 @@ def operation(monkeypatch):
         return _dispatch.Example(call, jnp.sin, (x,)) if dtype == jnp.float32 else None
 
     back_ends = [_dispatch.BackEnd(name) for name in ("right", "wrong", "broken", "absent", "xla")]
-    monkeypatch.setattr(_dispatch, "OPERATIONS", {})
+    operations: dict = {}
+    for module in (_dispatch, extend):
+        monkeypatch.setattr(module, "OPERATIONS", operations)
     _dispatch.register("test", back_ends=back_ends)
     _dispatch.example("test")(make)
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import _triton
+from pallas_kernels import _dispatch, _triton
 
-BLOCK = 8192
-"""Logits of a tile, at most."""
-WARPS = 32
+BLOCK = 2048
+"""Logits of a tile, at most. Larger tiles spill registers on Hopper, and this one in bf16 on
+sm_120, which has half of it."""
+WARPS = 16
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -24,7 +25,8 @@ def sample_token(logits_BV, uniform_B, filters):
     def scalar(value, default, dtype):
         return jnp.asarray(default if value is None else value, dtype).reshape(1)
 
-    block = min(BLOCK, triton.next_power_of_2(v))
+    most = BLOCK // 2 if (_dispatch.capability() or (0, 0)) >= (12, 0) else BLOCK
+    block = min(most, triton.next_power_of_2(v))
     (token_B,) = _triton.call(
         sample_kernel,
         logits_BV,

@@ -11,7 +11,7 @@ import numpy as np
 
 import pallas_kernels  # noqa: F401  registers every operation
 from gptjax.doctor.checks import Result
-from pallas_kernels import _dispatch
+from pallas_kernels import extend
 
 ROWS = 256
 DTYPES = (jnp.bfloat16, jnp.float32)
@@ -24,7 +24,7 @@ PLAIN = ("xla", "reference")
 
 def check_all() -> Iterator[Result]:
     """Check each back end of each operation."""
-    for operation, entry in _dispatch.OPERATIONS.items():
+    for operation, entry in extend.OPERATIONS.items():
         for back_end in entry.back_ends:
             if entry.examples and back_end.name not in PLAIN:
                 yield check(operation, back_end.name)
@@ -33,12 +33,12 @@ def check_all() -> Iterator[Result]:
 def check(operation: str, back_end: str) -> Result:
     """Compare one back end of an operation with the definition, on all examples in all dtypes."""
     name, errors, refusals = f"{operation}, {back_end}", {}, []
-    for make in _dispatch.OPERATIONS[operation].examples:
+    for make in extend.OPERATIONS[operation].examples:
         for dtype in DTYPES:
             example = make(ROWS, dtype)
             if example is None:
                 continue
-            label = f"{_dispatch.title(make)}, {jnp.dtype(dtype).name}"
+            label = f"{extend.title(make)}, {jnp.dtype(dtype).name}"
             try:
                 errors[label] = error(example, back_end)
             except Exception as problem:  # whatever a kernel raises is a result here
@@ -57,7 +57,7 @@ def check(operation: str, back_end: str) -> Result:
     return Result(name, "ok", found)
 
 
-def error(example: _dispatch.Example, back_end: str) -> float:
+def error(example: extend.Example, back_end: str) -> float:
     """Return the largest relative error of the results and gradients of an example.
 
     Raises:
