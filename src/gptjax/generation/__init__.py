@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens of the longest prompt, V vocabulary, N new tokens.
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -68,18 +69,46 @@ def generate(
     """
     prompt_BT = _check_prompt(model, prompt_BT)
     lengths_B = _check_lengths(prompt_BT, lengths_B)
-    b, t = prompt_BT.shape
-    _check_length(model, t, max_new_tokens)
+    _check_length(model, prompt_BT.shape[1], max_new_tokens)
     _check_sampling(temperature, top_k, top_p, key)
-    block_size, new = model.config.block_size, int(max_new_tokens)
+    new_BN = new_tokens(
+        model,
+        prompt_BT,
+        lengths_B,
+        new=int(max_new_tokens),
+        steps=STEPS,
+        filters=_filters(model, temperature, top_k, top_p),
+        key=key,
+        implementation=implementation,
+    )
+    return _joined(
+        jnp.asarray(prompt_BT, jnp.int32),
+        lengths_B,
+        jnp.concatenate([*new_BN], 1)[:, :max_new_tokens],
+    )
+
+
+def new_tokens(
+    model: Model,
+    prompt_BT: np.ndarray,
+    lengths_B: np.ndarray,
+    *,
+    new: int,
+    steps: int,
+    filters: Filters,
+    key: Array,
+    implementation: str,
+) -> Iterator[Int[Array, "B _"]]:
+    """Yield the first new token of each prompt, then `steps` at a time, at least `new` in all.
+
+    `next` starts the computation of a chunk and does not wait for it.
+
+    Args:
+        prompt_BT, lengths_B, key, implementation: as of `generate`, checked.
+    """
+    (b, t), block_size = prompt_BT.shape, model.config.block_size
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
     padded_BT = np.pad(prompt_BT, ((0, 0), (0, padded - t)))
-    filters = Filters(
-        # None changes the executable; the value of an array does not.
-        None if temperature == 0 else jnp.float32(temperature),
-        None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
-        None if top_p in (None, 1) else jnp.float32(top_p),
-    )
     sampler = "xla" if implementation == "xla" else "auto"
     how = {"filters": filters, "key": key, "sampler": sampler}
     # `nnx.split`, and passing the model itself to each call, take several times as long.
@@ -93,16 +122,13 @@ def generate(
         positions=min(block_size, max(padded, _power_of_two(t + new))),
         implementation=model.decode_kernel(b, implementation),
     )
-    new_BN = [token_B[:, None]]
-    steps = min(STEPS, _power_of_two(new - 1))
+    yield token_B[:, None]
+    steps = min(steps, _power_of_two(new - 1))
     for _ in range(1, new, steps):
         cache, token_B, length_B, more_BN = _advance(
             structure, params, weights, cache, token_B, length_B, **how, steps=steps
         )
-        new_BN.append(more_BN)
-    return _joined(
-        jnp.asarray(prompt_BT, jnp.int32), lengths_B, jnp.concatenate(new_BN, 1)[:, :new]
-    )
+        yield more_BN
 
 
 @functools.partial(
@@ -142,6 +168,15 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
 
     carry, new_NB = jax.lax.scan(step, (cache, token_B, length_B), uniform_NB)
     return *carry, new_NB.T
+
+
+def _filters(model: Model, temperature, top_k, top_p) -> Filters:
+    """Return checked options as arrays: their values do not change the executable, None does."""
+    return Filters(
+        None if temperature == 0 else jnp.float32(temperature),
+        None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
+        None if top_p in (None, 1) else jnp.float32(top_p),
+    )
 
 
 def _uniforms(filters, key, position_B):

@@ -6,15 +6,12 @@ Shapes: B sequences, T tokens of the longest prompt, N new tokens.
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, Key, UInt32
 
 from gptjax import generation
 from gptjax.data.tokenizers import Tokenizer
 from gptjax.models.base import Model
-from pallas_kernels import Filters
 
 type StopReason = Literal["end-of-text", "stop-text", "max-new-tokens", "block-size"]
 
@@ -63,43 +60,29 @@ def token_chunks(
     new = min(max_new_tokens, block_size - int(lengths_B.min()))
     # The longest prompt may have less room.
     generation._check_length(model, int(lengths_B.min()), new)
-    filters = Filters(
-        None if temperature == 0 else jnp.float32(temperature),
-        None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
-        None if top_p in (None, 1) else jnp.float32(top_p),
+    chunks = generation.new_tokens(
+        model,
+        prompt_BT,
+        lengths_B,
+        new=new,
+        steps=steps,
+        filters=generation._filters(model, temperature, top_k, top_p),
+        key=key,
+        implementation=implementation,
     )
-    sampler = "xla" if implementation == "xla" else "auto"
-    how = {"filters": filters, "key": key, "sampler": sampler}
-    return _chunks(model, prompt_BT, lengths_B, new, implementation, steps, how)
+    return _on_host(chunks, lengths_B, new, block_size)
 
 
-def _chunks(model, prompt_BT, lengths_B, new, implementation, steps, how):
-    """Yield the chunks of `token_chunks` for checked arguments."""
-    (b, t), block_size = prompt_BT.shape, model.config.block_size
-    padded = min(block_size, max(generation.SHORTEST_PROMPT, generation._power_of_two(t)))
-    params, structure = jax.tree.flatten(model)
-    weights, cache, token_B, length_B = generation._start(
-        structure,
-        params,
-        jnp.asarray(np.pad(prompt_BT, ((0, 0), (0, padded - t))), jnp.int32),
-        jnp.asarray(lengths_B, jnp.int32),
-        **how,
-        positions=min(block_size, max(padded, generation._power_of_two(t + new))),
-        implementation=model.decode_kernel(b, implementation),
-    )
-    done, chunk_BN = 0, token_B[:, None]
-    steps = min(steps, generation._power_of_two(new - 1))
-    while True:
-        following_BN = None
-        if done + chunk_BN.shape[1] < new:
-            cache, token_B, length_B, following_BN = generation._advance(
-                structure, params, weights, cache, token_B, length_B, **how, steps=steps
-            )
+def _on_host(
+    chunks: Iterator[Array], lengths_B: np.ndarray, new: int, block_size: int
+) -> Iterator[np.ndarray]:
+    """Yield chunks of `new` tokens in all, with `NO_TOKEN` from block_size on."""
+    done, chunk_BN = 0, next(chunks)
+    while chunk_BN is not None:
+        following_BN = next(chunks, None)  # started before the wait for the chunk
         tokens_BN = np.asarray(chunk_BN)[:, : new - done]
         position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
         yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
-        if following_BN is None:
-            return
         done, chunk_BN = done + tokens_BN.shape[1], following_BN
 
 
