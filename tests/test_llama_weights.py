@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from hf_tools import edit_config, edit_tensors
-from llama_tools import ODD, batch_of, build, random_of, theirs
+from llama_tools import ODD, batch_of, build, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
 
 import gptjax
 from gptjax.models.base import params_of
+from gptjax.models.llama3 import rotation
 from gptjax.weights import WeightsError, export
 from gptjax.weights.llama import load_llama, read_config, save_llama
 
@@ -61,6 +62,79 @@ def test_an_export_has_the_tokenizer(tmp_path):
     }
     with pytest.raises(WeightsError, match="llmc files: expected one of .* found Llama3Config"):
         export.export(model, tmp_path / "other", "llmc", tokenizer=None)
+
+
+def read_gguf(path):
+    """A function of a field's name, and the tensors as (out, in)."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is in the extra `gguf`")
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    return lambda name: reader.fields[name].contents(), tensors
+
+
+def half_split(rows, head_dim):
+    """The rows of each head from the order 0, D/2, 1, D/2 + 1, … to 0, 1, 2, …."""
+    channels = np.arange(head_dim)
+    order = np.concatenate([channels[::2], channels[1::2]])
+    return rows.reshape(-1, head_dim, rows.shape[1])[:, order].reshape(rows.shape)
+
+
+@CONFIGS
+def test_gguf_has_llama_cpps_keys_and_every_tensor(config, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="the package gguf is in the extra `gguf`")
+    params = random_of(config)
+    export.export(build(config, params), tmp_path / "m.gguf", "gguf", tokenizer=None)
+    fields, tensors = read_gguf(tmp_path / "m.gguf")
+    expected = {
+        "vocab_size": 61,
+        "block_count": 2,
+        "context_length": 33,
+        "embedding_length": 48,
+        "feed_forward_length": 56,
+        "attention.head_count": 3,
+        "attention.head_count_kv": config.n_kv_head,
+        "rope.dimension_count": 16,
+        "rope.freq_base": 5e5,
+    }
+    assert {name: fields(f"llama.{name}") for name in expected} == expected
+    assert fields("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-5)
+    assert fields("general.architecture") == "llama"
+    assert ("rope_freqs.weight" in tensors) == (config.rope_scaling != 1)
+    tensors.pop("rope_freqs.weight", None)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, tensor in in_pytorch(config, flatten(params)).items():
+        found = tensors.pop(names.get_name(name, try_suffixes=(".weight",)))
+        if ".q_proj." in name or ".k_proj." in name:
+            assert not np.array_equal(found, tensor)
+            found = half_split(found, config.head_dim)
+        np.testing.assert_array_equal(found, tensor, err_msg=name)
+    assert not tensors
+
+
+def test_interleaved_rotation_of_ggufs_rows_has_our_scores(tmp_path):
+    params = random_of(ODD)
+    export.export(build(ODD, params), tmp_path / "m.gguf", "gguf", tokenizer=None)
+    fields, tensors = read_gguf(tmp_path / "m.gguf")
+    base, d = fields("llama.rope.freq_base"), fields("llama.rope.dimension_count")
+    t = np.arange(ODD.block_size)
+    # llama.cpp: base^(−2i/D), divided by rope_freqs.
+    frequency = base ** -(np.arange(0, d, 2) / d) / tensors["rope_freqs.weight"]
+    turn = np.exp(1j * t[:, None, None] * frequency)
+    x = np.random.default_rng(0).normal(size=(len(t), ODD.n_embd))
+
+    def theirs(part):
+        heads = (x @ tensors[f"blk.1.attn_{part}.weight"].T).reshape(len(t), -1, d)
+        return (heads[..., ::2] + 1j * heads[..., 1::2]) * turn
+
+    def ours(part):
+        heads = x @ params["blocks"][1]["attn"][part]["kernel"]
+        rotate = rotation(ODD, jnp.asarray(t)[None])
+        return rotate(jnp.asarray(heads, jnp.float32).reshape(1, len(t), -1, d))[0]
+
+    expected = np.einsum("the,ske->hts", theirs("q"), theirs("k").conj()).real
+    found = np.einsum("thd,skd->hts", ours("q"), ours("k"))
+    assert np.ptp(expected) > 1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def test_llama_3_2_in_the_fields_of_transformers_4(tmp_path):

@@ -50,7 +50,7 @@ def _gguf(architecture: gguf_file.Architecture) -> Writer:
 WRITERS: dict[Format, dict[str, Writer]] = {
     "hf": {"GPT2Config": _hf_gpt2, "Llama3Config": _hf_llama3},
     "llmc": {"GPT2Config": _llmc_gpt2},
-    "gguf": {"GPT2Config": _gguf(gguf_file.GPT2)},
+    "gguf": {"GPT2Config": _gguf(gguf_file.GPT2), "Llama3Config": _gguf(gguf_file.LLAMA)},
 }
 
 

@@ -13,10 +13,12 @@ import numpy as np
 
 from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
 from gptjax.models.base import Model
+from gptjax.models.llama3 import Llama3Config, frequencies
 from gptjax.weights.bpe_files import merges, text_of
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.gpt2 import GGUF_BLOCK_NAMES, GGUF_NAMES, tensor_kinds
-from gptjax.weights.params import host_arrays
+from gptjax.weights.llama import tensors_in
+from gptjax.weights.params import Key, host_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ def save_gguf(
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(model.config.vocab_size)
     for key, value in architecture.metadata(model.config).items():
         if isinstance(value, int):
             writer.add_uint32(f"{architecture.name}.{key}", value)
@@ -67,7 +70,6 @@ def save_gguf(
         _add_gpt2_bpe(writer, gguf.TokenType, model.config.vocab_size)
     else:
         writer.add_tokenizer_model("none")
-        writer.add_vocab_size(model.config.vocab_size)
     for tensor, array in architecture.tensors(model):
         writer.add_tensor(tensor, np.ascontiguousarray(array, np.float32))
     try:
@@ -125,3 +127,59 @@ def _gpt2_name(name: str) -> str:
 
 
 GPT2 = Architecture("gpt2", _gpt2_metadata, _gpt2_tensors)
+
+
+LLAMA_NAMES: dict[Key, str] = {
+    ("wte",): "token_embd",
+    ("norm", "scale"): "output_norm",
+    ("lm_head",): "output",
+    ("norm_1", "scale"): "attn_norm",
+    **{("attn", name, "kernel"): f"attn_{name}" for name in "qkv"},
+    ("attn", "o", "kernel"): "attn_output",
+    ("norm_2", "scale"): "ffn_norm",
+    **{("mlp", name, "kernel"): f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+"""Names in GGUF files of Llama's tensors, by the key of the parameter, for blocks in the block."""
+
+
+def _llama_metadata(config: Llama3Config) -> dict[str, int | float]:
+    return {
+        "block_count": config.n_layer,
+        "context_length": config.block_size,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": config.inner,
+        "attention.head_count": config.n_head,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "rope.freq_base": float(config.rope_theta),
+        "rope.dimension_count": config.head_dim,
+    }
+
+
+def _llama_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield llama.cpp's tensors. A tied head is not stored: llama.cpp then uses the embedding."""
+    params, config = host_arrays(model), model.config
+    if config.rope_scaling != 1:
+        unscaled = frequencies(dataclasses.replace(config, rope_scaling=1.0))
+        yield "rope_freqs.weight", unscaled / frequencies(config)
+    for tensor in tensors_in(config):
+        array, key = tensor.theirs(params[tensor.key]), tensor.key
+        prefix = ""
+        if key[0] == "blocks":
+            prefix, key = f"blk.{key[1]}.", key[2:]
+        if key in (("attn", "q", "kernel"), ("attn", "k", "kernel")):
+            array = _interleaved(array, config.head_dim)
+        yield f"{prefix}{LLAMA_NAMES[key]}.weight", array
+
+
+def _interleaved(rows_OC: np.ndarray, head_dim: int) -> np.ndarray:
+    """Return the rows of each head in the order 0, D/2, 1, D/2 + 1, ….
+
+    Source: `permute` in llama.cpp's convert_hf_to_gguf.py. For the architecture "llama", llama.cpp
+    rotates channel 2i with channel 2i + 1; `llama3.Rotation` rotates i with i + D/2.
+    """
+    rows_HPEC = rows_OC.reshape(-1, 2, head_dim // 2, rows_OC.shape[1])
+    return rows_HPEC.swapaxes(1, 2).reshape(rows_OC.shape)
+
+
+LLAMA = Architecture("llama", _llama_metadata, _llama_tensors)
