@@ -34,7 +34,7 @@ from gptjax import cli, data, devices, distributed
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
 from gptjax.models.base import graph
-from gptjax.parallel import Parallel, put
+from gptjax.parallel import put
 from gptjax.terminal import printable
 from gptjax.training import init_from, resume, samples
 from gptjax.training.checkpoint import (
@@ -62,13 +62,15 @@ class StoppedError(RuntimeError):
     """An error of the data, the log or the terminal ended training."""
 
 
-def train(config: Config, console: Console) -> int:
-    """Train as the config says; return the exit code."""
+def train(config: Config, console: Console, given: frozenset[str] = frozenset()) -> int:
+    """Train as the config says; return the exit code. `given` is that of `init_from.resolve`."""
     with contextlib.ExitStack() as stack:  # lock, log, loader threads, signal handlers
-        return _train(config, console, stack)
+        return _train(config, console, stack, given)
 
 
-def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int:
+def _train(
+    config: Config, console: Console, stack: contextlib.ExitStack, given: frozenset[str]
+) -> int:
     def say(name: str, text: object) -> None:
         console.print(printable(f"{name:<11} {text}"), markup=False)
 
@@ -79,12 +81,12 @@ def _train(config: Config, console: Console, stack: contextlib.ExitStack) -> int
     if config.deterministic:
         devices.make_deterministic()
     distributed.initialize(config)
-    config, source = init_from.resolve(config)
+    config, source = init_from.resolve(config, given)
     used, idle_gpu = devices.select(config.device)
     device, kernels = distributed.local(used)[0], config.kernels()
     first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
     console.quiet |= not first
-    parallel = Parallel.of(used, config.parallel, config.reduce_dtype)
+    parallel = config.parallel_on(used)
     devices.reserve_memory(used)
     start_up.mark("devices")
     inputs = Inputs.find(config, parallel.mesh)
@@ -312,7 +314,8 @@ USER_ERRORS += (distributed.DistributedError,)
 if __name__ == "__main__":
     silence_orbax()
     try:
-        code = train(cli.from_command_line(), PipeConsole(highlight=False, soft_wrap=True))
+        console = PipeConsole(highlight=False, soft_wrap=True)
+        code = train(cli.from_command_line(), console, cli.given_for_model())
         sys.stdout.flush()
         distributed.finish()
     except USER_ERRORS as error:

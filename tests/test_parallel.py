@@ -94,10 +94,10 @@ def tokens(sequences: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape).astype(np.int32)
 
 
-def gradient(strategy, devices, reduce_dtype, precision, windows):
+def gradient(strategy, devices, reduce_dtype, precision, windows, overlap_reduce=True):
     """Return `loss_and_grads`, jitted, and its arguments."""
     config = dataclasses.replace(CONFIG, precision=Precision(precision))
-    across = Parallel.of(jax.devices("cpu")[:devices], strategy, reduce_dtype)
+    across = Parallel.of(jax.devices("cpu")[:devices], strategy, reduce_dtype, overlap_reduce)
     params = init_params(config, 0)
     params = jax.device_put(params, across.shardings(params))
     windows = jax.device_put(windows, parallel.over_batch(across.mesh, axis=1))
@@ -175,6 +175,19 @@ def test_gradients_reduced_in_bf16(small_shards, strategy):
     # The gradient of each of two devices and their sum are rounded.
     error = relative_error(computed(strategy, reduce_dtype="bf16")[1], expected)
     assert 2**-12 < error < 2 * 2**-8
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero1"])
+def test_sums_after_the_backward_pass(small_shards, strategy):
+    """Without overlap, no gradient is summed before the last one is computed."""
+    f, arguments = gradient(strategy, 2, "fp32", "fp32", tokens(8), overlap_reduce=False)
+    text = str(f.trace(*arguments).jaxpr)
+    backward, sums = text.split("optimization_barrier")
+    collective = {"data": " psum", "zero1": " reduce_scatter"}[strategy]
+    assert collective not in backward and collective in sums
+    overlapped, arguments = gradient(strategy, 2, "fp32", "fp32", tokens(8))
+    for a, b in zip(jax.tree.leaves(f(*arguments)), jax.tree.leaves(overlapped(*arguments))):
+        assert np.array_equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import optax
 from jax.sharding import Mesh
 
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig
-from gptjax.parallel import Strategy
+from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed, ranges
 from gptjax.terminal import printable
@@ -61,6 +62,9 @@ class Config:
     of a block gathered when it runs."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are summed over the devices."""
+    overlap_reduce: bool = True
+    """Sum gradients over the devices while the backward pass still runs. Otherwise the sums begin
+    when it ends. With fsdp, the gradients of the blocks are always summed during it."""
     distributed: Literal["off", "auto"] = "off"
     """auto: this is one of several processes that train together, each with the devices that it
     sees. Options not given below come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
@@ -218,6 +222,10 @@ class Config:
             schedules=schedules,
         )
 
+    def parallel_on(self, devices: list[jax.Device]) -> Parallel:
+        """Return how the run uses these devices."""
+        return Parallel.of(devices, self.parallel, self.reduce_dtype, self.overlap_reduce)
+
     def micro_batches(self, devices: int) -> int:
         """Return the number of micro-batches of a step on this many devices.
 
@@ -299,7 +307,7 @@ def _in_words(expected: Any) -> str:
 # change what is learned. `operational` adds those of the model.
 OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
-    "distributed coordinator process_count process_index max_steps micro_batch "
+    "overlap_reduce distributed coordinator process_count process_index max_steps micro_batch "
     "val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
     "checkpoint_every keep_last keep_every log_every wandb peak_tflops deterministic "
     "compilation_cache executable_cache".split()

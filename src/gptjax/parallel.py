@@ -91,18 +91,24 @@ class Parallel:
         mesh: from `data_mesh`.
         strategy: see the module's docstring.
         reduce_dtype: dtype in which gradients are summed over the devices.
+        overlap_reduce: whether the sums over the devices may overlap with the backward pass.
     """
 
     mesh: Mesh
     strategy: Strategy = "data"
     reduce_dtype: Any = jnp.float32
+    overlap_reduce: bool = True
 
     @classmethod
     def of(
-        cls, devices: list[jax.Device], strategy: Strategy = "data", reduce_dtype: str = "fp32"
+        cls,
+        devices: list[jax.Device],
+        strategy: Strategy = "data",
+        reduce_dtype: str = "fp32",
+        overlap_reduce: bool = True,
     ) -> "Parallel":
         """Return the strategy on these devices; `reduce_dtype` is "fp32" or "bf16"."""
-        return cls(data_mesh(devices), strategy, REDUCE_DTYPES[reduce_dtype])
+        return cls(data_mesh(devices), strategy, REDUCE_DTYPES[reduce_dtype], overlap_reduce)
 
     @property
     def devices(self) -> int:

@@ -17,7 +17,7 @@ from gptjax.terminal import printable
 KEYS = (
     *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
     *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
-    *("reshard_after_forward", "asked"),
+    *("overlap_reduce", "reshard_after_forward", "asked"),
 )
 
 

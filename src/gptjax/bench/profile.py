@@ -20,7 +20,7 @@ from gptjax.bench.rows import describe, label
 from gptjax.bench.step import timed_result
 from gptjax.bench.table import Row, print_table
 from gptjax.bench.trace import newest_xplane, read_kernels, summary
-from gptjax.parallel import Parallel, Strategy
+from gptjax.parallel import Strategy
 
 # Steps before the trace, and those timed without it.
 WARM_UP, TIMED = 3, 10
@@ -44,6 +44,9 @@ class Profile(ModelOptions):
     """Strategy for several devices, as --parallel of train.py (default: the config's, or data)."""
     reduce_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
     """Dtype in which gradients are summed over the devices (default: the config's, or fp32)."""
+    overlap_reduce: Annotated[bool | None, OWN_DEFAULT] = None
+    """Whether gradients are summed during the backward pass, as --overlap-reduce of train.py
+    (default: the config's)."""
     top: int = 4
     """Number of kernels printed for each part, the longest ones; profile.json has all."""
 
@@ -53,9 +56,12 @@ class Profile(ModelOptions):
             config,
             parallel=self.parallel or config.parallel,
             reduce_dtype=self.reduce_dtype or config.reduce_dtype,
+            overlap_reduce=(
+                config.overlap_reduce if self.overlap_reduce is None else self.overlap_reduce
+            ),
         )
         device, devices = one_device(), first_devices(self.devices)
-        parallel = Parallel.of(devices, config.parallel, config.reduce_dtype)
+        parallel = config.parallel_on(devices)
         # By default the compilation cache's key leaves out op_names: a cached executable may have
         # those of older sources.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)

@@ -40,6 +40,7 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
         row |= {"algorithm": config.optimizer.name, "recompute": model.recompute}
     if devices > 1:
         row |= {"parallel": config.parallel, "reduce_dtype": config.reduce_dtype}
+        row |= {} if config.overlap_reduce else {"overlap_reduce": False}
     return row | {"asked": asked}
 
 
@@ -83,6 +84,7 @@ def label(row: dict) -> str:
         row.get("parallel", ""),
         "" if row.get("reshard_after_forward", True) else "gathered once",
         row["reduce_dtype"] if row.get("reduce_dtype", "fp32") != "fp32" else "",
+        "" if row.get("overlap_reduce", True) else "no overlap",
         row["pass"] if row["pass"] == "forward" else "",
         row.get("algorithm", ""),
         row.get("recompute", ""),

@@ -34,7 +34,7 @@ from gptjax.bench.torch_side import (
     why_no_rival,
 )
 from gptjax.config import Config
-from gptjax.parallel import Parallel, Strategy
+from gptjax.parallel import Strategy
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
 
@@ -55,6 +55,9 @@ class Step(ModelOptions):
     data)."""
     reduce_dtype: Annotated[tuple[Literal["fp32", "bf16"], ...], OWN_DEFAULT] = ()
     """Dtypes in which gradients are summed over the devices (default: the config's, or fp32)."""
+    overlap_reduce: Annotated[tuple[bool, ...], OWN_DEFAULT] = ()
+    """Whether gradients are summed during the backward pass, as --overlap-reduce of train.py
+    (default: the config's)."""
     largest: bool = False
     """Search for the largest batch that fits (1, 2, or a multiple of 4); not with --batch."""
     torch: bool = False
@@ -116,9 +119,12 @@ class Step(ModelOptions):
         if count == 1:
             return [config]
         return [
-            dataclasses.replace(config, parallel=strategy, reduce_dtype=dtype)
+            dataclasses.replace(
+                config, parallel=strategy, reduce_dtype=dtype, overlap_reduce=overlap
+            )
             for strategy in self.parallel or (config.parallel,)
             for dtype in self.reduce_dtype or (config.reduce_dtype,)
+            for overlap in self.overlap_reduce or (config.overlap_reduce,)
         ]
 
     def _measure(self, config: Config, device: jax.Device, count: int) -> list[dict]:
@@ -152,7 +158,7 @@ class Step(ModelOptions):
                 config = step.config
                 row = describe(self.name, config, forward=self.forward)
             else:
-                parallel = Parallel.of(first_devices(count), config.parallel, config.reduce_dtype)
+                parallel = config.parallel_on(first_devices(count))
                 step = JaxStep(config, device, parallel=parallel, forward=self.forward)
             say(f"{label(row)}: compiling")
             step.compile()

@@ -44,7 +44,12 @@ def header(
         for i, line in enumerate(processes):
             yield "" if i else "processes", line
     if parallel.devices > 1:
-        yield "parallel", f"{config.parallel}, gradients summed in {config.reduce_dtype}"
+        when = "during" if config.overlap_reduce else "after"
+        yield (
+            "parallel",
+            f"{config.parallel}, gradients summed in {config.reduce_dtype} {when} the backward "
+            "pass",
+        )
     yield "precision", model.precision
     yield "kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items())
     padded = model.num_allocated_params != model.num_params

@@ -121,6 +121,8 @@ def loss_and_grads(
         loss, grads = _accumulate(
             annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked
         )
+        if not parallel.overlap_reduce:
+            loss, grads = jax.lax.optimization_barrier((loss, grads))
         return jax.lax.psum(loss, AXIS), reduce(grads)[0]
 
     run = parallel.on_each_device(on_one_device, params, batch_axis=1, out=(None, params))
