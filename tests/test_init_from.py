@@ -12,6 +12,7 @@ from train_tools import rows, run
 
 import gptjax
 from gptjax import parallel
+from gptjax.cli import given_for_model
 from gptjax.config import Config, ConfigError
 from gptjax.data import find_dataset
 from gptjax.models.base import abstract_params, graph, params_of
@@ -137,6 +138,17 @@ def test_another_shape_is_refused_with_both_values(saved, tmp_path, given, messa
     with pytest.raises(ConfigError, match=message):
         init_from.resolve(config_for(saved, tmp_path, **given))
     assert not (tmp_path / "new").exists()
+
+
+def test_a_default_on_the_command_line_counts_as_given(saved, tmp_path):
+    given = given_for_model(["--model.n-layer", "12", "--model.n_embd=768", "--seed", "1"])
+    assert given == {"n_layer", "n_embd"}
+    assert given_for_model(["--model.no-tie-embeddings"]) >= {"tie_embeddings"}
+    config = config_for(saved, tmp_path)
+    with pytest.raises(ConfigError, match=r"n-embd: 8 there, 768 .*\n.*n-layer: 11 there, 12 in"):
+        init_from.resolve(config, given)
+    config = config_for(saved, tmp_path, block_size=16)
+    assert init_from.resolve(config, frozenset({"block_size"}))[0].model == MODEL
 
 
 def test_unsuitable_models_are_refused(saved, tmp_path, words):

@@ -23,11 +23,14 @@ from gptjax.weights.errors import WeightsError
 from gptjax.weights.sources import Source
 
 
-def resolve(config: Config) -> tuple[Config, Source | None]:
+def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config, Source | None]:
     """Return the config with the shape of the model at `init_from`, and this model.
 
-    An option of the model that has its default value counts as not given. If the run has a
-    checkpoint, the shape is that of the checkpoint, and the second result is None.
+    If the run has a checkpoint, the shape is that of the checkpoint, and the second result is None.
+
+    Args:
+        given: fields of the model that are given also if they have their default values. Any
+            other field with its default value is replaced.
 
     Raises:
         ConfigError: the config asks for another shape, or a run with this shape is not possible.
@@ -38,7 +41,7 @@ def resolve(config: Config) -> tuple[Config, Source | None]:
         return config, None
     own = _own_model(config)
     if own is not None:
-        return _with_model(config, own), None
+        return _with_model(config, own, given), None
     source = sources.find(config.init_from)
     kind = type(config.model)
     if source.architecture != kind.__name__:
@@ -48,7 +51,7 @@ def resolve(config: Config) -> tuple[Config, Source | None]:
         )
     distributed.check_alike({f"--init-from {source}": source.identity()})
     model = source.config(kind=kind)
-    resolved = _with_model(config, model)
+    resolved = _with_model(config, model, given)
     _refuse_conflicts(source, model, resolved.model)
     return resolved, source
 
@@ -70,15 +73,12 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names - {"precision", "padded_vocab_size"}}
 
 
-def _given(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of the shape that do not have their default values."""
-    default = _shape(type(model)())
-    return {name: value for name, value in _shape(model).items() if value != default[name]}
-
-
-def _with_model(config: Config, found: ModelConfig) -> Config:
-    """Return the config with the shape of `found`, except for the fields that are given."""
-    shape = _shape(found) | _given(config.model)
+def _with_model(config: Config, found: ModelConfig, given: frozenset[str]) -> Config:
+    """Return the config with the shape of `found`, except for the fields in `given` and those that
+    do not have their default values."""
+    shape, default = _shape(found), _shape(type(config.model)())
+    own = _shape(config.model).items()
+    shape |= {name: value for name, value in own if name in given or value != default[name]}
     if shape["vocab_size"] != config.model.vocab_size:
         shape["padded_vocab_size"] = found.padded_vocab_size
     try:
