@@ -61,8 +61,14 @@ def prepare(folder: Path) -> float:
     return finish(folder, "alone")
 
 
-def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> subprocess.Popen:
-    """Start a run in the background; its output goes to NAME.txt in the folder."""
+def start(
+    folder: Path, name: str, *options: str, runs: Path | None = None, gpu: int | None = None
+) -> subprocess.Popen:
+    """Start a run in the background; its output goes to NAME.txt in the folder.
+
+    Args:
+        gpu: index of the only GPU that the process sees.
+    """
     arguments = [
         "--config",
         folder / "config.py",
@@ -81,8 +87,12 @@ def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> s
         *options,
     ]
     log = (folder / f"{name}.txt").open("ab")
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
     return subprocess.Popen(
-        [sys.executable, ROOT / "train.py", *map(str, arguments)], stdout=log, stderr=log
+        [sys.executable, ROOT / "train.py", *map(str, arguments)],
+        stdout=log,
+        stderr=log,
+        env=environment,
     )
 
 
@@ -156,6 +166,7 @@ def report(
     out: Path | None,
     failures: Collection[str] = FAILURES,
     by: str | None = None,
+    device: str | None = None,
 ) -> None:
     """Print the number of rows with each outcome, write the result, exit with 1 after a failure.
 
@@ -164,6 +175,7 @@ def report(
         failures: outcomes that are failures.
         by: for thousands of rows: the result has a row for each value of this field, with the
             counts of its outcomes, and all rows of failures.
+        device: of the result; None for this machine's CPU.
     """
     counts = dict(Counter(row["outcome"] for row in rows).most_common())
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.items()))
@@ -183,7 +195,7 @@ def report(
         result = results.new(
             results.script_command(f"benchmarks/experiments/attacks/{script}"),
             rows,
-            device=f"CPU, {os.cpu_count()} cores, {platform.machine()}",
+            device=device or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
             **fields,
         )
         results.write(out, result)
