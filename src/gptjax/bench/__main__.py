@@ -1,4 +1,4 @@
-"""Measure kernels, training steps and starts on this machine."""
+"""Measure kernels, training steps, generation and starts on this machine."""
 
 import dataclasses
 import os
@@ -17,6 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 from gptjax.bench import results
 from gptjax.bench.compare import Compare
 from gptjax.bench.errors import BenchError
+from gptjax.bench.generate import Generate
 from gptjax.bench.kernels import Kernels
 from gptjax.bench.ladder import Ladder
 from gptjax.bench.picture import draw_kernels
@@ -57,6 +58,7 @@ _COMMANDS = (
     Annotated[Step, tyro.conf.subcommand("step")]
     | Annotated[Ladder, tyro.conf.subcommand("ladder")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Profile, tyro.conf.subcommand("profile")]
     | Annotated[Startup, tyro.conf.subcommand("startup")]
     | Annotated[Kernels, tyro.conf.subcommand("kernels")]

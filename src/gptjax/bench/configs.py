@@ -19,7 +19,7 @@ OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseOptions:
+class ModelName:
     """The model: that of a config file, or a preset."""
 
     config: Annotated[Path | None, OWN_DEFAULT] = None
@@ -27,8 +27,6 @@ class BaseOptions:
     override it."""
     preset: Annotated[Preset | None, OWN_DEFAULT] = None
     """The model's shape if there is no --config (default: gpt2)."""
-    sequence_length: Annotated[int | None, OWN_DEFAULT] = None
-    """Tokens of a sequence (default: the config's, or 1024)."""
 
     @property
     def name(self) -> str:
@@ -45,6 +43,14 @@ class BaseOptions:
         if self.config and self.preset:
             raise BenchError("--config and --preset both name a model: give one of them")
         return base_config(self.config, self.preset)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseOptions(ModelName):
+    """The model, and the length of its sequences."""
+
+    sequence_length: Annotated[int | None, OWN_DEFAULT] = None
+    """Tokens of a sequence (default: the config's, or 1024)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,8 @@ MODELS = {
     "GPT2Config": "gptjax.bench.torch_gpt2",
     "Llama3Config": "gptjax.bench.torch_llama",
 }
+# The module whose `config_json` returns transformers' config.
+HF_CONFIGS = {"GPT2Config": "gptjax.weights.hf", "Llama3Config": "gptjax.weights.llama"}
 
 
 def has_torch(device: jax.Device) -> bool:
@@ -35,6 +37,16 @@ def require_torch(device: jax.Device) -> None:
     if not has_torch(device):
         raise BenchError(
             "--torch needs PyTorch with CUDA, and there is none: pip install torch, or leave it out"
+        )
+
+
+def require_transformers(device: jax.Device) -> None:
+    """Raise BenchError if PyTorch or transformers cannot run."""
+    require_torch(device)
+    if not results.is_installed("transformers"):
+        raise BenchError(
+            "--torch needs transformers, and there is none: pip install transformers, or leave it "
+            "out"
         )
 
 
@@ -98,6 +110,16 @@ def torch_several(config: Config, how, device: jax.Device, devices: int, *, forw
         forward=forward,
     )
     return TorchSeveral(spec)
+
+
+def torch_generation(config: ModelConfig, device: jax.Device, **sizes: int):
+    """Return the `TorchGeneration` of a model's config, on the same kind of device."""
+    from gptjax.bench.torch_generate import TorchGeneration
+
+    module = importlib.import_module(HF_CONFIGS[type(config).__name__])
+    return TorchGeneration(
+        module.config_json(config), config.precision.name, device=_kind(device), **sizes
+    )
 
 
 def strategy_fields(config: Config) -> dict[str, Any]:

@@ -146,10 +146,11 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     with replacing(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(_config_json(config), indent=2) + "\n")
+        temporary.write_text(json.dumps(config_json(config), indent=2) + "\n")
 
 
-def _config_json(config: GPT2Config) -> dict[str, Any]:
+def config_json(config: GPT2Config) -> dict[str, Any]:
+    """Return the contents of config.json."""
     # GPT-2's end-of-text token is the last one. The model does not know that of other vocabularies.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     return {
