@@ -96,6 +96,9 @@ class Config:
     """Tokens of an optimizer step, over all devices and micro-batches."""
     micro_batch: PositiveInt = 64
     """Sequences on each device at a time; gradients are accumulated over the batch."""
+    separate_documents: bool = False
+    """Attend within a document only, and count positions from its beginning, where a sequence packs
+    several. Documents begin with the tokenizer's end-of-text token."""
     overfit_one_batch: bool = False
     """Train on the first batch only: the loss must approach 0."""
 
@@ -157,6 +160,11 @@ class Config:
             )
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
+        if self.separate_documents and not self.model.supports_segment_ids:
+            raise ConfigError(
+                "--separate-documents needs a model with segment ids, and "
+                f"{type(self.model).__name__} has none; leave the option out"
+            )
         self._check_processes()
         self._check_eval_tasks()
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -193,7 +201,9 @@ class Config:
             ConfigError: a named back end does not exist or cannot run here.
         """
         try:
-            return self.model.kernels(self.sequence_length, self.micro_batch)
+            # Only where there are segments: a model without them need not have the argument.
+            segments = {"segments": True} if self.separate_documents else {}
+            return self.model.kernels(self.sequence_length, self.micro_batch, **segments)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -333,7 +343,9 @@ def changeable(config: Config) -> frozenset[str]:
     return frozenset(f"optimizer.{name}" for name in config.optimizer.changeable)
 
 
-def executable_inputs(config: Config, masked: bool) -> dict[str, Any] | None:
+def executable_inputs(
+    config: Config, masked: bool, eot: int | None = None
+) -> dict[str, Any] | None:
     """Return the part of `to_json` that the compiled executables depend on.
 
     None without `executable_cache`.
@@ -342,10 +354,11 @@ def executable_inputs(config: Config, masked: bool) -> dict[str, Any] | None:
         masked: whether the data has loss masks, on which they depend, too.
     """
     if not config.executable_cache:
+        eot: id that begins each document, with separate_documents; they depend on it, too.
         return None
     return {
         name: value for name, value in to_json(config).items() if name not in OUTSIDE_EXECUTABLES
-    } | {"masked": masked}
+    } | {"masked": masked, "eot": eot}
 
 
 def to_json(config: Config) -> dict[str, Any]:
