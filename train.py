@@ -106,8 +106,8 @@ def _train(
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
-    masked = inputs.dataset.masked
-    executable_inputs = configuration.executable_inputs(config, masked)
+    windows_have = {"masked": inputs.dataset.masked, "eot": inputs.eot}
+    executable_inputs = configuration.executable_inputs(config, **windows_have)
     compiler = Compiler(config.compilation_cache, executable_inputs)
     chosen = (parallel, idle_gpu, kernels, start.step, processes, source)
     for name, text in header(config, inputs, *chosen):
@@ -121,7 +121,7 @@ def _train(
         jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
     )
     shardings = parallel.shardings(abstract_state)
-    schedule, how = config.learning_rate_schedule(), {"parallel": parallel, "masked": masked}
+    schedule, how = config.learning_rate_schedule(), {"parallel": parallel, **windows_have}
     skips = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
     train_function = jax.jit(
         make_train_step(graphdef, tx, schedule, **how, **skips),

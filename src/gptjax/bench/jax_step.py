@@ -19,6 +19,9 @@ from gptjax.training.compilation import compiler_options
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.step import init_state, make_eval_step, make_train_step
 
+# Mean tokens of a document with separate_documents: about FineWeb's.
+DOCUMENT_TOKENS = 700
+
 
 class JaxStep:
     """A training step, or the forward pass alone, on random tokens.
@@ -140,7 +143,15 @@ class JaxStep:
         tokens = jax.random.randint(
             jax.random.key(1), shape, 0, self.config.model.vocab_size, jnp.int32
         )
+        if self._eot is not None:
+            begins = jax.random.bernoulli(jax.random.key(2), 1 / DOCUMENT_TOKENS, shape)
+            tokens = jnp.where(begins, self._eot, tokens)
         return tokens if self.forward else tokens[None]
+
+    @property
+    def _eot(self) -> int | None:
+        # The last id of both tokenizers.
+        return self.config.model.vocab_size - 1 if self.config.separate_documents else None
 
     @property
     def _over_batch(self):
@@ -149,7 +160,8 @@ class JaxStep:
     def _function(self) -> Callable:
         graphdef, o = graph(self.config.model), self.config.optimizer
         if self.forward:
-            return make_eval_step(graphdef, self.parallel)
+            return make_eval_step(graphdef, self.parallel, eot=self._eot)
         skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
         rate = self.config.learning_rate_schedule()
-        return make_train_step(graphdef, self._tx, rate, parallel=self.parallel, **skip)
+        how = {"parallel": self.parallel, "eot": self._eot}
+        return make_train_step(graphdef, self._tx, rate, **how, **skip)

@@ -17,7 +17,7 @@ from gptjax.data.manifest import MANIFEST, DatasetError, Manifest, ShardInfo, re
 from gptjax.data.masks import Mask, mask_path
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, shard_error, token_offset
-from gptjax.data.tokenizers import TOKENIZERS, choose_tokenizer
+from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES, choose_tokenizer
 from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
 
@@ -74,6 +74,17 @@ class Dataset:
         if len(masks) < len(self.train) or None in masks:
             return None
         return sum(mask.counted for mask in masks if mask is not None)
+
+    def find_eot(self) -> int | None:
+        """Return the end-of-text id if a training shard has one: it begins each document.
+
+        The shards are read up to the first; None if all of them have none.
+        """
+        eot = VOCABULARIES[self.tokenizer][1]
+        found = any(
+            (tokens == eot).any() for path in self.train for _, tokens in Shard(path).chunks()
+        )
+        return eot if found else None
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the identity of the data, for checkpoints. It survives JSON unchanged.

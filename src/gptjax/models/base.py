@@ -42,9 +42,12 @@ class ModelConfig(abc.ABC):
     Attributes:
         operational: fields that do not change what is learned; they may differ between a checkpoint
             and the command that resumes it.
+        supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` an
+            argument `segment_ids_BT`.
     """
 
     operational: ClassVar[frozenset[str]] = frozenset(("loss", "loss_chunk", "recompute"))
+    supports_segment_ids: ClassVar[bool] = False
 
     vocab_size: int = 50257
     """Real tokens; logits and the loss cover only these."""
@@ -78,7 +81,9 @@ class ModelConfig(abc.ABC):
     def parameter_groups(self) -> tuple[Group, ...]:
         """Return the optimizer's partition of the parameters: matrices, embeddings and vectors."""
 
-    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+    def kernels(
+        self, sequence_length: int, batch: int = 1, segments: bool = False
+    ) -> dict[str, str]:
         """Return the back end of each part on the default device: {"loss": "fused", …}.
 
         Where the compiler will split arrays over a mesh, call this inside
@@ -86,6 +91,7 @@ class ModelConfig(abc.ABC):
 
         Args:
             batch: sequences at a time on one device.
+            segments: whether there are segment ids.
 
         Raises:
             ValueError: a named back end does not exist or cannot run here.
@@ -209,7 +215,10 @@ class Model(nnx.Module):
         self.config = config
 
     def hidden(
-        self, tokens_BT: Integer[Array, "B T"], cache: list[KVCache] | None = None
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        cache: list[KVCache] | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the final norm's output in the compute dtype.
 
@@ -217,10 +226,13 @@ class Model(nnx.Module):
             tokens_BT: ids in [0, vocab_size), in any integer dtype. Another id results in NaN.
             cache: from `init_cache`. The tokens then continue the cached sequence, and their keys
                 and values are appended to the cache.
+            segment_ids_BT: a segment is a run of equal ids. A token attends to its own segment
+                only, and positions count from the first token of the segment. None: each sequence
+                is one segment. Only if the config `supports_segment_ids`, and not with a cache.
 
         Raises:
-            ValueError: tokens that are not a two-dimensional array of integers, or more of them
-                than block_size.
+            ValueError: tokens that are not a two-dimensional array of integers, more of them than
+                block_size, or segment ids of another shape, not of integers, or with a cache.
         """
         raise NotImplementedError
 
@@ -304,9 +316,10 @@ class Model(nnx.Module):
         tokens_BT: Integer[Array, "B T"],
         targets_BT: Integer[Array, "B T"],
         ignore_index: int | None = IGNORED,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, ""]:
         """Return the mean cross-entropy in nats, fp32. See `loss_fn`."""
-        losses_N = self.losses(tokens_BT, targets_BT, ignore_index)
+        losses_N = self.losses(tokens_BT, targets_BT, ignore_index, segment_ids_BT)
         if ignore_index is None:
             return losses_N.mean()
         return losses_N.sum() / jnp.maximum(count_targets(targets_BT, ignore_index), 1)
@@ -316,14 +329,16 @@ class Model(nnx.Module):
         tokens_BT: Integer[Array, "B T"],
         targets_BT: Integer[Array, "B T"],
         ignore_index: int | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, " N"]:
         """Return the cross-entropy of each of the N = B·T tokens in nats, fp32.
 
         Args:
             ignore_index: tokens with this target have loss 0 and no gradient. None: every target is
                 an id.
+            segment_ids_BT: as of `hidden`. The last token of a segment has a loss, too.
         """
-        c, x_BTC = self.config, self.hidden(tokens_BT)
+        c, x_BTC = self.config, self.hidden(tokens_BT, **_segments(segment_ids_BT))
         with jax.named_scope("head"):
             return linear_cross_entropy(
                 x_BTC.reshape(-1, x_BTC.shape[-1]),
@@ -336,9 +351,23 @@ class Model(nnx.Module):
                 precision=c.precision.matmul,
             )
 
-    def check_tokens(self, tokens_BT: Integer[Array, "B T"]) -> None:
+    def check_tokens(
+        self,
+        tokens_BT: Integer[Array, "B T"],
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
+        cache: list[KVCache] | list[PromptCache] | None = None,
+    ) -> None:
         """Raise the errors of `hidden`."""
         check_ids(type(self).__name__, tokens_BT)
+        if segment_ids_BT is not None:
+            check_ids(f"{type(self).__name__}: segment_ids_BT", segment_ids_BT)
+            if segment_ids_BT.shape != tokens_BT.shape:
+                raise ValueError(
+                    f"expected a segment id for each token, got tokens {tokens_BT.shape} and "
+                    f"segment ids {segment_ids_BT.shape}"
+                )
+            if cache:
+                raise ValueError("expected segment ids or a cache, got both")
         if tokens_BT.shape[1] > self.config.block_size:
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than "
@@ -351,6 +380,7 @@ def loss_fn(
     tokens_BT: Integer[Array, "B T"],
     targets_BT: Integer[Array, "B T"],
     ignore_index: int | None = IGNORED,
+    segment_ids_BT: Integer[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
     """Return the mean cross-entropy in nats, fp32, over the targets that are not `ignore_index`.
 
@@ -365,10 +395,13 @@ def loss_fn(
             an id nor `ignore_index` results in NaN.
         ignore_index: target without a loss and without a gradient. None: every target is an id; the
             compiled function does not count the targets.
+        segment_ids_BT: documents that are packed into a sequence, as of `Model.hidden`. The target
+            of a document's last token is the first token of the next, and has a loss.
 
     Raises:
         ValueError: tokens or targets that are not two-dimensional arrays of integers, or differ in
-            shape, more tokens than block_size, or B·T not a multiple of `config.loss_chunk`.
+            shape, more tokens than block_size, B·T not a multiple of `config.loss_chunk`, or wrong
+            segment ids (see `Model.hidden`).
     """
     check_ids("loss_fn", tokens_BT)
     check_ids("loss_fn", targets_BT)
@@ -377,7 +410,12 @@ def loss_fn(
             f"loss_fn: expected a target for each token, got tokens {tokens_BT.shape} and targets "
             f"{targets_BT.shape}"
         )
-    return model.loss(tokens_BT, targets_BT, ignore_index)
+    return model.loss(tokens_BT, targets_BT, ignore_index, **_segments(segment_ids_BT))
+
+
+def _segments(segment_ids_BT: Integer[Array, "B T"] | None) -> dict[str, Array]:
+    """Return the keyword argument, or none: a model without segment ids need not have it."""
+    return {} if segment_ids_BT is None else {"segment_ids_BT": segment_ids_BT}
 
 
 def count_targets(targets: Integer[Array, "..."], ignore_index: int = IGNORED) -> Float[Array, ""]:

@@ -16,13 +16,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from gptjax.models.base import Model, ModelConfig
-from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal
+from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal, segment_positions
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
 from pallas_kernels import (
     DecoderCache,
     DecoderWeights,
     decode_step,
+    flash_attention_qkv,
     layer_norm,
     mlp,
     projected_attention,
@@ -42,6 +43,7 @@ class GPT2Config(ModelConfig):
     """
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
+    supports_segment_ids: ClassVar[bool] = True
 
     attention: str = "auto"
     """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
@@ -64,7 +66,9 @@ class GPT2Config(ModelConfig):
             Group(r".*\.(bias|scale)", weight_decay=0.0, kind="vector"),
         )
 
-    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+    def kernels(
+        self, sequence_length: int, batch: int = 1, segments: bool = False
+    ) -> dict[str, str]:
         dtype, c = self.precision.compute_dtype, self.n_embd
         return {
             "attention": select(
@@ -73,6 +77,7 @@ class GPT2Config(ModelConfig):
                 dtype=dtype,
                 length=sequence_length,
                 head_dim=self.head_dim,
+                segments=segments,
                 precision=self.precision.matmul,
             ),
             "norm": select("layer_norm", self.norm, channels=c),
@@ -169,10 +174,13 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x_BTC: Float[Array, "B T C"], cache: KVCache | PromptCache | None = None
+        self,
+        x_BTC: Float[Array, "B T C"],
+        cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> PendingResidual:
         c = self.config
-        if cache is None:
+        if cache is None and segment_ids_BT is None:
             y_BTHD = projected_attention(
                 x_BTC,
                 self.c_attn.kernel[...],
@@ -183,7 +191,15 @@ class Attention(nnx.Module):
             )
         else:
             qkv_BT3HD = self.c_attn(x_BTC).reshape(*x_BTC.shape[:2], 3, c.n_head, c.head_dim)
-            y_BTHD = cache.attend(*jnp.unstack(qkv_BT3HD, axis=2), precision=c.precision.matmul)
+            if cache is None:
+                y_BTHD = flash_attention_qkv(
+                    qkv_BT3HD,
+                    segment_ids=segment_ids_BT,
+                    implementation=c.attention,
+                    precision=c.precision.matmul,
+                )
+            else:
+                y_BTHD = cache.attend(*jnp.unstack(qkv_BT3HD, axis=2), precision=c.precision.matmul)
         y_BTC = y_BTHD.reshape(x_BTC.shape)
         return PendingResidual(self.c_proj.matmul(y_BTC), self.c_proj.bias[...])
 
@@ -228,10 +244,13 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x_BTC: Float[Array, "B T C"], cache: KVCache | PromptCache | None = None
+        self,
+        x_BTC: Float[Array, "B T C"],
+        cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the residual stream after the block: the reference of the fused sublayers."""
-        x_BTC = self.attn(self.ln_1(x_BTC), cache).added_to(x_BTC)
+        x_BTC = self.attn(self.ln_1(x_BTC), cache, segment_ids_BT).added_to(x_BTC)
         return self.mlp(self.ln_2(x_BTC), decoding=cache is not None).added_to(x_BTC)
 
     def attention_sublayer(
@@ -239,10 +258,11 @@ class Block(nnx.Module):
         x_BTC: Float[Array, "B T C"],
         pending: PendingResidual | None = None,
         cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T C"], PendingResidual]:
         """Return x + pending, and attention(ln_1(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = self.ln_1.add_layer_norm(x_BTC, pending)
-        return x_BTC, self.attn(y_BTC, cache)
+        return x_BTC, self.attn(y_BTC, cache, segment_ids_BT)
 
     def mlp_sublayer(
         self,
@@ -255,14 +275,19 @@ class Block(nnx.Module):
         return x_BTC, self.mlp(y_BTC, decoding=cache is not None)
 
     def sublayers(
-        self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
+        self,
+        x_BTC: Float[Array, "B T C"],
+        pending: PendingResidual | None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T C"], PendingResidual]:
         """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
-        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending))
+        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending, None, segment_ids_BT))
 
-    def fused(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def fused(
+        self, x_BTC: Float[Array, "B T C"], segment_ids_BT: Integer[Array, "B T"] | None = None
+    ) -> Float[Array, "B T C"]:
         """Return the residual stream after both sublayers, without a pending residual."""
-        x_BTC, pending = self.sublayers(x_BTC, None)
+        x_BTC, pending = self.sublayers(x_BTC, None, segment_ids_BT)
         return pending.added_to(x_BTC)
 
 
@@ -311,24 +336,30 @@ class GPT2(Model):
         self,
         tokens_BT: Integer[Array, "B T"],
         cache: list[KVCache] | list[PromptCache] | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
-        self.check_tokens(tokens_BT)
+        self.check_tokens(tokens_BT, segment_ids_BT, cache)
         position_BT = cache[0].positions(tokens_BT.shape[1]) if cache else None
+        if segment_ids_BT is not None:
+            position_BT = segment_positions(segment_ids_BT)
         x_BTC, pending = self.embed(tokens_BT, position_BT), None
         for i, block in enumerate(self.blocks):
             # Recomputed parts start from the sum: the pair would be two arrays to store.
             match "cache" if cache else self.config.recompute:
                 case "block":
-                    x_BTC = apply_block(Block.fused, block, x_BTC, recompute=True)
+                    x_BTC = apply_block(Block.fused, block, x_BTC, segment_ids_BT, recompute=True)
                 case "sublayer":
-                    for sublayer in (Block.attention_sublayer, Block.mlp_sublayer):
-                        x_BTC, after = apply_block(sublayer, block, x_BTC, recompute=True)
+                    attention = Block.attention_sublayer, (None, None, segment_ids_BT)
+                    for sublayer, args in (attention, (Block.mlp_sublayer, ())):
+                        x_BTC, after = apply_block(sublayer, block, x_BTC, *args, recompute=True)
                         x_BTC = after.added_to(x_BTC)
                 case "cache":
                     x_BTC, pending = block.attention_sublayer(x_BTC, pending, cache[i])
                     x_BTC, pending = block.mlp_sublayer(x_BTC, pending, cache[i])
                 case _:
-                    x_BTC, pending = apply_block(Block.sublayers, block, x_BTC, pending)
+                    x_BTC, pending = apply_block(
+                        Block.sublayers, block, x_BTC, pending, segment_ids_BT
+                    )
         return self.ln_f.add_layer_norm(x_BTC, pending)[0]
 
     def head(self) -> Float[Array, "P C"]:

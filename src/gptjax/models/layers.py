@@ -90,6 +90,14 @@ def lookup(
     return jnp.take(table_PC, jnp.where(known_BT, tokens_BT, table_PC.shape[0]), axis=0)
 
 
+def segment_positions(segment_ids_BT: Integer[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return the position of each token in its segment, a run of equal ids; the first is 0."""
+    t_1T = jnp.arange(segment_ids_BT.shape[1])[None]
+    before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+    begins_BT = (segment_ids_BT != before_BT) | (t_1T == 0)
+    return t_1T - jax.lax.cummax(jnp.where(begins_BT, t_1T, 0), axis=1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class KVCache:

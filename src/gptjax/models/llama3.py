@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from gptjax.models.base import Model, ModelConfig, check_size
-from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal
+from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal, segment_positions
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
 from pallas_kernels import flash_attention, linear, rms_norm, select, swiglu
@@ -39,6 +39,7 @@ class Llama3Config(ModelConfig):
     """
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
+    supports_segment_ids: ClassVar[bool] = True
 
     n_kv_head: int | None = None
     """Key and value heads; must divide n_head. None: n_head, stored here as a number."""
@@ -75,7 +76,9 @@ class Llama3Config(ModelConfig):
             Group(r".*\.scale", weight_decay=0.0, kind="vector"),
         )
 
-    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
+    def kernels(
+        self, sequence_length: int, batch: int = 1, segments: bool = False
+    ) -> dict[str, str]:
         return {
             "attention": select(
                 "flash_attention",
@@ -83,6 +86,7 @@ class Llama3Config(ModelConfig):
                 dtype=self.precision.compute_dtype,
                 length=sequence_length,
                 head_dim=self.head_dim,
+                segments=segments,
                 precision=self.precision.matmul,
             ),
             "norm": select("rms_norm", self.norm, channels=self.n_embd),
@@ -237,6 +241,7 @@ class Attention(nnx.Module):
         x_BTC: Float[Array, "B T C"],
         rotate: Rotation,
         cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         c, precision = self.config, self.config.precision.matmul
         qkv_BTO = linear(
@@ -250,7 +255,12 @@ class Attention(nnx.Module):
         q_BTHD, k_BTKD = rotate(q_BTHD), rotate(k_BTKD)
         if cache is None:
             y_BTHD = flash_attention(
-                q_BTHD, k_BTKD, v_BTKD, implementation=c.attention, precision=precision
+                q_BTHD,
+                k_BTKD,
+                v_BTKD,
+                segment_ids=segment_ids_BT,
+                implementation=c.attention,
+                precision=precision,
             )
         else:
             y_BTHD = cache.attend(q_BTHD, k_BTKD, v_BTKD, precision=precision)
@@ -296,9 +306,10 @@ class Block(nnx.Module):
         x_BTC: Float[Array, "B T C"],
         rotate: Rotation,
         cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the residual stream after the block: the reference of the fused sublayers."""
-        x_BTC = added(x_BTC, self.attn(self.norm_1(x_BTC), rotate, cache))
+        x_BTC = added(x_BTC, self.attn(self.norm_1(x_BTC), rotate, cache, segment_ids_BT))
         return added(x_BTC, self.mlp(self.norm_2(x_BTC)))
 
     def attention_sublayer(
@@ -307,10 +318,11 @@ class Block(nnx.Module):
         pending_BTC: Float[Array, "B T C"] | None,
         rotate: Rotation,
         cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """Return x + pending, and attention(norm_1(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = self.norm_1.add_norm(x_BTC, pending_BTC)
-        return x_BTC, self.attn(y_BTC, rotate, cache)
+        return x_BTC, self.attn(y_BTC, rotate, cache, segment_ids_BT)
 
     def mlp_sublayer(
         self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
@@ -325,19 +337,30 @@ class Block(nnx.Module):
         pending_BTC: Float[Array, "B T C"] | None,
         rotate: Rotation,
         cache: KVCache | PromptCache | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
         """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
-        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending_BTC, rotate, cache))
+        return self.mlp_sublayer(
+            *self.attention_sublayer(x_BTC, pending_BTC, rotate, cache, segment_ids_BT)
+        )
 
-    def fused(self, x_BTC: Float[Array, "B T C"], rotate: Rotation) -> Float[Array, "B T C"]:
+    def fused(
+        self,
+        x_BTC: Float[Array, "B T C"],
+        rotate: Rotation,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T C"]:
         """Return the residual stream after both sublayers, without a pending residual."""
-        return added(*self.sublayers(x_BTC, None, rotate))
+        return added(*self.sublayers(x_BTC, None, rotate, None, segment_ids_BT))
 
     def fused_attention(
-        self, x_BTC: Float[Array, "B T C"], rotate: Rotation
+        self,
+        x_BTC: Float[Array, "B T C"],
+        rotate: Rotation,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         """Return the residual stream after the attention, without a pending residual."""
-        return added(*self.attention_sublayer(x_BTC, None, rotate))
+        return added(*self.attention_sublayer(x_BTC, None, rotate, None, segment_ids_BT))
 
     def fused_mlp(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
         """Return the residual stream after the MLP, without a pending residual."""
@@ -381,24 +404,32 @@ class Llama3(Model):
         self,
         tokens_BT: Integer[Array, "B T"],
         cache: list[KVCache] | list[PromptCache] | None = None,
+        segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
-        self.check_tokens(tokens_BT)
+        self.check_tokens(tokens_BT, segment_ids_BT, cache)
         t = tokens_BT.shape[1]
-        rotate = rotation(self.config, cache[0].positions(t) if cache else jnp.arange(t)[None])
+        position_BT = cache[0].positions(t) if cache else jnp.arange(t)[None]
+        if segment_ids_BT is not None:
+            position_BT = segment_positions(segment_ids_BT)
+        rotate = rotation(self.config, position_BT)
         x_BTC, pending_BTC = self.embed(tokens_BT), None
         for i, block in enumerate(self.blocks):
             # Recomputed parts start from the sum: the pair would be two arrays to store.
             match "cache" if cache else self.config.recompute:
                 case "block":
-                    x_BTC = apply_block(Block.fused, block, x_BTC, rotate, recompute=True)
+                    x_BTC = apply_block(
+                        Block.fused, block, x_BTC, rotate, segment_ids_BT, recompute=True
+                    )
                 case "sublayer":
-                    x_BTC = apply_block(Block.fused_attention, block, x_BTC, rotate, recompute=True)
+                    x_BTC = apply_block(
+                        Block.fused_attention, block, x_BTC, rotate, segment_ids_BT, recompute=True
+                    )
                     x_BTC = apply_block(Block.fused_mlp, block, x_BTC, recompute=True)
                 case "cache":
                     x_BTC, pending_BTC = block.sublayers(x_BTC, pending_BTC, rotate, cache[i])
                 case _:
                     x_BTC, pending_BTC = apply_block(
-                        Block.sublayers, block, x_BTC, pending_BTC, rotate
+                        Block.sublayers, block, x_BTC, pending_BTC, rotate, None, segment_ids_BT
                     )
         return self.norm.add_norm(x_BTC, pending_BTC)[0]
 

@@ -68,6 +68,8 @@ def header(
     )
     if (counted := dataset.counted_train_tokens) is not None:
         yield "", f"loss on {counted:,} of these tokens: the others are prompts"
+    if inputs.eot is not None:
+        yield "", f"documents do not see each other: each begins with token {inputs.eot}"
     for note in (dataset.note, data.few_tokens_note(dataset, inputs.epochs, config.data_dir)):
         if note:
             yield "", note

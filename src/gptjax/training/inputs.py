@@ -20,6 +20,7 @@ class Inputs:
         tokenizer: decodes samples; None if the run draws none.
         micro_batches: micro-batches of a step.
         val_batch: sequences of a validation batch, over all devices.
+        eot: id that begins each document, with `config.separate_documents`; else None.
     """
 
     config: Config
@@ -28,14 +29,15 @@ class Inputs:
     mesh: Mesh
     micro_batches: int
     val_batch: int
+    eot: int | None = None
 
     @classmethod
     def find(cls, config: Config, mesh: Mesh) -> "Inputs":
         """Find the dataset that the config names, and check that it fits the run.
 
         Raises:
-            ConfigError: the batch is not divisible by the devices, samples cannot be decoded, or
-                the validation split is too small.
+            ConfigError: the batch is not divisible by the devices, samples cannot be decoded, the
+                validation split is too small, or documents cannot be separated.
             DataError: the dataset is missing or damaged, or does not fit the model.
         """
         micro_batches = config.micro_batches(mesh.size)
@@ -47,8 +49,9 @@ class Inputs:
             raise ConfigError(
                 f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
             ) from error
+        val_batch = _val_batch(config, dataset, mesh.size)
         return cls(
-            config, dataset, tokenizer, mesh, micro_batches, _val_batch(config, dataset, mesh.size)
+            config, dataset, tokenizer, mesh, micro_batches, val_batch, _eot(config, dataset)
         )
 
     @property
@@ -124,6 +127,18 @@ class Inputs:
                 "give a larger --val-tokens, or prepare more text for validation"
             )
         return weights
+
+
+def _eot(config: Config, dataset: data.Dataset) -> int | None:
+    eot = dataset.find_eot() if config.separate_documents else None
+    if config.separate_documents and eot is None:
+        raise ConfigError(
+            "--separate-documents: expected documents that begin with the end-of-text token of "
+            f"the tokenizer {dataset.tokenizer}, found no such token in the training shards of "
+            f"{dataset.path}; prepare the text again with `python -m gptjax.data`, or leave the "
+            "option out"
+        )
+    return eot
 
 
 def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:

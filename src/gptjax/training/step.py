@@ -7,6 +7,11 @@ A window is a sequence of T+1 tokens: the first T are inputs, the last T their t
 with a mask (`masked=True`), a token t without a loss is stored as −1 − t: as an input it is t, as a
 target it is ignored. Without a mask the compiled step does not look for ignored targets.
 
+With the id of the end-of-text token (`eot`), documents do not see each other: a document begins
+with EOT, attention stays inside the document, and positions count from its EOT. Tokens before the
+first EOT of a window are the rest of a document. The last token of a document predicts the EOT of
+the next.
+
 Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
 
@@ -92,6 +97,7 @@ def loss_and_grads(
     windows_ABT1: Int[Array, "A B T1"],
     parallel: Parallel | None = None,
     masked: bool = False,
+    eot: int | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Compute the mean loss over all targets and its gradient, one micro-batch at a time.
 
@@ -103,13 +109,14 @@ def loss_and_grads(
         parallel: the devices that share the computation; None for one device.
         masked: whether the windows have a mask. The mean is then over the targets that are not
             ignored, and 0 if all are.
+        eot: id that begins each document, to separate documents; None not to.
 
     Returns:
         The loss (fp32) and a gradient like `params`, accumulated in fp32.
     """
     if parallel is None or parallel.devices == 1:
         share = _inverse(_count(windows_ABT1)) if masked else None
-        return _accumulate(graphdef, params, windows_ABT1, share, masked=masked)
+        return _accumulate(graphdef, params, windows_ABT1, share, masked=masked, eot=eot)
     placements = parallel.placements(read_dtypes(nnx.merge(graphdef, params).config))
     annotated = parallel.annotate(graphdef, placements)
 
@@ -119,7 +126,7 @@ def loss_and_grads(
         if masked:
             share = _inverse(jax.lax.psum(_count(windows_ABT1), AXIS))
         loss, grads = _accumulate(
-            annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked
+            annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked, eot
         )
         if not parallel.overlap_reduce:
             loss, grads = jax.lax.optimization_barrier((loss, grads))
@@ -136,6 +143,7 @@ def _accumulate(
     share: float | Float[Array, ""] | None = None,
     gathers: bool = False,
     masked: bool = False,
+    eot: int | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Return the mean of the loss and of the gradient over the micro-batches of one device.
 
@@ -149,7 +157,7 @@ def _accumulate(
 
     def micro_batch(params, windows_BT1):
         model = nnx.merge(graphdef, params)
-        loss = (_masked_sum if masked else _mean)(model, windows_BT1)
+        loss = (_masked_sum if masked else _mean)(model, windows_BT1, eot)
         return loss if share is None else loss * share
 
     value_and_grad = jax.value_and_grad(micro_batch)
@@ -172,14 +180,21 @@ def _accumulate(
     return total if masked else jax.tree.map(lambda x: x / micro_batches, total)
 
 
-def _mean(model: Model, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
-    return loss_fn(model, windows_BT1[:, :-1], windows_BT1[:, 1:], None)
+def _mean(model: Model, windows_BT1: Int[Array, "B T1"], eot: int | None) -> Float[Array, ""]:
+    tokens_BT = windows_BT1[:, :-1]
+    return loss_fn(model, tokens_BT, windows_BT1[:, 1:], None, _document_ids(tokens_BT, eot))
 
 
-def _masked_sum(model: Model, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
+def _masked_sum(model: Model, windows_BT1: Int[Array, "B T1"], eot: int | None) -> Float[Array, ""]:
     """Return the sum of the losses of the targets that are not ignored."""
-    tokens_BT1 = jnp.maximum(windows_BT1, ~windows_BT1)  # ~t = −1 − t
-    return model.losses(tokens_BT1[:, :-1], _targets(windows_BT1), IGNORED).sum()
+    tokens_BT = jnp.maximum(windows_BT1, ~windows_BT1)[:, :-1]  # ~t = −1 − t
+    ids_BT = _document_ids(tokens_BT, eot)
+    return model.losses(tokens_BT, _targets(windows_BT1), IGNORED, ids_BT).sum()
+
+
+def _document_ids(tokens_BT: Int[Array, "B T"], eot: int | None) -> Int[Array, "B T"] | None:
+    """Return the number of EOTs up to each token; an EOT belongs to the document that follows."""
+    return None if eot is None else jnp.cumsum(tokens_BT == eot, axis=1, dtype=jnp.int32)
 
 
 def _targets(windows: Int[Array, "*batch T1"]) -> Int[Array, "*batch T"]:
@@ -203,6 +218,7 @@ def make_train_step(
     skip_loss_z: float | None = None,
     skip_grad_norm_z: float | None = None,
     masked: bool = False,
+    eot: int | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """Return the training step: (state, windows_ABT1) → (state, metrics).
 
@@ -216,6 +232,7 @@ def make_train_step(
             set, also skip an update whose loss or gradient norm is not finite. With None for both,
             skip no update.
         masked: whether the windows have a mask.
+        eot: id that begins each document, to separate documents; None not to.
 
     Returns:
         A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z,
@@ -225,7 +242,7 @@ def make_train_step(
     def train_step(
         state: TrainState, windows_ABT1: Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
-        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel, masked)
+        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel, masked, eot)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
@@ -267,19 +284,24 @@ def make_train_step(
 
 
 def make_eval_step(
-    graphdef: nnx.GraphDef, parallel: Parallel | None = None, *, masked: bool = False
+    graphdef: nnx.GraphDef,
+    parallel: Parallel | None = None,
+    *,
+    masked: bool = False,
+    eot: int | None = None,
 ) -> Callable[[PyTree, Any], Any]:
     """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32.
 
     Args:
-        graphdef, parallel, masked: as for `make_train_step`.
+        graphdef, parallel, masked, eot: as for `make_train_step`.
     """
 
     def mean_loss(params: PyTree, windows_BT1: Int[Array, "B T1"], reduce) -> Float[Array, ""]:
         model = nnx.merge(graphdef, params)
         if not masked:
-            return reduce(jax.lax.pmean, _mean(model, windows_BT1))
-        total, count = reduce(jax.lax.psum, (_masked_sum(model, windows_BT1), _count(windows_BT1)))
+            return reduce(jax.lax.pmean, _mean(model, windows_BT1, eot))
+        sums = _masked_sum(model, windows_BT1, eot), _count(windows_BT1)
+        total, count = reduce(jax.lax.psum, sums)
         return total * _inverse(count)
 
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
