@@ -320,3 +320,41 @@ def test_wrong_paths_and_files(command, model, tmp_path):
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     code, _, errors = command("--prompt-file", tmp_path / "latin1.txt")
     assert code == 1 and "latin1.txt: expected UTF-8 text" in errors
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--prompt", "abc"], "1 text of 9 tokens: lower --max-new-tokens, free the device"),
+        (
+            ["--prompt", "abc", "hello", "--num-samples", 2],
+            "4 texts of 11 tokens at a time: lower --batch-size or --max-new-tokens",
+        ),
+        (["--prompt", "y" * 20], "1 text of 24 tokens"),
+    ],
+)
+def test_no_memory_for_a_batch(command, monkeypatch, arguments, message):
+    monkeypatch.setattr(generation, "_advance", fails("RESOURCE_EXHAUSTED: Out of memory"))
+    code, shown, errors = command(*arguments, *SIX)
+    assert code == 1 and shown == "" and "Traceback" not in errors
+    assert errors.splitlines()[1].startswith(f"error: the device has no memory for {message}")
+    assert errors.endswith(", or give --device cpu\n") and len(errors.splitlines()) == 2
+
+
+def test_no_memory_for_the_model(command, monkeypatch):
+    monkeypatch.setattr("gptjax.weights.load", fails("RESOURCE_EXHAUSTED: Out of memory"))
+    code, _, errors = command("--prompt", "abc")
+    assert code == 1 and "error: the device has no memory for the model" in errors
+
+
+def test_another_error_of_the_device_keeps_its_traceback(command, monkeypatch):
+    monkeypatch.setattr(generation, "_advance", fails("INTERNAL: an illegal address"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal address"):
+        command("--prompt", "abc", *SIX)
+
+
+def fails(message):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(message)
+
+    return fail

@@ -143,9 +143,10 @@ class Sampler:
         from gptjax.weights import load
 
         precision = None if options.precision is None else Precision(options.precision)
-        self.model, tokenizer = load(
-            options.path, precision=precision, step=options.step, tokenizer=options.tokenizer
-        )
+        with _memory_checked(f"the model {options.path}", "free the device"):
+            self.model, tokenizer = load(
+                options.path, precision=precision, step=options.step, tokenizer=options.tokenizer
+            )
         if tokenizer is None:
             raise SampleError(
                 f"{options.path}: the tokenizer is not known; give --tokenizer gpt2 or "
@@ -182,7 +183,7 @@ class Sampler:
             stopped: asked after each chunk of tokens; True ends the answer.
 
         Raises:
-            SampleError: a prompt is too long; nothing is printed.
+            SampleError: a prompt is too long, and nothing is printed; no memory for a batch.
         """
         encoded = [self.tokens(prompt) for prompt in prompts]
         count = self.options.num_samples
@@ -194,14 +195,27 @@ class Sampler:
             batches[-1] = batches[-1] + [(len(prompts), 0)] * (size - len(batches[-1]))
         for number, batch in enumerate(batches, turn * len(batches)):
             streamed = len(rows) == 1 and not self.options.json
-            completions = self._complete([encoded[p] for p, _ in batch], number, streamed)
-            if streamed:
-                self._stream(completions, stopped)
-            else:
-                chosen = [(prompts[p], p + 1, s + 1) for p, s in batch if p < len(prompts)]
-                self._print_each(chosen, completions, stopped)
+            ids = [encoded[p] for p, _ in batch]
+            with _memory_checked(*self._tried(ids)):
+                completions = self._complete(ids, number, streamed)
+                if streamed:
+                    self._stream(completions, stopped)
+                else:
+                    chosen = [(prompts[p], p + 1, s + 1) for p, s in batch if p < len(prompts)]
+                    self._print_each(chosen, completions, stopped)
             if stopped():
                 return
+
+    def _tried(self, prompts: list[list[int]]) -> tuple[str, str]:
+        """Return the size of a batch, and the options that lower it, in words."""
+        longest = max(map(len, prompts)) + self.options.max_new_tokens
+        positions = min(longest, self.model.config.block_size)
+        if len(prompts) == 1:
+            return f"1 text of {positions} tokens", "lower --max-new-tokens, free the device"
+        return (
+            f"{len(prompts)} texts of {positions} tokens at a time",
+            "lower --batch-size or --max-new-tokens",
+        )
 
     def _complete(self, prompts: list[list[int]], number: int, streamed: bool) -> Iterator[list]:
         """Return an iterator over the completions as they grow; `number` selects the key."""
@@ -265,6 +279,21 @@ class Sampler:
         about = json.dumps(prompt.text[:60], ensure_ascii=False) if prompt.text else "end-of-text"
         header = f"--- prompt {number}, sample {sample}: {about}, stopped by {completion.stopped}"
         print(printable(f"{header}\n{completion.text}"), flush=True)
+
+
+@contextlib.contextmanager
+def _memory_checked(tried: str, advice: str) -> Iterator[None]:
+    """Raise SampleError, with what was tried and what to do, if the device's memory is full."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise SampleError(
+            f"the device has no memory for {tried}: {advice}, or give --device cpu"
+        ) from error
 
 
 def interact(sampler: Sampler) -> None:
