@@ -1,5 +1,6 @@
 """Several processes, each with one CPU device, train as one process with two devices does."""
 
+import itertools
 import json
 import os
 import re
@@ -10,11 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from gptjax import distributed
 from gptjax.config import Config, ConfigError
+from gptjax.training.checkpoint import Checkpoints, DamagedError
 
 # The fixture `words`.
 pytest_plugins = ["train_tools"]
@@ -197,6 +200,51 @@ def test_the_place_comes_from_the_options_or_the_environment(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "x")
     with pytest.raises(distributed.DistributedError, match="JAX_PROCESS_ID must be a number"):
         distributed._place(auto)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(distributed.DistributedError, match="count is 5, but SLURM_STEP_NUM_TASKS"):
+        distributed._place(given)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "5")
+    assert distributed._place(given) == ("other:1", 5, 0)
+
+
+class Store:
+    """JAX's key-value store for process 0 of two."""
+
+    def __init__(self):
+        self.values, self.client = {}, self
+        self.num_processes, self.process_id = 2, 0
+        self.key_value_set = self.values.__setitem__
+
+    def key_value_dir_get(self, folder):
+        return [item for item in self.values.items() if item[0].startswith(folder)]
+
+
+def test_damage_is_skipped_only_if_all_processes_find_it(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", store)
+    monkeypatch.setattr(distributed, "DAMAGE_SECONDS", 0.1)
+    error = DamagedError("4 is damaged")
+    with pytest.raises(distributed.DistributedError, match="4 is damaged. Only process 0 on"):
+        distributed.wait_for_same_damage(4, error)
+    store.values["gptjax/damaged/3/1"] = store.values["gptjax/damaged/4/1"] = ""
+    distributed.wait_for_same_damage(3, error)
+    distributed.wait_for_same_damage(4, error)
+    with pytest.raises(distributed.DistributedError, match="Gloo") as ended:
+        distributed.wait_for_same_damage(4, DamagedError("4 is damaged: Gloo AllGather failed"))
+    assert distributed.ENDED in distributed.explain(ended.value)
+
+
+def test_only_process_0_renames_damaged_checkpoints(tmp_path, monkeypatch):
+    for step in (3, 6):
+        (tmp_path / str(step)).mkdir()
+    store = Store()
+    store.process_id, store.values["gptjax/0/0"] = 1, '["6.damaged"]'
+    monkeypatch.setattr(distributed, "_exchanges", itertools.count())
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", store)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert checkpoints.set_aside(after=3) == ["6.damaged"]
+    assert (tmp_path / "6").is_dir()
 
 
 @pytest.mark.parametrize(

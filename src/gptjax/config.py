@@ -75,6 +75,8 @@ class Config:
     """Number of processes."""
     process_index: NonNegativeInt | None = None
     """Index of this process, from 0."""
+    connect_timeout: PositiveInt = 300
+    """Seconds in which all processes must start."""
     seed: Seed = 0
     """Seed of the initial weights, the order of the data and the samples."""
 
@@ -317,8 +319,8 @@ def _in_words(expected: Any) -> str:
 # change what is learned. `operational` adds those of the model.
 OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
-    "overlap_reduce distributed coordinator process_count process_index max_steps micro_batch "
-    "val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
+    "overlap_reduce distributed coordinator process_count process_index connect_timeout max_steps "
+    "micro_batch val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
     "checkpoint_every keep_last keep_every log_every wandb peak_tflops deterministic "
     "compilation_cache executable_cache".split()
 )

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,14 @@ from gptjax.parallel import over_batch, put, replicated
 from gptjax.training.lock import FILE as LOCK
 from gptjax.training.signals import StopRequest
 
-# Seconds in which all processes must start.
-JOIN_SECONDS = 300
+# Seconds after which a process says that it waits for the others to start.
+_SAY_SECONDS = 10
 # Seconds without a heartbeat after which a process counts as dead.
 HEARTBEAT_SECONDS = 30
 # Seconds that a finished process waits for the others.
 FINISH_SECONDS = 300
+# Seconds in which all processes must find the damage that one of them found in a checkpoint.
+DAMAGE_SECONDS = 20
 # Seconds for which process 0, after an error, serves the message to the others.
 _ERROR_SECONDS = 2
 
@@ -52,8 +55,8 @@ _XLA_FLAGS = {
 }
 # Options that may differ between the processes of a run. The data are compared by content.
 PER_PROCESS = frozenset(
-    "distributed coordinator process_count process_index data_dir dataset compilation_cache "
-    "executable_cache".split()
+    "distributed coordinator process_count process_index connect_timeout data_dir dataset "
+    "compilation_cache executable_cache".split()
 )
 _PREFIX, _ERRORS = "gptjax/", "gptjax/error/"
 
@@ -93,35 +96,44 @@ def _connect(config: Config) -> None:
         # Executables that run at the same time could run their collectives in different orders.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     address, count, index = _place(config)
+    seconds, given = config.connect_timeout, None not in (address, count, index)
+    me = f"process {index} of {count} with the coordinator {address}" if given else "this process"
     _end_with_a_message(
-        f"the processes of this run did not connect within {JOIN_SECONDS} s; the lines above have "
-        "the reason. Start all processes at the same time, with the same --process-count N, the "
+        f"the processes of this run did not connect within {seconds} s (--connect-timeout). This "
+        f"is {me}. Start all processes at the same time, with the same --process-count N, the "
         "indices 0 to N - 1, each once, and as --coordinator the host of process 0 and a free "
         "port that every host can reach"
     )
+    text = f"{me} waits for the others, at most {seconds} s"
+    # JAX does not tell which processes have connected. Their lines show a wrong count or address.
+    waiting = threading.Timer(_SAY_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
     try:
         jax.distributed.initialize(
             address,
             count,
             index,
-            initialization_timeout=JOIN_SECONDS,
+            initialization_timeout=seconds,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=FINISH_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         raise DistributedError(f"JAX cannot connect the processes: {error}") from error
+    finally:
+        waiting.cancel()
     _end_with_a_message(ENDED)
     if _has_all_gpus():
         jax.config.update("jax_cuda_visible_devices", "all")
-    _check_count()
+    _check_count(seconds)
 
 
-def _check_count() -> None:
+def _check_count(seconds: int) -> None:
     """Refuse a process that expects another number of processes: it would wait for them."""
     state, key = jax_distributed.global_state, f"{_PREFIX}count"
     if state.process_id == 0:
         state.client.key_value_set(key, str(state.num_processes))
-    first = state.client.blocking_key_value_get(key, JOIN_SECONDS * 1000)
+    first = state.client.blocking_key_value_get(key, seconds * 1000)
     if int(first) != state.num_processes:
         raise DistributedError(
             f"process {state.process_id} was started with a process count of "
@@ -169,6 +181,13 @@ def _place(config: Config) -> tuple[str | None, int | None, int | None]:
         raise DistributedError(
             f"the process index must be below the process count {count}, got {index}"
         )
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        started = environment(name) or 1  # 1: the tasks are started one by one
+        if count is not None and started not in (1, count):
+            raise DistributedError(
+                f"the process count is {count}, but {name} is {started}: leave out --process-count "
+                "and JAX_NUM_PROCESSES, or give the number of processes that are started"
+            )
     return address, count, index
 
 
@@ -227,6 +246,32 @@ def exchange(value: Any) -> list[Any]:
         found = dict(state.client.key_value_dir_get(folder))
         if len(found) == state.num_processes:
             return [json.loads(found[f"{folder}{i}"]) for i in range(state.num_processes)]
+        time.sleep(0.05)
+
+
+def wait_for_same_damage(step: int, error: Exception) -> None:
+    """Return when all processes have called this function for a step.
+
+    A process that finds a checkpoint damaged may read an older one only if all do: a process that
+    can read it waits for the others in Orbax or in a collective, and cannot be told.
+
+    Raises:
+        DistributedError: another process has not called it within 20 s, or the error is that it
+            ended.
+    """
+    if not is_initialized():
+        return
+    if _is_of_lost_peer(error):
+        raise DistributedError(str(error))
+    state, key = jax_distributed.global_state, f"{_PREFIX}damaged/{step}/"
+    state.client.key_value_set(f"{key}{state.process_id}", "")
+    end = time.monotonic() + DAMAGE_SECONDS
+    while len(state.client.key_value_dir_get(key)) < state.num_processes:
+        if time.monotonic() > end:
+            raise DistributedError(
+                f"{error}. Only process {state.process_id} on {_host()} found this: compare the "
+                "folder on all hosts, or move it away to resume from an older checkpoint"
+            )
         time.sleep(0.05)
 
 
@@ -372,9 +417,13 @@ def report(message: str) -> None:
 
 def explain(error: BaseException) -> str:
     """Return the text of an error for the user; `ENDED` if a collective failed."""
-    chain = (error, error.__cause__, error.__context__)
-    lost = is_initialized() and any(name in str(e) for e in chain for name in ("Gloo", "NCCL"))
+    lost = is_initialized() and _is_of_lost_peer(error)
     return f"{ENDED}. {type(error).__name__}: {error}"[:1000] if lost else str(error)
+
+
+def _is_of_lost_peer(error: BaseException) -> bool:
+    chain = (error, error.__cause__, error.__context__)
+    return any(name in str(e) for e in chain for name in ("Gloo", "NCCL"))
 
 
 def end_at_once(error: Exception) -> None:

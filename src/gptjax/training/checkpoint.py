@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 import gptjax
+from gptjax import distributed
 from gptjax.weights.checkpoint_files import (
     FORMAT,
     checksum,
@@ -193,15 +195,17 @@ class Checkpoints:
 
         Raises:
             DamagedError: no checkpoint can be read, or the newest one without `fall_back`.
+            DistributedError: a checkpoint is damaged for some processes of the run only.
         """
         damaged: list[str] = []
         for step in self.steps():
             try:
                 return step, read(step), damaged
             except DamagedError as error:
-                damaged.append(str(error))
                 if not fall_back:
                     raise
+                distributed.wait_for_same_damage(step, error)
+                damaged.append(str(error))
         if damaged:
             raise DamagedError(
                 "\n".join(
@@ -213,10 +217,16 @@ class Checkpoints:
     def set_aside(self, after: int) -> list[str]:
         """Rename the checkpoints after a step to STEP.damaged and return the new names.
 
-        The run can then save these steps again.
+        The run can then save these steps again. All processes of a run call it; the first renames.
         """
+        steps = [step for step in self.steps() if step > after]
+        names = distributed.exchange(self._rename(steps) if jax.process_index() == 0 else [])[0]
+        self._manager.reload()
+        return names
+
+    def _rename(self, steps: list[int]) -> list[str]:
         names = []
-        for step in (step for step in self.steps() if step > after):
+        for step in steps:
             target = self.folder / f"{step}.damaged"
             for number in range(2, 1000):
                 if not target.exists():
@@ -224,7 +234,6 @@ class Checkpoints:
                 target = self.folder / f"{step}.damaged{number}"
             (self.folder / str(step)).rename(target)
             names.append(target.name)
-        self._manager.reload()
         return names
 
     def _saved_arrays(self, step: int, meta: dict[str, Any]) -> dict[str, str]:
