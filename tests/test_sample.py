@@ -152,6 +152,14 @@ def test_the_begin_of_a_stop_text_is_held_back():
     assert texts == ["a"] * 6 + ["a\nUser"] * 4
 
 
+def test_the_device_computes_the_next_chunk_while_one_is_used(model, monkeypatch):
+    started, advance = [], generation._advance
+    call = lambda *args, **options: started.append(1) or advance(*args, **options)
+    monkeypatch.setattr(generation, "_advance", call)
+    how = {"max_new_tokens": 6, "steps": 2, "key": KEY}
+    assert [len(started) for _ in token_chunks(model, np.array([[1, 2]]), **how)] == [1, 2, 3, 3]
+
+
 # ------------------------------------------------------------------------------------- the command
 def test_one_prompt_is_streamed(command, model, monkeypatch):
     (ids,) = drawn(model, [b"hello"], 6)
