@@ -36,6 +36,10 @@ log2(hosts), and once more by two for all-reduce.
 With --collectives, the constants inside a host are the fits of a result of collectives.py; for more
 GPUs than it measured, the latency and the bus bandwidth of its largest number. Without it they are
 assumptions, like those of the network always are.
+
+Computation on several GPUs takes longer than on one: the slowest GPU determines the step, and
+gradients are copied for the collectives. With --collectives, the slowdown is that of a measured
+step of two GPUs without overlap, minus its collectives; without it, none.
 """
 
 import collections
@@ -60,6 +64,8 @@ from gptjax.precision import Precision
 
 STEPS = Path(__file__).parents[1] / "results" / "step"
 COPY_RATE = Path(__file__).parents[1] / "results" / "kernels" / "norm.json"
+# Rows of one GPU, and of two GPUs without overlap.
+WITHOUT_OVERLAP = "devices_bf16_64_overlap.json"
 PER_HOST = 8
 DEVICES = (2, 4, 8, 64, 512)
 STRATEGIES = ("data", "zero1", "fsdp")
@@ -111,7 +117,14 @@ class Case:
 CASES = (
     Case("gpt2", 64, ("devices_bf16_64.json",)),
     Case("gpt2", 4, ("devices_bf16_4.json",)),
-    Case("gpt2-xl", 32, ("gpt2_xl_24.json", "gpt2_xl_36.json")),
+    Case(
+        "gpt2-xl",
+        32,
+        (
+            *("gpt2_xl_24.json", "gpt2_xl_36.json"),
+            *("devices_gpt2_xl_32_zero1_torch.json", "devices_gpt2_xl_32_fsdp.json"),
+        ),
+    ),
 )
 
 
@@ -130,10 +143,15 @@ class Constants:
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Constants of the collectives in a host, by kind, dtype and number of devices, and of the
-    network."""
+    network.
+
+    Attributes:
+        slowdown: time of the computation on several GPUs divided by that on one, minus 1.
+    """
 
     in_host: dict[tuple[str, str, int], Constants]
     network: Constants
+    slowdown: float = 0.0
 
     def seconds(self, kind: str, dtype: str, size: float, devices: int) -> float:
         """Return the time of a collective; `size` is in bytes as in NCCL's tests."""
@@ -178,7 +196,21 @@ def cluster(options: Options) -> Cluster:
     }
     if missing := [kind for kind in kinds if kind not in {key[:2] for key in in_host}]:
         raise BenchError(f"{options.collectives}: no bandwidth of {' in '.join(missing[0])}")
-    return Cluster(in_host, network)
+    return Cluster(in_host, network, measured_slowdown(Cluster(in_host, network)))
+
+
+def measured_slowdown(links: Cluster) -> float:
+    """Return the slowdown of `WITHOUT_OVERLAP`, in which all collectives are exposed."""
+    rows = [row for row in measured_rows(WITHOUT_OVERLAP) if row.get("reduce_dtype") != "bf16"]
+    [one] = [row for row in rows if row["devices"] == 1]
+    [two] = [row for row in rows if not row.get("overlap_reduce", True)]
+    params = arrays(dataclasses.replace(PRESETS[one["model"]], precision=Precision("bf16")))
+    sums = traffic(params, two["parallel"], two["devices"], two["reduce_dtype"])
+    communication = sum(
+        links.seconds(kind, dtype, size, two["devices"])
+        for (_, kind, dtype, _), size in sums.items()
+    )
+    return (two["ms"] - 1e3 * communication) / one["ms"] - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +304,10 @@ def predict(
         row["calls"] += 1
         row["bytes"] += size
         row["ms"] += 1e3 * taken
-    hidden = windows(config, one_gpu, optimizer)
+    slower = 1 + links.slowdown * (devices > 1)
+    hidden = windows(config, one_gpu * slower, optimizer * slower)
     exposed = sum(max(0.0, seconds[phase] - hidden[phase]) for phase in PHASES)
-    compute = one_gpu - optimizer * shards / total * (1 - 1 / devices)
+    compute = slower * (one_gpu - optimizer * shards / total * (1 - 1 / devices))
     communication = sum(seconds.values())
     return {
         "devices": devices,
@@ -428,6 +461,7 @@ def predictions(options: Options) -> dict:
         sources=sources,
         collectives=None if options.collectives is None else options.collectives.name,
         assumptions=assumptions(options),
+        slowdown=links.slowdown,
         most_devices=MOST_DEVICES,
         compared=compared,
         limits=limited,
