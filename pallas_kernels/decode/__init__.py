@@ -82,17 +82,24 @@ class DecoderCache:
 
     Attributes:
         k_LBSHD, v_LBSHD: those at positions from a sequence's length on may have any finite value.
-        counter_2: counters of the grid barrier, int32, zero between launches.
+        exchange: int32; activations between the programs of the kernel for one sequence, then the
+            number of programs that have ended. Not used for several sequences.
     """
 
     k_LBSHD: PyTree
     v_LBSHD: PyTree
-    counter_2: PyTree
+    exchange: PyTree
 
     @staticmethod
     def of(k_LBSHD: Array, v_LBSHD: Array) -> "DecoderCache":
         """Return a cache of these keys and values."""
-        return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((2,), jnp.int32))
+        blocks, b, _, heads, head_dim = k_LBSHD.shape
+        if b > 1:
+            return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((1,), jnp.int32))
+        # Of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden. Then x.
+        half = blocks * (13 * heads * head_dim + 4 * heads) + heads * head_dim
+        exchange = jnp.full((2 * half + 1,), -1, jnp.int32).at[-1].set(0)
+        return DecoderCache(k_LBSHD, v_LBSHD, exchange)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +184,7 @@ def decode_step(
     if backend == "triton":
         from pallas_kernels.decode import triton
 
-        logits_BV, k_LBSHD, v_LBSHD, counter_2 = triton.decode_step(
+        logits_BV, *new = triton.decode_step(
             weights,
             cache,
             token_B,
@@ -187,7 +194,7 @@ def decode_step(
             out_dtype=residual_dtype,
             programs=programs(),
         )
-        return logits_BV, DecoderCache(k_LBSHD, v_LBSHD, counter_2)
+        return logits_BV, DecoderCache(*new)
     if backend == "reference":
         exact = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
         how = {"eps": eps, "residual_dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
@@ -245,7 +252,7 @@ def _in_jax(weights, cache, token_B, length_B, *, eps, residual_dtype, precision
     stacked = dataclasses.replace(w, **dict.fromkeys(shared))
     x_BC, (k_LBSHD, v_LBSHD) = jax.lax.scan(block, x_BC, (stacked, cache.k_LBSHD, cache.v_LBSHD))
     logits_BV = matmul(norm(x_BC, w.ln_f_scale_C, w.ln_f_bias_C), w.head_VC).astype(dtype)
-    return logits_BV, DecoderCache(k_LBSHD, v_LBSHD, cache.counter_2)
+    return logits_BV, DecoderCache(k_LBSHD, v_LBSHD, cache.exchange)
 
 
 def _attend(q_BHD, k_BSHD, v_BSHD, position_B, precision):

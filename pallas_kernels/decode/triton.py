@@ -1,7 +1,7 @@
 """Launches of the decoding kernels, with their tiles.
 
-One launch computes all blocks of one token per sequence. Its grid is one program on each SM: all
-are resident at once, as the grid barrier needs.
+One sequence: one launch computes all blocks of a token. Its grid is one program on each SM: all
+are resident at once, as the exchange between them needs. Several sequences: 7 launches a block.
 """
 
 import dataclasses
@@ -11,163 +11,233 @@ import jax.numpy as jnp
 import triton
 
 from pallas_kernels import _triton
-from pallas_kernels.decode.triton_batch import decode_batch_kernel
+from pallas_kernels.decode import triton_many
+from pallas_kernels.decode.triton_grid import WARPS
 from pallas_kernels.decode.triton_one import decode_one_kernel
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tile sizes and warps of a launch. The BN_ are columns of a tile of weights."""
+class One:
+    """Tile sizes for one sequence."""
 
-    warps: int = 8
-    BN_QKV: int = 32
-    BN_PROJ: int = 128
-    BN_FC: int = 32
-    BN_OUT: int = 8
-    BN_HEAD: int = 32
+    R: int = 8
+    """Rows of a tile of weights: one for each warp."""
+    R_HEAD: int = 32
     KEYS: int = 128
+    """Keys of a tile of attention to a part of the keys."""
+    ELEMENTS: int = 128
+    """16-bit weights of a thread that are loaded at once, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """Tile sizes and warps of a matmul of several sequences."""
+
+    BN: int = 32
+    BK: int = 128
+    parts: int = 1
+    """Parts of the sum over K."""
+    stages: int = 4
+    warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Many:
+    """Tile sizes for several sequences."""
+
+    qkv: Matmul = Matmul()
+    proj: Matmul = Matmul(parts=2)
+    fc: Matmul = Matmul()
+    out: Matmul = Matmul(parts=4)
+    head: Matmul = Matmul(BN=128, BK=64)
+    KEYS: int = 32
     """Keys of a tile of attention."""
-    HEAD_STAGES: int = 3
-    """Tiles of the head in flight; 0: two tiles in registers, one sequence only."""
-    CHUNK: int = 256
-    """Channels of a tile of weights, at most."""
-    CHUNK_F: int = 1024
-    """Channels of a tile of the second matmul of the MLP, at most."""
-    CHUNK_HEAD: int = 64
-    """Channels of a tile of the head, at most; several sequences only."""
-    G: int = 2
-    """Heads of one attention item; several sequences only."""
-    PROJ_PARTS: int = 2
-    """Parts of the sum of the output projection; several sequences only."""
-    OUT_PARTS: int = 4
-    """Parts of the sum of the second matmul of the MLP; several sequences only."""
-    AHEAD_BYTES: int = 0
-    """Keys and values of a block to prefetch, at most; several sequences only."""
+    attention_warps: int = 4
+    norm_warps: int = 4
+    ahead_lines: int = 1024
+    """Cache lines of the next matmul's weights that each program of a LayerNorm requests for the L2
+    cache, at most; 0 or a power of two."""
 
 
-ONE = Tiles(KEYS=32, HEAD_STAGES=0)
-BATCH = Tiles(BN_PROJ=16, BN_OUT=32, BN_HEAD=128, HEAD_STAGES=4, KEYS=64, CHUNK=128)
-FP32 = dataclasses.replace(BATCH, BN_HEAD=32, HEAD_STAGES=2, CHUNK=64)
+LINE_BYTES = 128
+SMALL = Matmul(BK=32, stages=2)
+FP32 = Many(
+    SMALL, dataclasses.replace(SMALL, parts=2), SMALL, dataclasses.replace(SMALL, parts=4), SMALL
+)
 
 
 def decode_step(weights, cache, token_B, length_B, *, heads, eps, out_dtype, programs, tiles=None):
-    """Return (logits (B, V), k, v, counter) after one token of each sequence.
+    """Return (logits (B, V), k, v, exchange) after one token of each sequence.
 
     Args:
         out_dtype: dtype of the residual stream.
         programs: SMs of the device; 1 in Triton's interpreter, which runs programs in turn.
+        tiles: One or Many. None: those for the number of sequences and the dtype.
     """
-    b = token_B.shape[0]
-    tiles = tiles or (ONE if b == 1 else FP32 if weights.head_VC.dtype == jnp.float32 else BATCH)
-    launch = _one if b == 1 else _batch
+    launch = _one if token_B.shape[0] == 1 else _many
     return launch(weights, cache, token_B, length_B, heads, eps, out_dtype, programs, tiles)
 
 
-def _arrays(weights, cache, token_B, length_B):
-    w = weights
+def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles):
+    w, tiles = weights, tiles or One()
+    blocks, _, length, _, _ = cache.k_LBSHD.shape
+    vocab_size, c = w.head_VC.shape
+    dtype = w.head_VC.dtype
+    chunk, chunk_f = _chunk(c, 256), _chunk(4 * c, 256)
+
+    def elements(k, chunk):
+        """Return the weights of a thread in a row of k columns on each warp, in 16 bits."""
+        return triton.next_power_of_2(k // chunk) * chunk * dtype.itemsize // 64
+
     arrays = [token_B, length_B, w.wte_VC, w.wpe_SC, w.ln_1_scale_LC, w.ln_1_bias_LC]
     arrays += [w.qkv_LNC, w.qkv_bias_LN, w.proj_LCC, w.proj_bias_LC, w.ln_2_scale_LC]
     arrays += [w.ln_2_bias_LC, w.fc_LFC, w.fc_bias_LF, w.out_LCF, w.out_bias_LC]
     arrays += [w.ln_f_scale_C, w.ln_f_bias_C, w.head_VC]
     first = len(arrays)
-    arrays += [cache.k_LBSHD, cache.v_LBSHD, cache.counter_2]
-    return arrays, tuple(range(first, first + 3))
-
-
-def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles):
-    blocks, _, length, _, d = cache.k_LBSHD.shape
-    vocab_size, c = weights.head_VC.shape
-    dtype = weights.head_VC.dtype
-    parts = max(1, programs // heads)
-    arrays, in_place = _arrays(weights, cache, token_B, length_B)
-    *cached, logits_BV, _, _, _, _, _ = _triton.call(
+    *cached, logits_BV = _triton.call(
         decode_one_kernel,
         *arrays,
-        out=[
-            jax.ShapeDtypeStruct((1, vocab_size), dtype),
-            jax.ShapeDtypeStruct((c,), residual),
-            jax.ShapeDtypeStruct((c,), residual),
-            jax.ShapeDtypeStruct((c,), dtype),
-            jax.ShapeDtypeStruct((heads, c), jnp.float32),
-            jax.ShapeDtypeStruct((4 * c,), dtype),
-        ],
+        cache.k_LBSHD,
+        cache.v_LBSHD,
+        cache.exchange,
+        out=[jax.ShapeDtypeStruct((1, vocab_size), dtype)],
         grid=(programs,),
-        in_place=in_place,
-        num_warps=tiles.warps,
+        in_place=tuple(range(first, first + 3)),
+        num_warps=WARPS,
         L=blocks,
         C=c,
         H=heads,
-        HP=triton.next_power_of_2(heads),
         V=vocab_size,
         S=length,
         EPS=eps,
         PROGRAMS=programs,
-        PARTS=parts,
-        BN_QKV=tiles.BN_QKV,
-        # One tile: the attention of a head is computed once.
-        BN_PROJ=triton.next_power_of_2(triton.cdiv(c, parts)),
-        BN_FC=tiles.BN_FC,
-        BN_OUT=tiles.BN_OUT,
-        BN_HEAD=tiles.BN_HEAD,
-        CK=_chunk(c, tiles.CHUNK),
-        CK_F=_chunk(4 * c, tiles.CHUNK_F),
-        KEYS=tiles.KEYS,
-        HEAD_STAGES=tiles.HEAD_STAGES,
+        FP32_RESIDUAL=residual == jnp.float32,
+        HALF=cache.exchange.shape[0] // 2,
+        R=tiles.R,
+        R_OUT=min(tiles.R, _power_of_two_below(WARPS * tiles.ELEMENTS // elements(4 * c, chunk_f))),
+        R_HEAD=min(tiles.R_HEAD, _power_of_two_below(WARPS * tiles.ELEMENTS // elements(c, chunk))),
+        TILES=max(1, min(3, tiles.ELEMENTS * WARPS // (elements(c, chunk) * tiles.R))),
+        CK=chunk,
+        CK_F=chunk_f,
+        KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
     )
     return logits_BV, *cached
 
 
-def _batch(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles):
+def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles):
+    w = weights
+    dtype = w.head_VC.dtype
+    tiles = tiles or (FP32 if dtype == jnp.float32 else Many())
     blocks, b, length, _, d = cache.k_LBSHD.shape
-    vocab_size, c = weights.head_VC.shape
-    dtype = weights.head_VC.dtype
-    proj_parts, out_parts = min(tiles.PROJ_PARTS, programs), min(tiles.OUT_PARTS, programs)
-    arrays, in_place = _arrays(weights, cache, token_B, length_B)
-    *cached, logits_BV, _, _, _, _, _, _, _ = _triton.call(
-        decode_batch_kernel,
-        *arrays,
-        out=[
-            jax.ShapeDtypeStruct((b, vocab_size), dtype),
-            jax.ShapeDtypeStruct((b, c), residual),
-            jax.ShapeDtypeStruct((b, c), dtype),
-            jax.ShapeDtypeStruct((b, c), dtype),
-            jax.ShapeDtypeStruct((b, c), dtype),
-            jax.ShapeDtypeStruct((proj_parts, b, c), jnp.float32),
-            jax.ShapeDtypeStruct((b, 4 * c), dtype),
-            jax.ShapeDtypeStruct((out_parts, b, c), jnp.float32),
-        ],
-        grid=(programs,),
-        in_place=in_place,
-        num_warps=tiles.warps,
-        L=blocks,
-        B=b,
-        M=max(16, triton.next_power_of_2(b)),
-        C=c,
-        CP=triton.next_power_of_2(c),
-        H=heads,
+    vocab_size, c = w.head_VC.shape
+    row = {"C": c, "CP": triton.next_power_of_2(c), "EPS": eps}
+    stream = [jax.ShapeDtypeStruct((b, c), residual), jax.ShapeDtypeStruct((b, c), dtype)]
+
+    def matmul(x_BK, w_LNK, layer, tile, bias_LN=None, gelu=False):
+        n, k = w_LNK.shape[-2:]
+        parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
+        split = parts > 1 or (bias_LN is None and n == c)
+        shape, out_dtype = ((parts, b, n), jnp.float32) if split else ((b, n), dtype)
+        (y,) = _triton.call(
+            triton_many.decode_matmul_kernel,
+            x_BK,
+            w_LNK,
+            w_LNK if bias_LN is None else bias_LN,
+            layer,
+            out=[jax.ShapeDtypeStruct(shape, out_dtype)],
+            grid=(triton.cdiv(n, tile.BN), parts),
+            num_warps=tile.warps,
+            B=b,
+            M=max(16, triton.next_power_of_2(b)),
+            N=n,
+            K=k,
+            P=parts,
+            BN=tile.BN,
+            BK=_chunk(k // parts, tile.BK),
+            STAGES=tile.stages,
+            HAS_BIAS=bias_LN is not None,
+            GELU=gelu,
+        )
+        return y
+
+    def add_and_norm(x_BC, parts_PBC, part_bias_LC, layer, scale, bias, norm_layer, next_LNK):
+        size = next_LNK.shape[-1] * next_LNK.shape[-2]
+        lines = triton.next_power_of_2(triton.cdiv(size * dtype.itemsize, LINE_BYTES * b))
+        return _triton.call(
+            triton_many.decode_norm_kernel,
+            x_BC,
+            parts_PBC,
+            part_bias_LC,
+            scale,
+            bias,
+            next_LNK,
+            layer,
+            norm_layer,
+            out=stream,
+            grid=(b,),
+            num_warps=tiles.norm_warps,
+            B=b,
+            P=parts_PBC.shape[0],
+            STRIDE=size,
+            AHEAD_LINES=min(lines, tiles.ahead_lines) if programs > 1 else 0,
+            **row,
+        )
+
+    x_BC, y_BC = _triton.call(
+        triton_many.decode_embed_kernel,
+        token_B,
+        length_B,
+        w.wte_VC,
+        w.wpe_SC,
+        w.ln_1_scale_LC,
+        w.ln_1_bias_LC,
+        out=stream,
+        grid=(b,),
+        num_warps=tiles.norm_warps,
         V=vocab_size,
         S=length,
-        EPS=eps,
-        PROGRAMS=programs,
-        G=tiles.G if heads % tiles.G == 0 else 1,
-        PROJ_PARTS=proj_parts,
-        OUT_PARTS=out_parts,
-        BN_QKV=tiles.BN_QKV,
-        BN_PROJ=tiles.BN_PROJ,
-        BN_FC=tiles.BN_FC,
-        BN_OUT=tiles.BN_OUT,
-        BN_HEAD=tiles.BN_HEAD,
-        CK=_chunk(c, tiles.CHUNK),
-        CK_PROJ=_chunk(c // proj_parts, tiles.CHUNK),
-        CK_OUT=_chunk(4 * c // out_parts, tiles.CHUNK),
-        CK_HEAD=_chunk(c, tiles.CHUNK_HEAD),
-        KEYS=tiles.KEYS,
-        HEAD_STAGES=tiles.HEAD_STAGES,
-        AHEAD=min(length, tiles.AHEAD_BYTES // (2 * b * c * dtype.itemsize)),
+        **row,
     )
-    return logits_BV, *cached
+    k_LBSHD, v_LBSHD = cache.k_LBSHD, cache.v_LBSHD
+    for layer in range(blocks):
+        qkv_BN = matmul(y_BC, w.qkv_LNC, layer, tiles.qkv, w.qkv_bias_LN)
+        k_LBSHD, v_LBSHD, attended_BC = _triton.call(
+            triton_many.decode_attention_kernel,
+            qkv_BN,
+            length_B,
+            k_LBSHD,
+            v_LBSHD,
+            layer,
+            out=[stream[1]],
+            grid=(heads, b),
+            in_place=(2, 3),
+            num_warps=tiles.attention_warps,
+            B=b,
+            H=heads,
+            D=d,
+            S=length,
+            KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
+        )
+        proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
+        x_BC, y_BC = add_and_norm(
+            x_BC, proj_PBC, w.proj_bias_LC, layer, w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC
+        )
+        hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
+        out_PBC = matmul(hidden_BF, w.out_LCF, layer, tiles.out)
+        if layer + 1 < blocks:
+            norm = (w.ln_1_scale_LC, w.ln_1_bias_LC, layer + 1, w.qkv_LNC)
+        else:
+            norm = (w.ln_f_scale_C, w.ln_f_bias_C, 0, w.head_VC)
+        x_BC, y_BC = add_and_norm(x_BC, out_PBC, w.out_bias_LC, layer, *norm)
+    logits_BV = matmul(y_BC, w.head_VC, 0, tiles.head)
+    return logits_BV, k_LBSHD, v_LBSHD, cache.exchange
 
 
 def _chunk(k: int, most: int) -> int:
     """Return the largest power of two that divides k, at most `most`."""
     return min(k & -k, most)
+
+
+def _power_of_two_below(n: int) -> int:
+    """Return the greatest power of two that is at most n, at least 1."""
+    return 1 << max(n, 1).bit_length() - 1

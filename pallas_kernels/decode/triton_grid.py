@@ -1,11 +1,15 @@
-"""Device functions that the decoding kernels share: grid barrier, weight tiles, norm, attention.
+"""Device functions of the kernel for one sequence: exchange, weight tiles, norm, attention.
 
-A kernel has one program on each SM. The phases of a token are separated by a barrier of all
-programs. Activations go from one phase to the next through global memory: they are loaded with
-cache modifier ".cg", because the L1 caches of the SMs are not coherent.
+The kernel has one program on each SM. A program stores its part of an activation in the exchange,
+an int32 array in global memory, and every program that needs the activation polls all its values
+until none is `ABSENT`. A value is its own flag: no fence, counter or barrier of all programs.
 
-A program loads its weights between `arrive` and `wait`: they depend on no activation, so their
-latency overlaps with that of the barrier.
+The exchange holds fp32 bit patterns. It has two halves: a launch uses one and clears the other one
+for the next launch, and each slot is written once in a launch. `ABSENT` is a NaN that no arithmetic
+instruction of NVIDIA's GPUs results in: theirs is 0x7fffffff.
+
+A program loads the weights of a phase before it polls: they depend on no activation, so their
+latency overlaps with that of the exchange.
 """
 
 import triton
@@ -14,27 +18,68 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # Below every score and above −∞: −∞ − LOWEST is −∞, and no lane computes ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+ABSENT = tl.constexpr(-1)
+WARPS = 8
+THREADS = tl.constexpr(32 * WARPS)
 
 
-# ----------------------------------------------------------------------------------------- barrier
+# ---------------------------------------------------------------------------------------- exchange
+
+
+def _polling(pointers: int) -> str:
+    """Return PTX that loads 16 bytes from each pointer that is not 0, until all are present.
+
+    Operands: word 0 of each pointer, word 1 of each pointer, …, the pointers.
+    """
+    words = [[f"${word * pointers + i}" for word in range(4)] for i in range(pointers)]
+    lines = ["{", f".reg .pred %again, %active<{pointers}>;"]
+    for i in range(pointers):
+        lines += [f"mov.b32 {word}, 0;" for word in words[i]]
+        lines += [f"setp.ne.u64 %active{i}, ${4 * pointers + i}, 0;"]
+    lines += ["SPIN:"]
+    for i in range(pointers):
+        target = f"{{{', '.join(words[i])}}}"
+        lines += [f"@%active{i} ld.relaxed.gpu.global.v4.b32 {target}, [${4 * pointers + i}];"]
+    first, *others = [word for row in words for word in row]
+    lines += [f"setp.eq.s32 %again, {first}, -1;"]
+    lines += [f"setp.eq.or.s32 %again, {word}, -1, %again;" for word in others]
+    return "\n".join([*lines, "@%again bra SPIN;", "}"])
+
+
+def _constraints(pointers: int) -> str:
+    return ",".join(["=&r"] * 4 * pointers + ["l"] * pointers)
+
+
+POLL_1, POLL_1_OPERANDS = tl.constexpr(_polling(1)), tl.constexpr(_constraints(1))
+POLL_2, POLL_2_OPERANDS = tl.constexpr(_polling(2)), tl.constexpr(_constraints(2))
+POLL_3, POLL_3_OPERANDS = tl.constexpr(_polling(3)), tl.constexpr(_constraints(3))
+POLL_4, POLL_4_OPERANDS = tl.constexpr(_polling(4)), tl.constexpr(_constraints(4))
+POLL_5, POLL_5_OPERANDS = tl.constexpr(_polling(5)), tl.constexpr(_constraints(5))
+INT_4 = tl.constexpr((tl.int32,) * 4)
+INT_12 = tl.constexpr((tl.int32,) * 12)
+INT_20 = tl.constexpr((tl.int32,) * 20)
 
 
 @triton.jit
-def arrive(counter_ptr, PROGRAMS: tl.constexpr):
-    """Publish what this program has stored. With one program, synchronise its threads only."""
-    tl.debug_barrier()
-    if PROGRAMS > 1:
+def send(ptr, value, mask, PROGRAMS: tl.constexpr):
+    """Store fp32 values in the exchange.
+
+    In assembly, since `tl.store` would move the values to other threads first. Threads that hold
+    the same value all store it.
+    """
+    bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+    if PROGRAMS == 1:
+        tl.store(ptr, bits, mask=mask)
+    else:
         tl.inline_asm_elementwise(
             """{
-            .reg .pred %first;
-            .reg .u32 %thread;
-            mov.u32 %thread, %tid.x;
-            setp.eq.u32 %first, %thread, 0;
-            @%first red.release.gpu.global.add.u32 [$1], 1;
-            mov.u32 $0, 0;
+            .reg .pred %active;
+            setp.ne.u64 %active, $1, 0;
+            @%active st.relaxed.gpu.global.b32 [$1], $2;
+            mov.b32 $0, 0;
             }""",
-            "=r,l",
-            [counter_ptr],
+            "=&r,l,r",
+            [address(ptr, mask), bits],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -42,40 +87,155 @@ def arrive(counter_ptr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def wait(counter_ptr, target, PROGRAMS: tl.constexpr):
-    """Wait until the programs have arrived `target` times in all. One thread polls."""
-    if PROGRAMS > 1:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred %again;
-            .reg .u32 %value;
-            mov.u32 $0, 0;
-            mov.u32 %value, %tid.x;
-            setp.ne.u32 %again, %value, 0;
-            @%again bra DONE;
-            SPIN: ld.acquire.gpu.global.u32 %value, [$1];
-            setp.lt.u32 %again, %value, $2;
-            @%again bra SPIN;
-            DONE:
-            }""",
-            "=r,l,r",
-            [counter_ptr, target],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    tl.debug_barrier()
+def own(ptr, mask):
+    """Load values that this program has sent."""
+    value = tl.load(ptr, mask=mask, other=0, cache_modifier=".cg")
+    return value.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def reset(counter_ptr, PROGRAMS: tl.constexpr):
-    """Zero both counters for the next launch. The last program does: no other one waits then."""
-    if PROGRAMS > 1:
-        tl.debug_barrier()
-        before = tl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu")
-        if before == PROGRAMS - 1:
-            tl.store(counter_ptr, 0)
-            tl.store(counter_ptr + 1, 0)
+def address(ptr, mask):
+    """Return pointers as integers, 0 where not in the mask."""
+    return tl.where(mask, ptr.to(tl.int64), 0)
+
+
+@triton.jit
+def load_words(ptr, mask):
+    """Load 4 neighbouring values of each pointer: 4 tensors of the pointers' shape.
+
+    Long vectors are kept in this form, as words 0, 1, 2 and 3 of their chunks of 4 values.
+    """
+    words = ()
+    for word in tl.static_range(4):
+        words = words + (tl.load(ptr + word, mask=mask, other=0),)
+    return words
+
+
+@triton.jit
+def load_vector(ptr, K: tl.constexpr, KP: tl.constexpr):
+    """Return K parameters as words (KP / 4,) in fp32, with zeros out of bounds."""
+    chunk = tl.arange(0, KP // 4)
+    return to_float(load_words(ptr + 4 * chunk, chunk < K // 4))
+
+
+@triton.jit
+def to_float(words):
+    return tuple4(words[0], words[1], words[2], words[3], tl.float32, False)
+
+
+@triton.jit
+def tuple4(a, b, c, d, DTYPE: tl.constexpr, BITS: tl.constexpr):
+    """Return words in another dtype, with the same bits if BITS."""
+    return (
+        a.to(DTYPE, bitcast=BITS),
+        b.to(DTYPE, bitcast=BITS),
+        c.to(DTYPE, bitcast=BITS),
+        d.to(DTYPE, bitcast=BITS),
+    )
+
+
+@triton.jit
+def join(a, b, c, d):
+    """Return words (N,) as one vector (4·N,): a[0], b[0], c[0], d[0], a[1], …"""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (4 * a.shape[0],))
+
+
+@triton.jit
+def receive(ptr, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Wait for K values; return them as words (KP / 4,), with zeros out of bounds."""
+    chunk = tl.arange(0, KP // 4)
+    chunk_ptr, inside = ptr + 4 * chunk, chunk < K // 4
+    if PROGRAMS == 1:
+        a, b, c, d = load_words(chunk_ptr, inside)
+    else:
+        ptr_64 = address(chunk_ptr, inside)
+        if KP // 4 >= 4 * THREADS:
+            a, b, c, d = tl.inline_asm_elementwise(
+                POLL_4, POLL_4_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=4
+            )
+        elif KP // 4 == 2 * THREADS:
+            a, b, c, d = tl.inline_asm_elementwise(
+                POLL_2, POLL_2_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=2
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                POLL_1, POLL_1_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=1
+            )
+    return tuple4(a, b, c, d, tl.float32, True)
+
+
+@triton.jit
+def receive_qkv(ptr, C: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Wait for q, k and v of a head, which starts at `ptr`; return each as (D,)."""
+    q_ptr = ptr + 4 * tl.arange(0, D // 4)
+    inside = tl.arange(0, D // 4) < D
+    if PROGRAMS == 1:
+        qa, qb, qc, qd = load_words(q_ptr, inside)
+        ka, kb, kc, kd = load_words(q_ptr + C, inside)
+        va, vb, vc, vd = load_words(q_ptr + 2 * C, inside)
+    else:
+        qa, ka, va, qb, kb, vb, qc, kc, vc, qd, kd, vd = tl.inline_asm_elementwise(
+            POLL_3,
+            POLL_3_OPERANDS,
+            [address(q_ptr, inside), address(q_ptr + C, inside), address(q_ptr + 2 * C, inside)],
+            dtype=INT_12,
+            is_pure=False,
+            pack=1,
+        )
+    q_D, k_D, v_D = join(qa, qb, qc, qd), join(ka, kb, kc, kd), join(va, vb, vc, vd)
+    return (
+        q_D.to(tl.float32, bitcast=True),
+        k_D.to(tl.float32, bitcast=True),
+        v_D.to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
+def receive_attended(
+    ptr, lse_ptr, C: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """Wait for the attention over 4 parts of the keys (H, 4, D), and their log-sum-exps (H, 4).
+
+    Returns:
+        The attention over all keys as words (KP / 4,), with zeros out of bounds.
+    """
+    chunk = tl.arange(0, KP // 4)
+    head, inside = 4 * chunk // D, chunk < C // 4
+    part_ptr, lse_ptr = ptr + head * 4 * D + 4 * chunk % D, lse_ptr + 4 * head
+    if PROGRAMS == 1:
+        ya, yb, yc, yd = load_words(part_ptr, inside)
+        za, zb, zc, zd = load_words(part_ptr + D, inside)
+        ua, ub, uc, ud = load_words(part_ptr + 2 * D, inside)
+        wa, wb, wc, wd = load_words(part_ptr + 3 * D, inside)
+        ly, lz, lu, lw = load_words(lse_ptr, inside)
+    else:
+        (ya, za, ua, wa, ly, yb, zb, ub, wb, lz, yc, zc, uc, wc, lu, yd, zd, ud, wd, lw) = (
+            tl.inline_asm_elementwise(
+                POLL_5,
+                POLL_5_OPERANDS,
+                [
+                    address(part_ptr, inside),
+                    address(part_ptr + D, inside),
+                    address(part_ptr + 2 * D, inside),
+                    address(part_ptr + 3 * D, inside),
+                    address(lse_ptr, inside),
+                ],
+                dtype=INT_20,
+                is_pure=False,
+                pack=1,
+            )
+        )
+    ly, lz, lu, lw = tuple4(ly, lz, lu, lw, tl.float32, True)
+    highest = tl.maximum(tl.maximum(ly, lz), tl.maximum(lu, lw))
+    ly, lz = tl.exp2(ly - highest), tl.exp2(lz - highest)
+    lu, lw = tl.exp2(lu - highest), tl.exp2(lw - highest)
+    total = ly + lz + lu + lw
+    y, z = tuple4(ya, yb, yc, yd, tl.float32, True), tuple4(za, zb, zc, zd, tl.float32, True)
+    u, w = tuple4(ua, ub, uc, ud, tl.float32, True), tuple4(wa, wb, wc, wd, tl.float32, True)
+    words = ()
+    for i in tl.static_range(4):
+        words = words + ((y[i] * ly + z[i] * lz + u[i] * lu + w[i] * lw) / total,)
+    return words
 
 
 # ------------------------------------------------------------------------------------------- tiles
@@ -123,67 +283,65 @@ def prefetch_strip(
 
 
 @triton.jit
-def load_rows(ptr, row_N, inside_N, STRIDE: tl.constexpr, K: tl.constexpr, CK: tl.constexpr):
-    """Return K columns of rows of weights as a tuple of tiles (N, CK); zeros where not inside."""
+def load_tiles(
+    ptr, first, stop, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr, CK: tl.constexpr
+):
+    """Return rows first…stop − 1 of weights (N, K) as tiles (T, R, CK) of T·CK ≥ K columns.
+
+    Zeros out of bounds. With a CK of 32 lanes' 16-byte loads, each warp has rows of its own, and
+    their sums need no other warp.
+    """
+    T: tl.constexpr = triton.next_power_of_2(K // CK)
+    tile_T11 = tl.arange(0, T)[:, None, None]
+    column_T1K = tile_T11 * CK + tl.arange(0, CK)[None, None, :]
     tiles = ()
-    for i in tl.static_range(K // CK):
-        offset_NK = row_N[:, None] * STRIDE + (i * CK + tl.arange(0, CK))[None, :]
-        tiles = tiles + (tl.load(ptr + offset_NK, mask=inside_N[:, None], other=0.0),)
+    for i in tl.static_range(TILES):
+        row_1R1 = first + i * R + tl.arange(0, R)[None, :, None]
+        mask = row_1R1 < stop
+        if T > K // CK:
+            mask = mask & (tile_T11 < K // CK)
+        tiles = tiles + (tl.load(ptr + row_1R1 * K + column_T1K, mask=mask, other=0.0),)
     return tiles
 
 
 @triton.jit
-def load_fresh_rows(ptr, row_N, inside_N, STRIDE: tl.constexpr, K: tl.constexpr, CK: tl.constexpr):
-    """`load_rows` of activations."""
+def load_biases(ptr, first, stop, TILES: tl.constexpr, R: tl.constexpr):
+    """Return elements first…stop − 1 of a bias in fp32 as tiles (R,)."""
     tiles = ()
-    for i in tl.static_range(K // CK):
-        offset_NK = row_N[:, None] * STRIDE + (i * CK + tl.arange(0, CK))[None, :]
-        mask_N1 = inside_N[:, None]
-        tile_NK = tl.load(ptr + offset_NK, mask=mask_N1, other=0.0, cache_modifier=".cg")
-        tiles = tiles + (tile_NK,)
+    for i in tl.static_range(TILES):
+        row_R = first + i * R + tl.arange(0, R)
+        tiles = tiles + (tl.load(ptr + row_R, mask=row_R < stop, other=0.0).to(tl.float32),)
     return tiles
 
 
 @triton.jit
-def load_vector(ptr, K: tl.constexpr, CK: tl.constexpr):
-    """Return K parameters as a tuple of tiles (CK,) in fp32."""
-    tiles = ()
-    for i in tl.static_range(K // CK):
-        tiles = tiles + (tl.load(ptr + i * CK + tl.arange(0, CK)).to(tl.float32),)
-    return tiles
+def layer_norm(x, scale, bias, EPS: tl.constexpr, K: tl.constexpr):
+    """Return LayerNorm of K values as words, which are zero out of bounds."""
+    inside = tl.arange(0, x[0].shape[0]) < K // 4
+    mean = tl.sum(x[0] + x[1] + x[2] + x[3], 0) / K
+    a, b = tl.where(inside, x[0] - mean, 0.0), tl.where(inside, x[1] - mean, 0.0)
+    c, d = tl.where(inside, x[2] - mean, 0.0), tl.where(inside, x[3] - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(a * a + b * b + c * c + d * d, 0) / K + EPS)
+    return (
+        a * rstd * scale[0] + bias[0],
+        b * rstd * scale[1] + bias[1],
+        c * rstd * scale[2] + bias[2],
+        d * rstd * scale[3] + bias[3],
+    )
 
 
 @triton.jit
-def load_fresh_vector(ptr, K: tl.constexpr, CK: tl.constexpr):
-    """`load_vector` of activations."""
-    tiles = ()
-    for i in tl.static_range(K // CK):
-        tile_K = tl.load(ptr + i * CK + tl.arange(0, CK), cache_modifier=".cg")
-        tiles = tiles + (tile_K.to(tl.float32),)
-    return tiles
+def rounded(words, CK: tl.constexpr, DTYPE: tl.constexpr):
+    """Return a vector of words in DTYPE, as the factor (T, 1, CK) of tiles of weights."""
+    a, b, c, d = tuple4(words[0], words[1], words[2], words[3], DTYPE, False)
+    return tl.reshape(join(a, b, c, d), (4 * a.shape[0] // CK, 1, CK))
 
 
 @triton.jit
-def store_vector(ptr, tiles, K: tl.constexpr, CK: tl.constexpr):
-    for i in tl.static_range(K // CK):
-        tl.store(ptr + i * CK + tl.arange(0, CK), tiles[i])
-
-
-@triton.jit
-def layer_norm(x, scale, bias, EPS: tl.constexpr, K: tl.constexpr, CK: tl.constexpr, DTYPE):
-    """Return LayerNorm of a row, a tuple of tiles (CK,), rounded to DTYPE and held in fp32."""
-    total_K = tl.zeros((CK,), tl.float32)
-    for i in tl.static_range(K // CK):
-        total_K += x[i]
-    mean = tl.sum(total_K, 0) / K
-    total_K = tl.zeros((CK,), tl.float32)
-    for i in tl.static_range(K // CK):
-        total_K += (x[i] - mean) * (x[i] - mean)
-    rstd = tl.rsqrt(tl.sum(total_K, 0) / K + EPS)
-    y = ()
-    for i in tl.static_range(K // CK):
-        y = y + (((x[i] - mean) * rstd * scale[i] + bias[i]).to(DTYPE).to(tl.float32),)
-    return y
+def matvec(w_TRK, y_T1K):
+    """Return W y (R,) in fp32."""
+    # Over T first: in registers.
+    return tl.sum(tl.sum(w_TRK.to(tl.float32) * y_T1K.to(tl.float32), 0), 1)
 
 
 @triton.jit
@@ -197,44 +355,66 @@ def gelu(x):
 
 
 @triton.jit
-def attend(
-    q_ptr,
+def load_keys(ptr, key_S, position, C: tl.constexpr, D: tl.constexpr):
+    """Return rows (S, D) of the cache of a head; zeros from `position` on."""
+    offset_SD = key_S[:, None] * C + tl.arange(0, D)[None, :]
+    return tl.load(ptr + offset_SD, mask=(key_S < position)[:, None], other=0.0)
+
+
+@triton.jit
+def online_softmax(score_S, v_SD, max_S, sum_S, y_SD):
+    """Add a tile of keys to the attention. Each of its S keys has its own maximum and sums, which
+    are combined once at the end: a tile needs no communication between warps."""
+    new_S = tl.maximum(max_S, score_S)
+    old_weight_S, weight_S = tl.exp2(max_S - new_S), tl.exp2(score_S - new_S)
+    sum_S = sum_S * old_weight_S + weight_S
+    y_SD = y_SD * old_weight_S[:, None] + weight_S[:, None] * v_SD.to(tl.float32)
+    return new_S, sum_S, y_SD
+
+
+@triton.jit
+def attend_to_part(
+    qkv_ptr,
     k_ptr,
     v_ptr,
-    length,
-    STRIDE: tl.constexpr,
-    G: tl.constexpr,
+    part,
+    position,
+    C: tl.constexpr,
     D: tl.constexpr,
     S: tl.constexpr,
-    zero,
+    PARTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    """Return the attention (G, D) of one query over `length` keys, for G neighbouring heads.
+    """Return a head's attention (D,) over keys part, part + PARTS, … and its log-sum-exp in base 2.
 
-    Each of the S keys of a tile has its own running maximum and sums, which are combined once at
-    the end: an iteration needs no communication between warps.
-
-    Args:
-        zero: 0, of which the compiler sees no value.
+    The key of the new token is in the exchange: part 0 includes it, and stores it in the cache.
     """
-    channel_GD = tl.arange(0, G)[:, None] * D + tl.arange(0, D)[None, :]
-    q_GD = tl.load(q_ptr + channel_GD, cache_modifier=".cg").to(tl.float32)
-    q_GD *= LOG2E / D**0.5
-    max_SG = tl.full((S, G), LOWEST, tl.float32)
-    sum_SG = tl.zeros((S, G), tl.float32)
-    y_SGD = tl.zeros((S, G, D), tl.float32)
-    for start in range(zero, length, S):
-        key_S = start + tl.arange(0, S)
-        offset_SGD = key_S[:, None, None] * STRIDE + channel_GD[None, :, :]
-        inside_S11 = (key_S < length)[:, None, None]
-        k_SGD = tl.load(k_ptr + offset_SGD, mask=inside_S11, other=0.0, cache_modifier=".cg")
-        v_SGD = tl.load(v_ptr + offset_SGD, mask=inside_S11, other=0.0, cache_modifier=".cg")
-        score_SG = tl.sum(k_SGD.to(tl.float32) * q_GD[None, :, :], 2)
-        score_SG = tl.where((key_S < length)[:, None], score_SG, float("-inf"))
-        new_SG = tl.maximum(max_SG, score_SG)
-        old_weight_SG, weight_SG = tl.exp2(max_SG - new_SG), tl.exp2(score_SG - new_SG)
-        sum_SG = sum_SG * old_weight_SG + weight_SG
-        y_SGD = y_SGD * old_weight_SG[:, :, None] + weight_SG[:, :, None] * v_SGD.to(tl.float32)
-        max_SG = new_SG
-    weight_SG = tl.exp2(max_SG - tl.max(max_SG, 0)[None, :])
-    sum_G = tl.sum(sum_SG * weight_SG, 0)
-    return tl.sum(y_SGD * weight_SG[:, :, None], 0) / sum_G[:, None]
+    key_S = tl.arange(0, S) * PARTS + part
+    k_SD, v_SD = load_keys(k_ptr, key_S, position, C, D), load_keys(v_ptr, key_S, position, C, D)
+    q_D, new_k_D, new_v_D = receive_qkv(qkv_ptr, C, D, PROGRAMS)
+    q_D *= LOG2E / D**0.5
+    max_S = tl.full((S,), LOWEST, tl.float32)
+    sum_S = tl.zeros((S,), tl.float32)
+    y_SD = tl.zeros((S, D), tl.float32)
+    for start in range(0, position, S * PARTS):
+        score_S = tl.sum(k_SD.to(tl.float32) * q_D[None, :], 1)
+        score_S = tl.where(start + key_S < position, score_S, float("-inf"))
+        next_S = start + S * PARTS + key_S
+        next_k_SD = load_keys(k_ptr, next_S, position, C, D)
+        next_v_SD = load_keys(v_ptr, next_S, position, C, D)
+        max_S, sum_S, y_SD = online_softmax(score_S, v_SD, max_S, sum_S, y_SD)
+        k_SD, v_SD = next_k_SD, next_v_SD
+    channel_D = tl.arange(0, D)
+    store_D = channel_D < tl.where(part == 0, D, 0)
+    tl.store(k_ptr + position * C + channel_D, new_k_D, mask=store_D)
+    tl.store(v_ptr + position * C + channel_D, new_v_D, mask=store_D)
+    new_score = tl.where(part == 0, tl.sum(q_D * new_k_D, 0), LOWEST)
+    highest = tl.maximum(tl.max(max_S, 0), new_score)
+    weight_S = tl.exp2(max_S - highest)
+    new_weight = tl.where(part == 0, tl.exp2(new_score - highest), 0.0)
+    total = tl.sum(sum_S * weight_S, 0) + new_weight
+    y_D = tl.sum(y_SD * weight_S[:, None], 0) + new_weight * new_v_D
+    # A part may have no keys.
+    any_keys = total > 0
+    lse = tl.where(any_keys, highest + tl.log2(tl.where(any_keys, total, 1.0)), LOWEST)
+    return y_D / tl.where(any_keys, total, 1.0), lse

@@ -1,52 +1,50 @@
 """Triton kernel of `decode_step` for one sequence: matrix-vector, bound by loads of the weights.
 
-Phases of a block, each of which ends with a barrier of all programs:
+Phases of a block:
 
-1. LayerNorm, QKV projection: q to scratch, k and v to the cache.
-2. Attention of one head, and that head's part of the output projection. Programs of one head share
-   its columns; each repeats the head's attention. This saves the barrier between the two.
-3. Residual sum over the heads' parts, LayerNorm, first matmul of the MLP, GELU.
-4. Second matmul of the MLP, residual sum.
+1. LayerNorm, QKV projection.
+2. Attention of one head to a part of the keys; stores k and v in the cache.
+3. Sum over the parts, output projection, residual sum.
+4. LayerNorm, first matmul of the MLP, GELU.
+5. Second matmul of the MLP, residual sum.
 
-Each program repeats the norm of phases 1 and 3. Afterwards: final LayerNorm and the logits.
+A program computes a strip of neighbouring columns in phases 1, 3, 4 and 5; each repeats the norms
+and the sum over the parts of the keys. Afterwards: final LayerNorm and the logits.
 
-Shapes: L blocks, C channels, H heads, D = C/H, F = 4·C, V vocabulary, S cache positions.
+Shapes: L blocks, C channels, H heads, D = C/H, F = 4·C, V vocabulary, S cache positions, R rows of
+a tile of weights.
 """
 
 import triton
 import triton.language as tl
 
 from pallas_kernels.decode.triton_grid import (
-    arrive,
-    attend,
+    ABSENT,
+    attend_to_part,
     gelu,
     layer_norm,
-    load_fresh_vector,
-    load_rows,
+    load_biases,
+    load_tiles,
     load_vector,
+    matvec,
     opaque,
+    own,
     prefetch,
     prefetch_strip,
-    reset,
-    store_vector,
-    wait,
+    receive,
+    receive_attended,
+    rounded,
+    send,
 )
 
 
 @triton.jit
-def strip_of(index, tile: tl.constexpr, N: tl.constexpr, STRIP: tl.constexpr, BN: tl.constexpr):
-    """Return the columns of a tile of a program's strip, and which are inside the strip."""
-    column_N = index * STRIP + tile * BN + tl.arange(0, BN)
-    return column_N, column_N < tl.minimum(index * STRIP + STRIP, N)
-
-
-@triton.jit
-def matvec(w, y, BN: tl.constexpr, K: tl.constexpr, CK: tl.constexpr):
-    """Return W y (BN,) in fp32, of tuples of tiles (BN, CK) and (CK,)."""
-    product_NK = tl.zeros((BN, CK), tl.float32)
-    for i in tl.static_range(K // CK):
-        product_NK += w[i].to(tl.float32) * y[i][None, :]
-    return tl.sum(product_NK, 1)
+def clear(ptr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Mark all values of a half of the exchange as absent."""
+    BLOCK: tl.constexpr = 1024
+    for start in range(tl.program_id(0) * BLOCK, SIZE, PROGRAMS * BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        tl.store(ptr + offset, tl.full((BLOCK,), ABSENT, tl.int32), mask=offset < SIZE)
 
 
 @triton.jit
@@ -72,68 +70,75 @@ def decode_one_kernel(
     head_ptr,
     k_ptr,
     v_ptr,
-    counter_ptr,
+    exchange_ptr,
     logits_ptr,
-    x_ptr,
-    middle_ptr,
-    q_ptr,
-    part_ptr,
-    hidden_ptr,
     L: tl.constexpr,
     C: tl.constexpr,
     H: tl.constexpr,
-    HP: tl.constexpr,
     V: tl.constexpr,
     S: tl.constexpr,
     EPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BN_QKV: tl.constexpr,
-    BN_PROJ: tl.constexpr,
-    BN_FC: tl.constexpr,
-    BN_OUT: tl.constexpr,
-    BN_HEAD: tl.constexpr,
+    FP32_RESIDUAL: tl.constexpr,
+    HALF: tl.constexpr,
+    R: tl.constexpr,
+    R_OUT: tl.constexpr,
+    R_HEAD: tl.constexpr,
+    TILES: tl.constexpr,
     CK: tl.constexpr,
     CK_F: tl.constexpr,
     KEYS: tl.constexpr,
-    HEAD_STAGES: tl.constexpr,
 ):
     # Over 120 lines, a third of them parameters: each phase needs most of the pointers.
     D: tl.constexpr = C // H
     F: tl.constexpr = 4 * C
+    CP: tl.constexpr = triton.next_power_of_2(C // CK) * CK
+    FP: tl.constexpr = triton.next_power_of_2(F // CK_F) * CK_F
     STRIP_QKV: tl.constexpr = (3 * C + PROGRAMS - 1) // PROGRAMS
-    STRIP_PROJ: tl.constexpr = (C + PARTS - 1) // PARTS
+    STRIP_C: tl.constexpr = (C + PROGRAMS - 1) // PROGRAMS
     STRIP_FC: tl.constexpr = (F + PROGRAMS - 1) // PROGRAMS
-    STRIP_OUT: tl.constexpr = (C + PROGRAMS - 1) // PROGRAMS
     STRIP_HEAD: tl.constexpr = (V + PROGRAMS - 1) // PROGRAMS
     SHARE: tl.constexpr = (S * C + PROGRAMS - 1) // PROGRAMS
     # Rows of the head that are prefetched, a program: 26 MB in all for GPT-2 124M on 132 SMs.
     HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 128)
+    # Of the exchange, for each block: x, qkv, attention to each part, log-sum-exps, x, hidden.
+    PARTS: tl.constexpr = 4
+    BLOCK: tl.constexpr = (9 + PARTS) * C + PARTS * H
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
-    RESIDUAL: tl.constexpr = x_ptr.dtype.element_ty
+    RESIDUAL: tl.constexpr = tl.float32 if FP32_RESIDUAL else DTYPE
     program = tl.program_id(0)
     position = tl.minimum(tl.load(length_ptr), S - 1)
-    if program == 0:
-        token = tl.load(token_ptr).to(tl.int64)
-        for i in tl.static_range(C // CK):
-            channel_K = i * CK + tl.arange(0, CK)
-            token_K = token + tl.zeros((CK,), tl.int64)
-            known_K = (token_K >= 0) & (token_K < V)
-            x_K = tl.load(wte_ptr + token * C + channel_K, mask=known_K, other=float("nan"))
-            tl.store(x_ptr + channel_K, x_K + tl.load(wpe_ptr + position * C + channel_K))
-    target = 0
+    # Programs of this and earlier launches that have ended.
+    ended = tl.load(exchange_ptr + 2 * HALF, cache_modifier=".cg")
+    half = ended // PROGRAMS % 2
+    x_ptr = exchange_ptr + half * HALF
+    token = tl.load(token_ptr).to(tl.int64)
+    column_N = program * STRIP_C + tl.arange(0, triton.next_power_of_2(STRIP_C))
+    inside_N = column_N < tl.minimum(program * STRIP_C + STRIP_C, C)
+    # A tensor: the interpreter has no conjunction of a tensor and a scalar.
+    token_N = token + 0 * column_N
+    known_N = inside_N & (token_N >= 0) & (token_N < V)
+    x_N = tl.load(wte_ptr + token * C + column_N, mask=known_N, other=float("nan")).to(tl.float32)
+    x_N += tl.load(wpe_ptr + position * C + column_N, mask=inside_N, other=0.0).to(tl.float32)
+    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+    clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
+        sent_qkv_ptr = x_ptr + C
+        part_ptr = sent_qkv_ptr + 3 * C
+        lse_ptr = part_ptr + PARTS * C
+        middle_ptr = lse_ptr + PARTS * H
+        hidden_ptr = middle_ptr + C
 
         # -------------------------------------------------------------- 1. norm, QKV projection
-        arrive(counter_ptr, PROGRAMS)
         pid = opaque(program, PROGRAMS)
-        scale = load_vector(ln_1_scale_ptr + layer * C, C, CK)
-        bias = load_vector(ln_1_bias_ptr + layer * C, C, CK)
-        for t in tl.static_range((STRIP_QKV + BN_QKV - 1) // BN_QKV):
-            column_N, inside_N = strip_of(pid, t, 3 * C, STRIP_QKV, BN_QKV)
-            w = load_rows(qkv_ptr + layer * 3 * C * C, column_N, inside_N, C, C, CK)
-            bias_N = tl.load(qkv_bias_ptr + layer * 3 * C + column_N, mask=inside_N, other=0.0)
+        scale = load_vector(ln_1_scale_ptr + layer * C, C, CP)
+        bias = load_vector(ln_1_bias_ptr + layer * C, C, CP)
+        stop = tl.minimum(pid * STRIP_QKV + STRIP_QKV, 3 * C)
+        for t in tl.static_range(0, (STRIP_QKV + R - 1) // R, TILES):
+            first = pid * STRIP_QKV + t * R
+            w = load_tiles(qkv_ptr + layer * 3 * C * C, first, stop, TILES, R, C, CK)
+            b = load_biases(qkv_bias_ptr + layer * 3 * C, first, stop, TILES, R)
             if t == 0:
                 if layer_32 + 1 < L:
                     prefetch_strip(
@@ -141,118 +146,102 @@ def decode_one_kernel(
                     )
                     cached = (layer + 1) * S * C
                     share = tl.cdiv(position * C, PROGRAMS)
-                    stop = tl.minimum((pid + 1) * share, position * C)
-                    prefetch(k_ptr + cached, pid * share, stop, SHARE, PROGRAMS)
-                    prefetch(v_ptr + cached, pid * share, stop, SHARE, PROGRAMS)
-                target += PROGRAMS
-                wait(counter_ptr, target, PROGRAMS)
-                y = layer_norm(load_fresh_vector(x_ptr, C, CK), scale, bias, EPS, C, CK, DTYPE)
-            qkv_N = matvec(w, y, BN_QKV, C, CK) + bias_N.to(tl.float32)
-            row = (layer * S + position) * C
-            tl.store(q_ptr + column_N, qkv_N, mask=inside_N & (column_N < C))
-            is_k_N = (column_N >= C) & (column_N < 2 * C)
-            tl.store(k_ptr + row + column_N - C, qkv_N, mask=inside_N & is_k_N)
-            tl.store(v_ptr + row + column_N - 2 * C, qkv_N, mask=inside_N & (column_N >= 2 * C))
+                    end = tl.minimum((pid + 1) * share, position * C)
+                    prefetch(k_ptr + cached, pid * share, end, SHARE, PROGRAMS)
+                    prefetch(v_ptr + cached, pid * share, end, SHARE, PROGRAMS)
+                x = receive(x_ptr, C, CP, PROGRAMS)
+                y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
+            for i in tl.static_range(TILES):
+                column_N = first + i * R + tl.arange(0, R)
+                qkv_N = (matvec(w[i], y_T1K) + b[i]).to(DTYPE)
+                send(sent_qkv_ptr + column_N, qkv_N, column_N < stop, PROGRAMS)
 
-        # --------------------------------------------------- 2. attention, part of its projection
-        arrive(counter_ptr, PROGRAMS)
+        # ---------------------------------------------------------- 2. attention to parts of keys
         pid = opaque(program, PROGRAMS)
-        for i in tl.static_range((H * PARTS + PROGRAMS - 1) // PROGRAMS):
-            head = (pid + i * PROGRAMS) % H
-            column_N, inside_N = strip_of((pid + i * PROGRAMS) // H, 0, C, STRIP_PROJ, BN_PROJ)
-            (w_ND,) = load_rows(proj_ptr + layer * C * C + head * D, column_N, inside_N, C, D, D)
-            if i == 0:
-                if layer_32 + 1 < L:
-                    prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_OUT, PROGRAMS)
-                target += PROGRAMS
-                wait(counter_ptr, target, PROGRAMS)
+        stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
+        proj = load_tiles(proj_ptr + layer * C * C, pid * STRIP_C, stop, 1, R, C, CK)
+        if layer_32 + 1 < L:
+            prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_C, PROGRAMS)
+        for item in range(pid, H * PARTS, PROGRAMS):
+            head, part = item // PARTS, item % PARTS
             rows = layer * S * C + head * D
-            zero = opaque(0, PROGRAMS)
-            y_1D = attend(
-                q_ptr + head * D, k_ptr + rows, v_ptr + rows, position + 1, C, 1, D, KEYS, zero
-            )
-            y_1D = y_1D.to(DTYPE).to(tl.float32)
-            part_N = tl.sum(w_ND.to(tl.float32) * tl.reshape(y_1D, (D,))[None, :], 1)
-            tl.store(part_ptr + head * C + column_N, part_N, mask=inside_N)
+            y_D, lse = attend_to_part(
+                sent_qkv_ptr + head * D, k_ptr + rows, v_ptr + rows, part, position,
+                C, D, KEYS, PARTS, PROGRAMS,
+            )  # fmt: skip
+            channel_D = tl.arange(0, D)
+            send(part_ptr + item * D + channel_D, y_D, channel_D < D, PROGRAMS)
+            send(lse_ptr + item, lse, item < H * PARTS, PROGRAMS)
 
-        # -------------------------------------------- 3. residual sum, norm, first matmul, GELU
-        arrive(counter_ptr, PROGRAMS)
+        # --------------------------------------------------- 3. output projection, residual sum
+        for t in tl.static_range((STRIP_C + R - 1) // R):
+            first = pid * STRIP_C + t * R
+            if t > 0:
+                proj = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
+            column_N = first + tl.arange(0, R)
+            inside_N = column_N < stop
+            b_N = tl.load(proj_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
+            x_N = own(x_ptr + column_N, inside_N)
+            if t == 0:
+                y = receive_attended(part_ptr, lse_ptr, C, D, CP, PROGRAMS)
+                y_T1K = rounded(y, CK, DTYPE)
+            x_N += matvec(proj[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+            send(middle_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+
+        # ----------------------------------------------------------- 4. norm, first matmul, GELU
         pid = opaque(program, PROGRAMS)
-        scale = load_vector(ln_2_scale_ptr + layer * C, C, CK)
-        bias = load_vector(ln_2_bias_ptr + layer * C, C, CK)
-        proj_bias = load_vector(proj_bias_ptr + layer * C, C, CK)
-        for t in tl.static_range((STRIP_FC + BN_FC - 1) // BN_FC):
-            column_N, inside_N = strip_of(pid, t, F, STRIP_FC, BN_FC)
-            w = load_rows(fc_ptr + layer * F * C, column_N, inside_N, C, C, CK)
-            bias_N = tl.load(fc_bias_ptr + layer * F + column_N, mask=inside_N, other=0.0)
+        scale = load_vector(ln_2_scale_ptr + layer * C, C, CP)
+        bias = load_vector(ln_2_bias_ptr + layer * C, C, CP)
+        stop = tl.minimum(pid * STRIP_FC + STRIP_FC, F)
+        for t in tl.static_range(0, (STRIP_FC + R - 1) // R, TILES):
+            first = pid * STRIP_FC + t * R
+            w = load_tiles(fc_ptr + layer * F * C, first, stop, TILES, R, C, CK)
+            b = load_biases(fc_bias_ptr + layer * F, first, stop, TILES, R)
             if t == 0:
                 if layer_32 + 1 < L:
                     prefetch_strip(fc_ptr + (layer + 1) * F * C, pid, F, C, STRIP_FC, PROGRAMS)
-                target += PROGRAMS
-                wait(counter_ptr, target, PROGRAMS)
-                x = ()
-                for i in tl.static_range(C // CK):
-                    channel_K = i * CK + tl.arange(0, CK)
-                    head_H1 = tl.arange(0, HP)[:, None]
-                    part_HK = tl.load(
-                        part_ptr + head_H1 * C + channel_K[None, :],
-                        mask=head_H1 < H,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    x_K = tl.load(x_ptr + channel_K, cache_modifier=".cg").to(tl.float32)
-                    x_K += tl.sum(part_HK, 0).to(RESIDUAL).to(tl.float32) + proj_bias[i]
-                    x = x + (x_K.to(RESIDUAL).to(tl.float32),)
-                if pid == 0:
-                    store_vector(middle_ptr, x, C, CK)
-                y = layer_norm(x, scale, bias, EPS, C, CK, DTYPE)
-            hidden_N = gelu(matvec(w, y, BN_FC, C, CK) + bias_N.to(tl.float32))
-            tl.store(hidden_ptr + column_N, hidden_N, mask=inside_N)
+                x = receive(middle_ptr, C, CP, PROGRAMS)
+                y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
+            for i in tl.static_range(TILES):
+                column_N = first + i * R + tl.arange(0, R)
+                hidden_N = gelu(matvec(w[i], y_T1K) + b[i])
+                send(hidden_ptr + column_N, hidden_N.to(DTYPE), column_N < stop, PROGRAMS)
 
-        # --------------------------------------------------------- 4. second matmul, residual sum
-        arrive(counter_ptr, PROGRAMS)
+        # --------------------------------------------------------- 5. second matmul, residual sum
         pid = opaque(program, PROGRAMS)
-        for t in tl.static_range((STRIP_OUT + BN_OUT - 1) // BN_OUT):
-            column_N, inside_N = strip_of(pid, t, C, STRIP_OUT, BN_OUT)
-            w = load_rows(out_ptr + layer * C * F, column_N, inside_N, F, F, CK_F)
-            bias_N = tl.load(out_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
+        stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
+        for t in tl.static_range((STRIP_C + R_OUT - 1) // R_OUT):
+            first = pid * STRIP_C + t * R_OUT
+            w = load_tiles(out_ptr + layer * C * F, first, stop, 1, R_OUT, F, CK_F)
+            column_N = first + tl.arange(0, R_OUT)
+            inside_N = column_N < stop
+            b_N = tl.load(out_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
+            x_N = own(middle_ptr + column_N, inside_N)
             if t == 0:
                 if layer_32 + 1 < L:
-                    prefetch_strip(out_ptr + (layer + 1) * C * F, pid, C, F, STRIP_OUT, PROGRAMS)
+                    prefetch_strip(out_ptr + (layer + 1) * C * F, pid, C, F, STRIP_C, PROGRAMS)
                 else:
                     start = pid * STRIP_HEAD * C
-                    stop = tl.minimum(start + HEAD_AHEAD * C, V * C)
-                    prefetch(head_ptr, start, stop, HEAD_AHEAD * C, PROGRAMS)
-                target += PROGRAMS
-                wait(counter_ptr, target, PROGRAMS)
-                y = load_fresh_vector(hidden_ptr, F, CK_F)
-            x_N = tl.load(middle_ptr + column_N, mask=inside_N, other=0.0, cache_modifier=".cg")
-            out_N = matvec(w, y, BN_OUT, F, CK_F).to(RESIDUAL).to(tl.float32)
-            x_N = x_N.to(tl.float32) + out_N + bias_N.to(tl.float32)
-            tl.store(x_ptr + column_N, x_N, mask=inside_N)
+                    end = tl.minimum(start + HEAD_AHEAD * C, V * C)
+                    prefetch(head_ptr, start, end, HEAD_AHEAD * C, PROGRAMS)
+                y_T1K = rounded(receive(hidden_ptr, F, FP, PROGRAMS), CK_F, DTYPE)
+            x_N += matvec(w[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+            send(x_ptr + BLOCK + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+        x_ptr += BLOCK
 
     # ------------------------------------------------------------------------ final norm, logits
-    arrive(counter_ptr, PROGRAMS)
     pid = opaque(program, PROGRAMS)
-    scale, bias = load_vector(ln_f_scale_ptr, C, CK), load_vector(ln_f_bias_ptr, C, CK)
-    target += PROGRAMS
-    wait(counter_ptr, target, PROGRAMS)
-    y = layer_norm(load_fresh_vector(x_ptr, C, CK), scale, bias, EPS, C, CK, DTYPE)
+    scale, bias = load_vector(ln_f_scale_ptr, C, CP), load_vector(ln_f_bias_ptr, C, CP)
     first = pid * STRIP_HEAD
     stop = tl.minimum(first + STRIP_HEAD, V)
-    if HEAD_STAGES == 0:
-        # One tile is loaded while another one is multiplied, both in registers.
-        column_N = first + tl.arange(0, BN_HEAD)
-        w = load_rows(head_ptr, column_N, column_N < stop, C, C, CK)
-        for start in range(0, STRIP_HEAD, BN_HEAD):
-            column_N = first + start + tl.arange(0, BN_HEAD)
-            next_N = column_N + BN_HEAD
-            next_w = load_rows(head_ptr, next_N, next_N < stop, C, C, CK)
-            tl.store(logits_ptr + column_N, matvec(w, y, BN_HEAD, C, CK), mask=column_N < stop)
-            w = next_w
-    else:
-        for start in tl.range(0, STRIP_HEAD, BN_HEAD, num_stages=HEAD_STAGES):
-            column_N = first + start + tl.arange(0, BN_HEAD)
-            w = load_rows(head_ptr, column_N, column_N < stop, C, C, CK)
-            tl.store(logits_ptr + column_N, matvec(w, y, BN_HEAD, C, CK), mask=column_N < stop)
-    reset(counter_ptr, PROGRAMS)
+    # One tile is loaded while another one is multiplied, both in registers.
+    (head_w,) = load_tiles(head_ptr, first, stop, 1, R_HEAD, C, CK)
+    x = receive(x_ptr, C, CP, PROGRAMS)
+    y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
+    for start in range(first, stop, R_HEAD):
+        (next_w,) = load_tiles(head_ptr, start + R_HEAD, stop, 1, R_HEAD, C, CK)
+        row_N = start + tl.arange(0, R_HEAD)
+        tl.store(logits_ptr + row_N, matvec(head_w, y_T1K), mask=row_N < stop)
+        head_w = next_w
+    tl.debug_barrier()
+    tl.atomic_add(exchange_ptr + 2 * HALF, 1, sem="relaxed")
