@@ -3,18 +3,25 @@ itself, on any split of the batch, and no trace in a step without the option."""
 
 import dataclasses
 import functools
+import io
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from dataset_tools import make_folder
 from flax import nnx
 from kernel_tools import h200
+from rich.console import Console
+from train_tools import train_py
 
 from gptjax import loss_fn, parallel
 from gptjax.config import Config, ConfigError, executable_inputs
 from gptjax.data import write_shard
+from gptjax.models import llama3
 from gptjax.models.base import graph, init_params
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.layers import segment_positions
@@ -22,10 +29,13 @@ from gptjax.models.llama3 import Llama3Config
 from gptjax.parallel import Parallel, data_mesh
 from gptjax.training import step
 from gptjax.training.inputs import Inputs
-from gptjax.training.step import loss_and_grads, make_eval_step
+from gptjax.training.step import init_state, loss_and_grads, make_eval_step, make_train_step
+
+# The fixture `config`.
+pytest_plugins = ["train_tools"]
 
 EOT, T = 60, 16
-SHAPE = {"vocab_size": 61, "padded_vocab_size": 64, "block_size": T, "n_layer": 2, "n_head": 2}
+SHAPE = {"vocab_size": 61, "padded_vocab_size": 64, "block_size": T, "n_layer": 1, "n_head": 2}
 MODELS = {
     "gpt2": GPT2Config(**SHAPE, n_embd=16),
     "llama3": Llama3Config(**SHAPE, n_embd=16, n_kv_head=1, n_inner=24),
@@ -61,6 +71,22 @@ def test_ids_and_positions():
     assert segment_positions(ids).tolist() == [[0, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
     reused = jnp.array([[7, 7, 0, 7, 7, 7]], jnp.uint8)  # a segment is a run
     assert segment_positions(reused).tolist() == [[0, 1, 0, 0, 1, 2]]
+
+
+def test_llama_s_positions_restart(monkeypatch):
+    """No loss could tell: rotary attention depends on differences of positions only."""
+
+    class Rotated(Exception):
+        pass
+
+    def rotation(config, position_BT):
+        raise Rotated(position_BT.tolist())
+
+    monkeypatch.setattr(llama3, "rotation", rotation)
+    model = nnx.merge(graph(MODELS["llama3"]), params_of("llama3"))
+    ids = jnp.array([[0, 0, 1, 1, 1, 2]])
+    with pytest.raises(Rotated, match=re.escape("[[0, 1, 0, 1, 2, 0]]")):
+        model.hidden(ids, segment_ids_BT=ids)
 
 
 @functools.cache
@@ -114,13 +140,17 @@ def test_a_document_changes_no_loss_of_another(name):
     assert (changed[2] != changed[3])[begin:].all(), "without ids all later losses change"
 
 
+@jax.jit
+@jax.value_and_grad
+def loss_of(params, tokens, targets):
+    ids = jnp.cumsum(tokens == EOT, axis=1)
+    return loss_fn(nnx.merge(graph(MODELS["gpt2"]), params), tokens, targets, -1, ids)
+
+
 @functools.cache
 def one_batch(masked: bool):
     """Return loss and gradients of one big batch on one device, by `loss_fn`."""
-    tokens, targets = jnp.asarray(windows()[:, :-1]), jnp.asarray(targets_of(masked))
-    ids = jnp.cumsum(tokens == EOT, axis=1)
-    f = lambda params: loss_fn(nnx.merge(graph(MODELS["gpt2"]), params), tokens, targets, -1, ids)
-    return jax.jit(jax.value_and_grad(f))(params_of("gpt2"))
+    return loss_of(params_of("gpt2"), windows()[:, :-1], targets_of(masked))
 
 
 def targets_of(masked: bool) -> np.ndarray:
@@ -170,6 +200,8 @@ def test_evaluation(masked, devices):
 def test_a_step_without_the_option_is_the_plain_one(monkeypatch):
     """The lowered computation is that of the plain mean."""
     batch, config = windows()[None], MODELS["gpt2"]
+    whole = make_train_step(graph(config), tx := optax.sgd(1.0), lambda count: count, eot=EOT)
+    assert "cumsum" in str(jax.make_jaxpr(whole)(init_state(config, tx, 0), jnp.asarray(batch)))
     f = lambda eot: jax.jit(
         lambda params, batch: loss_and_grads(graph(config), params, batch, eot=eot)
     ).lower(params_of("gpt2"), batch)
@@ -178,6 +210,31 @@ def test_a_step_without_the_option_is_the_plain_one(monkeypatch):
     assert found == f(None).as_text() != separate
     assert "cumsum" in separate and "cummax" in separate
     assert "cumsum" not in found and "cummax" not in found
+
+
+def test_train_py_gives_both_steps_the_id(config, words, tmp_path, monkeypatch):
+    """And prints a line about it."""
+
+    class Compiling(Exception):
+        pass
+
+    given = []
+
+    def make_eval_step(*_, **how):
+        given.append(how["eot"])
+        raise Compiling
+
+    monkeypatch.setattr(train_py, "make_train_step", lambda *_, **how: given.append(how["eot"]))
+    monkeypatch.setattr(train_py.jax, "jit", lambda *_, **__: None)
+    monkeypatch.setattr(train_py, "make_eval_step", make_eval_step)
+    shutil.copytree(words, tmp_path / "copy")
+    write_shard(tmp_path / "copy" / "words_train_000003.bin", np.array([256, *range(40)]))
+    config = dataclasses.replace(config, dataset=str(tmp_path / "copy"), separate_documents=True)
+    shown = io.StringIO()
+    with pytest.raises(Compiling):
+        train_py.train(config, Console(file=shown, width=200))
+    assert given == [256, 256]
+    assert "documents do not see each other: each begins with token 256" in shown.getvalue()
 
 
 def test_options():

@@ -70,16 +70,19 @@ class GPT2Config(ModelConfig):
         self, sequence_length: int, batch: int = 1, segments: bool = False
     ) -> dict[str, str]:
         dtype, c = self.precision.compute_dtype, self.n_embd
+        attention = select(
+            "flash_attention",
+            self.attention,
+            dtype=dtype,
+            length=sequence_length,
+            head_dim=self.head_dim,
+            segments=segments,
+            precision=self.precision.matmul,
+        )
+        if segments and attention == "mosaic":
+            attention += " (bias gradient in XLA)"  # `projected_attention` has no segment ids
         return {
-            "attention": select(
-                "flash_attention",
-                self.attention,
-                dtype=dtype,
-                length=sequence_length,
-                head_dim=self.head_dim,
-                segments=segments,
-                precision=self.precision.matmul,
-            ),
+            "attention": attention,
             "norm": select("layer_norm", self.norm, channels=c),
             "mlp": select(
                 "mlp",

@@ -37,6 +37,20 @@ def _normal(key, shape, *, std, dtype):
     return samples * jnp.array(std, dtype)
 
 
+def uniform(
+    key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike
+) -> Array:
+    """Return uniform samples of mean 0, in `gptjax.parallel.initial_sharding`, as `normal` does."""
+    samples, sharding = _uniform(key, shape, std=std, dtype=dtype), initial_sharding(shape)
+    return samples if sharding is None else jax.device_put(samples, sharding)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype"))
+def _uniform(key, shape, *, std, dtype):
+    samples = jax.lax.optimization_barrier(jax.random.uniform(key, shape, dtype, -1, 1))
+    return samples * jnp.array(3**0.5 * std, dtype)
+
+
 class Linear(nnx.Module):
     """Linear layer x W + b in x's dtype.
 
@@ -94,8 +108,8 @@ def segment_positions(segment_ids_BT: Integer[Array, "B T"]) -> Int[Array, "B T"
     """Return the position of each token in its segment, a run of equal ids; the first is 0."""
     t_1T = jnp.arange(segment_ids_BT.shape[1])[None]
     before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
-    begins_BT = (segment_ids_BT != before_BT) | (t_1T == 0)
-    return t_1T - jax.lax.cummax(jnp.where(begins_BT, t_1T, 0), axis=1)
+    first_BT = jax.lax.cummax(jnp.where(segment_ids_BT != before_BT, t_1T, 0), axis=1)
+    return t_1T - first_BT
 
 
 @jax.tree_util.register_dataclass
