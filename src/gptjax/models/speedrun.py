@@ -1,0 +1,500 @@
+"""The model of the modded-nanogpt speedrun as of its pull request #233 (February 2026).
+
+Each idea is a function of this file; `Speedrun.hidden` applies them in order. The residual stream
+is one lane up to layer `lanes_from` and two from there: attention reads lane 0, the MLP reads lane
+1, and each is added to both.
+
+Banks. The matrices of all layers are one parameter, (layer, …, output, input), `mlp_out` (layer,
+input, output). A bank is split once per pass: the gradient of the split is one concatenation.
+
+Stages. A stage of the schedule is `dataclasses.replace(config, stage=…)` with the same parameters.
+Its windows and the rotary embedding, which is rescaled when the long window grows, are static. The
+weights of multi-token prediction change at every step: they are an argument of `losses`.
+
+Tying. `embed` and `lm_head` are two parameters in every stage; the forward pass reads both.
+`tied_parameters` lists the pairs (source, copy) of a stage: the step adds the copy's gradient,
+transposed, to the source's, updates the source, and writes its transpose to the copy. When a run
+unties them, the copy's moments become the transposed moments of the source.
+
+Documents are the segments of `Model.hidden`. Attention does not cross them; the smear, the bigrams,
+the key offset and the targets do. Positions do not restart: attention depends on their differences.
+
+Shapes: B batch, T time, C channels, H heads, D = C/H, E = D/4, G channels of a gate, F channels of
+the MLP, V real vocabulary, P padded vocabulary, L layers, K predicted tokens.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gptjax.models.base import Model, ModelConfig, check_size
+from gptjax.models.layers import lookup, normal, uniform
+from gptjax.optim import Group, Matrices
+from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
+from pallas_kernels.classifier import SigmoidCap, apply_softcap, fused_classifier, to_int32
+
+BTC, BTHD = Float[Array, "B T C"], Float[Array, "B T H D"]
+GATE = 12
+"""Channels that a gate reads."""
+SOFTCAP = SigmoidCap(scale=23.0, shift=5.0, width=7.5)
+EPS = float(np.finfo(np.float32).eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Static properties of the model that change during a run. Windows are in tokens."""
+
+    short_window: int = 6 * 128
+    """Tokens before itself to which a query attends."""
+    long_window: int = 13 * 128
+    """The same in `long_layers`."""
+    rotary_windows: tuple[int, ...] = (3 * 128, 7 * 128, 11 * 128, 13 * 128)
+    """Long windows so far. The rotary embedding is rescaled from each to the next."""
+    token_weights: tuple[float, ...] = (1.0,)
+    """Weights of the next tokens in the loss, the nearest first."""
+    tied: bool = False
+    """Whether the embedding is the transposed head."""
+
+    def __post_init__(self):
+        for window in (self.short_window, self.long_window, *self.rotary_windows):
+            check_size("Stage", "a window", window)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedrunConfig(ModelConfig):
+    """Shape, precision and kernel choices of the speedrun's model.
+
+    Raises:
+        ValueError: as of `ModelConfig`; sizes or layers that the model cannot have; recompute, a
+            fused loss or loss_chunk, which it does not have.
+    """
+
+    operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp", "stage"}
+    supports_segment_ids: ClassVar[bool] = True
+
+    block_size: int = 49_152
+    n_layer: int = 11
+    n_head: int = 6
+    n_inner: int = 3072
+    """Channels of the MLP."""
+    bigram_rows: int = 251_520
+    """Rows of the hashed bigram embedding."""
+    paired_layers: tuple[int, ...] = (0, 2, 5, 9)
+    """Layers in which two heads attend to the keys of both."""
+    long_layers: tuple[int, ...] = (3, 10)
+    """Layers with the long window and the partial key offset."""
+    value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)
+    """Layers with value embeddings."""
+    skip: tuple[int, int] = (3, 6)
+    """Layer whose attention ends at the start of the skip connection, and layer that adds the skip
+    connection in place of attention."""
+    lanes_from: int = 7
+    """First layer with two lanes. The output subtracts lane 0 after this layer."""
+    stage: Stage = Stage()
+    """Windows, predicted tokens and tying."""
+    attention: str = "auto"
+    """Back end of attention: auto, or one of pallas_kernels.flash_attention."""
+    norm: str = "auto"
+    """Back end of RMSNorm: auto, triton, xla or reference."""
+    mlp: str = "auto"
+    """Back end of the MLP's first matmul and ReLU²: auto, mosaic, triton, xla or reference."""
+
+    def build(self, rngs: nnx.Rngs) -> "Speedrun":
+        return Speedrun(self, rngs=rngs)
+
+    def parameter_groups(self) -> tuple[Group, ...]:
+        """Return the record's groups. Its learning rates are 0.023 (NorMuon) and 0.008 (Adam)."""
+        return (
+            Group("attention_bank", Matrices(inputs=(3,), outputs=(2,))),
+            Group("mlp_in", Matrices(inputs=(2,), outputs=(1,))),
+            Group("mlp_out", Matrices(inputs=(1,), outputs=(2,)), learning_rate=4.0),
+            # Paths, no matrices, factors of the learning rate and of the decay, b1, b2.
+            Group("embed|lm_head", None, 1.0, 150.0, 0.5, 0.95),
+            Group("values|bigram", None, 75.0, 5.0, 0.75, 0.95),
+            Group("smear_gate", None, 0.01, 0.0, 0.9, 0.99),
+            Group("skip_gate", None, 0.05, 0.0, 0.9, 0.99),
+            Group("(attention|value)_gates", None, 1.0, 1.0, 0.9, 0.99),
+            Group("(smear|skip|backout)_lambda|qkvo_lambdas", None, 5.0, 0.0, 0.9, 0.99),
+            Group("residual_lambdas", None, 5.0, 0.0, 0.9, 0.95),
+            Group("(x0|bigram|mlp|lane)_lambdas", None, 1.0, 0.0, 0.9, 0.95),
+        )
+
+    def tied_parameters(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of paths (source, copy): in this stage, copy is the transposed source."""
+        return (("lm_head", "embed"),) if self.stage.tied else ()
+
+    def kernels(self, sequence_length, batch=1, segments=False):
+        dtype, precision = self.precision.compute_dtype, self.precision.matmul
+        shape = {"length": sequence_length, "head_dim": self.head_dim, "precision": precision}
+        shape |= {"segments": segments, "window": self.stage.short_window + 1}
+        mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": self.n_inner}
+        return {
+            "attention": select("flash_attention", self.attention, dtype=dtype, **shape),
+            "norm": select("rms_norm", self.norm, channels=self.n_embd),
+            "mlp": select("linear_relu_squared", self.mlp, dtype=dtype, **mlp),
+            "loss": select("fused_classifier", self.loss),
+        }
+
+    def nondeterministic(self) -> str | None:
+        if self.attention == "xla":
+            return None
+        return f"needs --model.attention xla, got {self.attention}: cuDNN adds in any order"
+
+    def lookup_params(self) -> int:
+        tables = self.vocab_size * (1 + len(self.value_layers)) + self.bigram_rows
+        return tables * self.n_embd
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Return 6·N + 12·C·(keys of a query, summed over layers), with N as in `ModelConfig`.
+
+        Segments, which hide keys, are not counted.
+        """
+        keys, stage = 0.0, self.stage
+        for i in self.attention_layers:
+            length = sequence_length * (2 if i in self.paired_layers else 1)
+            window = stage.long_window if i in self.long_layers else stage.short_window
+            most = min(window + 1, length)
+            keys += most - most * (most - 1) / (2 * length)
+        return 6 * (self.num_params - self.lookup_params()) + round(12 * self.n_embd * keys)
+
+    @property
+    def num_params(self) -> int:
+        tables, padding = 2 + len(self.value_layers), self.padded_vocab_size - self.vocab_size
+        return self.num_allocated_params - tables * padding * self.n_embd
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with attention."""
+        return tuple(i for i in range(self.n_layer) if i != self.skip[1])
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("n_inner", "bigram_rows", "lanes_from"):
+            check_size("SpeedrunConfig", name, getattr(self, name))
+        special = {*self.paired_layers, *self.long_layers, *self.value_layers}
+        order = [-1, *self.skip, self.lanes_from, self.n_layer]
+        rules = {
+            "an even n_head": self.n_head % 2 == 0,
+            "n_embd/n_head that is a multiple of 4": self.head_dim % 4 == 0,
+            f"n_embd ≥ {GATE} and bigram_rows ≥ 2": self.n_embd >= GATE and self.bigram_rows >= 2,
+            "0 ≤ skip[0] < skip[1] < lanes_from < n_layer": order == sorted({*order}),
+            "paired, long and value layers with attention": special <= {*self.attention_layers},
+            "recompute none and no loss_chunk": (self.recompute, self.loss_chunk) == ("none", None),
+            "loss auto, triton, xla or reference": self.loss != "fused",
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise ValueError(f"SpeedrunConfig: expected {'; '.join(broken)}; got {self}")
+
+
+def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
+    """Return the slices along the first axis."""
+    # `jnp.split` transposes to one concatenation; slices, to a sum of padded arrays.
+    return [part.squeeze(0) for part in jnp.split(bank, len(bank))]
+
+
+def scalars(lambdas: nnx.Param, each: int) -> list[tuple[Float[Array, ""], ...]]:
+    """Return the numbers of a parameter in tuples of `each`."""
+    return list(itertools.batched(split_bank(lambdas[...].reshape(-1)), each))
+
+
+def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..."]:
+    """Return Σ weight · x of pairs (weight, x), added in fp32 and rounded once."""
+    return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(dtype)
+
+
+def gate(config: SpeedrunConfig, x_BTC: BTC, w_HG: Float[Array, "H G"]) -> Float[Array, "B T H"]:
+    """Return σ(w · x), where w reads the first G channels of x, fp32."""
+    fp32_sums = {"precision": config.precision.matmul, "preferred_element_type": jnp.float32}
+    x_BTG = x_BTC[..., : w_HG.shape[1]]
+    return jax.nn.sigmoid(jnp.einsum("btg,hg->bth", x_BTG, w_HG.astype(x_BTC.dtype), **fp32_sums))
+
+
+def norm(config: SpeedrunConfig, x_BTC: BTC) -> BTC:
+    """Return the RMSNorm without parameters, in the compute dtype."""
+    how = {"out_dtype": config.precision.compute_dtype, "implementation": config.norm}
+    return jax.named_scope("norm")(rms_norm)(x_BTC, eps=EPS, **how)
+
+
+def smear(config: SpeedrunConfig, x_BTC: BTC, w_G: Float[Array, " G"], strength) -> BTC:
+    """Add a part of the token before: x_t + strength · σ(w · x_t) · x_{t−1}."""
+    before_BTC = strength * gate(config, x_BTC[:, 1:], w_G[None]) * x_BTC[:, :-1]
+    return jnp.concatenate([x_BTC[:, :1], x_BTC[:, 1:] + before_BTC], axis=1)
+
+
+def bigram_index(tokens_BT: Int[Array, "B T"], rows: int) -> Int[Array, "B T"]:
+    """Return the row of each token and its predecessor in the hashed bigram embedding.
+
+    (36313 · token XOR 27191 · predecessor) mod (rows − 1) in wrapping int32; the last row for the
+    first token, which has no predecessor.
+    """
+    hashed = jnp.mod((36313 * tokens_BT[:, 1:]) ^ (27191 * tokens_BT[:, :-1]), rows - 1)
+    return jnp.pad(hashed, ((0, 0), (1, 0)), constant_values=rows - 1)
+
+
+def rotary(config: SpeedrunConfig) -> tuple[np.ndarray, float]:
+    """Return the angle per position of each pair of channels, (E,) in fp64, and the score's factor.
+
+    Frequencies start as (1/1024)^linspace(0, 1, E), the factor as 0.1. When the long window grows
+    from w to w/s, a frequency of less than one turn in w tokens is multiplied by s, one of more
+    than 32 turns is kept, those between are interpolated; the factor grows by 1 + 0.2·log(1/s).
+    """
+    f, scale = (1 / 1024) ** np.linspace(0, 1, config.head_dim // 4), 0.1
+    for old, new in itertools.pairwise(config.stage.rotary_windows):
+        kept = np.clip((old * f / (2 * np.pi) - 1) / (32 - 1), 0, 1)
+        f = f * (kept + (1 - kept) * old / new)
+        scale *= 1 + 0.2 * np.log(new / old)
+    return f, scale
+
+
+def half_rotary(x_BTHD: BTHD, frequency_E: np.ndarray) -> BTHD:
+    """Rotate channels 2i and 2i + 1 of the first half of each head by position · frequency i."""
+    *bth, d = x_BTHD.shape
+    # The second half is rotated by 0.
+    frequency_D = np.pad(np.repeat(frequency_E, 2), (0, d // 2)).astype(np.float32)
+    sign_D = np.tile(np.array([-1, 1], np.float32), d // 2)
+    angle_TD = jnp.arange(bth[1], dtype=jnp.float32)[:, None] * frequency_D[None]
+    sin_TD = jnp.sin(angle_TD) * sign_D[None]
+    x = x_BTHD.astype(jnp.float32)
+    swapped = jnp.flip(x.reshape(*bth, d // 2, 2), -1).reshape(x.shape)
+    turned = x * jnp.cos(angle_TD)[None, :, None] + swapped * sin_TD[None, :, None]
+    return turned.astype(x_BTHD.dtype)
+
+
+def partial_key_offset(k_BTHD: BTHD) -> BTHD:
+    """Shift the key channels that are not rotated by one token: induction heads in one layer."""
+    half = k_BTHD.shape[-1] // 2
+    before = jnp.concatenate([k_BTHD[:, :1], k_BTHD[:, :-1]], axis=1)
+    return jnp.concatenate([k_BTHD[..., :half], before[..., half:]], axis=-1)
+
+
+def pair_heads(x_BTHD: BTHD) -> Float[Array, "B 2*T H/2 D"]:
+    """Interleave heads 2j and 2j + 1 along time: position 2t is head 2j of token t."""
+    b, t, h, d = x_BTHD.shape
+    return x_BTHD.reshape(b, t, h // 2, 2, d).swapaxes(2, 3).reshape(b, 2 * t, h // 2, d)
+
+
+def unpair_heads(x_BTHD: BTHD) -> Float[Array, "B T/2 2*H D"]:
+    """Return the inverse of `pair_heads`."""
+    b, t, h, d = x_BTHD.shape
+    return x_BTHD.reshape(b, t // 2, 2, h, d).swapaxes(2, 3).reshape(b, t // 2, 2 * h, d)
+
+
+class Layer(NamedTuple):
+    """Slices of the banks for one layer; None where the layer has no such part."""
+
+    qkvo: tuple[Float[Array, "C C"], ...] | None
+    gate_HG: Float[Array, "H G"] | None
+    value_PC: Float[Array, "P C"] | None
+    value_gate_HG: Float[Array, "H G"] | None
+    mlp_in_FC: Float[Array, "F C"]
+    mlp_out_FC: Float[Array, "F C"]
+
+
+@jax.named_scope("attention")
+def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_BT, segments_BT):
+    """Return layer i's attention of the normalised lane."""
+    c, stage, x_BTC = config, config.stage, norm(config, x_BTC)
+    paired, long = i in c.paired_layers, i in c.long_layers
+    precision = {"precision": c.precision.matmul}
+    matmul = {"implementation": "reference" if c.attention == "reference" else "auto"} | precision
+    *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
+    heads = (*x_BTC.shape[:2], 3, c.n_head, c.head_dim)
+    q, k, v = jnp.unstack(linear(x_BTC, tuple(qkv), **matmul).reshape(heads), axis=2)
+    # XLA fuses this norm with the rotation.
+    q, k = (rms_norm(x, eps=EPS, implementation="xla") for x in (q, k))
+    if layer.value_PC is not None:
+        value_BTC = lookup(layer.value_PC, tokens_BT, vocab_size=c.vocab_size).astype(x_BTC.dtype)
+        halves = x_BTC[..., : GATE // 2], value_BTC[..., : GATE // 2]
+        seen_BTC = x_BTC if paired else jnp.concatenate(halves, axis=-1)
+        gate_BTH = 2 * gate(c, seen_BTC, layer.value_gate_HG)
+        v = weighted_sum(v.dtype, (1, v), (gate_BTH[..., None], value_BTC.reshape(v.shape)))
+    if paired:
+        q, k, v = pair_heads(q), pair_heads(k), pair_heads(v)
+        segments_BT = None if segments_BT is None else jnp.repeat(segments_BT, 2, axis=1)
+    frequency_E, scale = rotary(c)
+    q, k = half_rotary(q, frequency_E), half_rotary(k, frequency_E)
+    if long:
+        k = partial_key_offset(k)
+    window = stage.long_window if long else stage.short_window
+    how = {"window": window + 1, "segment_ids": segments_BT, "implementation": c.attention}
+    y = flash_attention(q, k, v, scale=scale, **how, **precision)
+    y = unpair_heads(y) if paired else y
+    y = weighted_sum(y.dtype, (gate(c, x_BTC, layer.gate_HG)[..., None], y))
+    return linear(y.reshape(x_BTC.shape), o_CC, **matmul)
+
+
+@jax.named_scope("mlp")
+def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
+    """Return relu(x W_inᵀ)² W_out of the normalised lane."""
+    x_BTC, precision = norm(config, x_BTC), {"precision": config.precision.matmul}
+    back_end = "reference" if config.mlp == "reference" else "auto"
+    w_CF = layer.mlp_in_FC.T
+    y_BTF = linear_relu_squared(x_BTC, w_CF, implementation=config.mlp, **precision)
+    return linear(y_BTF, layer.mlp_out_FC, implementation=back_end, **precision)
+
+
+def multi_token_cross_entropy(
+    logits_BTP: Float[Array, "B T P"],
+    targets_BT: Int[Array, "B T"],
+    weight_K: Float[Array, " K"],
+    vocab_size: int,
+    ignore_index: int | None,
+    implementation: str,
+) -> Float[Array, " N"]:
+    """Return the cross-entropy of the next K tokens from one set of soft-capped logits, fp32.
+
+    loss_t = Σ_k weight_k · (logsumexp(z_t) − z_t[target_{t+k}]) with z = 23·σ((logits + 5)/7.5),
+    over the targets within the sequence that are not `ignore_index`.
+    """
+    b, t, p = logits_BTP.shape
+    # An id that no target has, if none is ignored.
+    end = jnp.iinfo(jnp.int32).min if ignore_index is None else ignore_index
+    later = jnp.pad(targets_BT, ((0, 0), (0, len(weight_K) - 1)), constant_values=end)
+    options = {"softcap": SOFTCAP, "ignore_index": end, "implementation": implementation}
+    losses_N = jnp.zeros((b * t,), jnp.float32)
+    for k, weight in enumerate(jnp.unstack(weight_K)):
+        rows = logits_BTP.reshape(-1, p), later[:, k : k + t].reshape(-1)
+        losses_N += weight * fused_classifier(*rows, vocab_size=vocab_size, **options)[0]
+    return losses_N
+
+
+class Speedrun(Model):
+    """The speedrun's model: logits = 23·σ((norm(x) · lm_head + 5)/7.5).
+
+    Initial values: 0 for gates, bigram and mlp_out; a uniform distribution of standard deviation
+    0.5/√C for attention_bank and mlp_in; N(0, 0.005) for lm_head, embed its transpose; N(0, 0.01)
+    for values. The parameters of a seed do not depend on the padding. Layer skip[1] does not read
+    its x0, bigram and attention's residual λ, nor layer 0 its x0 λ.
+    """
+
+    Config = SpeedrunConfig
+    config: SpeedrunConfig
+
+    def __init__(self, config: SpeedrunConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        c, f, v, h = config.n_embd, config.n_inner, config.vocab_size, config.n_head
+        layers, tables, lanes = config.n_layer, len(config.value_layers), config.lanes_from
+        padding, fp32 = (0, config.padded_vocab_size - v), {"dtype": jnp.float32}
+
+        def constant(value, *shape):
+            return nnx.Param(jnp.full(shape, value, jnp.float32))
+
+        def bank(*shape):
+            return nnx.Param(uniform(rngs.params(), shape, std=0.5 * c**-0.5, **fp32))
+
+        lm_head_CV = normal(rngs.params(), (c, v), std=0.005, **fp32)
+        self.lm_head = nnx.Param(jnp.pad(lm_head_CV, ((0, 0), padding)))
+        self.embed = nnx.Param(jnp.pad(lm_head_CV.T, (padding, (0, 0))))
+        values = normal(rngs.params(), (tables, v, c), std=0.01, **fp32)
+        self.values = nnx.Param(jnp.pad(values, ((0, 0), padding, (0, 0))))
+        self.attention_bank = bank(layers - 1, 4, c, c)
+        self.mlp_in, self.mlp_out = bank(layers, f, c), constant(0, layers, f, c)
+        self.smear_gate, self.skip_gate = constant(0, GATE), constant(0, GATE)
+        self.attention_gates = constant(0, layers - 1, h, GATE)
+        self.value_gates = constant(0, tables, h, GATE)
+        self.smear_lambda, self.skip_lambda, self.backout_lambda = map(constant, (0, -1.5, 0.5))
+        self.qkvo_lambdas = constant(jnp.array([0.5, 1]), layers - 1, 2)
+        self.residual_lambdas = constant(1.1**0.5, layers, 2)
+        self.x0_lambdas, self.bigram_lambdas = constant(0, layers), constant(0.05, layers)
+        self.bigram, self.mlp_lambdas = constant(0, config.bigram_rows, c), constant(1, lanes)
+        self.lane_lambdas = constant(jnp.array([[1, 1.5], [1, 1]]), layers - lanes, 2, 2)
+
+    def hidden(self, tokens_BT, cache=None, segment_ids_BT=None):
+        self.check_tokens(tokens_BT, segment_ids_BT, cache)
+        if cache is not None:
+            raise ValueError("Speedrun: expected no cache: this model does not generate yet")
+        c, tokens_BT, layers = self.config, to_int32(tokens_BT), self.layers()
+        add = functools.partial(weighted_sum, c.precision.residual_dtype)
+        x0, bigram = self.inputs(tokens_BT)
+        residual, to_lanes = scalars(self.residual_lambdas, 2), scalars(self.lane_lambdas, 4)
+        x0_lambdas, bigram_lambdas = scalars(self.x0_lambdas, 1), scalars(self.bigram_lambdas, 1)
+        (mlp_lambdas,) = scalars(self.mlp_lambdas, c.lanes_from)
+
+        def attend(i: int, lane: BTC) -> BTC:
+            return attention(c, i, lane, layers[i], tokens_BT, segment_ids_BT)
+
+        def injection(i: int) -> tuple:
+            return ((*x0_lambdas[i], x0), (*bigram_lambdas[i], bigram)) if i else ()
+
+        lane0, skip = add((1, x0), (*bigram_lambdas[0], bigram)), None
+        for i in range(c.lanes_from):
+            keep_attention, keep_mlp = residual[i]
+            if i == c.skip[1]:
+                lane0 = add((1, lane0), (1, skip))
+            else:
+                lane0 = add((keep_attention, lane0), (1, attend(i, lane0)), *injection(i))
+            if i == c.skip[0]:
+                weight = 2 * jax.nn.sigmoid(self.skip_lambda[...])
+                skip = add((weight * gate(c, x0, self.skip_gate[...][None]), lane0))
+            lane0 = add((keep_mlp, lane0), (mlp_lambdas[i], mlp(c, lane0, layers[i])))
+
+        lane1 = lane0
+        for i in range(c.lanes_from, c.n_layer):
+            keep_attention, keep_mlp = residual[i]
+            attention_0, attention_1, mlp_0, mlp_1 = to_lanes[i - c.lanes_from]
+            y = attend(i, lane0)
+            lane0 = add((keep_attention, lane0), (attention_0, y), *injection(i))
+            lane1 = add((keep_attention, lane1), (attention_1, y))
+            y = mlp(c, lane1, layers[i])
+            lane0, lane1 = add((keep_mlp, lane0), (mlp_0, y)), add((keep_mlp, lane1), (mlp_1, y))
+            if i == c.lanes_from:
+                early = lane0
+        return norm(c, add((0.5, lane0), (0.5, lane1), (-self.backout_lambda[...], early)))
+
+    @jax.named_scope("embedding")
+    def inputs(self, tokens_BT):
+        """Return x0, the normalised smeared embedding, and the bigram embedding."""
+        c, dtype = self.config, self.config.precision.residual_dtype
+        x_BTC = lookup(self.embed[...], tokens_BT, vocab_size=c.vocab_size)
+        x_BTC = smear(c, x_BTC, self.smear_gate[...], self.smear_lambda[...])
+        x0_BTC = rms_norm(x_BTC, eps=EPS, out_dtype=dtype, implementation=c.norm)
+        bigram_BTC = jnp.take(self.bigram[...], bigram_index(tokens_BT, c.bigram_rows), axis=0)
+        return x0_BTC, bigram_BTC.astype(dtype)
+
+    def layers(self) -> list[Layer]:
+        """Split the banks. q, k and v are multiplied by one λ of the layer, o by another."""
+        c = self.config
+        lambdas = jnp.repeat(self.qkvo_lambdas[...], np.array([3, 1]), axis=1)[..., None, None]
+        bank = (self.attention_bank[...] * lambdas).reshape(-1, c.n_embd, c.n_embd)
+        qkvo = itertools.batched(split_bank(bank), 4)
+        attentions = zip(qkvo, split_bank(self.attention_gates[...]), strict=True)
+        values = zip(split_bank(self.values[...]), split_bank(self.value_gates[...]), strict=True)
+        mlps = zip(split_bank(self.mlp_in[...]), split_bank(self.mlp_out[...]), strict=True)
+        of_attention = dict(zip(c.attention_layers, attentions, strict=True))
+        of_value, none = dict(zip(c.value_layers, values, strict=True)), (None, None)
+        return [
+            Layer(*of_attention.get(i, none), *of_value.get(i, none), *of_mlp)
+            for i, of_mlp in enumerate(mlps)
+        ]
+
+    def head(self):
+        return self.lm_head[...].T
+
+    def logits(self, x_BTC):
+        """Return the soft-capped logits over the real vocabulary, in the compute dtype."""
+        logits_BTP = linear(x_BTC, self.lm_head[...], precision=self.config.precision.matmul)
+        logits_BTV = logits_BTP[..., : self.config.vocab_size].astype(jnp.float32)
+        return apply_softcap(logits_BTV, SOFTCAP).astype(x_BTC.dtype)
+
+    def losses(
+        self, tokens_BT, targets_BT, ignore_index=None, segment_ids_BT=None, token_weights=None
+    ) -> Float[Array, " N"]:
+        """See `Model.losses`.
+
+        Args:
+            token_weights: weights of the next K tokens, an array of shape (K,). None: the stage's.
+        """
+        c, weights = self.config, token_weights
+        weights = jnp.asarray(c.stage.token_weights if weights is None else weights, jnp.float32)
+        x_BTC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT)
+        with jax.named_scope("head"):
+            logits_BTP = linear(x_BTC, self.lm_head[...], precision=c.precision.matmul)
+            args = (logits_BTP, to_int32(targets_BT), weights, c.vocab_size)
+            return multi_token_cross_entropy(*args, ignore_index, c.loss)

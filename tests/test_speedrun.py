@@ -1,0 +1,317 @@
+"""gptjax.models.speedrun against a plain PyTorch model, from the same random weights."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from kernel_tools import lower_for_h200
+from reference import speedrun as reference
+from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
+
+from gptjax import Precision, loss_fn
+from gptjax.models.base import abstract_params, graph, init_params
+from gptjax.models.speedrun import SpeedrunConfig, Stage, multi_token_cross_entropy, rotary
+from gptjax.optim import NorMuonConfig
+from gptjax.optim.partition import assign
+from gptjax.training.step import loss_and_grads
+
+# A prime vocabulary, two pairs of heads, three frequencies, an odd length. Layer 0 is paired; 1 has
+# value embeddings and starts the skip; 2 has no attention; 3 is long; 4 is paired and has value
+# embeddings.
+ODD = SpeedrunConfig(
+    vocab_size=61,
+    padded_vocab_size=64,
+    block_size=33,
+    n_layer=5,
+    n_head=4,
+    n_embd=48,
+    n_inner=36,
+    bigram_rows=23,
+    paired_layers=(0, 4),
+    long_layers=(3,),
+    value_layers=(1, 4),
+    skip=(1, 2),
+    lanes_from=3,
+)
+TIME = 19
+# The third sequence is of documents of one token; the first has one at each end, too.
+BEGINS = ((0, 1, 6, 7, 13, TIME - 1), (4,), range(TIME))
+STAGES = {
+    "first": Stage(2, 5, (5,), (1.0, 0.5, 0.25), tied=True),
+    "grown": Stage(4, 9, (5, 9), (1.0, 0.5)),
+}
+VALIDATION = Stage(5, 2 * TIME, (5, 9, 13))
+
+
+def random_of(config, seed=0):
+    """Parameters far from the initial ones: every gate, λ and table matters, and embed is not the
+    transposed lm_head."""
+    rng, params = np.random.default_rng(seed), {}
+    for name, leaf in sorted(abstract_params(config).items()):
+        z = rng.standard_normal(leaf.shape)
+        if name in ("attention_bank", "mlp_in"):
+            z /= math.sqrt(leaf.shape[-1])
+        elif name in ("mlp_out", "lm_head"):
+            z /= math.sqrt(leaf.shape[-2])
+        elif "lambda" in name:
+            z = 0.8 + 0.2 * z
+        params[name] = z.astype(np.float32)
+    return params
+
+
+def batch_of(config):
+    """Tokens, targets and the numbers of the documents."""
+    tokens, targets = np.random.default_rng(1).integers(0, config.vocab_size, (2, 3, TIME))
+    documents = np.zeros((3, TIME), np.int32)
+    for row, begins in zip(documents, BEGINS, strict=True):
+        row[list(begins)] = 1
+    return tokens.astype(np.int32), targets.astype(np.int32), documents.cumsum(1, dtype=np.int32)
+
+
+def build(config, params):
+    return nnx.merge(graph(config), jax.tree.map(jnp.asarray, params))
+
+
+def ours(config, params, batch, compiler_options=None):
+    """Loss and gradients of our model in fp64, without those of the padding, which are 0."""
+    tokens, targets, documents = map(jnp.asarray, batch)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options)
+    def value_and_grad(params):
+        loss = lambda params: loss_fn(build(config, params), tokens, targets, None, documents)
+        return jax.value_and_grad(loss)(params)
+
+    loss, grads = value_and_grad(jax.tree.map(jnp.asarray, params))
+    found = {}
+    for name, grad in grads.items():
+        grad = np.asarray(grad, np.float64)
+        found[name] = reference.unpadded(name, grad, config.vocab_size)
+        assert math.isclose(np.abs(grad).sum(), np.abs(found[name]).sum()), f"padding of {name}"
+    return float(loss), found
+
+
+def theirs(config, params, batch, dtype=torch.float32):
+    """The same of PyTorch's model, and its logits."""
+    model = reference.from_params(config, params, dtype=dtype)
+    tokens, targets, documents = (torch.from_numpy(x).long() for x in batch)
+    logits = model(tokens, documents)
+    loss = model.losses(logits, targets, config.stage.token_weights).mean()
+    loss.backward()
+    grads = {name: p.grad.double().numpy() for name, p in model.named_parameters()}
+    return loss.item(), grads, logits.detach().double().numpy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loss_and_every_gradient(stage):
+    """By the 2× rule. A λ is one number, whose error may be zero by luck in PyTorch: relative to
+    its gradient instead."""
+    config = dataclasses.replace(ODD, stage=STAGES[stage])
+    params, batch = random_of(config), batch_of(config)
+    loss, grads = ours(config, params, batch)
+    their_loss, their_grads, _ = theirs(config, params, batch)
+    exact_loss, exact_grads, exact_logits = theirs(config, params, batch, torch.float64)
+
+    assert exact_logits.std() > 0.5, "logits this flat would agree with any model's"
+    assert abs(loss - exact_loss) < 1e-5 and abs(their_loss - exact_loss) < 1e-5
+    assert grads.keys() == exact_grads.keys()
+    for name, exact in exact_grads.items():
+        assert rms(exact) > 1e-4, f"{name} does not matter"
+        if "lambda" in name:
+            np.testing.assert_allclose(grads[name], exact, rtol=0, atol=1e-4 * rms(exact))
+        else:
+            assert_within_twice(grads[name], their_grads[name], exact, norm=rms, name=name)
+
+
+def test_logits_of_the_validation():
+    """A window beyond the sequence, one document, and a rotary embedding of shorter windows."""
+    config = dataclasses.replace(ODD, stage=VALIDATION)
+    params, (tokens, targets, _) = random_of(config), batch_of(config)
+    batch = tokens, targets, np.zeros_like(tokens)
+    model = lambda params: build(config, params)(jnp.asarray(tokens))
+    logits = np.asarray(jax.jit(model)(params), np.float64)
+    their_logits, exact = (
+        theirs(config, params, batch)[2],
+        theirs(config, params, batch, torch.float64)[2],
+    )
+    for norm in (rms, max_abs):
+        assert_within_twice(logits, their_logits, exact, norm=norm, name="logits")
+
+
+def test_bf16():
+    """By the 2× rule against autocast, except for λ: the error of one number may be small by
+    luck."""
+    config = dataclasses.replace(ODD, stage=STAGES["grown"])
+    params, batch = random_of(config), batch_of(config)
+    exact_loss, exact_grads, exact_logits = theirs(config, params, batch, torch.float64)
+    with computing("bf16"):
+        _, their_grads, their_logits = theirs(config, params, batch)
+    near = dataclasses.replace(config, precision=Precision("bf16_residual_fp32"))
+    loss, grads = ours(near, params, batch)
+    assert 1e-5 < abs(loss - exact_loss) < 2 * rms(their_logits - exact_logits) < 0.1
+    for name, exact in exact_grads.items():
+        if "lambda" not in name:
+            assert_within_twice(grads[name], their_grads[name], exact, norm=rms, name=name)
+    hidden = lambda params: build(dataclasses.replace(near, precision=Precision("bf16")), params)
+    shape = jax.eval_shape(lambda params: hidden(params)(jnp.asarray(batch[0])), params)
+    assert shape.dtype == jnp.bfloat16
+
+
+def test_the_rotary_embedding_follows_the_windows():
+    """The record's: a frequency of many turns is kept, one of less than a turn follows the
+    window."""
+    config = SpeedrunConfig()
+    frequency_E, scale = rotary(config)
+    windows = config.stage.rotary_windows
+    expected, expected_scale = reference.rotary(windows, 128)
+    np.testing.assert_allclose(frequency_E, expected, rtol=1e-14)
+    assert scale == pytest.approx(expected_scale, rel=1e-14)
+    assert scale == pytest.approx(0.1 * 1.169460 * 1.090397 * 1.033411, rel=1e-6)
+    assert frequency_E[0] == 1 and frequency_E[-1] == pytest.approx(3 / 13 / 1024, rel=1e-12)
+    assert (np.diff(frequency_E) < 0).all() and len(frequency_E) == 32
+    first = dataclasses.replace(config, stage=Stage(128, 384, (384,)))
+    np.testing.assert_allclose(rotary(first)[0], 1024 ** -np.linspace(0, 1, 32), rtol=1e-14)
+    assert rotary(first)[1] == 0.1
+
+
+def test_the_loss_of_several_tokens():
+    """Targets after the end have no term; ignored ones none; weights may be traced; NaN for a
+    target that is no id."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(5 * rng.standard_normal((2, 5, 8)), jnp.float32)
+    targets = rng.integers(0, 7, (2, 5)).astype(np.int32)
+    targets[1, 3] = -1
+    losses = lambda targets, weights, ignored=None: np.asarray(
+        multi_token_cross_entropy(logits, jnp.asarray(targets), weights, 7, ignored, "auto")
+    ).reshape(2, 5)
+
+    z = 23 / (1 + np.exp(-(np.asarray(logits, np.float64)[..., :7] + 5) / 7.5))
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    expected = np.zeros((2, 5))
+    for b, t, k in np.ndindex(2, 5, 3):
+        if t + k < 5 and targets[b, t + k] >= 0:
+            expected[b, t] -= (1, 0.5, 0.25)[k] * log_p[b, t, targets[b, t + k]]
+    weights = jnp.array([1, 0.5, 0.25], jnp.float32)
+    np.testing.assert_allclose(losses(targets, weights, -1), expected, rtol=1e-5)
+    one = losses(targets, weights[:1], -1)
+    assert one[1, 3] == 0 and (one[0] < expected[0])[:4].all()
+    found = losses(targets, weights)
+    assert (
+        np.isnan(found[1, 1:4]).all() and np.isfinite(found[0]).all() and np.isfinite(found[1, 4])
+    )
+
+    model = build(ODD, random_of(ODD))
+    tokens = jnp.asarray(batch_of(ODD)[0])
+    by_stage = dataclasses.replace(
+        ODD, stage=dataclasses.replace(ODD.stage, token_weights=(1.0, 2.0))
+    )
+    shape = jax.eval_shape(lambda w: model.losses(tokens, tokens, token_weights=w), weights)
+    assert shape.shape == (3 * TIME,) and by_stage.tied_parameters() == ()
+
+
+def test_initial_parameters():
+    """The record's distributions, whatever the padding."""
+    config = dataclasses.replace(ODD, n_embd=96, n_inner=128)
+    params = init_params(config, 0)
+    unpadded = init_params(dataclasses.replace(config, padded_vocab_size=61), 0)
+    for name, array in params.items():
+        np.testing.assert_array_equal(reference.unpadded(name, array, 61), unpadded[name])
+    assert not params["lm_head"][:, 61:].any() and not params["values"][:, 61:].any()
+    for name, std in {"lm_head": 0.005, "values": 0.01}.items():
+        assert unpadded[name].std() == pytest.approx(std, rel=0.05)
+    np.testing.assert_array_equal(params["embed"], params["lm_head"].T)
+    for name in ("attention_bank", "mlp_in"):
+        assert params[name].std() == pytest.approx(0.5 / math.sqrt(96), rel=0.02), name
+        assert np.abs(params[name]).max() <= 3**0.5 * 0.5 / math.sqrt(96) * (1 + 1e-6), "uniform"
+    zeros = ("bigram", "mlp_out", "smear_gate", "skip_gate", "attention_gates", "value_gates")
+    for name in (*zeros, "smear_lambda", "x0_lambdas"):
+        assert not params[name].any(), name
+    for name, value in {
+        "skip_lambda": -1.5,
+        "backout_lambda": 0.5,
+        "qkvo_lambdas": [0.5, 1],
+        "residual_lambdas": 1.1**0.5,
+        "bigram_lambdas": 0.05,
+        "mlp_lambdas": 1,
+        "lane_lambdas": [[1, 1.5], [1, 1]],
+    }.items():
+        np.testing.assert_allclose(params[name], np.broadcast_to(value, params[name].shape))
+
+
+def test_sizes_groups_and_flops():
+    """543.8M parameters in the record, two of whose 24 MLP matrices are padding; 114.1M in
+    matmuls."""
+    config = SpeedrunConfig(vocab_size=50_304)
+    assert config.num_params / 1e6 == pytest.approx(543.8 - 2 * 3072 * 768 / 1e6, abs=0.05)
+    matmuls = (config.num_params - config.lookup_params()) / 1e6
+    assert matmuls == pytest.approx(114.1, abs=0.05)
+    real = SpeedrunConfig()
+    assert config.num_params - real.num_params == 47 * 768 * 7
+    # One token sees itself alone; a long sequence, 10 windows.
+    per_key, keys = 12 * 768, (config.flops_per_token(10**9) - 6e6 * matmuls) / (12 * 768)
+    assert keys == pytest.approx(8 * (6 * 128 + 1) + 2 * (13 * 128 + 1), rel=1e-4)
+    assert real.flops_per_token(1) == 6 * (real.num_params - real.lookup_params()) + per_key * (
+        6 + 4 * 1.5
+    )
+
+    shapes = abstract_params(config)
+    groups = assign(config.parameter_groups(), list(shapes))
+    table = {name: (g.learning_rate, g.weight_decay, g.b1, g.b2) for name, g in groups.items()}
+    assert table["embed"] == table["lm_head"] == (1, 150, 0.5, 0.95)
+    assert table["values"] == table["bigram"] == (75, 5, 0.75, 0.95)
+    assert table["smear_gate"][0] == 0.01 and table["skip_gate"][0] == 0.05
+    assert table["value_gates"] == (1, 1, 0.9, 0.99)
+    assert table["qkvo_lambdas"] == table["skip_lambda"] == (5, 0, 0.9, 0.99)
+    assert table["residual_lambdas"] == (5, 0, 0.9, 0.95)
+    assert table["x0_lambdas"] == table["lane_lambdas"] == (1, 0, 0.9, 0.95)
+    lines = "\n".join(NorMuonConfig().describe(shapes, config.parameter_groups()))
+    assert re.search(r"attention_bank.*40 matrices of 768 × 768", lines)
+    assert re.search(r"mlp_in.*11 matrices of 768 × 3072", lines)
+    assert re.search(r"mlp_out.*11 matrices of 3072 × 768.*0.0", lines)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"n_head": 3}, "an even n_head"),
+        ({"n_embd": 24}, "n_embd/n_head that is a multiple of 4"),
+        ({"n_embd": 8, "n_head": 2}, "n_embd ≥ 12"),
+        ({"bigram_rows": 0}, "bigram_rows must be an int of at least 1, got 0"),
+        ({"skip": (2, 2)}, "0 ≤ skip[0] < skip[1] < lanes_from < n_layer"),
+        ({"lanes_from": 5}, "lanes_from < n_layer"),
+        ({"long_layers": (2,)}, "paired, long and value layers with attention"),
+        ({"value_layers": (7,)}, "paired, long and value layers with attention"),
+        ({"recompute": "block"}, "recompute none"),
+        ({"loss": "fused"}, "loss auto, triton, xla or reference"),
+    ],
+)
+def test_config_errors(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(ODD, **fields)
+
+
+def test_generation_is_refused():
+    model = build(ODD, random_of(ODD))
+    with pytest.raises(ValueError, match="does not generate yet"):
+        model.hidden(jnp.zeros((1, 3), jnp.int32), cache=model.init_cache(1, 4))
+
+
+def test_a_step_lowers_for_an_h200():
+    """The record's width and windows, four layers: no scores and no logits in fp32 are stored."""
+    layers = {"n_layer": 4, "paired_layers": (0,), "long_layers": (3,), "value_layers": (0, 3)}
+    layers |= {"skip": (0, 1), "lanes_from": 2, "bigram_rows": 100}
+    config = SpeedrunConfig(**layers, precision=Precision("bf16"))
+    windows = jax.ShapeDtypeStruct((1, 1, 1025), jnp.int32)
+    step = lambda params, windows: loss_and_grads(graph(config), params, windows, eot=50_256)
+    text = lower_for_h200(step, abstract_params(config), windows)
+    kernels = re.findall(r"custom_call @(\w+)", text)
+    # Of three attentions, four MLPs, x0 and the output.
+    assert kernels.count("norm_forward") == kernels.count("norm_backward") == 9
+    assert kernels.count("classifier_kernel") == 1
+    assert not re.search(r"1024x1024x|2048x2048x|1024x50304xf32", text)
