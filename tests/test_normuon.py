@@ -275,7 +275,8 @@ def test_the_work_is_shared_by_devices():
 
     grads = as_jax({"a": normal(3, 6, 8), "b": normal(2, 6, 8, seed=5)})
     tx = orthogonalize(
-        distributed(method, mesh), layout=lambda path: Matrices(inputs=(1,), outputs=(2,))
+        distributed(method, mesh, dtype=jnp.float32),
+        layout=lambda path: Matrices(inputs=(1,), outputs=(2,)),
     )
     update = jax.jit(lambda g: tx.update(g, tx.init(g))[0], out_shardings=replicated)
     found = update(jax.device_put(grads, replicated))
@@ -283,6 +284,15 @@ def test_the_work_is_shared_by_devices():
     for name, g in grads.items():
         assert found[name].sharding.is_fully_replicated
         np.testing.assert_allclose(found[name], exact_polar_express(g), atol=FP32)
+
+
+def test_gathering_in_bf16_loses_nothing():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x_NIO = jnp.asarray(normal(4, 16, 24), jnp.float32)
+    method = functools.partial(polar_express, implementation="xla")
+    found = jax.jit(distributed(method, mesh))(x_NIO)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, jax.jit(method)(x_NIO))
 
 
 # ---------------------------------------------------------------------------------------- the whole

@@ -56,9 +56,11 @@ def new(
 
 
 def write(path: Path, result: dict) -> None:
-    """Write a result; create the folder if it is absent."""
+    """Write a result, atomically; create the folder if it is absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(compact_json(result) + "\n")
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(compact_json(result) + "\n")
+    partial.replace(path)
 
 
 def compact_json(value: Any, depth: int = 0) -> str:

@@ -124,24 +124,34 @@ def orthogonalize(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def distributed(method: Callable, mesh: Mesh, axis: str = "data") -> Callable:
+def distributed(
+    method: Callable, mesh: Mesh, axis: str = "data", dtype: jax.typing.DTypeLike = jnp.bfloat16
+) -> Callable:
     """Return the method with a batch that is replicated on all devices sharded over a mesh axis.
 
     Each device computes its share, and the results are gathered on all devices.
 
     Args:
         axis: axis of the mesh.
+        dtype: dtype in which the results are gathered, that of the method's matmuls: it has every
+            value that the method returns.
     """
+
+    def share_of(x_NIO):
+        return method(x_NIO).astype(dtype)
 
     def run(x_NIO):
         devices, n = mesh.shape[axis], x_NIO.shape[0]
         if devices == 1:
             return method(x_NIO)
-        x_NIO = jnp.pad(x_NIO, ((0, -n % devices), (0, 0), (0, 0)))
+        padded_NIO = jnp.pad(x_NIO, ((0, -n % devices), (0, 0), (0, 0)))
         share = PartitionSpec(axis)
-        sharded = jax.shard_map(method, mesh=mesh, in_specs=share, out_specs=share, check_vma=False)
+        sharded = jax.shard_map(
+            share_of, mesh=mesh, in_specs=share, out_specs=share, check_vma=False
+        )
         replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
-        return jax.lax.with_sharding_constraint(sharded(x_NIO), replicated)[:n]
+        whole_NIO = jax.lax.with_sharding_constraint(sharded(padded_NIO), replicated)[:n]
+        return whole_NIO.astype(x_NIO.dtype)
 
     return run
 
