@@ -8,6 +8,9 @@ The exchange holds fp32 bit patterns. It has two halves: a launch uses one and c
 for the next launch, and each slot is written once in a launch. `ABSENT` is a NaN that no arithmetic
 instruction of NVIDIA's GPUs results in: theirs is 0x7fffffff.
 
+The assembly that polls is in a `while` loop of one iteration: Triton moves other code to the
+threads that use its results, and all warps would poll all values.
+
 A program loads the weights of a phase before it polls: they depend on no activation, so their
 latency overlaps with that of the exchange.
 """
@@ -21,6 +24,20 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 ABSENT = tl.constexpr(-1)
 WARPS = 8
 THREADS = tl.constexpr(32 * WARPS)
+
+
+@triton.jit
+def opaque(index, PROGRAMS: tl.constexpr):
+    """Return `index`, so that the compiler does not see the value.
+
+    It would otherwise compute the addresses of all phases once, before the loop over the blocks,
+    and keep more of them than there are registers.
+    """
+    if PROGRAMS > 1:
+        index = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return index
 
 
 # ---------------------------------------------------------------------------------------- exchange
@@ -149,18 +166,23 @@ def receive(ptr, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
         a, b, c, d = load_words(chunk_ptr, inside)
     else:
         ptr_64 = address(chunk_ptr, inside)
-        if KP // 4 >= 4 * THREADS:
-            a, b, c, d = tl.inline_asm_elementwise(
-                POLL_4, POLL_4_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=4
-            )
-        elif KP // 4 == 2 * THREADS:
-            a, b, c, d = tl.inline_asm_elementwise(
-                POLL_2, POLL_2_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=2
-            )
-        else:
-            a, b, c, d = tl.inline_asm_elementwise(
-                POLL_1, POLL_1_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=1
-            )
+        a = tl.zeros((KP // 4,), tl.int32)
+        b, c, d = a, a, a
+        again = opaque(1, PROGRAMS)
+        while again > 0:
+            if KP // 4 >= 4 * THREADS:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    POLL_4, POLL_4_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=4
+                )
+            elif KP // 4 == 2 * THREADS:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    POLL_2, POLL_2_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=2
+                )
+            else:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    POLL_1, POLL_1_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=1
+                )
+            again -= 1
     return tuple4(a, b, c, d, tl.float32, True)
 
 
@@ -174,14 +196,24 @@ def receive_qkv(ptr, C: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
         ka, kb, kc, kd = load_words(q_ptr + C, inside)
         va, vb, vc, vd = load_words(q_ptr + 2 * C, inside)
     else:
-        qa, ka, va, qb, kb, vb, qc, kc, vc, qd, kd, vd = tl.inline_asm_elementwise(
-            POLL_3,
-            POLL_3_OPERANDS,
-            [address(q_ptr, inside), address(q_ptr + C, inside), address(q_ptr + 2 * C, inside)],
-            dtype=INT_12,
-            is_pure=False,
-            pack=1,
-        )
+        absent = tl.zeros((D // 4,), tl.int32)
+        qa, ka, va, qb, kb, vb = absent, absent, absent, absent, absent, absent
+        qc, kc, vc, qd, kd, vd = absent, absent, absent, absent, absent, absent
+        again = opaque(1, PROGRAMS)
+        while again > 0:
+            qa, ka, va, qb, kb, vb, qc, kc, vc, qd, kd, vd = tl.inline_asm_elementwise(
+                POLL_3,
+                POLL_3_OPERANDS,
+                [
+                    address(q_ptr, inside),
+                    address(q_ptr + C, inside),
+                    address(q_ptr + 2 * C, inside),
+                ],
+                dtype=INT_12,
+                is_pure=False,
+                pack=1,
+            )
+            again -= 1
     q_D, k_D, v_D = join(qa, qb, qc, qd), join(ka, kb, kc, kd), join(va, vb, vc, vd)
     return (
         q_D.to(tl.float32, bitcast=True),
@@ -209,22 +241,30 @@ def receive_attended(
         wa, wb, wc, wd = load_words(part_ptr + 3 * D, inside)
         ly, lz, lu, lw = load_words(lse_ptr, inside)
     else:
-        (ya, za, ua, wa, ly, yb, zb, ub, wb, lz, yc, zc, uc, wc, lu, yd, zd, ud, wd, lw) = (
-            tl.inline_asm_elementwise(
-                POLL_5,
-                POLL_5_OPERANDS,
-                [
-                    address(part_ptr, inside),
-                    address(part_ptr + D, inside),
-                    address(part_ptr + 2 * D, inside),
-                    address(part_ptr + 3 * D, inside),
-                    address(lse_ptr, inside),
-                ],
-                dtype=INT_20,
-                is_pure=False,
-                pack=1,
+        absent = tl.zeros((KP // 4,), tl.int32)
+        ya, za, ua, wa, ly = absent, absent, absent, absent, absent
+        yb, zb, ub, wb, lz = absent, absent, absent, absent, absent
+        yc, zc, uc, wc, lu = absent, absent, absent, absent, absent
+        yd, zd, ud, wd, lw = absent, absent, absent, absent, absent
+        again = opaque(1, PROGRAMS)
+        while again > 0:
+            (ya, za, ua, wa, ly, yb, zb, ub, wb, lz, yc, zc, uc, wc, lu, yd, zd, ud, wd, lw) = (
+                tl.inline_asm_elementwise(
+                    POLL_5,
+                    POLL_5_OPERANDS,
+                    [
+                        address(part_ptr, inside),
+                        address(part_ptr + D, inside),
+                        address(part_ptr + 2 * D, inside),
+                        address(part_ptr + 3 * D, inside),
+                        address(lse_ptr, inside),
+                    ],
+                    dtype=INT_20,
+                    is_pure=False,
+                    pack=1,
+                )
             )
-        )
+            again -= 1
     ly, lz, lu, lw = tuple4(ly, lz, lu, lw, tl.float32, True)
     highest = tl.maximum(tl.maximum(ly, lz), tl.maximum(lu, lw))
     ly, lz = tl.exp2(ly - highest), tl.exp2(lz - highest)
@@ -239,20 +279,6 @@ def receive_attended(
 
 
 # ------------------------------------------------------------------------------------------- tiles
-
-
-@triton.jit
-def opaque(index, PROGRAMS: tl.constexpr):
-    """Return `index`, so that the compiler does not see the value.
-
-    It would otherwise compute the addresses of all phases once, before the loop over the blocks,
-    and keep more of them than there are registers.
-    """
-    if PROGRAMS > 1:
-        index = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return index
 
 
 @triton.jit
@@ -289,18 +315,22 @@ def load_tiles(
     """Return rows first…stop − 1 of weights (N, K) as tiles (T, R, CK) of T·CK ≥ K columns.
 
     Zeros out of bounds. With a CK of 32 lanes' 16-byte loads, each warp has rows of its own, and
-    their sums need no other warp.
+    their sums need no other warp: loaded as matrices, since the compiler might spread the T of
+    three dimensions over the warps.
     """
     T: tl.constexpr = triton.next_power_of_2(K // CK)
-    tile_T11 = tl.arange(0, T)[:, None, None]
-    column_T1K = tile_T11 * CK + tl.arange(0, CK)[None, None, :]
+    index_N = tl.arange(0, T * R)
+    tile_N, row_N = index_N // R, first + index_N % R
     tiles = ()
     for i in tl.static_range(TILES):
-        row_1R1 = first + i * R + tl.arange(0, R)[None, :, None]
-        mask = row_1R1 < stop
+        mask_N = row_N + i * R < stop
         if T > K // CK:
-            mask = mask & (tile_T11 < K // CK)
-        tiles = tiles + (tl.load(ptr + row_1R1 * K + column_T1K, mask=mask, other=0.0),)
+            mask_N = mask_N & (tile_N < K // CK)
+        start_N = (row_N + i * R) * K + tile_N * CK
+        w_NK = tl.load(
+            ptr + start_N[:, None] + tl.arange(0, CK)[None, :], mask=mask_N[:, None], other=0.0
+        )
+        tiles = tiles + (tl.reshape(w_NK, (T, R, CK)),)
     return tiles
 
 
