@@ -19,6 +19,8 @@ from rich.console import Console
 from train_tools import train_py
 
 from gptjax import loss_fn, parallel
+from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.torch_side import why_no_step
 from gptjax.config import Config, ConfigError, executable_inputs
 from gptjax.data import write_shard
 from gptjax.models import llama3
@@ -255,6 +257,17 @@ def test_options():
                 Config(**how, separate_documents=True).kernels()
     cached = Config(executable_cache=True, separate_documents=True)
     assert executable_inputs(cached, False, 256) != executable_inputs(cached, False, 50256)
+
+
+def test_bench_measures_separate_documents():
+    """Some documents in each sequence, and no rival that computes something else."""
+    config = Config(separate_documents=True, micro_batch=8)
+    measured = JaxStep(config, jax.devices("cpu")[0])
+    assert 4 <= (measured._windows() == 50256).sum() <= 30  # 8,200 tokens
+    assert measured._eot == 50256
+    assert JaxStep(Config(), jax.devices("cpu")[0])._eot is None
+    assert "does not separate documents" in (why_no_step(config) or "")
+    assert why_no_step(Config()) is None
 
 
 def test_data_without_end_of_text_is_refused(tmp_path):

@@ -37,7 +37,7 @@ from gptjax.bench.rows import (
 )
 from gptjax.bench.step import timed_result
 from gptjax.bench.table import Row, print_table
-from gptjax.bench.torch_side import has_torch, torch_step, why_no_rival
+from gptjax.bench.torch_side import has_torch, torch_step, why_no_step
 from gptjax.config import Config
 from gptjax.models.base import ModelConfig
 from gptjax.precision import Precision
@@ -101,7 +101,7 @@ class Ladder(BaseOptions):
         why."""
         if not self.torch:
             return False
-        if why := why_no_rival(base):
+        if why := why_no_step(base):
             say(f"PyTorch's ladder is left out: {why}")
             return False
         if device.platform == "gpu" and has_torch(device):

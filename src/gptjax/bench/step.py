@@ -31,7 +31,7 @@ from gptjax.bench.torch_side import (
     strategy_fields,
     torch_several,
     torch_step,
-    why_no_rival,
+    why_no_step,
 )
 from gptjax.config import Config
 from gptjax.parallel import Strategy
@@ -100,7 +100,7 @@ class Step(ModelOptions):
             raise BenchError(
                 "--largest looks for the batch, and --batch names it: give one of them"
             )
-        if self.torch and (why := why_no_rival(base)):
+        if self.torch and (why := why_no_step(base)):
             raise BenchError(why)
         return [
             self.with_options(base, batch=batch, recompute=recompute)

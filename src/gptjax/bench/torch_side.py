@@ -58,6 +58,13 @@ def why_no_rival(config: Config) -> str | None:
     return f"PyTorch's models are those of {', '.join(MODELS)}, not {name}: leave out --torch"
 
 
+def why_no_step(config: Config) -> str | None:
+    """Return why PyTorch has no training step to compare with, or None."""
+    if config.separate_documents:
+        return "PyTorch's step does not separate documents: leave out --torch"
+    return why_no_rival(config)
+
+
 def torch_model(config: ModelConfig, how):
     """Return PyTorch's model with its loss, on PyTorch's default device.
 
