@@ -96,11 +96,11 @@ class Config:
     """Tokens of a sequence; at most model.block_size."""
     batch_tokens: PositiveInt = 524_288
     """Tokens of an optimizer step, over all devices and micro-batches."""
-    micro_batch: PositiveInt = 64
-    """Sequences on each device at a time; gradients are accumulated over the batch."""
     separate_documents: bool = False
     """Attend within a document only, and count positions from its beginning, where a sequence packs
     several. Documents begin with the tokenizer's end-of-text token."""
+    micro_batch: PositiveInt = 64
+    """Sequences on each device at a time; gradients are accumulated over the batch."""
     overfit_one_batch: bool = False
     """Train on the first batch only: the loss must approach 0."""
 
@@ -160,13 +160,13 @@ class Config:
                 f"--model.loss-chunk must divide the tokens of a micro-batch, {self.micro_batch} × "
                 f"{self.sequence_length} = {tokens}, got {chunk}"
             )
-        if self.deterministic and (reason := self.model.nondeterministic()):
-            raise ConfigError(f"--deterministic {reason}")
         if self.separate_documents and not self.model.supports_segment_ids:
             raise ConfigError(
                 "--separate-documents needs a model with segment ids, and "
                 f"{type(self.model).__name__} has none; leave the option out"
             )
+        if self.deterministic and (reason := self.model.nondeterministic()):
+            raise ConfigError(f"--deterministic {reason}")
         self._check_processes()
         self._check_eval_tasks()
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -354,9 +354,9 @@ def executable_inputs(
 
     Args:
         masked: whether the data has loss masks, on which they depend, too.
+        eot: id that begins each document, with separate_documents; they depend on it, too.
     """
     if not config.executable_cache:
-        eot: id that begins each document, with separate_documents; they depend on it, too.
         return None
     return {
         name: value for name, value in to_json(config).items() if name not in OUTSIDE_EXECUTABLES
