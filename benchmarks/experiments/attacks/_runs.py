@@ -56,9 +56,14 @@ def prepare(folder: Path) -> float:
     Returns:
         Seconds from that run's first log line to its end.
     """
+    prepare_data(folder)
+    return finish(folder, "alone")
+
+
+def prepare_data(folder: Path) -> None:
+    """Write the config, prepare the corpus, and fill the compilation cache of one process."""
     (folder / "config.py").write_text(CONFIG)
     finish(folder, "first", "--max-steps", "15")
-    return finish(folder, "alone")
 
 
 def start(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import jax
 import tyro
-from _runs import arrays_and_losses, prepare, report, same, start, wait_for_log
+from _runs import arrays_and_losses, prepare_data, report, same, start, wait_for_log
 
 from gptjax.distributed import ENDED
 
@@ -113,7 +113,7 @@ def main(options: Options) -> None:
     rows, alone, seconds = [], {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        prepare(folder)
+        prepare_data(folder)
         for count in options.counts:
             seconds[count] = finish(folder, f"alone{count}", count, options.gpus)
             alone[count] = arrays_and_losses(folder, f"alone{count}")
