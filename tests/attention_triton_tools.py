@@ -45,7 +45,9 @@ def visible(ids, t, causal, window):
     if causal:
         seen = seen & (s_1T <= t_T1) & (t_T1 - s_1T < (window or t))
     if ids is not None:
-        seen = seen & (np.asarray(ids)[:, :, None] == np.asarray(ids)[:, None, :])
+        # Runs of equal ids.
+        runs = np.cumsum(np.diff(np.asarray(ids), axis=1, prepend=0) != 0, axis=1)
+        seen = seen & (runs[:, :, None] == runs[:, None, :])
     return seen
 
 

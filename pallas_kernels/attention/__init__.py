@@ -16,9 +16,9 @@ order. With fewer key and value heads than query heads (grouped-query attention)
 key head h // (H/K). The log-sum-exp L uses the natural logarithm and is fp32, B·H·T.
 
 Back ends:
-    mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper.
-    triton: NVIDIA GPUs from Ampere on; the only back end with fp32 as TF32 and O(T) memory, and the
-        only flash kernel with segment ids.
+    mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper. Skips tiles outside documents and windows.
+    triton: NVIDIA GPUs from Ampere on; the only back end with fp32 as TF32 and O(T) memory. Skips
+        the same tiles.
     cudnn: cuDNN's fused attention through `jax.nn.dot_product_attention`. bf16 or fp16.
     xla: plain JAX that stores S; any device. Softmax statistics are fp32 in every dtype.
     reference: the definition in fp32, which stores S; any device.
@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, REFERENCE, XLA, BackEnd
+from pallas_kernels.attention.documents import document_bounds
 
 Implementation = Literal["auto", "cudnn", "mosaic", "triton", "xla", "reference"]
 
@@ -64,8 +65,9 @@ def flash_attention(
         causal: query t sees keys 0…t; otherwise all.
         scale: multiplies Q·K; 1/√D when None.
         window: query t sees only its last `window` keys, t−window+1…t. Needs `causal`.
-        segment_ids: a query sees only keys of its own id (documents packed into one sequence). In
-            any order, in any integer type.
+        segment_ids: documents packed into one sequence: a query sees only keys of its own
+            document, a run of equal ids. An id that returns after another begins a new document.
+            In any integer type.
         return_lse: return the log-sum-exp L too.
         deterministic: use only back ends whose gradients repeat bit for bit.
         implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
@@ -147,8 +149,9 @@ def reference(
     """Compute the definition in fp32 with true fp32 matmuls for every input dtype. Return fp32."""
     q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    bounds = None if segment_ids is None else document_bounds(segment_ids)
     options = Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
-    out_BTHD, lse_BHT = _materialised(options, q_BTHD, k_BTKD, v_BTKD, segment_ids)
+    out_BTHD, lse_BHT = _materialised(options, q_BTHD, k_BTKD, v_BTKD, bounds)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
 
 
@@ -193,8 +196,6 @@ def _why_not_mosaic(call: Facts) -> str | None:
         return why
     if call.head_dim not in (64, 128):
         return f"supports a head dimension of 64 or 128, not {call.head_dim}"
-    if call.segments:
-        return "does not support segment ids"
     return None
 
 
@@ -271,7 +272,7 @@ class Options:
     causal: bool
     scale: float
     window: int | None
-    """None where it covers the sequence."""
+    """None where it covers the sequence, and where the documents' bounds contain it."""
     deterministic: bool
     precision: jax.lax.PrecisionLike
 
@@ -309,19 +310,23 @@ def _attend(
     )
     scale = head_dim**-0.5 if scale is None else float(scale)
     window = None if window is None or window >= length else window
-    options = Options(backend, causal, scale, window, deterministic, precision)
-    if backend in ("mosaic", "triton"):
-        out_BTHD, lse_BHT = _calls.differentiable(
-            "flash_attention", _flash, options, operands, segments_BT
-        )
-    elif backend == "cudnn":
-        return _in_cudnn(options, *_split(operands))
-    elif backend == "reference":
+    if backend == "reference":
         mask = {"causal": causal, "window": window, "segment_ids": segments_BT}
         out_BTHD, lse_BHT = reference(*_split(operands), scale=scale, **mask, return_lse=True)
         out_BTHD = out_BTHD.astype(operands[0].dtype)
+        return (out_BTHD, lse_BHT) if return_lse else out_BTHD
+    bounds = None
+    if segments_BT is not None:
+        bounds, window = document_bounds(segments_BT, window=window), None
+    options = Options(backend, causal, scale, window, deterministic, precision)
+    if backend in ("mosaic", "triton"):
+        out_BTHD, lse_BHT = _calls.differentiable(
+            "flash_attention", _flash, options, operands, bounds
+        )
+    elif backend == "cudnn":
+        return _in_cudnn(options, *_split(operands))
     else:
-        out_BTHD, lse_BHT = _materialised(options, *_split(operands), segments_BT)
+        out_BTHD, lse_BHT = _materialised(options, *_split(operands), bounds)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
 
 
@@ -341,26 +346,24 @@ _MODULES = {
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(options, operands, segments_BT):
-    return _kernel(options, "forward")(operands, segments_BT)
+def _flash(options, operands, bounds):
+    return _kernel(options, "forward")(operands, bounds)
 
 
-def _flash_forward(options, operands, segments_BT):
-    operands, segments_BT = jax.custom_derivatives.custom_vjp_primal_tree_values(
-        (operands, segments_BT)
-    )
-    out_BTHD, lse_BHT = _kernel(options, "forward")(operands, segments_BT)
-    return (out_BTHD, lse_BHT), (operands, segments_BT, out_BTHD, lse_BHT)
+def _flash_forward(options, operands, bounds):
+    operands, bounds = jax.custom_derivatives.custom_vjp_primal_tree_values((operands, bounds))
+    out_BTHD, lse_BHT = _kernel(options, "forward")(operands, bounds)
+    return (out_BTHD, lse_BHT), (operands, bounds, out_BTHD, lse_BHT)
 
 
 def _flash_backward(options, saved, cotangents):
-    operands, segments_BT, out_BTHD, lse_BHT = saved
+    operands, bounds, out_BTHD, lse_BHT = saved
     dout_BTHD, dlse_BHT = cotangents
     if isinstance(dout_BTHD, jax.custom_derivatives.SymbolicZero):
         dout_BTHD = jnp.zeros(dout_BTHD.shape, dout_BTHD.dtype)
     if isinstance(dlse_BHT, jax.custom_derivatives.SymbolicZero):
         dlse_BHT = None
-    args = (operands, segments_BT, lse_BHT, dout_BTHD, out_BTHD, dlse_BHT)
+    args = (operands, bounds, lse_BHT, dout_BTHD, out_BTHD, dlse_BHT)
     return _kernel(options, "backward")(*args), None
 
 
@@ -390,13 +393,13 @@ def _in_cudnn(options, q_BTHD, k_BTKD, v_BTKD):
     )
 
 
-def _materialised(options, q_BTHD, k_BTKD, v_BTKD, segments_BT):
+def _materialised(options, q_BTHD, k_BTKD, v_BTKD, bounds):
     b, t, h, d = q_BTHD.shape
     groups = k_BTKD.shape[2]
     q_BTKGD = q_BTHD.reshape(b, t, groups, h // groups, d)
     fp32_sums = {"precision": options.precision, "preferred_element_type": jnp.float32}
     scores_BKGTS = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BTKD, **fp32_sums) * options.scale
-    visible_BTS = _visible(options, t, segments_BT)
+    visible_BTS = _visible(options, t, bounds)
     if visible_BTS is not None:
         scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
@@ -405,9 +408,9 @@ def _materialised(options, q_BTHD, k_BTKD, v_BTKD, segments_BT):
     return out_BTKGD.reshape(b, t, h, d), lse_BKGT.reshape(b, h, t)
 
 
-def _visible(options, length, segments_BT):
+def _visible(options, length, bounds):
     """Return the mask of the keys s that each query t sees, B·T·S or 1·T·S; None for all."""
-    if not options.causal and segments_BT is None:
+    if not options.causal and bounds is None:
         return None
     visible_BTS = jnp.ones((1, length, length), bool)
     if options.causal:
@@ -415,8 +418,10 @@ def _visible(options, length, segments_BT):
         visible_BTS &= (s_1S <= t_T1)[None]
         if options.window is not None:
             visible_BTS &= (s_1S > t_T1 - options.window)[None]
-    if segments_BT is not None:
-        visible_BTS = visible_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
+    if bounds is not None:
+        s_11S = jnp.arange(length)[None, None]
+        visible_BTS = visible_BTS & (bounds.first_BT[:, :, None] <= s_11S)
+        visible_BTS = visible_BTS & (s_11S <= bounds.last_BT[:, :, None])
     return visible_BTS
 
 

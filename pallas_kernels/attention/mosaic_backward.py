@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels import _dispatch, _mosaic
 from pallas_kernels._mosaic import LOG2_E, SHARED_BYTES, pl, plgpu, schedule, swizzled
-from pallas_kernels.attention import mosaic_forward
+from pallas_kernels.attention import documents, mosaic_forward
 from pallas_kernels.attention.mosaic_backward_kernel import HALF, KEYS, MULTIPLIERS, Block, Scratch
 from pallas_kernels.attention.mosaic_forward import padded
 
@@ -89,7 +89,7 @@ def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
 )
 def backward(
     operands,
-    segments_BT,
+    bounds,
     lse_BHT,
     dout_BTHD,
     out_BTHD,
@@ -108,7 +108,7 @@ def backward(
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
-        segments_BT: None; this back end does not support segments.
+        bounds: `Documents`, or None. With documents `window` is None: the bounds contain it.
         out_BTHD, lse_BHT: the output, and L in fp32.
         dout_BTHD, dlse_BHT: gradients of the output and of L; that of L may be None.
         deterministic: whole heads only. The same five matmuls, but at most B·K thread blocks have
@@ -121,7 +121,7 @@ def backward(
     Raises:
         ValueError: the tiles cannot be compiled.
     """
-    del segments_BT, true_fp32
+    del true_fp32
     batch, length, _, head_dim = dout_BTHD.shape
     key_heads = operands[-1].shape[-2]
     tiles = tiles or Tiles(**mosaic_forward.tiles("backward", head_dim, causal))
@@ -138,6 +138,7 @@ def backward(
     *operands, dout_BTHD = map(padded, (*operands, dout_BTHD))
     gradients, dq_HD = _gradients(
         tuple(operands),
+        bounds,
         rows_BHRT,
         dout_BTHD,
         zeros_BTHD,
@@ -211,8 +212,43 @@ def _scratch(tiles: Tiles, queries: int, head_dim: int, dtype) -> Scratch:
     )
 
 
+def blocks_of_queries(j, first_query=None, last_query=None, *, length, queries, causal, window):
+    """Return the blocks of queries that see some of block j of the keys: first … stop − 1.
+
+    Args:
+        first_query, last_query: with documents, the first and the last of these queries.
+    """
+    first, stop = 0, pl.cdiv(length, queries)
+    if causal:
+        first = j * (KEYS // queries)
+    elif first_query is not None:
+        first = lax.div(first_query, jnp.int32(queries))
+    if last_query is not None:
+        stop = lax.div(last_query, jnp.int32(queries)) + 1
+    if window is not None:
+        behind = j * KEYS + (KEYS + window - 2)
+        if isinstance(j, int):
+            stop = min(stop, behind // queries + 1)
+        else:
+            stop = jnp.minimum(stop, lax.div(behind, jnp.int32(queries)) + 1)
+    return first, stop
+
+
+def _steps_of_documents(bounds, queries_of, key_blocks):
+    """Return the number of blocks of queries that see each block of keys, B×key blocks."""
+
+    def steps(j, first_query, last_query):
+        first, stop = queries_of(j, first_query, last_query)
+        return stop - first
+
+    blocks = jnp.arange(key_blocks, dtype=jnp.int32)
+    ends = bounds.first_BT[:, ::KEYS], bounds.last_BT[:, KEYS - 1 :: KEYS]
+    return jax.vmap(jax.vmap(steps), (None, 0, 0))(blocks, *ends)
+
+
 def _gradients(
     operands,
+    bounds,
     rows_BHRT,
     dout_BTHD,
     zeros_BTHD,
@@ -232,26 +268,26 @@ def _gradients(
     group = query_heads // key_heads
     dtype = dout_BTHD.dtype
     queries = queries_in_a_block(head_dim)
-    key_blocks, query_blocks = pl.cdiv(length, KEYS), pl.cdiv(length, queries)
+    key_blocks = pl.cdiv(length, KEYS)
     heads = batch * key_heads
     blocks = min(_mosaic.num_sms(), heads if whole_heads else heads * key_blocks)
 
-    def queries_of(j):
-        """Return the blocks of queries that see a block of keys: first … stop − 1."""
-        first, stop = 0, query_blocks
-        if causal:
-            first = j * (KEYS // queries)
-        if window is not None:
-            behind = j * KEYS + (KEYS + window - 2)
-            if isinstance(j, int):
-                stop = min(stop, behind // queries + 1)
-            else:
-                stop = jnp.minimum(stop, lax.div(behind, jnp.int32(queries)) + 1)
-        return first, stop
-
+    queries_of = functools.partial(
+        blocks_of_queries, length=length, queries=queries, causal=causal, window=window
+    )
     # Plus one for the start and end of each work item.
-    costs = [group * (stop - first) + 1.0 for first, stop in map(queries_of, range(key_blocks))]
-    table = None if whole_heads else schedule(heads, costs, blocks)
+    table, arrays = None, [dout_BTHD, rows_BHRT]
+    if bounds is not None:
+        bounds = documents.padded(bounds)
+        costs_BI = group * _steps_of_documents(bounds, queries_of, key_blocks) + 1
+        costs_BI = costs_BI.sum(1, keepdims=True) if whole_heads else costs_BI
+        table = documents.schedule_by_cost(costs_BI, key_heads, blocks)
+        arrays += [table, *bounds]
+    elif not whole_heads:
+        spans = map(queries_of, range(key_blocks))
+        costs = [group * (stop - first) + 1.0 for first, stop in spans]
+        table = jnp.asarray(schedule(heads, costs, blocks))
+        arrays += [table]
 
     def kernel(*refs):
         inputs, (dout_gmem, rows_gmem, *refs, scratch) = (
@@ -259,11 +295,17 @@ def _gradients(
             refs[len(operands) :],
         )
         me, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        table_gmem = bounds_gmem = None
+        if table is not None:
+            table_gmem, *refs = refs
+        if bounds is not None:
+            bounds_gmem, refs = documents.Documents(*refs[:2]), refs[2:]
         if whole_heads:
-            table_gmem, (*gradients, sums_gmem) = None, refs
-            items = lax.div(heads - block + blocks - 1, jnp.int32(blocks)) * key_blocks
+            *gradients, sums_gmem = refs
+            items = lax.div(heads - block + blocks - 1, jnp.int32(blocks))
+            items = (items if table is None else table_gmem[block, 0]) * key_blocks
         else:
-            table_gmem, sums_gmem, *gradients = refs
+            sums_gmem, *gradients = refs
             gradients = gradients if packed else (None, *gradients)
             items = table_gmem[block, 0]
         Block(
@@ -284,6 +326,7 @@ def _gradients(
             inputs=inputs,
             dout=dout_gmem,
             rows=rows_gmem,
+            bounds=bounds_gmem,
             table=table_gmem,
             gradients=gradients,
             sums_gmem=sums_gmem,
@@ -311,10 +354,10 @@ def _gradients(
         ),
     )
     if whole_heads:
-        gradients = tuple(f(*operands, dout_BTHD, rows_BHRT)[:-1])
+        gradients = tuple(f(*operands, *arrays)[:-1])
         return gradients, _over_queries(gradients[0][:, :, 0]) if bias else None
     sums = jax.new_ref(zeros_BTHD)
-    gradients = f(*operands, dout_BTHD, rows_BHRT, jnp.asarray(table), sums)
+    gradients = f(*operands, *arrays, sums)
     if bias and _dispatch.why_not_triton() is None:
         from pallas_kernels.attention import triton_passes
 

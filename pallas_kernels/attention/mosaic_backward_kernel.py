@@ -52,11 +52,10 @@ from jax import lax
 
 from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu
 from pallas_kernels.attention.mosaic_forward_kernel import operand
+from pallas_kernels.attention.mosaic_masks import COLUMNS, HALF, Mask, fill_columns
 
 KEYS = 128
-"""Keys of a work item."""
-HALF = 64
-"""Keys of one multiplying warpgroup, and both sides of what it adds to dQ at a time."""
+"""Keys of a work item; HALF are of one multiplying warpgroup. It adds HALF×HALF to dQ at a time."""
 MULTIPLIERS = 2
 
 
@@ -92,6 +91,7 @@ class Item:
         steps: number of blocks of queries over all heads of the group.
         key, mine: the warpgroup's first key, and slice of the block.
         fills: number of fills of the query slots before this item.
+        seen_by: with documents, the first and the last query that see all of these keys.
     """
 
     b: Any
@@ -104,6 +104,7 @@ class Item:
     key: Any
     fills: Any
     mine: Any
+    seen_by: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,9 @@ class Block:
     Attributes:
         whole_heads: whether the schedule is whole heads, else split heads.
         queries: number of queries in a block.
-        queries_of: block of keys → the first, and last + 1, block of queries that see the keys.
+        queries_of: block of keys → the first, and last + 1, block of queries that see the keys;
+            with documents also a function of the bounds of the block.
+        bounds: the padded bounds of documents, or None.
         key_blocks: number of blocks of keys of a head.
         key_heads, group: number of key heads, and of query heads of each key head.
         blocks: number of thread blocks of the grid.
@@ -163,6 +166,7 @@ class Block:
     inputs: Any
     dout: Any
     rows: Any
+    bounds: Any
     table: Any
     gradients: Any
     sums_gmem: Any
@@ -183,6 +187,10 @@ class Block:
     def ds_ring(self) -> Ring:
         return Ring(self.tiles.score_stages, self.scratch.ds_full, self.scratch.ds_empty)
 
+    @property
+    def mask(self) -> Mask:
+        return Mask(self.causal, self.window, self.length, self.bounds)
+
     def run(self) -> None:
         """Run the role of this warpgroup."""
         pl.when(self.me == MULTIPLIERS)(self.load)
@@ -194,10 +202,16 @@ class Block:
         if self.whole_heads:
             n, j = _divmod(x, self.key_blocks)
             index = n * self.blocks + self.block
+            if self.bounds is not None:
+                index = self.table[self.block, n + 1]
         else:
             index, j = _divmod(self.table[self.block, x + 1], self.key_blocks)
         b, head = _divmod(index, self.key_heads)
-        first, stop = self.queries_of(j)
+        if self.bounds is None:
+            first, stop = self.queries_of(j)
+        else:
+            first_BT, last_BT = self.bounds
+            first, stop = self.queries_of(j, first_BT[b, j * KEYS], last_BT[b, j * KEYS + KEYS - 1])
         return b, head, j, jnp.int32(first), jnp.int32(stop)
 
     def query_block(self, step, first, stop):
@@ -259,10 +273,7 @@ class Block:
         """Compute the gradients of all work items."""
         plgpu.set_max_registers(240, action="increase")
         mine = pl.ds(self.me * HALF, HALF)
-        self.scratch.columns[self.me] = plgpu.broadcasted_iota(
-            jnp.int32, (self.queries,), 0, layout=plgpu.Layout.WGMMA.reduce(0)
-        )
-        plgpu.commit_smem()
+        fill_columns(self.scratch.columns.at[self.me])
         fills = lax.fori_loop(
             0, self.items, functools.partial(self.one_item, mine=mine), jnp.int32(0)
         )
@@ -275,7 +286,8 @@ class Block:
         k_slot = self.k_ring.slot(x)
         steps = (stop - first) * self.group
         key = j * KEYS + self.me * HALF
-        item = Item(b, head, j, first, stop, k_slot, steps, key, fills, mine)
+        seen_by = self.mask.seen_by(b, key)
+        item = Item(b, head, j, first, stop, k_slot, steps, key, fills, mine, seen_by)
         self.k_ring.wait_full(k_slot)
 
         def over_queries(dk_acc, dv_acc):
@@ -321,17 +333,28 @@ class Block:
         rows = pl.ds(query, self.queries)
         if self.whole_heads:
             sums = self.part_of_dq(item, self.sums_gmem.at[self.block * self.group + g, rows])
-            starts = item.j == 0
-            if self.window is not None:
-                starts = item.j == lax.div(
-                    jnp.maximum(query - (self.window - 1), 0), jnp.int32(KEYS)
-                )
-            ends = item.j == (
-                lax.div(query, jnp.int32(KEYS)) if self.causal else self.key_blocks - 1
-            )
+            first, last = self.key_blocks_of(item.b, query)
+            starts, ends = item.j == first, item.j == last
         else:
             sums = self.part_of_dq(item, self.sums_gmem.at[item.b, rows, h])
         return Step(number, fill, slot, k_slot, h, query, sums, starts, ends)
+
+    def key_blocks_of(self, b, query):
+        """Return the first and the last block of keys that a block of queries sees."""
+        if self.bounds is not None:
+            first = lax.div(self.bounds.first_BT[b, query], jnp.int32(KEYS))
+        elif self.window is not None:
+            first = lax.div(jnp.maximum(query - (self.window - 1), 0), jnp.int32(KEYS))
+        else:
+            first = 0
+        if self.causal:
+            last = lax.div(query, jnp.int32(KEYS))
+        elif self.bounds is not None:
+            end = self.bounds.last_BT[b, query + (self.queries - 1)]
+            last = lax.div(end, jnp.int32(KEYS))
+        else:
+            last = self.key_blocks - 1
+        return first, last
 
     def part_of_dq(self, item, ref):
         """Return the 64×64 of a tile of dQ, queries×D, that this warpgroup computes."""
@@ -374,8 +397,10 @@ class Block:
         """
         logits = s * jnp.float32(self.scale * LOG2_E) - self.along_columns(step, 0)
         logits = lax.cond(
-            self.on_an_edge(item.key, step.query),
-            lambda a: self.hide(a, item.key, step.query),
+            self.mask.on_an_edge(item.key, step.query, self.queries, item.seen_by),
+            lambda a: self.mask.hide_transposed(
+                a, item.b, item.key, step.query, self.scratch.columns.at[self.me]
+            ),
             lambda a: a,
             logits,
         )
@@ -383,33 +408,8 @@ class Block:
 
     def along_columns(self, step, which):
         """Return log₂e·L (0) or −D (1) of the queries, for each of the keys."""
-        layout = plgpu.Layout.WGMMA.reduce(0)
-        row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=layout, optimized=False)
+        row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=COLUMNS, optimized=False)
         return lax.broadcast_in_dim(row, (HALF, self.queries), [1])
-
-    def hide(self, x, key, query):
-        """Return x, keys×queries from `key` and `query` on, with −∞ if the query does not see the
-        key."""
-        keys = key + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
-        if not self.causal:
-            return jnp.where(keys < self.length, x, -jnp.inf)
-        behind = plgpu.load(
-            self.scratch.columns.at[self.me], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-        )
-        columns = lax.broadcast_in_dim(behind, x.shape, [1])
-        seen = columns >= keys - query
-        if self.window is not None:
-            seen &= columns < keys - query + self.window
-        return jnp.where(seen, x, -jnp.inf)
-
-    def on_an_edge(self, key, query):
-        """Return whether some of 64 keys are not seen by some of a block of queries."""
-        if not self.causal:
-            return key + HALF > self.length
-        edge = query < key + HALF - 1
-        if self.window is not None:
-            edge |= query + self.queries - 1 >= key + self.window
-        return edge
 
     def share_ds(self, item, step, ds_slot, ds) -> None:
         """Store this warpgroup's rows of dS, and wait for those of the other one."""

@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import SHARED_BYTES, pl, plgpu, schedule, swizzled
+from pallas_kernels.attention import documents
 from pallas_kernels.attention.mosaic_forward_kernel import Block, Scratch
 
 
@@ -69,13 +70,14 @@ def default_tiles(head_dim: int, causal: bool) -> Tiles:
 
 
 def shared_bytes(tiles: Tiles, head_dim: int) -> int:
-    """Return the shared memory of one thread block, barriers included. Arrays begin at multiples of
-    1024 bytes."""
+    """Return the shared memory of one thread block, barriers included, with documents. Arrays begin
+    at multiples of 1024 bytes."""
     rows = tiles.warpgroups * tiles.block_q
     queries = (tiles.q_slots + 1) * rows * head_dim * 2  # and a tile of the output
     keys = 2 * tiles.stages * tiles.block_kv * head_dim * 2
     barriers = tiles.warpgroups * (2 * tiles.q_slots + tiles.ping_pong) + 4 * tiles.stages
-    return queries + keys + -(-4 * rows // 1024) * 1024 + 8 * barriers
+    numbers = sum(-(-4 * n // 1024) * 1024 for n in (rows, tiles.warpgroups * tiles.block_kv))
+    return queries + keys + numbers + 8 * barriers
 
 
 def registers(tiles: Tiles) -> tuple[int, int]:
@@ -145,6 +147,53 @@ def key_blocks(first, rows: int, length: int, block: int, *, causal: bool, windo
     return start, full_start, low(full_start, full_stop), stop
 
 
+def key_blocks_of_documents(
+    first, rows: int, length: int, block: int, *, causal: bool, top, bottom
+):
+    """Return the range of key blocks like `key_blocks`, where the queries see parts of documents.
+
+    Args:
+        top, bottom: bounds (first key, last key) of the first and of the last query. The last key
+            counts only without `causal`.
+    """
+
+    def div(a):
+        return lax.div(a, jnp.int32(block))
+
+    if causal:
+        _, _, full_stop, stop = key_blocks(first, rows, length, block, causal=True, window=None)
+    else:
+        full_stop, stop = div(top[1] + 1), div(bottom[1]) + 1
+    start = div(top[0])
+    full_start = jnp.minimum(div(bottom[0] + (block - 1)), stop)
+    return start, full_start, jnp.maximum(full_start, full_stop), stop
+
+
+def _cost(see, tile, rows, row_blocks, groups):
+    """Return the number of key blocks, plus one for the start and end of each row block."""
+    first = row_blocks - (tile + 1) * groups
+    seen = [see(r * rows, rows) for r in range(max(first, 0), first + groups)]
+    return sum(stop - start + 1.0 for start, _, _, stop in seen)
+
+
+def _table_of_documents(bounds, see, *, rows, row_blocks, groups, heads, blocks):
+    """Return the table of work items, by the key blocks that the documents leave of each."""
+
+    def seen(first, top, bottom):
+        start, _, _, stop = see(first, rows, top=top, bottom=bottom)
+        return stop - start + 1
+
+    firsts = jnp.arange(row_blocks, dtype=jnp.int32) * rows
+    tops, bottoms = (
+        tuple(x[:, at : row_blocks * rows : rows] for x in bounds) for at in (0, rows - 1)
+    )
+    costs_BR = jax.vmap(jax.vmap(seen), (None, 0, 0))(firsts, tops, bottoms)
+    # Tile 0 has the last rows.
+    costs_BR = jnp.pad(costs_BR[:, ::-1], [(0, 0), (0, -row_blocks % groups)])
+    costs_BI = costs_BR.reshape(costs_BR.shape[0], -1, groups).sum(-1)
+    return documents.schedule_by_cost(costs_BI, heads, blocks)
+
+
 # One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
 # and no cache spares them.
 @functools.partial(
@@ -152,7 +201,7 @@ def key_blocks(first, rows: int, length: int, block: int, *, causal: bool, windo
 )
 def forward(
     operands,
-    segments_BT,
+    bounds,
     *,
     causal,
     scale,
@@ -166,15 +215,16 @@ def forward(
 
     Args:
         operands: (q, k, v), or (qkv,) as B·T·3·H·D: bf16 or fp16, D of 64 or 128.
-        segments_BT: None; this back end does not support segments.
-        causal, scale, window: as in `flash_attention`; scale is a float.
+        bounds: `Documents`, or None.
+        causal, scale, window: as in `flash_attention`; scale is a float. With documents `window` is
+            None: the bounds contain it.
         deterministic, true_fp32: ignored: results are always reproducible, and no matmul is fp32.
         tiles: None for those of mosaic_tiles.json.
 
     Raises:
         ValueError: the tiles cannot be compiled.
     """
-    del segments_BT, deterministic, true_fp32
+    del deterministic, true_fp32
     batch, length, *_, heads, head_dim = operands[0].shape
     group = heads // (heads if len(operands) == 1 else operands[1].shape[2])
     dtype = operands[0].dtype
@@ -186,22 +236,25 @@ def forward(
     # Tile 0 has the last rows. The tile with the first rows can have fewer rows: they cost the
     # least there.
     row_tiles = pl.cdiv(row_blocks, groups)
-    see = functools.partial(key_blocks, length=length, block=block, causal=causal, window=window)
-
-    def cost(tile):
-        """Return the number of key blocks, plus one for the start and end of each row block."""
-        first = row_blocks - (tile + 1) * groups
-        seen = [see(r * rows, rows) for r in range(max(first, 0), first + groups)]
-        return sum(stop - start + 1.0 for start, _, _, stop in seen)
-
-    costs = [cost(tile) for tile in range(row_tiles)]
     blocks = min(_mosaic.num_sms(), batch * heads * row_tiles)
-    table = schedule(batch * heads, costs, blocks)
+    if bounds is None:
+        see = functools.partial(
+            key_blocks, length=length, block=block, causal=causal, window=window
+        )
+        costs = [_cost(see, tile, rows, row_blocks, groups) for tile in range(row_tiles)]
+        arrays = (jnp.asarray(schedule(batch * heads, costs, blocks)),)
+    else:
+        see = functools.partial(key_blocks_of_documents, length=length, block=block, causal=causal)
+        bounds = documents.padded(bounds)
+        sizes = {"rows": rows, "row_blocks": row_blocks, "groups": groups}
+        table = _table_of_documents(bounds, see, **sizes, heads=heads, blocks=blocks)
+        arrays = (table, *bounds)
 
     def kernel(*refs):
-        inputs, (table_gmem, out_gmem, lse_gmem, scratch) = (
+        inputs, (table_gmem, *bounds_gmem), (out_gmem, lse_gmem, scratch) = (
             refs[: len(operands)],
-            refs[len(operands) :],
+            refs[len(operands) : -3],
+            refs[-3:],
         )
         me, this = lax.axis_index("warpgroup"), lax.axis_index("block")
         Block(
@@ -219,6 +272,7 @@ def forward(
             window=window,
             dtype=dtype,
             inputs=inputs,
+            bounds=documents.Documents(*bounds_gmem) if bounds_gmem else None,
             table=table_gmem,
             out=out_gmem,
             lse=lse_gmem,
@@ -241,6 +295,7 @@ def forward(
                 v=swizzled((tiles.stages, block, head_dim), dtype),
                 out=swizzled((groups, rows, head_dim), dtype),
                 lse=plgpu.SMEM((groups, rows), jnp.float32),
+                columns=None if bounds is None else plgpu.SMEM((groups, block), jnp.int32),
                 q_full=plgpu.Barrier(num_barriers=(groups, tiles.q_slots)),
                 q_empty=plgpu.Barrier(num_barriers=(groups, tiles.q_slots)),
                 k_full=plgpu.Barrier(num_barriers=tiles.stages),
@@ -258,5 +313,5 @@ def forward(
         # memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
-    out_BTHD, lse_BHT = run(*map(padded, operands), jnp.asarray(table))
+    out_BTHD, lse_BHT = run(*map(padded, operands), *arrays)
     return out_BTHD[:, :length], lse_BHT[:, :, :length]

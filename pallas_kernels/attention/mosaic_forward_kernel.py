@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu
+from pallas_kernels.attention.mosaic_masks import Mask, fill_columns
 
 
 class Scratch(NamedTuple):
@@ -46,6 +47,7 @@ class Scratch(NamedTuple):
     v: Any
     out: Any
     lse: Any
+    columns: Any
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -99,7 +101,9 @@ class Block:
 
     Attributes:
         registers: numbers for each thread of a computing warpgroup, and of the loading one.
-        see: function of the first query and the number of rows: `key_blocks`.
+        see: function of the first query and the number of rows: `key_blocks`, or
+            `key_blocks_of_documents`.
+        bounds: the padded bounds of documents, or None.
         group: number of query heads of a key head.
         row_blocks, row_tiles: numbers of blocks of rows of one warpgroup, and of all warpgroups, in
             a head.
@@ -121,6 +125,7 @@ class Block:
     window: int | None
     dtype: Any
     inputs: Any
+    bounds: Any
     table: Any
     out: Any
     lse: Any
@@ -164,15 +169,18 @@ class Block:
             lax.rem(entry, jnp.int32(self.row_tiles)),
         )
         first = self.row_blocks - (tile + 1) * groups
-        start, *_ = self.see(jnp.maximum(first, 0) * rows, rows)
-        *_, stop = self.see((first + groups - 1) * rows, rows)
-        return (
-            lax.div(head, jnp.int32(self.heads)),
-            lax.rem(head, jnp.int32(self.heads)),
-            start,
-            stop,
-            first,
-        )
+        b, h = lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads))
+        start, *_ = self.key_blocks(b, jnp.maximum(first, 0) * rows)
+        *_, stop = self.key_blocks(b, (first + groups - 1) * rows)
+        return b, h, start, stop, first
+
+    def key_blocks(self, b, first):
+        """Return the key blocks that the rows from `first` on see, as `see` does."""
+        rows = self.tiles.block_q
+        if self.bounds is None:
+            return self.see(first, rows)
+        keys = [tuple(x[b, t] for x in self.bounds) for t in (first, first + (rows - 1))]
+        return self.see(first, rows, top=keys[0], bottom=keys[1])
 
     def over_items(self, one_item):
         """Run one_item(index, entry, fills) → (next entry, fills) on all work items. Return the
@@ -255,6 +263,8 @@ class Block:
         if groups > 1:
             plgpu.set_max_registers(self.registers[0], action="increase")
         pl.when(self.me == groups - 1)(self.arrive_ping_pong)
+        if self.bounds is not None:
+            fill_columns(self.scratch.columns.at[self.me])
 
         def one_item(i, entry, fills):
             b, head, start, stop, first = self.unpack(entry)
@@ -305,7 +315,8 @@ class Block:
         out_smem, lse_smem, me = self.scratch.out, self.scratch.lse, self.me
         rows = self.tiles.block_q
         first = row_block * rows
-        item = Item(i, b, head, start, stop, row_block, fills, first, *self.see(first, rows))
+        seen = self.key_blocks(b, first)
+        item = Item(i, b, head, start, stop, row_block, fills, first, *seen)
         pl.loop(0, stop - item.my_stop)(lambda n: self.skip_in_order(fills + n))
         o_MD, m_M, l_M = pl.run_scoped(
             lambda o_acc: self.over_keys(item, o_acc),
@@ -353,11 +364,12 @@ class Block:
             )
 
         most_right_edges = 1 if block % rows == 0 else pl.cdiv(rows, block) + 1
-        if self.causal and most_right_edges > 1:
+        ends_differ = self.bounds is not None and not self.causal
+        if ends_differ or (self.causal and most_right_edges > 1):
             carry = steps(last, item.full_stop, carry, masked=True)
         full_from = jnp.minimum(last, item.full_stop)
         carry = steps(full_from, item.full_start, carry, masked=False)
-        if self.window is not None:
+        if self.window is not None or self.bounds is not None:
             carry = steps(jnp.minimum(last, item.full_start), item.my_start, carry, masked=True)
         m_M, l_M, p_MN = carry
         self.q_ring.release(q_slot(item.index), self.me)
@@ -376,7 +388,7 @@ class Block:
             return self.finish_qk(item, s_acc, last, 0)
 
         s_MN = pl.run_scoped(qk, plgpu.ACC((rows, columns), jnp.float32))
-        masked = self.causal or self.length % block != 0
+        masked = self.causal or self.bounds is not None or self.length % block != 0
         m_M, p_MN = self.softmax(item, s_MN, last, masked, None)
         l_M, p_MN = p_MN.sum(axis=1), p_MN.astype(self.dtype)
         if columns < block:
@@ -454,17 +466,10 @@ class Block:
         begins with weights of 1, which decay to 0 as soon as the row sees a key.
         """
         hidden = max(-1e30 / self.factors[0], -3e38)
-        query_MN = (
-            plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 0, layout=plgpu.Layout.WGMMA) + item.first
-        )
-        key_MN = (
-            plgpu.broadcasted_iota(jnp.int32, s_MN.shape, 1, layout=plgpu.Layout.WGMMA)
-            + j * self.tiles.block_kv
-        )
-        seen_MN = key_MN <= query_MN if self.causal else key_MN < self.length
-        if self.window is not None:
-            seen_MN &= key_MN > query_MN - self.window
-        return jnp.where(seen_MN, s_MN, hidden)
+        key = j * self.tiles.block_kv
+        mask = Mask(self.causal, self.window, self.length, self.bounds)
+        columns = None if self.bounds is None else self.scratch.columns.at[self.me]
+        return mask.hide(s_MN, item.b, item.first, key, hidden, columns)
 
     def start_pv(self, item, o_acc, p_MN, j) -> None:
         """Wait for the values of block j, and start O += P V."""

@@ -63,13 +63,14 @@ PASSES = ("forward", "dkv", "dq", "fused")
 TILE = ("M", "N", "rows", "num_warps", "num_stages")
 
 
-def forward(operands, segments_BT, *, causal, scale, window, deterministic, true_fp32, tiles=None):
+def forward(operands, bounds, *, causal, scale, window, deterministic, true_fp32, tiles=None):
     """Compute the output and the log-sum-exp.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD), or (qkv_BT3HD,).
-        segments_BT: integers, or None.
-        window: number of keys that a causal query sees, or None.
+        bounds: `Documents`, or None.
+        window: number of keys that a causal query sees, or None. With documents None: the bounds
+            contain it.
         deterministic: ignored; the forward pass is always deterministic.
         true_fp32: multiply fp32 as true fp32, not as TF32.
         tiles: replaces the entry of triton_tiles.json; only "forward" is needed.
@@ -78,10 +79,10 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
         (out_BTHD in the operands' dtype, lse_BHT in fp32)
     """
     tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
-    shape = _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles)
+    shape = _shape(operands, bounds, causal, scale, window, true_fp32, tiles)
     tile = tiles["forward"]
     b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
-    q, k, v, segments = _inputs(operands, segments_BT)
+    q, k, v, ends = _inputs(operands, bounds)
     if shape["PRECISION"] == "tf32":
         (_, k, _), (_, _, v) = tf32_copies(
             q, k, v, shape, straight="k", transposed={"v": tile["N"]}
@@ -89,7 +90,7 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
         shape |= {"KV_ROW": shape["K"] * d, "K_AT": 0}
     return _triton.call(
         forward_kernel,
-        *(q, k, v, segments),
+        *(q, k, v, *ends),
         out=[
             jax.ShapeDtypeStruct((b, t, h, d), operands[0].dtype),
             jax.ShapeDtypeStruct((b, h, t), jnp.float32),
@@ -102,7 +103,7 @@ def forward(operands, segments_BT, *, causal, scale, window, deterministic, true
 
 def backward(
     operands,
-    segments_BT,
+    bounds,
     lse_BHT,
     dout_BTHD,
     out_BTHD,
@@ -118,7 +119,7 @@ def backward(
     """Compute the gradients of the operands, as a tuple of the same structure.
 
     Args:
-        operands, segments_BT, causal, scale, window, true_fp32: as in `forward`.
+        operands, bounds, causal, scale, window, true_fp32: as in `forward`.
         out_BTHD, lse_BHT: the results of `forward`.
         dout_BTHD: gradient of the output, in its dtype.
         dlse_BHT: gradient of the log-sum-exp, or None.
@@ -126,11 +127,11 @@ def backward(
         tiles: as in `forward`; only "backward" and the kernels of that form are needed.
     """
     tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
-    shape = _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles)
+    shape = _shape(operands, bounds, causal, scale, window, true_fp32, tiles)
     b, t, h, key_heads, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
     packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
     fused = tiles["backward"] == "fused" and not deterministic
-    q, k, v, segments = _inputs(operands, segments_BT)
+    q, k, v, ends = _inputs(operands, bounds)
 
     tile = tiles["fused" if fused else "dkv"]
     q_transposed = dout_transposed = k_transposed = q
@@ -147,7 +148,7 @@ def backward(
         delta_BHT, *_ = delta(out_BTHD, dout_BTHD)
     if dlse_BHT is not None:
         delta_BHT = delta_BHT - dlse_BHT
-    inputs = (q, k, v, segments, dout_BTHD, lse_BHT, delta_BHT)
+    inputs = (q, k, v, *ends, dout_BTHD, lse_BHT, delta_BHT)
     if packed:
         like_dkv = [
             jax.ShapeDtypeStruct(operands[0].shape, dtype),
@@ -202,13 +203,13 @@ def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
     return constants
 
 
-def _inputs(operands, segments_BT):
-    """Return pointers to q, k, v and the segment ids. Without segment ids the last pointer is q."""
+def _inputs(operands, bounds):
+    """Return pointers to q, k, v and the two bounds of documents, which without documents are q."""
     q, k, v = operands if len(operands) == 3 else operands * 3
-    return q, k, v, q if segments_BT is None else segments_BT.astype(jnp.int32)
+    return q, k, v, (q, q) if bounds is None else bounds
 
 
-def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> dict[str, Any]:
+def _shape(operands, bounds, causal, scale, window, true_fp32, tiles) -> dict[str, Any]:
     """Return the constants of every kernel.
 
     Sizes are compile-time constants: jax-triton does not tell the compiler that a run-time size is
@@ -231,7 +232,7 @@ def _shape(operands, segments_BT, causal, scale, window, true_fp32, tiles) -> di
         **at,
         "CAUSAL": causal,
         "WINDOW": t if window is None else min(window, t),
-        "SEGMENTS": segments_BT is not None,
+        "SEGMENTS": bounds is not None,
         "SCALE": scale,
         "PRECISION": "ieee"
         if operands[0].dtype != jnp.float32

@@ -38,43 +38,50 @@ def block_and_head(BLOCKS: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.const
 
 @triton.jit
 def visible(
-    t, s, t_segment, s_segment, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    t, s, other, first, last, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SEGMENTS: tl.constexpr
 ):  # fmt: skip
-    """Return whether query t sees key s; t and s are M·1 and 1·N, or 1·M and N·1."""
+    """Return whether query t sees key s; t and s are M·1 and 1·N, or 1·M and N·1.
+
+    first and last are the document's bounds of the rows, and other is the index of the columns.
+    """
     # Only causal queries from T on see keys from T on, and their results are not read.
     seen = s <= t if CAUSAL else (s < T) & (t < T)
     if WINDOW < T:
         seen = seen & (t - s < WINDOW)
     if SEGMENTS:
-        seen = seen & (t_segment == s_segment)
+        seen = seen & (first <= other) & (other <= last)
     return seen
 
 
 @triton.jit
 def keys_of(
-    t0, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    t0, first_ptr, last_ptr, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SEGMENTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the bounds of the blocks of keys that queries t0 … t0 + M−1 see, and the bounds of the
     blocks that need no mask.
     """
     start, end, full_start, full_end = 0, T, 0, T // N * N
+    if SEGMENTS:
+        start = tl.load(first_ptr + t0) // N * N
+        full_start = tl.load(first_ptr + tl.minimum(t0 + M, T) - 1)
+    if SEGMENTS and not CAUSAL:
+        end = tl.load(last_ptr + tl.minimum(t0 + M, T) - 1) + 1
+        full_end = (tl.load(last_ptr + t0) + 1) // N * N
     if CAUSAL:
         end = tl.minimum(t0 + M, T)
         full_end = (t0 + 1) // N * N
     if WINDOW < T:
         start = tl.maximum(t0 - WINDOW + 1, 0) // N * N
         full_start = tl.maximum(t0 + M - WINDOW, 0)
-    if SEGMENTS:
-        full_end = start
     return start, end, full_start, full_end
 
 
 @triton.jit
 def queries_of(
-    s0, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    s0, first_ptr, last_ptr, T: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SEGMENTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Return the bounds of the blocks of queries that see keys s0 … s0 + N−1, and the bounds of the
     blocks that need no mask.
@@ -82,17 +89,21 @@ def queries_of(
     Queries from T on need no mask: they are zeros and contribute zeros.
     """
     start, end, full_start, full_end = 0, T, 0, T
+    if SEGMENTS:
+        end = tl.load(last_ptr + tl.minimum(s0 + N, T) - 1) + 1
+        full_end = (tl.load(last_ptr + s0) + 1) // M * M
+    if SEGMENTS and not CAUSAL:
+        start = tl.load(first_ptr + s0) // M * M
+        full_start = tl.load(first_ptr + tl.minimum(s0 + N, T) - 1)
     if T % N:
         # For dQ: the weights of keys from T on may be infinite.
-        full_start = tl.where(s0 + N > T, T, 0)
+        full_start = tl.where(s0 + N > T, T, full_start)
     if CAUSAL:
         start = s0 // M * M
         full_start = s0 + N - 1
     if WINDOW < T:
         end = tl.minimum(s0 + N - 1 + WINDOW, T)
         full_end = (s0 + WINDOW) // M * M
-    if SEGMENTS:
-        full_end = start
     return start, end, full_start, full_end
 
 
@@ -101,7 +112,7 @@ def queries_of(
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, out_ptr, lse_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
@@ -123,26 +134,29 @@ def forward_kernel(
         if PRECISION == "tf32"
         else b * T * KV_ROW + k * D + V_AT
     )
-    segments_ptr += b * T
+    first_ptr += b * T
+    last_ptr += b * T
 
     q_MP = rounded(
         load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0), PRECISION
     )
-    t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
+    first_M = load_each(first_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
+    last_M = load_each(last_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
     out_MP = tl.full((M, P), 0.0, tl.float32)
     highest_M = tl.full((M,), LOWEST, tl.float32)
     sum_M = tl.full((M,), 0.0, tl.float32)
-    start, end, full_start, full_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
+    start, end, full_start, full_end = keys_of(
+        t0, first_ptr, last_ptr, T, CAUSAL, WINDOW, SEGMENTS, M, N
+    )
     for s0 in range(start, end, N):
         k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
         s_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision=PRECISION)
-        s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
         if SCALE < 0:
             s_MN = -s_MN
         if (s0 < full_start) | (s0 >= full_end):
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
             seen_MN = visible(
-                t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS
+                t_M1, s_1N, s_1N, first_M[:, None], last_M[:, None], T, CAUSAL, WINDOW, SEGMENTS
             )
             s_MN = tl.where(seen_MN, s_MN, float("-inf"))
         higher_M = tl.maximum(highest_M, tl.max(s_MN, 1) * UNIT)
@@ -176,7 +190,7 @@ def forward_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, q_transposed_ptr,
+    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, dout_ptr, lse_ptr, delta_ptr, q_transposed_ptr,
     dout_transposed_ptr, dq_ptr, dk_ptr, dv_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr,
@@ -198,14 +212,18 @@ def dkv_kernel(
     s0 = order * N
     b, k = (head // K).to(tl.int64), head % K
     kv_at = b * T * KV_ROW + k * D
-    segments_ptr += b * T
+    first_ptr += b * T
+    last_ptr += b * T
 
     k_NP = load_rows(k_ptr + kv_at + K_AT, s0, KV_ROW, T, D, N, P, T % N != 0)
     v_NP = load_rows(v_ptr + kv_at + V_AT, s0, KV_ROW, T, D, N, P, T % N != 0)
-    s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
+    first_N = load_each(first_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
+    last_N = load_each(last_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
     dk_NP = tl.full((N, P), 0.0, tl.float32)
     dv_NP = tl.full((N, P), 0.0, tl.float32)
-    start, end, full_start, full_end = queries_of(s0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
+    start, end, full_start, full_end = queries_of(
+        s0, first_ptr, last_ptr, T, CAUSAL, WINDOW, SEGMENTS, M, N
+    )
     for i in range(H // K):
         h = k * (H // K) + i
         q_head_ptr = q_ptr + b * T * Q_ROW + h * D
@@ -214,9 +232,6 @@ def dkv_kernel(
         for t0 in range(start, end, M):
             lse_M = load_each(lse_ptr + numbers, t0, T, M, T % M != 0) * LOG2E
             delta_M = load_each(delta_ptr + numbers, t0, T, M, T % M != 0)
-            t_segment_M = (
-                load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
-            )
             q_MP = load_rows(q_head_ptr, t0, Q_ROW, T, D, M, P, T % M != 0)
             dout_MP = load_rows(dout_head_ptr, t0, H * D, T, D, M, P, T % M != 0)
             # Both matmuls are issued before the exponentials of the first: the exponentials are
@@ -229,8 +244,9 @@ def dkv_kernel(
                 seen_NM = visible(
                     t_1M,
                     s_N1,
-                    t_segment_M[None, :],
-                    s_segment_N[:, None],
+                    t_1M,
+                    first_N[:, None],
+                    last_N[:, None],
                     T,
                     CAUSAL,
                     WINDOW,
@@ -266,7 +282,8 @@ def dkv_kernel(
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, segments_ptr, dout_ptr, lse_ptr, delta_ptr, k_transposed_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, dout_ptr, lse_ptr, delta_ptr, k_transposed_ptr,
+    dq_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
@@ -282,27 +299,30 @@ def dq_kernel(
     k = h // (H // K)
     k_ptr += b * T * KV_ROW + k * D + K_AT
     v_ptr += b * T * KV_ROW + k * D + V_AT
-    segments_ptr += b * T
+    first_ptr += b * T
+    last_ptr += b * T
     numbers = head.to(tl.int64) * T
 
     q_MP = load_rows(q_ptr + b * T * Q_ROW + h * D, t0, Q_ROW, T, D, M, P, T % M != 0)
     dout_MP = load_rows(dout_ptr + b * T * H * D + h * D, t0, H * D, T, D, M, P, T % M != 0)
     lse_M = load_each(lse_ptr + numbers, t0, T, M, T % M != 0) * LOG2E
     delta_M = load_each(delta_ptr + numbers, t0, T, M, T % M != 0)
-    t_segment_M = load_each(segments_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
+    first_M = load_each(first_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
+    last_M = load_each(last_ptr, t0, T, M, T % M != 0) if SEGMENTS else tl.arange(0, M)
     dq_MP = tl.full((M, P), 0.0, tl.float32)
-    start, end, full_start, full_end = keys_of(t0, T, CAUSAL, WINDOW, SEGMENTS, M, N)
+    start, end, full_start, full_end = keys_of(
+        t0, first_ptr, last_ptr, T, CAUSAL, WINDOW, SEGMENTS, M, N
+    )
     for s0 in range(start, end, N):
         k_NP = load_rows(k_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
         v_NP = load_rows(v_ptr, s0, KV_ROW, T, D, N, P, T % N != 0)
-        s_segment_N = load_each(segments_ptr, s0, T, N, T % N != 0) if SEGMENTS else tl.arange(0, N)
         s_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision=PRECISION)
         dp_MN = tl.dot(dout_MP, tl.trans(v_NP), input_precision=PRECISION)
         p_MN = tl.exp2(s_MN * (SCALE * LOG2E) - lse_M[:, None])
         if (s0 < full_start) | (s0 >= full_end):
             t_M1, s_1N = t0 + tl.arange(0, M)[:, None], s0 + tl.arange(0, N)[None, :]
             seen_MN = visible(
-                t_M1, s_1N, t_segment_M[:, None], s_segment_N[None, :], T, CAUSAL, WINDOW, SEGMENTS
+                t_M1, s_1N, s_1N, first_M[:, None], last_M[:, None], T, CAUSAL, WINDOW, SEGMENTS
             )
             p_MN = tl.where(seen_MN, p_MN, 0.0)
         ds_MN = operand(p_MN * (dp_MN - delta_M[:, None]), k_NP.dtype, PRECISION)
