@@ -255,6 +255,10 @@ def test_options():
             assert Config(**how).kernels()["attention"] == "cudnn"
             with pytest.raises(ConfigError, match="does not support segment ids"):
                 Config(**how, separate_documents=True).kernels()
+            how["model"] = dataclasses.replace(model, attention="mosaic")
+            chosen = Config(**how, separate_documents=True).kernels()["attention"]
+            unfused = " (bias gradient not fused)" if name == "gpt2" else ""
+            assert chosen == "mosaic" + unfused
     cached = Config(executable_cache=True, separate_documents=True)
     assert executable_inputs(cached, False, 256) != executable_inputs(cached, False, 50256)
 

@@ -80,7 +80,7 @@ class GPT2Config(ModelConfig):
             precision=self.precision.matmul,
         )
         if segments and attention == "mosaic":
-            attention += " (bias gradient in XLA)"  # `projected_attention` has no segment ids
+            attention += " (bias gradient not fused)"  # no `projected_attention`
         return {
             "attention": attention,
             "norm": select("layer_norm", self.norm, channels=c),
