@@ -94,9 +94,11 @@ def tokens(sequences: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape).astype(np.int32)
 
 
-def gradient(strategy, devices, reduce_dtype, precision, windows, overlap_reduce=True):
+def gradient(
+    strategy, devices, reduce_dtype, precision, windows, overlap_reduce=True, n_layer=CONFIG.n_layer
+):
     """Return `loss_and_grads`, jitted, and its arguments."""
-    config = dataclasses.replace(CONFIG, precision=Precision(precision))
+    config = dataclasses.replace(CONFIG, precision=Precision(precision), n_layer=n_layer)
     across = Parallel.of(jax.devices("cpu")[:devices], strategy, reduce_dtype, overlap_reduce)
     params = init_params(config, 0)
     params = jax.device_put(params, across.shardings(params))
@@ -112,7 +114,7 @@ def computed(strategy="data", devices=2, reduce_dtype="fp32", precision="fp32"):
     Numbers of one device and of several are then comparable bit for bit.
     """
     windows = np.concatenate([tokens(4)] * devices, axis=1)
-    f, arguments = gradient(strategy, devices, reduce_dtype, precision, windows)
+    f, arguments = gradient(strategy, devices, reduce_dtype, precision, windows, n_layer=1)
     return jax.device_get(f(*arguments))
 
 
@@ -180,12 +182,13 @@ def test_gradients_reduced_in_bf16(small_shards, strategy):
 @pytest.mark.parametrize("strategy", ["data", "zero1"])
 def test_sums_after_the_backward_pass(small_shards, strategy):
     """Without overlap, no gradient is summed before the last one is computed."""
-    f, arguments = gradient(strategy, 2, "fp32", "fp32", tokens(8), overlap_reduce=False)
+    how = (strategy, 2, "fp32", "fp32", tokens(8))
+    f, arguments = gradient(*how, overlap_reduce=False, n_layer=1)
     text = str(f.trace(*arguments).jaxpr)
     backward, sums = text.split("optimization_barrier")
     collective = {"data": " psum", "zero1": " reduce_scatter"}[strategy]
     assert collective not in backward and collective in sums
-    overlapped, arguments = gradient(strategy, 2, "fp32", "fp32", tokens(8))
+    overlapped, arguments = gradient(*how, n_layer=1)
     jax.tree.map(np.testing.assert_array_equal, f(*arguments), overlapped(*arguments))
 
 
