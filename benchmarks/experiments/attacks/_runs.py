@@ -101,13 +101,24 @@ def start(
     )
 
 
-def wait_for_log(folder: Path, name: str, runs: Path | None = None) -> float:
-    """Return the time at which the run began to write its log, just before its first step."""
+def wait_for_log(
+    folder: Path,
+    name: str,
+    runs: Path | None = None,
+    processes: Sequence[subprocess.Popen] = (),
+) -> float:
+    """Return the time at which the run began to write its log, just before its first step.
+
+    Args:
+        processes: those of the run. If one of them fails first, this script ends.
+    """
     end = time.monotonic() + LONGEST_START
     while not ((runs or folder / "runs") / name / "log.jsonl").exists():
-        if time.monotonic() > end:
-            output = (folder / f"{name}.txt").read_text()[-2000:]
-            raise SystemExit(f"{name} wrote no log in {LONGEST_START} s:\n{output}")
+        failed = any(process.poll() for process in processes)
+        if failed or time.monotonic() > end:
+            shown = {path.name: path.read_text()[-2000:] for path in folder.glob(f"{name}*.txt")}
+            output = "\n".join(f"{file}:\n{text}" for file, text in sorted(shown.items()))
+            raise SystemExit(f"{name} wrote no log:\n{output}")
         time.sleep(0.005)
     return time.monotonic()
 
@@ -115,7 +126,7 @@ def wait_for_log(folder: Path, name: str, runs: Path | None = None) -> float:
 def finish(folder: Path, name: str, *options: str, runs: Path | None = None) -> float:
     """Run to the end; return the seconds from the log's first line on."""
     process = start(folder, name, *options, runs=runs)
-    began = wait_for_log(folder, name, runs)
+    began = wait_for_log(folder, name, runs, [process])
     if code := process.wait():
         raise SystemExit(
             f"{name} ended with code {code}:\n{(folder / f'{name}.txt').read_text()[-2000:]}"

@@ -54,7 +54,9 @@ def group(folder: Path, name: str, count: int, gpus: bool) -> list[subprocess.Po
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     options = ["--coordinator", coordinator, "--process-count", str(count), "--name", name]
-    options += ["--device", "gpu", "--deterministic"] if gpus else []
+    # The gradients of the other back ends of attention do not repeat bit for bit.
+    deterministic = ["--device", "gpu", "--deterministic", "--model.attention", "xla"]
+    options += deterministic if gpus else []
     # The first --name is that of the output; the command uses the last.
     return [
         start(folder, f"{name}-{i}", *options, "--process-index", str(i), gpu=i if gpus else None)
@@ -65,7 +67,7 @@ def group(folder: Path, name: str, count: int, gpus: bool) -> list[subprocess.Po
 def finish(folder: Path, name: str, count: int, gpus: bool) -> float:
     """Run a group to the end; return the seconds from the log's first line on."""
     processes = group(folder, name, count, gpus)
-    began = wait_for_log(folder, name)
+    began = wait_for_log(folder, name, processes=processes)
     for i, process in enumerate(processes):
         if code := process.wait():
             shown = (folder / f"{name}-{i}.txt").read_text()[-2000:]
@@ -80,7 +82,7 @@ def kill_one(folder: Path, name: str, count: int, delay: float, victim: int, gpu
         "ended_after_s": seconds until the last of the others ended; "outcome" if that failed.
     """
     processes = group(folder, name, count, gpus)
-    wait_for_log(folder, name)
+    wait_for_log(folder, name, processes=processes)
     time.sleep(delay)
     if processes[victim].poll() is not None:
         return {"killed": "not: it had ended"}
