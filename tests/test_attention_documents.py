@@ -10,7 +10,7 @@ from kernel_tools import forget_races, lower_for_h200
 from reference.attention import at_once
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
-from pallas_kernels import flash_attention_qkv
+from pallas_kernels import flash_attention, flash_attention_qkv
 from pallas_kernels.attention import mosaic_backward, mosaic_forward
 from pallas_kernels.attention.documents import document_bounds, padded, schedule_by_cost
 
@@ -118,10 +118,11 @@ def textbook(q, k, v, direction, seen):
     def attend(q, k, v):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scale = jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-        scores = (jnp.einsum("bthd,bshd->bhts", q, k) * scale).astype(jnp.float32)
+        scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * scale
+        scores = scores.astype(jnp.float32)
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        out = jnp.einsum("bhts,bshd->bthd", weights, v)
+        out = jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
         return out, jax.nn.logsumexp(scores, axis=-1)
 
     (out, lse), pull = jax.vjp(attend, q, k, v)
@@ -229,3 +230,67 @@ def test_lowers_for_an_h200(shape, window):
         return flash_attention_qkv(qkv, segment_ids=ids, **options).astype(jnp.float32).sum()
 
     assert lower_for_h200(jax.grad(loss), qkv, ids).count("custom_call @mosaic_gpu") == 2
+
+
+# ----------------------------------------------------------------------------------------- on a GPU
+
+
+def lengths_of_documents(time, most=2048, seed=0):
+    """Lengths like those of web pages, at most `most`, that add up to `time`."""
+    drawn = np.random.default_rng(seed).lognormal(6, 1, time).astype(int).clip(1, most)
+    ends = np.minimum(np.cumsum(drawn), time)
+    return np.diff(np.unique(ends), prepend=0)
+
+
+def slices(ids, most=4096):
+    """Whole documents, from one in the middle on and up to the last, of at most so many tokens."""
+    edges = np.append(np.flatnonzero(np.diff(ids, prepend=ids[0] - 1)), len(ids))
+    middle = int(edges[len(edges) // 2])
+    yield slice(middle, int(edges[edges <= middle + most].max()))
+    yield slice(int(edges[edges >= len(ids) - most].min()), len(ids))
+
+
+GPU_CASES = [
+    # batch, time, heads, key heads, head dimension, mask
+    (2, 2048, 6, 6, 128, {"window": 384}),
+    (4, 2048, 12, 12, 64, {}),
+    (2, 2001, 12, 4, 64, {"window": 128}),
+    (2, 2000, 8, 2, 128, {"causal": False}),
+    (2, 2048, 12, 12, 64, {"causal": False}),
+    (1, 49152, 6, 6, 128, {"window": 1408}),
+    (1, 49152, 12, 12, 64, {}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_on_a_gpu(case):
+    """Output and gradients of whole documents, by the 2× rule. Split heads and whole heads."""
+    batch, time, heads, key_heads, head_dim, mask = case
+    lengths = [lengths_of_documents(time, time // 2 if b % 2 else 2048, b) for b in range(batch)]
+    ids = ids_of(*lengths)
+    sizes = {"batch": batch, "time": time, "dtype": jnp.bfloat16}
+    args = inputs(head_dim, heads, key_heads, **sizes)
+
+    def gradients(q, k, v, direction, ids, deterministic):
+        options = {"segment_ids": ids, "deterministic": deterministic, "implementation": "mosaic"}
+        f = functools.partial(flash_attention, return_lse=True, **options, **mask)
+        (out, lse), pull = jax.vjp(f, q, k, v)
+        return out, lse, *pull((direction, jnp.zeros_like(lse)))
+
+    run = jax.jit(gradients, static_argnums=5)
+    whole, again, split = (run(*args, ids, deterministic) for deterministic in (True, True, False))
+    jax.tree.map(np.testing.assert_array_equal, whole, again)
+    jax.tree.map(np.testing.assert_array_equal, whole[:2], split[:2])
+    for b in {0, batch - 1}:
+        for part in slices(ids[b]) if time > 4096 else [slice(0, time)]:
+            exact, theirs = exact_and_plain(
+                [x[b : b + 1, part] for x in args], ids[b : b + 1, part], **mask
+            )
+            for ours in (whole, split):
+                for name, found, plain, true in zip(
+                    ("out", "lse", "dq", "dk", "dv"), ours, theirs, exact, strict=True
+                ):
+                    mine = found[b : b + 1, :, part] if name == "lse" else found[b : b + 1, part]
+                    for norm in (rms, max_abs):
+                        assert_within_twice(mine, plain, true, norm=norm, name=name)

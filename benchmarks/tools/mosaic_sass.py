@@ -114,6 +114,13 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         for name, x in packed.items()
     }
     windowed = functools.partial(pk.flash_attention_qkv, window=256)
+
+    def with_documents(x, ids, **options):
+        return pk.flash_attention_qkv(x, segment_ids=ids, **options)
+
+    for name, x in packed.items():
+        arguments = (x, jax.ShapeDtypeStruct(x.shape[:2], jnp.int32))
+        found[f"flash_attention {name}, documents"] = (gradient(with_documents, 0), arguments)
     return found | {
         "flash_attention window 256": (gradient(windowed, 0), (packed["T=4096"],)),
         "linear_gelu": (gradient(pk.linear_gelu, (0, 1, 2)), layer),

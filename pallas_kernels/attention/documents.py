@@ -42,18 +42,14 @@ def document_bounds(segment_ids_BT, *, window: int | None = None) -> Documents:
     """
     length = segment_ids_BT.shape[1]
     t_1T = jnp.arange(length, dtype=jnp.int32)[None]
-    starts_BT = jnp.concatenate(
-        [
-            jnp.ones_like(segment_ids_BT[:, :1], bool),
-            segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1],
-        ],
-        axis=1,
-    )
-    ends_BT = jnp.concatenate(
-        [starts_BT[:, 1:], jnp.ones_like(segment_ids_BT[:, :1], bool)], axis=1
-    )
-    first_BT = lax.cummax(jnp.where(starts_BT, t_1T, 0), axis=1)
-    last_BT = lax.cummin(jnp.where(ends_BT, t_1T, length - 1), axis=1, reverse=True)
+    edges_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    edge_B1 = jnp.ones_like(segment_ids_BT[:, :1], bool)
+    starts_BT = jnp.concatenate([edge_B1, edges_BT], axis=1)
+    ends_BT = jnp.concatenate([edges_BT, edge_B1], axis=1)
+    # One scan for both: the last positions are the first ones of the reversed sequence.
+    both_2BT = jnp.where(jnp.stack([starts_BT, ends_BT[:, ::-1]]), t_1T[None], 0)
+    first_BT, last_BT = lax.cummax(both_2BT, axis=2)
+    last_BT = length - 1 - last_BT[:, ::-1]
     if window is not None:
         first_BT = jnp.maximum(first_BT, t_1T - (window - 1))
         last_BT = jnp.minimum(last_BT, t_1T + (window - 1))
