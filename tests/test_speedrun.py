@@ -15,7 +15,7 @@ from kernel_tools import lower_for_h200
 from reference import speedrun as reference
 from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
 
-from gptjax import Precision, loss_fn
+from gptjax import Precision, generate, loss_fn
 from gptjax.models.base import abstract_params, graph, init_params
 from gptjax.models.speedrun import SpeedrunConfig, Stage, multi_token_cross_entropy, rotary
 from gptjax.optim import NorMuonConfig
@@ -208,9 +208,7 @@ def test_the_loss_of_several_tokens():
 
     model = build(ODD, random_of(ODD))
     tokens = jnp.asarray(batch_of(ODD)[0])
-    by_stage = dataclasses.replace(
-        ODD, stage=dataclasses.replace(ODD.stage, token_weights=(1.0, 2.0))
-    )
+    by_stage = dataclasses.replace(ODD, stage=ODD.stage._replace(token_weights=(1.0, 2.0)))
     shape = jax.eval_shape(lambda w: model.losses(tokens, tokens, token_weights=w), weights)
     assert shape.shape == (3 * TIME,) and by_stage.tied_parameters() == ()
 
@@ -296,16 +294,25 @@ def test_config_errors(fields, message):
         dataclasses.replace(ODD, **fields)
 
 
-def test_generation_is_refused():
-    model = build(ODD, random_of(ODD))
-    with pytest.raises(ValueError, match="does not generate yet"):
-        model.hidden(jnp.zeros((1, 3), jnp.int32), cache=model.init_cache(1, 4))
+def test_generation():
+    """Greedy tokens are those of the whole sequence, for prompts of two lengths."""
+    layers = {"paired_layers": (0,), "long_layers": (2,), "value_layers": (2,)}
+    layers |= {"n_layer": 3, "skip": (0, 1), "lanes_from": 2}
+    config = dataclasses.replace(ODD, **layers)
+    model, prompts = build(config, random_of(config)), jnp.asarray(batch_of(config)[0][:2, :5])
+    how = {"max_new_tokens": 6, "temperature": 0.0, "key": jax.random.key(0)}
+    out = generate(model, prompts, **how, lengths_B=jnp.array([5, 3]))
+    likeliest = jax.jit(lambda tokens: model(tokens).argmax(-1))(out)
+    np.testing.assert_array_equal(out[0, 5:], likeliest[0, 4:-1])
+    np.testing.assert_array_equal(out[1, 3:9], likeliest[1, 2:8])
+    with pytest.raises(ValueError, match="no cache of keys and values"):
+        model.hidden(prompts, cache=model.init_cache(2, 9))
 
 
 def test_a_step_lowers_for_an_h200():
     """The record's width and windows, four layers: no attention stores its scores."""
-    layers = {"n_layer": 4, "paired_layers": (0,), "long_layers": (3,), "value_layers": (0, 3)}
-    layers |= {"skip": (0, 1), "lanes_from": 2, "bigram_rows": 100}
+    layers = {"paired_layers": (0,), "long_layers": (3,), "value_layers": (0, 3)}
+    layers |= {"n_layer": 4, "skip": (0, 1), "lanes_from": 2, "bigram_rows": 100}
     config = SpeedrunConfig(**layers, precision=Precision("bf16"))
     windows = jax.ShapeDtypeStruct((1, 1, 1025), jnp.int32)
     step = lambda params, windows: loss_and_grads(graph(config), params, windows, eot=50_256)

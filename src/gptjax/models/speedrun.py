@@ -1,8 +1,7 @@
 """The model of the modded-nanogpt speedrun as of its pull request #233 (February 2026).
 
-Each idea is a function of this file; `Speedrun.hidden` applies them in order. The residual stream
-is one lane up to layer `lanes_from` and two from there: attention reads lane 0, the MLP reads lane
-1, and each is added to both.
+Each idea is a function of this file; `Speedrun.hidden` applies them in order. From layer
+`lanes_from` on there are two residual streams: attention reads lane 0, the MLP lane 1.
 
 Banks. The matrices of all layers are one parameter, (layer, …, output, input), `mlp_out` (layer,
 input, output). A bank is split once per pass: the gradient of the split is one concatenation.
@@ -11,10 +10,10 @@ Stages. A stage of the schedule is `dataclasses.replace(config, stage=…)` with
 Its windows and the rotary embedding, which is rescaled when the long window grows, are static. The
 weights of multi-token prediction change at every step: they are an argument of `losses`.
 
-Tying. `embed` and `lm_head` are two parameters in every stage; the forward pass reads both.
-`tied_parameters` lists the pairs (source, copy) of a stage: the step adds the copy's gradient,
-transposed, to the source's, updates the source, and writes its transpose to the copy. When a run
-unties them, the copy's moments become the transposed moments of the source.
+Tying. `embed` and `lm_head` are two parameters in every stage. `tied_parameters` lists the pairs
+(source, copy) of a stage: the step adds the copy's gradient, transposed, to the source's, updates
+the source, and writes its transpose to the copy. When a run unties them, the copy's moments become
+the transposed moments of the source.
 
 Documents are the segments of `Model.hidden`. Attention does not cross them; the smear, the bigrams,
 the key offset and the targets do. Positions do not restart: attention depends on their differences.
@@ -47,8 +46,7 @@ SOFTCAP = SigmoidCap(scale=23.0, shift=5.0, width=7.5)
 EPS = float(np.finfo(np.float32).eps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """Static properties of the model that change during a run. Windows are in tokens."""
 
     short_window: int = 6 * 128
@@ -61,10 +59,6 @@ class Stage:
     """Weights of the next tokens in the loss, the nearest first."""
     tied: bool = False
     """Whether the embedding is the transposed head."""
-
-    def __post_init__(self):
-        for window in (self.short_window, self.long_window, *self.rotary_windows):
-            check_size("Stage", "a window", window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +170,13 @@ class SpeedrunConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # JSON has lists, which have no hash.
+        for name in ("paired_layers", "long_layers", "value_layers", "skip"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        stage = Stage(*(tuple(x) if isinstance(x, list) else x for x in self.stage))
+        object.__setattr__(self, "stage", stage)
+        for window in (*stage[:2], *stage.rotary_windows):
+            check_size("SpeedrunConfig", "a window of the stage", window)
         for name in ("n_inner", "bigram_rows", "lanes_from"):
             check_size("SpeedrunConfig", name, getattr(self, name))
         special = {*self.paired_layers, *self.long_layers, *self.value_layers}
@@ -229,11 +230,7 @@ def smear(config: SpeedrunConfig, x_BTC: BTC, w_G: Float[Array, " G"], strength)
 
 
 def bigram_index(tokens_BT: Int[Array, "B T"], rows: int) -> Int[Array, "B T"]:
-    """Return the row of each token and its predecessor in the hashed bigram embedding.
-
-    (36313 · token XOR 27191 · predecessor) mod (rows − 1) in wrapping int32; the last row for the
-    first token, which has no predecessor.
-    """
+    """Return (36313 · token XOR 27191 · predecessor) mod (rows − 1); rows − 1 at the first token."""
     hashed = jnp.mod((36313 * tokens_BT[:, 1:]) ^ (27191 * tokens_BT[:, :-1]), rows - 1)
     return jnp.pad(hashed, ((0, 0), (1, 0)), constant_values=rows - 1)
 
@@ -341,12 +338,7 @@ def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
 
 
 def multi_token_cross_entropy(
-    logits_BTP: Float[Array, "B T P"],
-    targets_BT: Int[Array, "B T"],
-    weight_K: Float[Array, " K"],
-    vocab_size: int,
-    ignore_index: int | None,
-    implementation: str,
+    logits_BTP, targets_BT, weight_K, vocab_size: int, ignore_index: int | None, implementation: str
 ) -> Float[Array, " N"]:
     """Return the cross-entropy of the next K tokens from one set of soft-capped logits, fp32.
 
@@ -409,7 +401,7 @@ class Speedrun(Model):
     def hidden(self, tokens_BT, cache=None, segment_ids_BT=None):
         self.check_tokens(tokens_BT, segment_ids_BT, cache)
         if cache is not None:
-            raise ValueError("Speedrun: expected no cache: this model does not generate yet")
+            raise ValueError("Speedrun: expected no cache of keys and values: there is none")
         c, tokens_BT, layers = self.config, to_int32(tokens_BT), self.layers()
         add = functools.partial(weighted_sum, c.precision.residual_dtype)
         x0, bigram = self.inputs(tokens_BT)
@@ -477,6 +469,18 @@ class Speedrun(Model):
     def head(self):
         return self.lm_head[...].T
 
+    def start_decoding(self, tokens_BT, length_B, positions, implementation="auto"):
+        """See `Model.start_decoding`. The cache is the tokens: `decode` computes all positions."""
+        self.decode_kernel(len(tokens_BT), implementation)
+        tokens_BS = jnp.pad(tokens_BT, ((0, 0), (0, positions - tokens_BT.shape[1])))
+        return self.hidden(tokens_BT), None, to_int32(tokens_BS)
+
+    def decode(self, weights, cache, token_B, length_B):
+        tokens_BS = cache.at[jnp.arange(len(cache)), length_B].set(to_int32(token_B))
+        x_BSC = self.hidden(tokens_BS)
+        x_B1C = jnp.take_along_axis(x_BSC, length_B[:, None, None], axis=1)
+        return self.logits(x_B1C)[:, 0], tokens_BS
+
     def logits(self, x_BTC):
         """Return the soft-capped logits over the real vocabulary, in the compute dtype."""
         logits_BTP = linear(x_BTC, self.lm_head[...], precision=self.config.precision.matmul)
@@ -486,11 +490,7 @@ class Speedrun(Model):
     def losses(
         self, tokens_BT, targets_BT, ignore_index=None, segment_ids_BT=None, token_weights=None
     ) -> Float[Array, " N"]:
-        """See `Model.losses`.
-
-        Args:
-            token_weights: weights of the next K tokens, an array of shape (K,). None: the stage's.
-        """
+        """See `Model.losses`. token_weights are those of the next K tokens; None: the stage's."""
         c, weights = self.config, token_weights
         weights = jnp.asarray(c.stage.token_weights if weights is None else weights, jnp.float32)
         x_BTC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT)
