@@ -414,7 +414,9 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
     del flat["optimizer"]
     flat["model"] = type(model).__name__
     flat["optimizer.schedule_steps"] = optimizer.schedule_steps or config.max_steps
-    return {name: str(v) if isinstance(v, (Path, Precision)) else v for name, v in flat.items()}
+    flat = {name: str(v) if isinstance(v, (Path, Precision)) else v for name, v in flat.items()}
+    # Tuples become lists, as in the JSON of a checkpoint.
+    return json.loads(json.dumps(flat))
 
 
 def differences(saved: Any, config: Config) -> list[str]:
