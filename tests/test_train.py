@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -85,10 +86,7 @@ def test_a_schedule_with_its_own_end_lets_a_run_be_prolonged(config, algorithm):
     )
 
 
-@pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
-def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(
-    config, monkeypatch, strategy
-):
+def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(config, monkeypatch):
     monkeypatch.setattr(parallel, "SMALLEST_SHARDED", 1024)
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20), sample_every=0
@@ -97,16 +95,25 @@ def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(
     run(alone)
     run(dataclasses.replace(config, max_steps=6))
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:2], None))
-    code, shown = run(dataclasses.replace(config, parallel=strategy))
-    assert code == 0 and "2 × cpu" in shown and "resuming from step 6" in shown
-    assert f"{strategy}, gradients summed in fp32" in shown
-    for step, (loss, *_) in losses(alone).items():
-        assert losses(config)[step][0] == pytest.approx(loss, rel=2e-4), step
+    for strategy in ("data", "zero1", "fsdp"):
+        two = dataclasses.replace(config, name=strategy, parallel=strategy)
+        shutil.copytree(config.run_dir, two.run_dir)
+        code, shown = run(two)
+        assert code == 0 and "2 × cpu" in shown and "resuming from step 6" in shown
+        assert f"{strategy}, gradients summed in fp32" in shown
+        for step, (loss, *_) in losses(alone).items():
+            assert losses(two)[step][0] == pytest.approx(loss, rel=2e-4), (strategy, step)
 
 
 def test_overfitting_one_batch(config):
     config = dataclasses.replace(
-        config, overfit_one_batch=True, max_steps=150, val_every=0, sample_every=0
+        config,
+        overfit_one_batch=True,
+        max_steps=150,
+        batch_tokens=128,
+        val_every=0,
+        sample_every=0,
+        checkpoint_every=0,
     )
     config = dataclasses.replace(
         config, optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5, weight_decay=0.0)

@@ -77,7 +77,7 @@ def config(tmp_path, words, one_device, program_cache, optax_promotion):
         max_steps=20,
         device="cpu",
         model=GPT2Config(
-            vocab_size=257, padded_vocab_size=264, block_size=32, n_layer=2, n_head=2, n_embd=32
+            vocab_size=257, padded_vocab_size=264, block_size=32, n_layer=1, n_head=2, n_embd=32
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
         dataset=str(words),
