@@ -1,6 +1,7 @@
 """Typed description of a run: its options, their checks, and their form as JSON."""
 
 import dataclasses
+import json
 import re
 import types
 import typing
