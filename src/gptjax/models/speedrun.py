@@ -230,7 +230,7 @@ def smear(config: SpeedrunConfig, x_BTC: BTC, w_G: Float[Array, " G"], strength)
 
 
 def bigram_index(tokens_BT: Int[Array, "B T"], rows: int) -> Int[Array, "B T"]:
-    """Return (36313 · token XOR 27191 · predecessor) mod (rows − 1); rows − 1 at the first token."""
+    """Return (36313 · token XOR 27191 · predecessor) mod (rows − 1), and rows − 1 at time 0."""
     hashed = jnp.mod((36313 * tokens_BT[:, 1:]) ^ (27191 * tokens_BT[:, :-1]), rows - 1)
     return jnp.pad(hashed, ((0, 0), (1, 0)), constant_values=rows - 1)
 
