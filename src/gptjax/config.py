@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import optax
 from jax.sharding import Mesh
 
@@ -235,8 +234,8 @@ class Config:
             schedules=schedules,
         )
 
-    def parallel_on(self, devices: list[jax.Device]) -> Parallel:
-        """Return how the run uses these devices."""
+    def parallel_on(self, devices: list[Any]) -> Parallel:
+        """Return how the run uses these devices, a list of `jax.Device`."""
         return Parallel.of(devices, self.parallel, self.reduce_dtype, self.overlap_reduce)
 
     def micro_batches(self, devices: int) -> int:
