@@ -25,10 +25,8 @@ pytest_plugins = ["train_tools"]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on_bit_for_bit(
-    config, monkeypatch, number
+    config, alone, monkeypatch, number
 ):
-    alone = dataclasses.replace(config, name="alone")
-    run(alone)
     real = train_py.RunLog.write
 
     def interrupt(self, kind, step, tokens, **fields):
@@ -204,12 +202,10 @@ def test_a_learning_rate_that_explodes_stops_the_run(config):
 
 
 def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(config, tmp_path):
-    done = subprocess.run(
-        command_line(config, tmp_path, "--max-steps", "4", "--optimizer.schedule-steps", "12"),
-        check=False,
-    )
+    options = ["--optimizer.schedule-steps", "12", "--compilation-cache", str(tmp_path / "cache")]
+    command = command_line(config, tmp_path, *options)
+    done = subprocess.run([*command, "--max-steps", "4"], check=False)
     assert done.returncode == 0 and steps_kept(config) == [4]
-    command = command_line(config, tmp_path, "--optimizer.schedule-steps", "12")
     # A full disk, as far as a file can tell: none may grow past 32 KiB, where a checkpoint has 400.
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 32; exec "$@"', "-", *command]
     done = subprocess.run(limited, capture_output=True, text=True, check=False)
@@ -220,12 +216,12 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(config, tmp_pa
     assert done.returncode == 0 and "resuming from step 4" in done.stdout, done.stderr
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(config):
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
+    config, alone
+):
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
     )
-    alone = dataclasses.replace(config, name="alone")
-    run(alone)
     run(dataclasses.replace(config, max_steps=12))
     for file in (config.run_dir / "checkpoints" / "12" / "state").rglob("*"):
         if file.is_file() and file.parent.name == "d":
@@ -248,13 +244,11 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_resumes_from_the_one_b
     "error", [OSError(28, "No space left on device"), BrokenPipeError(32, "Broken pipe")]
 )
 def test_an_error_of_the_log_or_the_terminal_ends_in_a_sentence_after_a_last_save(
-    config, monkeypatch, error
+    config, alone, monkeypatch, error
 ):
     config = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
     )
-    alone = dataclasses.replace(config, name="alone")
-    run(alone)
     real = train_py.RunLog.write
 
     def write(self, kind, step, tokens, **fields):

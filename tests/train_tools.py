@@ -100,6 +100,14 @@ def run(config: Config) -> tuple[int, str]:
     return code, shown.getvalue()
 
 
+@pytest.fixture
+def alone(config, program_folder) -> Config:
+    """A complete, uninterrupted run of `config`, which the tests share: only the first runs it."""
+    alone = dataclasses.replace(config, runs_dir=program_folder / "runs", name="alone")
+    assert run(alone)[0] == 0
+    return alone
+
+
 def rows(config: Config, kind: str) -> dict[int, dict]:
     lines = (config.run_dir / "log.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, lines) if row["kind"] == kind}
