@@ -17,7 +17,7 @@ from jax import lax
 TILE = 128
 """Multiple of the rows of every tile of the kernels that read padded bounds."""
 ROWS_TOGETHER = 4
-"""Items of each thread block that are sorted by cost together."""
+"""Items of each thread block that are sorted by cost together, if it has many."""
 STEPS = 2**15
 """Costs are compared in steps of this fraction of the largest."""
 
@@ -78,7 +78,7 @@ def schedule_by_cost(costs_BI: jax.Array, heads: int, blocks: int) -> jax.Array:
     rows = -(-number // blocks)
     # Items that fill the last row have no cost: they come last, and no thread block counts them.
     costs_N = jnp.pad(costs_N, (0, rows * blocks - number)).astype(jnp.float32)
-    together = min(rows, ROWS_TOGETHER)
+    together = rows if rows <= 3 * ROWS_TOGETHER else ROWS_TOGETHER
     place_N = jnp.arange(rows * blocks, dtype=jnp.int32)
     rounds_N = jnp.minimum(place_N // (together * blocks), max(0, rows // together - 1))
     # One key: XLA sorts one key, and one value with it, in few launches.
