@@ -115,10 +115,10 @@ def _launch(operation, f, overwrites):
     return launched
 
 
-def once(operation: str, arrays: Any) -> Any:
+def once(operation: str, arrays: Any, remedy: str = REMEDY) -> Any:
     """Return `arrays`. Differentiating a value computed from them raises NotImplementedError that
-    names `operation`."""
-    return _once(f"{operation}: {REMEDY}", arrays)
+    names `operation` and `remedy`."""
+    return _once(f"{operation}: {remedy}", arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -3,9 +3,16 @@
     z = cap(x)      loss_n = logsumexp(z_n) − z_n[target_n]
     dx_nv = (softmax(z_n)_v − [v = target_n]) · dz/dx
 
-Shapes: N rows (tokens), V columns (padding included). Softmax and loss cover the first `vocab_size`
-columns; the others may hold any value, NaN included, and get a gradient of exactly zero. cap is the
-identity, c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
+With M targets per row and weights w (multi-token prediction)
+
+    loss_n = Σ_m w_m (logsumexp(z_n) − z_n[target_nm])
+    dx_nv = Σ_m w_m (softmax(z_n)_v − [v = target_nm]) · dz/dx
+
+over the targets that are not ignored.
+
+Shapes: N rows (tokens), V columns (padding included), M targets per row. Softmax and loss cover the
+first `vocab_size` columns; the others may hold any value, NaN included, and get a gradient of
+exactly zero. cap is the identity, c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
 
 The gradient is that of each row's own loss, and overwrites the logits. For a mean over N rows the
 caller divides by N.
@@ -16,12 +23,14 @@ Back ends:
     xla: plain JAX with fp32 statistics; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work, through both results. Any device.
-triton and xla are differentiable once, in reverse mode, and in the losses alone.
+triton and xla are differentiable once, in reverse mode, in the losses alone, and with respect to
+the logits alone.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -50,10 +59,11 @@ class SigmoidCap(NamedTuple):
 
 def fused_classifier(
     logits_NV: Float[Array, "N V"],
-    targets_N: Integer[Array, " N"],
+    targets_N: Integer[Array, " N"] | Integer[Array, "N M"],
     *,
     vocab_size: int | None = None,
     softcap: Number | SigmoidCap | None = None,
+    target_weights: Float[Array, " M"] | Sequence[Number] | None = None,
     ignore_index: int | None = None,
     implementation: Implementation | str = "auto",
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
@@ -65,11 +75,13 @@ def fused_classifier(
 
     Args:
         logits_NV: fp32, bf16 or fp16.
-        targets_N: target column of each row, in [0, vocab_size), in any integer type. Out of this
-            range the loss and the gradient of the row are NaN.
+        targets_N: target column of each row, in [0, vocab_size), in any integer type; or M target
+            columns of each row. Out of this range the loss and the gradient of the row are NaN.
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
-        ignore_index: rows with this target have a loss and a gradient of exactly 0.
+        target_weights: weights of the M targets of every row; 1 when None. An array may be traced.
+        ignore_index: targets with this value have no term. Rows that have no other target have a
+            loss and a gradient of exactly 0.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
@@ -77,21 +89,54 @@ def fused_classifier(
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
-        NotImplementedError: differentiation through dlogits_NV.
+        NotImplementedError: differentiation through dlogits_NV, or with respect to target_weights.
     """
     v = logits_NV.shape[1]
     vocab_size = v if vocab_size is None else vocab_size
     _check(logits_NV, targets_N, vocab_size, softcap)
+    targets, weights_M = checked_targets("fused_classifier", targets_N, target_weights)
     if softcap is not None and not isinstance(softcap, SigmoidCap):
         softcap = float(softcap)
     backend = _dispatch.select("fused_classifier", implementation, arrays=(logits_NV, targets_N))
     options = Options(backend, vocab_size, softcap, ignore_index)
     if backend == "reference":
-        losses_N, dlogits_NV = reference(logits_NV, targets_N, **options.loss_options)
+        losses_N, dlogits_NV = reference(
+            logits_NV, targets, target_weights=weights_M, **options.loss_options
+        )
         return losses_N, dlogits_NV.astype(logits_NV.dtype)
+    weights_M = constant("fused_classifier", weights_M)
     return _calls.differentiable(
-        "fused_classifier", _classify, options, logits_NV, to_int32(targets_N)
+        "fused_classifier", _classify, options, logits_NV, to_int32(targets), weights_M
     )
+
+
+def checked_targets(operation: str, targets, target_weights):
+    """Return (N,) targets and None, or (N, M) targets and fp32 weights of shape (M,).
+
+    Raises:
+        ValueError: there is not one weight for each target of a row; `operation` is named.
+    """
+    if targets.ndim == 2 and targets.shape[1] == 1 and target_weights is None:
+        targets = targets[:, 0]
+    if targets.ndim == 1 and target_weights is None:
+        return targets, None
+    m = targets.shape[-1]
+    weights_M = jnp.ones(m) if target_weights is None else target_weights
+    weights_M = jnp.asarray(weights_M, jnp.float32)
+    if targets.ndim != 2 or m == 0 or weights_M.shape != (m,):
+        raise ValueError(
+            f"{operation}: expected targets (N, M) with M ≥ 1 and target_weights (M,), "
+            f"got {targets.shape} and {weights_M.shape}"
+        )
+    return targets, weights_M
+
+
+def constant(operation: str, target_weights):
+    """Return the weights. Differentiating with respect to them raises NotImplementedError."""
+    if target_weights is None:
+        return None
+    remedy = "expected constant target_weights; implementation='reference' differentiates them"
+    return _calls.once(operation, target_weights, remedy)
 
 
 def to_int32(ids):
@@ -109,26 +154,35 @@ def reference(
     *,
     vocab_size: int | None = None,
     softcap: Number | SigmoidCap | None = None,
+    target_weights=None,
     ignore_index: int | None = None,
 ):
     """Compute the definition in fp32 for every dtype. Return fp32 losses_N and dlogits_NV."""
     v = logits_NV.shape[1]
     vocab_size = v if vocab_size is None else vocab_size
-    targets_N = to_int32(targets_N)
-    known_N = (targets_N >= 0) & (targets_N < vocab_size)
-    ignored_N = jnp.zeros_like(known_N) if ignore_index is None else targets_N == ignore_index
+    targets, weights_M = checked_targets("fused_classifier", targets_N, target_weights)
+    targets_NM, known_NM, ignored_NM = _targets(to_int32(targets), vocab_size, ignore_index)
 
     def losses(logits_NV):
         real_NV = logits_NV[:, :vocab_size].astype(jnp.float32)
         log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
-        columns_N = jnp.where(known_N, targets_N, 0)
-        losses_N = -jnp.take_along_axis(log_probs_NV, columns_N[:, None], axis=-1)[:, 0]
+        columns_NM = jnp.where(known_NM, targets_NM, 0)
+        losses_NM = -jnp.take_along_axis(log_probs_NV, columns_NM, axis=-1)
         # A factor of NaN: with `where` the gradient of a row with an invalid target would be 0.
-        losses_N = losses_N * jnp.where(known_N | ignored_N, 1.0, jnp.nan)
-        return jnp.where(ignored_N, 0.0, losses_N)
+        losses_NM = losses_NM * jnp.where(known_NM | ignored_NM, 1.0, jnp.nan)
+        losses_NM = jnp.where(ignored_NM, 0.0, losses_NM)
+        return (losses_NM if weights_M is None else losses_NM * weights_M[None]).sum(-1)
 
     losses_N, pull = jax.vjp(losses, logits_NV.astype(jnp.float32))
     return losses_N, pull(jnp.ones_like(losses_N))[0]
+
+
+def _targets(targets, vocab_size, ignore_index):
+    """Return the targets as (N, M), and which are columns, and which are ignored."""
+    targets_NM = targets if targets.ndim == 2 else targets[:, None]
+    known_NM = (targets_NM >= 0) & (targets_NM < vocab_size)
+    ignored_NM = jnp.zeros_like(known_NM) if ignore_index is None else targets_NM == ignore_index
+    return targets_NM, known_NM, ignored_NM
 
 
 def apply_softcap(x, softcap: Number | SigmoidCap | None):
@@ -161,19 +215,19 @@ class Options:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _classify(options, logits_NV, targets_N):
-    return _run(options, logits_NV, targets_N)
+def _classify(options, logits_NV, targets, weights_M):
+    return _run(options, logits_NV, targets, weights_M)
 
 
-def _run(options, logits_NV, targets_N):
+def _run(options, logits_NV, targets, weights_M):
     if options.backend == "triton":
-        return _in_triton(options, logits_NV, targets_N)
-    losses_N, dlogits_NV = _in_xla(logits_NV, targets_N, **options.loss_options)
+        return _in_triton(options, logits_NV, targets, weights_M)
+    losses_N, dlogits_NV = _in_xla(logits_NV, targets, weights_M, **options.loss_options)
     return losses_N, dlogits_NV.astype(logits_NV.dtype)
 
 
-def _classify_forward(options, logits_NV, targets_N):
-    losses_N, dlogits_NV = _run(options, logits_NV.value, targets_N.value)
+def _classify_forward(options, *primals):
+    losses_N, dlogits_NV = _run(options, *jax.tree.map(lambda primal: primal.value, primals))
     return (losses_N, dlogits_NV), dlogits_NV
 
 
@@ -186,42 +240,50 @@ def _classify_backward(options, dlogits_NV, cotangents):
             "implementation='reference'"
         )
     if isinstance(g_N, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros_like(dlogits_NV), None
-    return (g_N[:, None] * dlogits_NV.astype(jnp.float32)).astype(dlogits_NV.dtype), None
+        return jnp.zeros_like(dlogits_NV), None, None
+    return (g_N[:, None] * dlogits_NV.astype(jnp.float32)).astype(dlogits_NV.dtype), None, None
 
 
 _classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
 
 
-def _in_triton(options, logits_NV, targets_N):
+def _in_triton(options, logits_NV, targets, weights_M):
     from pallas_kernels.classifier import triton
 
     classify = functools.partial(triton.classify, **options.loss_options)
-    return _calls.batched("fused_classifier", classify, overwrites=True)(logits_NV, targets_N)
+    weights = () if weights_M is None else (weights_M,)
+    launch = _calls.batched("fused_classifier", classify, shared=len(weights), overwrites=True)
+    return launch(logits_NV, targets, *weights)
 
 
-def _in_xla(logits_NV, targets_N, *, vocab_size, softcap, ignore_index):
+def _in_xla(logits_NV, targets, weights_M, *, vocab_size, softcap, ignore_index):
+    targets_NM, known_NM, ignored_NM = _targets(targets, vocab_size, ignore_index)
+    weights_NM = jnp.where(ignored_NM, 0.0, 1.0 if weights_M is None else weights_M[None])
     x_NV = logits_NV.astype(jnp.float32)
     z_NV = apply_softcap(x_NV, softcap)
     column_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None, :]
     if vocab_size < logits_NV.shape[1]:
         z_NV = jnp.where(column_1V < vocab_size, z_NV, -jnp.inf)
-    hit_NV = column_1V == targets_N[:, None]
     z_NV = z_NV - z_NV.max(-1, keepdims=True)
     exp_NV = jnp.exp(z_NV)
     sum_N1 = exp_NV.sum(-1, keepdims=True)
-    known_N = (targets_N >= 0) & (targets_N < vocab_size)
-    losses_N = jnp.where(
-        known_N, jnp.log(sum_N1[:, 0]) - jnp.where(hit_NV, z_NV, 0.0).sum(-1), jnp.nan
-    )
-    d_NV = exp_NV / jnp.where(known_N[:, None], sum_N1, jnp.nan) - hit_NV.astype(jnp.float32)
+    sum_N1 = jnp.where((known_NM | ignored_NM).all(-1, keepdims=True), sum_N1, jnp.nan)
+    d_NV = exp_NV / sum_N1
+    if weights_M is not None:
+        d_NV = d_NV * weights_NM.sum(-1, keepdims=True)
+    losses_NM = []
+    for m in range(targets_NM.shape[1]):
+        hit_NV = column_1V == targets_NM[:, m, None]
+        losses_NM.append(jnp.log(sum_N1[:, 0]) - jnp.where(hit_NV, z_NV, 0.0).sum(-1))
+        d_NV = d_NV - jnp.where(hit_NV, weights_NM[:, m, None], 0.0)
     if softcap is not None:
         d_NV = d_NV * _slope(x_NV, softcap)
     d_NV = jnp.where(column_1V < vocab_size, d_NV, 0.0)
+    losses_NM = weights_NM * jnp.stack(losses_NM, -1)
     if ignore_index is not None:
-        losses_N = jnp.where(targets_N == ignore_index, 0.0, losses_N)
-        d_NV = jnp.where((targets_N == ignore_index)[:, None], 0.0, d_NV)
-    return losses_N, d_NV
+        losses_NM = jnp.where(ignored_NM, 0.0, losses_NM)
+        d_NV = jnp.where(ignored_NM.all(-1, keepdims=True), 0.0, d_NV)
+    return losses_NM.sum(-1), d_NV
 
 
 def _slope(x, softcap):
@@ -236,10 +298,10 @@ def _slope(x, softcap):
 
 def _check(logits_NV, targets_N, vocab_size, softcap):
     n, v = logits_NV.shape
-    if targets_N.shape != (n,) or not 0 < vocab_size <= v:
+    if targets_N.shape[:1] != (n,) or not 0 < vocab_size <= v:
         raise ValueError(
-            "fused_classifier: expected logits (N, V), targets (N,) and 0 < vocab_size ≤ V, "
-            f"got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
+            "fused_classifier: expected logits (N, V), targets (N,) or (N, M), and "
+            f"0 < vocab_size ≤ V, got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
         )
     if logits_NV.dtype not in _dispatch.DTYPES:
         raise ValueError(
@@ -263,14 +325,15 @@ def _check(logits_NV, targets_N, vocab_size, softcap):
 # ----------------------------------------------------------------------------------------- examples
 
 
-def _example(rows, dtype, softcap):
-    targets_N = jnp.arange(rows, dtype=jnp.int32) * 7
+def _example(rows, dtype, softcap, target_weights=None):
+    targets = jnp.arange(rows, dtype=jnp.int32) * 7 % 50257
+    if target_weights is not None:
+        targets = jnp.stack([targets, targets // 2, targets // 3], axis=1)
+    options = {"vocab_size": 50257, "softcap": softcap, "target_weights": target_weights}
 
     def losses(f):
         # The gradient of the losses is the second result.
-        return lambda logits_NV, **how: f(
-            logits_NV, targets_N % 50257, vocab_size=50257, softcap=softcap, **how
-        )[0]
+        return lambda logits_NV, **how: f(logits_NV, targets, **options, **how)[0]
 
     arrays = (jax.ShapeDtypeStruct((rows, 50304), dtype),)
     return _dispatch.Example(losses(fused_classifier), losses(reference), arrays)
@@ -286,3 +349,9 @@ def _plain_example(rows, dtype):
 def _capped_example(rows, dtype):
     """GPT-2's padded vocabulary with a soft cap, which needs the most registers."""
     return _example(rows, dtype, SigmoidCap())
+
+
+@_dispatch.example("fused_classifier")
+def _several_targets_example(rows, dtype):
+    """GPT-2's padded vocabulary with a soft cap and three targets per row."""
+    return _example(rows, dtype, SigmoidCap(), (1.0, 0.5, 0.25))

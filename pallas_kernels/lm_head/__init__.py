@@ -2,9 +2,11 @@
 
     logits = x Wᵀ      z = logits or their soft cap      loss_n = logsumexp(z_n) − z_n[target_n]
 
-Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk. The
-softmax covers the first `vocab_size` columns; padded columns get a gradient of exactly zero, so
-padded rows of W never move.
+or, with M targets per token, loss_n = Σ_m w_m (logsumexp(z_n) − z_n[target_nm]).
+
+Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk, M targets
+per token. The softmax covers the first `vocab_size` columns; padded columns get a gradient of
+exactly zero, so padded rows of W never move. A head stored as (C, V) is passed as `w_CV.T`.
 
 Back ends:
     fused: the forward pass computes the logits of one chunk of tokens, overwrites them with dlogits
@@ -23,6 +25,7 @@ fused and xla are differentiable once, in reverse mode.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -31,7 +34,13 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-from pallas_kernels.classifier import SigmoidCap, fused_classifier, to_int32
+from pallas_kernels.classifier import (
+    SigmoidCap,
+    checked_targets,
+    constant,
+    fused_classifier,
+    to_int32,
+)
 from pallas_kernels.classifier import reference as classifier_reference
 from pallas_kernels.transpose import transpose_copy
 
@@ -60,11 +69,12 @@ _dispatch.register(
 def linear_cross_entropy(
     x_NC: Float[Array, "N C"],
     w_VC: Float[Array, "V C"],
-    targets_N: Integer[Array, " N"],
+    targets_N: Integer[Array, " N"] | Integer[Array, "N M"],
     *,
     vocab_size: int | None = None,
     chunk: int | None = None,
     softcap: float | int | SigmoidCap | None = None,
+    target_weights: Float[Array, " M"] | Sequence[float | int] | None = None,
     ignore_index: int | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
@@ -75,29 +85,32 @@ def linear_cross_entropy(
         x_NC: hidden states in fp32, bf16 or fp16; the logits have their dtype, the softmax is fp32.
         w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. The gradient has
             the dtype of the weights; "fused" sums it in fp32.
-        targets_N: target column of each row, in [0, vocab_size), in any integer type. Out of this
-            range the loss is NaN.
+        targets_N: target column of each row, in [0, vocab_size), in any integer type; or M target
+            columns of each row. Out of this range the loss is NaN.
         vocab_size: real columns; V when None.
         chunk: most rows of logits that are alive at once; must divide N. None: about 16,384 in
             "fused", all of them in the others.
-        softcap: as in `fused_classifier`.
-        ignore_index: tokens with this target have loss 0 and no gradient.
+        softcap, target_weights: as in `fused_classifier`.
+        ignore_index: targets with this value have no term. Tokens that have no other target have
+            loss 0 and no gradient.
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
         ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end.
+        NotImplementedError: differentiation with respect to target_weights.
     """
     backend = _dispatch.select(
         "linear_cross_entropy", implementation, arrays=(x_NC, w_VC, targets_N)
     )
     n, v = x_NC.shape[0], w_VC.shape[0]
     vocab_size = v if vocab_size is None else vocab_size
-    if x_NC.shape[1] != w_VC.shape[1] or targets_N.shape != (n,) or not 0 < vocab_size <= v:
+    same_sizes = x_NC.shape[1] == w_VC.shape[1] and targets_N.shape[:1] == (n,)
+    if not same_sizes or not 0 < vocab_size <= v:
         raise ValueError(
-            "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) and vocab_size ≤ V, "
-            f"got {x_NC.shape}, {w_VC.shape}, {targets_N.shape}, {vocab_size}"
+            "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) or (N, M), and "
+            f"vocab_size ≤ V, got {x_NC.shape}, {w_VC.shape}, {targets_N.shape}, {vocab_size}"
         )
     if x_NC.dtype not in _dispatch.DTYPES or w_VC.dtype not in (x_NC.dtype, jnp.float32):
         raise ValueError(
@@ -108,16 +121,17 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
+    targets, weights_M = checked_targets("linear_cross_entropy", targets_N, target_weights)
     loss = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
     if backend == "reference":
-        return reference(x_NC, w_VC, targets_N, **loss)
+        return reference(x_NC, w_VC, targets, target_weights=weights_M, **loss)
+    weights_M = constant("linear_cross_entropy", weights_M)
+    arrays = (x_NC, w_VC, to_int32(targets), weights_M)
     if backend == "fused":
         options = Options(chunk or _even_chunk(n), precision, **loss)
-        return _calls.differentiable(
-            "linear_cross_entropy", _fused, options, x_NC, w_VC, to_int32(targets_N)
-        )
+        return _calls.differentiable("linear_cross_entropy", _fused, options, *arrays)
     options = Options(chunk or n, precision, **loss)
-    return _calls.differentiable("linear_cross_entropy", _in_xla, options, x_NC, w_VC, targets_N)
+    return _calls.differentiable("linear_cross_entropy", _in_xla, options, *arrays)
 
 
 def reference(
@@ -127,6 +141,7 @@ def reference(
     *,
     vocab_size: int | None = None,
     softcap: float | int | SigmoidCap | None = None,
+    target_weights=None,
     ignore_index: int | None = None,
 ):
     """Compute the definition in fp32 with true fp32 matmuls. Return fp32 of shape (N,)."""
@@ -134,7 +149,12 @@ def reference(
         x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST
     )
     return classifier_reference(
-        logits_NV, targets_N, vocab_size=vocab_size, softcap=softcap, ignore_index=ignore_index
+        logits_NV,
+        targets_N,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        target_weights=target_weights,
+        ignore_index=ignore_index,
     )[0]
 
 
@@ -152,13 +172,14 @@ class Options:
     softcap: float | int | SigmoidCap | None
     ignore_index: int | None
 
-    def classify(self, x_KC, w_VC, targets_K, implementation="auto"):
+    def classify(self, x_KC, w_VC, targets, weights_M, implementation="auto"):
         """Return losses_K and dlogits_KV of a chunk."""
         return fused_classifier(
             _logits(x_KC, w_VC, self.precision),
-            targets_K,
+            targets,
             vocab_size=self.vocab_size,
             softcap=self.softcap,
+            target_weights=weights_M,
             ignore_index=self.ignore_index,
             implementation=implementation,
         )
@@ -176,26 +197,23 @@ def _even_chunk(n: int) -> int:
     return n if parts == 1 else -(-n // (parts * 128)) * 128
 
 
-def _in_xla(options, x_NC, w_VC, targets_N):
-    def losses(x_KC, targets_K):
-        return options.classify(x_KC, w_VC, targets_K, "xla")[0]
+def _in_xla(options, x_NC, w_VC, targets, weights_M):
+    def losses(x_KC, targets):
+        return options.classify(x_KC, w_VC, targets, weights_M, "xla")[0]
 
     n = x_NC.shape[0]
     if n == options.chunk:
-        return losses(x_NC, targets_N)
-    chunks = (
-        x_NC.reshape(n // options.chunk, options.chunk, -1),
-        targets_N.reshape(n // options.chunk, options.chunk),
-    )
+        return losses(x_NC, targets)
+    chunks = [a.reshape(n // options.chunk, options.chunk, *a.shape[1:]) for a in (x_NC, targets)]
     return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(options, x_NC, w_VC, targets_N):
+def _fused(options, x_NC, w_VC, targets, weights_M):
     w_VC, losses = w_VC.astype(x_NC.dtype), []
-    for x_KC, targets_K in options.chunks(x_NC, targets_N):
+    for x_KC, of_chunk in options.chunks(x_NC, targets):
         x_KC, losses = _after(x_KC, losses)
-        losses = [*losses, options.classify(x_KC, w_VC, targets_K)[0]]
+        losses = [*losses, options.classify(x_KC, w_VC, of_chunk, weights_M)[0]]
     return jnp.concatenate(losses)
 
 
@@ -205,19 +223,20 @@ def _after(x_KC, earlier):
     return jax.lax.optimization_barrier((x_KC, earlier))
 
 
-def _fused_forward(options, x_NC, w_VC, targets_N):
+def _fused_forward(options, x_NC, w_VC, targets, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
     # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls take any order.
     w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
     losses, dx, dw_VC = [], [], None
-    for x_KC, targets_K in options.chunks(x_NC, targets_N):
+    for x_KC, of_chunk in options.chunks(x_NC, targets):
         x_KC, (dw_VC, dx) = _after(x_KC, (dw_VC, dx))
-        losses_K, dlogits_KV = options.classify(x_KC, w_VC, targets_K)
+        losses_K, dlogits_KV = options.classify(x_KC, w_VC, of_chunk, weights_M)
         losses.append(losses_K)
         dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=options.precision))
         dw_VC = _add_dw(options, dw_VC, dlogits_KV, x_KC)
-    return jnp.concatenate(losses), (jnp.concatenate(dx), dw_VC, x_NC, saved_VC, targets_N)
+    saved = (jnp.concatenate(dx), dw_VC, x_NC, saved_VC, targets, weights_M)
+    return jnp.concatenate(losses), saved
 
 
 def _add_dw(options, dw_VC, dlogits_KV, x_KC):
@@ -232,7 +251,7 @@ def _add_dw(options, dw_VC, dlogits_KV, x_KC):
 
 
 def _fused_backward(options, saved, g_N):
-    dx_NC, dw_VC, x_NC, w_VC, targets_N = saved
+    dx_NC, dw_VC, x_NC, w_VC, targets, weights_M = saved
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
     dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
@@ -243,15 +262,15 @@ def _fused_backward(options, saved, g_N):
     if options.ignore_index is not None:
         # The cotangents of ignored tokens do not matter: they are 0 for a mean over the others that
         # multiplies by a mask.
-        counts_N = targets_N != options.ignore_index
+        counts_N = (targets != options.ignore_index).reshape(len(g_N), -1).any(-1)
         first = jnp.where(alike, first, jnp.where(counts_N, bits_N, 0).max())
         alike |= ((bits_N == first) | ~counts_N).all()
 
     def recompute():
         dw_VC = None
-        for x_KC, targets_K, g_K in options.chunks(x_NC, targets_N, g_N):
+        for x_KC, of_chunk, g_K in options.chunks(x_NC, targets, g_N):
             x_KC, dw_VC = _after(x_KC, dw_VC)
-            dlogits_KV = options.classify(x_KC, w_VC, targets_K)[1]
+            dlogits_KV = options.classify(x_KC, w_VC, of_chunk, weights_M)[1]
             scaled_KC = (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
             dw_VC = _add_dw(options, dw_VC, dlogits_KV, scaled_KC)
         return dw_VC
@@ -259,7 +278,7 @@ def _fused_backward(options, saved, g_N):
     dw_VC = jax.lax.cond(
         alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), recompute
     )
-    return dx_NC, dw_VC.astype(w_VC.dtype), None
+    return dx_NC, dw_VC.astype(w_VC.dtype), None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
