@@ -48,6 +48,24 @@ def clear(ptr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
+def embed(
+    token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V: tl.constexpr, C: tl.constexpr,
+    STRIP: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Send this program's strip of the token's embedding, NaN for an id out of bounds."""
+    token = tl.load(token_ptr).to(tl.int64)
+    first = tl.program_id(0) * STRIP
+    column_N = first + tl.arange(0, triton.next_power_of_2(STRIP))
+    inside_N = column_N < tl.minimum(first + STRIP, C)
+    # A tensor: the interpreter has no conjunction of a tensor and a scalar.
+    token_N = token + 0 * column_N
+    known_N = inside_N & (token_N >= 0) & (token_N < V)
+    x_N = tl.load(wte_ptr + token * C + column_N, mask=known_N, other=float("nan")).to(tl.float32)
+    x_N += tl.load(wpe_ptr + position * C + column_N, mask=inside_N, other=0.0).to(tl.float32)
+    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+
+
+@triton.jit
 def decode_one_kernel(
     token_ptr,
     length_ptr,
@@ -112,15 +130,9 @@ def decode_one_kernel(
     ended = tl.load(exchange_ptr + 2 * HALF, cache_modifier=".cg")
     half = ended // PROGRAMS % 2
     x_ptr = exchange_ptr + half * HALF
-    token = tl.load(token_ptr).to(tl.int64)
-    column_N = program * STRIP_C + tl.arange(0, triton.next_power_of_2(STRIP_C))
-    inside_N = column_N < tl.minimum(program * STRIP_C + STRIP_C, C)
-    # A tensor: the interpreter has no conjunction of a tensor and a scalar.
-    token_N = token + 0 * column_N
-    known_N = inside_N & (token_N >= 0) & (token_N < V)
-    x_N = tl.load(wte_ptr + token * C + column_N, mask=known_N, other=float("nan")).to(tl.float32)
-    x_N += tl.load(wpe_ptr + position * C + column_N, mask=inside_N, other=0.0).to(tl.float32)
-    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+    embed(
+        token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V, C, STRIP_C, PROGRAMS, RESIDUAL
+    )  # fmt: skip
     clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)

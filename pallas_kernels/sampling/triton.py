@@ -1,7 +1,11 @@
 """Triton kernel of `sample_token`: one program a row, no sort.
 
-The row is read once for each step of a bisection, from the L1 cache after the first time.
-Thresholds are bisected over integer keys that order the floats of the dtype: 16 steps for 16 bits.
+The row is loaded in a few wide tiles at once. For top-k, the k-th of the maxima of a tile's lanes is
+a lower bound of the k-th logit: only the ids of logits of at least this bound, usually few more than
+k, are kept, in an array in global memory, for the following steps.
+
+Thresholds are bisected over integer keys that order the floats of the dtype: at most 16 steps for 16
+bits. A step reads the kept logits, or the whole row without top-k, from the L1 cache.
 """
 
 import jax
@@ -9,12 +13,16 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import _dispatch, _triton
+from pallas_kernels import _triton
 
-BLOCK = 2048
-"""Logits of a tile, at most. Larger tiles spill registers on Hopper, and this one in bf16 on
-sm_120, which has half of it."""
-WARPS = 16
+BLOCK = 8192
+"""Logits of a tile of the first pass, at most."""
+KEPT_BLOCK = 1024
+"""Logits of a tile of the following passes: with top-k, at most."""
+ROW_BLOCK = 4096
+"""Without top-k."""
+ELEMENTS = 16
+"""Logits of a thread in a tile of the first pass: a load of 16 bytes in 16 bits."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -25,24 +33,28 @@ def sample_token(logits_BV, uniform_B, filters):
     def scalar(value, default, dtype):
         return jnp.asarray(default if value is None else value, dtype).reshape(1)
 
-    most = BLOCK // 2 if (_dispatch.capability() or (0, 0)) >= (12, 0) else BLOCK
-    block = min(most, triton.next_power_of_2(v))
-    (token_B,) = _triton.call(
+    block = min(BLOCK, triton.next_power_of_2(v))
+    top_k = filters.top_k is not None
+    token_B, *_ = _triton.call(
         sample_kernel,
         logits_BV,
         uniform_B.astype(jnp.float32),
         scalar(filters.temperature, 1, jnp.float32),
         scalar(filters.top_k, v, jnp.int32),
         scalar(filters.top_p, 1, jnp.float32),
-        out=[jax.ShapeDtypeStruct((b,), jnp.int32)],
+        out=[
+            jax.ShapeDtypeStruct((b,), jnp.int32),
+            jax.ShapeDtypeStruct((b, v if top_k else 1), jnp.int32),
+        ],
         grid=(b,),
-        num_warps=min(WARPS, max(1, block // 64)),
+        num_warps=max(1, block // (32 * ELEMENTS)),
         V=v,
         B=b,
         BLOCK=block,
+        KEPT_BLOCK=min(KEPT_BLOCK if top_k else ROW_BLOCK, block),
         BITS=8 * logits_BV.dtype.itemsize,
         DRAW=filters.temperature is not None,
-        TOP_K=filters.top_k is not None,
+        TOP_K=top_k,
         TOP_P=filters.top_p is not None,
     )
     return token_B
@@ -68,11 +80,88 @@ def float_of(key, DTYPE: tl.constexpr, BITS: tl.constexpr):
         return bits.to(tl.int32).to(DTYPE, bitcast=True).to(tl.float32)
 
 
+# -------------------------------------------------------------------------------------- first pass
+
+
 @triton.jit
-def load_block(row_ptr, start, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Return logits (BLOCK,) in fp32, −∞ out of bounds, and their ids."""
-    id_V = start + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + id_V, mask=id_V < V, other=float("-inf")).to(tl.float32), id_V
+def load_tile(aligned_ptr, shift, start, FULL: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a tile of the row, which starts `shift` elements after an aligned address.
+
+    With FULL, all of the tile is in the array, and loads are 16 bytes wide.
+
+    Returns:
+        Logits (BLOCK,) in fp32, −∞ out of the row, their ids, and whether they are in the row.
+    """
+    id_V = start - shift + tl.arange(0, BLOCK)
+    inside_V = (id_V >= 0) & (id_V < V)
+    tile_ptr = aligned_ptr + start + tl.arange(0, BLOCK)
+    if FULL:
+        x_V = tl.load(tile_ptr)
+    else:
+        x_V = tl.load(tile_ptr, mask=inside_V, other=float("-inf"))
+    return tl.where(inside_V, x_V.to(tl.float32), float("-inf")), id_V, inside_V
+
+
+@triton.jit
+def lower_bound(
+    highest_V, highest_key, k, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return a lower bound of the k-th logit: the k-th of the lanes' maxima."""
+    bound = tl.full((), float("-inf"), tl.float32)
+    if k <= BLOCK:
+        low, high = key_of(tl.min(highest_V, 0).to(DTYPE), BITS), highest_key + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            count = tl.sum((highest_V >= float_of(middle, DTYPE, BITS)).to(tl.int32), 0)
+            low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle)
+        bound = float_of(low, DTYPE, BITS)
+    return bound
+
+
+@triton.jit
+def keep_tile(
+    aligned_ptr, shift, kept_ptr, kept, bound, start, FULL: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Append the ids of a tile's logits of at least `bound`; return the new number of ids."""
+    x_V, id_V, inside_V = load_tile(aligned_ptr, shift, start, FULL, V, BLOCK)
+    keep_V = (inside_V & (x_V >= bound)).to(tl.int32)
+    rank_V = tl.cumsum(keep_V, 0)
+    tl.store(kept_ptr + kept + rank_V - 1, id_V, mask=keep_V > 0)
+    return kept + tl.max(rank_V, 0)
+
+
+@triton.jit
+def keep_from(
+    aligned_ptr, shift, kept_ptr, bound, V: tl.constexpr, BLOCK: tl.constexpr, STOP: tl.constexpr
+):
+    """Store the ids of logits of at least `bound` in ascending order; return their number."""
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    kept = 0
+    # Not unrolled: the row would stay in registers from the first pass on, more than there are.
+    for start in range(0, FULL, BLOCK):
+        kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, start, True, V, BLOCK)
+    if FULL < STOP:
+        kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, FULL, False, V, BLOCK)
+    tl.debug_barrier()
+    return kept
+
+
+# ------------------------------------------------------------------------------------ later passes
+
+
+@triton.jit
+def load_block(
+    row_ptr, kept_ptr, kept, start, KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return kept logits (BLOCK,) in fp32, −∞ out of bounds, and their ids, V out of bounds."""
+    index_V = start + tl.arange(0, BLOCK)
+    inside_V = index_V < kept
+    if KEPT:
+        id_V = tl.load(kept_ptr + index_V, mask=inside_V, other=V)
+    else:
+        id_V = index_V
+    return tl.load(row_ptr + id_V, mask=inside_V, other=float("-inf")).to(tl.float32), id_V
 
 
 @triton.jit
@@ -85,13 +174,13 @@ def weigh(x_V, id_V, threshold, last, highest, scale, V: tl.constexpr):
 
 @triton.jit
 def count_or_mass(
-    row_ptr, low, threshold, last, highest, scale, MASS: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row_ptr, kept_ptr, kept, low, threshold, last, highest, scale, MASS: tl.constexpr,
+    KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return how many logits are at least `low`, or the probability of those that are kept."""
     total_V = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):
-        x_V, id_V = load_block(row_ptr, start, V, BLOCK)
+    for start in range(0, kept, BLOCK):
+        x_V, id_V = load_block(row_ptr, kept_ptr, kept, start, KEPT, V, BLOCK)
         if MASS:
             weight_V = weigh(x_V, id_V, threshold, last, highest, scale, V)
             total_V += tl.where(x_V >= low, weight_V, 0.0)
@@ -102,8 +191,8 @@ def count_or_mass(
 
 @triton.jit
 def locate(
-    row_ptr, target, threshold, last, highest, scale, TIES: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row_ptr, kept_ptr, kept, target, threshold, last, highest, scale, TIES: tl.constexpr,
+    KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the least id up to which the weights sum to more than `target`.
 
@@ -111,17 +200,18 @@ def locate(
     rounding leaves no such id: the last one with a weight.
     """
     total, before, found = 0.0, 0.0, 0
-    for start in range(0, V, BLOCK):
-        x_V, id_V = load_block(row_ptr, start, V, BLOCK)
-        if TIES:
-            weight_V = ((x_V == threshold) & (id_V < V)).to(tl.float32)
-        else:
-            weight_V = weigh(x_V, id_V, threshold, last, highest, scale, V)
-        weight = tl.sum(weight_V, 0)
-        if (weight > 0) & (total <= target):
-            found, before = start, total
-        total += weight
-    x_V, id_V = load_block(row_ptr, found, V, BLOCK)
+    if kept > BLOCK:
+        for start in range(0, kept, BLOCK):
+            x_V, id_V = load_block(row_ptr, kept_ptr, kept, start, KEPT, V, BLOCK)
+            if TIES:
+                weight_V = ((x_V == threshold) & (id_V < V)).to(tl.float32)
+            else:
+                weight_V = weigh(x_V, id_V, threshold, last, highest, scale, V)
+            weight = tl.sum(weight_V, 0)
+            if (weight > 0) & (total <= target):
+                found, before = start, total
+            total += weight
+    x_V, id_V = load_block(row_ptr, kept_ptr, kept, found, KEPT, V, BLOCK)
     if TIES:
         weight_V = ((x_V == threshold) & (id_V < V)).to(tl.float32)
     else:
@@ -139,89 +229,97 @@ def sample_kernel(
     top_k_ptr,
     top_p_ptr,
     token_ptr,
+    kept_ptr,
     V: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     DRAW: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
 ):
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    # Logits of 16 bytes. A row starts at any of them, unless it is the only one.
+    CHUNK: tl.constexpr = 128 // BITS
+    STOP: tl.constexpr = V if V % CHUNK == 0 or B == 1 else V + CHUNK - 1
     row = tl.program_id(0)
-    # With one row, or rows of a multiple of 16, loads are 16 bytes wide.
-    row_ptr = logits_ptr
-    if B > 1:
-        row_ptr += row.to(tl.int64) * V
+    if B == 1:
+        row_ptr, aligned_ptr, shift = logits_ptr, logits_ptr, 0
+    else:
+        first = row.to(tl.int64) * V
+        row_ptr, aligned_ptr = logits_ptr + first, logits_ptr + first // CHUNK * CHUNK
+        shift = (first % CHUNK).to(tl.int32)
     highest_V = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_V = tl.arange(0, BLOCK)
-    for start in range(0, V, BLOCK):
-        x_V, id_V = load_block(row_ptr, start, V, BLOCK)
+    for start in tl.static_range(0, STOP, BLOCK):
+        x_V, id_V, _ = load_tile(aligned_ptr, shift, start, start + BLOCK <= V, V, BLOCK)
         best_V = tl.where(x_V > highest_V, id_V, best_V)
         highest_V = tl.maximum(highest_V, x_V)
     highest = tl.max(highest_V, 0)
     if DRAW:
-        lowest_key = key_of(tl.full((), float("-inf"), DTYPE), BITS)
         highest_key = key_of(highest.to(DTYPE), BITS)
         scale = LOG2E / tl.load(temperature_ptr)
-        threshold, last = highest * 0 + float("-inf"), V
+        threshold, last, kept = highest * 0 + float("-inf"), V, V
+        kept_ptr += row.to(tl.int64) * V
         if TOP_K:
-            k = tl.minimum(tl.load(top_k_ptr), V).to(tl.float32)
-            # The k-th of the lanes' maxima is a lower bound of the k-th logit.
-            low, high = lowest_key, highest_key + 1
-            if k <= tl.minimum(BLOCK, V):
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    enough = (
-                        tl.sum((highest_V >= float_of(middle, DTYPE, BITS)).to(tl.int32), 0) >= k
-                    )
-                    low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-            high = highest_key + 1
+            k = tl.minimum(tl.load(top_k_ptr), V)
+            bound = lower_bound(highest_V, highest_key, k, DTYPE, BITS, BLOCK)
+            kept = keep_from(aligned_ptr, shift, kept_ptr, bound, V, BLOCK, STOP)
+            low, high = key_of(bound.to(DTYPE), BITS), highest_key + 1
+            # The number of logits that are at least the float of `high`.
+            above = 0.0
             while high - low > 1:
                 middle = (low + high) // 2
                 count = count_or_mass(
-                    row_ptr, float_of(middle, DTYPE, BITS), 0.0, 0, highest, scale, False, V, BLOCK
-                )
+                    row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), 0.0, 0, highest, scale,
+                    False, True, V, KEPT_BLOCK,
+                )  # fmt: skip
+                above = tl.where(count >= k, above, count)
                 low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle)
             threshold = float_of(low, DTYPE, BITS)
-            above = count_or_mass(
-                row_ptr, float_of(low + 1, DTYPE, BITS), 0.0, 0, highest, scale, False, V, BLOCK
-            )
-            above = tl.where(low == highest_key, 0.0, above)
-            last = locate(row_ptr, k - above - 1, threshold, V, highest, scale, True, V, BLOCK)
+            last = locate(
+                row_ptr, kept_ptr, kept, k - above - 1, threshold, V, highest, scale, True, True, V,
+                KEPT_BLOCK,
+            )  # fmt: skip
         if TOP_P:
             floor, floor_last = threshold, last
             all_mass = count_or_mass(
-                row_ptr, threshold, floor, floor_last, highest, scale, True, V, BLOCK
-            )
+                row_ptr, kept_ptr, kept, threshold, floor, floor_last, highest, scale, True, TOP_K,
+                V, KEPT_BLOCK,
+            )  # fmt: skip
             goal = tl.load(top_p_ptr) * all_mass
             low, high = key_of(threshold.to(DTYPE), BITS), highest_key + 1
+            above = 0.0
             while high - low > 1:
                 middle = (low + high) // 2
                 mass = count_or_mass(
-                    row_ptr, float_of(middle, DTYPE, BITS), floor, floor_last, highest, scale,
-                    True, V, BLOCK,
+                    row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), floor, floor_last,
+                    highest, scale, True, TOP_K, V, KEPT_BLOCK,
                 )  # fmt: skip
+                above = tl.where(mass >= goal, above, mass)
                 low, high = (
                     tl.where(mass >= goal, middle, low),
                     tl.where(mass >= goal, high, middle),
                 )
             threshold = float_of(low, DTYPE, BITS)
-            above = count_or_mass(
-                row_ptr, float_of(low + 1, DTYPE, BITS), floor, floor_last, highest, scale, True,
-                V, BLOCK,
-            )  # fmt: skip
-            above = tl.where(low == highest_key, 0.0, above)
             each = tl.exp2((threshold - highest) * scale)
             ties = tl.maximum(tl.ceil((goal - above) / each), 1.0)
-            last = locate(row_ptr, ties - 1, threshold, V, highest, scale, True, V, BLOCK)
+            last = locate(
+                row_ptr, kept_ptr, kept, ties - 1, threshold, V, highest, scale, True, TOP_K, V,
+                KEPT_BLOCK,
+            )  # fmt: skip
             # Of a threshold that top-k has set, top-k has cut the ties, too.
             last = tl.where(threshold == floor, tl.minimum(last, floor_last), last)
         total = count_or_mass(
-            row_ptr, float("-inf"), threshold, last, highest, scale, True, V, BLOCK
-        )
+            row_ptr, kept_ptr, kept, float("-inf"), threshold, last, highest, scale, True, TOP_K, V,
+            KEPT_BLOCK,
+        )  # fmt: skip
         target = tl.load(uniform_ptr + row) * total
-        token = locate(row_ptr, target, threshold, last, highest, scale, False, V, BLOCK)
+        token = locate(
+            row_ptr, kept_ptr, kept, target, threshold, last, highest, scale, False, TOP_K, V,
+            KEPT_BLOCK,
+        )  # fmt: skip
     else:
         token = tl.min(tl.where(highest_V == highest, best_V, V), 0)
     tl.store(token_ptr + row, tl.minimum(token, V - 1))
