@@ -27,6 +27,8 @@ NAMES = {
         "PRESETS",
         "Parallel",
         "Precision",
+        "Speedrun",
+        "SpeedrunConfig",
         "generate",
         "init_state",
         "load",

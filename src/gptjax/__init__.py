@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gptjax.models.gpt2 import GPT2, GPT2Config
     from gptjax.models.llama3 import Llama3, Llama3Config
     from gptjax.models.registry import PRESETS
+    from gptjax.models.speedrun import Speedrun, SpeedrunConfig
     from gptjax.optim import OptimizerConfig
     from gptjax.parallel import Parallel
     from gptjax.precision import Precision
@@ -30,6 +31,8 @@ __all__ = [
     "OptimizerConfig",
     "Parallel",
     "Precision",
+    "Speedrun",
+    "SpeedrunConfig",
     "generate",
     "init_state",
     "load",
@@ -49,6 +52,8 @@ _PUBLIC = {
     "Llama3": "gptjax.models.llama3",
     "Llama3Config": "gptjax.models.llama3",
     "PRESETS": "gptjax.models.registry",
+    "Speedrun": "gptjax.models.speedrun",
+    "SpeedrunConfig": "gptjax.models.speedrun",
     "loss_fn": "gptjax.models.base",
     "Precision": "gptjax.precision",
     "generate": "gptjax.generation",

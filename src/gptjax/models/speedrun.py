@@ -137,19 +137,15 @@ class SpeedrunConfig(ModelConfig):
         }
 
     def nondeterministic(self) -> str | None:
-        if self.attention == "xla":
-            return None
-        return f"needs --model.attention xla, got {self.attention}: cuDNN adds in any order"
+        why = f"needs --model.attention xla, got {self.attention}: cuDNN adds in any order"
+        return None if self.attention == "xla" else why
 
     def lookup_params(self) -> int:
         tables = self.vocab_size * (1 + len(self.value_layers)) + self.bigram_rows
         return tables * self.n_embd
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Return 6·N + 12·C·(keys of a query, summed over layers), with N as in `ModelConfig`.
-
-        Segments, which hide keys, are not counted.
-        """
+        """Return 6·N + 12·C·(keys of a query, summed over layers), as if without segments."""
         keys, stage = 0.0, self.stage
         for i in self.attention_layers:
             length = sequence_length * (2 if i in self.paired_layers else 1)
@@ -192,6 +188,9 @@ class SpeedrunConfig(ModelConfig):
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"SpeedrunConfig: expected {'; '.join(broken)}; got {self}")
+
+
+PRESETS: dict[str, SpeedrunConfig] = {"speedrun": SpeedrunConfig()}
 
 
 def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
