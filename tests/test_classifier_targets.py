@@ -231,8 +231,10 @@ def test_the_head(implementation):
 
     ours = functools.partial(linear_cross_entropy, **loss, **how)
     right = functools.partial(lm_head.reference, **loss)
-    # The second is that of a mean over the tokens that are not ignored.
-    for cotangent_N in (normal(12), jnp.full(12, 0.1).at[5].set(0)):
+    # The first is that of a mean over the tokens that are not ignored; in the second, a token with
+    # an ignored target has another.
+    same_N = jnp.full(12, 0.1).at[5].set(0)
+    for cotangent_N in (same_N, same_N.at[8].set(0.3), normal(12)):
         found, expected = run(ours, cotangent_N), run(right, cotangent_N)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=3e-6)

@@ -19,15 +19,18 @@ def cases() -> list[Case]:
         _case(16384, None),
         _case(16384, 30.0),
         _case(16384, SigmoidCap()),
+        _case(16384, SigmoidCap(), target_weights=(1.0, 0.5, 0.25)),
         _case(16384, None, columns=VOCAB_SIZE),  # rows that start anywhere
     ]
 
 
-def _case(rows, softcap, columns=COLUMNS, bar=""):
+def _case(rows, softcap, columns=COLUMNS, bar="", target_weights=None):
+    shape = (rows,) if target_weights is None else (rows, len(target_weights))
+
     def make(key):
         keys = jax.random.split(key)
         logits_NV = jax.random.normal(keys[0], (rows, columns), jnp.bfloat16)
-        return logits_NV, jax.random.randint(keys[1], (rows,), 0, VOCAB_SIZE, jnp.int32)
+        return logits_NV, jax.random.randint(keys[1], shape, 0, VOCAB_SIZE, jnp.int32)
 
     def in_jax(implementation):
         def f(logits_NV, targets_N):
@@ -36,6 +39,7 @@ def _case(rows, softcap, columns=COLUMNS, bar=""):
                 targets_N,
                 vocab_size=VOCAB_SIZE,
                 softcap=softcap,
+                target_weights=target_weights,
                 implementation=implementation,
             )
             return dlogits_NV, losses_N
@@ -54,9 +58,11 @@ def _case(rows, softcap, columns=COLUMNS, bar=""):
         fp32 is most of an H200."""
 
         def loss(x, targets):
-            return torch.nn.functional.cross_entropy(
-                capped(torch, x[:, :VOCAB_SIZE].float()), targets.long(), reduction="none"
-            )
+            z, targets = capped(torch, x[:, :VOCAB_SIZE].float()), targets.long()
+            if target_weights is None:
+                return torch.nn.functional.cross_entropy(z, targets, reduction="none")
+            terms = torch.logsumexp(z, -1, keepdim=True) - z.gather(1, targets)
+            return terms @ torch.tensor(target_weights, device=z.device)
 
         loss = wrap(loss)
 
@@ -70,6 +76,8 @@ def _case(rows, softcap, columns=COLUMNS, bar=""):
     name = f"{rows}×{columns} bf16"
     if softcap is not None:
         name += " sigmoid cap" if isinstance(softcap, SigmoidCap) else " tanh cap"
+    if target_weights is not None:
+        name += f", {len(target_weights)} targets"
     return Case(
         kernel="fused_classifier",
         name=name,
