@@ -40,6 +40,10 @@ ODD = SpeedrunConfig(
     skip=(1, 2),
     lanes_from=3,
 )
+# One layer of each kind: paired, without attention, long with value embeddings.
+LAYERS = {"n_layer": 3, "paired_layers": (0,), "skip": (0, 1), "lanes_from": 2}
+LAYERS |= {"long_layers": (2,), "value_layers": (2,)}
+SMALL = dataclasses.replace(ODD, **LAYERS)
 TIME = 19
 # The third sequence is of documents of one token; the first has one at each end, too.
 BEGINS = ((0, 1, 6, 7, 13, TIME - 1), (4,), range(TIME))
@@ -112,7 +116,7 @@ def theirs(config, params, batch, dtype=torch.float32):
 def test_loss_and_every_gradient(stage):
     """By the 2× rule. A λ is one number, whose error may be zero by luck in PyTorch: relative to
     its gradient instead."""
-    config = dataclasses.replace(ODD, stage=STAGES[stage])
+    config = dataclasses.replace(SMALL if stage == "first" else ODD, stage=STAGES[stage])
     params, batch = random_of(config), batch_of(config)
     loss, grads = ours(config, params, batch)
     their_loss, their_grads, _ = theirs(config, params, batch)
@@ -147,7 +151,7 @@ def test_logits_of_the_validation():
 def test_bf16():
     """By the 2× rule against autocast, except for λ: the error of one number may be small by
     luck."""
-    config = dataclasses.replace(ODD, stage=STAGES["grown"])
+    config = dataclasses.replace(SMALL, stage=STAGES["grown"])
     params, batch = random_of(config), batch_of(config)
     exact_loss, exact_grads, exact_logits = theirs(config, params, batch, torch.float64)
     with computing("bf16"):
@@ -158,9 +162,6 @@ def test_bf16():
     for name, exact in exact_grads.items():
         if "lambda" not in name:
             assert_within_twice(grads[name], their_grads[name], exact, norm=rms, name=name)
-    hidden = lambda params: build(dataclasses.replace(near, precision=Precision("bf16")), params)
-    shape = jax.eval_shape(lambda params: hidden(params)(jnp.asarray(batch[0])), params)
-    assert shape.dtype == jnp.bfloat16
 
 
 def test_the_rotary_embedding_follows_the_windows():
@@ -296,10 +297,7 @@ def test_config_errors(fields, message):
 
 def test_generation():
     """Greedy tokens are those of the whole sequence, for prompts of two lengths."""
-    layers = {"paired_layers": (0,), "long_layers": (2,), "value_layers": (2,)}
-    layers |= {"n_layer": 3, "skip": (0, 1), "lanes_from": 2}
-    config = dataclasses.replace(ODD, **layers)
-    model, prompts = build(config, random_of(config)), jnp.asarray(batch_of(config)[0][:2, :5])
+    model, prompts = build(SMALL, random_of(SMALL)), jnp.asarray(batch_of(SMALL)[0][:2, :5])
     how = {"max_new_tokens": 6, "temperature": 0.0, "key": jax.random.key(0)}
     out = generate(model, prompts, **how, lengths_B=jnp.array([5, 3]))
     likeliest = jax.jit(lambda tokens: model(tokens).argmax(-1))(out)
@@ -310,16 +308,14 @@ def test_generation():
 
 
 def test_a_step_lowers_for_an_h200():
-    """The record's width and windows, four layers: no attention stores its scores."""
-    layers = {"paired_layers": (0,), "long_layers": (3,), "value_layers": (0, 3)}
-    layers |= {"n_layer": 4, "skip": (0, 1), "lanes_from": 2, "bigram_rows": 100}
-    config = SpeedrunConfig(**layers, precision=Precision("bf16"))
+    """The record's width and windows: no attention stores its scores."""
+    config = SpeedrunConfig(**LAYERS, bigram_rows=100, precision=Precision("bf16"))
     windows = jax.ShapeDtypeStruct((1, 1, 1025), jnp.int32)
     step = lambda params, windows: loss_and_grads(graph(config), params, windows, eot=50_256)
     text = lower_for_h200(step, abstract_params(config), windows)
     kernels = re.findall(r"custom_call @(\w+)", text)
-    # Of three attentions, four MLPs, x0 and the output.
-    assert kernels.count("norm_forward") == kernels.count("norm_backward") == 9
+    # Of two attentions, three MLPs, x0 and the output.
+    assert kernels.count("norm_forward") == kernels.count("norm_backward") == 7
     assert kernels.count("classifier_kernel") == 1
     assert not re.search(r"1024x1024x|2048x2048x", text)
 
