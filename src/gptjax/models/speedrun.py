@@ -44,6 +44,7 @@ GATE = 12
 """Channels that a gate reads."""
 SOFTCAP = SigmoidCap(scale=23.0, shift=5.0, width=7.5)
 EPS = float(np.finfo(np.float32).eps)
+"""Added to mean squares: PyTorch's default."""
 
 
 class Stage(NamedTuple):
