@@ -13,6 +13,8 @@ from pallas_kernels import decode
 from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step
 
 SHAPE_124M = dict(blocks=12, heads=12, head_dim=64, vocab=50257, positions=288)
+# Two blocks of the largest GPT-2: a number of channels with a small power of two as a factor.
+SHAPE_1558M = SHAPE_124M | dict(blocks=2, heads=25)
 TINY = dict(blocks=2, heads=2, head_dim=16, vocab=61, positions=24)
 
 
@@ -79,7 +81,7 @@ def check(args, residual_dtype, steps=1, **tiles):
 
 @pytest.fixture
 def one_program(monkeypatch, triton_on_cpu):
-    """The grid barrier needs programs that run at the same time: Triton's interpreter has one."""
+    """The exchange needs programs that run at the same time: Triton's interpreter has one."""
     monkeypatch.setattr(decode, "programs", lambda: 1)
 
 
@@ -146,8 +148,14 @@ def test_gpt2_124m_on_a_gpu(lengths, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(270,), tuple(range(7, 263, 4))], ids=["1", "64"])
+def test_gpt2_1558m_on_a_gpu(lengths):
+    check(inputs(jnp.bfloat16, lengths, **SHAPE_1558M), jnp.bfloat16, steps=2)
+
+
+@pytest.mark.gpu
 def test_ten_thousand_tokens_on_a_gpu():
-    """The barrier never hangs, and a step repeats bit for bit."""
+    """The exchange never hangs, and a step repeats bit for bit."""
     weights, cache, token_B, length_B = inputs(jnp.bfloat16, (100,), **SHAPE_124M)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""One token of every sequence through a GPT-2, with a KV cache, in one kernel launch.
+"""One token of every sequence through a GPT-2, with a KV cache, in few kernel launches.
 
 For the token of each sequence b, at position t = length_b:
 
@@ -9,8 +9,7 @@ For the token of each sequence b, at position t = length_b:
         x += gelu(LayerNorm(x) W_fc + b_fc) W_out + b_out
     logits = LayerNorm(x) W_headᵀ
 
-A step reads each weight once: 248 MB for GPT-2 124M in bf16, 52 µs at an H200's 4.8 TB/s. Separate
-launches, of which a block needs about ten, would each wait for the one before.
+A step reads each weight once: 248 MB for GPT-2 124M in bf16, 52 µs at an H200's 4.8 TB/s.
 
 Shapes: L blocks, B sequences, S cache positions, C channels, H heads, D = C/H, F = 4·C, N = 3·C,
 V vocabulary.
@@ -18,9 +17,8 @@ V vocabulary.
 Library: generation (`gptjax.generate`).
 
 Back ends:
-    triton: one kernel for all blocks, with a program on each SM and a barrier of all
-        programs between phases. NVIDIA GPUs from Ampere on; up to 128 sequences in bf16 and fp16,
-        16 in fp32. Not yet a default: "auto" selects xla.
+    triton: one sequence: one launch for all blocks; several: 7 launches a block. NVIDIA GPUs from
+        Ampere on, the default on Hopper; up to 128 sequences in bf16 and fp16, 16 in fp32.
     xla: plain JAX, with the roundings of the model; any device.
     reference: the definition, in fp32; any device.
 No back end is differentiable.
@@ -129,12 +127,16 @@ def _why_not_triton(facts: Facts) -> str | None:
     return None
 
 
+def _order(facts: Facts, split: bool) -> tuple[str, ...]:
+    # The tiles are those of a Hopper GPU, on which triton was compared with the reference.
+    return ("triton", "xla") if _dispatch.capability() == (9, 0) else ("xla",)
+
+
 _dispatch.register(
     "decode_step",
     back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
     facts=Facts,
-    # triton was compared with the reference on a GPU for small models only.
-    order=lambda facts, split: ("xla",),
+    order=_order,
 )
 
 

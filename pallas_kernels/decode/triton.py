@@ -23,7 +23,7 @@ class One:
     R: int = 8
     """Rows of a tile of weights: one for each warp."""
     R_HEAD: int = 32
-    KEYS: int = 128
+    KEYS: int = 64
     """Keys of a tile of attention to a part of the keys."""
     ELEMENTS: int = 128
     """16-bit weights of a thread that are loaded at once, at most."""
@@ -53,6 +53,7 @@ class Many:
     KEYS: int = 32
     """Keys of a tile of attention."""
     attention_warps: int = 4
+    attention_stages: int = 4
     norm_warps: int = 4
     ahead_lines: int = 1024
     """Cache lines of the next matmul's weights that each program of a LayerNorm requests for the L2
@@ -137,6 +138,7 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         n, k = w_LNK.shape[-2:]
         parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
         split = parts > 1 or (bias_LN is None and n == c)
+        rows = max(16, triton.next_power_of_2(b))
         shape, out_dtype = ((parts, b, n), jnp.float32) if split else ((b, n), dtype)
         (y,) = _triton.call(
             triton_many.decode_matmul_kernel,
@@ -146,9 +148,10 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             layer,
             out=[jax.ShapeDtypeStruct(shape, out_dtype)],
             grid=(triton.cdiv(n, tile.BN), parts),
-            num_warps=tile.warps,
+            # 64 fp32 sums a thread at most: more spill registers.
+            num_warps=max(tile.warps, rows * tile.BN // (64 * 32)),
             B=b,
-            M=max(16, triton.next_power_of_2(b)),
+            M=rows,
             N=n,
             K=k,
             P=parts,
@@ -217,6 +220,7 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             D=d,
             S=length,
             KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
+            STAGES=tiles.attention_stages,
         )
         proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
         x_BC, y_BC = add_and_norm(

@@ -19,7 +19,14 @@ D = C/H, N columns and K rows of a matmul, P parts of its sum, V vocabulary, S c
 import triton
 import triton.language as tl
 
-from pallas_kernels.decode.triton_grid import LOG2E, LOWEST, gelu, load_keys, online_softmax
+from pallas_kernels.decode.triton_grid import (
+    LOG2E,
+    LOWEST,
+    gelu,
+    load_keys,
+    mean_and_rstd,
+    online_softmax,
+)
 
 
 @triton.jit
@@ -61,10 +68,9 @@ def norm_row(
     x_C = x_C.to(tl.float32)
     scale_C = tl.load(scale_ptr + channel_C, mask=inside_C, other=0.0).to(tl.float32)
     bias_C = tl.load(bias_ptr + channel_C, mask=inside_C, other=0.0).to(tl.float32)
-    mean = tl.sum(tl.where(inside_C, x_C, 0.0), 0) / C
-    centred_C = tl.where(inside_C, x_C - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred_C * centred_C, 0) / C + EPS)
-    tl.store(y_ptr + offset_C, centred_C * rstd * scale_C + bias_C, mask=inside_C)
+    inside_x_C = tl.where(inside_C, x_C, 0.0)
+    mean, rstd = mean_and_rstd(inside_x_C, inside_x_C * inside_x_C, EPS, C)
+    tl.store(y_ptr + offset_C, (x_C - mean) * rstd * scale_C + bias_C, mask=inside_C)
 
 
 @triton.jit
@@ -195,6 +201,7 @@ def decode_attention_kernel(
     D: tl.constexpr,
     S: tl.constexpr,
     KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attention of one head of one sequence; stores its k and v in the cache. Grid (H, B)."""
     C: tl.constexpr = H * D
@@ -206,20 +213,23 @@ def decode_attention_kernel(
     v_ptr += rows
     qkv_ptr += row * 3 * C + head * D
     key_S = tl.arange(0, KEYS)
-    q_D = tl.load(qkv_ptr + channel_D).to(tl.float32) * (LOG2E / D**0.5)
+    # In the layout of a tile of keys: a conversion would delay the first copies.
+    q_1D = tl.load(qkv_ptr + channel_D[None, :]).to(tl.float32) * (LOG2E / D**0.5)
     new_k_D = tl.load(qkv_ptr + C + channel_D)
     new_v_D = tl.load(qkv_ptr + 2 * C + channel_D)
-    tl.store(k_ptr + position * C + channel_D, new_k_D)
-    tl.store(v_ptr + position * C + channel_D, new_v_D)
     max_S = tl.full((KEYS,), LOWEST, tl.float32)
     sum_S = tl.zeros((KEYS,), tl.float32)
     y_SD = tl.zeros((KEYS, D), tl.float32)
-    for start in range(0, position, KEYS):
+    # Copies to shared memory, STAGES − 1 tiles ahead.
+    for start in tl.range(0, position, KEYS, num_stages=STAGES):
         k_SD = load_keys(k_ptr, start + key_S, position, C, D)
         v_SD = load_keys(v_ptr, start + key_S, position, C, D)
-        score_S = tl.sum(k_SD.to(tl.float32) * q_D[None, :], 1)
+        score_S = tl.sum(k_SD.to(tl.float32) * q_1D, 1)
         score_S = tl.where(start + key_S < position, score_S, float("-inf"))
         max_S, sum_S, y_SD = online_softmax(score_S, v_SD, max_S, sum_S, y_SD)
+    tl.store(k_ptr + position * C + channel_D, new_k_D)
+    tl.store(v_ptr + position * C + channel_D, new_v_D)
+    q_D = tl.reshape(q_1D, (D,))
     new_score = tl.sum(q_D * new_k_D.to(tl.float32), 0)
     highest = tl.maximum(tl.max(max_S, 0), new_score)
     weight_S, new_weight = tl.exp2(max_S - highest), tl.exp2(new_score - highest)

@@ -1,11 +1,11 @@
 """Triton kernel of `sample_token`: one program a row, no sort.
 
-The row is loaded in a few wide tiles at once. For top-k, the k-th of the maxima of a tile's lanes is
-a lower bound of the k-th logit: only the ids of logits of at least this bound, usually few more than
-k, are kept, in an array in global memory, for the following steps.
+The row is loaded in a few wide tiles. For top-k, the k-th of the maxima of a tile's lanes is a
+lower bound of the k-th logit. Only the ids of logits of at least this bound, usually few more than
+k, are stored, in global memory, for the later passes.
 
-Thresholds are bisected over integer keys that order the floats of the dtype: at most 16 steps for 16
-bits. A step reads the kept logits, or the whole row without top-k, from the L1 cache.
+Thresholds are bisected over integer keys that order the floats of the dtype: at most 16 steps for
+16 bits. A step reads the stored logits, or without top-k the whole row, from the L1 cache.
 """
 
 import jax

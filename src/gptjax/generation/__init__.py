@@ -19,6 +19,8 @@ from pallas_kernels import Filters, sample_token
 
 STEPS = 32
 """Tokens of one call of the compiled decoding loop."""
+UNROLLED = 4
+"""Tokens of an iteration of that loop, with kernels: small operations beside theirs run once."""
 SHORTEST_PROMPT = 16
 """Prompts are padded to a power of two of at least this length, so that few shapes are compiled."""
 
@@ -58,7 +60,7 @@ def generate(
         key: `jax.random.key(seed)`. The token at a position depends on the key, the row and the
             position alone, so a longer generation begins with the shorter one.
         implementation: back end of the decoding step, of `model.decode_kernel`: "auto", "triton"
-            (one kernel for all blocks, GPT-2 only) or "xla".
+            (kernels, GPT-2 only) or "xla".
 
     Returns:
         Prompt and new tokens, int32, shape (B, T + max_new_tokens). A row with a shorter prompt has
@@ -160,14 +162,25 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
     position_NB = length_B[None] + 1 + jnp.arange(steps)[:, None]
     uniform_NB = jax.vmap(functools.partial(_uniforms, filters, key))(position_NB)
 
-    def step(carry, uniform_B):
-        cache, token_B, length_B = carry
+    # One trace for all steps of an iteration.
+    @jax.jit
+    def step(weights, cache, token_B, length_B, uniform_B):
         logits_BV, cache = model.decode(weights, cache, token_B, length_B)
-        token_B = sample_token(logits_BV, uniform_B, filters, implementation=sampler)
-        return (cache, token_B, length_B + 1), token_B
+        return cache, sample_token(logits_BV, uniform_B, filters, implementation=sampler)
 
-    carry, new_NB = jax.lax.scan(step, (cache, token_B, length_B), uniform_NB)
-    return *carry, new_NB.T
+    def several(carry, uniform_NB):
+        cache, token_B, length_B = carry
+        new_NB = []
+        for i in range(len(uniform_NB)):
+            cache, token_B = step(weights, cache, token_B, length_B + i, uniform_NB[i])
+            new_NB.append(token_B)
+        return (cache, token_B, length_B + len(uniform_NB)), jnp.stack(new_NB)
+
+    # Without kernels, XLA would compile each step.
+    each = 1 if weights is None else math.gcd(UNROLLED, steps)
+    uniform_MNB = uniform_NB.reshape(steps // each, each, -1)
+    carry, new_MNB = jax.lax.scan(several, (cache, token_B, length_B), uniform_MNB)
+    return *carry, new_MNB.reshape(steps, -1).T
 
 
 def _filters(model: Model, temperature, top_k, top_p) -> Filters:
