@@ -35,6 +35,7 @@ from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
 from gptjax.models.base import graph
 from gptjax.parallel import put
+from gptjax.stages import Span
 from gptjax.terminal import printable
 from gptjax.training import init_from, resume, samples
 from gptjax.training.checkpoint import (
@@ -44,10 +45,10 @@ from gptjax.training.checkpoint import (
     silence_orbax,
     versions,
 )
-from gptjax.training.compilation import Compiler, compile_to_fit
+from gptjax.training.compilation import Compiler, StagedStep, compile_to_fit
 from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
-from gptjax.training.inputs import Inputs
+from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.lock import LockedError, locked
 from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.progress import Progress, draw_losses
@@ -131,24 +132,33 @@ def _train(
     eval_function = jax.jit(make_eval_step(graphdef, **how), out_shardings=parallel.replicated)
 
     @functools.cache
-    def start_train_step(micro_batch: int):
-        windows = inputs.abstract_train_windows(micro_batch)
+    def start_train_step(windows: jax.ShapeDtypeStruct):
         return compiler.start(train_function, abstract_state, windows)
 
-    start_train_step(config.micro_batch)  # in a thread, while the next is traced and lowered
+    def compile_stage(span: Span):
+        def compiled(micro_batch: int):
+            return start_train_step(inputs.abstract_train_windows(span, micro_batch))()
+
+        return compile_to_fit(compiled, span.config, device)
+
+    step, timeline = start.step or 0, inputs.timeline
+    stage = timeline.at(step)
+    # In a thread, while the next is traced and lowered.
+    start_train_step(inputs.abstract_train_windows(stage, stage.config.micro_batch))
     windows = inputs.abstract_val_windows()
     wait_for_eval_step = compiler.start(eval_function, abstract_state.params, windows)
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
     digests = threads.submit(compile_digests, abstract_state)
     if start.step is None:
         first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
-    train_step = compile_to_fit(lambda size: start_train_step(size)(), config, device)
+    train_steps = StagedStep(compile_stage, timeline, step, say)
+    stack.callback(train_steps.close)
     eval_step = wait_for_eval_step()
     start_up.mark("compilation")
     say("compiled", compiler)
     for note in compiler.notes:
         say("", note)
-    needed, available = needed_bytes(train_step), available_bytes(device)
+    needed, available = needed_bytes(train_steps.at(step)), available_bytes(device)
     say("memory", f"{needed / GIB:.2f} GiB for a step, of {available / GIB:.1f} GiB")
 
     # -------------------------------------------------------------------------- state, batches, log
@@ -161,8 +171,8 @@ def _train(
     step = start.step or 0
     start_up.mark("state")
 
-    loader, val_windows = inputs.loader(step), inputs.val_windows()
-    stack.callback(loader.close)
+    batches, val_windows = Batches(inputs, step), inputs.val_windows()
+    stack.callback(batches.close)
     val_weights = inputs.val_weights(val_windows)
     resume_step = -1 if start.step is None else step
     warn = functools.partial(say, "WARNING")
@@ -239,16 +249,15 @@ def _train(
         return bool(every) and (last or step % every == 0)
 
     # ------------------------------------------------------------------------------------- the loop
-    one_batch = next(loader) if config.overfit_one_batch else None
+    one_batch = next(batches) if config.overfit_one_batch else None
     try:
         with progress:
             if config.val_every and start.step is None:
                 validate()
                 start_up.mark("validation")
             while step < config.max_steps and not stop.number:
-                windows = next(loader) if one_batch is None else one_batch
-                windows = windows.reshape(inputs.micro_batches, -1, config.sequence_length + 1)
-                state, metrics = train_step(state, put(inputs.train_sharding, windows))
+                windows = next(batches) if one_batch is None else one_batch
+                state, metrics = train_steps.at(step)(state, put(inputs.train_sharding, windows))
                 step += 1
                 read_metrics()  # of the step before, while the device computes this one
                 progress.submit(step, metrics)
@@ -277,7 +286,7 @@ def _train(
     except NotFiniteError as error:
         checkpoints.wait()
         raise progress.stop_not_finite(error, step, checkpoints.latest_step()) from error
-    except (OSError, data.DataError) as error:
+    except (OSError, data.DataError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StoppedError(f"stopped at step {step}: {reason}; {last_save()}") from error
 

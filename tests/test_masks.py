@@ -146,7 +146,7 @@ def test_validation_batches_weigh_their_targets(prepared, tmp_path):
     mesh = data_mesh(jax.devices("cpu")[:2])
     config = Config(sequence_length=8, val_tokens=64, batch_tokens=16, micro_batch=1)
     dataset = find_dataset(str(prepared), prepared.parent)
-    inputs = Inputs(config, dataset, None, mesh, 1, 2)
+    inputs = Inputs(config, dataset, None, mesh, 2)
     batches = inputs.val_windows()
     weights = inputs.val_weights(batches)
     assert weights.tolist() == [(np.asarray(batch)[:, 1:] >= 0).sum() for batch in batches]

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.util
+import json
 import sys
 import traceback
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Annotated
 
 import tyro
 
+from gptjax import stages
 from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, OptimizerConfig, switch_algorithm
 from gptjax.precision import NAMES as PRECISIONS
 from gptjax.precision import Precision
+from gptjax.stages import Stage
 from gptjax.terminal import printable
 
 
@@ -186,6 +189,22 @@ def _precision_rule(
         is_instance=lambda value: isinstance(value, Precision),
         str_from_instance=lambda precision: [precision.name],
         choices=PRECISIONS,
+    )
+
+
+@_registry.primitive_rule
+def _stage_rule(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Parse a stage from JSON."""
+    if info.type is not Stage:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda args: stages.from_json(args[0]),
+        is_instance=lambda value: isinstance(value, Stage),
+        str_from_instance=lambda stage: [json.dumps(stages.to_json([stage])[0])],
     )
 
 

@@ -13,12 +13,14 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
+from gptjax import stages as staging
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed, ranges
+from gptjax.stages import Stage
 from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
 
@@ -103,6 +105,9 @@ class Config:
     """Sequences on each device at a time; gradients are accumulated over the batch."""
     overfit_one_batch: bool = False
     """Train on the first batch only: the loss must approach 0."""
+    stages: tuple[Stage, ...] = ()
+    """Stages of training, each as JSON: '{"until": 500, "batch_tokens": 131072}' '{}'. More fields:
+    sequence_length, micro_batch, learning_rate_factor. The last stage needs no until."""
 
     val_every: NonNegativeInt = 250
     """Steps between validations; 0 for none."""
@@ -169,6 +174,7 @@ class Config:
             raise ConfigError(f"--deterministic {reason}")
         self._check_processes()
         self._check_eval_tasks()
+        self._check_stages()
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
         if (size := len(self.name.encode())) > 200:
@@ -183,6 +189,14 @@ class Config:
             )
         if bool(tasks) != bool(self.eval_every):
             raise ConfigError("--eval-tasks and --eval-every need each other")
+
+    def _check_stages(self) -> None:
+        for stage in self.stages:
+            _check_fields(stage, "stages.")
+        try:
+            staging.check(self)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def _check_processes(self) -> None:
         count, index = self.process_count, self.process_index
@@ -214,9 +228,13 @@ class Config:
         """Folder of the run."""
         return self.runs_dir / self.name
 
+    def at(self, step: int) -> "Config":
+        """Return the config of the stage of a step (0 for the first), without stages."""
+        return staging.Timeline(self).at(step).config
+
     def learning_rate_schedule(self) -> optax.Schedule:
         """Return the learning rate as a function of the update's index."""
-        return self.optimizer.schedules(self.max_steps)["learning_rate"]
+        return staging.schedules(self)["learning_rate"]
 
     def build_optimizer(
         self, mesh: Mesh, schedules: Mapping[str, optax.Schedule] | None = None
@@ -231,7 +249,7 @@ class Config:
             total_steps=self.max_steps,
             groups=self.model.parameter_groups(),
             mesh=mesh,
-            schedules=schedules,
+            schedules=schedules or staging.schedules(self),
         )
 
     def parallel_on(self, devices: list[Any]) -> Parallel:
@@ -262,7 +280,7 @@ class Config:
         return self.batch_tokens // self.sequence_length
 
 
-def _check_fields(options: Config | OptimizerConfig, prefix: str = "") -> None:
+def _check_fields(options: Config | OptimizerConfig | Stage, prefix: str = "") -> None:
     """Check the type of each field, and the range of each number.
 
     Raises:
@@ -297,6 +315,9 @@ def _is_unprintable(value: Any) -> bool:
 
 def _has_type(value: Any, expected: Any) -> bool:
     """Return True for an instance of a type; an int is also a float, a bool is neither."""
+    if typing.get_origin(expected) is tuple:
+        kind = typing.get_args(expected)[0]
+        return isinstance(value, tuple) and all(_has_type(item, kind) for item in value)
     if typing.get_origin(expected) is Literal:
         return isinstance(value, str) and value in typing.get_args(expected)
     if isinstance(value, bool):
@@ -308,6 +329,8 @@ def _has_type(value: Any, expected: Any) -> bool:
 def _in_words(expected: Any) -> str:
     """Return a type as it is written: "one of a, b", "float | None", "Path"."""
     arguments = typing.get_args(expected)
+    if typing.get_origin(expected) is tuple:
+        return f"tuple of {arguments[0].__name__}"
     if typing.get_origin(expected) is Literal:
         return f"one of {', '.join(arguments)}"
     return " | ".join(
@@ -358,9 +381,9 @@ def executable_inputs(
     """
     if not config.executable_cache:
         return None
-    return {
-        name: value for name, value in to_json(config).items() if name not in OUTSIDE_EXECUTABLES
-    } | {"masked": masked, "eot": eot}
+    outside = OUTSIDE_EXECUTABLES if config.stages else OUTSIDE_EXECUTABLES | {"stages"}
+    kept = {name: value for name, value in to_json(config).items() if name not in outside}
+    return kept | {"masked": masked, "eot": eot}
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -412,7 +435,7 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
     for prefix, part in (("", config), ("model.", model), ("optimizer.", optimizer)):
         flat |= {prefix + f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     del flat["optimizer"]
-    flat["model"] = type(model).__name__
+    flat["model"], flat["stages"] = type(model).__name__, staging.to_json(config.stages)
     flat["optimizer.schedule_steps"] = optimizer.schedule_steps or config.max_steps
     flat = {name: str(v) if isinstance(v, (Path, Precision)) else v for name, v in flat.items()}
     # Tuples become lists, as in the JSON of a checkpoint.
@@ -464,6 +487,9 @@ def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     kinds = (*ALGORITHMS.values(), type(config.optimizer))
     options = {f"optimizer.{f.name}" for kind in kinds for f in dataclasses.fields(kind)}
     saved = defaults(config) | saved
+    saved["stages"], now["stages"] = map(
+        staging.without_micro_batch, (saved["stages"], now["stages"])
+    )
     compared = saved.keys() - operational(config) - (options - now.keys())
     pairs = {name: (saved[name], now.get(name, missing)) for name in compared}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}

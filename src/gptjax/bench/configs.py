@@ -131,6 +131,7 @@ def one_micro_batch(
         raise BenchError(f"{name} has no option {unknown[0]}: leave out --{unknown[0]}")
     return dataclasses.replace(
         base,
+        stages=(),
         micro_batch=batch,
         batch_tokens=batch * sequence_length,
         sequence_length=sequence_length,

@@ -127,6 +127,7 @@ class Loader:
             previous loader.
         vocab_size: exclusive upper bound of the ids.
         masked: read the loss mask of each shard.
+        order: number of the sequence of permutations, which is another for each number.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -146,6 +147,7 @@ class Loader:
         start: int = 0,
         vocab_size: int,
         masked: bool = False,
+        order: int = 0,
     ) -> None:
         import grain  # imports JAX, which `python -m gptjax.data` does not need
 
@@ -163,9 +165,9 @@ class Loader:
 
         # grain shuffles epoch e with seed + e: consecutive seeds would share all epochs but one.
         # Hash the seed first.
-        hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        order = grain.MapDataset.source(windows).shuffle(hashed).repeat()
-        mine = order[start:][process_index::process_count]
+        hashed = np.random.SeedSequence(seed, spawn_key=(order,) if order else ()).generate_state(1)
+        epochs = grain.MapDataset.source(windows).shuffle(int(hashed[0])).repeat()
+        mine = epochs[start:][process_index::process_count]
         batches = mine.batch(rows, drop_remainder=True, batch_fn=np.stack)
         self._iterator = iter(
             batches.to_iter_dataset(

@@ -12,6 +12,7 @@ import jax
 from jax._src import config as jax_config
 
 from gptjax.config import Config, ConfigError
+from gptjax.stages import Span, Timeline
 from gptjax.training.executable_cache import ExecutableCache, NoKey, check_private
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
@@ -231,6 +232,67 @@ def compile_to_fit(
         message + "No micro-batch of this model and sequence length fits; "
         "--model.recompute block and --model.loss-chunk 1024 need less, as does a smaller model."
     )
+
+
+class StagedStep:
+    """The compiled training step of each stage.
+
+    The stages after the first one are compiled one after another in a thread, while it runs.
+    Executables of other threads do not see the `with` statements around this class.
+
+    Args:
+        compile_stage: returns the executable of a stage, or raises ConfigError.
+        timeline: the stages of the run.
+        step: step that the run starts from.
+        say: prints a name and a text.
+
+    Raises:
+        ConfigError: the first stage's step does not fit into the device's memory.
+    """
+
+    def __init__(
+        self,
+        compile_stage: Callable[[Span], Callable],
+        timeline: Timeline,
+        step: int,
+        say: Callable[[str, object], object],
+    ):
+        self._timeline, self._say = timeline, say
+        self._current = compile_stage(timeline.at(step))
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._later = {
+            span.begin: self._thread.submit(compile_stage, span)
+            for span in timeline.spans
+            if span.begin > step
+        }
+
+    def at(self, step: int) -> Callable:
+        """Return the executable of a step, after waiting for it at a stage's first step.
+
+        The steps are those of the run in order.
+
+        Raises:
+            ConfigError: the step of a later stage does not fit, known as soon as it is compiled.
+        """
+        for begin, compiled in self._later.items():
+            if begin == step or compiled.done():
+                self._check(begin, compiled)
+        if compiled := self._later.pop(step, None):
+            span, self._current = self._timeline.at(step), compiled.result()
+            needed = needed_bytes(self._current) / GIB
+            self._say("stage", f"{span.number}, from step {step}: {needed:.2f} GiB for a step")
+        return self._current
+
+    def close(self) -> None:
+        """Cancel the stages that are not compiled yet; wait for the one that is compiling."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _check(self, begin: int, compiled: Future) -> None:
+        try:
+            compiled.result()
+        except ConfigError as error:
+            name = self._timeline.name(self._timeline.at(begin))
+            raise ConfigError(f"{name}{error}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
 from gptjax.parallel import Parallel
+from gptjax.stages import Timeline
 from gptjax.training.flops import peak_flops
 from gptjax.training.inputs import Inputs
 from gptjax.weights.sources import Source
@@ -73,14 +74,49 @@ def header(
     for note in (dataset.note, data.few_tokens_note(dataset, inputs.epochs, config.data_dir)):
         if note:
             yield "", note
-    yield (
-        "batch",
-        f"{config.batch_tokens:,} tokens: {inputs.micro_batches} × {config.micro_batch} sequences "
-        f"of {config.sequence_length} on each device, recompute {model.recompute}",
-    )
+    recompute = f", recompute {model.recompute}"
+    if not config.stages:
+        yield "batch", _batch(config, parallel.devices) + recompute
+    yield from _stages(inputs.timeline, kernels, parallel.devices, recompute)
     lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
     for i, line in enumerate(lines):
         yield "" if i else "optimizer", line
+
+
+def _batch(config: Config, devices: int) -> str:
+    return (
+        f"{config.batch_tokens:,} tokens: {config.micro_batches(devices)} × {config.micro_batch} "
+        f"sequences of {config.sequence_length} on each device"
+    )
+
+
+def _stages(
+    timeline: Timeline, kernels: dict[str, str], devices: int, recompute: str
+) -> Iterator[tuple[str, str]]:
+    """Yield a line for each stage of a run that has stages.
+
+    Args:
+        kernels: back ends with the run's options, which a line repeats only if they differ.
+
+    Raises:
+        ConfigError: a named back end cannot run with the options of a stage.
+    """
+    whole = timeline.config
+    for span in timeline.spans if whole.stages else ():
+        factor = f", lr × {span.learning_rate_factor:g}" if span.learning_rate_factor != 1 else ""
+        own = [
+            f", {part}: {chosen}"
+            for part, chosen in span.config.kernels().items()
+            if chosen != kernels[part]
+        ]
+        first = span.number == 1
+        yield (
+            "stages" if first else "",
+            f"{span.number}: steps {span.begin}–{span.end - 1}, {_batch(span.config, devices)}"
+            f"{factor}{''.join(own)}{recompute if first else ''}",
+        )
+    if (left := timeline.total - len(timeline.spans)) > 0:
+        yield "", f"the run ends before the last {left} of {timeline.total} stages"
 
 
 def no_mfu_note(config: Config, device: jax.Device) -> str | None:

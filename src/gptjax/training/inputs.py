@@ -1,7 +1,9 @@
 """Inputs of a run: dataset, tokenizer, training batches and validation batches."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
+from gptjax.stages import Span, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +21,6 @@ class Inputs:
     Attributes:
         dataset: shards of both splits.
         tokenizer: decodes samples; None if the run draws none.
-        micro_batches: micro-batches of a step.
         val_batch: sequences of a validation batch, over all devices.
         eot: id that begins each document, with `config.separate_documents`; else None.
     """
@@ -27,7 +29,6 @@ class Inputs:
     dataset: data.Dataset
     tokenizer: data.Tokenizer | None
     mesh: Mesh
-    micro_batches: int
     val_batch: int
     eot: int | None = None
 
@@ -40,9 +41,16 @@ class Inputs:
                 validation split is too small, or documents cannot be separated.
             DataError: the dataset is missing or damaged, or does not fit the model.
         """
-        micro_batches = config.micro_batches(mesh.size)
+        timeline = Timeline(config)
+        lengths = [config.sequence_length]
+        for span in timeline.spans:
+            lengths.append(span.config.sequence_length)
+            try:
+                span.config.micro_batches(mesh.size)
+            except ConfigError as error:
+                raise ConfigError(f"{timeline.name(span)}{error}") from error
         dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
-        dataset.validate(config.model.vocab_size, config.sequence_length)
+        dataset.validate(config.model.vocab_size, max(lengths))
         try:
             tokenizer = data.get_tokenizer(dataset.tokenizer) if config.sample_every else None
         except data.TokenizerUnavailable as error:
@@ -50,14 +58,17 @@ class Inputs:
                 f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
             ) from error
         val_batch = _val_batch(config, dataset, mesh.size)
-        return cls(
-            config, dataset, tokenizer, mesh, micro_batches, val_batch, _eot(config, dataset)
-        )
+        return cls(config, dataset, tokenizer, mesh, val_batch, _eot(config, dataset))
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The stages of the run."""
+        return Timeline(self.config)
 
     @property
     def epochs(self) -> float:
         """Passes over the training split in the whole run."""
-        return self.config.max_steps * self.config.batch_tokens / self.dataset.train_tokens
+        return self.timeline.tokens(self.config.max_steps) / self.dataset.train_tokens
 
     @property
     def train_sharding(self) -> NamedSharding:
@@ -69,10 +80,10 @@ class Inputs:
         """Sharding of (sequence, token)."""
         return parallel.over_batch(self.mesh, axis=0)
 
-    def abstract_train_windows(self, micro_batch: int) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a step's tokens."""
-        sequences = micro_batch * self.mesh.size
-        shape = (self.config.batch // sequences, sequences, self.config.sequence_length + 1)
+    def abstract_train_windows(self, span: Span, micro_batch: int) -> jax.ShapeDtypeStruct:
+        """Return the shape and sharding of a step's tokens in a stage."""
+        sequences, c = micro_batch * self.mesh.size, span.config
+        shape = (c.batch // sequences, sequences, c.sequence_length + 1)
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.train_sharding)
 
     def abstract_val_windows(self) -> jax.ShapeDtypeStruct:
@@ -81,18 +92,19 @@ class Inputs:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.val_sharding)
 
     def loader(self, step: int) -> data.Loader:
-        """Return the training batches after `step` steps."""
-        c = self.config
+        """Return the training batches after `step` steps, to the end of their stage."""
+        c, span = self.config, self.timeline.at(step)
         return data.Loader(
             self.dataset.train,
-            sequence_length=c.sequence_length,
-            batch=c.batch,
+            sequence_length=span.config.sequence_length,
+            batch=span.config.batch,
             seed=c.seed,
-            start=0 if c.overfit_one_batch else step * c.batch,
+            start=0 if c.overfit_one_batch else self.timeline.position(step),
             vocab_size=c.model.vocab_size,
             masked=self.dataset.masked,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            order=span.order,
         )
 
     def val_windows(self) -> list[jax.Array]:
@@ -127,6 +139,34 @@ class Inputs:
                 "give a larger --val-tokens, or prepare more text for validation"
             )
         return weights
+
+
+class Batches:
+    """Iterator over the training batches after `step` steps, with a new loader for each stage.
+
+    A batch is an int32 array of shape (micro-batches, sequences of this process, T + 1).
+    """
+
+    def __init__(self, inputs: Inputs, step: int):
+        self._inputs, self._step = inputs, step
+        self._loader = inputs.loader(step)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        span = self._inputs.timeline.at(self._step)
+        if self._step == span.begin and span.number > 1:
+            self._loader.close()
+            self._loader = self._inputs.loader(self._step)
+        windows = next(self._loader)
+        self._step += 1
+        micro_batches = span.config.micro_batches(self._inputs.mesh.size)
+        return windows.reshape(micro_batches, -1, windows.shape[1])
+
+    def close(self) -> None:
+        """End the loader's threads."""
+        self._loader.close()
 
 
 def _eot(config: Config, dataset: data.Dataset) -> int | None:

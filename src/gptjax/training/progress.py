@@ -10,6 +10,7 @@ from rich.console import Console
 
 from gptjax.config import Config
 from gptjax.distributed import SharedStop
+from gptjax.stages import Timeline
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.flops import Throughput, mfu
 from gptjax.training.run_log import RunLog
@@ -51,14 +52,15 @@ class Progress:
         self.val_step: int | None = None
         self._read_any, self._stop = False, stop
         self._config, self._log, self._console, self._devices = config, log, console, devices
+        self._timeline = Timeline(config)
         self._status = StatusLine(
             config.max_steps,
             on_gpu=devices[0].platform == "gpu",
             every=config.log_every,
             console=console,
+            tokens=self._timeline.tokens,
         )
         self._throughput = Throughput()
-        self._flops_per_token = config.model.flops_per_token(config.sequence_length)
         self.step = step
         self._unread: dict[str, jax.Array] | None = None
         self._not_finite = 0
@@ -72,7 +74,7 @@ class Progress:
 
     def write(self, kind: str, step: int, **fields) -> None:
         """Write a line of the log; `tokens` follows from the step."""
-        self._log.write(kind, step, step * self._config.batch_tokens, **fields)
+        self._log.write(kind, step, self._timeline.tokens(step), **fields)
 
     def submit(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Store the metrics of a dispatched step, after `read` of the one before."""
@@ -94,24 +96,33 @@ class Progress:
         values = {name: x.item() for name, x in jax.device_get(self._unread).items()}
         self._unread = None
         self._stop.read(values)
-        config, first, self._read_any = self._config, not self._read_any, True
+        first, self._read_any = not self._read_any, True
+        span = self._timeline.at(self.step - 1)  # of the update that was computed last
+        if self.step - 1 == span.begin and not first:
+            self._throughput = Throughput()
+        config, stage = span.config, {"stage": span.number} if self._config.stages else {}
         ms = self._throughput.step(time.perf_counter())
         speed = utilization = None
         if ms is not None:
             speed = config.batch_tokens / ms * 1e3
             utilization = mfu(
                 speed,
-                self._flops_per_token,
+                config.model.flops_per_token(config.sequence_length),
                 self._devices[0].device_kind,
                 config.model.precision.name,
                 len(self._devices),
                 None if config.peak_tflops is None else 1e12 * config.peak_tflops,
             )
         rates = {"tokens_per_second": speed, "mfu": utilization}
-        self.write("train", self.step, **values, ms=ms, **rates)
+        self.write("train", self.step, **values, ms=ms, **rates, **stage)
         self._check(values)
         self._status.update(
-            self.step, loss=values["loss"], lr=values["lr"], ms_per_step=ms, **rates
+            self.step,
+            loss=values["loss"],
+            lr=values["lr"],
+            ms_per_step=ms,
+            stage=f"{span.number}/{self._timeline.total}" if stage else None,
+            **rates,
         )
         return first
 

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
 from gptjax.data import Dataset
+from gptjax.stages import Timeline
 from gptjax.training.checkpoint import CheckpointError, Checkpoints
 
 
@@ -87,8 +88,20 @@ def restore(
 
 def meta(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
     """Return the metadata of a checkpoint: the position in the data, and the config."""
-    place = {"position": step * config.batch, "dataset": dataset.fingerprint()}
+    place = _place(config, step) | {"dataset": dataset.fingerprint()}
     return {"data": place, "config": configuration.to_json(config)}
+
+
+def _place(config: Config, step: int) -> dict[str, int]:
+    """Return the position in the data after `step` steps, in the stage of the last of them.
+
+    The next stage may read another order of windows, but a longer run may be resumed that has
+    stages after the last one of this run: the position must be the same in both.
+    """
+    timeline = Timeline(config)
+    span = timeline.at(max(step - 1, 0))
+    place = {"position": timeline.position(step, span)}
+    return place | ({"order": span.order, "stage": span.number} if config.stages else {})
 
 
 def _may_fall_back(config: Config) -> bool:
@@ -111,10 +124,11 @@ def _refuse_another_run(
             "A position in that data is meaningless here: give the old data, or another --name to "
             "begin anew."
         )
-    expected = step * config.batch
+    expected = _place(config, step)["position"]
+    product = "" if config.stages else f"{step} × {config.batch} = "
     if place.get("position") != expected and not config.overfit_one_batch:
         raise CheckpointError(
             f"{checkpoints.folder / str(step)}: expected a data position of "
-            f"{step} × {config.batch} = {expected} sequences, found {place.get('position')!r}; "
+            f"{product}{expected} sequences, found {place.get('position')!r}; "
             "move that folder away to resume from an older checkpoint"
         )

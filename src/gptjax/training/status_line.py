@@ -23,6 +23,7 @@ class StatusLine:
         every: steps between lines if the output is not a terminal.
         console: output; None: standard output.
         clock: function that returns the time in seconds.
+        tokens: function that returns the tokens in a number of steps, for the remaining time.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class StatusLine:
         every: int = 10,
         console: Console | None = None,
         clock: Callable[[], Number] = time.monotonic,
+        tokens: Callable[[int], Number] = lambda steps: steps,
     ):
         self.console = console or Console()
         self._total_steps = total_steps
         self._on_gpu = on_gpu
         self._every = every
         self._clock = clock
+        self._tokens = tokens
         self._live: Live | None = None
         self._first: tuple[int, Number] | None = None
         self._drawn_at = -math.inf
@@ -69,6 +72,7 @@ class StatusLine:
         tokens_per_second: Number | None = None,
         mfu: Number | None = None,
         val_loss: Number | None = None,
+        stage: str | None = None,
     ) -> None:
         """Show the state after `step` completed steps.
 
@@ -80,6 +84,7 @@ class StatusLine:
             tokens_per_second: throughput; None if unknown.
             mfu: fraction of the peak; None if the peak is unknown.
             val_loss: validation loss in nats per token; None: the previous one.
+            stage: number of the stage and of all stages, "2/3"; None in a run without stages.
         """
         now = self._clock()
         self._val_loss = self._val_loss if val_loss is None else val_loss
@@ -96,6 +101,8 @@ class StatusLine:
             "speed": f"{_or_dash(tokens_per_second, ',.0f')} tok/s",
             "mfu": f"MFU {self._mfu(mfu, measured=tokens_per_second is not None)}",
         }
+        if stage is not None:
+            self._parts["stage"] = f"stage {stage}"
         last = step >= self._total_steps
         if self._live is not None:
             self._show(due=last or now - self._drawn_at >= 0.1)
@@ -129,14 +136,16 @@ class StatusLine:
         self._drawn_at = self._clock() if due else self._drawn_at
 
     def _eta(self, step: int, now: Number) -> str:
-        """Return the remaining time at the mean speed since the first update.
+        """Return the remaining time at the mean speed in tokens since the first update.
 
         The mean includes validation and checkpoints, but not compilation.
         """
         first_step, started = self._first
         if step <= first_step:
             return "–"
-        seconds = round((self._total_steps - step) * (now - started) / (step - first_step))
+        tokens = self._tokens(step)
+        left, done = self._tokens(self._total_steps) - tokens, tokens - self._tokens(first_step)
+        seconds = round(left * (now - started) / done)
         hours, minutes = seconds // 3600, seconds // 60 % 60
         return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
 
@@ -147,7 +156,7 @@ class StatusLine:
 
 
 # Parts of the status line that are omitted on a narrow terminal, in this order.
-_EXPENDABLE = ("lr", "mfu", "eval", "val", "eta", "speed", "ms", "loss")
+_EXPENDABLE = ("stage", "lr", "mfu", "eval", "val", "eta", "speed", "ms", "loss")
 
 
 def _fitted(parts: dict[str, str], width: int) -> str:

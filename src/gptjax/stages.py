@@ -1,0 +1,234 @@
+"""Stages of a run: batch size, sequence length and learning rate that change at given steps.
+
+Steps are indices of updates, 0 for the first. A run without stages is one stage.
+
+Data. The training windows of one sequence length form a grid (`gptjax.data.loader`). A stage with
+the sequence length of the stage before continues in its order of windows, with another batch. A
+stage with another sequence length begins a new order, of all windows of its grid: it may read text
+of an earlier stage again. The first order is that of a run without stages.
+"""
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import optax
+
+from gptjax.ranges import PositiveFloat, PositiveInt
+
+if TYPE_CHECKING:
+    from gptjax.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps of a run that have their own options. An option that is None has the run's value."""
+
+    until: PositiveInt | None = None
+    """Step at which the stage ends, and the next begins. None in the last stage: max_steps."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens of an optimizer step, over all devices and micro-batches."""
+    sequence_length: PositiveInt | None = None
+    """Tokens of a sequence."""
+    micro_batch: PositiveInt | None = None
+    """Sequences on each device at a time."""
+    learning_rate_factor: PositiveFloat = 1.0
+    """Factor of all learning rates. The schedule continues to count the steps of the run."""
+
+
+# Options of a Stage that replace those of the config.
+_REPLACED = ("batch_tokens", "sequence_length", "micro_batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The steps begin … end − 1 of a run.
+
+    Attributes:
+        number: number of the stage, 1 for the first.
+        config: the run's config with the options of the stage, and without stages.
+        learning_rate_factor: as in `Stage`.
+        order: number of the order of windows that the stage reads, 0 for the first.
+        position: windows of this order that earlier stages consumed.
+        tokens: tokens that earlier stages consumed.
+    """
+
+    number: int
+    begin: int
+    end: int
+    config: "Config"
+    learning_rate_factor: float = 1.0
+    order: int = 0
+    position: int = 0
+    tokens: int = 0
+
+
+class Timeline:
+    """The stages of a run that begin before max_steps.
+
+    Attributes:
+        config: the run's config.
+        spans: at least one, in order.
+        total: number of stages in the config, including those that are not reached; at least 1.
+    """
+
+    def __init__(self, config: "Config"):
+        self.config = config
+        self.total = max(len(config.stages), 1)
+        first = Span(1, 0, config.max_steps, config)
+        self.spans = [first] if not config.stages else []
+        begin = order = position = tokens = 0
+        for number, stage in enumerate(config.stages, start=1):
+            if begin >= config.max_steps:
+                break
+            own = stage_config(config, number)
+            if self.spans and own.sequence_length != self.spans[-1].config.sequence_length:
+                order, position = order + 1, 0
+            end = min(stage.until or config.max_steps, config.max_steps)
+            factor = stage.learning_rate_factor
+            self.spans.append(Span(number, begin, end, own, factor, order, position, tokens))
+            position += (end - begin) * own.batch
+            tokens += (end - begin) * own.batch_tokens
+            begin = end
+        self._begins = [span.begin for span in self.spans]
+
+    def at(self, step: int) -> Span:
+        """Return the stage of the update with index `step`; the last stage for any later step."""
+        return self.spans[bisect.bisect_right(self._begins, step) - 1]
+
+    def name(self, span: Span) -> str:
+        """Return "stage 2 of 3: ", which begins a message; "" in a run without stages."""
+        return f"stage {span.number} of {self.total}: " if self.total > 1 else ""
+
+    def tokens(self, step: int) -> int:
+        """Return the number of tokens in the first `step` steps."""
+        span = self.at(step)
+        return span.tokens + (step - span.begin) * span.config.batch_tokens
+
+    def position(self, step: int, span: Span | None = None) -> int:
+        """Return the windows that the first `step` steps consumed of one order.
+
+        Args:
+            span: a stage that reads the order; `at(step)` if None.
+        """
+        span = span or self.at(step)
+        return span.position + (step - span.begin) * span.config.batch
+
+
+def stage_config(config: "Config", number: int) -> "Config":
+    """Return the config with the options of stage `number`, and without stages.
+
+    Raises:
+        ValueError: the options do not fit the others.
+    """
+    stage = config.stages[number - 1]
+    own = {name: value for name in _REPLACED if (value := getattr(stage, name)) is not None}
+    try:
+        result = dataclasses.replace(config, stages=(), **own)
+    except ValueError as error:
+        raise ValueError(f"stage {number}: {error}") from error
+    if result.batch_tokens % result.sequence_length:
+        raise ValueError(
+            f"stage {number}: expected a batch of whole sequences, got batch_tokens "
+            f"{result.batch_tokens} with sequence_length {result.sequence_length}"
+        )
+    return result
+
+
+def check(config: "Config") -> None:
+    """Check the order of the stages, and the config of each.
+
+    Raises:
+        ValueError: the stages do not follow each other, do not cover the run, or have options that
+            do not fit the others.
+    """
+    if not config.stages:
+        return
+    if config.overfit_one_batch:
+        raise ValueError("--overfit-one-batch has one batch only: leave the stages out")
+    begin: int | None = 0
+    last = len(config.stages)
+    for number, stage in enumerate(config.stages, start=1):
+        if stage.until is None and number < last:
+            raise ValueError(f"stage {number} of {last} needs until, the step at which it ends")
+        if stage.until is not None and begin is not None and stage.until <= begin:
+            raise ValueError(
+                f"stage {number} begins at step {begin} and must end after it, got until "
+                f"{stage.until}"
+            )
+        stage_config(config, number)
+        begin = stage.until
+    if begin is not None and begin < config.max_steps:
+        raise ValueError(
+            f"the last stage ends at step {begin}, before --max-steps {config.max_steps}; leave "
+            "its until out, or add a stage"
+        )
+
+
+def schedules(config: "Config") -> dict[str, optax.Schedule]:
+    """Return the optimizer's schedules with the learning-rate factors of the stages.
+
+    In a stage, the schedules are those of an optimizer whose learning rates are multiplied by the
+    stage's factor. They are functions of the update's index, so that one optimizer and one form of
+    its state serve all stages.
+    """
+    optimizer, stages = config.optimizer, config.stages
+    if all(stage.learning_rate_factor == 1 for stage in stages):
+        return optimizer.schedules(config.max_steps)
+    fields = (field.name for field in dataclasses.fields(optimizer))
+    rates = [name for name in fields if name.endswith("learning_rate")]
+
+    def scaled(factor):
+        own = {name: factor * getattr(optimizer, name) for name in rates}
+        return dataclasses.replace(optimizer, **own).schedules(config.max_steps)
+
+    *others, last = [(stage.until, scaled(stage.learning_rate_factor)) for stage in stages]
+
+    def choose(name):
+        def value(count):
+            result = last[1][name](count)
+            for until, own in reversed(others):
+                result = jnp.where(count < until, own[name](count), result)
+            return result
+
+        return value
+
+    return {name: choose(name) for name in last[1]}
+
+
+def to_json(stages: Sequence[Stage]) -> list[dict[str, Any]]:
+    """Return the options of each stage that differ from the defaults, as JSON."""
+    default = vars(Stage())
+    return [
+        {name: value for name, value in vars(stage).items() if value != default[name]}
+        for stage in stages
+    ]
+
+
+def from_json(text: str) -> Stage:
+    """Return the stage of a JSON object, as on the command line.
+
+    Raises:
+        ValueError: it is not one, or has an unknown field.
+    """
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a stage as a JSON object, got {text!r}: {error}") from error
+    known = [field.name for field in dataclasses.fields(Stage)]
+    if not isinstance(fields, dict) or not fields.keys() <= set(known):
+        raise ValueError(f"expected a JSON object with fields of {', '.join(known)}, got {text}")
+    return Stage(**fields)
+
+
+def without_micro_batch(stages: Any) -> Any:
+    """Return the JSON of `to_json` without the option that does not change what is learned.
+
+    Anything else, as from a damaged checkpoint, is returned unchanged.
+    """
+    if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
+        return stages
+    return [{n: value for n, value in s.items() if n != "micro_batch"} for s in stages]

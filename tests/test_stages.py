@@ -1,0 +1,247 @@
+"""Stages: batch, sequence length and learning rate that change at given steps of a run."""
+
+import dataclasses
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+from train_tools import last_state, losses, rows, run, train_py
+
+from gptjax import config as configuration
+from gptjax import stages as staging
+from gptjax.cli import from_command_line
+from gptjax.config import Config, ConfigError, Stage
+from gptjax.optim import NorMuonConfig
+from gptjax.training import compilation
+from gptjax.training.inputs import Batches, Inputs
+
+# The fixture `config`.
+pytest_plugins = ["train_tools"]
+
+# Steps 0–5 as a run without stages, 6–8 with another batch in the same order of windows, 9–11 with
+# another sequence length.
+STAGES = (
+    Stage(until=6),
+    Stage(until=9, batch_tokens=256, learning_rate_factor=1.5),
+    Stage(sequence_length=16, micro_batch=8, learning_rate_factor=0.5),
+)
+
+
+@pytest.fixture
+def staged(config):
+    """A run of 12 steps in three stages."""
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)
+    config = dataclasses.replace(config, optimizer=optimizer, stages=STAGES, max_steps=12)
+    # A thread that traces does not see the context of `optax_promotion`.
+    promotion = jax.config.values["jax_numpy_dtype_promotion"]
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield dataclasses.replace(config, val_every=0, sample_every=0, checkpoint_every=0)
+    jax.config.update("jax_numpy_dtype_promotion", promotion)
+
+
+@pytest.fixture
+def whole(staged, program_folder):
+    """The complete run, which the tests share: only the first runs it."""
+    whole = dataclasses.replace(
+        staged, runs_dir=program_folder / "runs", name="staged", log_every=1
+    )
+    shown = program_folder / "shown"
+    code, text = run(whole)
+    assert code == 0
+    if not shown.exists():
+        shown.write_text(text)
+    return whole, shown.read_text()
+
+
+def test_a_run_in_stages(staged, whole):
+    whole, shown = whole
+    plain = dataclasses.replace(staged, name="plain", stages=(), max_steps=6)
+    assert run(plain)[0] == 0
+    train, schedule = rows(whole, "train"), plain.learning_rate_schedule()
+    assert list(train) == list(range(1, 13))
+    for step, row in train.items():
+        stage = 1 if step <= 6 else 2 if step <= 9 else 3
+        tokens = {1: 512 * step, 2: 3072 + 256 * (step - 6), 3: 3840 + 512 * (step - 9)}
+        factor = {1: 1.0, 2: 1.5, 3: 0.5}
+        assert (row["stage"], row["tokens"]) == (stage, tokens[stage])
+        assert row["lr"] == pytest.approx(factor[stage] * float(schedule(step - 1)), rel=1e-6)
+        # The first step of a stage has no time: it also began a loader.
+        assert (row["ms"] is None) == (step in (1, 7, 10))
+    # The first stage is a run without stages.
+    assert losses(plain) == {step: losses(whole)[step] for step in range(1, 7)}
+    assert "stage" not in rows(plain, "train")[1]
+    for line in (
+        "stages      1: steps 0–5, 512 tokens: 4 × 4 sequences of 32 on each device, recompute",
+        " 2: steps 6–8, 256 tokens: 2 × 4 sequences of 32 on each device, lr × 1.5\n",
+        " 3: steps 9–11, 512 tokens: 4 × 8 sequences of 16 on each device, lr × 0.5\n",
+        "stage       2, from step 6: 0.0",
+        "step 6/12 ",
+        " · stage 1/3\n",
+        " · stage 3/3\n",
+    ):
+        assert line in shown, line
+
+
+def test_a_run_resumes_at_and_inside_a_stage_bit_for_bit(staged, whole):
+    for end in (6, 8, 9):
+        code, shown = run(dataclasses.replace(staged, max_steps=end))
+        assert code == 0 and "the run ends before the last" in shown
+        checkpoints = train_py.Checkpoints(staged.run_dir / "checkpoints")
+        place = checkpoints.meta(end)["data"]
+        checkpoints.close()
+        expected = {6: (0, 96, 1), 8: (0, 112, 2), 9: (0, 120, 2)}[end]
+        assert (place["order"], place["position"], place["stage"]) == expected
+    code, shown = run(staged)
+    assert code == 0 and "resuming from step 9" in shown
+    assert losses(staged) == losses(whole[0])
+    both = zip(last_state(staged), last_state(whole[0]), strict=True)
+    assert all(np.array_equal(a, b) for a, b in both)
+
+
+def test_the_windows_of_a_stage(staged):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    inputs = Inputs.find(staged, mesh)
+
+    def read(step, count):
+        batches = Batches(inputs, step)
+        windows = [next(batches) for _ in range(count)]
+        batches.close()
+        return windows
+
+    every = read(0, 12)
+    shapes = [(4, 4, 33)] * 6 + [(2, 4, 33)] * 3 + [(4, 8, 17)] * 3
+    assert [windows.shape for windows in every] == shapes
+    for step in (5, 6, 7, 9, 11):
+        for ours, theirs in zip(read(step, 12 - step), every[step:], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    # The second stage continues in the order of the first; the third has another one.
+    plain = Inputs.find(dataclasses.replace(staged, stages=()), mesh).loader(0)
+    first = np.concatenate([next(plain) for _ in range(8)])[: 6 * 16 + 3 * 8]
+    plain.close()
+    np.testing.assert_array_equal(np.concatenate([x.reshape(-1, 33) for x in every[:9]]), first)
+    short = Inputs.find(dataclasses.replace(staged, stages=(), sequence_length=16), mesh).loader(0)
+    assert not np.array_equal(next(short).reshape(4, 8, 17), every[9])
+    short.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stages": (Stage(), Stage())}, "stage 1 of 2 needs until"),
+        (
+            {"stages": (Stage(until=5), Stage(until=5))},
+            "stage 2 begins at step 5 and must end after it, got until 5",
+        ),
+        ({"stages": (Stage(until=11),)}, "last stage ends at step 11, before --max-steps 12"),
+        ({"stages": (Stage(sequence_length=64),)}, "stage 1: --sequence-length 64 is longer"),
+        (
+            {"stages": (Stage(until=3), Stage(sequence_length=24))},
+            "stage 2: expected a batch of whole sequences, got batch_tokens 512 with .* 24",
+        ),
+        ({"stages": (Stage(micro_batch=0),)}, "--stages.micro-batch must be at least 1"),
+        ({"stages": (Stage(learning_rate_factor=-1.0),)}, "factor must be above 0 and finite"),
+        ({"overfit_one_batch": True}, "--overfit-one-batch has one batch only"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(staged, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        dataclasses.replace(staged, **changes)
+
+
+def test_a_batch_that_the_devices_cannot_share_names_its_stage(staged):
+    stages = (Stage(until=6), Stage(batch_tokens=320))
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    with pytest.raises(ConfigError, match="stage 2 of 2: --batch-tokens 320 is not a multiple"):
+        Inputs.find(dataclasses.replace(staged, stages=stages), mesh)
+
+
+def test_the_config_of_a_step_and_its_json(staged):
+    for step, expected in ((0, (512, 32, 4)), (8, (256, 32, 4)), (9, (512, 16, 8))):
+        at = staged.at(step)
+        assert (at.batch_tokens, at.sequence_length, at.micro_batch, at.stages) == (*expected, ())
+    plain = dataclasses.replace(staged, stages=(), executable_cache=True)
+    assert plain.at(3) is plain
+    # A run without stages has the executables, and fits the checkpoints, of a version without them.
+    assert "stages" not in configuration.executable_inputs(plain, masked=False)
+    saved = configuration.to_json(plain)
+    del saved["stages"]
+    assert configuration.differences(saved, plain) == []
+
+    saved = json.loads(json.dumps(configuration.to_json(staged)))
+    assert saved["stages"][1] == {"until": 9, "batch_tokens": 256, "learning_rate_factor": 1.5}
+    other = dataclasses.replace(STAGES[2], micro_batch=4)
+    other = dataclasses.replace(staged, stages=(*STAGES[:2], other))
+    assert configuration.differences(saved, other) == []
+    other = dataclasses.replace(staged, stages=(*STAGES[:2], Stage(sequence_length=16)))
+    assert configuration.differences(saved, other)[0].startswith("--stages: the checkpoint has [{")
+    assert configuration.differences(saved | {"stages": 3}, staged)
+
+
+def test_stages_on_the_command_line(capsys):
+    command = ["--config", "configs/gpt2_tiny.py", "--stages"]
+    stages = ['{"until": 5, "batch_tokens": 2048}', '{"learning_rate_factor": 0.5}']
+    expected = (Stage(until=5, batch_tokens=2048), Stage(learning_rate_factor=0.5))
+    assert from_command_line([*command, *stages]).stages == expected
+    with pytest.raises(SystemExit):
+        from_command_line([*command, '{"length": 5}'])
+    assert "sequence_length, micro_batch, learning_rate_factor" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--stages.until must be at least 1"):
+        from_command_line([*command, '{"until": 0}'])
+
+
+def test_the_factor_multiplies_every_learning_rate_and_nothing_else():
+    optimizer = NorMuonConfig(matrix_decay_form="lr_squared", matrix_weight_decay=0.5)
+    stages = (Stage(until=400), Stage(learning_rate_factor=2.0))
+    config = Config(optimizer=optimizer, stages=stages, max_steps=1000)
+    staged = staging.schedules(config)
+    plain = optimizer.schedules(1000)
+    for step, factor in ((399, 1), (400, 2), (900, 2)):
+        step = np.int32(step)
+        for name in ("learning_rate", "matrix_learning_rate", "matrix_weight_decay"):
+            assert float(staged[name](step)) == pytest.approx(factor * float(plain[name](step)))
+        assert float(staged["momentum"](step)) == float(plain["momentum"](step))
+
+
+def test_a_stage_that_does_not_fit_stops_the_run_before_it_begins(staged, monkeypatch):
+    real = train_py.compile_to_fit
+
+    def compile_to_fit(compile_step, config, device):
+        if config.sequence_length == 16:
+            raise ConfigError("a step needs more")
+        return real(compile_step, config, device)
+
+    monkeypatch.setattr(train_py, "compile_to_fit", compile_to_fit)
+    with pytest.raises(
+        (train_py.StoppedError, ConfigError), match=r"stage 3 of 3: a step needs more"
+    ) as caught:
+        run(staged)
+    if isinstance(caught.value, train_py.StoppedError):
+        assert "the same command resumes from it" in str(caught.value)
+        assert max(losses(staged)) < 9
+
+
+def test_later_stages_are_compiled_while_the_first_runs(staged):
+    started, may_end, said = [], threading.Event(), []
+    timeline = staging.Timeline(staged)
+
+    def compile_stage(span):
+        started.append(span.number)
+        assert span.number == 1 or may_end.wait(60)
+        return jax.jit(lambda x: x + span.number).lower(0).compile()
+
+    steps = compilation.StagedStep(compile_stage, timeline, 0, lambda *line: said.append(line))
+    assert [int(steps.at(step)(0)) for step in range(6)] == [1] * 6
+    may_end.set()
+    assert [int(steps.at(step)(0)) for step in range(6, 12)] == [2] * 3 + [3] * 3
+    assert started == [1, 2, 3] and [text[:14] for _, text in said] == [
+        "2, from step 6",
+        "3, from step 9",
+    ]
+    steps.close()
+    # A run that resumes does not compile the stages before its own.
+    started.clear()
+    steps = compilation.StagedStep(compile_stage, timeline, 9, lambda *line: None)
+    assert int(steps.at(9)(0)) == 3 and started == [3]
+    steps.close()
