@@ -17,7 +17,7 @@ from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
 
 from gptjax import Precision, generate, loss_fn
 from gptjax.models.base import abstract_params, graph, init_params
-from gptjax.models.speedrun import SpeedrunConfig, Stage, multi_token_cross_entropy, rotary
+from gptjax.models.speedrun import SpeedrunConfig, Stage, rotary
 from gptjax.optim import NorMuonConfig
 from gptjax.optim.partition import assign
 from gptjax.training.step import loss_and_grads
@@ -182,36 +182,31 @@ def test_the_rotary_embedding_follows_the_windows():
 
 
 def test_the_loss_of_several_tokens():
-    """Targets after the end have no term; ignored ones none; weights may be traced; NaN for a
-    target that is no id."""
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(5 * rng.standard_normal((2, 5, 8)), jnp.float32)
-    targets = rng.integers(0, 7, (2, 5)).astype(np.int32)
+    """Targets after the end and ignored ones have no term; weights may be traced; NaN for a target
+    that is no id."""
+    config = dataclasses.replace(SMALL, stage=STAGES["first"])
+    params, (tokens, targets, _) = random_of(config), batch_of(config)
     targets[1, 3] = -1
-    losses = lambda targets, weights, ignored=None: np.asarray(
-        multi_token_cross_entropy(logits, jnp.asarray(targets), weights, 7, ignored, "auto")
-    ).reshape(2, 5)
 
-    z = 23 / (1 + np.exp(-(np.asarray(logits, np.float64)[..., :7] + 5) / 7.5))
-    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
-    expected = np.zeros((2, 5))
-    for b, t, k in np.ndindex(2, 5, 3):
-        if t + k < 5 and targets[b, t + k] >= 0:
+    @jax.jit
+    def losses(params, weights):
+        model, args = build(config, params), (jnp.asarray(tokens), jnp.asarray(targets))
+        return model(args[0]), *(
+            model.losses(*args, ignored, token_weights=weights).reshape(3, TIME)
+            for ignored in (-1, None)
+        )
+
+    logits, found, strict = map(np.asarray, losses(params, jnp.array([1, 0.5, 0.25])))
+    log_p = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    expected = np.zeros((3, TIME))
+    for b, t, k in np.ndindex(3, TIME, 3):
+        if t + k < TIME and targets[b, t + k] >= 0:
             expected[b, t] -= (1, 0.5, 0.25)[k] * log_p[b, t, targets[b, t + k]]
-    weights = jnp.array([1, 0.5, 0.25], jnp.float32)
-    np.testing.assert_allclose(losses(targets, weights, -1), expected, rtol=1e-5)
-    one = losses(targets, weights[:1], -1)
-    assert one[1, 3] == 0 and (one[0] < expected[0])[:4].all()
-    found = losses(targets, weights)
-    assert (
-        np.isnan(found[1, 1:4]).all() and np.isfinite(found[0]).all() and np.isfinite(found[1, 4])
-    )
-
-    model = build(ODD, random_of(ODD))
-    tokens = jnp.asarray(batch_of(ODD)[0])
-    by_stage = dataclasses.replace(ODD, stage=ODD.stage._replace(token_weights=(1.0, 2.0)))
-    shape = jax.eval_shape(lambda w: model.losses(tokens, tokens, token_weights=w), weights)
-    assert shape.shape == (3 * TIME,) and by_stage.tied_parameters() == ()
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    unknown = np.zeros((3, TIME), bool)
+    unknown[1, 1:4] = True
+    np.testing.assert_array_equal(np.isnan(strict), unknown)
+    np.testing.assert_allclose(strict[~unknown], found[~unknown], rtol=1e-6)
 
 
 def test_initial_parameters():
@@ -287,7 +282,6 @@ def test_sizes_groups_and_flops():
         ({"long_layers": (2,)}, "paired, long and value layers with attention"),
         ({"value_layers": (7,)}, "paired, long and value layers with attention"),
         ({"recompute": "block"}, "recompute none"),
-        ({"loss": "fused"}, "loss auto, triton, xla or reference"),
     ],
 )
 def test_config_errors(fields, message):
@@ -316,7 +310,7 @@ def test_a_step_lowers_for_an_h200():
     kernels = re.findall(r"custom_call @(\w+)", text)
     # Of two attentions, three MLPs, x0 and the output.
     assert kernels.count("norm_forward") == kernels.count("norm_backward") == 7
-    assert kernels.count("classifier_kernel") == 1
+    assert "classifier_kernel" in kernels, "of one target"
     assert not re.search(r"1024x1024x|2048x2048x", text)
 
 

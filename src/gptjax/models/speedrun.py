@@ -37,7 +37,8 @@ from gptjax.models.base import Model, ModelConfig, check_size
 from gptjax.models.layers import lookup, normal, uniform
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
-from pallas_kernels.classifier import SigmoidCap, apply_softcap, fused_classifier, to_int32
+from pallas_kernels.classifier import SigmoidCap, apply_softcap, to_int32
+from pallas_kernels.lm_head import linear_cross_entropy
 
 BTC, BTHD = Float[Array, "B T C"], Float[Array, "B T H D"]
 GATE = 12
@@ -67,8 +68,7 @@ class SpeedrunConfig(ModelConfig):
     """Shape, precision and kernel choices of the speedrun's model.
 
     Raises:
-        ValueError: as of `ModelConfig`; sizes or layers that the model cannot have; recompute, a
-            fused loss or loss_chunk, which it does not have.
+        ValueError: as of `ModelConfig`; sizes or layers that the model cannot have; recompute.
     """
 
     operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp", "stage"}
@@ -134,7 +134,7 @@ class SpeedrunConfig(ModelConfig):
             "attention": select("flash_attention", self.attention, dtype=dtype, **shape),
             "norm": select("rms_norm", self.norm, channels=self.n_embd),
             "mlp": select("linear_relu_squared", self.mlp, dtype=dtype, **mlp),
-            "loss": select("fused_classifier", self.loss),
+            **super().kernels(sequence_length, batch),
         }
 
     def nondeterministic(self) -> str | None:
@@ -184,8 +184,7 @@ class SpeedrunConfig(ModelConfig):
             f"n_embd ≥ {GATE} and bigram_rows ≥ 2": self.n_embd >= GATE and self.bigram_rows >= 2,
             "0 ≤ skip[0] < skip[1] < lanes_from < n_layer": order == sorted({*order}),
             "paired, long and value layers with attention": special <= {*self.attention_layers},
-            "recompute none and no loss_chunk": (self.recompute, self.loss_chunk) == ("none", None),
-            "loss auto, triton, xla or reference": self.loss != "fused",
+            "recompute none": self.recompute == "none",
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"SpeedrunConfig: expected {'; '.join(broken)}; got {self}")
@@ -253,7 +252,6 @@ def rotary(config: SpeedrunConfig) -> tuple[np.ndarray, float]:
 def half_rotary(x_BTHD: BTHD, frequency_E: np.ndarray) -> BTHD:
     """Rotate channels 2i and 2i + 1 of the first half of each head by position · frequency i."""
     *bth, d = x_BTHD.shape
-    # The second half is rotated by 0.
     frequency_D = np.pad(np.repeat(frequency_E, 2), (0, d // 2)).astype(np.float32)
     sign_D = np.tile(np.array([-1, 1], np.float32), d // 2)
     angle_TD = jnp.arange(bth[1], dtype=jnp.float32)[:, None] * frequency_D[None]
@@ -337,24 +335,10 @@ def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
     return linear(y_BTF, layer.mlp_out_FC, implementation=back_end, **precision)
 
 
-def multi_token_cross_entropy(
-    logits_BTP, targets_BT, weight_K, vocab_size: int, ignore_index: int | None, implementation: str
-) -> Float[Array, " N"]:
-    """Return the cross-entropy of the next K tokens from one set of soft-capped logits, fp32.
-
-    loss_t = Σ_k weight_k · (logsumexp(z_t) − z_t[target_{t+k}]) with z = 23·σ((logits + 5)/7.5),
-    over the targets within the sequence that are not `ignore_index`.
-    """
-    b, t, p = logits_BTP.shape
-    # An id that no target has, if none is ignored.
-    end = jnp.iinfo(jnp.int32).min if ignore_index is None else ignore_index
-    later = jnp.pad(targets_BT, ((0, 0), (0, len(weight_K) - 1)), constant_values=end)
-    options = {"softcap": SOFTCAP, "ignore_index": end, "implementation": implementation}
-    losses_N = jnp.zeros((b * t,), jnp.float32)
-    for k, weight in enumerate(jnp.unstack(weight_K)):
-        rows = logits_BTP.reshape(-1, p), later[:, k : k + t].reshape(-1)
-        losses_N += weight * fused_classifier(*rows, vocab_size=vocab_size, **options)[0]
-    return losses_N
+def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, "N K"]:
+    """Return the targets of each position and of the K − 1 after it; `end` after the sequence."""
+    t, later = targets_BT.shape[1], jnp.pad(targets_BT, ((0, 0), (0, k - 1)), constant_values=end)
+    return jnp.stack([later[:, i : i + t] for i in range(k)], axis=-1).reshape(-1, k)
 
 
 class Speedrun(Model):
@@ -490,11 +474,27 @@ class Speedrun(Model):
     def losses(
         self, tokens_BT, targets_BT, ignore_index=None, segment_ids_BT=None, token_weights=None
     ) -> Float[Array, " N"]:
-        """See `Model.losses`. token_weights are those of the next K tokens; None: the stage's."""
-        c, weights = self.config, token_weights
-        weights = jnp.asarray(c.stage.token_weights if weights is None else weights, jnp.float32)
-        x_BTC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT)
+        """Return multi-token cross-entropy: Σ_k weight_k · (logsumexp(z_t) − z_t[target_{t+k}]).
+
+        Targets that are `ignore_index` or after the sequence have no term. `token_weights` are the
+        K weights, an array or a tuple; None for the stage's. See `Model.losses`.
+        """
+        c = self.config
+        weights = c.stage.token_weights if token_weights is None else token_weights
+        # The kernel for one target needs no weights. No target is the smallest int32.
+        alone = isinstance(weights, tuple) and weights == (1.0,)
+        end = jnp.iinfo(jnp.int32).min if ignore_index is None else ignore_index
+        x_NC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT).reshape(-1, c.n_embd)
         with jax.named_scope("head"):
-            logits_BTP = linear(x_BTC, self.lm_head[...], precision=c.precision.matmul)
-            args = (logits_BTP, to_int32(targets_BT), weights, c.vocab_size)
-            return multi_token_cross_entropy(*args, ignore_index, c.loss)
+            return linear_cross_entropy(
+                x_NC,
+                self.head(),
+                next_targets(to_int32(targets_BT), len(weights), end),
+                vocab_size=c.vocab_size,
+                chunk=c.loss_chunk,
+                softcap=SOFTCAP,
+                target_weights=None if alone else weights,
+                ignore_index=end,
+                implementation=c.loss,
+                precision=c.precision.matmul,
+            )
