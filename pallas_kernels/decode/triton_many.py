@@ -22,6 +22,7 @@ import triton.language as tl
 from pallas_kernels.decode.triton_grid import (
     LOG2E,
     LOWEST,
+    address,
     gelu,
     load_keys,
     mean_and_rstd,
@@ -49,10 +50,40 @@ def request(ptr, LINES: tl.constexpr, STOP: tl.constexpr):
 
 
 @triton.jit
+def request_keys(
+    k_ptr, v_ptr, layer, position, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Request the first KEYS keys and values of this program's sequence for the L2 cache.
+
+    With Hopper's bulk requests, each for a key of all heads. Nothing waits for them.
+    """
+    if KEYS > 0:
+        BYTES: tl.constexpr = C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+        key_S = tl.arange(0, triton.next_power_of_2(KEYS))
+        offset_S = ((tl.full((), layer, tl.int64) * B + tl.program_id(0)) * S + key_S) * C
+        wanted_S = key_S < tl.minimum(position, KEYS)
+        for ptr in tl.static_range(2):
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred %active;
+                setp.ne.u64 %active, $1, 0;
+                @%active cp.async.bulk.prefetch.L2.global [$1], $2;
+                mov.u32 $0, 0;
+                }""",
+                "=&r,l,r",
+                [address((k_ptr if ptr == 0 else v_ptr) + offset_S, wanted_S), BYTES],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
 def norm_row(
     x_C,
-    scale_ptr,
-    bias_ptr,
+    scale_C,
+    bias_C,
     x_ptr,
     y_ptr,
     C: tl.constexpr,
@@ -66,11 +97,13 @@ def norm_row(
     x_C = x_C.to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + offset_C, x_C, mask=inside_C)
     x_C = x_C.to(tl.float32)
-    scale_C = tl.load(scale_ptr + channel_C, mask=inside_C, other=0.0).to(tl.float32)
-    bias_C = tl.load(bias_ptr + channel_C, mask=inside_C, other=0.0).to(tl.float32)
     inside_x_C = tl.where(inside_C, x_C, 0.0)
     mean, rstd = mean_and_rstd(inside_x_C, inside_x_C * inside_x_C, EPS, C)
-    tl.store(y_ptr + offset_C, (x_C - mean) * rstd * scale_C + bias_C, mask=inside_C)
+    tl.store(
+        y_ptr + offset_C,
+        (x_C - mean) * rstd * scale_C.to(tl.float32) + bias_C.to(tl.float32),
+        mask=inside_C,
+    )
 
 
 @triton.jit
@@ -81,13 +114,17 @@ def decode_embed_kernel(
     wpe_ptr,
     scale_ptr,
     bias_ptr,
+    k_ptr,
+    v_ptr,
     x_ptr,
     y_ptr,
     V: tl.constexpr,
+    B: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
     CP: tl.constexpr,
     EPS: tl.constexpr,
+    KEYS_AHEAD: tl.constexpr,
 ):
     """Embedding of a row's token, and LayerNorm. Grid (B,)."""
     channel_C = tl.arange(0, CP)
@@ -99,7 +136,10 @@ def decode_embed_kernel(
     known_C = inside_C & (token_C >= 0) & (token_C < V)
     x_C = tl.load(wte_ptr + token * C + channel_C, mask=known_C, other=float("nan")).to(tl.float32)
     x_C += tl.load(wpe_ptr + position * C + channel_C, mask=inside_C, other=0.0).to(tl.float32)
-    norm_row(x_C, scale_ptr, bias_ptr, x_ptr, y_ptr, C, CP, EPS)
+    scale_C = tl.load(scale_ptr + channel_C, mask=inside_C, other=0.0)
+    bias_C = tl.load(bias_ptr + channel_C, mask=inside_C, other=0.0)
+    request_keys(k_ptr, v_ptr, 0, position, B, S, C, KEYS_AHEAD)
+    norm_row(x_C, scale_C, bias_C, x_ptr, y_ptr, C, CP, EPS)
 
 
 @triton.jit
@@ -110,38 +150,50 @@ def decode_norm_kernel(
     scale_ptr,
     bias_ptr,
     ahead_ptr,
+    length_ptr,
+    k_ptr,
+    v_ptr,
     layer,
     norm_layer,
     x_ptr,
     y_ptr,
     B: tl.constexpr,
+    S: tl.constexpr,
     C: tl.constexpr,
     CP: tl.constexpr,
     P: tl.constexpr,
     EPS: tl.constexpr,
     STRIDE: tl.constexpr,
     AHEAD_LINES: tl.constexpr,
+    KEYS_AHEAD: tl.constexpr,
 ):
     """Residual sum with the parts (P, B, C) of a matmul, and LayerNorm. Grid (B,).
 
     Args:
         layer: block of the matmul, of which the bias is.
-        norm_layer: block of the scale, the bias and the weights to request for the L2 cache.
+        norm_layer: block of the scale and bias, and of the weights and keys to request for the L2
+            cache.
     """
-    request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, AHEAD_LINES, STRIDE)
     channel_C = tl.arange(0, CP)
     inside_C = channel_C < C
     offset_C = tl.program_id(0) * C + channel_C
     x_C = tl.load(old_x_ptr + offset_C, mask=inside_C, other=0.0)
-    matmul_C = tl.zeros((CP,), tl.float32)
+    parts = ()
     for i in tl.static_range(P):
-        matmul_C += tl.load(part_ptr + i * B * C + offset_C, mask=inside_C, other=0.0)
-    matmul_C = matmul_C.to(x_ptr.dtype.element_ty).to(tl.float32)
+        parts = parts + (tl.load(part_ptr + i * B * C + offset_C, mask=inside_C, other=0.0),)
     part_bias_C = tl.load(part_bias_ptr + layer * C + channel_C, mask=inside_C, other=0.0)
+    scale_C = tl.load(scale_ptr + norm_layer * C + channel_C, mask=inside_C, other=0.0)
+    bias_C = tl.load(bias_ptr + norm_layer * C + channel_C, mask=inside_C, other=0.0)
+    position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
+    # After the loads, which would wait for the requests.
+    request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, AHEAD_LINES, STRIDE)
+    request_keys(k_ptr, v_ptr, norm_layer, position, B, S, C, KEYS_AHEAD)
+    matmul_C = parts[0]
+    for i in tl.static_range(1, P):
+        matmul_C += parts[i]
+    matmul_C = matmul_C.to(x_ptr.dtype.element_ty).to(tl.float32)
     x_C = x_C.to(tl.float32) + matmul_C + part_bias_C.to(tl.float32)
-    scale_ptr += norm_layer * C
-    bias_ptr += norm_layer * C
-    norm_row(x_C, scale_ptr, bias_ptr, x_ptr, y_ptr, C, CP, EPS)
+    norm_row(x_C, scale_C, bias_C, x_ptr, y_ptr, C, CP, EPS)
 
 
 @triton.jit

@@ -385,8 +385,16 @@ class GPT2(Model):
         x_BTC, _, caches = super().start_decoding(tokens_BT, length_B, positions, "xla")
         if self.decode_kernel(len(tokens_BT), implementation) != "triton":
             return x_BTC, None, caches
-        k_LBSHD = jnp.stack([cache.k_BSHD for cache in caches])
-        v_LBSHD = jnp.stack([cache.v_BSHD for cache in caches])
+        t = tokens_BT.shape[1]
+
+        def stacked(of_blocks):
+            # XLA writes zeros faster than a stack of padded arrays.
+            prompt_LBTHD = jnp.stack([of_block[:, :t] for of_block in of_blocks])
+            zeros_LBSHD = jnp.zeros((len(of_blocks), *of_blocks[0].shape), prompt_LBTHD.dtype)
+            return zeros_LBSHD.at[:, :, :t].set(prompt_LBTHD)
+
+        k_LBSHD = stacked([cache.k_BSHD for cache in caches])
+        v_LBSHD = stacked([cache.v_BSHD for cache in caches])
         return x_BTC, self.decoder_weights(), DecoderCache.of(k_LBSHD, v_LBSHD)
 
     def decode(self, weights, cache, token_B, length_B):
