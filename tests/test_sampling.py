@@ -41,11 +41,16 @@ def test_the_kernel_draws_the_tokens_of_the_definition(filters, dtype, triton_on
     np.testing.assert_array_equal(found, expected)
 
 
-def test_compiled_for_an_h200():
-    args = inputs(1, 50257, jnp.bfloat16)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_compiled_for_an_h200(rows):
+    """Loads of the row are 16 bytes wide in both passes, where a row starts at an odd id, too."""
+    args = jax.eval_shape(lambda: inputs(max(rows, 2), 50257, jnp.bfloat16))
+    args = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in args]
     f = functools.partial(sample_token, implementation="triton")
     (kernel,) = triton_kernels(f, *args, FILTERS["both"])
     assert kernel.spill_bytes == 0
+    # 6 full tiles of 16 logits a thread, and the loop of the second pass.
+    assert kernel.ptx.count("ld.global.v4") == 2 * 6 + 2
 
 
 @pytest.mark.gpu

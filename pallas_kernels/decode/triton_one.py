@@ -134,6 +134,10 @@ def decode_one_kernel(
     embed(
         token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V, C, STRIP_C, PROGRAMS, RESIDUAL
     )  # fmt: skip
+    # Later blocks' weights are requested a block ahead.
+    prefetch_strip(proj_ptr, program, C, C, STRIP_C, PROGRAMS)
+    prefetch_strip(fc_ptr, program, F, C, STRIP_FC, PROGRAMS)
+    prefetch_strip(out_ptr, program, C, F, STRIP_C, PROGRAMS)
     clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
