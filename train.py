@@ -33,9 +33,8 @@ from rich.console import Console
 from gptjax import cli, data, devices, distributed
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
-from gptjax.models.base import graph
+from gptjax.models.base import ModelConfig, graph
 from gptjax.parallel import put
-from gptjax.stages import Span
 from gptjax.terminal import printable
 from gptjax.training import init_from, resume, samples
 from gptjax.training.checkpoint import (
@@ -117,48 +116,49 @@ def _train(
     start_up.mark("data")
 
     # -------------------------------------------------------------------------------------- compile
-    graphdef, o, tx = graph(config.model), config.optimizer, config.build_optimizer(parallel.mesh)
+    o, tx = config.optimizer, config.build_optimizer(parallel.mesh)
     abstract_state = parallel.with_shardings(
         jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
     )
-    shardings = parallel.shardings(abstract_state)
     schedule, how = config.learning_rate_schedule(), {"parallel": parallel, **windows_have}
     skips = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
-    train_function = jax.jit(
-        make_train_step(graphdef, tx, schedule, **how, **skips),
-        donate_argnums=0,
-        out_shardings=(shardings, parallel.replicated),
-    )
-    eval_function = jax.jit(make_eval_step(graphdef, **how), out_shardings=parallel.replicated)
 
     @functools.cache
-    def start_train_step(windows: jax.ShapeDtypeStruct):
-        return compiler.start(train_function, abstract_state, windows)
+    def start_train_step(model: ModelConfig, windows: jax.ShapeDtypeStruct):
+        function = jax.jit(
+            make_train_step(graph(model), tx, schedule, **how, **skips),
+            donate_argnums=0,
+            out_shardings=(parallel.shardings(abstract_state), parallel.replicated),
+        )
+        return compiler.start(function, abstract_state, windows, inputs=repr(model))
 
-    def compile_stage(span: Span):
-        def compiled(micro_batch: int):
-            return start_train_step(inputs.abstract_train_windows(span, micro_batch))()
+    @functools.cache
+    def start_eval_step(model: ModelConfig):
+        function = jax.jit(make_eval_step(graph(model), **how), out_shardings=parallel.replicated)
+        arguments = abstract_state.params, inputs.abstract_val_windows()
+        return compiler.start(function, *arguments, inputs=repr(model))
 
-        return compile_to_fit(compiled, span.config, device)
+    def compile_stage(stage: Config):
+        def compiled(size: int):
+            return start_train_step(stage.model, inputs.abstract_train_windows(stage, size))()
 
-    step, timeline = start.step or 0, inputs.timeline
-    stage = timeline.at(step)
-    # In a thread, while the next is traced and lowered.
-    start_train_step(inputs.abstract_train_windows(stage, stage.config.micro_batch))
-    windows = inputs.abstract_val_windows()
-    wait_for_eval_step = compiler.start(eval_function, abstract_state.params, windows)
+        return compile_to_fit(compiled, stage, device), start_eval_step(stage.model)()
+
+    step = start.step or 0
+    stage = config.at(step)
+    start_train_step(stage.model, inputs.abstract_train_windows(stage))  # compiles in a thread
+    start_eval_step(stage.model)
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
     digests = threads.submit(compile_digests, abstract_state)
     if start.step is None:
         first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
-    train_steps = StagedStep(compile_stage, timeline, step, say)
-    stack.callback(train_steps.close)
-    eval_step = wait_for_eval_step()
+    steps = StagedStep(compile_stage, inputs.timeline, step, say)
+    stack.callback(steps.close)
     start_up.mark("compilation")
     say("compiled", compiler)
     for note in compiler.notes:
         say("", note)
-    needed, available = needed_bytes(train_steps.at(step)), available_bytes(device)
+    needed, available = needed_bytes(steps.at(step)[0]), available_bytes(device)
     say("memory", f"{needed / GIB:.2f} GiB for a step, of {available / GIB:.1f} GiB")
 
     # -------------------------------------------------------------------------- state, batches, log
@@ -169,6 +169,7 @@ def _train(
         start = resume.restore(config, inputs.dataset, checkpoints, abstract_state, say)
         state = start.state
     step = start.step or 0
+    train_step, eval_step = steps.at(step)
     start_up.mark("state")
 
     batches, val_windows = Batches(inputs, step), inputs.val_windows()
@@ -216,7 +217,7 @@ def _train(
         progress.validated(step, float(np.average(np.float64(losses), weights=val_weights)))
 
     def sample() -> None:
-        text = samples.draw(config, inputs, graphdef, parallel, state, step)
+        text = samples.draw(config.at(step - 1), inputs, parallel, state, step)
         if text is None:  # in all processes but the first
             return
         progress.write("sample", step, text=text)
@@ -257,7 +258,8 @@ def _train(
                 start_up.mark("validation")
             while step < config.max_steps and not stop.number:
                 windows = next(batches) if one_batch is None else one_batch
-                state, metrics = train_steps.at(step)(state, put(inputs.train_sharding, windows))
+                train_step, eval_step = steps.at(step)
+                state, metrics = train_step(state, put(inputs.train_sharding, windows))
                 step += 1
                 read_metrics()  # of the step before, while the device computes this one
                 progress.submit(step, metrics)
@@ -272,7 +274,8 @@ def _train(
                     if wants_val:
                         validate()
                     if wants_eval:
-                        progress.evaluated(step, evaluations.results(state.params))
+                        model = config.at(step - 1).model
+                        progress.evaluated(step, evaluations.results(state.params, model))
                     if wants_sample:
                         sample()
                     if wants_save:

@@ -14,18 +14,20 @@ from gptjax import stages as staging
 from gptjax.cli import from_command_line
 from gptjax.config import Config, ConfigError, Stage
 from gptjax.optim import NorMuonConfig
+from gptjax.precision import Precision
 from gptjax.training import compilation
 from gptjax.training.inputs import Batches, Inputs
 
 # The fixture `config`.
 pytest_plugins = ["train_tools"]
 
+BF16 = Precision("bf16")
 # Steps 0–5 as a run without stages, 6–8 with another batch in the same order of windows, 9–11 with
-# another sequence length.
+# another sequence length and model.
 STAGES = (
     Stage(until=6),
     Stage(until=9, batch_tokens=256, learning_rate_factor=1.5),
-    Stage(sequence_length=16, micro_batch=8, learning_rate_factor=0.5),
+    Stage(sequence_length=16, micro_batch=8, learning_rate_factor=0.5, model={"precision": BF16}),
 )
 
 
@@ -75,7 +77,7 @@ def test_a_run_in_stages(staged, whole):
     for line in (
         "stages      1: steps 0–5, 512 tokens: 4 × 4 sequences of 32 on each device, recompute",
         " 2: steps 6–8, 256 tokens: 2 × 4 sequences of 32 on each device, lr × 1.5\n",
-        " 3: steps 9–11, 512 tokens: 4 × 8 sequences of 16 on each device, lr × 0.5\n",
+        " 3: steps 9–11, 512 tokens: 4 × 8 sequences of 16 on each device, lr × 0.5, precision ",
         "stage       2, from step 6: 0.0",
         "step 6/12 ",
         " · stage 1/3\n",
@@ -142,6 +144,11 @@ def test_the_windows_of_a_stage(staged):
         ),
         ({"stages": (Stage(micro_batch=0),)}, "--stages.micro-batch must be at least 1"),
         ({"stages": (Stage(learning_rate_factor=-1.0),)}, "factor must be above 0 and finite"),
+        (
+            {"stages": (Stage(until=3), Stage(model={"n_layer": 2}))},
+            "stage 2: expected changes of the model that keep the shapes .*, got n_layer",
+        ),
+        ({"stages": (Stage(model={"windows": 2}),)}, "stage 1: GPT2Config has no fields 'windows'"),
         ({"overfit_one_batch": True}, "--overfit-one-batch has one batch only"),
     ],
 )
@@ -160,6 +167,7 @@ def test_a_batch_that_the_devices_cannot_share_names_its_stage(staged):
 def test_the_config_of_a_step_and_its_json(staged):
     for step, expected in ((0, (512, 32, 4)), (8, (256, 32, 4)), (9, (512, 16, 8))):
         at = staged.at(step)
+        assert at.model.precision == (BF16 if step == 9 else staged.model.precision)
         assert (at.batch_tokens, at.sequence_length, at.micro_batch, at.stages) == (*expected, ())
     plain = dataclasses.replace(staged, stages=(), executable_cache=True)
     assert plain.at(3) is plain
@@ -170,8 +178,9 @@ def test_the_config_of_a_step_and_its_json(staged):
     assert configuration.differences(saved, plain) == []
 
     saved = json.loads(json.dumps(configuration.to_json(staged)))
+    assert saved["stages"][2]["model"] == {"precision": "bf16"}
     assert saved["stages"][1] == {"until": 9, "batch_tokens": 256, "learning_rate_factor": 1.5}
-    other = dataclasses.replace(STAGES[2], micro_batch=4)
+    other = dataclasses.replace(STAGES[2], micro_batch=4, model={"precision": "bf16"})
     other = dataclasses.replace(staged, stages=(*STAGES[:2], other))
     assert configuration.differences(saved, other) == []
     other = dataclasses.replace(staged, stages=(*STAGES[:2], Stage(sequence_length=16)))
@@ -186,7 +195,7 @@ def test_stages_on_the_command_line(capsys):
     assert from_command_line([*command, *stages]).stages == expected
     with pytest.raises(SystemExit):
         from_command_line([*command, '{"length": 5}'])
-    assert "sequence_length, micro_batch, learning_rate_factor" in capsys.readouterr().err
+    assert "micro_batch, learning_rate_factor, model" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--stages.until must be at least 1"):
         from_command_line([*command, '{"until": 0}'])
 
@@ -209,6 +218,7 @@ def test_a_stage_that_does_not_fit_stops_the_run_before_it_begins(staged, monkey
 
     def compile_to_fit(compile_step, config, device):
         if config.sequence_length == 16:
+            assert "bf16[" in compile_step(config.micro_batch).as_text()
             raise ConfigError("a step needs more")
         return real(compile_step, config, device)
 
@@ -226,15 +236,16 @@ def test_later_stages_are_compiled_while_the_first_runs(staged):
     started, may_end, said = [], threading.Event(), []
     timeline = staging.Timeline(staged)
 
-    def compile_stage(span):
-        started.append(span.number)
-        assert span.number == 1 or may_end.wait(60)
-        return jax.jit(lambda x: x + span.number).lower(0).compile()
+    def compile_stage(config):
+        number = 1 + [span.config for span in timeline.spans].index(config)
+        started.append(number)
+        assert number == 1 or may_end.wait(60)
+        return jax.jit(lambda x: x + number).lower(0).compile(), max
 
     steps = compilation.StagedStep(compile_stage, timeline, 0, lambda *line: said.append(line))
-    assert [int(steps.at(step)(0)) for step in range(6)] == [1] * 6
+    assert [int(steps.at(step)[0](0)) for step in range(6)] == [1] * 6
     may_end.set()
-    assert [int(steps.at(step)(0)) for step in range(6, 12)] == [2] * 3 + [3] * 3
+    assert [int(steps.at(step)[0](0)) for step in range(6, 12)] == [2] * 3 + [3] * 3
     assert started == [1, 2, 3] and [text[:14] for _, text in said] == [
         "2, from step 6",
         "3, from step 9",
@@ -243,5 +254,7 @@ def test_later_stages_are_compiled_while_the_first_runs(staged):
     # A run that resumes does not compile the stages before its own.
     started.clear()
     steps = compilation.StagedStep(compile_stage, timeline, 9, lambda *line: None)
-    assert int(steps.at(9)(0)) == 3 and started == [3]
+    assert int(steps.at(9)[0](0)) == 3 and started == [3]
+    # Unless the newest checkpoint is damaged and the one before is of an earlier stage.
+    assert int(steps.at(8)[0](0)) == 2 and int(steps.at(9)[0](0)) == 3
     steps.close()

@@ -197,9 +197,9 @@ def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
         texts = []
 
         class Recorder(compilation.Compiler):
-            def start(self, lowerable, *abstract):
+            def start(self, lowerable, *abstract, **inputs):
                 texts.append(lowerable.lower(*abstract).as_text())
-                return super().start(lowerable, *abstract)
+                return super().start(lowerable, *abstract, **inputs)
 
         monkeypatch.setattr(train_py, "Compiler", Recorder)
         run(config)

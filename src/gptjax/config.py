@@ -107,7 +107,7 @@ class Config:
     """Train on the first batch only: the loss must approach 0."""
     stages: tuple[Stage, ...] = ()
     """Stages of training, each as JSON: '{"until": 500, "batch_tokens": 131072}' '{}'. More fields:
-    sequence_length, micro_batch, learning_rate_factor. The last stage needs no until."""
+    sequence_length, micro_batch, learning_rate_factor, model. The last needs no until."""
 
     val_every: NonNegativeInt = 250
     """Steps between validations; 0 for none."""

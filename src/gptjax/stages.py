@@ -1,4 +1,4 @@
-"""Stages of a run: batch size, sequence length and learning rate that change at given steps.
+"""Stages of a run: batch, sequence length, learning rate and model that change at given steps.
 
 Steps are indices of updates, 0 for the first. A run without stages is one stage.
 
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import optax
 
+from gptjax.models.base import ModelConfig, abstract_params
+from gptjax.precision import Precision
 from gptjax.ranges import PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Stage:
     """Sequences on each device at a time."""
     learning_rate_factor: PositiveFloat = 1.0
     """Factor of all learning rates. The schedule continues to count the steps of the run."""
+    model: Mapping = dataclasses.field(default_factory=dict, hash=False)
+    """Values of the model's fields; the parameters must keep their shapes."""
 
 
 # Options of a Stage that replace those of the config.
@@ -127,13 +131,29 @@ def stage_config(config: "Config", number: int) -> "Config":
     stage = config.stages[number - 1]
     own = {name: value for name in _REPLACED if (value := getattr(stage, name)) is not None}
     try:
-        result = dataclasses.replace(config, stages=(), **own)
+        model = _model(config.model, stage.model)
+        result = dataclasses.replace(config, stages=(), model=model, **own)
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from error
     if result.batch_tokens % result.sequence_length:
         raise ValueError(
             f"stage {number}: expected a batch of whole sequences, got batch_tokens "
             f"{result.batch_tokens} with sequence_length {result.sequence_length}"
+        )
+    return result
+
+
+def _model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
+    known = {field.name for field in dataclasses.fields(model)}
+    if unknown := sorted(changes.keys() - known):
+        raise ValueError(f"{type(model).__name__} has no fields {', '.join(map(repr, unknown))}")
+    if isinstance(name := changes.get("precision"), str):  # as in JSON
+        changes = {**changes, "precision": Precision(name)}
+    result = dataclasses.replace(model, **changes)
+    if changes and abstract_params(result) != abstract_params(model):
+        raise ValueError(
+            f"expected changes of the model that keep the shapes and dtypes of its parameters, got "
+            f"{', '.join(changes)}"
         )
     return result
 
@@ -202,10 +222,15 @@ def schedules(config: "Config") -> dict[str, optax.Schedule]:
 def to_json(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """Return the options of each stage that differ from the defaults, as JSON."""
     default = vars(Stage())
-    return [
+    options = [
         {name: value for name, value in vars(stage).items() if value != default[name]}
         for stage in stages
     ]
+    return json.loads(json.dumps(options, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def from_json(text: str) -> Stage:

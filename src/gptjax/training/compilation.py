@@ -12,7 +12,7 @@ import jax
 from jax._src import config as jax_config
 
 from gptjax.config import Config, ConfigError
-from gptjax.stages import Span, Timeline
+from gptjax.stages import Timeline
 from gptjax.training.executable_cache import ExecutableCache, NoKey, check_private
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
@@ -98,12 +98,15 @@ class Compiler:
         self._events.append((event, threading.get_ident()))
 
     def start(
-        self, lowerable: jax.stages.Wrapped, *abstract: object
+        self, lowerable: jax.stages.Wrapped, *abstract: object, inputs: Any = None
     ) -> Callable[[], jax.stages.Compiled]:
         """Start to load or compile the executable for these shapes, dtypes and shardings.
 
         A cached executable is loaded in a thread. Otherwise `lowerable` is lowered in this thread
         and compiled in another.
+
+        Args:
+            inputs: values that only this function closes over; JSON.
 
         Returns:
             A function that waits for the executable and returns it.
@@ -112,7 +115,7 @@ class Compiler:
         key = None
         if self._stored:
             try:
-                key = self._stored.key(lowerable, abstract, compiler_options())
+                key = self._stored.key(lowerable, abstract, compiler_options(), inputs)
             except NoKey as error:
                 self.notes.append(f"{lowerable.__name__} is not stored: {error}")
         hit = key is not None and key in self._stored
@@ -235,13 +238,13 @@ def compile_to_fit(
 
 
 class StagedStep:
-    """The compiled training step of each stage.
+    """The compiled training and validation steps of each stage.
 
     The stages after the first one are compiled one after another in a thread, while it runs.
-    Executables of other threads do not see the `with` statements around this class.
+    In the thread, tracing does not see values that `with` statements around the class set.
 
     Args:
-        compile_stage: returns the executable of a stage, or raises ConfigError.
+        compile_stage: returns both executables for the config of a stage, or raises ConfigError.
         timeline: the stages of the run.
         step: step that the run starts from.
         say: prints a name and a text.
@@ -252,34 +255,36 @@ class StagedStep:
 
     def __init__(
         self,
-        compile_stage: Callable[[Span], Callable],
+        compile_stage: Callable[[Config], tuple[Callable, Callable]],
         timeline: Timeline,
         step: int,
         say: Callable[[str, object], object],
     ):
-        self._timeline, self._say = timeline, say
-        self._current = compile_stage(timeline.at(step))
+        self._timeline, self._compile, self._say = timeline, compile_stage, say
+        self._span = timeline.at(step)
+        self._current = compile_stage(self._span.config)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._later = {
-            span.begin: self._thread.submit(compile_stage, span)
+            span.number: self._thread.submit(compile_stage, span.config)
             for span in timeline.spans
             if span.begin > step
         }
 
-    def at(self, step: int) -> Callable:
-        """Return the executable of a step, after waiting for it at a stage's first step.
-
-        The steps are those of the run in order.
+    def at(self, step: int) -> tuple[Callable, Callable]:
+        """Return the executables of a step, after waiting for them at a stage's first step.
 
         Raises:
             ConfigError: the step of a later stage does not fit, known as soon as it is compiled.
         """
-        for begin, compiled in self._later.items():
-            if begin == step or compiled.done():
-                self._check(begin, compiled)
-        if compiled := self._later.pop(step, None):
-            span, self._current = self._timeline.at(step), compiled.result()
-            needed = needed_bytes(self._current) / GIB
+        span = self._timeline.at(step)
+        for number, compiled in self._later.items():
+            if number == span.number or compiled.done():
+                self._check(number, compiled)
+        if span.number != self._span.number:
+            compiled = self._later.pop(span.number, None)
+            # A run that resumes from an older checkpoint may begin in an earlier stage.
+            self._current = compiled.result() if compiled else self._compile(span.config)
+            self._span, needed = span, needed_bytes(self._current[0]) / GIB
             self._say("stage", f"{span.number}, from step {step}: {needed:.2f} GiB for a step")
         return self._current
 
@@ -287,12 +292,11 @@ class StagedStep:
         """Cancel the stages that are not compiled yet; wait for the one that is compiling."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _check(self, begin: int, compiled: Future) -> None:
+    def _check(self, number: int, compiled: Future) -> None:
         try:
             compiled.result()
         except ConfigError as error:
-            name = self._timeline.name(self._timeline.at(begin))
-            raise ConfigError(f"{name}{error}") from error
+            raise ConfigError(f"stage {number} of {self._timeline.total}: {error}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ from gptjax.evaluation import (
     score_core,
 )
 from gptjax.evaluation.places import place, read
+from gptjax.models.base import ModelConfig
 from gptjax.parallel import Parallel
 
 # Maximum number of tokens of a batch on each device, as for `Scorer` on a GPU.
@@ -43,7 +44,7 @@ class Evaluations:
                 except EvaluationError as error:
                     raise ConfigError(f"--eval-tasks {task}: {error}") from error
 
-    def results(self, params: PyTree) -> dict[str, float]:
+    def results(self, params: PyTree, model: ModelConfig) -> dict[str, float]:
         """Return the metrics of each task: {"hellaswag_acc": 0.29, "core": 0.1, …}.
 
         All processes call this function together.
@@ -53,7 +54,7 @@ class Evaluations:
         """
         c, found = self._config, {}
         tokens = min(MOST_TOKENS, c.micro_batch * c.sequence_length)
-        scorer = Scorer(c.model, params, self._parallel, tokens)
+        scorer = Scorer(model, params, self._parallel, tokens)
         try:
             for task, items in self._items.items():
                 if task == "core":

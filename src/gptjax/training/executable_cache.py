@@ -156,13 +156,16 @@ class ExecutableCache:
             if not file.exists() or file.stat().st_mtime > began:
                 raise NoKey(f"{file} has changed since this process began")
 
-    def key(self, function: Callable, abstract: tuple, options: dict[str, Any]) -> str:
+    def key(
+        self, function: Callable, abstract: tuple, options: dict[str, Any], inputs: Any = None
+    ) -> str:
         """Return the file name of an executable.
 
         Args:
             function: from `jax.jit`.
             abstract: arguments: arrays, or only their shapes, dtypes and shardings.
             options: the compiler's options.
+            inputs: values that only this function closes over; JSON.
 
         Raises:
             NoKey: a source file changed since this process began, or the function has no source
@@ -178,6 +181,7 @@ class ExecutableCache:
             "function": [code.co_filename, code.co_firstlineno, code.co_qualname],
             "arguments": [str(tree), *map(_argument_key, leaves)],
             "options": options,
+            "inputs of the function": inputs,
             # The current values: a `with` statement may have set some. Options that were added
             # later, by the module of a kernel, are excluded.
             "config": {name: repr(config[name]) for name in self._config},

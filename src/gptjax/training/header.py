@@ -109,6 +109,8 @@ def _stages(
             for part, chosen in span.config.kernels().items()
             if chosen != kernels[part]
         ]
+        changes = whole.stages[span.number - 1].model
+        own[:0] = [f", {name} {value}" for name, value in changes.items()]
         first = span.number == 1
         yield (
             "stages" if first else "",

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
-from gptjax.stages import Span, Timeline
+from gptjax.stages import Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +80,17 @@ class Inputs:
         """Sharding of (sequence, token)."""
         return parallel.over_batch(self.mesh, axis=0)
 
-    def abstract_train_windows(self, span: Span, micro_batch: int) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a step's tokens in a stage."""
-        sequences, c = micro_batch * self.mesh.size, span.config
-        shape = (c.batch // sequences, sequences, c.sequence_length + 1)
+    def abstract_train_windows(
+        self, stage: Config, micro_batch: int | None = None
+    ) -> jax.ShapeDtypeStruct:
+        """Return the shape and sharding of a step's tokens.
+
+        Args:
+            stage: config of the stage.
+            micro_batch: that of the stage if None.
+        """
+        sequences = (micro_batch or stage.micro_batch) * self.mesh.size
+        shape = (stage.batch // sequences, sequences, stage.sequence_length + 1)
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.train_sharding)
 
     def abstract_val_windows(self) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ from flax import nnx
 from gptjax import distributed
 from gptjax.config import Config
 from gptjax.generation.stream import complete
+from gptjax.models.base import graph
 from gptjax.parallel import Parallel
 from gptjax.training.inputs import Inputs
 from gptjax.training.step import TrainState
@@ -14,12 +15,14 @@ from gptjax.training.step import TrainState
 def draw(
     config: Config,
     inputs: Inputs,
-    graphdef: nnx.GraphDef,
     parallel: Parallel,
     state: TrainState,
     step: int,
 ) -> str | None:
     """Return a text after the end-of-text token; None in all processes but the first.
+
+    Args:
+        config: that of the stage whose model draws.
 
     Every process must call this function: it gathers the parameters.
     """
@@ -30,7 +33,7 @@ def draw(
     if jax.process_index():
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-    model = nnx.merge(graphdef, params)
+    model = nnx.merge(graph(config.model), params)
     how = {"max_new_tokens": length, "key": key, "stop_at_eot": False}
     *_, (completion,) = complete(model, tokenizer, [[tokenizer.eot]], **how)
     return completion.text
