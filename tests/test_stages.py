@@ -126,6 +126,12 @@ def test_the_windows_of_a_stage(staged):
     short = Inputs.find(dataclasses.replace(staged, stages=(), sequence_length=16), mesh).loader(0)
     assert not np.array_equal(next(short).reshape(4, 8, 17), every[9])
     short.close()
+    timeline = inputs.timeline
+    assert [(timeline.at(step).order, timeline.position(step)) for step in (6, 9, 11)] == [
+        (0, 96),
+        (1, 0),
+        (1, 64),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +235,6 @@ def test_a_stage_that_does_not_fit_stops_the_run_before_it_begins(staged, monkey
         run(staged)
     if isinstance(caught.value, train_py.StoppedError):
         assert "the same command resumes from it" in str(caught.value)
-        assert max(losses(staged)) < 9
 
 
 def test_later_stages_are_compiled_while_the_first_runs(staged):
@@ -258,3 +263,16 @@ def test_later_stages_are_compiled_while_the_first_runs(staged):
     # Unless the newest checkpoint is damaged and the one before is of an earlier stage.
     assert int(steps.at(8)[0](0)) == 2 and int(steps.at(9)[0](0)) == 3
     steps.close()
+
+
+def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(staged):
+    def compile_stage(config):
+        if config.sequence_length == 16:
+            raise ConfigError("a step needs more")
+        return max, max
+
+    timeline = staging.Timeline(staged)
+    steps = compilation.StagedStep(compile_stage, timeline, 0, lambda *line: None)
+    steps._thread.shutdown()  # after all stages
+    with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):
+        steps.at(1)
