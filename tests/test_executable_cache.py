@@ -78,9 +78,9 @@ def test_found_without_running_its_python(cache):
     assert not list(cache.glob("**/jit_double*"))
 
 
-def key(folder, function=double, arguments=None, options=None, inputs=1):
+def key(folder, function=double, arguments=None, options=None, inputs=1, own=None):
     arguments = (jnp.arange(3.0),) if arguments is None else arguments
-    return ExecutableCache(folder, inputs).key(jax.jit(function), arguments, options or {})
+    return ExecutableCache(folder, inputs).key(jax.jit(function), arguments, options or {}, own)
 
 
 def on(device: int, order: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
@@ -96,6 +96,7 @@ def test_what_changes_a_program_changes_its_key(tmp_path, source, monkeypatch):
     assert key(tmp_path) == key(tmp_path / "another folder") == keys["base"]
     keys["made from"] = key(tmp_path, inputs={"learning_rate": 2})
     keys["options"] = key(tmp_path, options={"xla_gpu_enable_triton_gemm": False})
+    keys["what only this function closes over"] = key(tmp_path, own="a model")
 
     def double(x):
         return 2 * x

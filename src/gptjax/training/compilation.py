@@ -274,11 +274,14 @@ class StagedStep:
         """Return the executables of a step, after waiting for them at a stage's first step.
 
         Raises:
-            ConfigError: the step of a later stage does not fit, known as soon as it is compiled.
+            ConfigError: the step of a later stage does not fit. Raised as soon as it is compiled;
+                with several processes, at the stage's first step.
         """
         span = self._timeline.at(step)
+        # Several processes must stop at the same step, but do not compile at the same speed.
+        early = jax.process_count() == 1
         for number, compiled in self._later.items():
-            if number == span.number or compiled.done():
+            if number == span.number or (early and compiled.done()):
                 self._check(number, compiled)
         if span.number != self._span.number:
             compiled = self._later.pop(span.number, None)

@@ -107,7 +107,7 @@ def _stages(
         own = [
             f", {part}: {chosen}"
             for part, chosen in span.config.kernels().items()
-            if chosen != kernels[part]
+            if chosen != kernels.get(part)
         ]
         changes = whole.stages[span.number - 1].model
         own[:0] = [f", {name} {value}" for name, value in changes.items()]
