@@ -359,6 +359,18 @@ def test_compiles_without_spills(capability, softcap):
     assert sum(".v4.b32" not in line for line in accesses) == 3 < len(accesses)
 
 
+def test_invalid_targets_are_one_number_that_is_not_ignored(triton_on_cpu):
+    from pallas_kernels.classifier.triton import aligned
+
+    targets = jnp.array([-(2**31), -2, -1, 0, 9, 10, 2**31 - 1])
+    for ignored, expected in (
+        (None, [-1, -1, -1, 0, 9, -1, -1]),
+        (-1, [-2, -2, -1, 0, 9, -2, -2]),
+        (-(2**31), [-(2**31), -1, -1, 0, 9, -1, -1]),
+    ):
+        np.testing.assert_array_equal(aligned(targets, 10, ignored), expected)
+
+
 # ---------------------------------------------------------------------------------------------- GPU
 
 GPU_SHAPES = [
@@ -398,3 +410,13 @@ def test_in_place_and_the_same_each_time():
     first, *others = (compiled(jnp.copy(logits), targets) for _ in range(3))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+@pytest.mark.gpu
+def test_targets_that_begin_in_another_array():
+    """The targets of one sequence: no multiple of 16 bytes from its beginning."""
+    logits = jax.random.normal(jax.random.key(0), (64, 512), jnp.bfloat16)
+    tokens = jnp.arange(65, dtype=jnp.int32)
+    f = functools.partial(fused_classifier, vocab_size=512, implementation="triton")
+    found = jax.jit(lambda logits, tokens: f(logits, tokens[1:]))(logits, tokens)
+    jax.tree.map(np.testing.assert_array_equal, found, f(logits, jnp.arange(1, 65)))

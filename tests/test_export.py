@@ -180,7 +180,8 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys,
     assert "does not exist" in refused(tmp_path / "no", "hf", tmp_path / "hf")
     changes = {"model": "MineConfig"}
     other = save_run(tmp_path / "other", {1: random_params(BYTES)}, model=BYTES, changes=changes)
-    assert "architectures GPT2Config, Llama3Config, found MineConfig" in refused(other, "gguf", tmp_path / "m")
+    found = refused(other, "gguf", tmp_path / "m")
+    assert "architectures GPT2Config, Llama3Config, found MineConfig" in found
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -29,6 +29,7 @@ NAMES = {
         "Precision",
         "Speedrun",
         "SpeedrunConfig",
+        "Stage",
         "generate",
         "init_state",
         "load",

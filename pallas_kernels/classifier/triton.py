@@ -27,6 +27,7 @@ def classify(logits_NV, targets, target_weights=None, *, vocab_size, softcap, ig
         targets: (N,), or (N, M) with target_weights of shape (M,).
     """
     n, v = logits_NV.shape
+    targets = aligned(targets, vocab_size, ignore_index)
     k = 16 // logits_NV.dtype.itemsize  # 16 bytes, the widest load
     warps = min(
         MOST_WARPS if softcap is None else MOST_WARPS_CAPPED,
@@ -64,6 +65,18 @@ def classify(logits_NV, targets, target_weights=None, *, vocab_size, softcap, ig
         **cap,
     )
     return losses_N, dlogits_NV
+
+
+def aligned(targets, vocab_size, ignore_index):
+    """Return the targets in an array of their own, with one value for all that are invalid.
+
+    The targets of one sequence are `tokens[1:]`. XLA passes such a slice to a kernel as a pointer
+    into `tokens`, and jax-triton refuses a pointer that is no multiple of 16 bytes.
+    """
+    valid = (targets >= 0) & (targets < vocab_size)
+    if ignore_index is not None:
+        valid |= targets == ignore_index
+    return jnp.where(valid, targets, -2 if ignore_index == -1 else -1)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gptjax.optim import OptimizerConfig
     from gptjax.parallel import Parallel
     from gptjax.precision import Precision
+    from gptjax.stages import Stage
     from gptjax.training.step import init_state, make_train_step
     from gptjax.weights import load, load_hf, load_llmc, save_hf, save_llmc
 
@@ -33,6 +34,7 @@ __all__ = [
     "Precision",
     "Speedrun",
     "SpeedrunConfig",
+    "Stage",
     "generate",
     "init_state",
     "load",
@@ -56,6 +58,7 @@ _PUBLIC = {
     "SpeedrunConfig": "gptjax.models.speedrun",
     "loss_fn": "gptjax.models.base",
     "Precision": "gptjax.precision",
+    "Stage": "gptjax.stages",
     "generate": "gptjax.generation",
     "init_state": "gptjax.training.step",
     "make_train_step": "gptjax.training.step",
@@ -80,6 +83,7 @@ _MODULES = (
         "parallel",
         "plot",
         "precision",
+        "stages",
         "training",
     ),
     "weights",

@@ -77,6 +77,13 @@ class ModelConfig(abc.ABC):
     def build(self, rngs: nnx.Rngs) -> "Model":
         """Return a model of this config with random parameters."""
 
+    def tied_parameters(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of paths (source, copy) of parameters, of which one copies the other.
+
+        The training step does not tie parameters yet: a config refuses a model that has any.
+        """
+        return ()
+
     @abc.abstractmethod
     def parameter_groups(self) -> tuple[Group, ...]:
         """Return the optimizer's partition of the parameters: matrices, embeddings and vectors."""
