@@ -3,15 +3,16 @@
     python -m gptjax.bench kernels benchmarks/kernels/attention.py
 
 TFLOP/s count the unmasked part of the two matmuls of the forward pass, and 2.5 times as much for
-the backward pass. q, k and v are one array and so is their gradient: the copies that an
-implementation needs for that are part of its time. PyTorch's backward pass is the difference of its
-two cases.
+the backward pass. Documents have random lengths up to a maximum; their bounds are part of the time.
+q, k and v are one array and so is their gradient: the copies that an implementation needs for that
+are part of its time. PyTorch's backward pass is the difference of its two cases.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gptjax.bench.harness import Case
 from pallas_kernels import flash_attention_qkv
@@ -21,6 +22,8 @@ LONG = (16, 4096, 12, 64)
 LONG_128 = (16, 4096, 6, 128)
 TF32 = (32, 1024, 12, 64)
 VERY_LONG = (1, 65536, 12, 64)
+# The last stage of the modded-nanogpt speedrun.
+PACKED = (1, 49152, 6, 128)
 BACK_ENDS = ("mosaic", "triton", "cudnn", "xla")
 # S, materialised, would not fit.
 LINEAR = ("mosaic", "triton", "cudnn")
@@ -51,6 +54,13 @@ def cases() -> list[Case]:
                 bar="≤ 0.25× of full causal" if window else "",
             )
         )
+    kernels = ("mosaic", "triton")
+    for shape, how in ((GPT2, {"documents": 1024}), (PACKED, {"documents": 2048, "window": 1408})):
+        found += [f(shape, back_ends=kernels, **how) for f in (_forward, _backward)]
+    found += [
+        _forward(PACKED, ("mosaic",), window=1408),
+        _backward(PACKED, ("mosaic",), window=1408),
+    ]
     return [*found, _forward(VERY_LONG, back_ends=LINEAR), _both(VERY_LONG, back_ends=LINEAR)]
 
 
@@ -60,15 +70,27 @@ def _name(what, shape, dtype, how):
         jnp.bfloat16: "bf16",
     }[dtype]
     extra = [f"window {how['window']}"] if how.get("window") else []
+    extra += [f"documents ≤ {how['documents']}"] if how.get("documents") else []
     extra += ["deterministic"] if how.get("deterministic") else []
     return f"{what} B={shape[0]} T={shape[1]} H={shape[2]} D={shape[3]} {', '.join([size, *extra])}"
 
 
-def _flops(shape, window):
+def _flops(shape, window, documents):
     b, t, h, d = shape
-    seen = t if window is None else min(window, t)
-    pairs = t * (t + 1) / 2 - (t - seen) * (t - seen + 1) / 2
-    return 4 * b * h * d * pairs
+    ids_BT = _segment_ids(b, t, documents) if documents else np.zeros((b, t), np.int32)
+    begins_BT = np.diff(ids_BT, axis=1, prepend=-1) != 0
+    first_BT = np.maximum.accumulate(np.where(begins_BT, np.arange(t), 0), axis=1)
+    keys_BT = np.minimum(np.arange(t) - first_BT + 1, window or t)
+    return 4 * h * d * keys_BT.sum(dtype=float)
+
+
+@functools.cache
+def _segment_ids(b, t, longest):
+    """Return the document of each token; lengths are uniform in 1 … longest."""
+    rng = np.random.default_rng(0)
+    ends_BN = rng.integers(1, longest + 1, (b, t)).cumsum(axis=1)
+    ids = [np.searchsorted(ends, np.arange(t), side="right") for ends in ends_BN]
+    return np.stack(ids).astype(np.int32)
 
 
 def _make(shape, dtype, key):
@@ -79,8 +101,16 @@ def _make(shape, dtype, key):
     )
 
 
-def _attention(name, **how):
-    return functools.partial(flash_attention_qkv, implementation=name, **how)
+def _attention(name, documents=None, **how):
+    def attend(qkv):
+        segments = {}
+        if documents:
+            ids_BT = _segment_ids(*qkv.shape[:2], documents)
+            # Not a constant: XLA would compute the bounds during compilation.
+            segments["segment_ids"] = ids_BT + (0 * qkv[0, 0, 0, 0, 0]).astype(jnp.int32)
+        return flash_attention_qkv(qkv, implementation=name, **segments, **how)
+
+    return attend
 
 
 def _case(what, shape, run, dtype, how, factor, *, torch=None, prepare=None, bar):
@@ -91,7 +121,7 @@ def _case(what, shape, run, dtype, how, factor, *, torch=None, prepare=None, bar
         run=run,
         prepare=prepare or {},
         torch=torch or {},
-        flops=factor * _flops(shape, how.get("window")),
+        flops=factor * _flops(shape, how.get("window"), how.get("documents")),
         bound="bf16",
         bar=bar,
     )
@@ -103,7 +133,7 @@ def _forward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
 
     torch = (
         {name: functools.partial(_in_torch, name, False) for name in _TORCH[dtype]}
-        if "window" not in how
+        if not {"window", "documents"} & how.keys()
         else {}
     )
     return _case(
@@ -121,7 +151,7 @@ def _both(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
 
     torch = (
         {name: functools.partial(_in_torch, name, True) for name in _TORCH[dtype]}
-        if "window" not in how
+        if not {"window", "documents"} & how.keys()
         else {}
     )
     what = "forward and backward"
