@@ -16,7 +16,6 @@ from reference import speedrun as reference
 from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
 
 from gptjax import Precision, generate, loss_fn
-from gptjax.config import Config, ConfigError
 from gptjax.models.base import abstract_params, graph, init_params
 from gptjax.models.speedrun import SpeedrunConfig, Stage, rotary
 from gptjax.optim import NorMuonConfig
@@ -288,12 +287,6 @@ def test_sizes_groups_and_flops():
 def test_config_errors(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         dataclasses.replace(ODD, **fields)
-
-
-def test_training_refuses_what_it_cannot_tie():
-    model = dataclasses.replace(ODD, stage=STAGES["first"])
-    with pytest.raises(ConfigError, match="cannot tie parameters"):
-        Config(model=model, sequence_length=TIME, batch_tokens=TIME, micro_batch=1)
 
 
 def test_generation():

@@ -170,8 +170,6 @@ class Config:
                 "--separate-documents needs a model with segment ids, and "
                 f"{type(self.model).__name__} has none; leave the option out"
             )
-        if self.model.tied_parameters():
-            raise ConfigError("the training step cannot tie parameters: choose an untied model")
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
         self._check_processes()

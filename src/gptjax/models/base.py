@@ -78,9 +78,9 @@ class ModelConfig(abc.ABC):
         """Return a model of this config with random parameters."""
 
     def tied_parameters(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of paths (source, copy) of parameters, of which one copies the other.
+        """Return pairs of paths (source, copy): the training step keeps copy the transposed source.
 
-        The training step does not tie parameters yet: a config refuses a model that has any.
+        A pair has one `Group` of `parameter_groups`.
         """
         return ()
 

@@ -37,6 +37,7 @@ from gptjax.models.base import (
 from gptjax.optim.adamw import global_norm
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
+from gptjax.training.tying import tie, tie_gradients
 
 
 @jax.tree_util.register_dataclass
@@ -242,13 +243,16 @@ def make_train_step(
     def train_step(
         state: TrainState, windows_ABT1: Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
+        tied = nnx.merge(graphdef, state.params).config.tied_parameters()
         loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel, masked, eot)
+        grads = tie_gradients(grads, tied)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        params, opt_state = tie(params, tied), tie(opt_state, tied)
 
         skipped = jnp.zeros((), bool)
         if skip_loss_z is not None:

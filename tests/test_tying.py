@@ -1,0 +1,107 @@
+"""gptjax.training.tying: gradients and copies, and a training step of the speedrun's model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from gptjax.models.base import graph, loss_fn
+from gptjax.models.speedrun import SpeedrunConfig, Stage
+from gptjax.optim import adamw
+from gptjax.optim.matrices import flatten
+from gptjax.training.step import init_state, make_train_step
+from gptjax.training.tying import tie, tie_gradients
+
+PAIRS = (("lm_head", "embed"),)
+TIED = SpeedrunConfig(
+    vocab_size=29,
+    padded_vocab_size=32,
+    block_size=64,
+    n_layer=3,
+    n_head=2,
+    n_embd=16,
+    n_inner=24,
+    bigram_rows=7,
+    paired_layers=(0,),
+    long_layers=(2,),
+    value_layers=(2,),
+    skip=(0, 1),
+    lanes_from=2,
+    stage=Stage(2, 5, (5,), tied=True),
+)
+UNTIED = dataclasses.replace(TIED, stage=TIED.stage._replace(tied=False))
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def test_the_source_gets_both_gradients():
+    grads = {"embed": random(5, 3), "lm_head": random(3, 5, seed=1), "other": random(2)}
+    found = tie_gradients(grads, PAIRS)
+    np.testing.assert_array_equal(found["lm_head"], grads["lm_head"] + grads["embed"].T)
+    assert not found["embed"].any() and found["other"] is grads["other"]
+    assert tie_gradients(grads, ()) == grads
+
+
+def test_moments_are_copied_at_any_depth():
+    params = {"embed": random(5, 3), "lm_head": random(3, 5, seed=1), "other": random(2)}
+    labels = {"embed": "adam", "lm_head": "adam", "other": "sgd"}
+    tx = optax.partition({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, labels)
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = tx.update(params, tx.init(params))
+    found = tie(state, PAIRS)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    adam = found.inner_states["adam"].inner_state[0]
+    for moments in (adam.mu, adam.nu):
+        assert moments["lm_head"].any()
+        np.testing.assert_array_equal(moments["embed"], moments["lm_head"].T)
+
+
+def test_two_optimizers_of_one_pair_are_an_error():
+    params = {"embed": random(5, 3), "lm_head": random(3, 5)}
+    labels = {"embed": "adam", "lm_head": "sgd"}
+    tx = optax.partition({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, labels)
+    with pytest.raises(
+        ValueError, match=r"one optimizer .* lm_head and embed: there is .*mu.embed"
+    ):
+        tie(tx.init(params), PAIRS)
+
+
+def test_a_tied_run_and_the_first_untied_step():
+    """Tied steps are those of a model whose embedding is its transposed head."""
+    seen = jax.random.randint(jax.random.key(0), (3, 1, 2, 12), 0, TIED.vocab_size)
+    rate = lambda _: 0.01
+    tx = adamw(rate)
+    state = init_state(TIED, tx, 0)
+    graphdef = graph(TIED)
+
+    def shared(params, windows):
+        model = nnx.merge(graphdef, params | {"embed": params["lm_head"].T})
+        return loss_fn(model, windows[:, :-1], windows[:, 1:])
+
+    expected = {name: x for name, x in state.params.items() if name != "embed"}
+    expected_state = tx.init(expected)
+    gradient = jax.jit(jax.grad(shared))
+    step = jax.jit(make_train_step(graphdef, tx, rate))
+    for windows in seen:
+        grads = gradient(expected, windows[0])
+        updates, expected_state = tx.update(grads, expected_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        state, _ = step(state, windows)
+        names, leaves, _ = flatten((state.params, state.opt_state))
+        copies = [name for name in names if name.endswith("embed")]
+        assert len(copies) == 3  # the parameter and two moments
+        for name in copies:
+            source = leaves[names.index(name.removesuffix("embed") + "lm_head")]
+            np.testing.assert_array_equal(leaves[names.index(name)], source.T)
+    for name, x in expected.items():
+        np.testing.assert_allclose(state.params[name], x, rtol=1e-4, atol=2e-6, err_msg=name)
+
+    untied = jax.jit(make_train_step(graph(UNTIED), tx, rate))
+    after, _ = untied(state, seen[0])
+    assert (after.params["embed"] != after.params["lm_head"].T).any()
