@@ -226,8 +226,12 @@ def test_train_py_gives_both_steps_the_id(config, words, tmp_path, monkeypatch):
         given.append(how["eot"])
         raise Compiling
 
-    monkeypatch.setattr(train_py, "make_train_step", lambda *_, **how: given.append(how["eot"]))
-    monkeypatch.setattr(train_py.jax, "jit", lambda *_, **__: None)
+    def make_train_step(*_, **how):
+        given.append(how["eot"])
+        return lambda state, windows: None
+
+    monkeypatch.setattr(train_py, "make_train_step", make_train_step)
+    monkeypatch.setattr(train_py.Compiler, "start", lambda *_, **__: None)
     monkeypatch.setattr(train_py, "make_eval_step", make_eval_step)
     shutil.copytree(words, tmp_path / "copy")
     write_shard(tmp_path / "copy" / "words_train_000003.bin", np.array([256, *range(40)]))
