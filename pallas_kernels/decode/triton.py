@@ -12,7 +12,7 @@ import triton
 
 from pallas_kernels import _dispatch, _triton
 from pallas_kernels.decode import triton_many
-from pallas_kernels.decode.triton_grid import WARPS
+from pallas_kernels.decode.triton_functions import WARPS
 from pallas_kernels.decode.triton_one import decode_one_kernel
 
 

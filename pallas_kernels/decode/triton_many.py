@@ -19,7 +19,7 @@ D = C/H, N columns and K rows of a matmul, P parts of its sum, V vocabulary, S c
 import triton
 import triton.language as tl
 
-from pallas_kernels.decode.triton_grid import (
+from pallas_kernels.decode.triton_functions import (
     LOG2E,
     LOWEST,
     address,

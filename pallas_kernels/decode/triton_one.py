@@ -18,7 +18,7 @@ a tile of weights.
 import triton
 import triton.language as tl
 
-from pallas_kernels.decode.triton_grid import (
+from pallas_kernels.decode.triton_functions import (
     ABSENT,
     attend_to_part,
     gelu,

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from gptjax.evaluation import (
 )
 from gptjax.evaluation.places import place, read
 from gptjax.precision import NAMES, Precision
-from gptjax.terminal import printable
+from gptjax.terminal import exit_code, printable
 from gptjax.user_folders import cache_folder, data_folder
 
 Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
@@ -286,36 +285,25 @@ def main(args: list[str] | None = None) -> int:
     from gptjax.weights import WeightsError
 
     arguments = sys.argv[1:] if args is None else args
-    try:
-        try:
-            options = tyro.cli(
-                Evaluate,
-                prog="python -m gptjax.evaluate",
-                description="Score a model on texts, multiple choice, CORE, or tasks of "
-                "lm-evaluation-harness. The files of hellaswag, mmlu and core are not downloaded: "
-                "an error names their address and the place for them.",
-                args=args,
-            )
-            console = Console(highlight=False, soft_wrap=True)
-            result = run(options, console, _command(arguments))
-            if options.out is not None:
-                from gptjax.bench.results import compact_json
 
-                write_atomically(options.out, f"{compact_json(result)}\n".encode())
-                console.print(printable(f"wrote {options.out}"), markup=False)
-        finally:
-            sys.stdout.flush()
-    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (*USER_ERRORS, WeightsError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    def command() -> None:
+        options = tyro.cli(
+            Evaluate,
+            prog="python -m gptjax.evaluate",
+            description="Score a model on texts, multiple choice, CORE, or tasks of "
+            "lm-evaluation-harness. The files of hellaswag, mmlu and core are not downloaded: "
+            "an error names their address and the place for them.",
+            args=args,
+        )
+        console = Console(highlight=False, soft_wrap=True)
+        result = run(options, console, _command(arguments))
+        if options.out is not None:
+            from gptjax.bench.results import compact_json
+
+            write_atomically(options.out, f"{compact_json(result)}\n".encode())
+            console.print(printable(f"wrote {options.out}"), markup=False)
+
+    return exit_code(command, (*USER_ERRORS, WeightsError))
 
 
 if __name__ == "__main__":

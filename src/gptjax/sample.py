@@ -18,7 +18,7 @@ from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.precision import NAMES, Precision
-from gptjax.terminal import printable
+from gptjax.terminal import exit_code, printable
 from gptjax.user_folders import cache_folder
 
 STREAMED = 8
@@ -382,29 +382,18 @@ def main(args: list[str] | None = None) -> int:
     for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
-    try:
-        try:
-            options = tyro.cli(
-                Sample,
-                prog="python -m gptjax.sample",
-                description="Continue prompts with a model. The text of one sample is printed as "
-                "it is generated; several are printed in order, each when it is complete.",
-                args=args,
-            )
-            run(options)
-        finally:
-            sys.stdout.flush()
-    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (*USER_ERRORS, WeightsError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+
+    def command() -> None:
+        options = tyro.cli(
+            Sample,
+            prog="python -m gptjax.sample",
+            description="Continue prompts with a model. The text of one sample is printed as "
+            "it is generated; several are printed in order, each when it is complete.",
+            args=args,
+        )
+        run(options)
+
+    return exit_code(command, (*USER_ERRORS, WeightsError), "\ninterrupted")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""Printing of untrusted text on a terminal."""
+"""Printing of untrusted text on a terminal, and the exit code of a command."""
 
+import os
+import signal
+import sys
 import unicodedata
+from collections.abc import Callable
 
 
 def printable(text: str) -> str:
@@ -15,3 +19,34 @@ def printable(text: str) -> str:
 def _is_shown(character: str) -> bool:
     # `isprintable` is false for every space but U+0020, such as the no-break space of French text.
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+def exit_code(
+    command: Callable[[], object],
+    errors: tuple[type[Exception], ...],
+    interrupted: str = "interrupted",
+) -> int:
+    """Run a command and return its exit code, with a line on standard error for a failure.
+
+    Args:
+        command: its other errors are not caught.
+        errors: errors of the user, whose text is the line. The exit code is 1.
+        interrupted: the line after Ctrl-C, or after a `KeyboardInterrupt` whose argument is the
+            number of a signal. The exit code is 128 plus this number.
+    """
+    try:
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except errors as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        print(interrupted, file=sys.stderr)
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    return 0

@@ -1,7 +1,6 @@
 """Prepare token shards: `python -m gptjax.data`."""
 
 import dataclasses
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.tokenizers import TokenizerChoice
-from gptjax.terminal import printable
+from gptjax.terminal import exit_code, printable
 from gptjax.user_folders import data_folder
 
 _PATHS = tyro.conf.arg(metavar="PATH...", help_behavior_hint="(at least one)")
@@ -162,29 +161,18 @@ def _non_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    try:
-        try:
-            command = tyro.cli(
-                _Command,
-                prog="python -m gptjax.data",
-                description="Prepare a text as token shards in llm.c's .bin format. "
-                "Datasets are created atomically: an interrupted command can be repeated.",
-                args=args,
-            )
-            command.run()
-        finally:
-            sys.stdout.flush()
-    # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (DataError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        print("interrupted; no partial dataset is left", file=sys.stderr)
-        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
-    return 0
+
+    def prepare() -> None:
+        command = tyro.cli(
+            _Command,
+            prog="python -m gptjax.data",
+            description="Prepare a text as token shards in llm.c's .bin format. "
+            "Datasets are created atomically: an interrupted command can be repeated.",
+            args=args,
+        )
+        command.run()
+
+    return exit_code(prepare, (DataError, OSError), "interrupted; no partial dataset is left")
 
 
 def _terminate(number: int, _: object) -> None:

@@ -20,7 +20,8 @@ from pallas_kernels import Filters, sample_token
 STEPS = 32
 """Tokens of one call of the compiled decoding loop."""
 UNROLLED = 4
-"""Tokens of an iteration of that loop, with kernels: small operations beside theirs run once."""
+"""Tokens of an iteration of that loop with the Triton back end. XLA's small operations, such as the
+counter of the loop, run once for all of them."""
 SHORTEST_PROMPT = 16
 """Prompts are padded to a power of two of at least this length, so that few shapes are compiled."""
 

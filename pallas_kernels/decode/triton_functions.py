@@ -1,8 +1,9 @@
-"""Device functions of the kernel for one sequence: exchange, weight tiles, norm, attention.
+"""Device functions of the decoding kernels: exchange, weight tiles, norm, attention.
 
-The kernel has one program on each SM. A program stores its part of an activation in the exchange,
-an int32 array in global memory, and every program that needs the activation polls all its values
-until none is `ABSENT`. A value is its own flag: no fence, counter or barrier of all programs.
+With one sequence the kernel has one program on each SM. A program stores its part of an activation
+in the exchange, an int32 array in global memory, and every program that needs the activation polls
+all its values until none is `ABSENT`. A value is its own flag: no fence, counter or barrier of all
+programs.
 
 The exchange holds fp32 bit patterns. It has two halves: a launch uses one and clears the other one
 for the next launch, and each slot is written once in a launch. `ABSENT` is a NaN that no arithmetic
