@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import re
-import types
-import typing
-import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +11,13 @@ import optax
 from jax.sharding import Mesh
 
 from gptjax import stages as staging
+from gptjax.fields import check_fields, flag
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
-from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed, ranges
+from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from gptjax.stages import Stage
 from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
@@ -152,8 +150,11 @@ class Config:
     lowering: some 5 s of a start."""
 
     def __post_init__(self):
-        _check_fields(self)
-        _check_fields(self.optimizer, "optimizer.")
+        try:
+            check_fields(self)
+            check_fields(self.optimizer, "optimizer.")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.sequence_length > self.model.block_size:
             raise ConfigError(
                 f"--sequence-length {self.sequence_length} is longer than the model's block size "
@@ -191,9 +192,9 @@ class Config:
             raise ConfigError("--eval-tasks and --eval-every need each other")
 
     def _check_stages(self) -> None:
-        for stage in self.stages:
-            _check_fields(stage, "stages.")
         try:
+            for stage in self.stages:
+                check_fields(stage, "stages.")
             staging.check(self)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -278,64 +279,6 @@ class Config:
     def batch(self) -> int:
         """Sequences of an optimizer step, over all devices."""
         return self.batch_tokens // self.sequence_length
-
-
-def _check_fields(options: Config | OptimizerConfig | Stage, prefix: str = "") -> None:
-    """Check the type of each field, and the range of each number.
-
-    Raises:
-        ConfigError: the message names the option, the allowed values and the value.
-    """
-    types, allowed = typing.get_type_hints(type(options)), ranges(type(options))
-    for field in dataclasses.fields(options):
-        value, expected = getattr(options, field.name), types[field.name]
-        flag = _flag(prefix + field.name)
-        if not _has_type(value, expected):
-            raise ConfigError(
-                f"{flag} must be {_in_words(expected)}, got {value!r} ({type(value).__name__})"
-            )
-        if _is_unprintable(value):
-            raise ConfigError(
-                f"{flag} must be valid UTF-8 without control characters, got {str(value)!r}"
-            )
-        if field.name in allowed and value is not None:
-            interval = allowed[field.name]
-            if not interval.low <= value <= interval.high:  # NaN too
-                raise ConfigError(f"{flag} must be {interval.text}, got {value}")
-
-
-def _is_unprintable(value: Any) -> bool:
-    """Return True for text or a path with control characters or surrogates.
-
-    Python decodes invalid UTF-8 to surrogates.
-    """
-    text = str(value) if isinstance(value, (str, Path)) else ""
-    return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
-
-
-def _has_type(value: Any, expected: Any) -> bool:
-    """Return True for an instance of a type; an int is also a float, a bool is neither."""
-    if typing.get_origin(expected) is tuple:
-        kind = typing.get_args(expected)[0]
-        return isinstance(value, tuple) and all(_has_type(item, kind) for item in value)
-    if typing.get_origin(expected) is Literal:
-        return isinstance(value, str) and value in typing.get_args(expected)
-    if isinstance(value, bool):
-        return expected is bool
-    kinds = typing.get_args(expected) or (expected,)
-    return isinstance(value, (*kinds, int) if float in kinds else kinds)
-
-
-def _in_words(expected: Any) -> str:
-    """Return a type as it is written: "one of a, b", "float | None", "Path"."""
-    arguments = typing.get_args(expected)
-    if typing.get_origin(expected) is tuple:
-        return f"tuple of {arguments[0].__name__}"
-    if typing.get_origin(expected) is Literal:
-        return f"one of {', '.join(arguments)}"
-    return " | ".join(
-        "None" if kind is types.NoneType else kind.__name__ for kind in arguments or (expected,)
-    )
 
 
 # Fields of Config that may differ between a checkpoint and the command that resumes it: they do not
@@ -497,4 +440,4 @@ def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
 
 def _flag(field: str) -> str:
     """Return the command-line option of a field of `to_json`."""
-    return "--optimizer" if field == "optimizer.algorithm" else "--" + field.replace("_", "-")
+    return "--optimizer" if field == "optimizer.algorithm" else flag(field)
