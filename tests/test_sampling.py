@@ -28,12 +28,16 @@ def inputs(rows, vocab, dtype):
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernel_draws_the_tokens_of_the_definition(filters, dtype, triton_on_cpu, monkeypatch):
+@pytest.mark.parametrize("dtype, few", [("float32", 16), ("bfloat16", 128)])
+def test_the_kernel_draws_the_tokens_of_the_definition(
+    filters, dtype, few, triton_on_cpu, monkeypatch
+):
     from pallas_kernels.sampling import triton
 
     # Several tiles a row.
     monkeypatch.setattr(triton, "BLOCK", 32)
+    # With 16, the candidates are too many in some rows.
+    monkeypatch.setattr(triton, "FEW", few)
     args = (*inputs(6, 99, jnp.dtype(dtype)), FILTERS[filters])
     found, expected = (
         np.asarray(sample_token(*args, implementation=name)) for name in ("triton", "reference")

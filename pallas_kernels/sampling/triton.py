@@ -1,8 +1,9 @@
 """Triton kernel of `sample_token`: one program a row, no sort.
 
-The row is loaded in a few wide tiles. For top-k, the k-th of the maxima of a tile's lanes is a
-lower bound of the k-th logit. Only the ids of logits of at least this bound, usually few more than
-k, are stored, in global memory, for the later passes.
+The row is loaded in a few wide tiles. For top-k, a bound that at least k of the maxima of a tile's
+lanes reach is a lower bound of the k-th logit. The logits of at least this bound, usually few more
+than k, are candidates. If they are at most 128, each is compared with each other one. Otherwise,
+their ids are stored in ascending order, in global memory, for a search of the thresholds.
 
 Thresholds are bisected over integer keys that order the floats of the dtype: at most 16 steps for
 16 bits. A step reads the stored logits, or without top-k the whole row, from the L1 cache.
@@ -21,6 +22,8 @@ KEPT_BLOCK = 1024
 """Logits of a tile of the following passes: with top-k, at most."""
 ROW_BLOCK = 4096
 """Without top-k."""
+FEW = 128
+"""Candidates of top-k that are compared with each other, at most."""
 ELEMENTS = 16
 """Logits of a thread in a tile of the first pass: a load of 16 bytes in 16 bits."""
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -35,6 +38,7 @@ def sample_token(logits_BV, uniform_B, filters):
 
     block = min(BLOCK, triton.next_power_of_2(v))
     top_k = filters.top_k is not None
+    kept = max(v, 2 * FEW) if top_k else 1
     token_B, *_ = _triton.call(
         sample_kernel,
         logits_BV,
@@ -44,7 +48,7 @@ def sample_token(logits_BV, uniform_B, filters):
         scalar(filters.top_p, 1, jnp.float32),
         out=[
             jax.ShapeDtypeStruct((b,), jnp.int32),
-            jax.ShapeDtypeStruct((b, v if top_k else 1), jnp.int32),
+            jax.ShapeDtypeStruct((b, kept), jnp.int32),
         ],
         grid=(b,),
         num_warps=max(1, block // (32 * ELEMENTS)),
@@ -52,6 +56,10 @@ def sample_token(logits_BV, uniform_B, filters):
         B=b,
         BLOCK=block,
         KEPT_BLOCK=min(KEPT_BLOCK if top_k else ROW_BLOCK, block),
+        KEPT=kept,
+        FEW=FEW,
+        # A row starts up to 7 elements before its tiles.
+        TILES=triton.next_power_of_2(triton.cdiv(v + 7, block)),
         BITS=8 * logits_BV.dtype.itemsize,
         DRAW=filters.temperature is not None,
         TOP_K=top_k,
@@ -103,19 +111,105 @@ def load_tile(aligned_ptr, shift, start, FULL: tl.constexpr, V: tl.constexpr, BL
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def lower_bound(
-    highest_V, highest_key, k, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+    highest_V, highest_key, k, few, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return a lower bound of the k-th logit: the k-th of the lanes' maxima."""
+    """Return a lower bound of the k-th logit, and how many lanes' maxima reach it.
+
+    Of k lanes or more: as soon as they are at most `few`, else the k-th of the lanes' maxima.
+    """
     bound = tl.full((), float("-inf"), tl.float32)
+    lanes = tl.full((), BLOCK, tl.int32)
     if k <= BLOCK:
         low, high = key_of(tl.min(highest_V, 0).to(DTYPE), BITS), highest_key + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            count = tl.sum((highest_V >= float_of(middle, DTYPE, BITS)).to(tl.int32), 0)
-            low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle)
+        while (high - low > 1) & (lanes > few):
+            # Thirds of the keys, and parts of the values: these need fewer steps for usual logits.
+            a, b = low + tl.maximum((high - low) // 3, 1), high - tl.maximum((high - low) // 3, 1)
+            low_x, high_x = float_of(low, DTYPE, BITS), float_of(high - 1, DTYPE, BITS)
+            c = key_of((0.5 * low_x + 0.5 * high_x).to(DTYPE), BITS)
+            d = key_of((0.25 * low_x + 0.75 * high_x).to(DTYPE), BITS)
+            c = tl.minimum(tl.maximum(c, low + 1), high - 1)
+            d = tl.minimum(tl.maximum(d, low + 1), high - 1)
+            # Two counts of 16 bits in each sum.
+            over_a = (highest_V >= float_of(a, DTYPE, BITS)).to(tl.int32)
+            over_b = (highest_V >= float_of(b, DTYPE, BITS)).to(tl.int32)
+            over_c = (highest_V >= float_of(c, DTYPE, BITS)).to(tl.int32)
+            over_d = (highest_V >= float_of(d, DTYPE, BITS)).to(tl.int32)
+            ab, cd = tl.reduce((over_a + (over_b << 16), over_c + (over_d << 16)), 0, _add_pairs)
+            low, high, lanes = narrowed(a, ab & 65535, k, low, high, lanes)
+            low, high, lanes = narrowed(b, ab >> 16, k, low, high, lanes)
+            low, high, lanes = narrowed(c, cd & 65535, k, low, high, lanes)
+            low, high, lanes = narrowed(d, cd >> 16, k, low, high, lanes)
         bound = float_of(low, DTYPE, BITS)
-    return bound
+    return bound, lanes
+
+
+@triton.jit
+def narrowed(middle, count, k, low, high, lanes):
+    """Return the interval of keys, and the number of lanes above it, after a key's count."""
+    enough = count >= k
+    lanes = tl.where(enough & (middle > low), count, lanes)
+    low = tl.where(enough, tl.maximum(low, middle), low)
+    high = tl.where(enough, high, tl.minimum(high, middle))
+    return low, high, lanes
+
+
+@triton.jit
+def list_candidates(
+    row_ptr, list_ptr, highest_V, bound, shift, LANES: tl.constexpr, TILES: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the ids of logits of at least `bound`, in any order; return their number.
+
+    At most LANES lanes have a maximum of at least `bound`: only these are read again. If more than
+    LANES logits are, the list ends there.
+    """
+    keep_V = (highest_V >= bound).to(tl.int32)
+    rank_V = tl.cumsum(keep_V, 0)
+    tl.store(list_ptr + rank_V - 1, tl.arange(0, BLOCK), mask=(keep_V > 0) & (rank_V <= LANES))
+    lanes = tl.sum(keep_V, 0)
+    tl.debug_barrier()
+    index = tl.arange(0, LANES * TILES)
+    inside = index // TILES < lanes
+    lane = tl.load(list_ptr + index // TILES, mask=inside, other=0)
+    id_N = index % TILES * BLOCK + lane - shift
+    inside = inside & (id_N >= 0) & (id_N < V)
+    x_N = tl.load(row_ptr + id_N, mask=inside, other=float("-inf")).to(tl.float32)
+    keep_N = (inside & (x_N >= bound)).to(tl.int32)
+    rank_N = tl.cumsum(keep_N, 0)
+    tl.store(list_ptr + LANES + rank_N - 1, id_N, mask=(keep_N > 0) & (rank_N <= LANES))
+    tl.debug_barrier()
+    return tl.sum(keep_N, 0)
+
+
+@triton.jit
+def draw_from_list(
+    row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P: tl.constexpr,
+    V: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Return the token drawn from n ≤ FEW candidates, of which the k likeliest are: each candidate
+    is compared with each other one."""
+    slot_F = tl.arange(0, FEW)
+    id_F = tl.load(list_ptr + slot_F, mask=slot_F < n, other=V)
+    x_F = tl.load(row_ptr + id_F, mask=slot_F < n, other=float("-inf")).to(tl.float32)
+    x_F1, x_1F, id_F1, id_1F = x_F[:, None], x_F[None, :], id_F[:, None], id_F[None, :]
+    likelier_FF = (x_1F > x_F1) | ((x_1F == x_F1) & (id_1F < id_F1))
+    rank_F = tl.sum(likelier_FF.to(tl.int32), 1)
+    keep_F = (slot_F < n) & (rank_F < k)
+    weight_F = tl.where(keep_F, tl.exp2((x_F - highest) * scale), 0.0)
+    if TOP_P:
+        likelier_F = tl.sum(tl.where(likelier_FF, weight_F[None, :], 0.0), 1)
+        goal = tl.load(top_p_ptr) * tl.sum(weight_F, 0)
+        weight_F = tl.where((likelier_F < goal) | (rank_F == 0), weight_F, 0.0)
+    sum_F = tl.sum(tl.where(id_1F <= id_F1, weight_F[None, :], 0.0), 1)
+    crossed_F = (weight_F > 0) & (sum_F > uniform * tl.sum(weight_F, 0))
+    first = tl.min(tl.where(crossed_F, id_F, V), 0)
+    return tl.where(first < V, first, tl.max(tl.where(weight_F > 0, id_F, 0), 0))
 
 
 @triton.jit
@@ -222,6 +316,78 @@ def locate(
 
 
 @triton.jit
+def draw_by_bisection(
+    row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p_ptr, uniform, highest, scale,
+    V: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
+    BITS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+):  # fmt: skip
+    """Return the token drawn from any number of candidates.
+
+    Args:
+        bound: lower bound of the k-th logit.
+    """
+    DTYPE: tl.constexpr = row_ptr.dtype.element_ty
+    highest_key = key_of(highest.to(DTYPE), BITS)
+    threshold, last, kept = highest * 0 + float("-inf"), V, V
+    if TOP_K:
+        kept = keep_from(aligned_ptr, shift, kept_ptr, bound, V, BLOCK, STOP)
+        low, high = key_of(bound.to(DTYPE), BITS), highest_key + 1
+        # The number of logits that are at least the float of `high`.
+        above = 0.0
+        while high - low > 1:
+            middle = (low + high) // 2
+            count = count_or_mass(
+                row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), 0.0, 0, highest, scale,
+                False, True, V, KEPT_BLOCK,
+            )  # fmt: skip
+            above = tl.where(count >= k, above, count)
+            low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle)
+        threshold = float_of(low, DTYPE, BITS)
+        last = locate(
+            row_ptr, kept_ptr, kept, k - above - 1, threshold, V, highest, scale, True, True, V,
+            KEPT_BLOCK,
+        )  # fmt: skip
+    if TOP_P:
+        floor, floor_last = threshold, last
+        all_mass = count_or_mass(
+            row_ptr, kept_ptr, kept, threshold, floor, floor_last, highest, scale, True, TOP_K,
+            V, KEPT_BLOCK,
+        )  # fmt: skip
+        goal = tl.load(top_p_ptr) * all_mass
+        low, high = key_of(threshold.to(DTYPE), BITS), highest_key + 1
+        above = 0.0
+        while high - low > 1:
+            middle = (low + high) // 2
+            mass = count_or_mass(
+                row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), floor, floor_last,
+                highest, scale, True, TOP_K, V, KEPT_BLOCK,
+            )  # fmt: skip
+            above = tl.where(mass >= goal, above, mass)
+            low, high = (
+                tl.where(mass >= goal, middle, low),
+                tl.where(mass >= goal, high, middle),
+            )
+        threshold = float_of(low, DTYPE, BITS)
+        each = tl.exp2((threshold - highest) * scale)
+        ties = tl.maximum(tl.ceil((goal - above) / each), 1.0)
+        last = locate(
+            row_ptr, kept_ptr, kept, ties - 1, threshold, V, highest, scale, True, TOP_K, V,
+            KEPT_BLOCK,
+        )  # fmt: skip
+        # Of a threshold that top-k has set, top-k has cut the ties, too.
+        last = tl.where(threshold == floor, tl.minimum(last, floor_last), last)
+    total = count_or_mass(
+        row_ptr, kept_ptr, kept, float("-inf"), threshold, last, highest, scale, True, TOP_K, V,
+        KEPT_BLOCK,
+    )  # fmt: skip
+    target = uniform * total
+    return locate(
+        row_ptr, kept_ptr, kept, target, threshold, last, highest, scale, False, TOP_K, V,
+        KEPT_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
 def sample_kernel(
     logits_ptr,
     uniform_ptr,
@@ -234,6 +400,9 @@ def sample_kernel(
     B: tl.constexpr,
     BLOCK: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
+    FEW: tl.constexpr,
+    TILES: tl.constexpr,
     BITS: tl.constexpr,
     DRAW: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -260,66 +429,26 @@ def sample_kernel(
     if DRAW:
         highest_key = key_of(highest.to(DTYPE), BITS)
         scale = LOG2E / tl.load(temperature_ptr)
-        threshold, last, kept = highest * 0 + float("-inf"), V, V
-        kept_ptr += row.to(tl.int64) * V
+        uniform = tl.load(uniform_ptr + row)
+        kept_ptr += row.to(tl.int64) * KEPT
+        k, bound, n = V, highest * 0 + float("-inf"), 0
         if TOP_K:
             k = tl.minimum(tl.load(top_k_ptr), V)
-            bound = lower_bound(highest_V, highest_key, k, DTYPE, BITS, BLOCK)
-            kept = keep_from(aligned_ptr, shift, kept_ptr, bound, V, BLOCK, STOP)
-            low, high = key_of(bound.to(DTYPE), BITS), highest_key + 1
-            # The number of logits that are at least the float of `high`.
-            above = 0.0
-            while high - low > 1:
-                middle = (low + high) // 2
-                count = count_or_mass(
-                    row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), 0.0, 0, highest, scale,
-                    False, True, V, KEPT_BLOCK,
-                )  # fmt: skip
-                above = tl.where(count >= k, above, count)
-                low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle)
-            threshold = float_of(low, DTYPE, BITS)
-            last = locate(
-                row_ptr, kept_ptr, kept, k - above - 1, threshold, V, highest, scale, True, True, V,
-                KEPT_BLOCK,
-            )  # fmt: skip
-        if TOP_P:
-            floor, floor_last = threshold, last
-            all_mass = count_or_mass(
-                row_ptr, kept_ptr, kept, threshold, floor, floor_last, highest, scale, True, TOP_K,
-                V, KEPT_BLOCK,
-            )  # fmt: skip
-            goal = tl.load(top_p_ptr) * all_mass
-            low, high = key_of(threshold.to(DTYPE), BITS), highest_key + 1
-            above = 0.0
-            while high - low > 1:
-                middle = (low + high) // 2
-                mass = count_or_mass(
-                    row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), floor, floor_last,
-                    highest, scale, True, TOP_K, V, KEPT_BLOCK,
-                )  # fmt: skip
-                above = tl.where(mass >= goal, above, mass)
-                low, high = (
-                    tl.where(mass >= goal, middle, low),
-                    tl.where(mass >= goal, high, middle),
+            bound, lanes = lower_bound(highest_V, highest_key, k, FEW // 8 * 7, DTYPE, BITS, BLOCK)
+            if lanes <= FEW:
+                n = list_candidates(
+                    row_ptr, kept_ptr, highest_V, bound, shift, FEW, TILES, V, BLOCK
                 )
-            threshold = float_of(low, DTYPE, BITS)
-            each = tl.exp2((threshold - highest) * scale)
-            ties = tl.maximum(tl.ceil((goal - above) / each), 1.0)
-            last = locate(
-                row_ptr, kept_ptr, kept, ties - 1, threshold, V, highest, scale, True, TOP_K, V,
-                KEPT_BLOCK,
+        list_ptr = kept_ptr + FEW
+        if (n > 0) & (n <= FEW):
+            token = draw_from_list(
+                row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P, V, FEW
+            )
+        else:
+            token = draw_by_bisection(
+                row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p_ptr, uniform, highest, scale,
+                V, STOP, BLOCK, KEPT_BLOCK, BITS, TOP_K, TOP_P,
             )  # fmt: skip
-            # Of a threshold that top-k has set, top-k has cut the ties, too.
-            last = tl.where(threshold == floor, tl.minimum(last, floor_last), last)
-        total = count_or_mass(
-            row_ptr, kept_ptr, kept, float("-inf"), threshold, last, highest, scale, True, TOP_K, V,
-            KEPT_BLOCK,
-        )  # fmt: skip
-        target = tl.load(uniform_ptr + row) * total
-        token = locate(
-            row_ptr, kept_ptr, kept, target, threshold, last, highest, scale, False, TOP_K, V,
-            KEPT_BLOCK,
-        )  # fmt: skip
     else:
         token = tl.min(tl.where(highest_V == highest, best_V, V), 0)
     tl.store(token_ptr + row, tl.minimum(token, V - 1))
