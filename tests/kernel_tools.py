@@ -28,6 +28,8 @@ from pallas_kernels import _dispatch
 # ---------------------------------------------------------------------------------- Triton on a CPU
 
 
+E5M2 = jnp.float8_e5m2
+_EXTENSIONS = [np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, E5M2)]
 # Triton's interpreter patches the module triton.language while it runs, and XLA calls back from
 # several threads at once.
 _INTERPRETER = threading.Lock()
@@ -76,12 +78,14 @@ def _interpreter() -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
-    truncating = interpreter._convert_float
+    truncating, tl = interpreter._convert_float, triton.language
+    narrow = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn, tl.float8e5: E5M2}
 
     def to_nearest(data, source, target, mode):
-        # Triton's own cuts the low half off, which a GPU does not.
-        if (source, target) == (triton.language.float32, triton.language.bfloat16):
-            return np.ascontiguousarray(data).view(np.float32).astype(jnp.bfloat16).view(np.uint16)
+        # Triton's own cuts the low bits off, which a GPU does not.
+        if source == tl.float32 and target in narrow:
+            rounded = np.ascontiguousarray(data).view(np.float32).astype(narrow[target])
+            return rounded.view(f"u{rounded.itemsize}")
         return truncating(data, source, target, mode)
 
     def inline_asm(self, asm, constraints, values, result_types, is_pure, pack):
@@ -118,16 +122,19 @@ def _interpreter() -> Iterator[None]:
 def _to_torch(array: np.ndarray):
     import torch
 
-    # NumPy's bfloat16 is an extension that torch does not read.
-    if array.dtype == jnp.bfloat16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    # Extensions of NumPy, which torch does not read.
+    if array.dtype in _EXTENSIONS:
+        copy = torch.from_numpy(array.view(f"i{array.itemsize}").copy())
+        return copy.view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array.copy())
 
 
 def _to_numpy(tensor, dtype) -> np.ndarray:
     import torch
 
-    return tensor.view(torch.int16).numpy().view(dtype) if dtype == jnp.bfloat16 else tensor.numpy()
+    if (dtype := np.dtype(dtype)) not in _EXTENSIONS:
+        return tensor.numpy()
+    return tensor.view(getattr(torch, f"int{8 * dtype.itemsize}")).numpy().view(dtype)
 
 
 def _poison(shape: jax.ShapeDtypeStruct):
@@ -355,7 +362,7 @@ def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Com
     pointers = {
         "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32",
         "int64": "*i64", "uint32": "*u32", "int8": "*i8", "uint8": "*u8", "uint16": "*u16",
-        "bool": "*i1",
+        "bool": "*i1", "float8_e4m3fn": "*fp8e4nv", "float8_e5m2": "*fp8e5",
     }  # fmt: skip
     signature, constants, attributes = {}, {}, {}
     names = [p.name for p in kernel.params if not p.is_constexpr]

@@ -1,0 +1,218 @@
+"""pallas_kernels.fp8: conversions bit for bit, matmuls of FP8 operands against their definition."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import triton_kernels, unchecked
+from reference.torch_gpt2 import assert_within_twice
+
+from pallas_kernels import _dispatch
+from pallas_kernels.fp8 import E4M3, E5M2, largest, quantize, reference, scale_for, scaled_matmul
+
+FORMATS = [E4M3, E5M2]
+
+
+@pytest.fixture(params=["xla", "triton"])
+def backend(request):
+    if request.param == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    return request.param
+
+
+def values(shape, dtype, seed=0):
+    """Numbers of every size that FP8 distinguishes, and beyond both ends."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-22, 14, shape)
+    return jnp.asarray(x, dtype)
+
+
+def rounded(x, scale, dtype):
+    """NumPy's conversion: to the nearest, ties to even."""
+    exact = np.asarray(x, np.float32) * np.float32(scale)
+    return np.clip(exact, -largest(dtype), largest(dtype)).astype(dtype)
+
+
+def check_quantize(backend, shape, x_dtype, dtype, scale=4.0, **copies):
+    x = values(shape, x_dtype)
+    f = functools.partial(quantize, dtype=dtype, implementation=backend, **copies)
+    out = jax.jit(f)(x, scale)
+    expected = rounded(x, scale, dtype)
+    if copies.get("rows", True):
+        assert out.rows.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(out.rows).view(np.uint8), expected.view(np.uint8))
+    else:
+        assert out.rows is None
+    if copies.get("transposed"):
+        turned = np.ascontiguousarray(expected.T)
+        np.testing.assert_array_equal(
+            np.asarray(out.transposed).view(np.uint8), turned.view(np.uint8)
+        )
+    else:
+        assert out.transposed is None
+    assert out.amax == np.abs(np.asarray(x, np.float32)).max()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+def test_quantize(backend, x_dtype, dtype):
+    # Several tiles both ways, ragged.
+    check_quantize(backend, (130, 260), x_dtype, dtype, transposed=True)
+
+
+def test_quantize_one_copy(backend):
+    check_quantize(backend, (33, 65), jnp.float16, E4M3)
+    check_quantize(backend, (33, 65), jnp.bfloat16, E5M2, rows=False, transposed=True)
+
+
+def test_what_is_not_finite(backend):
+    """NaN stays NaN, infinity becomes the largest number."""
+    x = jnp.array([[jnp.nan, jnp.inf, -jnp.inf, 0.0]])
+    for dtype in FORMATS:
+        out = quantize(x, 2.0, dtype, implementation=backend).rows.astype(jnp.float32)
+        np.testing.assert_array_equal(out, [[np.nan, largest(dtype), -largest(dtype), 0]])
+
+
+def test_64_bit_offsets(triton_on_cpu, monkeypatch):
+    import triton.language as tl
+
+    from pallas_kernels import _triton
+
+    call = _triton.call
+    monkeypatch.setattr(_triton, "call", lambda *a, **o: call(*a, **o | {"INDEX": tl.int64}))
+    check_quantize("triton", (33, 65), jnp.bfloat16, E4M3, transposed=True)
+
+
+def test_scales_are_the_largest_powers_of_two():
+    for dtype in FORMATS:
+        for amax in (1.0, 0.75, 448.0, 449.0, 1e-30, 1e20, 57344.0):
+            scale = float(jax.jit(scale_for, static_argnums=1)(jnp.float32(amax), dtype))
+            assert np.frexp(scale)[0] == 0.5
+            assert scale * amax <= largest(dtype)
+            assert 2 * scale * amax > largest(dtype) or scale == 2.0**60
+    assert scale_for(jnp.float32(1.0), E4M3, 2.0) == 128
+    for odd in (0.0, np.nan, np.inf):
+        assert scale_for(jnp.float32(odd), E4M3) == 1
+
+
+def operands(m, n, k, formats, seed=0):
+    rng = np.random.default_rng(seed)
+    a, b = (rng.standard_normal((size, k)) * 4 for size in (m, n))
+    return jnp.asarray(a).astype(formats[0]), jnp.asarray(b).astype(formats[1])
+
+
+def check_matmul(backend, m, n, k, formats, out_dtype, fast=True):
+    """Within twice the error of the rounding to out_dtype; in fp32, of fp32 sums."""
+    a, b = operands(m, n, k, formats)
+    scale = 2.0**-7
+    f = functools.partial(
+        scaled_matmul, out_dtype=out_dtype, fast_accumulation=fast, implementation=backend
+    )
+    y = jax.jit(f)(a, b, scale)
+    assert y.dtype == out_dtype
+    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T * scale
+    plain = reference(a, b, scale).astype(out_dtype)
+    if out_dtype == jnp.float32:  # its error is next to nothing
+        error = np.abs(np.asarray(y, np.float64) - exact).max()
+        # 14 bits of the tensor core's sums.
+        assert error <= (2.0**-12 if fast else 2.0**-16) * np.abs(exact).max()
+    else:
+        assert_within_twice(y, plain, exact, name="y")
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+def test_matmul(formats, out_dtype):
+    check_matmul("xla", 48, 32, 64, formats, out_dtype)
+
+
+def test_matmul_of_ragged_sizes():
+    check_matmul("xla", 33, 17, 70, (E4M3, E5M2), jnp.bfloat16, fast=False)
+
+
+def test_no_derivative():
+    a, b = operands(4, 4, 4, (E4M3, E4M3))
+    for f in (
+        lambda s: scaled_matmul(a, b, s, out_dtype=jnp.float32).sum(),
+        lambda s: quantize(jnp.ones((4, 4)) * s, 1.0).amax,
+    ):
+        with pytest.raises(NotImplementedError, match="has no derivative"):
+            jax.grad(f)(1.0)
+
+
+def test_errors():
+    a, b = operands(4, 4, 4, (E4M3, E5M2))
+    x = jnp.ones((4, 4))
+    for f, message in [
+        (lambda: scaled_matmul(b, b), "one of them in float8_e5m2, got float8_e5m2 and float8_e5"),
+        (lambda: scaled_matmul(x, b), "got float32 and float8_e5m2"),
+        (lambda: scaled_matmul(a, b, out_dtype=jnp.int8), "expected out_dtype float32, .* int8"),
+        (lambda: unchecked(scaled_matmul)(a, b[:, :2]), r"b \(N, K\), got \(4, 4\), \(4, 2\)"),
+        (lambda: scaled_matmul(a, b, implementation="mosaic"), "needs an NVIDIA GPU"),
+        (lambda: quantize(x, 1.0, jnp.bfloat16), "or float8_e5m2 as dtype, got .* and bfloat16"),
+        (lambda: quantize(a, 1.0), r"got \(4, 4\) in float8_e4m3fn"),
+        (lambda: quantize(x, 1.0, rows=False), "rows=True or transposed=True, got neither"),
+        (lambda: quantize(x, 1.0, implementation="triton"), "'triton' needs an NVIDIA GPU"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            f()
+
+
+def test_the_triton_kernel_needs_hardware_conversions(monkeypatch):
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_dispatch, "capability", lambda: (8, 0))
+    assert _dispatch.select("quantize") == "xla"
+    with pytest.raises(ValueError, match=r"needs compute capability 8.9 \(Ada\) or later, not"):
+        quantize(jnp.ones((4, 4)), 1.0, implementation="triton")
+
+
+@pytest.mark.parametrize("copies", [{}, {"transposed": True}], ids=str)
+def test_compiled_code(copies):
+    """Wide accesses, no spills, conversions by the instruction for pairs."""
+    x = jax.ShapeDtypeStruct((65536, 3072), jnp.bfloat16)
+    f = functools.partial(quantize, implementation="triton", **copies)
+    (kernel,) = triton_kernels(f, x, jax.ShapeDtypeStruct((), jnp.float32))
+    assert kernel.spill_bytes == 0
+    assert "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx
+    assert "ld.global.v4" in kernel.ptx
+    stores = re.findall(r"st\.global\S*", kernel.ptx)
+    # But for the tile's amax.
+    assert sum("v2" not in s and "v4" not in s for s in stores) <= 1, stores
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+
+def fp8_calls(compiled):
+    """The FP8 matmuls of an executable, and all of its matmuls."""
+    text = compiled.as_text()
+    return text.count('custom_call_target="__cublas$lt$matmul$f8"'), len(
+        re.findall(r'custom_call_target="__cublas|__triton_gemm| dot\(', text)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(4096, 768), (1000, 333), (7, 3), (768, 2304)], ids=str)
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
+def test_quantize_on_the_gpu(shape, x_dtype, dtype):
+    check_quantize("triton", shape, x_dtype, dtype, transposed=True)
+    check_quantize("triton", shape, x_dtype, dtype)
+    check_quantize("triton", shape, x_dtype, dtype, rows=False, transposed=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("fast", [True, False])
+def test_matmul_on_the_gpu(formats, out_dtype, fast):
+    """cuBLASLt computes it, and the scale is part of that call: there is no other operation."""
+    check_matmul("xla", 1024, 768, 768, formats, out_dtype, fast)
+    a, b = operands(1024, 768, 768, formats)
+    f = functools.partial(scaled_matmul, out_dtype=out_dtype, fast_accumulation=fast)
+    compiled = jax.jit(f).lower(a, b, jnp.float32(0.5)).compile()
+    assert fp8_calls(compiled) == (1, 1)
+    assert "multiply(" not in compiled.as_text()
