@@ -201,7 +201,8 @@ def test_stages_on_the_command_line(capsys):
     assert from_command_line([*command, *stages]).stages == expected
     with pytest.raises(SystemExit):
         from_command_line([*command, '{"length": 5}'])
-    assert "micro_batch, learning_rate_factor, model" in capsys.readouterr().err
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "max_document_length, micro_batch, learning_rate_factor, model" in shown
     with pytest.raises(ConfigError, match="--stages.until must be at least 1"):
         from_command_line([*command, '{"until": 0}'])
 

@@ -99,13 +99,17 @@ class Config:
     separate_documents: bool = False
     """Attend within a document only, and count positions from its beginning, where a sequence packs
     several. Documents begin with the tokenizer's end-of-text token."""
+    max_document_length: PositiveInt | None = None
+    """Pack documents: each training sequence begins with a document, and the tokens of a document
+    after this number are not read. Needs separate_documents. None for contiguous text."""
     micro_batch: PositiveInt = 64
     """Sequences on each device at a time; gradients are accumulated over the batch."""
     overfit_one_batch: bool = False
     """Train on the first batch only: the loss must approach 0."""
     stages: tuple[Stage, ...] = ()
     """Stages of training, each as JSON: '{"until": 500, "batch_tokens": 131072}' '{}'. More fields:
-    sequence_length, micro_batch, learning_rate_factor, model. The last needs no until."""
+    sequence_length, max_document_length, micro_batch, learning_rate_factor, model. The last needs
+    no until."""
 
     val_every: NonNegativeInt = 250
     """Steps between validations; 0 for none."""
@@ -170,6 +174,10 @@ class Config:
             raise ConfigError(
                 "--separate-documents needs a model with segment ids, and "
                 f"{type(self.model).__name__} has none; leave the option out"
+            )
+        if self.max_document_length is not None and not self.separate_documents:
+            raise ConfigError(
+                f"--max-document-length {self.max_document_length} needs --separate-documents"
             )
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
@@ -295,8 +303,8 @@ OPERATIONAL = frozenset(
 # `to_json` stores in optimizer.schedule_steps. An executable depends on val_tokens by a shape only.
 OUTSIDE_EXECUTABLES = frozenset(
     "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
-    "overfit_one_batch val_every val_tokens eval_tasks eval_every eval_items sample_every "
-    "sample_tokens checkpoint_every keep_last keep_every log_every wandb peak_tflops "
+    "max_document_length overfit_one_batch val_every val_tokens eval_tasks eval_every eval_items "
+    "sample_every sample_tokens checkpoint_every keep_last keep_every log_every wandb peak_tflops "
     "compilation_cache executable_cache".split()
 )
 

@@ -2,10 +2,10 @@
 
 Steps are indices of updates, 0 for the first. A run without stages is one stage.
 
-Data. The training windows of one sequence length form a grid (`gptjax.data.loader`). A stage with
-the sequence length of the stage before continues in its order of windows, with another batch. A
-stage with another sequence length begins a new order, of all windows of its grid: it may read text
-of an earlier stage again. The first order is that of a run without stages.
+Data. A sequence length and a maximum document length define the training windows
+(`gptjax.data.loader`). A stage with both lengths of the stage before continues in its order of
+windows, with another batch. A stage with another of the two begins a new order, of all its windows:
+it may read text of an earlier stage again. The first order is that of a run without stages.
 """
 
 import bisect
@@ -35,6 +35,8 @@ class Stage:
     """Tokens of an optimizer step, over all devices and micro-batches."""
     sequence_length: PositiveInt | None = None
     """Tokens of a sequence."""
+    max_document_length: PositiveInt | None = None
+    """Tokens of a document that are read."""
     micro_batch: PositiveInt | None = None
     """Sequences on each device at a time."""
     learning_rate_factor: PositiveFloat = 1.0
@@ -44,7 +46,7 @@ class Stage:
 
 
 # Options of a Stage that replace those of the config.
-_REPLACED = ("batch_tokens", "sequence_length", "micro_batch")
+_REPLACED = ("batch_tokens", "sequence_length", "max_document_length", "micro_batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Timeline:
             if begin >= config.max_steps:
                 break
             own = stage_config(config, number)
-            if self.spans and own.sequence_length != self.spans[-1].config.sequence_length:
+            if self.spans and _windows(own) != _windows(self.spans[-1].config):
                 order, position = order + 1, 0
             end = min(stage.until or config.max_steps, config.max_steps)
             factor = stage.learning_rate_factor
@@ -120,6 +122,11 @@ class Timeline:
         """
         span = span or self.at(step)
         return span.position + (step - span.begin) * span.config.batch
+
+
+def _windows(config: "Config") -> tuple[int, int | None]:
+    """Return the options that define the training windows."""
+    return config.sequence_length, config.max_document_length
 
 
 def stage_config(config: "Config", number: int) -> "Config":

@@ -10,8 +10,9 @@ from gptjax.data.corpora import CorpusError
 from gptjax.data.dataset import Dataset, few_tokens_note, find_dataset
 from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
-from gptjax.data.loader import Loader, fixed_batches
+from gptjax.data.loader import Loader, Windows, fixed_batches
 from gptjax.data.manifest import DatasetError
+from gptjax.data.packing import Packing
 from gptjax.data.prepare import Options, prepare_corpus, prepare_stdlib
 from gptjax.data.shards import ShardError, open_shard, write_shard
 from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
@@ -23,10 +24,12 @@ __all__ = [
     "DatasetError",
     "Loader",
     "Options",
+    "Packing",
     "PrepareError",
     "ShardError",
     "Tokenizer",
     "TokenizerUnavailable",
+    "Windows",
     "check_dataset",
     "choose_tokenizer",
     "few_tokens_note",

@@ -3,7 +3,9 @@
 The shards, in the given order, are one sequence of N tokens. Window i holds the T + 1 tokens
 [i*T, i*T + T]: the first T are inputs, the last T are targets. Adjacent windows share one token, so
 every token except the first is a target once. There are W = (N - 1) // T windows; the last
-(N - 1) % T tokens are not used.
+(N - 1) % T tokens are not used. With a `Packing`, the W training windows are those of packed
+documents (`gptjax.data.packing`), and no token is in two of them. Validation windows are always
+contiguous.
 
 An epoch is a permutation of the W windows, and every epoch has another permutation. Step s of a run
 reads the windows at positions start + s*B .. start + (s+1)*B - 1 of the sequence of epochs, where B
@@ -27,6 +29,7 @@ import numpy as np
 
 from gptjax.data.dataset import check_ids
 from gptjax.data.masks import Mask, hide
+from gptjax.data.packing import PackedSpans, Packing, document_bounds
 from gptjax.data.shards import Shard, ShardError
 
 # Batches that are read ahead, and threads that read them.
@@ -39,7 +42,18 @@ _MAX_START = 2**53  # windows; JSON represents smaller integers exactly
 
 
 class Windows:
-    """The windows of a list of shards, as a sequence of int32 arrays of shape (T + 1,)."""
+    """The windows of a list of shards, as a sequence of int32 arrays of shape (T + 1,).
+
+    Args:
+        shards: files of a split, in order.
+        sequence_length: T.
+        vocab_size: exclusive upper bound of the ids; None not to check them.
+        masked: read the loss mask of each shard.
+        packing: None for contiguous windows.
+
+    Raises:
+        ShardError: a shard or a mask is bad, or the shards hold no window.
+    """
 
     def __init__(
         self,
@@ -47,6 +61,7 @@ class Windows:
         sequence_length: int,
         vocab_size: int | None = None,
         masked: bool = False,
+        packing: Packing | None = None,
     ) -> None:
         if sequence_length < 1:
             raise ValueError(f"expected a sequence_length of at least 1, found {sequence_length}")
@@ -72,14 +87,28 @@ class Windows:
         self._begins = [0, *itertools.accumulate(sizes)]
         self._length, self._vocab_size = sequence_length, vocab_size
         tokens = self._begins[-1]
+        where = f"{paths[0]}{' and the shards after it' if len(paths) > 1 else ''}"
         if tokens < sequence_length + 1:
             raise ShardError(
-                f"{self._paths[0]}{' and the shards after it' if len(self._paths) > 1 else ''}: "
-                f"expected at least {sequence_length + 1} tokens (one window of sequence length "
-                f"{sequence_length}), found {tokens}; train with a shorter sequence or prepare "
-                "more text"
+                f"{where}: expected at least {sequence_length + 1} tokens (one window of sequence "
+                f"length {sequence_length}), found {tokens}; train with a shorter sequence or "
+                "prepare more text"
             )
-        self._count = (tokens - 1) // sequence_length
+        self._count, self._packed = (tokens - 1) // sequence_length, None
+        if packing is not None:
+            self._packed = PackedSpans(
+                document_bounds(tuple(paths), stamps, packing.eot),
+                packing.max_document_length,
+                sequence_length + 1,
+            )
+            self._count = len(self._packed)
+            if not self._count:
+                raise ShardError(
+                    f"{where}: expected at least {sequence_length + 1} tokens (one window of "
+                    f"sequence length {sequence_length}) in documents cut to "
+                    f"{packing.max_document_length} tokens, found fewer; train with a shorter "
+                    "sequence or a larger max_document_length, or prepare more text"
+                )
 
     def __len__(self) -> int:
         return self._count
@@ -93,22 +122,30 @@ class Windows:
         if not 0 <= index < self._count:
             raise IndexError(f"expected a window in 0..{self._count - 1}, found {index}")
         window = np.empty(self._length + 1, dtype=np.int32)
+        if self._packed is None:
+            self._read(int(index) * self._length, window)
+            return window
         filled = 0
-        at = int(index) * self._length
-        shard = bisect.bisect_right(self._begins, at) - 1
-        while filled < window.size:  # one iteration for each shard that the window covers
+        for begin, end in self._packed[index]:
+            self._read(begin, window[filled : filled + end - begin])
+            filled += end - begin
+        return window
+
+    def _read(self, at: int, out: np.ndarray) -> None:
+        """Fill `out` with the tokens from position `at` of the sequence of shards."""
+        filled, shard = 0, bisect.bisect_right(self._begins, at) - 1
+        while filled < out.size:  # one iteration for each shard that the tokens cover
             begin = at + filled - self._begins[shard]
-            count = min(window.size - filled, self._begins[shard + 1] - at - filled)
+            count = min(out.size - filled, self._begins[shard + 1] - at - filled)
             tokens, mask = self._open(shard)
             part = tokens.read(begin, count)
             if self._vocab_size is not None:
                 check_ids(self._paths[shard], begin, part, self._vocab_size)
-            window[filled : filled + part.size] = part
+            out[filled : filled + part.size] = part
             if mask is not None:
-                hide(window[filled : filled + part.size], mask.read(begin, count))
+                hide(out[filled : filled + part.size], mask.read(begin, count))
             filled += part.size
             shard += 1
-        return window
 
 
 class Loader:
@@ -128,6 +165,7 @@ class Loader:
         vocab_size: exclusive upper bound of the ids.
         masked: read the loss mask of each shard.
         order: number of the sequence of permutations, which is another for each number.
+        packing: options of packed documents; None for contiguous windows.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -148,6 +186,7 @@ class Loader:
         vocab_size: int,
         masked: bool = False,
         order: int = 0,
+        packing: Packing | None = None,
     ) -> None:
         import grain  # imports JAX, which `python -m gptjax.data` does not need
 
@@ -159,7 +198,7 @@ class Loader:
             )
         if not 0 <= seed < 2**32:
             raise ValueError(f"expected a seed in 0..{2**32 - 1}, found {seed}")
-        windows = Windows(shards, sequence_length, vocab_size, masked)
+        windows = Windows(shards, sequence_length, vocab_size, masked, packing)
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
 
@@ -225,7 +264,8 @@ def fixed_batches(
 ) -> list[np.ndarray]:
     """Return the validation set: `count` batches of windows spaced evenly over the split.
 
-    Every call returns the same batches.
+    Every call returns the same batches. The windows are contiguous, also those of a run that packs
+    its training documents.
 
     Args:
         batch: windows of a batch, over all processes.

@@ -71,6 +71,8 @@ def header(
         yield "", f"loss on {counted:,} of these tokens: the others are prompts"
     if inputs.eot is not None:
         yield "", f"documents do not see each other: each begins with token {inputs.eot}"
+    for line in _packed(inputs):
+        yield "", line
     for note in (dataset.note, data.few_tokens_note(dataset, inputs.epochs, config.data_dir)):
         if note:
             yield "", note
@@ -81,6 +83,22 @@ def header(
     lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
     for i, line in enumerate(lines):
         yield "" if i else "optimizer", line
+
+
+def _packed(inputs: Inputs) -> Iterator[str]:
+    """Yield a line for each order of windows of a run that packs documents."""
+    orders = {span.order: span for span in reversed(inputs.timeline.spans)}  # the first of each
+    for order, span in sorted(orders.items()) if inputs.packed else ():
+        begin = f"from step {span.begin}: " if len(orders) > 1 else ""
+        if order not in inputs.packed:
+            yield f"{begin}sequences are contiguous text"
+            continue
+        read = inputs.packed[order] * (span.config.sequence_length + 1)
+        yield (
+            f"{begin}sequences begin with a document, and documents are cut to "
+            f"{span.config.max_document_length} tokens: {read / inputs.dataset.train_tokens:.0%} "
+            "of the tokens are read"
+        )
 
 
 def _batch(config: Config, devices: int) -> str:

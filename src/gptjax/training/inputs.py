@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -16,13 +16,14 @@ from gptjax.stages import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Dataset and batch sizes of a run; no training token is read.
+    """Dataset and batch sizes of a run; training tokens are read to find documents only.
 
     Attributes:
         dataset: shards of both splits.
         tokenizer: decodes samples; None if the run draws none.
         val_batch: sequences of a validation batch, over all devices.
         eot: id that begins each document, with `config.separate_documents`; else None.
+        packed: number of windows in each order of windows (`Span.order`) that packs documents.
     """
 
     config: Config
@@ -31,6 +32,7 @@ class Inputs:
     mesh: Mesh
     val_batch: int
     eot: int | None = None
+    packed: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def find(cls, config: Config, mesh: Mesh) -> "Inputs":
@@ -38,7 +40,7 @@ class Inputs:
 
         Raises:
             ConfigError: the batch is not divisible by the devices, samples cannot be decoded, the
-                validation split is too small, or documents cannot be separated.
+                validation split is too small, or documents cannot be separated or packed.
             DataError: the dataset is missing or damaged, or does not fit the model.
         """
         timeline = Timeline(config)
@@ -58,7 +60,9 @@ class Inputs:
                 f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
             ) from error
         val_batch = _val_batch(config, dataset, mesh.size)
-        return cls(config, dataset, tokenizer, mesh, val_batch, _eot(config, dataset))
+        eot = _eot(config, dataset)
+        packed = _packed_windows(timeline, dataset, eot)
+        return cls(config, dataset, tokenizer, mesh, val_batch, eot, packed)
 
     @functools.cached_property
     def timeline(self) -> Timeline:
@@ -67,8 +71,14 @@ class Inputs:
 
     @property
     def epochs(self) -> float:
-        """Passes over the training split in the whole run."""
-        return self.timeline.tokens(self.config.max_steps) / self.dataset.train_tokens
+        """Passes over the training windows in the whole run."""
+        total = 0.0
+        for span in self.timeline.spans:
+            sequences = (span.end - span.begin) * span.config.batch
+            tokens = sequences * span.config.sequence_length
+            windows = self.packed.get(span.order)
+            total += sequences / windows if windows else tokens / self.dataset.train_tokens
+        return total
 
     @property
     def train_sharding(self) -> NamedSharding:
@@ -112,10 +122,14 @@ class Inputs:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
             order=span.order,
+            packing=_packing(span.config, self.eot),
         )
 
     def val_windows(self) -> list[jax.Array]:
-        """Return the validation batches on their devices: always the same tokens."""
+        """Return the validation batches on their devices: always the same tokens.
+
+        The windows are contiguous, also where training packs documents.
+        """
         c = self.config
         windows = data.fixed_batches(
             self.dataset.val,
@@ -186,6 +200,29 @@ def _eot(config: Config, dataset: data.Dataset) -> int | None:
             "option out"
         )
     return eot
+
+
+def _packing(config: Config, eot: int | None) -> data.Packing | None:
+    if config.max_document_length is None or eot is None:  # the first implies the second
+        return None
+    return data.Packing(eot, config.max_document_length)
+
+
+def _packed_windows(timeline: Timeline, dataset: data.Dataset, eot: int | None) -> dict[int, int]:
+    """Return `Inputs.packed`; the training shards are read.
+
+    Raises:
+        ConfigError: the documents do not fill a window.
+    """
+    counts = {}
+    for span in timeline.spans:
+        packing, length = _packing(span.config, eot), span.config.sequence_length
+        if packing is not None and span.order not in counts:
+            try:
+                counts[span.order] = len(data.Windows(dataset.train, length, packing=packing))
+            except data.ShardError as error:
+                raise ConfigError(f"{timeline.name(span)}{error}") from error
+    return counts
 
 
 def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:

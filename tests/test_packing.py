@@ -1,0 +1,248 @@
+"""Packed documents: windows as of a packer in plain Python, in one order for all processes, and in
+runs that change their lengths and resume."""
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from train_tools import last_state, losses, rows, run
+
+from gptjax.config import Config, ConfigError, Stage, executable_inputs
+from gptjax.data import Loader, Packing, ShardError, Windows, write_shard
+from gptjax.data.masks import write_mask
+from gptjax.stages import Timeline
+from gptjax.training.inputs import Inputs
+
+# The fixture `config`.
+pytest_plugins = ["train_tools"]
+
+EOT, VOCAB = 60_000, 60_001
+
+
+def write_documents(folder, lengths, *, before=0, cuts=()):
+    """Write documents of these lengths to shards that end at `cuts`; return paths and tokens.
+
+    All tokens but the EOTs differ, so that a window's tokens name their positions. `before` tokens
+    precede the first EOT.
+    """
+    tokens = np.arange(before + sum(lengths), dtype=np.uint16)
+    tokens[before + np.cumsum([0, *lengths[:-1]])] = EOT
+    bounds = sorted({0, len(tokens), *(cut for cut in cuts if 0 < cut < len(tokens))})
+    paths = []
+    for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False), start=1):
+        paths.append(Path(folder) / f"documents_train_{number:06d}.bin")
+        write_shard(paths[-1], tokens[begin:end])
+    return paths, tokens
+
+
+def pack(tokens, length, maximum):
+    """Return the windows of `length` + 1 tokens."""
+    begins = [i for i, token in enumerate(tokens) if token == EOT]
+    windows, window = [], []
+    for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
+        window += tokens[begin:end][:maximum].tolist()
+        if len(window) > length:
+            windows.append(window[: length + 1])
+            window = []
+    return windows
+
+
+@given(
+    lengths=st.lists(
+        st.one_of(st.just(1), st.integers(1, 6), st.integers(7, 40)), min_size=1, max_size=25
+    ),
+    before=st.integers(0, 9),
+    cuts=st.lists(st.integers(1, 200), max_size=3),
+    length=st.integers(1, 24),
+    maximum=st.integers(1, 30),
+)
+@settings(max_examples=150, deadline=None)
+def test_windows_are_those_of_a_plain_packer(lengths, before, cuts, length, maximum):
+    with tempfile.TemporaryDirectory() as folder:
+        paths, tokens = write_documents(folder, lengths, before=before, cuts=cuts)
+        expected, packing = pack(tokens, length, maximum), Packing(EOT, maximum)
+        if not expected:
+            with pytest.raises(ShardError, match=rf"at least {length + 1} tokens"):
+                Windows(paths, length, VOCAB, packing=packing)
+            return
+        windows = Windows(paths, length, VOCAB, packing=packing)
+        assert [windows[i].tolist() for i in range(len(windows))] == expected
+        with pytest.raises(IndexError):
+            windows[len(windows)]
+    assert all(window[0] == EOT for window in expected)
+    for window in map(np.array, expected):
+        documents = np.split(window, np.flatnonzero(window == EOT))
+        assert not documents[0].size and max(map(len, documents)) <= maximum
+
+
+@pytest.mark.parametrize("lengths", [[3] * 9, [50, 40, 60], [1] * 30, [2, 100, 1, 1, 5, 9, 9]])
+def test_shapes_of_corpora(tmp_path, lengths):
+    """All documents shorter than T, all longer, all of one token, and a mixture."""
+    paths, tokens = write_documents(tmp_path, lengths)
+    windows = Windows(paths, 8, VOCAB, packing=Packing(EOT, 1000))
+    assert len(windows) > 1
+    assert [windows[i].tolist() for i in range(len(windows))] == pack(tokens, 8, 1000)
+
+
+def test_masks_of_packed_windows(tmp_path):
+    paths, tokens = write_documents(tmp_path, [5, 9, 3, 12], cuts=[11])
+    counts = (np.arange(len(tokens)) % 3 > 0).astype(np.uint8)
+    write_mask(paths[0].with_suffix(".mask"), counts[:11])
+    write_mask(paths[1].with_suffix(".mask"), counts[11:])
+    packing = Packing(EOT, 6)
+    masked = Windows(paths, 7, VOCAB, masked=True, packing=packing)[1]
+    plain = Windows(paths, 7, VOCAB, packing=packing)[1]
+    at = [14, 15, 16, 17, 18, 19, 20, 21]  # the third document, and five tokens of the last
+    assert plain.tolist() == tokens[at].tolist()
+    assert masked.tolist() == [t if counts[i] else -1 - t for i, t in zip(at, plain, strict=True)]
+
+
+def take(paths, steps, batch=4, **options):
+    options = {"sequence_length": 10, "seed": 3, "packing": Packing(EOT, 7)} | options
+    with Loader(paths, batch=batch, vocab_size=VOCAB, **options) as loader:
+        return np.stack([next(loader) for _ in range(steps)])
+
+
+def test_processes_share_one_order_and_a_start_continues_it(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 20, 100).tolist()
+    paths, tokens = write_documents(tmp_path, lengths, cuts=[300])
+    expected = pack(tokens, 10, 7)
+    epoch = len(expected) // 4  # whole batches
+    whole = take(paths, 3 * epoch)
+    for count in (2, 4):
+        parts = [
+            take(paths, epoch, process_index=index, process_count=count) for index in range(count)
+        ]
+        merged = np.stack(parts, axis=2).reshape(epoch, 4, -1)
+        np.testing.assert_array_equal(merged, whole[:epoch])
+    first = [tuple(window) for window in whole[:epoch].reshape(-1, 11).tolist()]
+    assert len(set(first)) == len(first) and set(first) <= set(map(tuple, expected))
+    assert first != [tuple(window) for window in expected[: len(first)]]  # shuffled
+    for step in (1, epoch - 1, epoch + 1):
+        after = take(paths, 3, start=4 * step)
+        np.testing.assert_array_equal(after, whole[step : step + 3])
+    assert not np.array_equal(take(paths, 2, order=1), whole[:2])
+
+
+def test_text_without_documents_is_refused(tmp_path):
+    paths, _ = write_documents(tmp_path, [40])
+    with pytest.raises(ShardError, match="that begin with the end-of-text token 7000, found no"):
+        Loader(
+            paths, sequence_length=4, batch=1, seed=0, vocab_size=VOCAB, packing=Packing(7000, 8)
+        )
+    with pytest.raises(ValueError, match="max_document_length of at least 1 token, found 0"):
+        Packing(EOT, 0)
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="session")
+def books(words, tmp_path_factory):
+    """The corpus `words` in documents of 1 to 80 tokens."""
+    folder = tmp_path_factory.mktemp("books")
+    rng = np.random.default_rng(1)
+    for path in words.glob("*.bin"):
+        tokens = np.fromfile(path, "<u2", offset=1024)
+        begins = np.cumsum(rng.integers(1, 80, len(tokens)))
+        tokens[[0, *begins[begins < len(tokens)]]] = 256
+        write_shard(folder / path.name, tokens)
+    manifest = json.loads((words / "dataset.json").read_text())
+    for shard in manifest["shards"].values():
+        shard["max_token"] = 256
+    (folder / "dataset.json").write_text(json.dumps(manifest))
+    return folder
+
+
+# Steps 0–1, steps 2–3 of longer documents, and steps 4–5 of shorter sequences.
+STAGES = (
+    Stage(until=2, max_document_length=12),
+    Stage(until=4),
+    Stage(sequence_length=16, micro_batch=8),
+)
+
+
+@pytest.fixture
+def packed(config, books):
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)
+    promotion = jax.config.values["jax_numpy_dtype_promotion"]
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # for threads that trace
+    yield dataclasses.replace(
+        config,
+        dataset=str(books),
+        optimizer=optimizer,
+        separate_documents=True,
+        max_document_length=40,
+        stages=STAGES,
+        max_steps=6,
+        val_every=0,
+        sample_every=0,
+        checkpoint_every=0,
+    )
+    jax.config.update("jax_numpy_dtype_promotion", promotion)
+
+
+def test_a_run_whose_lengths_change_resumes_bit_for_bit(packed, monkeypatch):
+    whole = dataclasses.replace(packed, name="whole", checkpoint_every=3)
+    read, load = [], Loader.__next__
+    monkeypatch.setattr(Loader, "__next__", lambda self: read.append(load(self)) or read[-1])
+    code, shown = run(whole)
+    assert code == 0 and len(rows(whole, "train")) == 6
+    batches, read[:] = list(read), []
+    shutil.copytree(whole.run_dir, packed.run_dir)
+    shutil.rmtree(packed.run_dir / "checkpoints" / "6")
+    code, resumed = run(packed)
+    assert code == 0 and "resuming from step 3" in resumed  # in the second stage
+    for ours, theirs in zip(read, batches[3:], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert losses(packed) == losses(whole)
+    both = zip(last_state(packed), last_state(whole), strict=True)
+    assert all(np.array_equal(a, b) for a, b in both)
+
+    expected = {12: batches[:2], 40: batches[2:]}
+    for maximum, windows in expected.items():
+        rows_ = [row for batch in windows for row in batch]
+        assert all(row[0] == 256 for row in rows_)
+        longest = max(np.diff([*np.flatnonzero(row == 256), len(row)]).max() for row in rows_)
+        assert longest == min(maximum, 33)
+    for line in (
+        "from step 0: sequences begin with a document, and documents are cut to 12 tokens: ",
+        "from step 2: sequences begin with a document, and documents are cut to 40 tokens: ",
+        "from step 4: sequences begin with a document, and documents are cut to 40 tokens: ",
+    ):
+        assert line in shown, shown
+
+
+def test_orders_of_the_stages(packed):
+    same = Stage(until=3, max_document_length=12, batch_tokens=256)
+    packed = dataclasses.replace(packed, stages=(STAGES[0], same, *STAGES[1:]))
+    spans = Timeline(packed).spans
+    assert [(span.order, span.position) for span in spans] == [(0, 0), (0, 32), (1, 0), (2, 0)]
+    assert [span.config.max_document_length for span in spans] == [12, 12, 40, 40]
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    inputs = Inputs.find(packed, mesh)
+    assert [*inputs.packed] == [0, 1, 2]
+    read = {0: 2 * 16 + 8, 1: 16, 2: 2 * 32}
+    assert inputs.epochs == pytest.approx(sum(read[i] / inputs.packed[i] for i in read))
+
+
+def test_options(packed, words):
+    with pytest.raises(ConfigError, match="^--max-document-length 8 needs --separate-documents$"):
+        Config(max_document_length=8)
+    with pytest.raises(ConfigError, match="^stage 1: --max-document-length 8 needs --separate"):
+        Config(stages=(Stage(max_document_length=8),))
+    with pytest.raises(ConfigError, match="--max-document-length must be at least 1"):
+        Config(separate_documents=True, max_document_length=0)
+    plain = dataclasses.replace(packed, stages=(), executable_cache=True)
+    other = dataclasses.replace(plain, max_document_length=41)
+    assert executable_inputs(plain, False) == executable_inputs(other, False)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    with pytest.raises(ConfigError, match="expected documents that begin with the end-of-text"):
+        Inputs.find(dataclasses.replace(packed, dataset=str(words)), mesh)
