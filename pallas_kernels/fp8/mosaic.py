@@ -1,0 +1,346 @@
+"""FP8 kernels for Hopper (Pallas Mosaic GPU): matmul, linear layer with GELU, and its gradient.
+
+Operands and results are FP8 (e4m3fn or e5m2), K-major. A result that the next matmul reads by
+columns is stored transposed, too.
+
+    quantise(v) = v · scale, clipped to the largest finite value, rounded to nearest even
+
+Shapes: M rows (tokens), N or O columns of the result, K or C contracted. A warpgroup stores its
+tile in parts of 64 rows.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import plgpu, swizzled
+from pallas_kernels.feed_forward import ACTIVATIONS
+from pallas_kernels.fp8.mosaic_tiles import COMPUTING, Tiles, tiled
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+DERIVATIVE_SCALE = 256.0
+"""Factor of a derivative of GELU that is stored in e4m3. The derivative is between −0.13 and
+1.13."""
+
+
+class MatmulScratch(NamedTuple):
+    """Scratch of `matmul`'s epilogue, in the order of its allocation."""
+
+    out: Any
+
+
+class GeluScratch(NamedTuple):
+    """Scratch of `linear_gelu`'s epilogue, in the order of its allocation."""
+
+    bias: Any
+    y: Any
+    transposed: Any
+    derivative: Any
+    bias_full: Any
+
+
+class BackwardScratch(NamedTuple):
+    """Scratch of `gelu_backward`'s epilogue, in the order of its allocation."""
+
+    derivative: Any
+    du: Any
+    transposed: Any
+    db: Any
+    derivative_full: Any
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
+def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, *, tiles: Tiles | None = None):
+    """Return scale · a bᵀ, M×N in `out_dtype`.
+
+    Args:
+        a_MK, b_NK: e4m3fn or e5m2, mixed too.
+        scale: fp32 scalar.
+    """
+    m, n = a_MK.shape[0], b_NK.shape[0]
+    tiles = tiles or Tiles()
+    _refuse("matmul", tiles, m, n, a_MK.shape[1])
+    dtype = jnp.dtype(jnp.float32 if tiles.split > 1 else out_dtype)
+
+    def finish(at, acc_RP, kept, others, out_gmem, scratch):
+        (scale_gmem,), (out,) = others, out_gmem
+        factor = scale_gmem[0]
+        for part, (rows, columns) in enumerate(tiles.parts()):
+            smem = scratch.out.at[at.wg, part % tiles.slots]
+            plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
+            smem[...] = (acc_RP[rows, columns] * factor).astype(dtype)
+            plgpu.commit_smem()
+            target = out.at[at.share, at.rows, at.columns].at[rows, columns]
+            plgpu.copy_smem_to_gmem(smem, target)
+        return kept
+
+    (out_SMN,) = tiled(
+        a_MK,
+        b_NK,
+        scale.astype(jnp.float32).reshape(1),
+        tiles=tiles,
+        begin=lambda *_: None,
+        finish=finish,
+        out_type=[jax.ShapeDtypeStruct((tiles.split, m, n), dtype)],
+        scratch=MatmulScratch(swizzled((2, tiles.slots, 64, tiles.part_columns), dtype)),
+    )
+    return out_SMN.sum(0).astype(out_dtype) if tiles.split > 1 else out_SMN[0]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("transposed", "derivative_dtype", "tiles"), inline=False
+)
+def linear_gelu(
+    x_MK,
+    w_NK,
+    b_N,
+    scale,
+    y_scale,
+    *,
+    transposed: bool = True,
+    derivative_dtype=jnp.bfloat16,
+    tiles: Tiles | None = None,
+):
+    """Return (y, yᵀ, derivative, amax) with u = scale · x wᵀ + b.
+
+    y is quantise(gelu(u)) in e4m3, M×N, and yᵀ its transposed copy, or None without `transposed`.
+    The derivative is gelu'(u) in `derivative_dtype`: bf16, or e4m3 times `DERIVATIVE_SCALE`. amax
+    is the largest |gelu(u)|, an fp32 scalar.
+
+    Args:
+        b_N: fp32.
+        scale, y_scale: fp32 scalars.
+    """
+    (m, k), n = x_MK.shape, w_NK.shape[0]
+    tiles = tiles or Tiles()
+    _refuse("linear_gelu", tiles, m, n, k)
+    derivative_dtype = jnp.dtype(derivative_dtype)
+
+    def begin(at, others, scratch):
+        plgpu.copy_gmem_to_smem(
+            others[0].at[at.columns], scratch.bias.at[at.wg], scratch.bias_full.at[at.wg]
+        )
+
+    def finish(at, acc_RP, kept, others, out_gmem, scratch):
+        _, scales = others
+        y_gmem, derivative_gmem, amax_gmem, *transposed_gmem = out_gmem
+        factor, y_factor = scales[0], scales[1]
+        plgpu.barrier_wait(scratch.bias_full.at[at.wg])
+        for part, (rows, columns) in enumerate(tiles.parts()):
+            slot = part % tiles.slots
+            b_P = plgpu.load(
+                scratch.bias.at[at.wg, columns],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            acc = acc_RP[rows, columns]
+            u = acc * factor + lax.broadcast_in_dim(b_P, acc.shape, [1])
+            y, derivative = ACTIVATIONS["gelu"](u)
+            if derivative_dtype == E4M3:
+                derivative = derivative * DERIVATIVE_SCALE
+            kept = jnp.maximum(kept, _largest(y))
+            plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
+            copies = [
+                (scratch.y.at[at.wg, slot], y_gmem.at[at.rows, at.columns].at[rows, columns]),
+                (
+                    scratch.derivative.at[at.wg, slot],
+                    derivative_gmem.at[at.rows, at.columns].at[rows, columns],
+                ),
+            ]
+            quantised = (y * y_factor).astype(E4M3)
+            copies[0][0][...] = quantised
+            copies[1][0][...] = derivative.astype(derivative_dtype)
+            if transposed:
+                smem = scratch.transposed.at[at.wg, slot]
+                _store_transposed(smem, quantised)
+                target = transposed_gmem[0].at[at.columns, at.rows].at[columns, rows]
+                copies.append((smem, target))
+            _copy_to_gmem(copies)
+        return kept
+
+    part_shape = (2, tiles.slots, 64, tiles.part_columns)
+    y_MN, derivative_MN, amax, *y_NM = tiled(
+        x_MK,
+        w_NK,
+        b_N.astype(jnp.float32),
+        _scales(scale, y_scale),
+        tiles=tiles,
+        begin=begin,
+        finish=finish,
+        carry=_no_amax,
+        end=_store_amax,
+        out_type=[
+            jax.ShapeDtypeStruct((m, n), E4M3),
+            jax.ShapeDtypeStruct((m, n), derivative_dtype),
+            _amax_type(tiles),
+            *[jax.ShapeDtypeStruct((n, m), E4M3)] * transposed,
+        ],
+        scratch=GeluScratch(
+            bias=plgpu.SMEM((2, tiles.columns), jnp.float32),
+            y=swizzled(part_shape, E4M3),
+            transposed=swizzled(_transposed(part_shape), E4M3) if transposed else None,
+            derivative=swizzled(part_shape, derivative_dtype),
+            bias_full=plgpu.Barrier(num_barriers=2),
+        ),
+    )
+    return y_MN, (y_NM[0] if transposed else None), derivative_MN, amax.max()
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
+def gelu_backward(
+    dy_MC, w2_OC, derivative_MO, scale, du_scale, *, out_dtype=E5M2, tiles: Tiles | None = None
+):
+    """Return (du, duᵀ, db, amax) with v = (scale · dy w₂ᵀ) ∘ derivative.
+
+    du is quantise(v) in `out_dtype`, M×O, and duᵀ its transposed copy. db is the sum of du / du_scale
+    over M in fp32, and amax the largest |v|, an fp32 scalar.
+
+    Args:
+        derivative_MO: bf16, or e4m3 times `DERIVATIVE_SCALE`.
+        scale, du_scale: fp32 scalars.
+        out_dtype: e5m2 or e4m3fn.
+    """
+    (m, c), o = dy_MC.shape, w2_OC.shape[0]
+    tiles = tiles or Tiles()
+    _refuse("gelu_backward", tiles, m, o, c)
+    parts, slots = tiles.parts(), tiles.slots
+    part_sums = tiles.rows // 64
+    if derivative_MO.dtype == E4M3:
+        scale = scale / DERIVATIVE_SCALE
+
+    def fetch(at, derivative_gmem, scratch, part):
+        if part < len(parts):
+            plgpu.copy_gmem_to_smem(
+                derivative_gmem.at[at.rows, at.columns].at[parts[part]],
+                scratch.derivative.at[at.wg, part % slots],
+                scratch.derivative_full.at[at.wg, part % slots],
+            )
+
+    def begin(at, others, scratch):
+        for part in range(slots):
+            fetch(at, others[0], scratch, part)
+
+    def finish(at, acc_RP, kept, others, out_gmem, scratch):
+        derivative_gmem, scales = others
+        du_gmem, transposed_gmem, db_gmem, amax_gmem = out_gmem
+        factor, du_factor = scales[0], scales[1]
+        sum_P = None
+        for part, (rows, columns) in enumerate(parts):
+            slot = part % slots
+            du_smem = scratch.du.at[at.wg, slot]
+            transposed_smem = scratch.transposed.at[at.wg, slot]
+            plgpu.barrier_wait(scratch.derivative_full.at[at.wg, slot])
+            derivative = plgpu.load(
+                scratch.derivative.at[at.wg, slot], layout=plgpu.Layout.WGMMA
+            ).astype(jnp.float32)
+            v = acc_RP[rows, columns] * factor * derivative
+            kept = jnp.maximum(kept, _largest(v))
+            quantised = (v * du_factor).astype(out_dtype)
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            du_smem[...] = quantised
+            _store_transposed(transposed_smem, quantised)
+            _copy_to_gmem(
+                [
+                    (du_smem, du_gmem.at[at.rows, at.columns].at[rows, columns]),
+                    (transposed_smem, transposed_gmem.at[at.columns, at.rows].at[columns, rows]),
+                ]
+            )
+            # All of the warpgroup has read the derivative.
+            fetch(at, derivative_gmem, scratch, part + slots)
+            # From shared memory the sum over rows stays inside a warp.
+            du_PR = plgpu.load(transposed_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            part_P = du_PR.sum(1)
+            sum_P = part_P if part % part_sums == 0 else sum_P + part_P
+            if (part + 1) % part_sums == 0:
+                db_gmem.at[at.row_tile, at.columns].at[columns][...] = sum_P
+        return kept
+
+    part_shape = (2, slots, 64, tiles.part_columns)
+    du_MO, du_OM, db_RO, amax = tiled(
+        dy_MC,
+        w2_OC,
+        derivative_MO,
+        _scales(scale, du_scale),
+        tiles=tiles,
+        begin=begin,
+        finish=finish,
+        carry=_no_amax,
+        end=_store_amax,
+        out_type=[
+            jax.ShapeDtypeStruct((m, o), out_dtype),
+            jax.ShapeDtypeStruct((o, m), out_dtype),
+            jax.ShapeDtypeStruct((m // tiles.rows, o), jnp.float32),
+            _amax_type(tiles),
+        ],
+        scratch=BackwardScratch(
+            derivative=swizzled(part_shape, derivative_MO.dtype),
+            du=swizzled(part_shape, out_dtype),
+            transposed=swizzled(_transposed(part_shape), out_dtype),
+            db=None,
+            derivative_full=plgpu.Barrier(num_barriers=(2, slots)),
+        ),
+    )
+    return du_MO, du_OM, db_RO.sum(0) / du_scale, amax.max()
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _refuse(kernel: str, tiles: Tiles, m: int, n: int, k: int) -> None:
+    if (why := tiles.why_not(m, n, k)) is not None:
+        raise ValueError(f"fp8 {kernel}: implementation 'mosaic' {why}")
+
+
+def _scales(*scales) -> jax.Array:
+    return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in scales])
+
+
+def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _store_transposed(smem, quantised) -> None:
+    """Store a part of an FP8 array in the transposed order of `smem`.
+
+    A thread holds pairs of neighbours in a row, and needs pairs in a column. Mosaic exchanges pairs
+    of 16 and 32 bits; fp16 represents every FP8 value.
+    """
+    pairs = plgpu.layout_cast(quantised.astype(jnp.float16), plgpu.Layout.WGMMA_TRANSPOSED)
+    smem.transpose((1, 0))[...] = pairs.astype(quantised.dtype)
+
+
+def _copy_to_gmem(copies) -> None:
+    """Copy from shared memory what the warpgroup has stored there, as one group."""
+    plgpu.commit_smem()
+    for i, (smem, target) in enumerate(copies):
+        plgpu.copy_smem_to_gmem(smem, target, commit_group=i == len(copies) - 1)
+
+
+# Columns of the running maximum: one instruction's tile of an accumulator, so that slices of a part
+# are registers.
+AMAX_COLUMNS = 8
+
+
+def _largest(part):
+    """Return the largest |part| over groups of columns, 64×`AMAX_COLUMNS`."""
+    part = jnp.abs(part)
+    slices = [part[:, p : p + AMAX_COLUMNS] for p in range(0, part.shape[1], AMAX_COLUMNS)]
+    return functools.reduce(jnp.maximum, slices)
+
+
+def _no_amax():
+    return plgpu.layout_cast(jnp.zeros((64, AMAX_COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _amax_type(tiles: Tiles) -> jax.ShapeDtypeStruct:
+    blocks = _mosaic.num_sms() // tiles.cluster * tiles.cluster
+    return jax.ShapeDtypeStruct((blocks, COMPUTING, 64, AMAX_COLUMNS), jnp.float32)
+
+
+def _store_amax(wg, block, amax, out_gmem, scratch) -> None:
+    (amax_gmem,) = (ref for ref in out_gmem if len(ref.shape) == 4)
+    amax_gmem[block, wg] = amax
