@@ -15,7 +15,9 @@ from gptjax.optim.adamw import clip_by_global_norm, global_norm
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
-def numpy_adamw(p, grads, *, lr, b1, b2, eps, weight_decay, clip_norm):
+def numpy_adamw(
+    p, grads, *, lr, b1, b2, eps, weight_decay, clip_norm, decay_form="lr", cautious_decay=False
+):
     """The update of the docstring, parameter by parameter, in float64."""
     m, v = ({k: np.zeros_like(x) for k, x in p.items()} for _ in range(2))
     for t, g in enumerate(grads, start=1):
@@ -26,30 +28,44 @@ def numpy_adamw(p, grads, *, lr, b1, b2, eps, weight_decay, clip_norm):
             v[k] = b2 * v[k] + (1 - b2) * g[k] ** 2
             step = (m[k] / (1 - b1**t)) / (np.sqrt(v[k] / (1 - b2**t)) + eps)
             decay = weight_decay * p[k] if p[k].ndim >= 2 else 0.0
+            decay *= lr(t - 1) if decay_form == "lr_squared" else 1.0
+            decay *= step * p[k] > 0 if cautious_decay else 1.0
             p[k] = p[k] - lr(t - 1) * (step + decay)
     return p
 
 
-@pytest.mark.parametrize("clip_norm", [0.5, 1e9])
-def test_follows_the_equations(clip_norm):
+@pytest.mark.parametrize(
+    ("clip_norm", "decay"),
+    [
+        (0.5, {}),
+        (1e9, {"decay_form": "lr_squared"}),
+        (1e9, {"decay_form": "lr_squared", "cautious_decay": True}),
+    ],
+)
+def test_follows_the_equations(clip_norm, decay):
     rng = np.random.default_rng(0)
     shapes = {"matrix": (5, 3), "bias": (7,), "scalar": ()}
     params = {k: rng.normal(size=s) for k, s in shapes.items()}
     grads = [{k: rng.normal(size=s) for k, s in shapes.items()} for _ in range(10)]
+    for g in grads:
+        g["matrix"][0] = 0  # as the row of a token that does not occur
     settings = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.3, "clip_norm": clip_norm}
+    settings |= decay
 
     def lr(count):
-        return 0.01 * (count + 1)
+        return 0.05 * (count + 1)
 
     tx = adamw(lr, **settings)
     p = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    state = tx.init(p)
+    state, first = tx.init(p), p["matrix"]
     for g in grads:
         updates, state = tx.update(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), g), state, p)
         p = optax.apply_updates(p, updates)
     wanted = numpy_adamw(params, grads, lr=lr, **settings)
     for k in shapes:
         np.testing.assert_allclose(p[k], wanted[k], rtol=2e-5, atol=2e-6, err_msg=k)
+    moved = not np.array_equal(p["matrix"][0], first[0])
+    assert moved != settings.get("cautious_decay", False), "a zero update"
 
 
 def test_no_clipping_when_clip_norm_is_none():

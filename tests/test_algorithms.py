@@ -157,7 +157,7 @@ def test_the_header_says_who_gets_what():
     assert line == "adamw: lr 0.001, decay 0.1 (of tensors with two or more axes)"
     first, *table = lines(config_of(algorithm="normuon", matrix_decay_form="lr_squared"))
     assert first == "normuon, polar_express, decay goes as lr²"
-    assert table[0].split() == ["parameter", "shape", "optimizer", "lr", "decay"]
+    assert table[0].split() == ["parameter", "shape", "optimizer", "betas", "lr", "decay"]
     rows = {line.split("  ")[0]: line.split() for line in table[1:]}
     assert rows["blocks.*.attn.c_attn.kernel"][-5:] == [
         "normuon,",
@@ -166,16 +166,23 @@ def test_the_header_says_who_gets_what():
         "0.035",
         "0.025",
     ]
-    assert rows["wte"][-3:] == ["adamw", "0.0006", "0.1"] and rows["ln_f.scale"][-2:] == [
-        "0.0006",
-        "0",
-    ]
+    assert rows["wte"][-5:] == ["adamw", "0.9,", "0.95", "0.0006", "0.1"]
+    assert rows["ln_f.scale"][-2:] == ["0.0006", "0"]
     assert lines(config_of(algorithm="muon"))[0] == "muon, newton_schulz"
-    own = config_of(algorithm="normuon", adam_every=2, embedding_b1=0.5)
-    wanted = (
-        "normuon, polar_express; adamw: every 2 steps, gradients summed; embeddings b1 0.5, b2 0.95"
+    cautious = {"cautious_decay": True, "decay_form": "lr_squared"}
+    own = config_of(algorithm="normuon", adam_every=2, embedding_b1=0.5, vector_b2=0.8, **cautious)
+    wanted = "normuon, polar_express; adamw: every 2 steps, gradients summed"
+    assert lines(own)[0] == f"{wanted}; cautious decay goes as lr²"
+    (wte,) = (line for line in lines(own) if line.startswith("wte"))
+    (bias,) = (line for line in lines(own) if line.startswith("ln_f.bias"))
+    assert "  0.5, 0.95  " in wte and "  0.9, 0.8  " in bias
+    assert lines(config_of(cautious_decay=True))[0].endswith(
+        "(of tensors with two or more axes); cautious decay"
     )
-    assert lines(own)[0] == wanted
+    groups = (optim.Group("w", learning_rate=75.0, weight_decay=5.0), optim.Group("b"))
+    params = {name: jax.ShapeDtypeStruct((2,), jnp.float32) for name in ("w", "b")}
+    table = NorMuonConfig(learning_rate=0.008).describe(params, groups)
+    assert table[-1].endswith("0.6 (× 75)  0.5 (× 5)") and table[-2].endswith("0.008       0.1")
 
 
 def test_an_option_of_another_algorithm_or_out_of_range_is_refused():

@@ -193,7 +193,10 @@ def test_gpt2s_parameters():
     """The block's matrices take NorMuon, with q, k and v apart; embeddings decay, norms and biases
     do not."""
     state = jax.eval_shape(lambda: init_state(CONFIG, optax.identity(), 0))
-    rows = {row[0]: row[1:] for row in describe(CONFIG.parameter_groups(), state.params, "normuon")}
+    rows = {
+        row[0]: (*row[1:3], row[3].learning_rate, row[3].weight_decay)
+        for row in describe(CONFIG.parameter_groups(), state.params, "normuon")
+    }
     assert rows == {
         "blocks.*.attn.c_attn.kernel (of 2)": ("16 × 48", "normuon, 3 matrices", 1.0, 1.0),
         "blocks.*.attn.c_proj.kernel (of 2)": ("16 × 16", "normuon", 1.0, 1.0),

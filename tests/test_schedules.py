@@ -58,6 +58,22 @@ def test_stays_between_zero_and_the_peak(name, warmup, total, step, final):
     assert math.isfinite(lr) and -1e-6 <= lr <= 2.0 + 1e-6
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_a_cooldown_between_constants(name):
+    """As in modded-nanogpt's record: the peak to step 580, 0.15 of it from 1450."""
+    how = {"warmup_steps": 0, "total_steps": 1490, "final_fraction": 0.15}
+    of = schedule(name, peak=2.0, **how, cooldown_steps=870, final_steps=40)
+    assert [float(of(step)) for step in (0, 300, 580)] == [2.0] * 3
+    shape = {"cosine": 0.5, "linear": 0.5, "wsd": 1 - math.sqrt(0.5)}[name]
+    assert float(of(580 + 435)) == pytest.approx(2 * (0.15 + 0.85 * shape), rel=1e-6)
+    assert float(of(581)) < 2 and float(of(1449)) > 0.3
+    assert [float(of(step)) for step in (1450, 1489)] == pytest.approx([0.3] * 2, rel=1e-6)
+    with pytest.raises(ValueError, match="9 steps of warm-up, 982 of cooldown and 10 final ones"):
+        schedule(
+            name, peak=1.0, warmup_steps=9, total_steps=1000, cooldown_steps=982, final_steps=10
+        )
+
+
 def test_unknown_name_lists_the_choices():
     with pytest.raises(ValueError, match=r"unknown schedule 'cos'.*cosine.*linear.*constant.*wsd"):
         schedule("cos", peak=1.0, warmup_steps=0, total_steps=1)

@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules as optax transformations, independent of any model."""
 
-from gptjax.optim.adamw import OptimizerConfig, adamw, decay_mask
+from gptjax.optim.adamw import OptimizerConfig, adamw, add_cautious_decay, decay_mask
 from gptjax.optim.algorithms import ALGORITHMS, switch_algorithm
 from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
 from gptjax.optim.matrices import Matrices
@@ -8,7 +8,6 @@ from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_ad
 from gptjax.optim.muon import MuonConfig
 from gptjax.optim.normuon import (
     NorMuonConfig,
-    add_cautious_decay,
     distributed,
     momentum_schedule,
     normuon,

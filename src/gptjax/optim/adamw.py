@@ -4,8 +4,8 @@ Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from gptjax.optim.matrices import flatten
 from gptjax.optim.partition import Group
 from gptjax.optim.schedules import schedule
 from gptjax.ranges import (
@@ -112,6 +113,54 @@ def scale_by_adam(b1: ArrayLike, b2: ArrayLike, eps: ArrayLike) -> optax.Gradien
     return optax.GradientTransformation(init, update)
 
 
+class CautiousDecayState(NamedTuple):
+    count: jax.Array
+
+
+def add_cautious_decay(
+    weight_decay: optax.ScalarOrSchedule,
+    *,
+    factor: Callable[[str], float] | None = None,
+    at_zero: bool = True,
+) -> optax.GradientTransformation:
+    """Add wd·p where the update u and the parameter p have the same sign.
+
+    Chen et al., "Cautious Weight Decay", 2025.
+
+    This transformation precedes that of the learning rate. With a number, the decay is proportional
+    to the learning rate, as in AdamW. With the schedule `lambda count: wd * lr(count)` it is
+    proportional to the square of the learning rate, as in modded-nanogpt's record.
+
+    Args:
+        weight_decay: a number, or a schedule of the update's index.
+        factor: maps a parameter's path to a factor of the weight decay.
+        at_zero: whether a parameter decays where its update is zero.
+    """
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError(
+                "add_cautious_decay needs the parameters: update(updates, state, params)"
+            )
+        decay = jnp.asarray(
+            weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32
+        )
+
+        paths, leaves, tree = flatten(updates)
+        for i, (path, p) in enumerate(zip(paths, jax.tree.leaves(params), strict=True)):
+            p = p.astype(jnp.float32)
+            scaled = decay * factor(path) if factor else decay
+            same_sign = leaves[i] * p >= 0 if at_zero else leaves[i] * p > 0
+            leaves[i] = leaves[i] + jnp.where(same_sign, scaled * p, 0.0)
+        return jax.tree.unflatten(tree, leaves), CautiousDecayState(
+            optax.safe_increment(state.count)
+        )
+
+    return optax.GradientTransformation(
+        lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update
+    )
+
+
 def adam_with_decay(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -119,6 +168,8 @@ def adam_with_decay(
     b2: ArrayLike,
     eps: ArrayLike,
     weight_decay: ArrayLike,
+    decay_form: str = "lr",
+    cautious_decay: bool = False,
     mask=None,
 ) -> optax.GradientTransformation:
     """Return `adamw` without the clipping.
@@ -129,11 +180,24 @@ def adam_with_decay(
     check_range("adamw", learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     # fp32 rounds numbers from 1 − 2⁻²⁵ on to 1.
     check_range("adamw", below=1 - 2**-25, b1=b1, b2=b2)
+    if decay_form not in ("lr", "lr_squared"):
+        raise ValueError(f"unknown decay_form {decay_form!r}; choose one of ['lr', 'lr_squared']")
+    decay = weight_decay
+    if decay_form == "lr_squared":
+        decay = _product(weight_decay, learning_rate)
+    if cautious_decay:
+        # An embedding whose token did not occur keeps its value.
+        add_decay = add_cautious_decay(decay, at_zero=False)
+        add_decay = add_decay if mask is None else optax.masked(add_decay, mask)
+    else:
+        add_decay = optax.add_decayed_weights(decay, mask)
     return optax.chain(
-        scale_by_adam(b1, b2, eps),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        scale_by_adam(b1, b2, eps), add_decay, optax.scale_by_learning_rate(learning_rate)
     )
+
+
+def _product(x: ArrayLike, rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    return (lambda n: x * rate(n)) if callable(rate) else x * rate
 
 
 def adamw(
@@ -143,6 +207,8 @@ def adamw(
     b2: ArrayLike = 0.95,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike = 0.1,
+    decay_form: Literal["lr", "lr_squared"] = "lr",
+    cautious_decay: bool = False,
     clip_norm: ArrayLike | None = 1.0,
 ) -> optax.GradientTransformation:
     """Return AdamW: clip by global norm, Adam, decoupled decay of the tensors in `decay_mask`.
@@ -153,6 +219,8 @@ def adamw(
 
     Args:
         learning_rate: a number, or a schedule of the update's index (0 for the first).
+        decay_form: "lr_squared" for lr·weight_decay·p in place of weight_decay·p.
+        cautious_decay: only elements decay whose m and p have the same sign.
         clip_norm: None for no clipping.
 
     Raises:
@@ -165,9 +233,9 @@ def adamw(
         >>> params = optax.apply_updates(params, updates)
     """
     betas = {"b1": b1, "b2": b2}
-    adam = adam_with_decay(
-        learning_rate, **betas, eps=eps, weight_decay=weight_decay, mask=decay_mask
-    )
+    decay = {"weight_decay": weight_decay, "decay_form": decay_form}
+    decay |= {"cautious_decay": cautious_decay, "mask": decay_mask}
+    adam = adam_with_decay(learning_rate, **betas, eps=eps, **decay)
     return optax.chain(clip_or_identity(clip_norm), adam)
 
 
@@ -191,11 +259,16 @@ class OptimizerConfig:
     learning_rate: PositiveFloat = 6e-4
     """Peak learning rate of AdamW."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after the warm-up; wsd decays over the last 20 % of the steps as 1 − √progress."""
+    """Shape of the cooldown, which follows the warm-up; that of wsd, 1 − √progress, is in the last
+    20 % of the steps."""
     warmup_steps: NonNegativeInt = 700
     """Steps of linear warm-up."""
     schedule_steps: PositiveInt | None = None
     """Step at which the schedule ends; max_steps when None."""
+    cooldown_steps: PositiveInt | None = None
+    """Steps of the cooldown, after a constant learning rate. None: as the schedule says."""
+    final_steps: NonNegativeInt = 0
+    """Steps after the cooldown, at the schedule's end, with the final learning rate."""
     final_fraction: UnitFloat = 0.0
     """Learning rate at the schedule's end, as a fraction of the peak."""
     b1: DecayRate = 0.9
@@ -206,6 +279,10 @@ class OptimizerConfig:
     """AdamW's epsilon, outside the square root."""
     weight_decay: NonNegativeFloat = 0.1
     """AdamW's decoupled weight decay; norms and biases have none."""
+    decay_form: Literal["lr", "lr_squared"] = "lr"
+    """AdamW's decay proportional to the learning rate, or to its square."""
+    cautious_decay: bool = False
+    """With AdamW, decay only where update and weight have the same sign."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; None for no clipping."""
     skip_loss_z: PositiveFloat | None = None
@@ -252,7 +329,14 @@ class OptimizerConfig:
         """
         del params, groups
         rates = f"lr {self.learning_rate:g}, decay {self.weight_decay:g}"
-        return [f"adamw: {rates} (of tensors with two or more axes)"]
+        form = f"; {text}" if (text := self._decay_in_words()) else ""
+        return [f"adamw: {rates} (of tensors with two or more axes){form}"]
+
+    def _decay_in_words(self) -> str:
+        """Describe AdamW's decay where it is not the usual one."""
+        texts = ["cautious decay" if self.cautious_decay else "decay"]
+        texts += ["goes as lr²"] if self.decay_form == "lr_squared" else []
+        return " ".join(texts) if texts != ["decay"] else ""
 
     def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
         return schedule(
@@ -261,12 +345,16 @@ class OptimizerConfig:
             warmup_steps=self.warmup_steps,
             total_steps=self.schedule_steps or total_steps,
             final_fraction=self.final_fraction,
+            cooldown_steps=self.cooldown_steps,
+            final_steps=self.final_steps,
         )
 
     def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
         return {
             "learning_rate": schedules["learning_rate"],
             "weight_decay": self.weight_decay,
+            "decay_form": self.decay_form,
+            "cautious_decay": self.cautious_decay,
             "b1": self.b1,
             "b2": self.b2,
             "eps": self.eps,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import optax
@@ -24,6 +24,8 @@ def matrices_and_adamw(
     *,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float = 0.1,
+    decay_form: Literal["lr", "lr_squared"] = "lr",
+    cautious_decay: bool = False,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -35,8 +37,10 @@ def matrices_and_adamw(
     Args:
         groups: rules, as for `assign`, which is called at `init`.
         matrix: transformation of the matrices, learning rate included.
-        learning_rate, weight_decay, b1, b2, eps, clip_norm: as for `adamw`.
-        every: period in updates of AdamW, which uses the sum of the clipped gradients of a period.
+        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm: as for
+            `adamw`.
+        every: period in updates of AdamW, which uses the sum of the clipped gradients of a period
+            and steps at its end: with a period of 2, in the updates with indices 1, 3, ….
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -58,8 +62,9 @@ def matrices_and_adamw(
             "b1": b1 if group.b1 is None else group.b1,
             "b2": b2 if group.b2 is None else group.b2,
         }
-        decay = weight_decay * group.weight_decay
-        tx = adam_with_decay(scaled(group.learning_rate), eps=eps, weight_decay=decay, **own)
+        own |= {"weight_decay": weight_decay * group.weight_decay, "decay_form": decay_form}
+        own |= {"cautious_decay": cautious_decay, "eps": eps}
+        tx = adam_with_decay(scaled(group.learning_rate), **own)
         if every == 1:
             return tx
         return optax.MultiSteps(tx, every, use_grad_mean=False).gradient_transformation()
@@ -103,13 +108,16 @@ class MatrixOptimizerConfig(OptimizerConfig):
         return super().schedules(total_steps) | {"matrix_learning_rate": matrix_rate}
 
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        rows = [("parameter", "shape", "optimizer", "lr", "decay")]
-        for path, shape, kind, rate_factor, decay_factor in describe(groups, params, self.name):
-            rate, decay = self.matrix_learning_rate, self.matrix_weight_decay
-            if kind == "adamw":
+        rows = [("parameter", "shape", "optimizer", "betas", "lr", "decay")]
+        for path, shape, kind, group in describe(self._with_betas(groups), params, self.name):
+            rate, decay, betas = self.matrix_learning_rate, self.matrix_weight_decay, ""
+            if group.matrices is None:
                 rate, decay = self.learning_rate, self.weight_decay
-            rows.append((path, shape, kind, f"{rate * rate_factor:g}", f"{decay * decay_factor:g}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+                b1, b2 = self._betas_of(group.b1, group.b2)
+                betas = f"{b1:g}, {b2:g}"
+            rate, decay = _product(rate, group.learning_rate), _product(decay, group.weight_decay)
+            rows.append((path, shape, kind, betas, rate, decay))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
         lines = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
@@ -131,12 +139,12 @@ class MatrixOptimizerConfig(OptimizerConfig):
     def _adamw_differences(self) -> str:
         """Describe the options in which AdamW differs from AdamW for every parameter."""
         texts = [f"every {self.adam_every} steps, gradients summed"] if self.adam_every > 1 else []
-        for kind, text in (("embedding", "embeddings"), ("vector", "norms and biases")):
-            b1, b2 = self._betas[kind]
-            if (b1, b2) != (None, None):
-                b1, b2 = self.b1 if b1 is None else b1, self.b2 if b2 is None else b2
-                texts.append(f"{text} b1 {b1:g}, b2 {b2:g}")
+        texts += [text] if (text := self._decay_in_words()) else []
         return f"; adamw: {'; '.join(texts)}" if texts else ""
+
+    def _betas_of(self, b1: float | None, b2: float | None) -> tuple[float, float]:
+        """Return the values, and those of AdamW for None."""
+        return self.b1 if b1 is None else b1, self.b2 if b2 is None else b2
 
     def _with_betas(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Return the groups with the b1 and b2 that this config has for their kind."""
@@ -149,3 +157,8 @@ class MatrixOptimizerConfig(OptimizerConfig):
 
     def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
         return super()._adamw_options(schedules) | {"every": self.adam_every}
+
+
+def _product(value: float, factor: float) -> str:
+    """Return value · factor as text, with the factor if it is neither 0 nor 1."""
+    return f"{value * factor:g}" + (f" (× {factor:g})" if factor not in (0, 1) else "")

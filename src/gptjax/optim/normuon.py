@@ -26,7 +26,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from gptjax.optim.adamw import add_cautious_decay
 from gptjax.optim.matrices import Layout, flatten, one_matrix
 from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
 from gptjax.optim.partition import Group, group_of
@@ -211,47 +212,6 @@ def scale_by_neuron_norm(
     return optax.GradientTransformation(init, update)
 
 
-class CautiousDecayState(NamedTuple):
-    count: jax.Array
-
-
-def add_cautious_decay(
-    weight_decay: optax.ScalarOrSchedule, *, factor: Callable[[str], float] | None = None
-) -> optax.GradientTransformation:
-    """Add wd·p where the update u and the parameter p have the same sign, or one is zero.
-
-    This transformation precedes that of the learning rate. With a number, the decay is proportional
-    to the learning rate, as in AdamW. With the schedule `lambda count: wd * lr(count)` it is
-    proportional to the square of the learning rate, as in modded-nanogpt's record.
-
-    Args:
-        weight_decay: a number, or a schedule of the update's index.
-        factor: maps a parameter's path to a factor of the weight decay.
-    """
-
-    def update(updates, state, params=None):
-        if params is None:
-            raise ValueError(
-                "add_cautious_decay needs the parameters: update(updates, state, params)"
-            )
-        decay = jnp.asarray(
-            weight_decay(state.count) if callable(weight_decay) else weight_decay, jnp.float32
-        )
-
-        paths, leaves, tree = flatten(updates)
-        for i, (path, p) in enumerate(zip(paths, jax.tree.leaves(params), strict=True)):
-            p = p.astype(jnp.float32)
-            scaled = decay * factor(path) if factor else decay
-            leaves[i] = leaves[i] + jnp.where(leaves[i] * p >= 0, scaled * p, 0.0)
-        return jax.tree.unflatten(tree, leaves), CautiousDecayState(
-            optax.safe_increment(state.count)
-        )
-
-    return optax.GradientTransformation(
-        lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update
-    )
-
-
 def scale_by_matrix_shape(
     *, layout: Layout = one_matrix, factor: Callable[[str], float] | None = None
 ) -> optax.GradientTransformation:
@@ -337,15 +297,10 @@ def normuon_and_adamw(
     matrix_learning_rate: optax.ScalarOrSchedule,
     learning_rate: optax.ScalarOrSchedule,
     matrix_weight_decay: optax.ScalarOrSchedule = 0.0,
-    weight_decay: float = 0.1,
     momentum: optax.ScalarOrSchedule = 0.95,
     neuron_b2: float = 0.95,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    clip_norm: float | None = 1.0,
-    every: int = 1,
     method=polar_express,
+    **adamw: Any,
 ) -> optax.GradientTransformation:
     """Return NorMuon for the groups of matrices and AdamW for the others, after a common clipping.
 
@@ -353,8 +308,7 @@ def normuon_and_adamw(
         groups: rules, as for `assign`, which is called at `init`.
         matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as for `normuon`
             (neuron_b2 is its b2).
-        learning_rate, weight_decay, b1, b2, eps, clip_norm: as for `adamw`.
-        every: period in updates of AdamW, which uses the sum of the clipped gradients of a period.
+        learning_rate, adamw: as for `matrices_and_adamw`.
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -371,17 +325,7 @@ def normuon_and_adamw(
         factor=lambda path: of(path).learning_rate,
         decay_factor=lambda path: of(path).weight_decay,
     )
-    return matrices_and_adamw(
-        groups,
-        matrix,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        clip_norm=clip_norm,
-        every=every,
-    )
+    return matrices_and_adamw(groups, matrix, learning_rate=learning_rate, **adamw)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,11 +81,11 @@ def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
 
 def describe(
     groups: Sequence[Group], params: optax.Params, optimizer: str
-) -> list[tuple[str, str, str, float, float]]:
+) -> list[tuple[str, str, str, Group]]:
     """Return a row for each kind of parameter.
 
     Its columns are the path (with * for numbers) and the number of such parameters, the shape, the
-    optimizer, the factor of the learning rate, and the factor of the weight decay.
+    optimizer, and the group.
 
     Args:
         params: arrays, or `jax.ShapeDtypeStruct`s.
@@ -104,15 +104,7 @@ def describe(
         matrices = group.matrices
         kind = "adamw" if matrices is None else f"{optimizer}{_in_words(matrices, path, shape)}"
         size = " × ".join(map(str, shape))
-        rows.append(
-            (
-                path + (f" (of {count})" if count > 1 else ""),
-                size,
-                kind,
-                group.learning_rate,
-                group.weight_decay,
-            )
-        )
+        rows.append((path + (f" (of {count})" if count > 1 else ""), size, kind, group))
     return rows
 
 

@@ -12,37 +12,57 @@ WSD_DECAY_FRACTION = 0.2
 
 
 def schedule(
-    name: str, *, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.0
+    name: str,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    final_fraction: float = 0.0,
+    cooldown_steps: int | None = None,
+    final_steps: int = 0,
 ) -> optax.Schedule:
     """Return the schedule of a name.
 
-    Warm-up: peak·(step+1)/warmup_steps for the first `warmup_steps` updates. After it, with
-    progress p from 0 to 1 at `total_steps` and floor f = final_fraction:
+    Warm-up: peak·(step+1)/warmup_steps for the first `warmup_steps` updates. Then the peak until
+    the cooldown. In the cooldown, with progress p from 0 to 1 and floor f = final_fraction:
 
         cosine    peak·(f + (1−f)·(1 + cos πp)/2)
         linear    peak·(1 − (1−f)·p)
         constant  peak
-        wsd       peak, then over the last 20 % of all steps peak·(f + (1−f)·(1 − √q)), q from 0
-                  to 1 (warmup, stable, decay: Hägele et al., 2024)
+        wsd       peak·(f + (1−f)·(1 − √p)) (warmup, stable, decay: Hägele et al., 2024)
+
+    Args:
+        cooldown_steps: steps of the cooldown. None: all after the warm-up; of wsd, the last 20 %.
+        final_steps: steps with the floor, between the cooldown and `total_steps`.
 
     Raises:
-        ValueError: an unknown name (the message lists them); a number outside its range.
+        ValueError: an unknown name (the message lists them); a number outside its range; a cooldown
+            that begins before the warm-up ends.
     """
     check_range("schedule", peak=peak, warmup_steps=warmup_steps, total_steps=total_steps)
+    check_range("schedule", cooldown_steps=cooldown_steps, final_steps=final_steps)
     if not 0 <= final_fraction <= 1:
         raise ValueError(f"schedule: final_fraction must be in [0, 1], got {final_fraction}")
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {list(SCHEDULES)}")
 
+    end = total_steps - final_steps
+    begin = (1 - WSD_DECAY_FRACTION) * end if name == "wsd" else warmup_steps
+    if cooldown_steps is not None:
+        begin = end - cooldown_steps
+        if begin < warmup_steps:
+            raise ValueError(
+                f"schedule: expected {warmup_steps} steps of warm-up, {cooldown_steps} of cooldown "
+                f"and {final_steps} final ones to fit into {total_steps}"
+            )
+
     def decayed(step):
         if name == "constant":
             return jnp.ones_like(step)
+        p = jnp.clip((step - begin) / max(end - begin, 1), 0.0, 1.0)
         if name == "wsd":
-            start = (1 - WSD_DECAY_FRACTION) * total_steps
-            q = jnp.clip((step - start) / max(total_steps - start, 1), 0.0, 1.0)
-            shape = 1 - jnp.sqrt(q)
+            shape = 1 - jnp.sqrt(p)
         else:
-            p = jnp.clip((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0, 1.0)
             shape = (1 + jnp.cos(jnp.pi * p)) / 2 if name == "cosine" else 1 - p
         return final_fraction + (1 - final_fraction) * shape
 
