@@ -53,6 +53,11 @@ class BackwardScratch(NamedTuple):
     derivative_full: Any
 
 
+def why_not(m: int, n: int, k: int) -> str | None:
+    """Return None if `matmul` computes M×N results over K, else the reason."""
+    return Tiles().why_not(m, n, k, whole=False)
+
+
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
 def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, *, tiles: Tiles | None = None):
     """Return scale · a bᵀ, M×N in `out_dtype`.
@@ -63,7 +68,7 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, *, tiles: Tiles | None = N
     """
     m, n = a_MK.shape[0], b_NK.shape[0]
     tiles = tiles or Tiles()
-    _refuse("matmul", tiles, m, n, a_MK.shape[1])
+    _refuse("matmul", tiles.why_not(m, n, a_MK.shape[1], whole=False))
     dtype = jnp.dtype(jnp.float32 if tiles.split > 1 else out_dtype)
 
     def finish(at, acc_RP, kept, others, out_gmem, scratch):
@@ -91,9 +96,7 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, *, tiles: Tiles | None = N
     return out_SMN.sum(0).astype(out_dtype) if tiles.split > 1 else out_SMN[0]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("transposed", "derivative_dtype", "tiles"), inline=False
-)
+@functools.partial(jax.jit, static_argnames=("transposed", "derivative_dtype", "tiles"))
 def linear_gelu(
     x_MK,
     w_NK,
@@ -117,7 +120,7 @@ def linear_gelu(
     """
     (m, k), n = x_MK.shape, w_NK.shape[0]
     tiles = tiles or Tiles()
-    _refuse("linear_gelu", tiles, m, n, k)
+    _refuse("linear_gelu", tiles.why_not(m, n, k, whole=True))
     derivative_dtype = jnp.dtype(derivative_dtype)
 
     def begin(at, others, scratch):
@@ -206,7 +209,7 @@ def gelu_backward(
     """
     (m, c), o = dy_MC.shape, w2_OC.shape[0]
     tiles = tiles or Tiles()
-    _refuse("gelu_backward", tiles, m, o, c)
+    _refuse("gelu_backward", tiles.why_not(m, o, c, whole=True))
     parts, slots = tiles.parts(), tiles.slots
     part_sums = tiles.rows // 64
     if derivative_MO.dtype == E4M3:
@@ -290,8 +293,8 @@ def gelu_backward(
 # ------------------------------------------------------------------------------------------ helpers
 
 
-def _refuse(kernel: str, tiles: Tiles, m: int, n: int, k: int) -> None:
-    if (why := tiles.why_not(m, n, k)) is not None:
+def _refuse(kernel: str, why: str | None) -> None:
+    if why is not None:
         raise ValueError(f"fp8 {kernel}: implementation 'mosaic' {why}")
 
 

@@ -36,8 +36,6 @@ DEPTH = 128
 """K of one step: 128 bytes, the largest swizzle."""
 COMPUTING = 2
 """Number of computing warpgroups."""
-LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
-"""Largest finite value of each FP8 type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +80,20 @@ class Tiles:
             for m in range(0, self.rows, 64)
         ]
 
-    def why_not(self, m: int, n: int, k: int) -> str | None:
-        """Return None if the tiles divide the sizes, else the reason."""
-        rows = self.block_rows * self.cluster
-        if m % rows or n % self.columns or k % 16:
+    def why_not(self, m: int, n: int, k: int, *, whole: bool) -> str | None:
+        """Return None if a matmul of these sizes has these tiles, else the reason.
+
+        Args:
+            whole: no tile may be partly out of bounds.
+        """
+        rows, columns = self.block_rows * self.cluster, self.columns
+        if m < rows or n < columns or n % 16 or k % 16:
             return (
-                f"has tiles for M a multiple of {rows}, N of {self.columns} and K of 16, not for "
-                f"M={m}, N={n}, K={k}"
+                f"needs M ≥ {rows}, N ≥ {columns}, and N and K multiples of 16, got M={m}, N={n}, "
+                f"K={k}"
             )
+        if whole and (m % rows or n % columns):
+            return f"needs M a multiple of {rows} and N of {columns}, got M={m}, N={n}"
         return None
 
 
@@ -136,7 +140,10 @@ def tiled(
         end: (warpgroup, thread block, carry, outputs, scratch) → None, after the last tile.
     """
     (m, k), n = a_MK.shape, b_NK.shape[0]
-    row_items, column_items = m // (tiles.block_rows * tiles.cluster), n // tiles.columns
+    # The last tiles of M and N may be partly out of bounds: TMA reads zeros there, and writes
+    # nothing.
+    row_items = pl.cdiv(m, tiles.block_rows * tiles.cluster)
+    column_items = pl.cdiv(n, tiles.columns)
     clusters = _mosaic.num_sms() // tiles.cluster
     total = row_items * column_items * tiles.split
 
@@ -231,7 +238,9 @@ class _Block:
 
     def place(self, item) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the share, row and column of this thread block's work item `item`."""
-        share, rest = _divmod(item * self.clusters + self.cluster, self.row_items * self.column_items)
+        share, rest = _divmod(
+            item * self.clusters + self.cluster, self.row_items * self.column_items
+        )
         group, rest = _divmod(rest, self.tiles.group * self.column_items)
         first = group * self.tiles.group
         rows = jnp.minimum(self.tiles.group, self.row_items - first)
@@ -251,8 +260,7 @@ class _Block:
             columns = pl.ds(column * tiles.columns, tiles.columns)
             reader = 0 if tiles.cooperative else lax.rem(item, jnp.int32(COMPUTING))
 
-            # Out of bounds, TMA reads zeros: the last share of K may have fewer steps than the
-            # others, and the last step less K.
+            # The last share of K may be partly out of bounds, too.
             @pl.loop(0, self.steps)
             def _step(k):
                 step = item * self.steps + k

@@ -1,0 +1,195 @@
+"""The Mosaic kernels of pallas_kernels.fp8: in JAX's interpreter for Mosaic GPU, lowered for an
+H200, and on a GPU.
+
+The reference is exact up to fp32, and rounded as the kernels round.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import lower_for_h200
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+
+from pallas_kernels import fp8
+from pallas_kernels.fp8 import mosaic
+from pallas_kernels.fp8.mosaic_tiles import Tiles
+
+E4M3, E5M2 = mosaic.E4M3, mosaic.E5M2
+SMALL = Tiles(rows=64, columns=64, stages=2, cluster=1, slots=1, group=1)
+PAIRS = dataclasses.replace(SMALL, cluster=2, group=2)
+COOPERATIVE = dataclasses.replace(SMALL, cooperative=True)
+
+
+def quantised(x, scale, dtype):
+    return (x * scale).clip(-fp8.largest(dtype), fp8.largest(dtype)).astype(dtype)
+
+
+def operands(m, n, k, dtypes=(E4M3, E4M3), seed=0):
+    """a, b, and the scale that undoes their own scales: a bᵀ has a standard deviation of 1.5."""
+    rng = np.random.default_rng(seed)
+    a = jnp.asarray(rng.standard_normal((m, k)), jnp.float32)
+    b = jnp.asarray(rng.standard_normal((n, k)) * 1.5 / k**0.5, jnp.float32)
+    a, b = quantised(a, 64.0, dtypes[0]), quantised(b, 2048.0, dtypes[1])
+    return a, b, jnp.float32(1 / (64 * 2048))
+
+
+def gelu(u):
+    return jax.nn.gelu(u, approximate=True)
+
+
+def check(name, found, rounded, exact):
+    """Check `found` by the 2× rule."""
+    for norm in (max_abs, rms):
+        found, rounded, exact = (np.asarray(x, np.float32) for x in (found, rounded, exact))
+        assert_within_twice(found, rounded, exact, norm=norm, name=f"{name}, {norm.__name__}")
+
+
+def check_quantised(name, found, exact, scale, dtype):
+    check(name, found, quantised(exact, scale, dtype), exact * scale)
+    clipped = np.abs(exact * scale) > 1.1 * fp8.largest(dtype)
+    exact, found = np.asarray(exact), np.asarray(found, np.float32)
+    np.testing.assert_array_equal(found[clipped], np.sign(exact[clipped]) * fp8.largest(dtype))
+
+
+def check_linear_gelu(m, n, k, *, derivative_dtype=jnp.bfloat16, y_scale=64.0, **options):
+    x, w, scale = operands(m, n, k)
+    b = jnp.linspace(-1, 1, n, dtype=jnp.float32)
+    y, y_transposed, derivative, amax = mosaic.linear_gelu(
+        x, w, b, scale, jnp.float32(y_scale), derivative_dtype=derivative_dtype, **options
+    )
+    u = fp8.reference(x, w, scale) + b[None]
+    check_quantised("y", y, gelu(u), y_scale, E4M3)
+    np.testing.assert_array_equal(_bits(y_transposed), _bits(y).T)
+    exact = jax.jvp(gelu, (u,), (jnp.ones_like(u),))[1]
+    factor = mosaic.DERIVATIVE_SCALE if derivative_dtype == E4M3 else 1.0
+    check("derivative", derivative, (exact * factor).astype(derivative_dtype), exact * factor)
+    np.testing.assert_allclose(amax, gelu(u).max(), rtol=2e-3)
+
+
+def check_gelu_backward(m, o, c, *, derivative_dtype=jnp.bfloat16, out_dtype=E5M2, **options):
+    du_scale = 4096.0 if out_dtype == E5M2 else 64.0
+    dy, w2, scale = operands(m, o, c, (E5M2, E4M3))
+    derivative = jnp.asarray(np.random.default_rng(1).uniform(-0.1, 1.1, (m, o)), jnp.float32)
+    factor = mosaic.DERIVATIVE_SCALE if derivative_dtype == E4M3 else 1.0
+    derivative = (derivative * factor).astype(derivative_dtype)
+    du, du_transposed, db, amax = mosaic.gelu_backward(
+        dy, w2, derivative, scale, jnp.float32(du_scale), out_dtype=out_dtype, **options
+    )
+    exact = fp8.reference(dy, w2, scale) * derivative.astype(jnp.float32) / factor
+    check_quantised("du", du, exact, du_scale, out_dtype)
+    np.testing.assert_array_equal(_bits(du_transposed), _bits(du).T)
+    np.testing.assert_allclose(db, du.astype(jnp.float32).sum(0) / du_scale, atol=1e-5 * m**0.5)
+    np.testing.assert_allclose(amax, jnp.abs(exact).max(), rtol=1e-5)
+
+
+def _bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+# ---------------------------------------------------------------------------------------------- CPU
+
+
+@pytest.mark.parametrize(
+    "m, n, k, dtypes, tiles",
+    [
+        # pairs of thread blocks that share b; each warpgroup has several tiles
+        (320, 192, 128, (E5M2, E4M3), PAIRS),
+        # three steps, promoted after two; tiles of M and N partly out of bounds
+        (192, 112, 368, (E4M3, E5M2), dataclasses.replace(COOPERATIVE, promote=2)),
+        # five steps in two shares
+        (128, 64, 640, (E4M3, E4M3), dataclasses.replace(SMALL, split=2)),
+    ],
+)
+def test_matmul_on_a_cpu(mosaic_on_cpu, m, n, k, dtypes, tiles):
+    a, b, scale = operands(m, n, k, dtypes)
+    found, exact = mosaic.matmul(a, b, scale, tiles=tiles), fp8.reference(a, b, scale)
+    check("a bᵀ", found, exact.astype(jnp.bfloat16), exact)
+
+
+def test_linear_gelu_on_a_cpu(mosaic_on_cpu):
+    # The interpreter's conversion to FP8 does not clip.
+    check_linear_gelu(128, 64, 256, tiles=SMALL)
+
+
+@pytest.mark.parametrize("derivative_dtype, out_dtype", [(jnp.bfloat16, E5M2), (E4M3, E4M3)])
+def test_gelu_backward_on_a_cpu(mosaic_on_cpu, derivative_dtype, out_dtype):
+    options = {"derivative_dtype": derivative_dtype, "out_dtype": out_dtype}
+    check_gelu_backward(192, 64, 128, tiles=SMALL, **options)
+
+
+def test_refusals():
+    a, b, scale = operands(256, 200, 128)
+    with pytest.raises(ValueError, match="N and K multiples of 16, got M=256, N=200, K=128"):
+        mosaic.matmul(a, b, scale)
+    assert mosaic.why_not(256, 192, 128) is None
+    args = operands(256, 208, 128)
+    with pytest.raises(ValueError, match="M a multiple of 256 and N of 192, got M=256, N=208"):
+        mosaic.linear_gelu(*args[:2], jnp.zeros(208), args[2], scale)
+    with pytest.raises(ValueError, match="M a multiple of 256 and N of 192, got M=256, N=208"):
+        mosaic.gelu_backward(*args[:2], jnp.zeros((256, 208), jnp.bfloat16), args[2], scale)
+
+
+def _abstract(*arrays):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+
+
+SCALAR = ((), jnp.float32)
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+def test_matmul_lowers_for_an_h200(dtypes):
+    arrays = _abstract(((50304, 768), dtypes[0]), ((2304, 768), dtypes[1]), SCALAR)
+    assert lower_for_h200(mosaic.matmul, *arrays).count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("derivative_dtype", [jnp.bfloat16, E4M3])
+def test_gelu_lowers_for_an_h200(derivative_dtype):
+    m, c, o = 65536, 768, 3072
+    forward = functools.partial(mosaic.linear_gelu, derivative_dtype=derivative_dtype)
+    arrays = _abstract(((m, c), E4M3), ((o, c), E4M3), ((o,), jnp.float32), SCALAR, SCALAR)
+    assert lower_for_h200(forward, *arrays).count("custom_call @mosaic_gpu") == 1
+    arrays = _abstract(((m, c), E5M2), ((o, c), E4M3), ((m, o), derivative_dtype), SCALAR, SCALAR)
+    assert lower_for_h200(mosaic.gelu_backward, *arrays).count("custom_call @mosaic_gpu") == 1
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+
+# Sums over K in the tensor core have about 14 bits: their error is compared with bf16's rounding.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("m, n, k", [(65536, 768, 768), (16448, 2304, 768), (4096, 3072, 3072)])
+def test_matmul_on_a_gpu(m, n, k, dtypes):
+    a, b, scale = operands(m, n, k, dtypes)
+    found, exact = mosaic.matmul(a, b, scale), fp8.reference(a, b, scale)
+    check("a bᵀ", found, exact.astype(jnp.bfloat16), exact)
+    for _ in range(3):
+        np.testing.assert_array_equal(mosaic.matmul(a, b, scale), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 5])
+def test_promoted_matmul_over_many_tokens_on_a_gpu(split):
+    a, b, scale = operands(768, 768, 65536)
+    tiles = Tiles(rows=64, cooperative=True, promote=1, split=split, part_columns=32)
+    found = mosaic.matmul(a, b, scale, jnp.float32, tiles=tiles)
+    exact = fp8.reference(a, b, scale)
+    assert rms(found - exact) < 1e-3 * rms(exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("derivative_dtype", [jnp.bfloat16, E4M3])
+@pytest.mark.parametrize("m, n, k, y_scale", [(65536, 3072, 768, 32.0), (512, 768, 1600, 512.0)])
+def test_linear_gelu_on_a_gpu(m, n, k, y_scale, derivative_dtype):
+    check_linear_gelu(m, n, k, y_scale=y_scale, derivative_dtype=derivative_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("derivative_dtype, out_dtype", [(jnp.bfloat16, E5M2), (E4M3, E4M3)])
+@pytest.mark.parametrize("m, o, c", [(65536, 3072, 768), (512, 768, 1600)])
+def test_gelu_backward_on_a_gpu(m, o, c, derivative_dtype, out_dtype):
+    check_gelu_backward(m, o, c, derivative_dtype=derivative_dtype, out_dtype=out_dtype)
