@@ -16,6 +16,7 @@ from pallas_kernels.gated_mlp import swiglu
 from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.matmul import linear
 from pallas_kernels.norm import layer_norm, rms_norm
+from pallas_kernels.rotary import rotary_qkv
 from pallas_kernels.row_softmax import softmax
 from pallas_kernels.sampling import Filters, sample_token
 from pallas_kernels.symmetric import ba_plus_caa, xtx, xxt
@@ -39,6 +40,7 @@ __all__ = [
     "mlp",
     "projected_attention",
     "rms_norm",
+    "rotary_qkv",
     "sample_token",
     "select",
     "softmax",

@@ -1,0 +1,165 @@
+"""pallas_kernels.rotary_qkv against its definition, by the 2× rule."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import lower_for_h200, triton_kernels, unchecked
+from rule_tools import check
+
+from pallas_kernels import rotary_qkv, select
+from pallas_kernels.rotary import Options, reference
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+NORM = {"eps": 1e-6}
+# B, T, H, G, D, E, options
+CASES = {
+    "speedrun": (2, 19, 4, 4, 16, 4, NORM),
+    "speedrun, paired": (2, 19, 4, 4, 16, 4, NORM | {"pair_heads": True}),
+    "llama": (1, 21, 6, 2, 8, 4, {"pairs": "halves"}),
+    "a norm, all channels, batch of angles": (3, 7, 2, 2, 8, 4, NORM | {"pairs": "halves"}),
+    "one token and angle": (1, 1, 1, 1, 2, 1, {}),
+    "paired groups": (1, 5, 4, 2, 8, 2, {"pair_heads": True, "pairs": "halves"}),
+}
+
+
+def arrays(b, t, h, g, d, e, dtype, tables=1):
+    rng = np.random.default_rng(0)
+    angle = rng.uniform(-9, 9, (tables, t, e))
+    qkv = jnp.asarray(rng.standard_normal((b, t, (h + 2 * g) * d)), dtype)
+    return qkv, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
+
+
+def compare(implementation, case, dtype):
+    b, t, h, g, d, e, how = case
+    qkv, cos, sin = arrays(b, t, h, g, d, e, dtype, tables=b)
+    options = Options(
+        h, g, *({"pairs": "adjacent", "eps": None, "pair_heads": False} | how).values()
+    )
+
+    def ours(qkv):
+        how_called = {"heads": h, "key_heads": g, "implementation": implementation}
+        return rotary_qkv(qkv, cos, sin, **how, **how_called)
+
+    def plain(qkv):
+        """Each of the two operations rounds to the dtype."""
+        x = qkv.reshape(b, t, -1, d)
+        if "eps" in how:
+            x32 = x.astype(jnp.float32)
+            normed = (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + how["eps"])).astype(
+                dtype
+            )
+            x = jnp.concatenate([normed[:, :, : h + g], x[:, :, h + g :]], axis=2)
+        without = Options(h, g, options.pairs, None, options.pair_heads)
+        results = reference(x.reshape(qkv.shape), cos, sin, without)
+        return tuple(x.astype(dtype) for x in results)
+
+    true = functools.partial(reference, cos_BTE=cos, sin_BTE=sin, options=options)
+    check(ours, plain, lambda qkv: true(qkv), (qkv,), names=("qkv",))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradient(case, dtype, triton_on_cpu):
+    compare("triton", case, dtype)
+
+
+@pytest.mark.parametrize("name", ["speedrun, paired", "llama"])
+def test_xla(name):
+    compare("xla", CASES[name], jnp.bfloat16)
+
+
+def test_reference_is_the_definition():
+    """Every result, one number at a time."""
+    b, t, h, g, d, e = 1, 3, 4, 2, 8, 2
+    qkv, cos, sin = arrays(b, t, h, g, d, e, jnp.float32)
+    rows = np.asarray(qkv, np.float64).reshape(t, h + 2 * g, d)
+    for pairs in ("adjacent", "halves"):
+        options = Options(h, g, pairs, 0.5, True)
+        found = reference(qkv, cos, sin, options)
+        expected = [np.zeros((1, 2 * t, n // 2, d)) for n in (h, g, g)]
+        for time in range(t):
+            for i, (result, head) in enumerate(
+                [(0, j) for j in range(h)] + [(1, j) for j in range(g)] + [(2, j) for j in range(g)]
+            ):
+                x = rows[time, i].copy()
+                if result < 2:
+                    x /= np.sqrt((x**2).mean() + 0.5)
+                    for pair in range(e):
+                        at = (2 * pair, 2 * pair + 1) if pairs == "adjacent" else (pair, e + pair)
+                        turn = complex(cos[0, time, pair], sin[0, time, pair])
+                        turned = complex(*x[list(at)]) * turn
+                        x[list(at)] = turned.real, turned.imag
+                expected[result][0, 2 * time + head % 2, head // 2] = x
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_compiles_without_spills_and_with_wide_accesses(dtype, capability):
+    for h, g, d, e, how in [
+        (6, 6, 128, 32, NORM | {"pair_heads": True}),
+        (32, 8, 64, 32, {"pairs": "halves"}),
+    ]:
+        shapes = [jax.ShapeDtypeStruct((2, 512, (h + 2 * g) * d), dtype)]
+        shapes += [jax.ShapeDtypeStruct((1, 512, e), jnp.float32)] * 2
+
+        def run(qkv, cos, sin, h=h, g=g, how=how):
+            call = lambda qkv: rotary_qkv(
+                qkv, cos, sin, heads=h, key_heads=g, implementation="triton", **how
+            )
+            results, pull = jax.vjp(call, qkv)
+            return pull(results)
+
+        for kernel in triton_kernels(run, *shapes, capability=capability):
+            assert kernel.spill_bytes == 0
+            lines = [x for x in kernel.ptx.splitlines() if re.search(r"(ld|st)\.global", x)]
+            assert lines and all(".v4.b32" in line for line in lines), lines
+
+
+def test_lowers_for_an_h200():
+    """One launch each way."""
+    qkv, cos, sin = arrays(2, 64, 4, 2, 16, 4, jnp.bfloat16)
+    call = lambda qkv: rotary_qkv(qkv, cos, sin, heads=4, key_heads=2)[0].astype(jnp.float32).sum()
+    text = lower_for_h200(jax.value_and_grad(call), qkv)
+    assert text.count("@forward_kernel") == text.count("@backward_kernel") == 1
+    assert select("rotary_qkv", head_dim=128, angles=32) == "xla"
+
+
+def test_errors(triton_on_cpu):
+    qkv, cos, sin = arrays(2, 4, 2, 2, 8, 2, jnp.float32)
+    call = unchecked(rotary_qkv)
+    for changed, message in [
+        ({"heads": 5}, "a multiple of H"),
+        ({"heads": 0}, "a multiple of H"),
+        ({"heads": 2, "cos": cos[:, :3], "sin": sin[:, :3]}, "cos and sin"),
+        ({"heads": 2, "cos": jnp.tile(cos, (1, 1, 3)), "sin": jnp.tile(sin, (1, 1, 3))}, "D/2"),
+        ({"heads": 2, "cos": cos.astype(jnp.bfloat16)}, "bfloat16"),
+        ({"heads": 2, "pairs": "both"}, "'both'"),
+        ({"heads": 2, "eps": 0.0}, "eps > 0"),
+        ({"heads": 4, "key_heads": 1, "pair_heads": True}, "even numbers"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(qkv, **({"cos": cos, "sin": sin} | changed))
+    qkv, cos, sin = arrays(2, 4, 2, 2, 24, 3, jnp.float32)
+    with pytest.raises(ValueError, match="powers of two, not 24, 3 and 18"):
+        rotary_qkv(qkv, cos, sin, heads=2, implementation="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1, 4096, 6, 6, 128, 32, NORM | {"pair_heads": True}),
+        (3, 1000, 32, 8, 64, 32, {"pairs": "halves"}),
+        *CASES.values(),
+    ],
+    ids=str,
+)
+def test_triton_on_the_gpu(case, dtype):
+    compare("triton", case, dtype)
