@@ -18,6 +18,7 @@ from gptjax.config import Config, ConfigError, Stage, executable_inputs
 from gptjax.data import Loader, Packing, ShardError, Windows, write_shard
 from gptjax.data.masks import write_mask
 from gptjax.stages import Timeline
+from gptjax.training import header
 from gptjax.training.inputs import Inputs
 
 # The fixture `config`.
@@ -42,9 +43,9 @@ def write_documents(folder, lengths, *, before=0, cuts=()):
     return paths, tokens
 
 
-def pack(tokens, length, maximum):
+def pack(tokens, length, maximum, eot=EOT):
     """Return the windows of `length` + 1 tokens."""
-    begins = [i for i, token in enumerate(tokens) if token == EOT]
+    begins = [i for i, token in enumerate(tokens) if token == eot]
     windows, window = [], []
     for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
         window += tokens[begin:end][:maximum].tolist()
@@ -228,7 +229,14 @@ def test_orders_of_the_stages(packed):
     assert [span.config.max_document_length for span in spans] == [12, 12, 40, 40]
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
     inputs = Inputs.find(packed, mesh)
-    assert [*inputs.packed] == [0, 1, 2]
+    tokens = np.concatenate([np.fromfile(x, "<u2", offset=1024) for x in inputs.dataset.train])
+    lengths = {0: (32, 12), 1: (32, 40), 2: (16, 40)}
+    counts = {order: len(pack(tokens, *both, eot=256)) for order, both in lengths.items()}
+    assert inputs.packed == counts
+    share = counts[2] * 17 / len(tokens)
+    assert [*header._packed(inputs)][2].endswith(
+        f"to 40 tokens: {share:.1%} of the tokens are read"
+    )
     read = {0: 2 * 16 + 8, 1: 16, 2: 2 * 32}
     assert inputs.epochs == pytest.approx(sum(read[i] / inputs.packed[i] for i in read))
 

@@ -96,7 +96,7 @@ def _packed(inputs: Inputs) -> Iterator[str]:
         read = inputs.packed[order] * (span.config.sequence_length + 1)
         yield (
             f"{begin}sequences begin with a document, and documents are cut to "
-            f"{span.config.max_document_length} tokens: {read / inputs.dataset.train_tokens:.0%} "
+            f"{span.config.max_document_length} tokens: {read / inputs.dataset.train_tokens:.1%} "
             "of the tokens are read"
         )
 
