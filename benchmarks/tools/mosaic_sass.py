@@ -135,6 +135,28 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             functools.partial(pk.ba_plus_caa, b=2.0, c=0.5, d=1.0, implementation="mosaic"),
             (bf16(48, 768, 768),),
         ),
+        **_fp8_programs(),
+    }
+
+
+def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
+    from pallas_kernels.fp8 import E4M3, E5M2, mosaic
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    scale, w = array(jnp.float32), array(E4M3, 3072, 768)
+    bias, derivative = array(jnp.float32, 3072), array(jnp.bfloat16, 65536, 3072)
+    return {
+        "fp8.matmul": (mosaic.matmul, (array(E4M3, 65536, 768), w, scale)),
+        "fp8.linear_gelu": (
+            mosaic.linear_gelu,
+            (array(E4M3, 65536, 768), w, bias, scale, scale),
+        ),
+        "fp8.gelu_backward": (
+            mosaic.gelu_backward,
+            (array(E5M2, 65536, 768), w, derivative, scale, scale),
+        ),
     }
 
 
@@ -216,7 +238,7 @@ def compile_module(module: bytes, folder: Path, plugin: Path, runtime: Path, dri
     return {
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spilled bytes": int(re.search(r"stack frame, (\d+) bytes spill stores", report)[1]),
-        "wgmma": counts["HGMMA"],
+        "wgmma": counts["HGMMA"] + counts["QGMMA"],
         "instructions": sum(counts.values()),
         # C7510 and its like: the compiler waits for each product before the next.
         "remarks": sorted(set(re.findall(r"\((C75\d\d)\)", report)) - {"C7519"}),

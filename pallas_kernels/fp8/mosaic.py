@@ -199,8 +199,8 @@ def gelu_backward(
 ):
     """Return (du, duᵀ, db, amax) with v = (scale · dy w₂ᵀ) ∘ derivative.
 
-    du is quantise(v) in `out_dtype`, M×O, and duᵀ its transposed copy. db is the sum of du / du_scale
-    over M in fp32, and amax the largest |v|, an fp32 scalar.
+    du is quantise(v) in `out_dtype`, M×O, and duᵀ its transposed copy. db is the sum over M of
+    du / du_scale in fp32, and amax the largest |v|, an fp32 scalar.
 
     Args:
         derivative_MO: bf16, or e4m3 times `DERIVATIVE_SCALE`.
@@ -257,7 +257,7 @@ def gelu_backward(
             # From shared memory the sum over rows stays inside a warp.
             du_PR = plgpu.load(transposed_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
             part_P = du_PR.sum(1)
-            sum_P = part_P if part % part_sums == 0 else sum_P + part_P
+            sum_P = part_P if sum_P is None or part % part_sums == 0 else sum_P + part_P
             if (part + 1) % part_sums == 0:
                 db_gmem.at[at.row_tile, at.columns].at[columns][...] = sum_P
         return kept
