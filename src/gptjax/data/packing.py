@@ -14,7 +14,9 @@ This is how modded-nanogpt packs the documents of a shard ("align_to_bos" in tra
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,8 @@ import numpy as np
 from gptjax.data.shards import Shard, ShardError
 
 Stamp = tuple[int, int]
+
+_THREADS = 8  # that read shards; each holds some 50 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +98,17 @@ def document_bounds(paths: tuple[Path, ...], stamps: tuple[Stamp, ...], eot: int
     Raises:
         ShardError: no token is `eot`, or a shard has changed.
     """
-    found, size = [], 0
-    for path, stamp in zip(paths, stamps, strict=True):
+
+    def find(path: Path, stamp: Stamp) -> tuple[int, np.ndarray]:
         shard = Shard(path, stamp)
-        for begin, tokens in shard.chunks():
-            found.append(np.flatnonzero(tokens == eot) + (size + begin))
-        size += shard.size
-    bounds = np.concatenate([*found, [size]])
+        found = [np.flatnonzero(tokens == eot) + begin for begin, tokens in shard.chunks()]
+        return shard.size, np.concatenate(found)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sizes, found = zip(*pool.map(find, paths, stamps), strict=True)
+    begins = [0, *itertools.accumulate(sizes)]
+    parts = [begin + at for begin, at in zip(begins[:-1], found, strict=True)]
+    bounds = np.concatenate([*parts, begins[-1:]])
     if len(bounds) == 1:
         raise ShardError(
             f"{paths[0]}{' and the shards after it' if len(paths) > 1 else ''}: expected documents "
