@@ -214,6 +214,35 @@ class Options:
         }
 
 
+def classify_to_fp8(
+    logits_NV: Float[Array, "N V"],
+    targets: Integer[Array, "..."],
+    weights_M: Float[Array, " M"] | None,
+    *,
+    scale: float,
+    vocab_size: int,
+    softcap: Number | SigmoidCap | None = None,
+    ignore_index: int | None = None,
+) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
+    """Return the losses, and dlogits · scale in float8_e5m2, clipped to its largest number.
+
+    The kernel reads a row once from memory and converts in registers. There is no derivative.
+
+    Args:
+        targets, weights_M: from `checked_targets`.
+        scale: multiplies dlogits. The other arguments are those of `fused_classifier`.
+    """
+    if softcap is not None and not isinstance(softcap, SigmoidCap):
+        softcap = float(softcap)
+    backend = _dispatch.select("fused_classifier", arrays=(logits_NV, targets))
+    options = Options(backend, vocab_size, softcap, ignore_index)
+    if backend == "triton":
+        return _in_triton(options, logits_NV, to_int32(targets), weights_M, fp8_scale=scale)
+    losses_N, dlogits_NV = _in_xla(logits_NV, to_int32(targets), weights_M, **options.loss_options)
+    largest = float(jnp.finfo(jnp.float8_e5m2).max)
+    return losses_N, (dlogits_NV * scale).clip(-largest, largest).astype(jnp.float8_e5m2)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _classify(options, logits_NV, targets, weights_M):
     return _run(options, logits_NV, targets, weights_M)
@@ -247,12 +276,15 @@ def _classify_backward(options, dlogits_NV, cotangents):
 _classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
 
 
-def _in_triton(options, logits_NV, targets, weights_M):
+def _in_triton(options, logits_NV, targets, weights_M, *, fp8_scale: float | None = None):
     from pallas_kernels.classifier import triton
 
-    classify = functools.partial(triton.classify, **options.loss_options)
+    classify = functools.partial(triton.classify, **options.loss_options, fp8_scale=fp8_scale)
     weights = () if weights_M is None else (weights_M,)
-    launch = _calls.batched("fused_classifier", classify, shared=len(weights), overwrites=True)
+    overwrites = fp8_scale is None
+    launch = _calls.batched(
+        "fused_classifier", classify, shared=len(weights), overwrites=overwrites
+    )
     return launch(logits_NV, targets, *weights)
 
 

@@ -20,11 +20,22 @@ MOST_WARPS = 32
 MOST_WARPS_CAPPED = 16
 
 
-def classify(logits_NV, targets, target_weights=None, *, vocab_size, softcap, ignore_index):
+def classify(
+    logits_NV,
+    targets,
+    target_weights=None,
+    *,
+    vocab_size,
+    softcap,
+    ignore_index,
+    fp8_scale: float | None = None,
+):
     """Return losses_N and dlogits_NV; dlogits_NV overwrites the logits.
 
     Args:
         targets: (N,), or (N, M) with target_weights of shape (M,).
+        fp8_scale: with a number, dlogits_NV is a new array in float8_e5m2, multiplied by the
+            number.
     """
     n, v = logits_NV.shape
     targets = aligned(targets, vocab_size, ignore_index)
@@ -48,14 +59,20 @@ def classify(logits_NV, targets, target_weights=None, *, vocab_size, softcap, ig
         m = targets.shape[1]
         kernel, inputs = several_targets_kernel, (targets, target_weights)
         several = {"TARGETS": m, "M": triton.next_power_of_2(m)}
+    losses = jax.ShapeDtypeStruct((n,), jnp.float32)
+    results = {"out": [losses], "in_place": (0,)}
+    if fp8_scale is not None:
+        from pallas_kernels.classifier.triton_fp8 import KERNELS
+
+        kernel, cap["FACTOR"] = KERNELS[kernel.__name__], float(fp8_scale)
+        results = {"out": [jax.ShapeDtypeStruct((n, v), jnp.float8_e5m2), losses]}
     dlogits_NV, losses_N = _triton.call(
         kernel,
         logits_NV,
         *inputs,
-        out=[jax.ShapeDtypeStruct((n,), jnp.float32)],
+        **results,
         grid=(n,),
         num_warps=warps,
-        in_place=(0,),
         V=v,
         VOCAB=vocab_size,
         IGNORE=ignore_index,
@@ -93,33 +110,21 @@ def classifier_kernel(
     SHIFT: tl.constexpr = None,
     WIDTH: tl.constexpr = None,
 ):
-    row = tl.program_id(0)
-    logits_ptr += row.to(tl.int64) * V
-    target = tl.load(targets_ptr + row).to(tl.int32)
-    column_RK = block_columns(R, K, V)
-
-    m_R, s_R = statistics(logits_ptr, column_RK, V, VOCAB, R, K, SCALE, SHIFT, WIDTH)
-    # The target is first used here, so no load of the row waits for it. `together` is a barrier:
-    # no store precedes this load.
-    known = (target >= 0) & (target < VOCAB)
-    x_target = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
-    m, s = together(m_R, s_R, SCALE * LOG2E)
-
-    u_target = squashed_target(x_target, SHIFT, WIDTH)
-    log2_s = tl.where(known, tl.log2(s), float("nan"))
-    loss = log2_s / LOG2E - SCALE * (u_target - m)
-
-    ignored = False
-    if IGNORE is not None:
-        ignored = target == IGNORE
-    if ignored:
-        tl.store(losses_ptr + row, 0.0)
-        store_zeros(logits_ptr, column_RK, V, R, K)
-    else:
-        tl.store(losses_ptr + row, loss)
-        store_gradient(
-            logits_ptr, column_RK, target, None, m, log2_s, V, VOCAB, R, K, SCALE, SHIFT, WIDTH
-        )
+    one_target(
+        logits_ptr,
+        logits_ptr,
+        targets_ptr,
+        losses_ptr,
+        V,
+        VOCAB,
+        IGNORE,
+        R,
+        K,
+        SCALE,
+        SHIFT,
+        WIDTH,
+        1.0,
+    )
 
 
 @triton.jit
@@ -139,9 +144,110 @@ def several_targets_kernel(
     SHIFT: tl.constexpr = None,
     WIDTH: tl.constexpr = None,
 ):
-    """As `classifier_kernel`, with TARGETS targets per row; M is the next power of two."""
+    several_targets(
+        logits_ptr,
+        logits_ptr,
+        targets_ptr,
+        weights_ptr,
+        losses_ptr,
+        V,
+        VOCAB,
+        IGNORE,
+        R,
+        K,
+        TARGETS,
+        M,
+        SCALE,
+        SHIFT,
+        WIDTH,
+        1.0,
+    )
+
+
+@triton.jit
+def one_target(
+    logits_ptr,
+    out_ptr,
+    targets_ptr,
+    losses_ptr,
+    V: tl.constexpr,
+    VOCAB: tl.constexpr,
+    IGNORE: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Store the loss and the gradient of a row, the gradient times FACTOR at out_ptr."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
+    out_ptr += row.to(tl.int64) * V
+    target = tl.load(targets_ptr + row).to(tl.int32)
+    column_RK = block_columns(R, K, V)
+
+    m_R, s_R = statistics(logits_ptr, column_RK, V, VOCAB, R, K, SCALE, SHIFT, WIDTH)
+    # The target is first used here, so no load of the row waits for it. `together` is a barrier:
+    # no store precedes this load.
+    known = (target >= 0) & (target < VOCAB)
+    x_target = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
+    m, s = together(m_R, s_R, SCALE * LOG2E)
+
+    u_target = squashed_target(x_target, SHIFT, WIDTH)
+    log2_s = tl.where(known, tl.log2(s), float("nan"))
+    loss = log2_s / LOG2E - SCALE * (u_target - m)
+
+    ignored = False
+    if IGNORE is not None:
+        ignored = target == IGNORE
+    if ignored:
+        tl.store(losses_ptr + row, 0.0)
+        store_zeros(out_ptr, column_RK, V, R, K)
+    else:
+        tl.store(losses_ptr + row, loss)
+        store_gradient(
+            logits_ptr,
+            out_ptr,
+            column_RK,
+            target,
+            None,
+            m,
+            log2_s,
+            V,
+            VOCAB,
+            R,
+            K,
+            SCALE,
+            SHIFT,
+            WIDTH,
+            FACTOR,
+        )
+
+
+@triton.jit
+def several_targets(
+    logits_ptr,
+    out_ptr,
+    targets_ptr,
+    weights_ptr,
+    losses_ptr,
+    V: tl.constexpr,
+    VOCAB: tl.constexpr,
+    IGNORE: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    TARGETS: tl.constexpr,
+    M: tl.constexpr,
+    SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """As `one_target`, with TARGETS targets per row; M is the next power of two."""
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * V
+    out_ptr += row.to(tl.int64) * V
     i_M = tl.arange(0, M)
     target_M = tl.load(targets_ptr + row * TARGETS + i_M, mask=i_M < TARGETS, other=0).to(tl.int32)
     weight_M = tl.load(weights_ptr + i_M, mask=i_M < TARGETS, other=0.0)
@@ -163,7 +269,7 @@ def several_targets_kernel(
     loss_M = tl.where(counted_M, weight_M * (log2_s / LOG2E - SCALE * (u_M - m)), 0.0)
     if tl.max(counted_M.to(tl.int32), 0) == 0:
         tl.store(losses_ptr + row, 0.0)
-        store_zeros(logits_ptr, column_RK, V, R, K)
+        store_zeros(out_ptr, column_RK, V, R, K)
     else:
         tl.store(losses_ptr + row, tl.sum(loss_M, 0))
         # The targets' columns are stored last, over the gradient of a column without a target:
@@ -176,10 +282,24 @@ def several_targets_kernel(
         if WIDTH is not None:
             d_M *= (u_M - u_M * u_M) * (SCALE / WIDTH)
         store_gradient(
-            logits_ptr, column_RK, None, total, m, log2_s, V, VOCAB, R, K, SCALE, SHIFT, WIDTH
+            logits_ptr,
+            out_ptr,
+            column_RK,
+            None,
+            total,
+            m,
+            log2_s,
+            V,
+            VOCAB,
+            R,
+            K,
+            SCALE,
+            SHIFT,
+            WIDTH,
+            FACTOR,
         )
         tl.debug_barrier()
-        tl.store(logits_ptr + target_M, d_M, mask=counted_M)
+        tl.store(out_ptr + target_M, stored(d_M, out_ptr, FACTOR), mask=counted_M)
 
 
 @triton.jit
@@ -220,16 +340,27 @@ def statistics(
 
 
 @triton.jit
-def store_zeros(logits_ptr, column_RK, V: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+def store_zeros(out_ptr, column_RK, V: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
     """Store the gradient of a row without a target."""
     for start in range(0, V, R * K):
-        zero_RK = tl.full((R, K), 0.0, logits_ptr.dtype.element_ty)
-        tl.store(logits_ptr + start + column_RK, zero_RK, mask=start + column_RK < V)
+        zero_RK = tl.full((R, K), 0.0, tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + start + column_RK, zero_RK, mask=start + column_RK < V)
+
+
+@triton.jit
+def stored(d, out_ptr, FACTOR: tl.constexpr):
+    """Return d, times FACTOR and clipped where out_ptr is e5m2, in out_ptr's dtype."""
+    if out_ptr.dtype.element_ty == tl.float8e5:
+        nan: tl.constexpr = tl.PropagateNan.ALL
+        d = tl.maximum(d * FACTOR, -57344.0, propagate_nan=nan)
+        d = tl.minimum(d, 57344.0, propagate_nan=nan)
+    return d.to(out_ptr.dtype.element_ty)
 
 
 @triton.jit
 def store_gradient(
     logits_ptr,
+    out_ptr,
     column_RK,
     target,
     total,
@@ -242,8 +373,9 @@ def store_gradient(
     SCALE: tl.constexpr,
     SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Overwrite a row with its gradient; `target` and `total` as in `gradient`."""
+    """Store the gradient of a row; `target` and `total` as in `gradient`."""
     BLOCK: tl.constexpr = R * K
     FULL: tl.constexpr = VOCAB // BLOCK * BLOCK
     for start in range(FULL, V, BLOCK):
@@ -254,8 +386,8 @@ def store_gradient(
         )
         d_RK = tl.where(start + column_RK < VOCAB, d_RK, 0.0)
         tl.store(
-            logits_ptr + start + column_RK,
-            d_RK,
+            out_ptr + start + column_RK,
+            stored(d_RK, out_ptr, FACTOR),
             mask=start + column_RK < V,
             eviction_policy="evict_first",
         )
@@ -264,7 +396,8 @@ def store_gradient(
         d_RK = gradient(
             x_RK, column_RK, start, target, total, m, log2_s, BLOCK, SCALE, SHIFT, WIDTH
         )
-        tl.store(logits_ptr + start + column_RK, d_RK, eviction_policy="evict_first")
+        d_RK = stored(d_RK, out_ptr, FACTOR)
+        tl.store(out_ptr + start + column_RK, d_RK, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
+from pallas_kernels.transpose.triton import transpose
 
 # Not measured yet.
 ROWS, COLS, WARPS = 64, 128, 8
+# Of `transposed`. Not measured yet.
+TRANSPOSED_ROWS, TRANSPOSED_COLS, TRANSPOSED_WARPS = 128, 128, 8
 
 
 @triton.jit
@@ -72,3 +75,25 @@ def quantize(x, scale, *, dtype, rows, transposed):
         INDEX=tl.int64 if r * c > 2**31 - 1 else tl.int32,
     )
     return q if rows else None, turned if transposed else None, amax.max()
+
+
+def transposed(q):
+    """Return a transposed copy of an 8-bit matrix."""
+    r, c = q.shape
+    # As integers: the kernel moves bytes.
+    q_1RC = jax.lax.bitcast_convert_type(q, jnp.uint8)[None]
+    (out_1CR,) = _triton.call(
+        transpose,
+        q_1RC,
+        q_1RC,
+        out=[jax.ShapeDtypeStruct((1, c, r), jnp.uint8)],
+        grid=(triton.cdiv(r, TRANSPOSED_ROWS) * triton.cdiv(c, TRANSPOSED_COLS),),
+        num_warps=TRANSPOSED_WARPS,
+        R=r,
+        C=c,
+        HAS_DST=False,
+        ROWS=TRANSPOSED_ROWS,
+        COLS=TRANSPOSED_COLS,
+        INDEX=tl.int64 if r * c > 2**31 - 1 else tl.int32,
+    )
+    return jax.lax.bitcast_convert_type(out_1CR[0], q.dtype)

@@ -21,6 +21,10 @@ Back ends:
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work.
 fused and xla are differentiable once, in reverse mode.
+
+With `fp8`, the three matmuls of "fused" are in FP8 where the call is differentiated
+(pallas_kernels/lm_head/fp8.py). A call that is not, such as one in evaluation, computes in x's
+dtype; so does the backward pass where it computes dW again.
 """
 
 import dataclasses
@@ -42,6 +46,7 @@ from pallas_kernels.classifier import (
     to_int32,
 )
 from pallas_kernels.classifier import reference as classifier_reference
+from pallas_kernels.lm_head.fp8 import HeadScales, chunk_gradients, quantized_head
 from pallas_kernels.transpose import transpose_copy
 
 # Default number of tokens in a chunk. On an H200 the head's matmul reaches 780 TFLOP/s in chunks of
@@ -76,6 +81,7 @@ def linear_cross_entropy(
     softcap: float | int | SigmoidCap | None = None,
     target_weights: Float[Array, " M"] | Sequence[float | int] | None = None,
     ignore_index: int | None = None,
+    fp8: HeadScales | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, " N"]:
@@ -93,17 +99,25 @@ def linear_cross_entropy(
         softcap, target_weights: as in `fused_classifier`.
         ignore_index: targets with this value have no term. Tokens that have no other target have
             loss 0 and no gradient.
+        fp8: scales for FP8 matmuls in training, with "auto" or "fused"; None: in x's dtype.
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end.
+        ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end, or one
+            that has no FP8 matmuls.
         NotImplementedError: differentiation with respect to target_weights.
     """
-    backend = _dispatch.select(
-        "linear_cross_entropy", implementation, arrays=(x_NC, w_VC, targets_N)
-    )
+    arrays = (x_NC, w_VC, targets_N)
+    if fp8 is not None and implementation == "auto" and not _dispatch.partitioned(arrays):
+        implementation = "fused"
+    backend = _dispatch.select("linear_cross_entropy", implementation, arrays=arrays)
+    if fp8 is not None and backend != "fused":
+        raise ValueError(
+            f"linear_cross_entropy: expected the back end fused with fp8, got {backend}; over "
+            "several devices call it inside jax.shard_map"
+        )
     n, v = x_NC.shape[0], w_VC.shape[0]
     vocab_size = v if vocab_size is None else vocab_size
     same_sizes = x_NC.shape[1] == w_VC.shape[1] and targets_N.shape[:1] == (n,)
@@ -128,7 +142,7 @@ def linear_cross_entropy(
     weights_M = constant("linear_cross_entropy", weights_M)
     arrays = (x_NC, w_VC, to_int32(targets), weights_M)
     if backend == "fused":
-        options = Options(chunk or _even_chunk(n), precision, **loss)
+        options = Options(chunk or _even_chunk(n), precision, **loss, fp8=fp8)
         return _calls.differentiable("linear_cross_entropy", _fused, options, *arrays)
     options = Options(chunk or n, precision, **loss)
     return _calls.differentiable("linear_cross_entropy", _in_xla, options, *arrays)
@@ -171,6 +185,28 @@ class Options:
     vocab_size: int
     softcap: float | int | SigmoidCap | None
     ignore_index: int | None
+    fp8: HeadScales | None = None
+
+    def gradients(self, x_KC, head, targets, weights_M):
+        """Return losses_K, dx_KC and the chunk's part of dW_VC in fp32; head from `prepare`."""
+        if self.fp8 is not None:
+            loss = {"vocab_size": self.vocab_size, "softcap": self.softcap}
+            loss["ignore_index"] = self.ignore_index
+            return chunk_gradients(self.fp8, x_KC, head, targets, weights_M, **loss)
+        w_VC, w_for_dx, axes = head
+        losses_K, dlogits_KV = self.classify(x_KC, w_VC, targets, weights_M)
+        dx_KC = jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=self.precision)
+        return losses_K, dx_KC, weight_gradient(self, dlogits_KV, x_KC)
+
+    def prepare(self, w_VC, dtype):
+        """Return the weights as `gradients` reads them."""
+        if self.fp8 is not None:
+            return quantized_head(self.fp8, w_VC)
+        w_VC = w_VC.astype(dtype)
+        # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls take any order.
+        if w_VC.dtype == jnp.float32:
+            return w_VC, transpose_copy(w_VC), "cv"
+        return w_VC, w_VC, "vc"
 
     def classify(self, x_KC, w_VC, targets, weights_M, implementation="auto"):
         """Return losses_K and dlogits_KV of a chunk."""
@@ -225,29 +261,20 @@ def _after(x_KC, earlier):
 
 def _fused_forward(options, x_NC, w_VC, targets, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
-    saved_VC, w_VC = w_VC, w_VC.astype(x_NC.dtype)
-    # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls take any order.
-    w_for_dx, axes = (transpose_copy(w_VC), "cv") if w_VC.dtype == jnp.float32 else (w_VC, "vc")
-    losses, dx, dw_VC = [], [], None
+    head, losses, dx, dw_VC = options.prepare(w_VC, x_NC.dtype), [], [], None
     for x_KC, of_chunk in options.chunks(x_NC, targets):
         x_KC, (dw_VC, dx) = _after(x_KC, (dw_VC, dx))
-        losses_K, dlogits_KV = options.classify(x_KC, w_VC, of_chunk, weights_M)
-        losses.append(losses_K)
-        dx.append(jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=options.precision))
-        dw_VC = _add_dw(options, dw_VC, dlogits_KV, x_KC)
-    saved = (jnp.concatenate(dx), dw_VC, x_NC, saved_VC, targets, weights_M)
+        losses_K, dx_KC, more_VC = options.gradients(x_KC, head, of_chunk, weights_M)
+        losses, dx = [*losses, losses_K], [*dx, dx_KC]
+        dw_VC = more_VC if dw_VC is None else dw_VC + more_VC
+    saved = (jnp.concatenate(dx), dw_VC, x_NC, w_VC, targets, weights_M)
     return jnp.concatenate(losses), saved
 
 
-def _add_dw(options, dw_VC, dlogits_KV, x_KC):
-    more_VC = jnp.einsum(
-        "kv,kc->vc",
-        dlogits_KV,
-        x_KC,
-        precision=options.precision,
-        preferred_element_type=jnp.float32,
-    )
-    return more_VC if dw_VC is None else dw_VC + more_VC
+def weight_gradient(options, dlogits_KV, x_KC):
+    """Return dlogitsᵀ x in fp32."""
+    how = {"precision": options.precision, "preferred_element_type": jnp.float32}
+    return jnp.einsum("kv,kc->vc", dlogits_KV, x_KC, **how)
 
 
 def _fused_backward(options, saved, g_N):
@@ -272,7 +299,8 @@ def _fused_backward(options, saved, g_N):
             x_KC, dw_VC = _after(x_KC, dw_VC)
             dlogits_KV = options.classify(x_KC, w_VC, of_chunk, weights_M)[1]
             scaled_KC = (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
-            dw_VC = _add_dw(options, dw_VC, dlogits_KV, scaled_KC)
+            more_VC = weight_gradient(options, dlogits_KV, scaled_KC)
+            dw_VC = more_VC if dw_VC is None else dw_VC + more_VC
         return dw_VC
 
     dw_VC = jax.lax.cond(

@@ -1,0 +1,176 @@
+"""The FP8 matmuls of linear_cross_entropy, and the kernel that stores its gradient in FP8."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import triton_kernels
+from reference.torch_gpt2 import assert_within_twice, rms
+
+from pallas_kernels import fused_classifier, linear_cross_entropy
+from pallas_kernels.classifier import SigmoidCap, classify_to_fp8
+from pallas_kernels.fp8 import E4M3, E5M2, largest
+from pallas_kernels.lm_head.fp8 import HeadScales
+
+N, C, V, VOCAB = 40, 24, 160, 150
+CAP = SigmoidCap(scale=23.0, shift=5.0, width=7.5)
+
+
+def inputs(seed=0, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((N, C)), dtype)
+    w = rng.standard_normal((V, C)) * 0.3
+    w[VOCAB:] = 0
+    return x, jnp.asarray(w, jnp.float32), jnp.asarray(rng.integers(0, VOCAB, N), jnp.int32)
+
+
+def fake(x, scale, dtype):
+    """Round to FP8, in fp64."""
+    q = np.clip(np.asarray(x, np.float64) * scale, -largest(dtype), largest(dtype))
+    return q.astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def exact(x, w, targets, softcap=None, scales=None):
+    """Losses and gradients of their mean in fp64; with scales, of rounded operands."""
+    x, w = (np.asarray(a, np.float64) for a in (x, w))
+    if scales is not None:
+        x, w = fake(x, scales.x, E4M3), fake(w, scales.w, E4M3)
+    z, slope = x @ w[:VOCAB].T, 1.0
+    if softcap is not None:
+        sigma = 1 / (1 + np.exp(-(z + softcap.shift) / softcap.width))
+        z, slope = softcap.scale * sigma, softcap.scale / softcap.width * sigma * (1 - sigma)
+    e = np.exp(z - z.max(-1, keepdims=True))
+    p, rows = e / e.sum(-1, keepdims=True), np.arange(N)
+    losses = -np.log(p[rows, targets])
+    p[rows, targets] -= 1
+    d = np.zeros((N, V))
+    d[:, :VOCAB] = p * slope
+    if scales is not None:
+        d = fake(d, scales.gradient, E5M2)
+    return losses, d @ w / N, d.T @ x / N
+
+
+def with_gradients(x, w, targets, **how):
+    f = functools.partial(linear_cross_entropy, vocab_size=VOCAB, **how)
+    losses, pull = jax.vjp(lambda x, w: f(x, w, targets), x, w)
+    return losses, *pull(jnp.full(N, 1 / N))
+
+
+@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+def test_losses_and_gradients(softcap):
+    """At most twice as far from fp64 as fp64 with rounded operands."""
+    args, scales = inputs(), HeadScales(w=128.0)
+    found = jax.jit(functools.partial(with_gradients, fp8=scales, chunk=20, softcap=softcap))(*args)
+    right, rounded = exact(*args, softcap), exact(*args, softcap, scales)
+    for name, ours, theirs, truth in zip(
+        ("losses", "dx", "dw"), found, rounded, right, strict=True
+    ):
+        assert_within_twice(ours, theirs, truth, norm=rms, name=name)
+        # And near the rounded ones: only bf16's rounding, and numbers next to a tie, differ.
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs)
+        assert rms(ours - theirs) < 0.5 * rms(theirs - truth), name
+    assert not found[2][VOCAB:].any()
+
+
+def test_the_scale_of_the_weights_follows_them():
+    x, w, targets = inputs()
+    (_, dx, dw), small = with_gradients(x, w, targets, fp8=HeadScales()), 2.0**-20
+    # A power of two changes no rounding.
+    again = with_gradients(x, w * small, targets, fp8=HeadScales())
+    assert np.isfinite(again[0]).all()
+    big = float(jnp.abs(w).max())
+    scale = float(2.0 ** np.floor(np.log2(448 / big)))
+    fixed = with_gradients(x, w, targets, fp8=HeadScales(w=scale))
+    np.testing.assert_array_equal(dx, fixed[1])
+    np.testing.assert_array_equal(dw, fixed[2])
+
+
+def test_a_call_without_a_gradient_is_not_rounded():
+    x, w, targets = inputs()
+    f = functools.partial(linear_cross_entropy, vocab_size=VOCAB, implementation="fused")
+    plain = f(x, w, targets)
+    np.testing.assert_array_equal(f(x, w, targets, fp8=HeadScales()), plain)
+    trained = with_gradients(x, w, targets, fp8=HeadScales())[0]
+    assert 1e-4 < np.abs(trained - plain).max() < 0.2
+
+
+def test_different_cotangents():
+    """dW is computed again, in bf16."""
+    x, w, targets = inputs()
+    g = jnp.asarray(np.random.default_rng(1).uniform(0.5, 1, N), jnp.float32)
+
+    def dw(**how):
+        f = lambda w: linear_cross_entropy(x, w, targets, vocab_size=VOCAB, **how)
+        return jax.vjp(f, w)[1](g)[0]
+
+    np.testing.assert_array_equal(dw(fp8=HeadScales()), dw(implementation="fused"))
+
+
+def test_errors():
+    x, w, targets = inputs()
+    with pytest.raises(ValueError, match="expected the back end fused with fp8, got xla; over"):
+        linear_cross_entropy(x, w, targets, fp8=HeadScales(), implementation="xla")
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 0.5)], ids=["one target", "two"])
+@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+def test_the_classifier_kernel(triton_on_cpu, softcap, weights):
+    """The gradient of the kernel that stores fp32, rounded once; beyond the range, its end."""
+    rng = np.random.default_rng(0)
+    logits = 6 * rng.standard_normal((5, 300))
+    logits[:, 257:] = np.nan
+    logits = jnp.asarray(logits, jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 257, (5, 2)), jnp.int32)
+    targets = targets.at[0].set(-1).at[1].set(300)  # ignored, and no column
+    weights_M = None if weights is None else jnp.asarray(weights, jnp.float32)
+    targets = targets[:, 0] if weights is None else targets
+    how = {"vocab_size": 257, "softcap": softcap, "ignore_index": -1}
+    losses, d = fused_classifier(
+        logits, targets, target_weights=weights, implementation="triton", **how
+    )
+    for scale in (512.0, 2.0**17):
+        found = jax.jit(functools.partial(classify_to_fp8, scale=scale, **how))(
+            logits, targets, weights_M
+        )
+        np.testing.assert_array_equal(found[0], losses)
+        expected = np.clip(np.asarray(d) * np.float32(scale), -57344, 57344).astype(E5M2)
+        np.testing.assert_array_equal(
+            np.asarray(found[1]).astype(np.float32), expected.astype(np.float32)
+        )
+    assert np.isnan(losses[1]) and not np.asarray(found[1]).astype(np.float32)[0].any()
+
+
+def test_the_compiled_classifier():
+    f = functools.partial(classify_to_fp8, weights_M=None, scale=512.0, vocab_size=50257)
+    shapes = (
+        jax.ShapeDtypeStruct((64, 50304), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64,), jnp.int32),
+    )
+    (kernel,) = triton_kernels(f, *shapes)
+    assert kernel.name == "classifier_to_fp8" and kernel.spill_bytes == 0
+    assert "cvt.rn.satfinite.e5m2x2.f32" in kernel.ptx and "ld.global" in kernel.ptx
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+def test_on_the_gpu(softcap):
+    """Nine FP8 matmuls for three chunks, no other matmul but that of the branch for dW; results
+    as of the CPU."""
+    test_losses_and_gradients(softcap)
+    n, v = 3 * 1024, 50304
+    x, w = jax.ShapeDtypeStruct((n, 768), jnp.bfloat16), jax.ShapeDtypeStruct((v, 768), jnp.float32)
+    targets = jax.ShapeDtypeStruct((n,), jnp.int32)
+
+    def mean(x, w, targets):
+        how = {"chunk": 1024, "softcap": softcap, "fp8": HeadScales(), "vocab_size": 50257}
+        return linear_cross_entropy(x, w, targets, **how).mean()
+
+    compiled = jax.jit(jax.grad(mean, (0, 1))).lower(x, w, targets).compile().as_text()
+    assert compiled.count('custom_call_target="__cublas$lt$matmul$f8"') == 9
+    assert compiled.count('custom_call_target="__cublas') == 9
+    assert "__triton_gemm" not in compiled
