@@ -27,6 +27,7 @@ X, W, B, W2, C = (
     normal(4, 16),
 )
 SQUARE, Q = normal(5, 4, 8, 8), normal(6, 4, 8, 2, 8)
+ANGLES = normal(9, 1, 8, 2), normal(10, 1, 8, 2)
 LOGITS, HEAD, TARGETS = normal(7, 32, 12), normal(8, 12, 16), jnp.arange(32) % 11
 
 
@@ -36,6 +37,11 @@ def norm_of_sum(x, residual, scale, bias, residual_bias, **how):
 
 def symmetric_polynomial(a, c, **how):
     return pk.ba_plus_caa(a + a.mT, b=1.5, c=c, d=0.5, **how)
+
+
+def rotated(qkv, **how):
+    q, k, v = pk.rotary_qkv(qkv, *ANGLES, heads=2, key_heads=1, eps=0.1, **how)
+    return jnp.concatenate([q, k, v], axis=2)
 
 
 def head(x, w, targets, **how):
@@ -53,6 +59,7 @@ CASES = {
     "linear_relu_squared": (pk.linear_relu_squared, (X, W, B), (ROWS, WHOLE, WHOLE), ["xla"]),
     "mlp": (pk.mlp, (X, W, B, W2), (ROWS, WHOLE, WHOLE, WHOLE), ["xla"]),
     "swiglu": (pk.swiglu, (X, W, 0.3 * W, W2), (ROWS, WHOLE, WHOLE, WHOLE), ["xla"]),
+    "rotary_qkv": (rotated, (X,), (ROWS,), ["xla"]),
     "flash_attention": (pk.flash_attention, (Q, 2 * Q, 3 * Q), (ROWS, ROWS, ROWS), ["xla"]),
     "projected_attention": (
         functools.partial(pk.projected_attention, heads=2), (X, W, B), (ROWS, WHOLE, WHOLE), ["xla"]
@@ -72,7 +79,7 @@ BACK_ENDS = [(name, how) for name, (*_, others) in CASES.items() for how in [*ot
 ONCE = [
     (name, how)
     for name, how in BACK_ENDS
-    if how != "reference" and not name.startswith(("flash", "transpose"))
+    if how != "reference" and not name.startswith(("flash", "rotary", "transpose"))
 ]
 
 
@@ -156,6 +163,7 @@ EMPTY = {
     "linear_relu_squared": [(0, 64), (64, 128), (128,)],
     "mlp": [(0, 64), (64, 128), (128,), (128, 64)],
     "swiglu": [(0, 64), (64, 128), (64, 128), (128, 64)],
+    "rotary_qkv": [(0, 8, 16)],
     "flash_attention": [(0, 8, 2, 64)] * 3,
     "projected_attention": [(0, 8, 16), (16, 384), (384,)],
     "xxt": [(0, 64, 64)],
@@ -289,11 +297,13 @@ def test_other_dtypes_are_refused(name, implementation, dtype):
         "fused_classifier": pk.fused_classifier,
     }.get(name)
     f = f or getattr(pk, name)
-    how = {"projected_attention": {"heads": 2}, "ba_plus_caa": {"b": 1.0, "c": 1.0}}.get(name, {})
+    how = {"projected_attention": {"heads": 2}, "ba_plus_caa": {"b": 1.0, "c": 1.0}}
+    how = (how | {"rotary_qkv": {"heads": 2, "key_heads": 1}}).get(name, {})
     args = {
         "layer_norm": (X, C, C),
         "ba_plus_caa": (SQUARE,),
         "linear_cross_entropy": (X[0], HEAD, TARGETS[:8]),
+        "rotary_qkv": (X, *ANGLES),
     }.get(name, args)
     with jax.enable_x64(True):
         args = [a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]

@@ -115,7 +115,6 @@ def rotary_qkv(
     head_dim = _check(qkv, cos, sin, options)
     facts = {"head_dim": head_dim, "angles": cos.shape[-1]}
     backend = _dispatch.select("rotary_qkv", implementation, arrays=(qkv, cos, sin), **facts)
-    cos, sin = jax.lax.stop_gradient((cos, sin))
     if backend == "triton":
         return _calls.differentiable("rotary_qkv", _triton, qkv, cos, sin, options)
     results = reference(qkv, cos, sin, options)
@@ -124,6 +123,7 @@ def rotary_qkv(
 
 def reference(qkv_BTO, cos_BTE, sin_BTE, options: Options):
     """Compute the definition in fp32. Return fp32."""
+    cos_BTE, sin_BTE = jax.lax.stop_gradient((cos_BTE, sin_BTE))
     b, t, o = qkv_BTO.shape
     heads = qkv_BTO.reshape(b, t, options.packed_heads, o // options.packed_heads)
     parts = [options.heads, options.heads + options.key_heads]
