@@ -134,7 +134,8 @@ def _train(
 
     @functools.cache
     def start_eval_step(model: ModelConfig):
-        function = jax.jit(make_eval_step(graph(model), **how), out_shardings=parallel.replicated)
+        evaluated = make_eval_step(graph(model.for_evaluation()), **how)
+        function = jax.jit(evaluated, out_shardings=parallel.replicated)
         arguments = abstract_state.params, inputs.abstract_val_windows()
         return compiler.start(function, *arguments, inputs=repr(model))
 

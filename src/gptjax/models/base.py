@@ -40,13 +40,14 @@ class ModelConfig(abc.ABC):
             number of heads, a padded vocabulary below the real one or more than 1,023 rows above.
 
     Attributes:
-        operational: fields that do not change what is learned; they may differ between a checkpoint
-            and the command that resumes it.
+        operational: fields that do not change what is learned: a command that resumes may differ.
+        of_run: fields that a run decides, whatever model it starts from.
         supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` an
             argument `segment_ids_BT`.
     """
 
     operational: ClassVar[frozenset[str]] = frozenset(("loss", "loss_chunk", "recompute"))
+    of_run: ClassVar[frozenset[str]] = frozenset(("precision",))
     supports_segment_ids: ClassVar[bool] = False
 
     vocab_size: int = 50257
@@ -93,8 +94,7 @@ class ModelConfig(abc.ABC):
     ) -> dict[str, str]:
         """Return the back end of each part on the default device: {"loss": "fused", …}.
 
-        Where the compiler will split arrays over a mesh, call this inside
-        `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)`.
+        Where the compiler splits arrays: inside `jax.sharding.use_abstract_mesh(abstract_mesh)`.
 
         Args:
             batch: sequences at a time on one device.
@@ -106,11 +106,16 @@ class ModelConfig(abc.ABC):
         return {"loss": select("linear_cross_entropy", self.loss)}
 
     def nondeterministic(self) -> str | None:
-        """Return why a step on a GPU does not repeat bit for bit, and which option changes that.
-
-        None if it repeats under XLA's deterministic operations.
-        """
+        """Return why a GPU does not repeat a step bit for bit, and the option for it; or None."""
         return None
+
+    def for_evaluation(self) -> "ModelConfig":
+        """Return the config with which trained parameters are evaluated and generate text."""
+        return self
+
+    def loss_options(self, step: Integer[Array, ""]) -> dict[str, Array]:
+        """Return arguments of `Model.losses` that depend on the index of the training step."""
+        return {}
 
     def lookup_params(self) -> int:
         """Return the number of parameters that are only looked up and enter no matmul."""

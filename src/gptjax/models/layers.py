@@ -1,13 +1,16 @@
-"""Layers that several architectures share: linear layer, embedding lookup, KV cache.
+"""Layers that an architecture is built from: linear layer, embedding lookup, KV cache, ….
 
-Shapes: B batch, T time, S cache positions, C channels, H heads, D head dimension.
+Shapes: B batch, T time, S cache positions, C channels, H heads, D head dimension, E = D/4,
+L layers, K predicted tokens.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
@@ -110,6 +113,43 @@ def segment_positions(segment_ids_BT: Integer[Array, "B T"]) -> Int[Array, "B T"
     before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     first_BT = jax.lax.cummax(jnp.where(segment_ids_BT != before_BT, t_1T, 0), axis=1)
     return t_1T - first_BT
+
+
+def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
+    """Return the slices along the first axis."""
+    # `jnp.split` transposes to one concatenation; slices, to a sum of padded arrays.
+    return [part.squeeze(0) for part in jnp.split(bank, len(bank))]
+
+
+def scalars(lambdas: nnx.Param, each: int) -> list[tuple[Float[Array, ""], ...]]:
+    """Return the numbers of a parameter in tuples of `each`."""
+    return list(itertools.batched(split_bank(lambdas[...].reshape(-1)), each))
+
+
+def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..."]:
+    """Return Σ weight · x of pairs (weight, x), added in fp32 and rounded once."""
+    return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(dtype)
+
+
+def half_rotary(
+    x_BTHD: Float[Array, "B T H D"], frequency_E: np.ndarray
+) -> Float[Array, "B T H D"]:
+    """Rotate channels 2i and 2i + 1 of the first half of each head by position · frequency i."""
+    *bth, d = x_BTHD.shape
+    frequency_D = np.pad(np.repeat(frequency_E, 2), (0, d // 2)).astype(np.float32)
+    sign_D = np.tile(np.array([-1, 1], np.float32), d // 2)
+    angle_TD = jnp.arange(bth[1], dtype=jnp.float32)[:, None] * frequency_D[None]
+    sin_TD = jnp.sin(angle_TD) * sign_D[None]
+    x = x_BTHD.astype(jnp.float32)
+    swapped = jnp.flip(x.reshape(*bth, d // 2, 2), -1).reshape(x.shape)
+    turned = x * jnp.cos(angle_TD)[None, :, None] + swapped * sin_TD[None, :, None]
+    return turned.astype(x_BTHD.dtype)
+
+
+def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, "N K"]:
+    """Return the targets of each position and of the K − 1 after it; `end` after the sequence."""
+    t, later = targets_BT.shape[1], jnp.pad(targets_BT, ((0, 0), (0, k - 1)), constant_values=end)
+    return jnp.stack([later[:, i : i + t] for i in range(k)], axis=-1).reshape(-1, k)
 
 
 @jax.tree_util.register_dataclass

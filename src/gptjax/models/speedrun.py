@@ -8,7 +8,7 @@ input, output). A bank is split once per pass: the gradient of the split is one 
 
 Stages. A stage of the schedule is `dataclasses.replace(config, stage=…)` with the same parameters.
 Its windows and the rotary embedding, which is rescaled when the long window grows, are static. The
-weights of multi-token prediction change at every step: they are an argument of `losses`.
+weights of multi-token prediction may change at every step: they are an argument of `losses`.
 
 Tying. `embed` and `lm_head` are two parameters in every stage. `tied_parameters` lists the pairs
 (source, copy) of a stage: the step adds the copy's gradient, transposed, to the source's, updates
@@ -34,7 +34,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gptjax.models.base import Model, ModelConfig, check_size
-from gptjax.models.layers import lookup, normal, uniform
+from gptjax.models.layers import (
+    half_rotary,
+    lookup,
+    next_targets,
+    normal,
+    scalars,
+    split_bank,
+    uniform,
+    weighted_sum,
+)
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, to_int32
@@ -61,6 +70,12 @@ class Stage(NamedTuple):
     """Weights of the next tokens in the loss, the nearest first."""
     tied: bool = False
     """Whether the embedding is the transposed head."""
+    final_token_weights: tuple[float, ...] | None = None
+    """Weights that `token_weights` approach linearly during `steps`. None: they are constant."""
+    steps: tuple[int, int] = (0, 1)
+    """Index of the first training step with this stage, and of the first one after it."""
+    evaluation_window: int | None = None
+    """Long window of evaluation and generation. None: `long_window`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +86,8 @@ class SpeedrunConfig(ModelConfig):
         ValueError: as of `ModelConfig`; sizes or layers that the model cannot have; recompute.
     """
 
-    operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp", "stage"}
+    operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp"}
+    of_run: ClassVar = ModelConfig.of_run | {"stage"}
     supports_segment_ids: ClassVar[bool] = True
 
     block_size: int = 49_152
@@ -125,6 +141,22 @@ class SpeedrunConfig(ModelConfig):
         """Return pairs of paths (source, copy): in this stage, copy is the transposed source."""
         return (("lm_head", "embed"),) if self.stage.tied else ()
 
+    def for_evaluation(self) -> "SpeedrunConfig":
+        """Return the config that predicts one token, with the long window of evaluation."""
+        stage = self.stage
+        window = stage.evaluation_window or stage.long_window
+        stage = stage._replace(token_weights=(1.0,), final_token_weights=None, long_window=window)
+        return dataclasses.replace(self, stage=stage)
+
+    def loss_options(self, step):
+        stage = self.stage
+        if stage.final_token_weights is None:
+            return {}
+        begin, end = stage.steps
+        progress = jnp.clip((step - begin) / (end - begin), 0, 1)
+        first_K, last_K = map(jnp.float32, (stage.token_weights, stage.final_token_weights))
+        return {"token_weights": first_K + progress * (last_K - first_K)}
+
     def kernels(self, sequence_length, batch=1, segments=False):
         dtype, precision = self.precision.compute_dtype, self.precision.matmul
         shape = {"length": sequence_length, "head_dim": self.head_dim, "precision": precision}
@@ -172,7 +204,7 @@ class SpeedrunConfig(ModelConfig):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         stage = Stage(*(tuple(x) if isinstance(x, list) else x for x in self.stage))
         object.__setattr__(self, "stage", stage)
-        for window in (*stage[:2], *stage.rotary_windows):
+        for window in (*stage[:2], *stage.rotary_windows, stage.evaluation_window or 1):
             check_size("SpeedrunConfig", "a window of the stage", window)
         for name in ("n_inner", "bigram_rows", "lanes_from"):
             check_size("SpeedrunConfig", name, getattr(self, name))
@@ -185,28 +217,15 @@ class SpeedrunConfig(ModelConfig):
             "0 ≤ skip[0] < skip[1] < lanes_from < n_layer": order == sorted({*order}),
             "paired, long and value layers with attention": special <= {*self.attention_layers},
             "recompute none": self.recompute == "none",
+            "steps of the stage in order": 0 <= stage.steps[0] < stage.steps[1],
+            "as many final weights of tokens as first ones": len(stage.token_weights)
+            == len(stage.final_token_weights or stage.token_weights),
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"SpeedrunConfig: expected {'; '.join(broken)}; got {self}")
 
 
 PRESETS: dict[str, SpeedrunConfig] = {"speedrun": SpeedrunConfig()}
-
-
-def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
-    """Return the slices along the first axis."""
-    # `jnp.split` transposes to one concatenation; slices, to a sum of padded arrays.
-    return [part.squeeze(0) for part in jnp.split(bank, len(bank))]
-
-
-def scalars(lambdas: nnx.Param, each: int) -> list[tuple[Float[Array, ""], ...]]:
-    """Return the numbers of a parameter in tuples of `each`."""
-    return list(itertools.batched(split_bank(lambdas[...].reshape(-1)), each))
-
-
-def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..."]:
-    """Return Σ weight · x of pairs (weight, x), added in fp32 and rounded once."""
-    return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(dtype)
 
 
 def gate(config: SpeedrunConfig, x_BTC: BTC, w_HG: Float[Array, "H G"]) -> Float[Array, "B T H"]:
@@ -247,19 +266,6 @@ def rotary(config: SpeedrunConfig) -> tuple[np.ndarray, float]:
         f = f * (kept + (1 - kept) * old / new)
         scale *= 1 + 0.2 * np.log(new / old)
     return f, scale
-
-
-def half_rotary(x_BTHD: BTHD, frequency_E: np.ndarray) -> BTHD:
-    """Rotate channels 2i and 2i + 1 of the first half of each head by position · frequency i."""
-    *bth, d = x_BTHD.shape
-    frequency_D = np.pad(np.repeat(frequency_E, 2), (0, d // 2)).astype(np.float32)
-    sign_D = np.tile(np.array([-1, 1], np.float32), d // 2)
-    angle_TD = jnp.arange(bth[1], dtype=jnp.float32)[:, None] * frequency_D[None]
-    sin_TD = jnp.sin(angle_TD) * sign_D[None]
-    x = x_BTHD.astype(jnp.float32)
-    swapped = jnp.flip(x.reshape(*bth, d // 2, 2), -1).reshape(x.shape)
-    turned = x * jnp.cos(angle_TD)[None, :, None] + swapped * sin_TD[None, :, None]
-    return turned.astype(x_BTHD.dtype)
 
 
 def partial_key_offset(k_BTHD: BTHD) -> BTHD:
@@ -333,12 +339,6 @@ def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
     w_CF = layer.mlp_in_FC.T
     y_BTF = linear_relu_squared(x_BTC, w_CF, implementation=config.mlp, **precision)
     return linear(y_BTF, layer.mlp_out_FC, implementation=back_end, **precision)
-
-
-def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, "N K"]:
-    """Return the targets of each position and of the K − 1 after it; `end` after the sequence."""
-    t, later = targets_BT.shape[1], jnp.pad(targets_BT, ((0, 0), (0, k - 1)), constant_values=end)
-    return jnp.stack([later[:, i : i + t] for i in range(k)], axis=-1).reshape(-1, k)
 
 
 class Speedrun(Model):

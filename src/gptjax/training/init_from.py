@@ -69,8 +69,8 @@ def _own_model(config: Config) -> ModelConfig | None:
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that a model on disk decides."""
-    names = {field.name for field in dataclasses.fields(model)} - model.operational
-    return {name: getattr(model, name) for name in names - {"precision", "padded_vocab_size"}}
+    names = {field.name for field in dataclasses.fields(model)} - model.operational - model.of_run
+    return {name: getattr(model, name) for name in names - {"padded_vocab_size"}}
 
 
 def _with_model(config: Config, found: ModelConfig, given: frozenset[str]) -> Config:

@@ -33,7 +33,7 @@ def draw(
     if jax.process_index():
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-    model = nnx.merge(graph(config.model), params)
+    model = nnx.merge(graph(config.model.for_evaluation()), params)
     how = {"max_new_tokens": length, "key": key, "stop_at_eot": False}
     *_, (completion,) = complete(model, tokenizer, [[tokenizer.eot]], **how)
     return completion.text

@@ -99,6 +99,7 @@ def loss_and_grads(
     parallel: Parallel | None = None,
     masked: bool = False,
     eot: int | None = None,
+    step: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Compute the mean loss over all targets and its gradient, one micro-batch at a time.
 
@@ -111,30 +112,35 @@ def loss_and_grads(
         masked: whether the windows have a mask. The mean is then over the targets that are not
             ignored, and 0 if all are.
         eot: id that begins each document, to separate documents; None not to.
+        step: index of the training step, for a loss that depends on it; None for the loss of
+            evaluation.
 
     Returns:
         The loss (fp32) and a gradient like `params`, accumulated in fp32.
     """
     if parallel is None or parallel.devices == 1:
         share = _inverse(_count(windows_ABT1)) if masked else None
-        return _accumulate(graphdef, params, windows_ABT1, share, masked=masked, eot=eot)
+        how = {"masked": masked, "eot": eot, "step": step}
+        return _accumulate(graphdef, params, windows_ABT1, share, **how)
     placements = parallel.placements(read_dtypes(nnx.merge(graphdef, params).config))
     annotated = parallel.annotate(graphdef, placements)
 
-    def on_one_device(params, windows_ABT1):
+    def on_one_device(params_and_step, windows_ABT1):
+        params, step = params_and_step
         whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), params)
         share = 1 / parallel.devices
         if masked:
             share = _inverse(jax.lax.psum(_count(windows_ABT1), AXIS))
         loss, grads = _accumulate(
-            annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked, eot
+            annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked, eot, step
         )
         if not parallel.overlap_reduce:
             loss, grads = jax.lax.optimization_barrier((loss, grads))
         return jax.lax.psum(loss, AXIS), reduce(grads)[0]
 
-    run = parallel.on_each_device(on_one_device, params, batch_axis=1, out=(None, params))
-    return run(params, windows_ABT1)
+    both = params, step
+    run = parallel.on_each_device(on_one_device, both, batch_axis=1, out=(None, params))
+    return run(both, windows_ABT1)
 
 
 def _accumulate(
@@ -145,6 +151,7 @@ def _accumulate(
     gathers: bool = False,
     masked: bool = False,
     eot: int | None = None,
+    step: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Return the mean of the loss and of the gradient over the micro-batches of one device.
 
@@ -158,7 +165,7 @@ def _accumulate(
 
     def micro_batch(params, windows_BT1):
         model = nnx.merge(graphdef, params)
-        loss = (_masked_sum if masked else _mean)(model, windows_BT1, eot)
+        loss = (_masked_sum if masked else _mean)(model, windows_BT1, eot, step)
         return loss if share is None else loss * share
 
     value_and_grad = jax.value_and_grad(micro_batch)
@@ -181,16 +188,33 @@ def _accumulate(
     return total if masked else jax.tree.map(lambda x: x / micro_batches, total)
 
 
-def _mean(model: Model, windows_BT1: Int[Array, "B T1"], eot: int | None) -> Float[Array, ""]:
-    tokens_BT = windows_BT1[:, :-1]
-    return loss_fn(model, tokens_BT, windows_BT1[:, 1:], None, _document_ids(tokens_BT, eot))
+def _mean(
+    model: Model,
+    windows_BT1: Int[Array, "B T1"],
+    eot: int | None,
+    step: Int[Array, ""] | None = None,
+) -> Float[Array, ""]:
+    tokens_BT, targets_BT = windows_BT1[:, :-1], windows_BT1[:, 1:]
+    ids_BT = _document_ids(tokens_BT, eot)
+    if options := _loss_options(model, step):
+        return model.losses(tokens_BT, targets_BT, None, ids_BT, **options).mean()
+    return loss_fn(model, tokens_BT, targets_BT, None, ids_BT)
 
 
-def _masked_sum(model: Model, windows_BT1: Int[Array, "B T1"], eot: int | None) -> Float[Array, ""]:
+def _masked_sum(
+    model: Model,
+    windows_BT1: Int[Array, "B T1"],
+    eot: int | None,
+    step: Int[Array, ""] | None = None,
+) -> Float[Array, ""]:
     """Return the sum of the losses of the targets that are not ignored."""
     tokens_BT = jnp.maximum(windows_BT1, ~windows_BT1)[:, :-1]  # ~t = −1 − t
-    ids_BT = _document_ids(tokens_BT, eot)
-    return model.losses(tokens_BT, _targets(windows_BT1), IGNORED, ids_BT).sum()
+    ids_BT, options = _document_ids(tokens_BT, eot), _loss_options(model, step)
+    return model.losses(tokens_BT, _targets(windows_BT1), IGNORED, ids_BT, **options).sum()
+
+
+def _loss_options(model: Model, step: Int[Array, ""] | None) -> dict[str, Array]:
+    return {} if step is None else model.config.loss_options(step)
 
 
 def _document_ids(tokens_BT: Int[Array, "B T"], eot: int | None) -> Int[Array, "B T"] | None:
@@ -244,7 +268,9 @@ def make_train_step(
         state: TrainState, windows_ABT1: Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
         tied = nnx.merge(graphdef, state.params).config.tied_parameters()
-        loss, grads = loss_and_grads(graphdef, state.params, windows_ABT1, parallel, masked, eot)
+        loss, grads = loss_and_grads(
+            graphdef, state.params, windows_ABT1, parallel, masked, eot, state.step
+        )
         grads = tie_gradients(grads, tied)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)

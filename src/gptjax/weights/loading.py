@@ -39,7 +39,8 @@ def load(
     """Load a model and its tokenizer from disk.
 
     The architecture and its shape come from the path. An architecture outside gptjax must have been
-    imported before. No code is executed from a file.
+    imported before. No code is executed from a file. In a run with stages, the model is that of the
+    last stage that the checkpoint reached, as it is evaluated.
 
     Args:
         path: a run's folder such as runs/gpt2_tiny, the folder of one of its checkpoints, a Hugging
@@ -66,7 +67,7 @@ def load(
             f"got {precision!r}"
         )
     source = sources.find(path, step=step)
-    config = source.config(precision=precision, **options)
+    config = source.config(precision=precision, **options).for_evaluation()
     chosen = _tokenizer(source.tokenizer if tokenizer == "auto" else tokenizer, config.vocab_size)
     like = sources.on_default_device(abstract_params(config))
     try:

@@ -121,7 +121,15 @@ class Checkpoint(Source):
         return f"step {meta.get('step')}, {meta.get('checksum')}"
 
     def _saved_config(self) -> dict[str, Any]:
-        return checkpoint_files.read_meta(self.path)["config"]
+        """Return the run's config with the model of the last stage that the checkpoint reached."""
+        meta = checkpoint_files.read_meta(self.path)
+        if (number := (meta.get("data") or {}).get("stage")) is None:
+            return meta["config"]
+        try:
+            model = meta["config"]["stages"][number - 1].get("model", {})
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self}: expected stage {number} in its config") from error
+        return meta["config"] | {f"model.{name}": value for name, value in model.items()}
 
 
 class HuggingFaceGPT2(Source):
