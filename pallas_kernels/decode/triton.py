@@ -60,8 +60,11 @@ class Many:
     """Cache lines of the next matmul's weights that each program of a LayerNorm requests for the L2
     cache, at most; 0 or a power of two."""
     ahead_keys: int = 96
-    """Keys of each sequence that are requested for the L2 cache before the QKV projection, at most:
+    """Keys of each sequence that are requested for the L2 cache before their attention, at most:
     38 MB at 128 sequences of GPT-2 124M."""
+    early_keys: int = 0
+    """Of these, keys that are requested before the MLP of the previous block, the others before the
+    QKV projection."""
 
 
 LINE_BYTES = 128
@@ -138,6 +141,7 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
     row = {"B": b, "S": length, "C": c, "CP": triton.next_power_of_2(c), "EPS": eps}
     bulk_requests = programs > 1 and (_dispatch.capability() or (0, 0)) >= (9, 0)
     keys_ahead = min(tiles.ahead_keys, length) if bulk_requests else 0
+    early_keys = min(tiles.early_keys, keys_ahead)
     stream = [jax.ShapeDtypeStruct((b, c), residual), jax.ShapeDtypeStruct((b, c), dtype)]
 
     def matmul(x_BK, w_LNK, layer, tile, bias_LN=None, gelu=False):
@@ -170,8 +174,9 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         return y
 
     def add_and_norm(
-        x_BC, parts_PBC, part_bias_LC, layer, scale, bias, norm_layer, next_LNK, keys_ahead=0
+        x_BC, parts_PBC, part_bias_LC, layer, scale, bias, norm_layer, next_LNK, keys=(0, 0, 0)
     ):
+        key_layer, keys_from, keys_to = keys
         size = next_LNK.shape[-1] * next_LNK.shape[-2]
         lines = triton.next_power_of_2(triton.cdiv(size * dtype.itemsize, LINE_BYTES * b))
         return _triton.call(
@@ -187,13 +192,15 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             v_LBSHD,
             layer,
             norm_layer,
+            key_layer,
             out=stream,
             grid=(b,),
             num_warps=tiles.norm_warps,
             P=parts_PBC.shape[0],
             STRIDE=size,
             AHEAD_LINES=min(lines, tiles.ahead_lines) if programs > 1 else 0,
-            KEYS_AHEAD=keys_ahead,
+            KEYS_FROM=keys_from,
+            KEYS_AHEAD=keys_to,
             **row,
         )
 
@@ -236,13 +243,15 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             STAGES=tiles.attention_stages,
         )
         proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
-        x_BC, y_BC = add_and_norm(
-            x_BC, proj_PBC, w.proj_bias_LC, layer, w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC
-        )
+        following = layer + 1 < blocks
+        norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
+        early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
+        x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
         hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
         out_PBC = matmul(hidden_BF, w.out_LCF, layer, tiles.out)
-        if layer + 1 < blocks:
-            norm = (w.ln_1_scale_LC, w.ln_1_bias_LC, layer + 1, w.qkv_LNC, keys_ahead)
+        if following:
+            late = (layer + 1, early_keys, keys_ahead)
+            norm = (w.ln_1_scale_LC, w.ln_1_bias_LC, layer + 1, w.qkv_LNC, late)
         else:
             norm = (w.ln_f_scale_C, w.ln_f_bias_C, 0, w.head_VC)
         x_BC, y_BC = add_and_norm(x_BC, out_PBC, w.out_bias_LC, layer, *norm)

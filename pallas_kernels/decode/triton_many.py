@@ -52,17 +52,17 @@ def request(ptr, LINES: tl.constexpr, STOP: tl.constexpr):
 @triton.jit
 def request_keys(
     k_ptr, v_ptr, layer, position, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
-    KEYS: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
-    """Request the first KEYS keys and values of this program's sequence for the L2 cache.
+    """Request keys and values FIRST…STOP − 1 of this program's sequence for the L2 cache.
 
     With Hopper's bulk requests, each for a key of all heads. Nothing waits for them.
     """
-    if KEYS > 0:
+    if STOP > FIRST:
         BYTES: tl.constexpr = C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-        key_S = tl.arange(0, triton.next_power_of_2(KEYS))
+        key_S = FIRST + tl.arange(0, triton.next_power_of_2(STOP - FIRST))
         offset_S = ((tl.full((), layer, tl.int64) * B + tl.program_id(0)) * S + key_S) * C
-        wanted_S = key_S < tl.minimum(position, KEYS)
+        wanted_S = key_S < tl.minimum(position, STOP)
         for ptr in tl.static_range(2):
             tl.inline_asm_elementwise(
                 """{
@@ -138,7 +138,7 @@ def decode_embed_kernel(
     x_C += tl.load(wpe_ptr + position * C + channel_C, mask=inside_C, other=0.0).to(tl.float32)
     scale_C = tl.load(scale_ptr + channel_C, mask=inside_C, other=0.0)
     bias_C = tl.load(bias_ptr + channel_C, mask=inside_C, other=0.0)
-    request_keys(k_ptr, v_ptr, 0, position, B, S, C, KEYS_AHEAD)
+    request_keys(k_ptr, v_ptr, 0, position, B, S, C, 0, KEYS_AHEAD)
     norm_row(x_C, scale_C, bias_C, x_ptr, y_ptr, C, CP, EPS)
 
 
@@ -155,6 +155,7 @@ def decode_norm_kernel(
     v_ptr,
     layer,
     norm_layer,
+    key_layer,
     x_ptr,
     y_ptr,
     B: tl.constexpr,
@@ -165,14 +166,15 @@ def decode_norm_kernel(
     EPS: tl.constexpr,
     STRIDE: tl.constexpr,
     AHEAD_LINES: tl.constexpr,
+    KEYS_FROM: tl.constexpr,
     KEYS_AHEAD: tl.constexpr,
 ):
     """Residual sum with the parts (P, B, C) of a matmul, and LayerNorm. Grid (B,).
 
     Args:
         layer: block of the matmul, of which the bias is.
-        norm_layer: block of the scale and bias, and of the weights and keys to request for the L2
-            cache.
+        norm_layer: block of the scale and bias, and of the weights to request for the L2 cache.
+        key_layer: block of the keys KEYS_FROM…KEYS_AHEAD − 1 to request for it.
     """
     channel_C = tl.arange(0, CP)
     inside_C = channel_C < C
@@ -187,7 +189,7 @@ def decode_norm_kernel(
     position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
     # After the loads, which would wait for the requests.
     request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, AHEAD_LINES, STRIDE)
-    request_keys(k_ptr, v_ptr, norm_layer, position, B, S, C, KEYS_AHEAD)
+    request_keys(k_ptr, v_ptr, key_layer, position, B, S, C, KEYS_FROM, KEYS_AHEAD)
     matmul_C = parts[0]
     for i in tl.static_range(1, P):
         matmul_C += parts[i]
