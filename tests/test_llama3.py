@@ -286,6 +286,8 @@ def test_a_step_lowers_for_an_h200_with_every_kernel():
         "norm_backward": 3,
         "forward_kernel": 1,
         "backward_kernel": 1,
+        "rotary_forward_kernel": 1,
+        "rotary_backward_kernel": 1,
     }.items():
         assert len(re.findall(rf"custom_call @{kernel}\b", text)) == count, kernel
 

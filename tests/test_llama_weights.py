@@ -18,6 +18,7 @@ from gptjax.models.base import params_of
 from gptjax.models.llama3 import rotation
 from gptjax.weights import WeightsError, export
 from gptjax.weights.llama import load_llama, read_config, save_llama
+from pallas_kernels import rotary_qkv
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -126,13 +127,16 @@ def test_interleaved_rotation_of_ggufs_rows_has_our_scores(tmp_path):
         heads = (x @ tensors[f"blk.1.attn_{part}.weight"].T).reshape(len(t), -1, d)
         return (heads[..., ::2] + 1j * heads[..., 1::2]) * turn
 
-    def ours(part):
-        heads = x @ params["blocks"][1]["attn"][part]["kernel"]
-        rotate = rotation(ODD, jnp.asarray(t)[None])
-        return rotate(jnp.asarray(heads, jnp.float32).reshape(1, len(t), -1, d))[0]
-
+    packed = [x @ params["blocks"][1]["attn"][part]["kernel"] for part in "qkv"]
+    q, k, _ = rotary_qkv(
+        jnp.asarray(np.concatenate(packed, axis=1)[None], jnp.float32),
+        *rotation(ODD, jnp.asarray(t)[None]),
+        heads=ODD.n_head,
+        key_heads=ODD.kv_heads,
+        pairs="halves",
+    )
     expected = np.einsum("the,ske->hts", theirs("q"), theirs("k").conj()).real
-    found = np.einsum("thd,skd->hts", ours("q"), ours("k"))
+    found = np.einsum("bthd,bskd->hts", q, k)
     assert np.ptp(expected) > 1
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 

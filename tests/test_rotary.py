@@ -126,7 +126,7 @@ def test_lowers_for_an_h200():
     qkv, cos, sin = arrays(2, 64, 4, 2, 16, 4, jnp.bfloat16)
     call = lambda qkv: rotary_qkv(qkv, cos, sin, heads=4, key_heads=2)[0].astype(jnp.float32).sum()
     text = lower_for_h200(jax.value_and_grad(call), qkv)
-    assert text.count("@forward_kernel") == text.count("@backward_kernel") == 1
+    assert text.count("@rotary_forward_kernel") == text.count("@rotary_backward_kernel") == 1
     assert select("rotary_qkv", head_dim=128, angles=32) == "xla"
 
 

@@ -26,7 +26,9 @@ def forward(qkv_BTO, cos_BTE, sin_BTE, *, options):
         jax.ShapeDtypeStruct((b, t * split, heads // split, d), qkv_BTO.dtype)
         for heads in (options.heads, options.key_heads, options.key_heads)
     ]
-    return _launch(forward_kernel, qkv_BTO, cos_BTE, sin_BTE, out=out, cos=cos_BTE, how=options)
+    return _launch(
+        rotary_forward_kernel, qkv_BTO, cos_BTE, sin_BTE, out=out, cos=cos_BTE, how=options
+    )
 
 
 def backward(dq, dk, dv, cos_BTE, sin_BTE, *qkv_BTO, options):
@@ -35,7 +37,7 @@ def backward(dq, dk, dv, cos_BTE, sin_BTE, *qkv_BTO, options):
     out = [jax.ShapeDtypeStruct((b, t, options.packed_heads * d), dq.dtype)]
     # A pointer that the kernel does not read, where nothing was normalised.
     arrays = (dq, dk, dv, cos_BTE, sin_BTE, *(qkv_BTO or (dq,)))
-    return _launch(backward_kernel, *arrays, out=out, cos=cos_BTE, how=options)
+    return _launch(rotary_backward_kernel, *arrays, out=out, cos=cos_BTE, how=options)
 
 
 def _launch(kernel, *arrays, out, cos, how):
@@ -139,7 +141,7 @@ def place(token, head, HEADS: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr)
 
 
 @triton.jit
-def forward_kernel(
+def rotary_forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, N: tl.constexpr, TABLE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ADJACENT: tl.constexpr,
     EPS: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr
@@ -166,7 +168,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def rotary_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, qkv_ptr, dqkv_ptr, N: tl.constexpr,
     TABLE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ADJACENT: tl.constexpr, EPS: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr

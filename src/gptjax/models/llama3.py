@@ -21,7 +21,7 @@ from gptjax.models.base import Model, ModelConfig, check_size
 from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal, segment_positions
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
-from pallas_kernels import flash_attention, linear, rms_norm, select, swiglu
+from pallas_kernels import flash_attention, linear, rms_norm, rotary_qkv, select, swiglu
 
 INIT_STD = 0.02
 # Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor,
@@ -165,12 +165,6 @@ class Rotation(NamedTuple):
     cos_BTE: Float[Array, "#B T E"]
     sin_BTE: Float[Array, "#B T E"]
 
-    def __call__(self, x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        """Rotate channel i with channel i + D/2 of each head, in fp32; return x's dtype."""
-        a, b = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos_BTE[:, :, None], self.sin_BTE[:, :, None]
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTHD.dtype)
-
 
 def frequencies(config: Llama3Config) -> np.ndarray:
     """Return the angle per position of each pair of channels, (E,) in fp64.
@@ -250,9 +244,14 @@ class Attention(nnx.Module):
             implementation=self.implementation,
             precision=precision,
         )
-        heads = qkv_BTO.reshape(*x_BTC.shape[:2], -1, c.head_dim)
-        q_BTHD, k_BTKD, v_BTKD = jnp.split(heads, [c.n_head, c.n_head + c.kv_heads], axis=2)
-        q_BTHD, k_BTKD = rotate(q_BTHD), rotate(k_BTKD)
+        q_BTHD, k_BTKD, v_BTKD = rotary_qkv(
+            qkv_BTO,
+            *rotate,
+            heads=c.n_head,
+            key_heads=c.kv_heads,
+            pairs="halves",
+            implementation=self.implementation,
+        )
         if cache is None:
             y_BTHD = flash_attention(
                 q_BTHD,

@@ -176,7 +176,7 @@ def _interleaved(rows_OC: np.ndarray, head_dim: int) -> np.ndarray:
     """Return the rows of each head in the order 0, D/2, 1, D/2 + 1, ….
 
     Source: `permute` in llama.cpp's convert_hf_to_gguf.py. For the architecture "llama", llama.cpp
-    rotates channel 2i with channel 2i + 1; `llama3.Rotation` rotates i with i + D/2.
+    rotates channel 2i with channel 2i + 1; `gptjax.Llama3` rotates i with i + D/2.
     """
     rows_HPEC = rows_OC.reshape(-1, 2, head_dim // 2, rows_OC.shape[1])
     return rows_HPEC.swapaxes(1, 2).reshape(rows_OC.shape)
