@@ -26,16 +26,17 @@ CASES = {
 }
 
 
-def arrays(b, t, h, g, d, e, dtype, tables=1):
+def arrays(b, t, h, g, d, e, dtype, tables=1, times=1):
     rng = np.random.default_rng(0)
-    angle = rng.uniform(-9, 9, (tables, t, e))
+    angle = rng.uniform(-9, 9, (tables, times * t, e))
     qkv = jnp.asarray(rng.standard_normal((b, t, (h + 2 * g) * d)), dtype)
     return qkv, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
 
 
 def compare(implementation, case, dtype):
     b, t, h, g, d, e, how = case
-    qkv, cos, sin = arrays(b, t, h, g, d, e, dtype, tables=b)
+    times = 2 if "pair_heads" in how else 1
+    qkv, cos, sin = arrays(b, t, h, g, d, e, dtype, tables=b, times=times)
     options = Options(
         h, g, *({"pairs": "adjacent", "eps": None, "pair_heads": False} | how).values()
     )
@@ -75,7 +76,7 @@ def test_xla(name):
 def test_reference_is_the_definition():
     """Every result, one number at a time."""
     b, t, h, g, d, e = 1, 3, 4, 2, 8, 2
-    qkv, cos, sin = arrays(b, t, h, g, d, e, jnp.float32)
+    qkv, cos, sin = arrays(b, t, h, g, d, e, jnp.float32, times=2)
     rows = np.asarray(qkv, np.float64).reshape(t, h + 2 * g, d)
     for pairs in ("adjacent", "halves"):
         options = Options(h, g, pairs, 0.5, True)
@@ -85,15 +86,15 @@ def test_reference_is_the_definition():
             for i, (result, head) in enumerate(
                 [(0, j) for j in range(h)] + [(1, j) for j in range(g)] + [(2, j) for j in range(g)]
             ):
-                x = rows[time, i].copy()
+                x, place = rows[time, i].copy(), 2 * time + head % 2
                 if result < 2:
                     x /= np.sqrt((x**2).mean() + 0.5)
                     for pair in range(e):
                         at = (2 * pair, 2 * pair + 1) if pairs == "adjacent" else (pair, e + pair)
-                        turn = complex(cos[0, time, pair], sin[0, time, pair])
+                        turn = complex(cos[0, place, pair], sin[0, place, pair])
                         turned = complex(*x[list(at)]) * turn
                         x[list(at)] = turned.real, turned.imag
-                expected[result][0, 2 * time + head % 2, head // 2] = x
+                expected[result][0, place, head // 2] = x
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -106,7 +107,9 @@ def test_compiles_without_spills_and_with_wide_accesses(dtype, capability):
         (32, 8, 64, 32, {"pairs": "halves"}),
     ]:
         shapes = [jax.ShapeDtypeStruct((2, 512, (h + 2 * g) * d), dtype)]
-        shapes += [jax.ShapeDtypeStruct((1, 512, e), jnp.float32)] * 2
+        shapes += [
+            jax.ShapeDtypeStruct((1, 512 * (1 + how.get("pair_heads", 0)), e), jnp.float32)
+        ] * 2
 
         def run(qkv, cos, sin, h=h, g=g, how=how):
             call = lambda qkv: rotary_qkv(
@@ -141,7 +144,11 @@ def test_errors(triton_on_cpu):
         ({"heads": 2, "cos": cos.astype(jnp.bfloat16)}, "bfloat16"),
         ({"heads": 2, "pairs": "both"}, "'both'"),
         ({"heads": 2, "eps": 0.0}, "eps > 0"),
-        ({"heads": 4, "key_heads": 1, "pair_heads": True}, "even numbers"),
+        (
+            {"heads": 4, "key_heads": 1, "pair_heads": True}
+            | {"cos": jnp.tile(cos, (1, 2, 1)), "sin": jnp.tile(sin, (1, 2, 1))},
+            "even numbers",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call(qkv, **({"cos": cos, "sin": sin} | changed))

@@ -24,8 +24,8 @@ def cases() -> list[Case]:
     return [case(*shape) for shape in SHAPES for case in (forward_case, backward_case)]
 
 
-def arrays(key, *, t, o, e):
-    angle = 1.0 * jnp.arange(t)[:, None] * 1024 ** -jnp.linspace(0, 1, e)[None]
+def arrays(key, *, t, o, e, times=1):
+    angle = 1.0 * jnp.arange(t * times)[:, None] * 1024 ** -jnp.linspace(0, 1, e)[None]
     return (
         jax.random.normal(key, (1, t, o), jnp.bfloat16),
         jnp.cos(angle)[None],
@@ -43,7 +43,7 @@ def forward_case(name, t, h, g, d, e, options) -> Case:
     return Case(
         kernel="rotary_qkv",
         name=f"{name} {t}×{o} bf16",
-        make=functools.partial(arrays, t=t, o=o, e=e),
+        make=functools.partial(arrays, t=t, o=o, e=e, times=1 + options.get("pair_heads", False)),
         run={backend: functools.partial(run, backend) for backend in BACKENDS},
         bytes=2 * 2 * t * o,
         bar="≥ 85 % of the copy rate",
@@ -54,8 +54,8 @@ def backward_case(name, t, h, g, d, e, options) -> Case:
     o = (h + 2 * g) * d
 
     def make(key):
-        qkv, cos, sin = arrays(key, t=t, o=o, e=e)
         split = 2 if options.get("pair_heads") else 1
+        qkv, cos, sin = arrays(key, t=t, o=o, e=e, times=split)
         shapes = [(1, split * t, heads // split, d) for heads in (h, g, g)]
         return *(jax.random.normal(key, shape, jnp.bfloat16) for shape in shapes), qkv, cos, sin
 

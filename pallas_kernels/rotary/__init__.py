@@ -85,8 +85,8 @@ class Options:
 
 def rotary_qkv(
     qkv: Float[Array, "B T O"],
-    cos: Float[Array, "#B T E"],
-    sin: Float[Array, "#B T E"],
+    cos: Float[Array, "#B _ E"],
+    sin: Float[Array, "#B _ E"],
     *,
     heads: int,
     key_heads: int | None = None,
@@ -99,7 +99,7 @@ def rotary_qkv(
 
     Args:
         qkv: fp32, bf16 or fp16: the heads of the queries, then of the keys, then of the values.
-        cos, sin: of each angle, fp32. They have no gradient.
+        cos, sin: of each angle at the times of the results, fp32. They have no gradient.
         heads: H.
         key_heads: G; H if None.
         pairs: channels that rotate together.
@@ -131,8 +131,9 @@ def reference(qkv_BTO, cos_BTE, sin_BTE, options: Options):
     rotate = functools.partial(_rotated, cos_BTE=cos_BTE, sin_BTE=sin_BTE, pairs=options.pairs)
     if options.eps is not None:
         q, k = (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + options.eps) for x in (q, k))
-    results = rotate(q), rotate(k), v
-    return tuple(map(_paired, results)) if options.pair_heads else results
+    if options.pair_heads:
+        q, k, v = map(_paired, (q, k, v))
+    return rotate(q), rotate(k), v
 
 
 def _rotated(x_BTHD, *, cos_BTE, sin_BTE, pairs: str):
@@ -181,7 +182,7 @@ def _check(qkv, cos, sin, options: Options) -> int:
     """Check shapes and dtypes; return D."""
     d, rest = divmod(qkv.shape[-1], max(options.packed_heads, 1))
     h, g = options.heads, options.key_heads
-    shape = (qkv.shape[1], cos.shape[-1])
+    shape = (qkv.shape[1] * (2 if options.pair_heads else 1), cos.shape[-1])
     if (
         min(h, g) < 1
         or rest
@@ -191,8 +192,8 @@ def _check(qkv, cos, sin, options: Options) -> int:
     ):
         raise ValueError(
             f"rotary_qkv: expected qkv (B, T, O) with O a multiple of H + 2·G = "
-            f"{options.packed_heads} heads, cos and sin (B or 1, T, E) with E at most D/2, got "
-            f"{qkv.shape}, {cos.shape}, {sin.shape}"
+            f"{options.packed_heads} heads, cos and sin (B or 1, T, E) with E at most D/2 "
+            f"and T of the results, got {qkv.shape}, {cos.shape}, {sin.shape}"
         )
     if qkv.dtype not in _dispatch.DTYPES or {cos.dtype, sin.dtype} != {jnp.dtype(jnp.float32)}:
         raise ValueError(
@@ -214,7 +215,8 @@ def _check(qkv, cos, sin, options: Options) -> int:
 def _example(rows: int, dtype, heads: int, key_heads: int, d: int, e: int, **how):
     length = 512 if rows % 512 == 0 else rows
     packed = (rows // length, length, (heads + 2 * key_heads) * d)
-    shapes = (packed, (1, length, e), (1, length, e))
+    angles = (1, length * (2 if how.get("pair_heads") else 1), e)
+    shapes = (packed, angles, angles)
     dtypes = (dtype, jnp.float32, jnp.float32)
     arrays = tuple(jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True))
     options = Options(

@@ -4,7 +4,7 @@ A program computes ROWS rows of D channels, which are consecutive in the packed 
 keys and values of one token or of neighbouring tokens. Rows of values have the angle 0 and no norm.
 
 Shapes: N tokens, H heads of queries, G of keys and of values, D channels, E angles, TABLE rows of
-cos and sin, which repeat: T if they are those of every sequence, else N.
+cos and sin, which repeat: those of one sequence, or of the batch.
 """
 
 import jax
@@ -33,7 +33,7 @@ def forward(qkv_BTO, cos_BTE, sin_BTE, *, options):
 
 def backward(dq, dk, dv, cos_BTE, sin_BTE, *qkv_BTO, options):
     """Return (dqkv,)."""
-    b, t, d = dq.shape[0], cos_BTE.shape[1], dq.shape[-1]
+    b, t, d = dq.shape[0], dq.shape[1] // (2 if options.pair_heads else 1), dq.shape[-1]
     out = [jax.ShapeDtypeStruct((b, t, options.packed_heads * d), dq.dtype)]
     # A pointer that the kernel does not read, where nothing was normalised.
     arrays = (dq, dk, dv, cos_BTE, sin_BTE, *(qkv_BTO or (dq,)))
@@ -43,7 +43,8 @@ def backward(dq, dk, dv, cos_BTE, sin_BTE, *qkv_BTO, options):
 def _launch(kernel, *arrays, out, cos, how):
     """Launch a kernel whose first output has the batch and D in its first and last axis."""
     d = out[0].shape[-1] // (how.packed_heads if len(out) == 1 else 1)
-    n, rows = out[0].shape[0] * cos.shape[1], max(ELEMENTS // d, 1)
+    times = cos.shape[1] // (2 if how.pair_heads else 1)
+    n, rows = out[0].shape[0] * times, max(ELEMENTS // d, 1)
     return _triton.call(
         kernel,
         *arrays,
@@ -124,10 +125,11 @@ def row_of(N: tl.constexpr, H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def load_angle(
-    cos_ptr, sin_ptr, token, mask, TABLE: tl.constexpr, E: tl.constexpr
-):  # fmt: skip
+    cos_ptr, sin_ptr, token, head, mask, TABLE: tl.constexpr, E: tl.constexpr, PAIR: tl.constexpr
+):
     """Load cos and sin, (ROWS, E); those of the angle 0 where the mask is false."""
-    at = (token % TABLE)[:, None] * E + tl.arange(0, E)[None, :]
+    time = token * 2 + head % 2 if PAIR else token
+    at = (time % TABLE)[:, None] * E + tl.arange(0, E)[None, :]
     cos = tl.load(cos_ptr + at, mask=mask[:, None], other=1.0)
     return cos, tl.load(sin_ptr + at, mask=mask[:, None], other=0.0)
 
@@ -149,7 +151,7 @@ def rotary_forward_kernel(
     row, token, head, inside = row_of(N, H, G, ROWS)
     turns = inside & (head < H + G)
     a, b, rest = load_row(qkv_ptr, row * D, inside, D, E, ADJACENT)
-    cos, sin = load_angle(cos_ptr, sin_ptr, token, turns, TABLE, E)
+    cos, sin = load_angle(cos_ptr, sin_ptr, token, head, turns, TABLE, E, PAIR)
     if EPS is not None:
         rstd = tl.rsqrt(row_sum(a * a, b * b, rest * rest, D, E) / D + EPS)
         rstd = tl.where(turns, rstd, 1.0)[:, None]
@@ -186,7 +188,7 @@ def rotary_backward_kernel(
         dv_ptr, place(token, head - H - G, G, D, PAIR), inside & (head >= H + G), D, E, ADJACENT
     )
     a, b, rest = a + ka + va, b + kb + vb, rest + kr + vr
-    cos, sin = load_angle(cos_ptr, sin_ptr, token, turns, TABLE, E)
+    cos, sin = load_angle(cos_ptr, sin_ptr, token, head, turns, TABLE, E, PAIR)
     a, b = a * cos + b * sin, b * cos - a * sin
     if EPS is not None:
         xa, xb, xr = load_row(qkv_ptr, row * D, turns, D, E, ADJACENT)
