@@ -21,6 +21,7 @@ from gptjax.precision import NAMES
         ("tf32", "float32", "float32", "HIGH"),
         ("bf16", "bfloat16", "bfloat16", "DEFAULT"),
         ("bf16_residual_fp32", "bfloat16", "float32", "DEFAULT"),
+        ("fp8_head", "bfloat16", "bfloat16", "DEFAULT"),
     ],
 )
 def test_meaning(name, compute, residual, matmul):
@@ -31,7 +32,7 @@ def test_meaning(name, compute, residual, matmul):
 
 
 def test_names_are_all_there():
-    assert set(NAMES) == {"fp32", "tf32", "bf16", "bf16_residual_fp32"}
+    assert set(NAMES) == {"fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head"}
     assert Precision() == Precision("fp32")
 
 

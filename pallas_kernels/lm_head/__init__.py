@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._dispatch import BackEnd
 from pallas_kernels.classifier import (
     SigmoidCap,
     checked_targets,
@@ -55,19 +55,35 @@ CHUNK = 16384
 Implementation = Literal["auto", "fused", "xla", "reference"]
 
 
-def _order(call: _dispatch.NoFacts, partitioned: bool) -> tuple[str, ...]:
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
+
+    fp8: bool = False
+
+
+def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
     """Return the back ends, fastest first.
 
     "fused" is first if its classifier is a custom kernel and the compiler does not shard the
     arrays: chunks of sharded arrays would be moved between devices.
     """
+    if call.fp8:
+        return ("fused",)
     if partitioned or _dispatch.why_not_triton() is not None:
         return ("xla",)
     return ("fused", "xla")
 
 
+def _why_not_fp8(call: Facts) -> str | None:
+    return "has no FP8 matmuls" if call.fp8 else None
+
+
 _dispatch.register(
-    "linear_cross_entropy", back_ends=[BackEnd("fused"), XLA, REFERENCE], order=_order
+    "linear_cross_entropy",
+    back_ends=[BackEnd("fused"), BackEnd("xla", _why_not_fp8), BackEnd("reference", _why_not_fp8)],
+    facts=Facts,
+    order=_order,
 )
 
 
@@ -109,15 +125,12 @@ def linear_cross_entropy(
             that has no FP8 matmuls.
         NotImplementedError: differentiation with respect to target_weights.
     """
-    arrays = (x_NC, w_VC, targets_N)
-    if fp8 is not None and implementation == "auto" and not _dispatch.partitioned(arrays):
-        implementation = "fused"
-    backend = _dispatch.select("linear_cross_entropy", implementation, arrays=arrays)
-    if fp8 is not None and backend != "fused":
-        raise ValueError(
-            f"linear_cross_entropy: expected the back end fused with fp8, got {backend}; over "
-            "several devices call it inside jax.shard_map"
-        )
+    backend = _dispatch.select(
+        "linear_cross_entropy",
+        implementation,
+        arrays=(x_NC, w_VC, targets_N),
+        fp8=fp8 is not None,
+    )
     n, v = x_NC.shape[0], w_VC.shape[0]
     vocab_size = v if vocab_size is None else vocab_size
     same_sizes = x_NC.shape[1] == w_VC.shape[1] and targets_N.shape[:1] == (n,)

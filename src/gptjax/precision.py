@@ -4,11 +4,15 @@ Precision belongs to a model, not to the process: importing gptjax changes no JA
 """
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32")
+if TYPE_CHECKING:
+    from pallas_kernels.lm_head.fp8 import HeadScales
+
+NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +25,13 @@ class Precision:
     | tf32               | TF32          | fp32            | float32_matmul_precision high    |
     | bf16               | bf16          | bf16            | llm.c's bf16 with fp32 masters   |
     | bf16_residual_fp32 | bf16          | fp32            | torch.autocast(bfloat16)         |
+    | fp8_head           | bf16, FP8     | bf16            | none                             |
 
-    All four use fp32 for parameters, for the accumulation of matmuls and gradients, and for the
+    All use fp32 for parameters, for the accumulation of matmuls and gradients, and for the
     statistics of LayerNorm, softmax and the loss.
+
+    fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
+    in the training step. Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.
@@ -39,6 +47,23 @@ class Precision:
         return self.name
 
     @property
+    def plain(self) -> str:
+        """Name of the precision without FP8 matmuls."""
+        return "bf16" if self.name.startswith("fp8") else self.name
+
+    @property
+    def fp8_head(self) -> bool:
+        """Whether the matmuls of the LM head are in FP8."""
+        return self.name.startswith("fp8")
+
+    @property
+    def head_scales(self) -> "HeadScales | None":
+        """Argument `fp8` of `linear_cross_entropy`."""
+        from pallas_kernels.lm_head.fp8 import HeadScales
+
+        return HeadScales() if self.fp8_head else None
+
+    @property
     def param_dtype(self) -> jnp.dtype:
         """Dtype of parameters, their gradients and the optimizer's moments."""
         return jnp.dtype(jnp.float32)
@@ -46,12 +71,12 @@ class Precision:
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Dtype of the inputs and outputs of matmuls."""
-        return jnp.dtype(jnp.bfloat16 if self.name.startswith("bf16") else jnp.float32)
+        return jnp.dtype(jnp.float32 if self.plain in ("fp32", "tf32") else jnp.bfloat16)
 
     @property
     def residual_dtype(self) -> jnp.dtype:
         """Dtype of the residual stream."""
-        return jnp.dtype(jnp.bfloat16 if self.name == "bf16" else jnp.float32)
+        return jnp.dtype(jnp.bfloat16 if self.plain == "bf16" else jnp.float32)
 
     @property
     def matmul(self) -> jax.lax.Precision:

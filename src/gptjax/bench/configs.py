@@ -10,7 +10,7 @@ from gptjax import cli, optim
 from gptjax.bench.errors import BenchError
 from gptjax.config import Config
 from gptjax.models.registry import PRESETS
-from gptjax.precision import Precision
+from gptjax.precision import NAMES, Precision
 
 Preset = Literal[*PRESETS]
 
@@ -57,9 +57,7 @@ class BaseOptions(ModelName):
 class ModelOptions(BaseOptions):
     """The model and how its step is computed."""
 
-    precision: Annotated[
-        Literal["fp32", "tf32", "bf16", "bf16_residual_fp32"] | None, OWN_DEFAULT
-    ] = None
+    precision: Annotated[Literal[*NAMES] | None, OWN_DEFAULT] = None
     """Default: the config's, or bf16."""
     attention: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of attention, as --model.attention of train.py (default: the config's, or auto)."""

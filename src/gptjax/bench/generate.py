@@ -32,7 +32,7 @@ from gptjax.bench.torch_side import require_transformers, torch_generation, why_
 from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
-from gptjax.precision import Precision
+from gptjax.precision import NAMES, Precision
 from gptjax.training.flops import peak_bandwidth
 
 FIRST_TOKENS = 5
@@ -44,9 +44,7 @@ class Generate(ModelName):
     """Measure tokens/s, the time to the first token and that of a decoding step, with random
     weights and prompts; print a row for each --batch, --temperature and --implementation."""
 
-    precision: Annotated[
-        Literal["fp32", "tf32", "bf16", "bf16_residual_fp32"] | None, OWN_DEFAULT
-    ] = None
+    precision: Annotated[Literal[*NAMES] | None, OWN_DEFAULT] = None
     """Default: the config's, or bf16."""
     batch: tuple[int, ...] = (1,)
     """Sequences that are generated at a time."""

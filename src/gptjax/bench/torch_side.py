@@ -79,7 +79,7 @@ def how_of(config: Config, device: jax.Device):
     from gptjax.bench.torch_gpt2 import How
 
     return How(
-        precision=config.model.precision.name.split("_")[0], compiled=device.platform == "gpu"
+        precision=config.model.precision.plain.split("_")[0], compiled=device.platform == "gpu"
     )
 
 
@@ -125,7 +125,7 @@ def torch_generation(config: ModelConfig, device: jax.Device, **sizes: int):
 
     module = importlib.import_module(HF_CONFIGS[type(config).__name__])
     return TorchGeneration(
-        module.config_json(config), config.precision.name, device=_kind(device), **sizes
+        module.config_json(config), config.precision.plain, device=_kind(device), **sizes
     )
 
 

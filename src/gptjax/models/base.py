@@ -103,7 +103,7 @@ class ModelConfig(abc.ABC):
         Raises:
             ValueError: a named back end does not exist or cannot run here.
         """
-        return {"loss": select("linear_cross_entropy", self.loss)}
+        return {"loss": select("linear_cross_entropy", self.loss, fp8=self.precision.fp8_head)}
 
     def nondeterministic(self) -> str | None:
         """Return why a GPU does not repeat a step bit for bit, and the option for it; or None."""
@@ -181,10 +181,8 @@ class ModelConfig(abc.ABC):
                 f"{name}: precision must be a gptjax.Precision, such as Precision('bf16'), got "
                 f"{self.precision!r}"
             )
-        if self.recompute not in ("none", "block", "sublayer"):
-            raise ValueError(
-                f"{name}: recompute must be none, block or sublayer, got {self.recompute!r}"
-            )
+        if (parts := self.recompute) not in ("none", "block", "sublayer"):
+            raise ValueError(f"{name}: recompute must be none, block or sublayer, got {parts!r}")
 
 
 def _padded(vocab_size: int) -> int:
@@ -359,6 +357,7 @@ class Model(nnx.Module):
                 vocab_size=c.vocab_size,
                 chunk=c.loss_chunk,
                 ignore_index=ignore_index,
+                fp8=c.precision.head_scales,
                 implementation=c.loss,
                 precision=c.precision.matmul,
             )
