@@ -485,16 +485,16 @@ class Speedrun(Model):
         alone = isinstance(weights, tuple) and weights == (1.0,)
         end = jnp.iinfo(jnp.int32).min if ignore_index is None else ignore_index
         x_NC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT).reshape(-1, c.n_embd)
+        how = {"chunk": c.loss_chunk, "implementation": c.loss, "precision": c.precision.matmul}
         with jax.named_scope("head"):
             return linear_cross_entropy(
                 x_NC,
                 self.head(),
                 next_targets(to_int32(targets_BT), len(weights), end),
                 vocab_size=c.vocab_size,
-                chunk=c.loss_chunk,
                 softcap=SOFTCAP,
                 target_weights=None if alone else weights,
                 ignore_index=end,
-                implementation=c.loss,
-                precision=c.precision.matmul,
+                fp8=c.precision.head_scales,
+                **how,
             )
