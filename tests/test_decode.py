@@ -1,5 +1,6 @@
 """pallas_kernels.decode_step against the definition in fp32, by the 2× rule."""
 
+import dataclasses
 import functools
 
 import jax
@@ -79,6 +80,14 @@ def check(args, residual_dtype, steps=1, **tiles):
             assert_within_twice(*values, norm=norm, name=name)
 
 
+def check_likeliest(args):
+    """The kernel's likeliest token is that of its logits."""
+    logits_BV, _ = decode_step(*args, implementation="triton")
+    token_B, cache = decode_step(*args, implementation="triton", likeliest=True)
+    np.testing.assert_array_equal(token_B, logits_BV.argmax(-1))
+    assert np.asarray(cache.k_LBSHD).any() and token_B.dtype == jnp.int32
+
+
 @pytest.fixture
 def one_program(monkeypatch, triton_on_cpu):
     """The exchange needs programs that run at the same time: Triton's interpreter has one."""
@@ -97,6 +106,17 @@ def one_program(monkeypatch, triton_on_cpu):
 )
 def test_one_token(lengths, dtype, residual, one_program):
     check(inputs(jnp.dtype(dtype), lengths, **TINY), jnp.dtype(residual))
+
+
+def test_likeliest_token(one_program):
+    args = inputs(jnp.bfloat16, (5,), **TINY)
+    # Rows 7 and 50 are equal and above the others.
+    head_VC = args[0].head_VC
+    decisive_C = head_VC[decode_step(*args, implementation="triton")[0][0].argmax()] * 2
+    head_VC = head_VC.at[jnp.array([7, 50])].set(decisive_C)
+    args = (dataclasses.replace(args[0], head_VC=head_VC), *args[1:])
+    check_likeliest(args)
+    assert decode_step(*args, implementation="triton", likeliest=True)[0] == 7
 
 
 def compiled_for_an_h200(batch, blocks):
@@ -132,6 +152,7 @@ def test_several_sequences_compiled_for_an_h200():
 @pytest.mark.parametrize("lengths", [(5,), (0, 23, 7)], ids=str)
 def test_tiny_on_a_gpu(lengths):
     check(inputs(jnp.float32, lengths, **TINY), jnp.float32, steps=3)
+    check_likeliest(inputs(jnp.float32, lengths, **TINY))
 
 
 @pytest.mark.gpu
@@ -144,7 +165,9 @@ def test_tiny_on_a_gpu(lengths):
 def test_gpt2_124m_on_a_gpu(lengths, dtype):
     if dtype == "float32" and len(lengths) > 16:
         pytest.skip("not supported in fp32")
-    check(inputs(jnp.dtype(dtype), lengths, **SHAPE_124M), jnp.dtype(dtype), steps=2)
+    args = inputs(jnp.dtype(dtype), lengths, **SHAPE_124M)
+    check(args, jnp.dtype(dtype), steps=2)
+    check_likeliest(args)
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels import _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA, BackEnd
+from pallas_kernels.sampling import Filters, sample_token
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
@@ -94,8 +95,9 @@ class DecoderCache:
         blocks, b, _, heads, head_dim = k_LBSHD.shape
         if b > 1:
             return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((1,), jnp.int32))
-        # Of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden. Then x.
-        half = blocks * (13 * heads * head_dim + 4 * heads) + heads * head_dim
+        # Of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden. Then x,
+        # and the highest logits of at most 256 programs.
+        half = blocks * (13 * heads * head_dim + 4 * heads) + heads * head_dim + 4 * 256
         exchange = jnp.full((2 * half + 1,), -1, jnp.int32).at[-1].set(0)
         return DecoderCache(k_LBSHD, v_LBSHD, exchange)
 
@@ -149,8 +151,9 @@ def decode_step(
     eps: float = 1e-5,
     residual_dtype: jax.typing.DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
+    likeliest: bool = False,
     implementation: Implementation | str = "auto",
-) -> tuple[Float[Array, "B V"], DecoderCache]:
+) -> tuple[Float[Array, "B V"] | Int[Array, " B"], DecoderCache]:
     """Return the logits of each sequence's next token, and the cache with this token's k and v.
 
     Args:
@@ -162,6 +165,8 @@ def decode_step(
         eps: of LayerNorm.
         residual_dtype: dtype of the residual stream. None: fp32.
         precision: of fp32 matmuls, in back end xla.
+        likeliest: return the likeliest tokens, int32, in place of the logits: the lowest id of
+            equals.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
@@ -186,7 +191,7 @@ def decode_step(
     if backend == "triton":
         from pallas_kernels.decode import triton
 
-        logits_BV, *new = triton.decode_step(
+        result, *new = triton.decode_step(
             weights,
             cache,
             token_B,
@@ -195,15 +200,20 @@ def decode_step(
             eps=eps,
             out_dtype=residual_dtype,
             programs=programs(),
+            likeliest=likeliest,
         )
-        return logits_BV, DecoderCache(*new)
+        if likeliest and len(token_B) > 1:
+            result = sample_token(result, jnp.zeros(token_B.shape), Filters())
+        return result, DecoderCache(*new)
+    how = {"eps": eps, "residual_dtype": residual_dtype, "precision": precision}
     if backend == "reference":
         exact = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
         how = {"eps": eps, "residual_dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
         logits_BV, new = _in_jax(exact, cache, token_B, length_B, **how)
-        return logits_BV.astype(weights.head_VC.dtype), new
-    how = {"eps": eps, "residual_dtype": residual_dtype, "precision": precision}
-    return _in_jax(weights, cache, token_B, length_B, **how)
+        logits_BV = logits_BV.astype(weights.head_VC.dtype)
+    else:
+        logits_BV, new = _in_jax(weights, cache, token_B, length_B, **how)
+    return (logits_BV.argmax(-1).astype(jnp.int32) if likeliest else logits_BV), new
 
 
 def programs() -> int:

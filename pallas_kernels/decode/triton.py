@@ -74,19 +74,32 @@ FP32 = Many(
 )
 
 
-def decode_step(weights, cache, token_B, length_B, *, heads, eps, out_dtype, programs, tiles=None):
+def decode_step(
+    weights,
+    cache,
+    token_B,
+    length_B,
+    *,
+    heads,
+    eps,
+    out_dtype,
+    programs,
+    likeliest=False,
+    tiles=None,
+):
     """Return (logits (B, V), k, v, exchange) after one token of each sequence.
 
     Args:
+        likeliest: with one sequence, return its likeliest token (1,) int32 in place of the logits.
         out_dtype: dtype of the residual stream.
         programs: SMs of the device; 1 in Triton's interpreter, which runs programs in turn.
         tiles: One or Many. None: those for the number of sequences and the dtype.
     """
-    launch = _one if token_B.shape[0] == 1 else _many
-    return launch(weights, cache, token_B, length_B, heads, eps, out_dtype, programs, tiles)
+    args = (weights, cache, token_B, length_B, heads, eps, out_dtype, programs, tiles)
+    return _one(*args, likeliest) if token_B.shape[0] == 1 else _many(*args)
 
 
-def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles):
+def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles, likeliest):
     w, tiles = weights, tiles or One()
     blocks, _, length, _, _ = cache.k_LBSHD.shape
     vocab_size, c = w.head_VC.shape
@@ -102,13 +115,14 @@ def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tile
     arrays += [w.ln_2_bias_LC, w.fc_LFC, w.fc_bias_LF, w.out_LCF, w.out_bias_LC]
     arrays += [w.ln_f_scale_C, w.ln_f_bias_C, w.head_VC]
     first = len(arrays)
-    *cached, logits_BV = _triton.call(
+    logits = jax.ShapeDtypeStruct((1, vocab_size), dtype)
+    *cached, result = _triton.call(
         decode_one_kernel,
         *arrays,
         cache.k_LBSHD,
         cache.v_LBSHD,
         cache.exchange,
-        out=[jax.ShapeDtypeStruct((1, vocab_size), dtype)],
+        out=[jax.ShapeDtypeStruct((1,), jnp.int32) if likeliest else logits],
         grid=(programs,),
         in_place=tuple(range(first, first + 3)),
         num_warps=WARPS,
@@ -128,8 +142,9 @@ def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tile
         CK=chunk,
         CK_F=chunk_f,
         KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
+        LIKELIEST=likeliest,
     )
-    return logits_BV, *cached
+    return result, *cached
 
 
 def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, tiles):

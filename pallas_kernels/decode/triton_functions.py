@@ -23,6 +23,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Below every score and above −∞: −∞ − LOWEST is −∞, and no lane computes ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 ABSENT = tl.constexpr(-1)
+# Rows of an int32 are exact in fp32 up to 2²⁴.
+MOST_PROGRAMS = tl.constexpr(256)
 WARPS = 8
 THREADS = tl.constexpr(32 * WARPS)
 

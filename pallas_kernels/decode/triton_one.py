@@ -20,6 +20,7 @@ import triton.language as tl
 
 from pallas_kernels.decode.triton_functions import (
     ABSENT,
+    MOST_PROGRAMS,
     attend_to_part,
     gelu,
     layer_norm,
@@ -66,6 +67,22 @@ def embed(
 
 
 @triton.jit
+def store_likeliest(
+    ptr, best, best_row, result_ptr, V: tl.constexpr, MOST: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """Send this program's highest logit and its row; program 0 stores the row of the highest one,
+    the lowest of equals."""
+    word = tl.arange(0, 4)
+    pair = tl.where(word % 2 == 0, best, best_row.to(tl.float32))
+    send(ptr + 4 * tl.program_id(0) + word, pair, word < 4, PROGRAMS)
+    if tl.program_id(0) == 0:
+        best_P, row_P, _, _ = receive(ptr, 4 * PROGRAMS, 4 * MOST, PROGRAMS)
+        best_P = tl.where(tl.arange(0, MOST) < PROGRAMS, best_P, float("-inf"))
+        row = tl.min(tl.where(best_P == tl.max(best_P, 0), row_P, V - 1), 0)
+        tl.store(result_ptr, row.to(tl.int32))
+
+
+@triton.jit
 def decode_one_kernel(
     token_ptr,
     length_ptr,
@@ -89,7 +106,7 @@ def decode_one_kernel(
     k_ptr,
     v_ptr,
     exchange_ptr,
-    logits_ptr,
+    result_ptr,
     L: tl.constexpr,
     C: tl.constexpr,
     H: tl.constexpr,
@@ -106,6 +123,7 @@ def decode_one_kernel(
     CK: tl.constexpr,
     CK_F: tl.constexpr,
     KEYS: tl.constexpr,
+    LIKELIEST: tl.constexpr,
 ):
     # Over 120 lines, a third of them parameters: each phase needs most of the pointers.
     D: tl.constexpr = C // H
@@ -279,12 +297,24 @@ def decode_one_kernel(
     (head_w,) = load_tiles(head_ptr, first, stop, 1, R_HEAD, C, CK)
     x = receive(x_ptr, C, CP, PROGRAMS)
     y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
+    best_N = tl.full((R_HEAD,), float("-inf"), tl.float32)
+    best_row_N = first + tl.arange(0, R_HEAD)
     for start in range(first, stop, R_HEAD):
         (next_w,) = load_tiles(head_ptr, start + R_HEAD, stop, 1, R_HEAD, C, CK)
         ahead = tl.minimum(start + HEAD_AHEAD, stop) * C
         prefetch(head_ptr, ahead, tl.minimum(ahead + R_HEAD * C, stop * C), R_HEAD * C, PROGRAMS)
         row_N = start + tl.arange(0, R_HEAD)
-        tl.store(logits_ptr + row_N, matvec(head_w, y_T1K), mask=row_N < stop)
+        logit_N = matvec(head_w, y_T1K).to(DTYPE)
+        if LIKELIEST:
+            better_N = (logit_N.to(tl.float32) > best_N) & (row_N < stop)
+            best_N = tl.where(better_N, logit_N.to(tl.float32), best_N)
+            best_row_N = tl.where(better_N, row_N, best_row_N)
+        else:
+            tl.store(result_ptr + row_N, logit_N, mask=row_N < stop)
         head_w = next_w
+    if LIKELIEST:
+        best = tl.max(best_N, 0)
+        best_row = tl.min(tl.where(best_N == best, best_row_N, V), 0)
+        store_likeliest(x_ptr + C, best, best_row, result_ptr, V, MOST_PROGRAMS, PROGRAMS)
     tl.debug_barrier()
     tl.atomic_add(exchange_ptr + 2 * HALF, 1, sem="relaxed")

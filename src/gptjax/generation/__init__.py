@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int, Integer, Key, UInt32
 
 from gptjax.models.base import Model
-from pallas_kernels import Filters, sample_token
+from pallas_kernels import DecoderCache, Filters, sample_token
 
 STEPS = 32
 """Tokens of one call of the compiled decoding loop."""
@@ -166,6 +166,9 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
     # One trace for all steps of an iteration.
     @jax.jit
     def step(weights, cache, token_B, length_B, uniform_B):
+        if filters.temperature is None and isinstance(cache, DecoderCache):
+            token_B, cache = model.decode(weights, cache, token_B, length_B, likeliest=True)
+            return cache, token_B
         logits_BV, cache = model.decode(weights, cache, token_B, length_B)
         return cache, sample_token(logits_BV, uniform_B, filters, implementation=sampler)
 

@@ -397,7 +397,8 @@ class GPT2(Model):
         v_LBSHD = stacked([cache.v_BSHD for cache in caches])
         return x_BTC, self.decoder_weights(), DecoderCache.of(k_LBSHD, v_LBSHD)
 
-    def decode(self, weights, cache, token_B, length_B):
+    def decode(self, weights, cache, token_B, length_B, likeliest=False):
+        """See `Model.decode`. With weights and `likeliest`, return the likeliest tokens instead."""
         if weights is None:
             return super().decode(weights, cache, token_B, length_B)
         c = self.config
@@ -408,6 +409,7 @@ class GPT2(Model):
             length_B,
             eps=self.ln_f.eps,
             residual_dtype=c.precision.residual_dtype,
+            likeliest=likeliest,
             implementation="triton",
         )
 
