@@ -131,19 +131,13 @@ def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..
     return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(dtype)
 
 
-def half_rotary(
-    x_BTHD: Float[Array, "B T H D"], frequency_E: np.ndarray
-) -> Float[Array, "B T H D"]:
-    """Rotate channels 2i and 2i + 1 of the first half of each head by position · frequency i."""
-    *bth, d = x_BTHD.shape
-    frequency_D = np.pad(np.repeat(frequency_E, 2), (0, d // 2)).astype(np.float32)
-    sign_D = np.tile(np.array([-1, 1], np.float32), d // 2)
-    angle_TD = jnp.arange(bth[1], dtype=jnp.float32)[:, None] * frequency_D[None]
-    sin_TD = jnp.sin(angle_TD) * sign_D[None]
-    x = x_BTHD.astype(jnp.float32)
-    swapped = jnp.flip(x.reshape(*bth, d // 2, 2), -1).reshape(x.shape)
-    turned = x * jnp.cos(angle_TD)[None, :, None] + swapped * sin_TD[None, :, None]
-    return turned.astype(x_BTHD.dtype)
+def rotary_angles(
+    frequency_E: np.ndarray, times: int
+) -> tuple[Float[Array, "1 T E"], Float[Array, "1 T E"]]:
+    """Return cosine and sine of time · frequency, times 0…T − 1, in fp32."""
+    time_T = jnp.arange(times, dtype=jnp.float32)
+    angle_TE = time_T[:, None] * jnp.asarray(frequency_E, jnp.float32)[None]
+    return jnp.cos(angle_TE)[None], jnp.sin(angle_TE)[None]
 
 
 def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, "N K"]:

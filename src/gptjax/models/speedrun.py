@@ -35,10 +35,10 @@ from jaxtyping import Array, Float, Int
 
 from gptjax.models.base import Model, ModelConfig, check_size
 from gptjax.models.layers import (
-    half_rotary,
     lookup,
     next_targets,
     normal,
+    rotary_angles,
     scalars,
     split_bank,
     uniform,
@@ -48,6 +48,7 @@ from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, to_int32
 from pallas_kernels.lm_head import linear_cross_entropy
+from pallas_kernels.rotary import rotary_qkv
 
 BTC, BTHD = Float[Array, "B T C"], Float[Array, "B T H D"]
 GATE = 12
@@ -306,21 +307,20 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     precision = {"precision": c.precision.matmul}
     matmul = {"implementation": "reference" if c.attention == "reference" else "auto"} | precision
     *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
-    heads = (*x_BTC.shape[:2], 3, c.n_head, c.head_dim)
-    q, k, v = jnp.unstack(linear(x_BTC, tuple(qkv), **matmul).reshape(heads), axis=2)
-    # XLA fuses this norm with the rotation.
-    q, k = (rms_norm(x, eps=EPS, implementation="xla") for x in (q, k))
+    (b, t), (frequency_E, scale) = tokens_BT.shape, rotary(c)
+    angles = rotary_angles(frequency_E, 2 * t if paired else t)
+    how = {"eps": EPS, "pair_heads": paired, "implementation": matmul["implementation"]}
+    q, k, v = rotary_qkv(linear(x_BTC, tuple(qkv), **matmul), *angles, heads=c.n_head, **how)
     if layer.value_PC is not None:
         value_BTC = lookup(layer.value_PC, tokens_BT, vocab_size=c.vocab_size).astype(x_BTC.dtype)
         halves = x_BTC[..., : GATE // 2], value_BTC[..., : GATE // 2]
         seen_BTC = x_BTC if paired else jnp.concatenate(halves, axis=-1)
         gate_BTH = 2 * gate(c, seen_BTC, layer.value_gate_HG)
-        v = weighted_sum(v.dtype, (1, v), (gate_BTH[..., None], value_BTC.reshape(v.shape)))
+        value_BTHD = value_BTC.reshape(b, t, c.n_head, c.head_dim)
+        gated = weighted_sum(jnp.float32, (gate_BTH[..., None], value_BTHD))
+        v = weighted_sum(v.dtype, (1, v), (1, pair_heads(gated) if paired else gated))
     if paired:
-        q, k, v = pair_heads(q), pair_heads(k), pair_heads(v)
         segments_BT = None if segments_BT is None else jnp.repeat(segments_BT, 2, axis=1)
-    frequency_E, scale = rotary(c)
-    q, k = half_rotary(q, frequency_E), half_rotary(k, frequency_E)
     if long:
         k = partial_key_offset(k)
     window = stage.long_window if long else stage.short_window
