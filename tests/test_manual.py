@@ -1,0 +1,75 @@
+"""The manual in docs/: every page is in the index and short, configuration.md is current, and the
+messages of the troubleshooting pages exist."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# Pages of results, which are no part of the manual's reading order, and the generated reference.
+RESULTS = {"ladder.md", "measurements.md", "normuon.md", "scaling.md", "speed.md", "speedrun.md"}
+MOST_WORDS = 800
+
+
+def words(text):
+    """The number of words; the lines of a table do not count."""
+    return len(re.sub(r"\||:?-{3,}:?", " ", text).split())
+
+
+def test_the_index_has_every_page():
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((\w+\.md)\)", index)
+    pages = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+    assert pages == {*links} and len(links) == len(pages)
+
+
+def test_the_pages_are_short():
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    lengths = {
+        path.relative_to(ROOT): words(path.read_text(encoding="utf-8"))
+        for path in pages
+        if path.name not in RESULTS | {"configuration.md"}
+    }
+    assert {name: n for name, n in lengths.items() if n > MOST_WORDS} == {}
+    assert len(lengths) > 20
+
+
+def test_the_reference_of_options_is_current():
+    """If this fails: python benchmarks/tools/document_options.py"""
+    path = ROOT / "benchmarks" / "tools" / "document_options.py"
+    spec = importlib.util.spec_from_file_location("document_options", path)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page()
+
+
+def messages():
+    """Every text in the sources, … for a value."""
+    for path in [
+        ROOT / "train.py",
+        *(ROOT / "src").rglob("*.py"),
+        *ROOT.glob("pallas_kernels/*.py"),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                yield "".join(parts)
+
+
+def test_the_messages_of_the_troubleshooting_pages_exist():
+    page = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("troubleshooting*.md"))
+    rows = re.findall(r"^\| `([^`]+)`", page, flags=re.MULTILINE)
+    # The command line's parser, not gptjax, prints this one.
+    rows.remove("Unrecognized options")
+    known = [*messages()]
+    patterns = {row: ".*".join(map(re.escape, re.split(" *… *", row))) for row in rows}
+    missing = [
+        row
+        for row, pattern in patterns.items()
+        if not any(re.search(pattern, text, flags=re.DOTALL) for text in known)
+    ]
+    assert len(rows) > 30 and missing == []
