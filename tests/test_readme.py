@@ -15,14 +15,22 @@ from gptjax import cli
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src", "tests")
-# TensorBoard's option, and a placeholder.
-OTHERS = {"--logdir", "--any-option"}
+# tests/test_manual.py compares this page with the dataclasses.
+OPTIONS_PAGE = ROOT / "docs" / "configuration.md"
+# Options of TensorBoard, ruff and Hugging Face's command.
+OTHERS = {"--logdir", "--check", "--local-dir"}
+PLACEHOLDER = r"\b[A-Z]{2,}\b"
+# An example that reads GPT-2's tokenizer.
+GPT2_FILES = r"""(get_tokenizer|load)\("(my_)?gpt2"\)"""
+# Scripts of other programs, in docs/coming_from.md.
+OTHER_SCRIPTS = {"dev/data/fineweb.py", "sample.py"}
 # Sizes that two CPU cores run in seconds; everything else runs as printed.
 SMALLER = {
     "GPT2Config(precision": "GPT2Config(n_layer=1, n_head=2, n_embd=32, precision",
-    "(4, 1025)": "(1, 65)",
+    "(1, 4, 1025)": "(1, 1, 65)",
     "max_new_tokens=64": "max_new_tokens=4",
     "N, C, V = 4096, 768, 50304": "N, C, V = 64, 128, 512",
     "(4, 1024, 3, 12, 64)": "(1, 64, 3, 2, 64)",
@@ -34,41 +42,78 @@ def read(page):
 
 
 def blocks(page):
-    """The Python blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```", read(page), flags=re.DOTALL | re.MULTILINE)
+    """The Python blocks of a page, and the reason in `<!-- not run: REASON -->` before a block."""
+    pattern = r"^(?:<!-- not run: (.*?) -->\n)?```python\n(.*?)^```"
+    found = re.findall(pattern, read(page), flags=re.DOTALL | re.MULTILINE)
+    return [(block, reason) for reason, block in found]
 
 
-EXAMPLES = [
-    pytest.param(block, id=f"{page.name}-{i}")
-    for page in PAGES
-    for i, block in enumerate(blocks(page))
-]
+def code_of(page):
+    return [block for block, _ in blocks(page)]
 
 
-@pytest.mark.parametrize("block", EXAMPLES)
-def test_an_example_runs(block, tmp_path):
-    """In a process of its own, without the strict settings of these tests."""
-    if re.search(r"""(get_tokenizer|load)\("(my_)?gpt2"\)""", block):
-        try:
-            get_tokenizer("gpt2")
-        except TokenizerUnavailable:
-            pytest.skip("no network, and TIKTOKEN_CACHE_DIR names no copy of GPT-2's BPE files")
-    for printed, smaller in SMALLER.items():
-        block = block.replace(printed, smaller)
+# Run each example in a folder and a namespace of its own, in one process: imports are the time.
+RUN = """
+import contextlib, io, json, os, sys, tempfile, traceback
+results = {}
+for name, code in json.load(sys.stdin).items():
+    os.chdir(tempfile.mkdtemp(dir=sys.argv[1]))
+    out, error = io.StringIO(), ""
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except Exception:
+        error = traceback.format_exc()
+    results[name] = out.getvalue(), error
+json.dump(results, sys.stdout)
+"""
+
+
+def test_the_examples_run(tmp_path):
+    """Without the strict settings of these tests."""
+    examples, needs_files = {}, False
+    try:
+        get_tokenizer("gpt2")
+    except TokenizerUnavailable:  # no network, and TIKTOKEN_CACHE_DIR has no copy
+        needs_files = True
+    for page in PAGES:
+        for i, (block, reason) in enumerate(blocks(page)):
+            name = f"{page.relative_to(ROOT)}, block {i}"
+            code = compile(block, name, "exec")
+            for printed, smaller in SMALLER.items():
+                block = block.replace(printed, smaller)
+            if not reason and not (needs_files and re.search(GPT2_FILES, block)):
+                examples[name] = block
+            assert code.co_names, name
     done = subprocess.run(
-        [sys.executable, "-c", block],
-        cwd=tmp_path,
+        [sys.executable, "-c", RUN, str(tmp_path)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        input=json.dumps(examples),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert ("A language model is" in done.stdout) == ("generate(" in block)
+    results = json.loads(done.stdout)
+    assert results.keys() == examples.keys() and len(results) >= 15
+    assert [error for _, error in results.values() if error] == []
+    for name, code in examples.items():
+        assert ("A language model is" in results[name][0]) == ("generate(" in code), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_an_example_that_is_not_run_names_what_exists(page):
+    """The imports of every block, and the attributes of gptjax that it uses."""
+    for block, reason in blocks(page):
+        if reason:
+            assert re.fullmatch("needs a (GPU|download)", reason)
+            imports = re.findall(r"^from ((?:gptjax|pallas_kernels)\S*) import (.*)", block, re.M)
+            names = [f"{module}.{name.strip()}" for module, n in imports for name in n.split(",")]
+            assert [name for name in names if not resolves(name)] == []
 
 
 def test_the_examples_have_the_sizes_that_are_replaced():
-    text = "".join(block for page in PAGES for block in blocks(page))
+    text = "".join(block for page in PAGES for block in code_of(page))
     assert [printed for printed in SMALLER if printed not in text] == []
 
 
@@ -97,7 +142,7 @@ def test_the_names_of_a_page_resolve(page):
     text = read(page)
     code = (
         re.findall(r"`([^`\n]+)`", text)
-        + blocks(page)
+        + code_of(page)
         + re.findall(r"^    (.+)$", text, flags=re.MULTILINE)
     )
     names = {
@@ -117,12 +162,33 @@ def test_the_files_that_a_page_names_are_there(page):
     ]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
     paths = re.findall(rf"(?<![\w/.~$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    # A word in capitals is a placeholder.
+    assert [p for p in paths if not re.search(PLACEHOLDER, p) and not (ROOT / p).exists()] == []
     modules = re.findall(r"(?<![\w/.*{}~$-])(?:\.\./)*([\w./-]+\.py)\b", text)
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
     parts = [file.relative_to(ROOT).parts for file in [ROOT / "train.py", *files]]
     names = {"/".join(part[i:]) for part in parts for i in range(len(part))}
-    assert [name for name in modules if name not in names] == []
+    unknown = {name for name in modules if name not in names | OTHER_SCRIPTS}
+    assert [name for name in unknown if not re.search(PLACEHOLDER, name)] == []
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub writes them."""
+    headings = re.findall(
+        r"^#+ (.*)", re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w -]", "", h.replace("`", "").lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_sections_that_a_page_links_to_are_there(page):
+    links = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", read(page))
+    wrong = [
+        f"{file}#{section}"
+        for file, section in links
+        if section not in anchors(page.parent / file if file else page)
+    ]
+    assert wrong == []
 
 
 # A script, or a module and its subcommand, which may follow a run's folder.
@@ -162,7 +228,7 @@ def options(text):
 
 def test_the_options_that_the_pages_name_exist():
     """Those of a command in its own --help, and an option by itself in the help of any command."""
-    texts = {page: read(page).replace("\\\n", " ") for page in PAGES}
+    texts = {page: read(page).replace("\\\n", " ") for page in PAGES if page != OPTIONS_PAGE}
     used = [(page, *found) for page, text in texts.items() for found in COMMAND.findall(text)]
     commands = sorted({command for _, command, _ in used})
     assert {"train.py", "-m gptjax.data text", "-m gptjax.bench step"} <= {*commands}
