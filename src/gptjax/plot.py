@@ -71,7 +71,7 @@ def plot_runs(
             f"no folder {out.parent} to write {out.name} into; create the folder first"
         )
     logs = [_log_file(Path(path)) for path in paths]
-    names = [log.resolve().parent.name for log in logs]
+    names = [_run_name(log) for log in logs]
     if len(set(names)) < len(names):
         names = [str(log.parent) for log in logs]
     names = [printable(name) for name in names]
@@ -100,6 +100,11 @@ def plot_runs(
         for text in axes.legend(handles=handles).get_texts():
             text.set_parse_math(False)
     return out
+
+
+def _run_name(log: Path) -> str:
+    """Return the name of the run's folder; of a copied log such as gpt2.jsonl, "gpt2"."""
+    return log.resolve().parent.name if log.name == "log.jsonl" else log.stem
 
 
 def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
