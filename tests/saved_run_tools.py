@@ -26,11 +26,13 @@ def random_params(model=MODEL, seed=0):
     )
 
 
-def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None):
-    """Save checkpoints with the given parameters; `changes` replace entries of the config."""
+def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None, stage=None):
+    """Save checkpoints with the given parameters; `changes` replace entries of the config, `stage`
+    is the number of the stage that all of them are in."""
     config = to_json(Config(model=model, sequence_length=model.block_size))
     config |= changes or {}
     meta = {"data": {"position": 0, "dataset": {"tokenizer": tokenizer}}, "config": config}
+    meta["data"] |= {} if stage is None else {"stage": stage}
     checkpoints = Checkpoints(run / "checkpoints", keep_last=10)
     for step, params in params_by_step.items():
         state = {"step": jnp.int32(step), "params": params, "rng": jnp.zeros(2, jnp.uint32)}

@@ -56,6 +56,20 @@ def test_a_run_is_loaded_from_its_newest_checkpoint_and_is_not_changed(run):
     assert gptjax.load(run, tokenizer=None).tokenizer is None
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16")])
+def test_the_model_is_that_of_the_last_stage_reached(tmp_path, stage, precision):
+    stages = [{"until": 20}, {"model": {"precision": "bf16", "attention": "mosaic"}}]
+    save_run(tmp_path, {5: random_params()}, changes={"stages": stages}, stage=stage)
+    found = gptjax.load(tmp_path).model.config
+    assert found == dataclasses.replace(MODEL, precision=gptjax.Precision(precision))
+    fp32 = gptjax.Precision("fp32")
+    assert gptjax.load(tmp_path, precision=fp32).model.config.precision == fp32
+    wrong = tmp_path / "wrong"
+    save_run(wrong, {5: random_params()}, changes={"stages": stages}, stage=3)
+    with pytest.raises(WeightsError, match="expected stage 3 in its config"):
+        gptjax.load(wrong)
+
+
 @pytest.mark.parametrize("where", ["step", "checkpoints", "folder", "renamed"])
 def test_a_step_is_loaded_by_its_number_and_by_its_folder(copy, where):
     step = copy / "checkpoints" / "5"

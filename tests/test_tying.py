@@ -1,6 +1,7 @@
 """gptjax.training.tying: gradients and copies, and a training step of the speedrun's model."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
-from gptjax.models.base import graph, loss_fn
+from gptjax.models.base import graph, init_params, loss_fn
 from gptjax.models.speedrun import SpeedrunConfig, Stage
-from gptjax.optim import adamw
+from gptjax.optim import adamw, normuon_and_adamw, view, whole, with_mantissa
 from gptjax.optim.matrices import flatten
+from gptjax.precision import Precision
 from gptjax.training.step import init_state, make_train_step
 from gptjax.training.tying import tie, tie_gradients
 
@@ -105,3 +107,34 @@ def test_a_tied_run_and_the_first_untied_step():
     untied = jax.jit(make_train_step(graph(UNTIED), tx, rate))
     after, _ = untied(state, seen[0])
     assert (after.params["embed"] != after.params["lm_head"].T).any()
+
+
+def test_the_mantissa_of_a_bf16_copy(optax_promotion):
+    """The copy's fp32 value is that of its source, and a later untied step begins from it."""
+    rate, groups = lambda _: 0.01, TIED.parameter_groups()
+    tx = with_mantissa(
+        normuon_and_adamw(
+            groups, matrix_learning_rate=rate, learning_rate=rate, cautious_decay=True, every=2
+        )
+    )
+    params = init_params(dataclasses.replace(TIED, precision=Precision("bf16")), 0)
+    opt_state, params = tx.init(params), view(params)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def step(params, opt_state, pairs, seed):
+        keys = jax.random.split(jax.random.key(seed), len(params))
+        draw = lambda p, key: jax.random.normal(key, p.shape, p.dtype)
+        grads = dict(zip(params, map(draw, params.values(), keys), strict=True))
+        updates, opt_state = tx.update(tie_gradients(grads, pairs), opt_state, params)
+        return tie(optax.apply_updates(params, updates), pairs), tie(opt_state, pairs)
+
+    for seed in range(4):
+        params, opt_state = step(params, opt_state, PAIRS, seed)
+        fp32 = whole(params, opt_state)
+        np.testing.assert_array_equal(fp32["embed"], fp32["lm_head"].T)
+    assert (opt_state.low["embed"] != 0).mean() > 0.9
+    before = fp32["embed"]
+    for seed in range(2):
+        params, opt_state = step(params, opt_state, (), seed)
+    moved = whole(params, opt_state)["embed"] - before
+    assert 0 < np.abs(moved).max() < 0.05 and (params["embed"] != params["lm_head"].T).any()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -360,6 +361,8 @@ def model_from_json(
         ConfigError: a field that the class does not have, or a wrong value.
     """
     fields = {name[6:]: value for name, value in flat.items() if name.startswith("model.")}
+    types = typing.get_type_hints(kind)
+    fields = {name: _from_json(value, types.get(name)) for name, value in fields.items()}
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known):
         raise ConfigError(
@@ -370,6 +373,14 @@ def model_from_json(
         return kind(**fields | changes)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _from_json(value: Any, expected: Any = None) -> Any:
+    """Return a value of JSON as the field has it: a list was a tuple, or a named one."""
+    if not isinstance(value, list):
+        return value
+    value = tuple(map(_from_json, value))
+    return expected(*value) if hasattr(expected, "_fields") else value
 
 
 def defaults(config: Config) -> dict[str, Any]:

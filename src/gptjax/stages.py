@@ -40,7 +40,8 @@ class Stage:
     micro_batch: PositiveInt | None = None
     """Sequences on each device at a time."""
     learning_rate_factor: PositiveFloat = 1.0
-    """Factor of all learning rates. The schedule continues to count the steps of the run."""
+    """Factor of all peak learning rates. The schedule continues to count the steps of the run, and
+    the learning rates at its end do not change."""
     model: Mapping = dataclasses.field(default_factory=dict, hash=False)
     """Values of the model's fields; the parameters must keep their shapes."""
 
@@ -166,12 +167,13 @@ def _model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
 
 
 def check(config: "Config") -> None:
-    """Check the order of the stages, and the config of each.
+    """Check the schedules, the order of the stages, and the config of each.
 
     Raises:
         ValueError: the stages do not follow each other, do not cover the run, or have options that
-            do not fit the others.
+            do not fit the others; a schedule does not fit into the run.
     """
+    schedules(config)
     if not config.stages:
         return
     if config.overfit_one_batch:
@@ -198,9 +200,13 @@ def check(config: "Config") -> None:
 def schedules(config: "Config") -> dict[str, optax.Schedule]:
     """Return the optimizer's schedules with the learning-rate factors of the stages.
 
-    In a stage, the schedules are those of an optimizer whose learning rates are multiplied by the
-    stage's factor. They are functions of the update's index, so that one optimizer and one form of
-    its state serve all stages.
+    In a stage, the schedules are those of an optimizer whose peak learning rates are multiplied by
+    the stage's factor; their values at the schedule's end are not. They are functions of the
+    update's index, so that one optimizer and one form of its state serve all stages.
+
+    Raises:
+        ValueError: a stage's peak is below the learning rate at the schedule's end; a schedule does
+            not fit into the run.
     """
     optimizer, stages = config.optimizer, config.stages
     if all(stage.learning_rate_factor == 1 for stage in stages):
@@ -210,6 +216,12 @@ def schedules(config: "Config") -> dict[str, optax.Schedule]:
 
     def scaled(factor):
         own = {name: factor * getattr(optimizer, name) for name in rates}
+        if (final_fraction := optimizer.final_fraction / factor) > 1:
+            raise ValueError(
+                f"expected a learning_rate_factor of at least final_fraction, "
+                f"{optimizer.final_fraction}, got {factor}"
+            )
+        own["final_fraction"] = final_fraction
         return dataclasses.replace(optimizer, **own).schedules(config.max_steps)
 
     *others, last = [(stage.until, scaled(stage.learning_rate_factor)) for stage in stages]

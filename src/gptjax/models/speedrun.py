@@ -144,10 +144,9 @@ class SpeedrunConfig(ModelConfig):
 
     def for_evaluation(self) -> "SpeedrunConfig":
         """Return the config that predicts one token, with the long window of evaluation."""
-        stage = self.stage
-        window = stage.evaluation_window or stage.long_window
-        stage = stage._replace(token_weights=(1.0,), final_token_weights=None, long_window=window)
-        return dataclasses.replace(self, stage=stage)
+        long = self.stage.evaluation_window or self.stage.long_window
+        own = self.stage._replace(token_weights=(1.0,), final_token_weights=None, long_window=long)
+        return dataclasses.replace(self, stage=own)
 
     def loss_options(self, step):
         stage = self.stage
@@ -205,7 +204,8 @@ class SpeedrunConfig(ModelConfig):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         stage = Stage(*(tuple(x) if isinstance(x, list) else x for x in self.stage))
         object.__setattr__(self, "stage", stage)
-        for window in (*stage[:2], *stage.rotary_windows, stage.evaluation_window or 1):
+        windows = (*stage[:2], *stage.rotary_windows, stage.evaluation_window)
+        for window in (w for w in windows if w is not None):
             check_size("SpeedrunConfig", "a window of the stage", window)
         for name in ("n_inner", "bigram_rows", "lanes_from"):
             check_size("SpeedrunConfig", name, getattr(self, name))

@@ -341,10 +341,10 @@ class OptimizerConfig:
     def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
         return schedule(
             self.schedule,
-            peak=peak,
+            peak=float(peak),
             warmup_steps=self.warmup_steps,
             total_steps=self.schedule_steps or total_steps,
-            final_fraction=self.final_fraction,
+            final_fraction=float(self.final_fraction),
             cooldown_steps=self.cooldown_steps,
             final_steps=self.final_steps,
         )
