@@ -72,15 +72,7 @@ class RecordedRuns:
         Raises:
             OutOfTime: it might not end within the limit.
         """
-        settings = self.settings(config)
-        # A record that is older than an option had the option's default.
-        defaults = configuration.defaults(config)
-
-        def matches(record: dict) -> bool:
-            recorded = defaults | record["settings"]
-            return all(recorded.get(name) == value for name, value in settings.items())
-
-        record = next((record for record in self.known if matches(record)), None)
+        record, settings = self.recorded(config), self.settings(config)
         if record is None:
             elapsed = time.perf_counter() - STARTED
             if elapsed + 1.1 * self.longest > self.o.limit_s:
@@ -97,6 +89,18 @@ class RecordedRuns:
                 flush=True,
             )
         return record
+
+    def recorded(self, config: Config) -> dict | None:
+        """Return the record of a run; None if there is none."""
+        settings = self.settings(config)
+        # A record that is older than an option had the option's default.
+        defaults = configuration.defaults(config)
+
+        def matches(record: dict) -> bool:
+            recorded = defaults | record["settings"]
+            return all(recorded.get(name) == value for name, value in settings.items())
+
+        return next((record for record in self.known if matches(record)), None)
 
     def data_settings(self) -> dict:
         """Return the part of the dataset's fingerprint that belongs to a run's settings."""
