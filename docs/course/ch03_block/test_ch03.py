@@ -1,0 +1,74 @@
+"""Tests of chapter 3."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny import CONFIG, gptjax_model, params_of
+
+import pallas_kernels
+
+
+def hidden():
+    return 3 + 2 * jax.random.normal(jax.random.key(0), (2, 9, CONFIG.n_embd))
+
+
+def norm_params():
+    scale_C, bias_C = jax.random.normal(jax.random.key(1), (2, CONFIG.n_embd))
+    return {"scale": scale_C, "bias": bias_C}
+
+
+def test_layer_norm(chapter):
+    x_BTC, params = hidden(), norm_params()
+    y_BTC = chapter.layer_norm(x_BTC, params)
+    expected = pallas_kernels.layer_norm(
+        x_BTC, params["scale"], params["bias"], implementation="reference"
+    )
+    np.testing.assert_allclose(y_BTC, expected, atol=1e-5)
+
+
+def test_layer_norm_ignores_the_scale_of_its_input(chapter):
+    x_BTC, params = hidden(), norm_params()
+    y_BTC = chapter.layer_norm(x_BTC, params)
+    np.testing.assert_allclose(chapter.layer_norm(7 * x_BTC - 2, params), y_BTC, atol=1e-4)
+
+
+def test_layer_norm_keeps_the_dtype(chapter):
+    y_BTC = chapter.layer_norm(hidden().astype(jnp.bfloat16), norm_params())
+    assert y_BTC.dtype == jnp.bfloat16
+
+
+def test_gelu(chapter):
+    x = jnp.linspace(-6, 6, 101)
+    np.testing.assert_allclose(chapter.gelu(x), jax.nn.gelu(x, approximate=True), atol=1e-6)
+
+
+def test_a_block_is_that_of_gptjax(chapter):
+    model, x_BTC = gptjax_model(), hidden()
+    params = params_of(model)["blocks"][1]
+    y_BTC = jax.jit(chapter.block, static_argnums=2)(x_BTC, params, CONFIG.n_head)
+    expected = jax.jit(model.blocks[1])(x_BTC)
+    np.testing.assert_allclose(y_BTC, expected, atol=1e-5)
+
+
+def test_the_logits_are_those_of_gptjax(chapter):
+    model = gptjax_model()
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 17), 0, CONFIG.vocab_size)
+    logits_BTV = jax.jit(chapter.gpt, static_argnums=2)(params_of(model), tokens_BT, CONFIG.n_head)
+    np.testing.assert_allclose(logits_BTV, jax.jit(model)(tokens_BT), atol=1e-5)
+
+
+def test_init_has_the_parameters_of_gptjax(chapter):
+    params = jax.jit(chapter.init, static_argnums=1)(jax.random.key(0), CONFIG)
+    shapes = jax.tree.map(jnp.shape, params)
+    assert shapes == jax.tree.map(jnp.shape, params_of(gptjax_model()))
+    assert sum(x.size for x in jax.tree.leaves(params)) == CONFIG.num_params
+
+
+def test_init_has_the_standard_deviations_of_gpt2(chapter):
+    params = jax.jit(chapter.init, static_argnums=1)(jax.random.key(0), CONFIG)
+    kernel, other = (block["attn"]["c_attn"]["kernel"] for block in params["blocks"])
+    assert not np.array_equal(kernel, other)
+    np.testing.assert_allclose(np.std(kernel), 0.02, rtol=0.1)
+    np.testing.assert_allclose(np.std(params["wte"]), 0.02, rtol=0.1)
+    projection = params["blocks"][0]["mlp"]["c_proj"]["kernel"]
+    np.testing.assert_allclose(np.std(projection), 0.01, rtol=0.1)  # 0.02/√(2 · 2 layers)

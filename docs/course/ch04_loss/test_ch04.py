@@ -1,0 +1,62 @@
+"""Tests of chapter 4."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tiny import CONFIG, gptjax_model, params_of, read_windows
+
+import gptjax
+from pallas_kernels import fused_classifier
+
+
+def logits_and_targets():
+    logits_NV = 3 * jax.random.normal(jax.random.key(0), (6, 11))
+    return logits_NV, jnp.array([0, 10, 3, 3, 7, 1])
+
+
+def test_log_sum_exp(chapter):
+    x_NV = jnp.array([[0.0, jnp.log(3.0)], [1000.0, 1000.0], [-1000.0, -2000.0]])
+    expected_N = [np.log(4), 1000 + np.log(2), -1000]
+    np.testing.assert_allclose(chapter.log_sum_exp(x_NV), expected_N, rtol=1e-6)
+
+
+def test_equal_logits_have_the_loss_log_v(chapter):
+    losses_N = chapter.cross_entropy(jnp.zeros((3, 257)), jnp.array([0, 5, 256]))
+    np.testing.assert_allclose(losses_N, np.log(257), rtol=1e-6)
+
+
+def test_losses_and_gradient_are_those_of_pallas_kernels(chapter):
+    logits_NV, targets_N = logits_and_targets()
+    losses_N, grad_NV = fused_classifier(logits_NV, targets_N, implementation="reference")
+    np.testing.assert_allclose(chapter.cross_entropy(logits_NV, targets_N), losses_N, rtol=1e-5)
+    np.testing.assert_allclose(
+        chapter.cross_entropy_gradient(logits_NV, targets_N), grad_NV, atol=1e-6
+    )
+
+
+def test_the_gradient_by_hand_is_that_of_jax(chapter):
+    logits_NV, targets_N = logits_and_targets()
+    grad_NV = jax.grad(lambda x_NV: chapter.cross_entropy(x_NV, targets_N).sum())(logits_NV)
+    by_hand_NV = chapter.cross_entropy_gradient(logits_NV, targets_N)
+    np.testing.assert_allclose(by_hand_NV, grad_NV, atol=1e-6)
+
+
+def test_bf16_logits_have_a_loss_in_fp32(chapter):
+    logits_NV, targets_N = logits_and_targets()
+    assert chapter.cross_entropy(logits_NV.astype(jnp.bfloat16), targets_N).dtype == jnp.float32
+
+
+def test_the_loss_and_its_gradient_are_those_of_gptjax(chapter):
+    model, windows_BT1 = gptjax_model(), jnp.asarray(read_windows(2, 16))
+    graph, state = nnx.split(model)
+
+    def gptjax_loss(state):
+        return gptjax.loss_fn(nnx.merge(graph, state), windows_BT1[:, :-1], windows_BT1[:, 1:])
+
+    value_and_grad = jax.jit(jax.value_and_grad(chapter.loss_fn), static_argnums=2)
+    loss, grads = value_and_grad(params_of(model), windows_BT1, CONFIG.n_head)
+    expected, expected_grads = jax.jit(jax.value_and_grad(gptjax_loss))(state)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    expected_grads = params_of(nnx.merge(graph, expected_grads))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), grads, expected_grads)

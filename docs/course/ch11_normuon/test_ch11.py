@@ -1,0 +1,109 @@
+"""Tests of chapter 11."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ch04_loss.solution import loss_fn
+from tiny import CONFIG, gptjax_model, params_of, read_windows
+
+import gptjax
+
+MATRIX_LR = 0.02
+fp32_polar_express = functools.partial(gptjax.optim.polar_express, dtype=jnp.float32)
+
+
+def matrices(*shape):
+    return jax.random.normal(jax.random.key(0), shape)
+
+
+def test_unpack_and_pack(chapter):
+    kernel_IF = jnp.arange(12.0).reshape(2, 6)
+    matrices_PIO = chapter.unpack(kernel_IF, packed=3)
+    np.testing.assert_array_equal(matrices_PIO[1], [[2, 3], [8, 9]])
+    np.testing.assert_array_equal(chapter.pack(matrices_PIO), kernel_IF)
+
+
+def test_orthogonalize_is_gptjaxs_polar_express(chapter):
+    for shape in ((2, 4, 8), (1, 8, 4)):
+        x_PIO = matrices(*shape)
+        y_PIO = jax.jit(chapter.orthogonalize)(x_PIO)
+        np.testing.assert_allclose(y_PIO, fp32_polar_express(x_PIO), atol=2e-4)
+
+
+def test_singular_values_become_about_one(chapter):
+    singular_values = jnp.linalg.svd(chapter.orthogonalize(matrices(1, 8, 16)), compute_uv=False)
+    assert ((0.8 < singular_values) & (singular_values < 1.2)).all()
+
+
+def test_neurons_get_the_same_length(chapter):
+    x_PIO = matrices(1, 4, 6) * jnp.array([1.0, 5, 1, 1, 0.1, 1])[None, None]
+    y_PIO, variance = chapter.normalize_neurons(x_PIO, jnp.zeros((1, 1, 6)))
+    assert variance.shape == (1, 1, 6)
+    lengths = jnp.linalg.norm(y_PIO[0], axis=0)
+    np.testing.assert_allclose(lengths, lengths[0] * jnp.ones(6), rtol=1e-5)
+    np.testing.assert_allclose(jnp.linalg.norm(y_PIO), jnp.linalg.norm(x_PIO), rtol=1e-5)
+
+
+def test_three_updates_of_one_matrix_are_those_of_gptjax(chapter):
+    for shape in ((4, 6), (6, 4)):
+        kernel, *grads = matrices(4, *shape)
+        tx = gptjax.optim.normuon(0.1, weight_decay=0.5, method=fp32_polar_express)
+        theirs, other = kernel, tx.init({"w": kernel})
+        momentum = jnp.zeros(shape)
+        variance = jnp.zeros((1, 1, 6) if shape == (4, 6) else (1, 6, 1))
+        for grad in grads:
+            kernel, momentum, variance = chapter.normuon(
+                grad, momentum, variance, kernel, packed=1, lr=0.1, weight_decay=0.5
+            )
+            updates, other = tx.update({"w": grad}, other, {"w": theirs})
+            theirs = theirs + updates["w"]
+        np.testing.assert_allclose(kernel, theirs, atol=2e-4)
+
+
+def test_an_update_of_the_model_is_that_of_gptjax(chapter):
+    params = params_of(gptjax_model())
+    windows_BT1 = jnp.asarray(read_windows(2, 16))
+    grads = jax.jit(jax.grad(loss_fn), static_argnums=2)(params, windows_BT1, CONFIG.n_head)
+    tx = gptjax.optim.normuon_and_adamw(
+        CONFIG.parameter_groups(),
+        matrix_learning_rate=MATRIX_LR,
+        learning_rate=3e-3,
+        method=fp32_polar_express,
+    )
+
+    @jax.jit
+    def theirs(grads, params):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    @jax.jit
+    def ours(grads, params):
+        return chapter.normuon_and_adamw(
+            grads, chapter.init_state(params), params, lr=3e-3, matrix_lr=MATRIX_LR
+        )[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        expected = theirs(grads, params)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), ours(grads, params), expected
+    )
+
+
+def test_normuon_needs_fewer_steps_than_adamw(chapter):
+    """The loss after 40 steps, with the learning rate of chapter 5 for all other parameters."""
+    windows_BT1 = jnp.asarray(read_windows(8, CONFIG.block_size))
+    params = params_of(gptjax_model())
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, windows_BT1, CONFIG.n_head)
+        return *chapter.normuon_and_adamw(grads, state, params, 1e-2, MATRIX_LR), loss
+
+    state = chapter.init_state(params)
+    for _ in range(40):
+        params, state, loss = step(params, state)
+    print("loss after 40 steps:", round(float(loss), 3))
+    assert loss < 0.3
