@@ -22,6 +22,7 @@ from gptjax.precision import NAMES
         ("bf16", "bfloat16", "bfloat16", "DEFAULT"),
         ("bf16_residual_fp32", "bfloat16", "float32", "DEFAULT"),
         ("fp8_head", "bfloat16", "bfloat16", "DEFAULT"),
+        ("fp8", "bfloat16", "bfloat16", "DEFAULT"),
     ],
 )
 def test_meaning(name, compute, residual, matmul):
@@ -32,7 +33,7 @@ def test_meaning(name, compute, residual, matmul):
 
 
 def test_names_are_all_there():
-    assert set(NAMES) == {"fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head"}
+    assert set(NAMES) == {"fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head", "fp8"}
     assert Precision() == Precision("fp32")
 
 

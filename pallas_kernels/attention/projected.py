@@ -36,6 +36,7 @@ def projected_attention(
     b_O: Float[Array, " O"],
     *,
     heads: int,
+    fp8: bool = False,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"]:
@@ -45,6 +46,8 @@ def projected_attention(
         x_BTC: fp32, bf16 or fp16.
         w_CO, b_O: of x's dtype, or fp32, which is rounded as in `pallas_kernels.linear`. Their
             gradients have the same dtype and are summed in fp32.
+        fp8: whether the projection's matmuls are in FP8 where the call is differentiated
+            (pallas_kernels/fp8/layers.py); not with "reference".
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
         precision: precision of fp32 matmuls, also of the projection; as in `flash_attention`.
 
@@ -79,7 +82,7 @@ def projected_attention(
         head_dim=head_dim,
         precision=precision,
     )
-    options = Options(heads, precision)
+    options = Options(heads, precision, fp8)
     if backend == "mosaic":
         return _calls.differentiable("projected_attention", _projected, *arrays, options)
     qkv_BT3HD = _projection(*arrays, options, "reference" if backend == "reference" else "xla")
@@ -92,36 +95,54 @@ class Options:
 
     heads: int
     precision: jax.lax.PrecisionLike
+    fp8: bool = False
+    """Whether the projection's matmuls are in FP8 where the call is differentiated."""
 
 
 def _projection(x_BTC, w_CO, b_O, options, implementation="xla"):
     qkv_BTO = checked_linear(
-        "projected_attention", x_BTC, w_CO, b_O, implementation, options.precision
+        "projected_attention", x_BTC, w_CO, b_O, implementation, options.precision, options.fp8
     )
     return qkv_BTO.reshape(*x_BTC.shape[:2], 3, options.heads, b_O.size // (3 * options.heads))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _projected(x_BTC, w_CO, b_O, options):
-    return _projected_forward(x_BTC, w_CO, b_O, options)[0]
+    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, options)
+    return flash_attention_qkv(qkv_BT3HD, implementation="mosaic")
 
 
 def _projected_forward(x_BTC, w_CO, b_O, options):
-    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, options)
+    if options.fp8:
+        from pallas_kernels.fp8 import layers
+
+        qkv_NO, operands = layers.linear_forward(x_BTC.reshape(-1, x_BTC.shape[2]), w_CO, b_O)
+        head_dim = b_O.size // (3 * options.heads)
+        qkv_BT3HD = qkv_NO.reshape(*x_BTC.shape[:2], 3, options.heads, head_dim)
+    else:
+        operands, qkv_BT3HD = (x_BTC, w_CO), _projection(x_BTC, w_CO, b_O, options)
     out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
-    return out_BTHD, (x_BTC, w_CO, b_O, qkv_BT3HD, out_BTHD, lse_BHT)
+    like = jnp.zeros((), w_CO.dtype)
+    return out_BTHD, (operands, like, b_O, qkv_BT3HD, out_BTHD, lse_BHT)
 
 
 def _projected_backward(options, saved, dout_BTHD):
-    x_BTC, w_CO, b_O, qkv_BT3HD, out_BTHD, lse_BHT = saved
+    operands, like, b_O, qkv_BT3HD, out_BTHD, lse_BHT = saved
     dqkv_BT3HD, dq_HD, dout_HD = _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
     db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
-    x_NC, dqkv_NO = x_BTC.reshape(-1, x_BTC.shape[2]), dqkv_BT3HD.reshape(-1, b_O.size)
-    dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=options.precision)
-    dw_CO = weight_gradient(x_NC, dqkv_NO, precision=options.precision)
+    dqkv_NO = dqkv_BT3HD.reshape(-1, b_O.size)
+    if options.fp8:
+        from pallas_kernels.fp8 import layers
+
+        dx_NC, dw_CO = layers.linear_backward(operands, dqkv_NO)
+    else:
+        x_BTC, w_CO = operands
+        dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=options.precision)
+        x_NC = x_BTC.reshape(-1, x_BTC.shape[2])
+        dw_CO = weight_gradient(x_NC, dqkv_NO, precision=options.precision)
     return (
-        dx_NC.reshape(x_BTC.shape),
-        dw_CO.astype(w_CO.dtype),
+        dx_NC.reshape(*qkv_BT3HD.shape[:2], -1),
+        dw_CO.astype(like.dtype),
         db_3HD.reshape(-1).astype(b_O.dtype),
     )
 

@@ -107,6 +107,7 @@ def mlp(
     b: Float[Array, " O"],
     w2: Float[Array, "O C"],
     *,
+    fp8: bool = False,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
@@ -118,6 +119,8 @@ def mlp(
 
     Args:
         w2: of x's dtype, or fp32, which is rounded to x's dtype.
+        fp8: whether the matmuls are in FP8 where the call is differentiated
+            (pallas_kernels/fp8/layers.py), with "auto", "mosaic" or "xla".
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
     The other arguments and the errors are those of `linear_gelu`.
@@ -130,6 +133,14 @@ def mlp(
         )
     n = x.size // x.shape[-1] if x.size else 0
     x_NI = x.reshape(n, x.shape[-1])
+    if fp8:
+        from pallas_kernels.fp8 import layers
+
+        arrays = (x_NI, w, b, w2)
+        y_NC = _calls.differentiable(
+            "mlp", layers.mlp, *arrays, layers.select(implementation, w, n)
+        )
+        return y_NC.reshape(*x.shape[:-1], w2.shape[1])
     backend = _select("mlp", implementation, (x, w, b, w2))
     options = Options("gelu", backend, precision)
     one_kernel = options.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None

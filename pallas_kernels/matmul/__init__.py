@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._dispatch import XLA, BackEnd
 from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
 
 FEW = 8192
@@ -40,7 +40,19 @@ def _why_not_triton(call: SumFacts) -> str | None:
     return _dispatch.why_not_triton()
 
 
-_dispatch.register("linear", back_ends=[XLA, REFERENCE])
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call of `linear` on which the choice of a back end depends."""
+
+    fp8: bool = False
+
+
+def why_not_fp8(call) -> str | None:
+    """Return None where the call is not in FP8, else the reason of a back end without FP8."""
+    return "has no FP8 matmuls" if call.fp8 else None
+
+
+_dispatch.register("linear", back_ends=[XLA, BackEnd("reference", why_not_fp8)], facts=Facts)
 _dispatch.register(
     "sum_rows", back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA], facts=SumFacts
 )
@@ -120,6 +132,7 @@ def linear(
     b: Float[Array, " O"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     *,
+    fp8: bool = False,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*B O"]:
     """Compute x w + b in x's dtype, rounded once; x w if b is None.
@@ -132,16 +145,26 @@ def linear(
             rounding (b). Their gradients have their dtype. A tuple of matrices is one matmul with
             all of them side by side; only the separate matrices are stored for the backward pass.
         precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
+        fp8: whether the matmuls are in FP8 where the call is differentiated
+            (pallas_kernels/fp8/layers.py), with "auto" or "xla".
         implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
             with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
 
     Raises:
         ValueError: wrong shapes or dtypes, no such back end.
     """
-    return checked_linear("linear", x, w, b, implementation, precision)
+    return checked_linear("linear", x, w, b, implementation, precision, fp8)
 
 
-def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax.PrecisionLike):
+def checked_linear(
+    kernel: str,
+    x,
+    w,
+    b,
+    implementation: str,
+    precision: jax.lax.PrecisionLike,
+    fp8: bool = False,
+):
     """Compute `linear` for the public function `kernel`, which errors name."""
     ws = jax.tree.leaves(w)
     outputs = sum(w.shape[-1] for w in ws if w.ndim)
@@ -160,10 +183,15 @@ def checked_linear(kernel: str, x, w, b, implementation: str, precision: jax.lax
             f"float32, got {x.dtype}, {', '.join(str(w.dtype) for w in ws)}, "
             f"{None if b is None else b.dtype}"
         )
-    backend = _dispatch.select("linear", implementation, arrays=(x, w, b))
+    backend = _dispatch.select("linear", implementation, arrays=(x, w, b), fp8=fp8)
     x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if backend == "reference":
         y_NO = reference(x_NI, w, b).astype(x.dtype)
+    elif fp8:
+        from pallas_kernels.fp8 import layers
+
+        w_IO = joined(w, jnp.result_type(*ws))
+        y_NO = _calls.differentiable(kernel, layers.linear, x_NI, w_IO, b)
     else:
         y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)
     return y_NO.reshape(*x.shape[:-1], outputs)

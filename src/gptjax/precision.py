@@ -12,7 +12,7 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from pallas_kernels.lm_head.fp8 import HeadScales
 
-NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head")
+NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Precision:
     | tf32               | TF32          | fp32            | float32_matmul_precision high    |
     | bf16               | bf16          | bf16            | llm.c's bf16 with fp32 masters   |
     | bf16_residual_fp32 | bf16          | fp32            | torch.autocast(bfloat16)         |
-    | fp8_head           | bf16, FP8     | bf16            | none                             |
+    | fp8_head, fp8      | bf16, FP8     | bf16            | none                             |
 
     All use fp32 for parameters, for the accumulation of matmuls and gradients, and for the
     statistics of LayerNorm, softmax and the loss.
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
-    in the training step. Evaluation and generation compute as bf16.
+    in the training step. In fp8 those of attention's projections and of the MLP are in FP8, too
+    (pallas_kernels/fp8/layers.py). Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.
@@ -55,6 +56,11 @@ class Precision:
     def fp8_head(self) -> bool:
         """Whether the matmuls of the LM head are in FP8."""
         return self.name.startswith("fp8")
+
+    @property
+    def fp8_blocks(self) -> bool:
+        """Whether the matmuls of the blocks are in FP8."""
+        return self.name == "fp8"
 
     @property
     def head_scales(self) -> "HeadScales | None":
@@ -88,4 +94,25 @@ class Precision:
         """
         return {"fp32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.HIGH}.get(
             self.name, jax.lax.Precision.DEFAULT
+        )
+
+
+def check_precision(config: str, precision: Precision, supports_fp8: bool) -> None:
+    """Check the precision of a model's config.
+
+    Args:
+        supports_fp8: whether the model's blocks have FP8 matmuls.
+
+    Raises:
+        ValueError: not a `Precision`, or fp8 for other blocks; the message begins with `config`.
+    """
+    if not isinstance(precision, Precision):
+        raise ValueError(
+            f"{config}: precision must be a gptjax.Precision, such as Precision('bf16'), got "
+            f"{precision!r}"
+        )
+    if precision.fp8_blocks and not supports_fp8:
+        raise ValueError(
+            f"{config}: expected another precision than fp8: this model's blocks have no FP8 "
+            "matmuls; fp8_head has those of the head"
         )

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 from gptjax.models.layers import KVCache, PromptCache
 from gptjax.optim import Group
 from gptjax.optim.partition import assign, paths_of
-from gptjax.precision import Precision
+from gptjax.precision import Precision, check_precision
 from pallas_kernels import linear_cross_entropy, select
 from pallas_kernels.classifier import to_int32
 
@@ -44,11 +44,13 @@ class ModelConfig(abc.ABC):
         of_run: fields that a run decides, whatever model it starts from.
         supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` an
             argument `segment_ids_BT`.
+        supports_fp8: whether the blocks have FP8 matmuls, which the precision fp8 needs.
     """
 
     operational: ClassVar[frozenset[str]] = frozenset(("loss", "loss_chunk", "recompute"))
     of_run: ClassVar[frozenset[str]] = frozenset(("precision",))
     supports_segment_ids: ClassVar[bool] = False
+    supports_fp8: ClassVar[bool] = False
 
     vocab_size: int = 50257
     """Real tokens; logits and the loss cover only these."""
@@ -176,11 +178,7 @@ class ModelConfig(abc.ABC):
                 f"padded_vocab_size={self.padded_vocab_size} for vocab_size={self.vocab_size}; "
                 f"give padded_vocab_size={least} (--model.padded-vocab-size {least}) too"
             )
-        if not isinstance(self.precision, Precision):
-            raise ValueError(
-                f"{name}: precision must be a gptjax.Precision, such as Precision('bf16'), got "
-                f"{self.precision!r}"
-            )
+        check_precision(name, self.precision, self.supports_fp8)
         if (parts := self.recompute) not in ("none", "block", "sublayer"):
             raise ValueError(f"{name}: recompute must be none, block or sublayer, got {parts!r}")
 

@@ -44,6 +44,7 @@ class GPT2Config(ModelConfig):
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
     supports_segment_ids: ClassVar[bool] = True
+    supports_fp8: ClassVar[bool] = True
 
     attention: str = "auto"
     """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
@@ -81,17 +82,15 @@ class GPT2Config(ModelConfig):
         )
         if segments and attention == "mosaic":
             attention += " (bias gradient not fused)"  # no `projected_attention`
+        sizes = {"rows": batch * sequence_length, "inputs": c, "outputs": 4 * c}
+        if self.precision.fp8_blocks:
+            mlp = select("fp8_linear_gelu", self.mlp, **sizes)
+        else:
+            mlp = select("mlp", self.mlp, dtype=dtype, **sizes)
         return {
             "attention": attention,
             "norm": select("layer_norm", self.norm, channels=c),
-            "mlp": select(
-                "mlp",
-                self.mlp,
-                dtype=dtype,
-                rows=batch * sequence_length,
-                inputs=c,
-                outputs=4 * c,
-            ),
+            "mlp": mlp,
             **super().kernels(sequence_length, batch),
         }
 
@@ -189,6 +188,7 @@ class Attention(nnx.Module):
                 self.c_attn.kernel[...],
                 self.c_attn.bias[...],
                 heads=c.n_head,
+                fp8=c.precision.fp8_blocks,
                 implementation=c.attention,
                 precision=c.precision.matmul,
             )
@@ -226,6 +226,7 @@ class MLP(nnx.Module):
             self.c_fc.kernel[...],
             self.c_fc.bias[...],
             self.c_proj.kernel[...],
+            fp8=self.precision.fp8_blocks,
             implementation=implementation,
             precision=self.precision.matmul,
         )

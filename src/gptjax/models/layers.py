@@ -89,6 +89,7 @@ class Linear(nnx.Module):
 
     def apply(self, x, bias_O):
         how = {"implementation": self.implementation, "precision": self.precision.matmul}
+        how["fp8"] = self.precision.fp8_blocks
         return linear(x, self.kernel[...], bias_O, **how)
 
 
