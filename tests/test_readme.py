@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,29 @@ def test_the_options_that_the_pages_name_exist():
         quoted = options(" ".join(re.findall(r"`([^`\n]+)`", COMMAND.sub("", text))))
         wrong += [f"{page.relative_to(ROOT)}: {name}" for name in sorted(quoted - everywhere)]
     assert wrong == []
+
+
+def train_commands():
+    """The arguments of every train.py command with a config of the repository, without doubles."""
+    found = set()
+    for page in PAGES:
+        text = read(page).replace("\\\n", " ")
+        found |= {*re.findall(r"python train\.py (--config (?:configs|examples)/[^`#\n|&]*)", text)}
+    return sorted(
+        arguments.strip()
+        for arguments in found
+        if not re.search(rf"…|\[|{PLACEHOLDER}", re.sub(r"'.*'", "", arguments))
+    )
+
+
+def test_the_values_of_train_commands_are_accepted(monkeypatch):
+    """Parsed as train.py does: paths of configs, names and values of options, and their checks."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(ROOT)
+    commands = train_commands()
+    assert len(commands) >= 10
+    for arguments in commands:
+        assert cli.from_command_line(shlex.split(arguments)).max_steps > 0
 
 
 def test_the_markers_that_the_pages_name_exist(pytestconfig):
