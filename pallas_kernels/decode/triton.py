@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import triton
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels.decode import triton_many
+from pallas_kernels.decode import triton_fused, triton_many
 from pallas_kernels.decode.triton_functions import WARPS
 from pallas_kernels.decode.triton_one import decode_one_kernel
 
@@ -49,6 +49,10 @@ class Many:
 
     qkv: Matmul = Matmul()
     proj: Matmul = Matmul(parts=2)
+    fused: bool = True
+    """Normalise in the MLP's first matmul. Otherwise in a launch before it."""
+    add: Matmul = Matmul(BN=16)
+    """The output projection with `fused`."""
     fc: Matmul = Matmul()
     out: Matmul = Matmul(parts=4)
     # Three programs fit on an SM: all 393 of GPT-2 on 132 SMs.
@@ -72,7 +76,13 @@ class Many:
 LINE_BYTES = 128
 SMALL = Matmul(BK=32, stages=2)
 FP32 = Many(
-    SMALL, dataclasses.replace(SMALL, parts=2), SMALL, dataclasses.replace(SMALL, parts=4), SMALL
+    SMALL,
+    dataclasses.replace(SMALL, parts=2),
+    True,
+    dataclasses.replace(SMALL, BN=16),
+    SMALL,
+    dataclasses.replace(SMALL, parts=4),
+    SMALL,
 )
 
 
@@ -223,6 +233,57 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             **row,
         )
 
+    def fused(attended_BC, x_BC, layer):
+        """Return the residual stream after attention and the hidden activations of the MLP."""
+        n = triton.cdiv(c, tiles.add.BN)
+        rows, size = max(16, triton.next_power_of_2(b)), 4 * c * c
+        lines = triton.next_power_of_2(triton.cdiv(size * dtype.itemsize, LINE_BYTES * n))
+        x_BC, sums = _triton.call(
+            triton_fused.decode_add_kernel,
+            attended_BC,
+            w.proj_LCC,
+            w.proj_bias_LC,
+            x_BC,
+            w.fc_LFC,
+            layer,
+            out=[stream[0], jax.ShapeDtypeStruct((2, n, b), jnp.float32)],
+            grid=(n,),
+            num_warps=tiles.add.warps,
+            B=b,
+            M=rows,
+            N=c,
+            K=c,
+            BN=tiles.add.BN,
+            BK=_chunk(c, tiles.add.BK),
+            STAGES=tiles.add.stages,
+            STRIDE=size,
+            AHEAD_LINES=min(lines, tiles.ahead_lines) if programs > 1 else 0,
+        )
+        (hidden_BF,) = _triton.call(
+            triton_fused.decode_norm_gelu_kernel,
+            x_BC,
+            sums,
+            w.ln_2_scale_LC,
+            w.ln_2_bias_LC,
+            w.fc_LFC,
+            w.fc_bias_LF,
+            layer,
+            out=[jax.ShapeDtypeStruct((b, 4 * c), dtype)],
+            grid=(triton.cdiv(4 * c, tiles.fc.BN),),
+            num_warps=max(tiles.fc.warps, rows * tiles.fc.BN // (64 * 32)),
+            B=b,
+            M=rows,
+            N=4 * c,
+            K=c,
+            T=n,
+            TP=triton.next_power_of_2(n),
+            BN=tiles.fc.BN,
+            BK=_chunk(c, tiles.fc.BK),
+            STAGES=tiles.fc.stages,
+            EPS=eps,
+        )
+        return x_BC, hidden_BF
+
     k_LBSHD, v_LBSHD = cache.k_LBSHD, cache.v_LBSHD
     x_BC, y_BC = _triton.call(
         triton_many.decode_embed_kernel,
@@ -261,12 +322,15 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
             STAGES=tiles.attention_stages,
         )
-        proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
         following = layer + 1 < blocks
-        norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
-        early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
-        x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
-        hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
+        if tiles.fused:
+            x_BC, hidden_BF = fused(attended_BC, x_BC, layer)
+        else:
+            proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
+            norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
+            early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
+            x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
+            hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
         out_PBC = matmul(hidden_BF, w.out_LCF, layer, tiles.out)
         if following:
             late = (layer + 1, early_keys, keys_ahead)
