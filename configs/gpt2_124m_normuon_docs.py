@@ -1,0 +1,22 @@
+"""GPT-2 124M in bf16 with NorMuon on a small corpus: 65.5 M tokens.
+
+Command:   python train.py --config configs/gpt2_124m_normuon_docs.py
+Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
+           data_dir. Another dataset: --dataset NAME.
+Hardware:  one H200 or H100 (80 GB)
+Time:      not measured
+Loss:      not measured. The learning rates are the best of docs/normuon.md for this corpus.
+"""
+
+from dataclasses import replace
+
+from gpt2_124m_docs import config as gpt2_124m_docs
+from gpt2_124m_normuon import config as gpt2_124m_normuon
+
+config = replace(
+    gpt2_124m_docs,
+    name="gpt2_124m_normuon_docs",
+    optimizer=replace(
+        gpt2_124m_normuon.optimizer, learning_rate=2.4e-3, warmup_steps=100, schedule="linear"
+    ),
+)
