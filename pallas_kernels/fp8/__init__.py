@@ -17,11 +17,7 @@ by row and transposed. One pass of `quantize` stores both.
 
 Shapes: a (M, K), b (N, K), y (M, N); x (R, C).
 
-Back ends of quantize:
-    triton: one pass over memory in tiles; compute capability 8.9 (Ada) or later.
-    xla: plain JAX; any device.
-    reference: as xla.
-Back ends of scaled_matmul:
+Back ends of scaled_matmul (those of quantize: pallas_kernels/fp8/conversion.py):
     mosaic: Hopper (TMA and wgmma), sizes that its tiles divide.
     xla: cuBLASLt's FP8 matmul on a GPU; any device.
     reference: the definition in fp32.
@@ -30,8 +26,7 @@ Neither function has a derivative.
 
 import dataclasses
 import functools
-import importlib.util
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,113 +34,30 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-Scale = Float[Array, ""] | float | int
-QuantizeImplementation = Literal["auto", "triton", "xla", "reference"]
-MatmulImplementation = Literal["auto", "mosaic", "xla", "reference"]
-_NO_DERIVATIVE = "has no derivative: call it in the functions of a jax.custom_vjp"
-
-
-def largest(dtype: jax.typing.DTypeLike) -> float:
-    """Return the largest finite number of an FP8 format: 448 or 57,344."""
-    return float(jnp.finfo(dtype).max)
-
-
-def scale_for(
-    amax: Float[Array, ""], dtype: jax.typing.DTypeLike, headroom: float = 1.0
-) -> Float[Array, ""]:
-    """Return the largest power of two with scale · headroom · amax ≤ largest(dtype), fp32.
-
-    The scale is 1 if amax is 0 or not finite, and between 2⁻⁶⁰ and 2⁶⁰.
-    """
-    # frexp is exact; log2 of a power of two need not be.
-    exponent = jnp.frexp(largest(dtype) / (amax.astype(jnp.float32) * headroom))[1] - 1
-    valid = (amax > 0) & jnp.isfinite(amax)
-    return jnp.ldexp(jnp.ones((), jnp.float32), jnp.where(valid, exponent.clip(-60, 60), 0))
-
-
-# ----------------------------------------------------------------------------------------- quantize
-
-
-def _why_not_quantize(facts: _dispatch.NoFacts) -> str | None:
-    if (why := _dispatch.why_not_triton()) is not None:
-        return why
-    capability = _dispatch.capability()
-    if capability is not None and capability < (8, 9):
-        return f"needs compute capability 8.9 (Ada) or later, not {capability}"
-    return None
-
-
-_dispatch.register(
-    "quantize", back_ends=[BackEnd("triton", _why_not_quantize, custom=True), XLA, REFERENCE]
+from pallas_kernels.fp8.conversion import (
+    E4M3,
+    E5M2,
+    NO_DERIVATIVE,
+    Quantized,
+    Scale,
+    largest,
+    quantize,
+    scale_for,
+    transposed,
 )
 
-
-class Quantized(NamedTuple):
-    """Result of `quantize`; None for a copy that was not requested."""
-
-    rows: Float[Array, "R C"] | None
-    transposed: Float[Array, "C R"] | None
-    amax: Float[Array, ""]
-    """max |x| before the scale, fp32."""
-
-
-def quantize(
-    x: Float[Array, "R C"],
-    scale: Scale,
-    dtype: jax.typing.DTypeLike = E4M3,
-    *,
-    rows: bool = True,
-    transposed: bool = False,
-    implementation: QuantizeImplementation | str = "auto",
-) -> Quantized:
-    """Convert x · scale to FP8. Numbers beyond the largest one become the largest.
-
-    Args:
-        x: fp32, bf16 or fp16.
-        scale: multiplies x; see `scale_for`.
-        dtype: float8_e4m3fn or float8_e5m2.
-        rows, transposed: the copies to store.
-        implementation: "auto", or a back end: "triton", "xla", "reference".
-
-    Raises:
-        ValueError: wrong dtypes, neither copy requested, or the named back end cannot run here.
-    """
-    dtype = jnp.dtype(dtype)
-    if x.ndim != 2 or x.dtype not in _dispatch.DTYPES or dtype not in (E4M3, E5M2):
-        raise ValueError(
-            "quantize: expected x (R, C) in float32, bfloat16 or float16, and float8_e4m3fn or "
-            f"float8_e5m2 as dtype, got {x.shape} in {x.dtype} and {dtype}"
-        )
-    if not (rows or transposed):
-        raise ValueError("quantize: expected rows=True or transposed=True, got neither")
-    x, scale = _calls.once("quantize", (x, jnp.asarray(scale, jnp.float32)), _NO_DERIVATIVE)
-    if _dispatch.select("quantize", implementation, arrays=x) == "triton":
-        from pallas_kernels.fp8 import triton
-
-        kernel = functools.partial(triton.quantize, dtype=dtype, rows=rows, transposed=transposed)
-        return Quantized(*_calls.looped("quantize", kernel)(x, scale))
-    return _quantize_in_xla(x, scale, dtype, rows, transposed)
-
-
-def _quantize_in_xla(x, scale, dtype, rows, transposed) -> Quantized:
-    x = x.astype(jnp.float32)
-    # A conversion alone would turn what is out of range into NaN (e4m3) or infinity (e5m2).
-    q = (x * scale).clip(-largest(dtype), largest(dtype)).astype(dtype)
-    return Quantized(q if rows else None, q.T if transposed else None, jnp.abs(x).max())
-
-
-def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:
-    """Return a transposed copy of an FP8 matrix, by the fastest back end. It has no derivative."""
-    if _dispatch.select("quantize", arrays=q) != "triton":
-        return q.T
-    from pallas_kernels.fp8 import triton
-
-    return _calls.looped("transposed", triton.transposed)(q)
-
-
-# ------------------------------------------------------------------------------------------- matmul
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Quantized",
+    "largest",
+    "quantize",
+    "reference",
+    "scale_for",
+    "scaled_matmul",
+    "transposed",
+]
+Implementation = Literal["auto", "mosaic", "xla", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +72,6 @@ class MatmulFacts:
 def _why_not_mosaic(call: MatmulFacts) -> str | None:
     if (why := _dispatch.why_not_mosaic()) is not None:
         return why
-    if importlib.util.find_spec("pallas_kernels.fp8.mosaic") is None:
-        return "is not part of this installation"
     from pallas_kernels.fp8 import mosaic
 
     return mosaic.why_not(call.rows, call.columns, call.inner)
@@ -170,8 +80,9 @@ def _why_not_mosaic(call: MatmulFacts) -> str | None:
 # XLA first: the default until a measurement says otherwise.
 _dispatch.register(
     "scaled_matmul",
-    back_ends=[XLA, BackEnd("mosaic", _why_not_mosaic, custom=True), REFERENCE],
+    back_ends=[BackEnd("mosaic", _why_not_mosaic, custom=True), XLA, REFERENCE],
     facts=MatmulFacts,
+    order=lambda call, partitioned: ("xla",),
 )
 
 
@@ -182,7 +93,7 @@ def scaled_matmul(
     *,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     fast_accumulation: bool = True,
-    implementation: MatmulImplementation | str = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "M N"]:
     """Compute scale · a bᵀ.
 
@@ -214,7 +125,7 @@ def scaled_matmul(
         "scaled_matmul", implementation, arrays=(a, b), rows=m, columns=n, inner=k
     )
     scale = jnp.asarray(scale, jnp.float32)
-    a, b, scale = _calls.once("scaled_matmul", (a, b, scale), _NO_DERIVATIVE)
+    a, b, scale = _calls.once("scaled_matmul", (a, b, scale), NO_DERIVATIVE)
     if backend == "reference":
         return reference(a, b, scale).astype(out_dtype)
     if backend == "mosaic":
@@ -242,19 +153,6 @@ def reference(a, b, scale=1.0):
 
 
 # ----------------------------------------------------------------------------------------- examples
-
-
-@_dispatch.example("quantize")
-def _quantize_example(rows, dtype):
-    """Both copies of an activation of GPT-2's width. The kernel has no derivative."""
-
-    def call(x, implementation):
-        out = quantize(x, 4.0, transposed=True, implementation=implementation)
-        return out.rows.astype(jnp.float32), out.transposed.astype(jnp.float32), out.amax
-
-    arrays = (jax.ShapeDtypeStruct((rows, 768), dtype),)
-    expected = functools.partial(call, implementation="reference")
-    return _dispatch.Example(call, expected, arrays, differentiable=False)
 
 
 @_dispatch.example("scaled_matmul")

@@ -1,0 +1,119 @@
+"""The conversion to FP8: `quantize`, and the scales that it reads. The equations are those of
+pallas_kernels/fp8/__init__.py.
+
+Back ends:
+    triton: one pass over memory in tiles; compute capability 8.9 (Ada) or later.
+    xla: plain JAX; any device.
+    reference: as xla.
+There is no derivative.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+Scale = Float[Array, ""] | float | int
+Implementation = Literal["auto", "triton", "xla", "reference"]
+NO_DERIVATIVE = "has no derivative: call it in the functions of a jax.custom_vjp"
+
+
+def largest(dtype: jax.typing.DTypeLike) -> float:
+    """Return the largest finite number of an FP8 format: 448 or 57,344."""
+    return float(jnp.finfo(dtype).max)
+
+
+def scale_for(
+    amax: Float[Array, ""], dtype: jax.typing.DTypeLike, headroom: float = 1.0
+) -> Float[Array, ""]:
+    """Return the largest power of two with scale · headroom · amax ≤ largest(dtype), fp32.
+
+    The scale is 1 if amax is 0 or not finite, and between 2⁻⁶⁰ and 2⁶⁰.
+    """
+    # frexp is exact; log2 of a power of two need not be.
+    exponent = jnp.frexp(largest(dtype) / (amax.astype(jnp.float32) * headroom))[1] - 1
+    valid = (amax > 0) & jnp.isfinite(amax)
+    return jnp.ldexp(jnp.ones((), jnp.float32), jnp.where(valid, exponent.clip(-60, 60), 0))
+
+
+def _why_not_quantize(facts: _dispatch.NoFacts) -> str | None:
+    if (why := _dispatch.why_not_triton()) is not None:
+        return why
+    capability = _dispatch.capability()
+    if capability is not None and capability < (8, 9):
+        return f"needs compute capability 8.9 (Ada) or later, not {capability}"
+    return None
+
+
+_dispatch.register(
+    "quantize", back_ends=[BackEnd("triton", _why_not_quantize, custom=True), XLA, REFERENCE]
+)
+
+
+class Quantized(NamedTuple):
+    """Result of `quantize`; None for a copy that was not requested."""
+
+    rows: Float[Array, "R C"] | None
+    transposed: Float[Array, "C R"] | None
+    amax: Float[Array, ""]
+    """max |x| before the scale, fp32."""
+
+
+def quantize(
+    x: Float[Array, "R C"],
+    scale: Scale,
+    dtype: jax.typing.DTypeLike = E4M3,
+    *,
+    rows: bool = True,
+    transposed: bool = False,
+    implementation: Implementation | str = "auto",
+) -> Quantized:
+    """Convert x · scale to FP8. Numbers beyond the largest one become the largest.
+
+    Args:
+        x: fp32, bf16 or fp16.
+        scale: multiplies x; see `scale_for`.
+        dtype: float8_e4m3fn or float8_e5m2.
+        rows, transposed: the copies to store.
+        implementation: "auto", or a back end: "triton", "xla", "reference".
+
+    Raises:
+        ValueError: wrong dtypes, neither copy requested, or the named back end cannot run here.
+    """
+    dtype = jnp.dtype(dtype)
+    if x.ndim != 2 or x.dtype not in _dispatch.DTYPES or dtype not in (E4M3, E5M2):
+        raise ValueError(
+            "quantize: expected x (R, C) in float32, bfloat16 or float16, and float8_e4m3fn or "
+            f"float8_e5m2 as dtype, got {x.shape} in {x.dtype} and {dtype}"
+        )
+    if not (rows or transposed):
+        raise ValueError("quantize: expected rows=True or transposed=True, got neither")
+    x, scale = _calls.once("quantize", (x, jnp.asarray(scale, jnp.float32)), NO_DERIVATIVE)
+    if _dispatch.select("quantize", implementation, arrays=x) == "triton":
+        from pallas_kernels.fp8 import triton
+
+        kernel = functools.partial(triton.quantize, dtype=dtype, rows=rows, transposed=transposed)
+        return Quantized(*_calls.looped("quantize", kernel)(x, scale))
+    return _quantize_in_xla(x, scale, dtype, rows, transposed)
+
+
+def _quantize_in_xla(x, scale, dtype, rows, transposed) -> Quantized:
+    x = x.astype(jnp.float32)
+    # A conversion alone would turn what is out of range into NaN (e4m3) or infinity (e5m2).
+    q = (x * scale).clip(-largest(dtype), largest(dtype)).astype(dtype)
+    return Quantized(q if rows else None, q.T if transposed else None, jnp.abs(x).max())
+
+
+def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:
+    """Return a transposed copy of an FP8 matrix, by the fastest back end. It has no derivative."""
+    if _dispatch.select("quantize", arrays=q) != "triton":
+        return q.T
+    from pallas_kernels.fp8 import triton
+
+    return _calls.looped("transposed", triton.transposed)(q)
