@@ -1,6 +1,7 @@
 """benchmarks/experiments/speedrun.py: the record's stages in proportion, each idea left out, and
 the numbers of the report."""
 
+import functools
 import importlib
 import math
 from pathlib import Path
@@ -139,7 +140,10 @@ def test_one_lane_is_two_equal_lanes():
     for name in ("x0_lambdas", "bigram_lambdas"):
         params[name] = params[name].at[SMALL.lanes_from :].set(0)
     (idea,) = [idea for idea in ideas.IDEAS if idea.name == "second lane"]
-    one, two = (hidden(SMALL, params, functions) for functions in (idea.functions, {}))
+    one, two = (
+        jax.jit(functools.partial(hidden, SMALL, functions=functions))(params)
+        for functions in (idea.functions, {})
+    )
     np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 

@@ -19,43 +19,44 @@ def scaled(config: Config, tokens: int, batch_tokens: int, sequence_length: int)
     """Return the config with its stages in proportion, for a run of `tokens` tokens.
 
     Batches keep their ratios, rounded to whole sequences, with a mean of about `batch_tokens` over
-    the steps. Steps, also those of the optimizer's options, are multiplied by one factor. The stage
-    with the smallest batch makes the number of tokens exact.
+    the steps. Steps, also those of the optimizer's options, are multiplied by one factor, and
+    rounded to whole periods of AdamW; a stage without a step is left out. The stage with the
+    smallest batch makes the number of tokens exact.
 
     Raises:
         ConfigError: `tokens` is not a whole number of the smallest batch, or too few.
     """
-    spans = Timeline(config).spans
+    spans, every = Timeline(config).spans, getattr(config.optimizer, "adam_every", 1)
     before = np.array([span.end - span.begin for span in spans])
     batches = np.array([span.config.batch_tokens for span in spans])
     share = batch_tokens * before.sum() / (before @ batches) / sequence_length
     batches = np.maximum(1, np.rint(batches * share).astype(int)) * sequence_length
     factor = tokens / (before @ batches)
-    steps = np.maximum(1, np.rint(before * factor).astype(int))
-    i = int(np.argmin(batches))
-    more, rest = divmod(tokens - int(steps @ batches), int(batches[i]))
-    steps[i] += more
-    if rest or steps[i] < 1:
+    steps = every * np.rint(before * factor / every).astype(int)
+    smallest = int(np.argmin(batches))
+    more, rest = divmod(tokens - int(steps @ batches), int(batches[smallest]))
+    steps[smallest] += more
+    if rest or steps[smallest] < 1:
         raise ConfigError(
-            f"expected a number of tokens that is a multiple of {batches[i]}, and enough for the "
-            f"{len(spans)} stages of {config.name}, got {tokens}"
+            f"expected a number of tokens that is a multiple of {batches[smallest]}, and enough "
+            f"for the {len(spans)} stages of {config.name}, got {tokens}"
         )
-    ends = np.cumsum(steps).tolist()
-    own = []
-    for stage, span, begin, end, batch in zip(
-        config.stages, spans, [0, *ends], ends, batches.tolist(), strict=False
-    ):
-        of_model = span.config.model.stage._replace(steps=(begin, end))
-        changed = {"until": end, "batch_tokens": batch, "micro_batch": batch // sequence_length}
-        changed |= {"sequence_length": None, "model": {**stage.model, "stage": of_model}}
-        own.append(dataclasses.replace(stage, **changed))
+    kept = [i for i, count in enumerate(steps) if count]
+    ends, begin, own = np.cumsum(steps).tolist(), 0, []
+    for i in kept:
+        stage, batch = config.stages[i], int(batches[i])
+        of_model = spans[i].config.model.stage._replace(steps=(begin, ends[i]))
+        changed = {"until": ends[i], "batch_tokens": batch, "sequence_length": None}
+        changed |= {"micro_batch": batch // sequence_length}
+        own.append(dataclasses.replace(stage, model={**stage.model, "stage": of_model}, **changed))
+        begin = ends[i]
     return dataclasses.replace(
         config,
         max_steps=ends[-1],
         stages=tuple(own),
         sequence_length=sequence_length,
-        batch_tokens=int(batches[0]),
-        micro_batch=int(batches[0]) // sequence_length,
+        batch_tokens=own[0].batch_tokens,
+        micro_batch=own[0].micro_batch,
         optimizer=with_steps(config.optimizer, factor),
     )
 

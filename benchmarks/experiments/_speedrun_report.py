@@ -93,6 +93,23 @@ def comparison_table(result: dict) -> list[str]:
     return markdown(*rows)
 
 
+def notes(result: dict) -> list[str]:
+    """Return sentences about the learning rates and the cut documents, after an empty line."""
+    said = []
+    for name, its in result.items():
+        if name == "target":
+            continue
+        tried = [rate for rate, _ in its["tuning"]]
+        if len(tried) > 1 and its["learning_rate"] in (tried[0], tried[-1]):
+            said.append(f"The best learning rate of {MODELS[name][0]} is the last one tried.")
+        if its.get("documents_cut") is not None:
+            said.append(
+                "With documents cut as in the record, the speedrun's model ends at "
+                f"{its['documents_cut']:.3f} (seed 0)."
+            )
+    return ["", *said] if said else []
+
+
 def report_comparison(models: Mapping[str, dict], picture: Path) -> tuple[dict, list[str]]:
     """Draw the comparison; return the fields of the result and the lines of its table."""
     result = comparison(models)
@@ -112,8 +129,8 @@ def report_comparison(models: Mapping[str, dict], picture: Path) -> tuple[dict, 
         panels[0].set_ylabel("validation loss (nats per token)")
         seeds = max(len(model["records"]) for model in models.values())
         panels[0].set_title(f"mean and range of {seeds} seeds")
-        panels[0].legend()
-    return {"result": result}, comparison_table(result)
+        panels[0].legend(loc="upper right")
+    return {"result": result}, [*comparison_table(result), *notes(result)]
 
 
 def ablation(records: Mapping[str, dict]) -> list[dict]:

@@ -65,7 +65,7 @@ class Options:
     """Config with GPT-2 and AdamW's options."""
     normuon: Path = Path("configs/gpt2_124m_normuon.py")
     """Config with GPT-2 and NorMuon's options."""
-    speedrun: Path = Path("configs/speedrun_1gpu.py")
+    speedrun: Path = Path("configs/speedrun_pr233.py")
     """Config with the speedrun's model, stages and optimizer."""
     dataset: str = "auto"
     """As for train.py: the name of a prepared dataset, or a folder of .bin shards."""
@@ -77,7 +77,7 @@ class Options:
     """Seeds 0, 1, … of the compared runs; the learning rates are chosen with seed 0."""
     tokens: int = 13_107_200
     """Tokens of each compared run."""
-    ablate_tokens: int = 8_192_000
+    ablate_tokens: int = 6_553_600
     """Tokens of a run without an idea."""
     batch_tokens: int = 32_768
     """Tokens a step; in a run with stages, approximately their mean over the steps."""
@@ -385,15 +385,15 @@ def ablate(o: Options, run: Runs) -> dict[str, dict]:
                 "--ablate-rate: expected a learning rate, because the comparison has not tried all "
                 "of its own yet; run it first, or give one"
             ) from error
-    configs = {idea: ablated(o, idea, rate) for idea in IDEAS}
-    mine, result = [idea for idea in IDEAS if idea.name in run.mine([i.name for i in IDEAS])], {}
-    for train in (False, True):  # all executables compile first: their compilation takes GPU time
-        for idea in mine:
-            run.idea = idea
-            if train:
-                result[idea.name] = run(configs[idea], f"without {idea.name}")
-            elif run.recorded(configs[idea]) is None:
-                run.compile(configs[idea])
+    names, result = run.mine([idea.name for idea in IDEAS]), {}
+    mine = [(idea, ablated(o, idea, rate)) for idea in IDEAS if idea.name in names]
+    for idea, config in mine:  # all compile first: compilation takes time of the GPU
+        run.idea = idea
+        if run.recorded(config) is None:
+            run.compile(config)
+    for run.idea, config in mine:
+        label = "" if run.idea is ALL else "without "
+        result[run.idea.name] = run(config, f"{label}{run.idea.name}")
     run.idea = ALL
     return result
 
