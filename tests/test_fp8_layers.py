@@ -1,0 +1,182 @@
+"""pallas_kernels.fp8.layers against fp64, compared with fp64 of operands rounded to FP8."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference.torch_gpt2 import assert_within_twice, rms
+
+from pallas_kernels import linear, mlp, projected_attention
+from pallas_kernels.fp8 import E4M3, E5M2, largest
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE, GRADIENT_HEADROOM
+
+N, I, O = 48, 32, 64  # noqa: E741  the names of the shapes
+GELU = 2 * (2 / np.pi) ** 0.5
+
+
+def arrays(rows, inputs, outputs, dtype=jnp.bfloat16, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, inputs))
+    w, w2 = (rng.standard_normal(shape) * 0.3 for shape in ((inputs, outputs), (outputs, inputs)))
+    b = rng.standard_normal(outputs) * 0.5
+    dy = rng.standard_normal((rows, inputs)) * 1e-5
+    fp32 = [jnp.asarray(a, jnp.float32) for a in (w, b, w2)]
+    return jnp.asarray(x, dtype), *fp32, jnp.asarray(dy, dtype)
+
+
+def fake(x, scale, dtype):
+    q = np.clip(np.asarray(x, np.float64) * scale, -largest(dtype), largest(dtype))
+    return q.astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def power_of_two(x, dtype):
+    return 2.0 ** np.floor(np.log2(largest(dtype) / np.abs(x).max()))
+
+
+def own_scale(x, dtype):
+    return fake(x, power_of_two(x, dtype), dtype)
+
+
+def gelu(u):
+    """GELU and its derivative."""
+    sigma = 1 / (1 + np.exp(-GELU * (u + 0.044715 * u**3)))
+    return u * sigma, sigma + u * sigma * (1 - sigma) * GELU * (1 + 3 * 0.044715 * u**2)
+
+
+def exact_linear(x, w, b, dy, rounded):
+    """y, dx, dw and db in fp64."""
+    x, w, b, dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
+    db = dy.sum(0)
+    if rounded:
+        x, w, dy = fake(x, ACTIVATION_SCALE, E4M3), own_scale(w, E4M3), own_scale(dy, E5M2)
+    return x @ w + b, dy @ w.T, x.T @ dy, db
+
+
+def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
+    """y, dx, dw, db and dw2 in fp64; db is the sum of du before or after it is rounded."""
+    x, w, b, w2, dy = (np.asarray(a, np.float64) for a in (x, w, b, w2, dy))
+    scale = power_of_two(dy, E5M2)
+    if rounded:
+        x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), own_scale(w, E4M3), own_scale(w2, E4M3)
+        dy = fake(dy, scale, E5M2)
+    y, slope = gelu(x @ w + b)
+    if rounded:
+        y = fake(y, ACTIVATION_SCALE, E4M3)
+    du = dy @ w2.T * slope
+    db = du.sum(0)
+    if rounded:
+        du = fake(du, scale / GRADIENT_HEADROOM, E5M2)
+        db = du.sum(0) if sums_rounded else db
+    return y @ w2, du @ w.T, x.T @ du, db, y.T @ dy
+
+
+def compare(found, rounded, exact, names):
+    """At most twice the error of rounded operands, and near them: what differs is bf16's rounding
+    and numbers next to a tie."""
+    for name, *results in zip(names, found, rounded, exact, strict=True):
+        ours, theirs, truth = (np.asarray(a, np.float64) for a in results)
+        assert_within_twice(ours, theirs, truth, norm=rms, name=name)
+        if rms(theirs - truth) > 0.01 * rms(truth):
+            assert rms(ours - theirs) < 0.7 * rms(theirs - truth), name
+
+
+def check_linear(sizes):
+    x, w, b, w2, _ = arrays(*sizes)
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((x.shape[0], w.shape[1])), x.dtype)
+
+    @jax.jit
+    def f(x, w, b, dy):
+        y, pull = jax.vjp(functools.partial(linear, fp8=True), x, w, b)
+        return y, *pull(dy)
+
+    plain, right = (exact_linear(x, w, b, dy, rounded) for rounded in (True, False))
+    # db is a sum of bf16 numbers in fp32: nothing is rounded to FP8.
+    *found, db = f(x, w, b, dy)
+    compare(found, plain[:3], right[:3], ("y", "dx", "dw"))
+    np.testing.assert_allclose(db, right[3], rtol=1e-3, atol=1e-4)
+    assert found[0].dtype == found[1].dtype == x.dtype and found[2].dtype == jnp.float32
+
+
+def check_mlp(sizes, backend):
+    *args, dy = arrays(*sizes)
+
+    @jax.jit
+    def f(dy, *args):
+        y, pull = jax.vjp(functools.partial(mlp, fp8=True, implementation=backend), *args)
+        return y, *pull(dy)
+
+    plain, right = (exact_mlp(*args, dy, rounded, backend == "mosaic") for rounded in (True, False))
+    compare(f(dy, *args), plain, right, ("y", "dx", "dw", "db", "dw2"))
+
+
+def test_linear():
+    check_linear((N, I, O))
+
+
+def test_mlp():
+    check_mlp((N, I, O), "xla")
+
+
+def test_a_call_without_a_gradient_is_not_rounded():
+    x, w, b, w2, _ = arrays(N, I, O)
+    for f, args in ((linear, (x, w, b)), (mlp, (x, w, b, w2))):
+        np.testing.assert_array_equal(f(*args, fp8=True), f(*args))
+        assert (jax.vjp(functools.partial(f, fp8=True), *args)[0] != f(*args)).any()
+
+
+def test_several_matrices_side_by_side():
+    x, w, *_ = arrays(N, I, O)
+    f = functools.partial(linear, fp8=True)
+    parts = (w[:, :24], w[:, 24:])
+    y, pull = jax.vjp(lambda x, w: f(x, w), x, w)
+    y_of_parts, pull_parts = jax.vjp(lambda x, w: f(x, w), x, parts)
+    np.testing.assert_array_equal(y_of_parts, y)
+    dx, dw = pull(y)
+    dx_of_parts, dws = pull_parts(y)
+    np.testing.assert_array_equal(dx_of_parts, dx)
+    np.testing.assert_array_equal(jnp.concatenate(dws, axis=1), dw)
+
+
+def test_projected_attention():
+    """Its projection is `linear`."""
+    x, w, b, *_ = arrays(32, 16, 48)
+    x = x.reshape(2, 16, 16)
+    call = lambda **how: jax.vjp(lambda *a: projected_attention(*a, heads=2, **how), x, w, b)
+    y, pull = call(fp8=True)
+    plain, pull_plain = call()
+    assert 0 < rms(np.asarray(y - plain, np.float64)) < 0.1 * rms(np.asarray(plain, np.float64))
+    for a, b in zip(pull(plain), pull_plain(plain), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert rms(a - b) < 0.2 * rms(b)
+
+
+def test_gradients_of_any_size():
+    """The scale of a gradient follows it: 2⁻⁴⁰ times the gradient has the same bits."""
+    x, w, *_ = arrays(N, I, O)
+    y, pull = jax.vjp(functools.partial(linear, fp8=True), x, w)
+    for a, b in zip(pull(y * 2.0**-40), pull(y), strict=True):
+        np.testing.assert_array_equal(a * 2.0**40, b)
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["mosaic", "xla"])
+def test_mlp_on_the_gpu(backend):
+    check_mlp((4096, 768, 3072), backend)
+
+
+@pytest.mark.gpu
+def test_linear_on_the_gpu():
+    """Three FP8 matmuls with their scales, no other, no transpose by XLA."""
+    check_linear((4096, 768, 2304))
+    x, w, b, *_ = arrays(4096, 768, 2304)
+    f = jax.jit(jax.grad(lambda *a: linear(*a, fp8=True).astype(jnp.float32).sum(), (0, 1, 2)))
+    text = f.lower(x, w, b).compile().as_text()
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 2  # y is not needed
+    assert text.count('custom_call_target="__cublas') == 2 and "__triton_gemm" not in text
+    assert not re.findall(r"f8e\S+ transpose\(", text)
