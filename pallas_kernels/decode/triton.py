@@ -53,6 +53,8 @@ class Many:
     """Normalise in the MLP's first matmul. Otherwise in a launch before it."""
     add: Matmul = Matmul(BN=16)
     """The output projection with `fused`."""
+    fused_out: bool = True
+    """Normalise in the QKV projection, too."""
     fc: Matmul = Matmul()
     out: Matmul = Matmul(parts=4)
     # Three programs fit on an SM: all 393 of GPT-2 on 132 SMs.
@@ -80,6 +82,7 @@ FP32 = Many(
     dataclasses.replace(SMALL, parts=2),
     True,
     dataclasses.replace(SMALL, BN=16),
+    True,
     SMALL,
     dataclasses.replace(SMALL, parts=4),
     SMALL,
@@ -171,13 +174,13 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
     bulk_requests = programs > 1 and (_dispatch.capability() or (0, 0)) >= (9, 0)
     keys_ahead = min(tiles.ahead_keys, length) if bulk_requests else 0
     early_keys = min(tiles.early_keys, keys_ahead)
+    rows = max(16, triton.next_power_of_2(b))
     stream = [jax.ShapeDtypeStruct((b, c), residual), jax.ShapeDtypeStruct((b, c), dtype)]
 
     def matmul(x_BK, w_LNK, layer, tile, bias_LN=None, gelu=False):
         n, k = w_LNK.shape[-2:]
         parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
         split = parts > 1 or (bias_LN is None and n == c)
-        rows = max(16, triton.next_power_of_2(b))
         shape, out_dtype = ((parts, b, n), jnp.float32) if split else ((b, n), dtype)
         (y,) = _triton.call(
             triton_many.decode_matmul_kernel,
@@ -233,57 +236,79 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             **row,
         )
 
-    def fused(attended_BC, x_BC, layer):
-        """Return the residual stream after attention and the hidden activations of the MLP."""
-        n = triton.cdiv(c, tiles.add.BN)
-        rows, size = max(16, triton.next_power_of_2(b)), 4 * c * c
-        lines = triton.next_power_of_2(triton.cdiv(size * dtype.itemsize, LINE_BYTES * n))
-        x_BC, sums = _triton.call(
+    def add(x_BK, w_LNK, bias_LN, layer, old_BC, tickets, tile, next_LNK, ahead_layer, keys=(0, 0)):
+        """Return the new residual stream, its sums, and the new tickets."""
+        k, size = w_LNK.shape[-1], next_LNK.shape[-1] * next_LNK.shape[-2]
+        parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
+        columns = _chunk(c, tile.BN)
+        n = c // columns
+        lines = triton.next_power_of_2(triton.cdiv(size * dtype.itemsize, LINE_BYTES * n * parts))
+        tickets, x_BC, sums, _ = _triton.call(
             triton_fused.decode_add_kernel,
-            attended_BC,
-            w.proj_LCC,
-            w.proj_bias_LC,
-            x_BC,
-            w.fc_LFC,
+            x_BK,
+            w_LNK,
+            bias_LN,
+            old_BC,
+            next_LNK,
+            length_B,
+            k_LBSHD,
+            v_LBSHD,
             layer,
-            out=[stream[0], jax.ShapeDtypeStruct((2, n, b), jnp.float32)],
-            grid=(n,),
-            num_warps=tiles.add.warps,
+            ahead_layer,
+            tickets,
+            out=[
+                stream[0],
+                jax.ShapeDtypeStruct((2, n, b), jnp.float32),
+                jax.ShapeDtypeStruct((parts, b, c) if parts > 1 else (1,), jnp.float32),
+            ],
+            grid=(n, parts),
+            in_place=(10,),
+            num_warps=tile.warps,
             B=b,
             M=rows,
             N=c,
-            K=c,
-            BN=tiles.add.BN,
-            BK=_chunk(c, tiles.add.BK),
-            STAGES=tiles.add.stages,
+            K=k,
+            P=parts,
+            BN=columns,
+            BK=_chunk(k // parts, tile.BK),
+            STAGES=tile.stages,
+            S=length,
             STRIDE=size,
             AHEAD_LINES=min(lines, tiles.ahead_lines) if programs > 1 else 0,
+            KEYS_FROM=keys[0],
+            KEYS_AHEAD=keys[1],
         )
-        (hidden_BF,) = _triton.call(
-            triton_fused.decode_norm_gelu_kernel,
+        return x_BC, sums, tickets
+
+    def norm_and_matmul(x_BC, sums, scale, norm_bias, w_LNC, bias_LN, layer, tile, gelu=False):
+        n = w_LNC.shape[1]
+        (y_BN,) = _triton.call(
+            triton_fused.decode_norm_matmul_kernel,
             x_BC,
             sums,
-            w.ln_2_scale_LC,
-            w.ln_2_bias_LC,
-            w.fc_LFC,
-            w.fc_bias_LF,
+            scale,
+            norm_bias,
+            w_LNC,
+            bias_LN,
             layer,
-            out=[jax.ShapeDtypeStruct((b, 4 * c), dtype)],
-            grid=(triton.cdiv(4 * c, tiles.fc.BN),),
-            num_warps=max(tiles.fc.warps, rows * tiles.fc.BN // (64 * 32)),
+            out=[jax.ShapeDtypeStruct((b, n), dtype)],
+            grid=(triton.cdiv(n, tile.BN),),
+            num_warps=max(tile.warps, rows * tile.BN // (64 * 32)),
             B=b,
             M=rows,
-            N=4 * c,
+            N=n,
             K=c,
-            T=n,
-            TP=triton.next_power_of_2(n),
-            BN=tiles.fc.BN,
-            BK=_chunk(c, tiles.fc.BK),
-            STAGES=tiles.fc.stages,
+            T=sums.shape[1],
+            TP=triton.next_power_of_2(sums.shape[1]),
+            BN=tile.BN,
+            BK=_chunk(c, tile.BK),
+            STAGES=tile.stages,
             EPS=eps,
+            GELU=gelu,
         )
-        return x_BC, hidden_BF
+        return y_BN
 
+    tickets = cache.exchange
     k_LBSHD, v_LBSHD = cache.k_LBSHD, cache.v_LBSHD
     x_BC, y_BC = _triton.call(
         triton_many.decode_embed_kernel,
@@ -302,8 +327,8 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         KEYS_AHEAD=keys_ahead,
         **row,
     )
+    qkv_BN = matmul(y_BC, w.qkv_LNC, 0, tiles.qkv, w.qkv_bias_LN)
     for layer in range(blocks):
-        qkv_BN = matmul(y_BC, w.qkv_LNC, layer, tiles.qkv, w.qkv_bias_LN)
         k_LBSHD, v_LBSHD, attended_BC = _triton.call(
             triton_many.decode_attention_kernel,
             qkv_BN,
@@ -324,13 +349,30 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         )
         following = layer + 1 < blocks
         if tiles.fused:
-            x_BC, hidden_BF = fused(attended_BC, x_BC, layer)
+            x_BC, sums, tickets = add(
+                attended_BC, w.proj_LCC, w.proj_bias_LC, layer, x_BC, tickets, tiles.add, w.fc_LFC,
+                layer,
+            )  # fmt: skip
+            hidden_BF = norm_and_matmul(
+                x_BC, sums, w.ln_2_scale_LC, w.ln_2_bias_LC, w.fc_LFC, w.fc_bias_LF, layer,
+                tiles.fc, gelu=True,
+            )  # fmt: skip
         else:
             proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
             norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
             early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
             x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
             hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
+        if tiles.fused_out and following:
+            x_BC, sums, tickets = add(
+                hidden_BF, w.out_LCF, w.out_bias_LC, layer, x_BC, tickets, tiles.out, w.qkv_LNC,
+                layer + 1, (0, keys_ahead),
+            )  # fmt: skip
+            qkv_BN = norm_and_matmul(
+                x_BC, sums, w.ln_1_scale_LC, w.ln_1_bias_LC, w.qkv_LNC, w.qkv_bias_LN, layer + 1,
+                tiles.qkv,
+            )  # fmt: skip
+            continue
         out_PBC = matmul(hidden_BF, w.out_LCF, layer, tiles.out)
         if following:
             late = (layer + 1, early_keys, keys_ahead)
@@ -338,8 +380,10 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         else:
             norm = (w.ln_f_scale_C, w.ln_f_bias_C, 0, w.head_VC)
         x_BC, y_BC = add_and_norm(x_BC, out_PBC, w.out_bias_LC, layer, *norm)
+        if following:
+            qkv_BN = matmul(y_BC, w.qkv_LNC, layer + 1, tiles.qkv, w.qkv_bias_LN)
     logits_BV = matmul(y_BC, w.head_VC, 0, tiles.head)
-    return logits_BV, k_LBSHD, v_LBSHD, cache.exchange
+    return logits_BV, k_LBSHD, v_LBSHD, tickets
 
 
 def _chunk(k: int, most: int) -> int:
