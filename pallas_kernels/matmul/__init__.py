@@ -220,7 +220,8 @@ def _linear(x_NI, w, b_O, precision: jax.lax.PrecisionLike):
 
     # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 matmul. XLA writes this epilogue
     # as a bf16 matmul and a bf16 addition, and then stores no fp32 result. On a CPU the same
-    # operations round twice.
+    # operations round twice, and on a GPU with --xla_gpu_enable_triton_gemm, XLA's default, which
+    # gptjax disables for training.
     return jax.lax.platform_dependent(
         x_NI,
         joined(w, x_NI.dtype),
