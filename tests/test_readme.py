@@ -32,6 +32,8 @@ OTHER_SCRIPTS = {"dev/data/fineweb.py", "sample.py"}
 SMALLER = {
     "GPT2Config(precision": "GPT2Config(n_layer=1, n_head=2, n_embd=32, precision",
     "(1, 4, 1025)": "(1, 1, 65)",
+    "(100, 1, 8, 65)": "(5, 1, 8, 65)",
+    "n_layer=2, n_head=2, n_embd=64": "n_layer=1, n_head=2, n_embd=32",
     "max_new_tokens=64": "max_new_tokens=4",
     "N, C, V = 4096, 768, 50304": "N, C, V = 64, 128, 512",
     "(4, 1024, 3, 12, 64)": "(1, 64, 3, 2, 64)",
