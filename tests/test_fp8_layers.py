@@ -11,7 +11,7 @@ from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import linear, mlp, projected_attention
 from pallas_kernels.fp8 import E4M3, E5M2, largest
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE, GRADIENT_HEADROOM
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE, GRADIENT_HEADROOM, quantized_gradient
 
 N, I, O = 48, 32, 64  # noqa: E741  the names of the shapes
 GELU = 2 * (2 / np.pi) ** 0.5
@@ -36,8 +36,8 @@ def power_of_two(x, dtype):
     return 2.0 ** np.floor(np.log2(largest(dtype) / np.abs(x).max()))
 
 
-def own_scale(x, dtype):
-    return fake(x, power_of_two(x, dtype), dtype)
+def own_scale(x, dtype, headroom=1):
+    return fake(x, power_of_two(x * headroom, dtype), dtype)
 
 
 def gelu(u):
@@ -51,14 +51,18 @@ def exact_linear(x, w, b, dy, rounded):
     x, w, b, dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
     db = dy.sum(0)
     if rounded:
-        x, w, dy = fake(x, ACTIVATION_SCALE, E4M3), own_scale(w, E4M3), own_scale(dy, E5M2)
+        x, w, dy = (
+            fake(x, ACTIVATION_SCALE, E4M3),
+            own_scale(w, E4M3),
+            own_scale(dy, E5M2, GRADIENT_HEADROOM),
+        )
     return x @ w + b, dy @ w.T, x.T @ dy, db
 
 
 def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
     """y, dx, dw, db and dw2 in fp64; db is the sum of du before or after it is rounded."""
     x, w, b, w2, dy = (np.asarray(a, np.float64) for a in (x, w, b, w2, dy))
-    scale = power_of_two(dy, E5M2)
+    scale = power_of_two(dy * GRADIENT_HEADROOM, E5M2)
     if rounded:
         x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), own_scale(w, E4M3), own_scale(w2, E4M3)
         dy = fake(dy, scale, E5M2)
@@ -68,7 +72,7 @@ def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
     du = dy @ w2.T * slope
     db = du.sum(0)
     if rounded:
-        du = fake(du, scale / GRADIENT_HEADROOM, E5M2)
+        du = fake(du, scale, E5M2)
         db = du.sum(0) if sums_rounded else db
     return y @ w2, du @ w.T, x.T @ du, db, y.T @ dy
 
@@ -159,6 +163,16 @@ def test_gradients_of_any_size():
     y, pull = jax.vjp(functools.partial(linear, fp8=True), x, w)
     for a, b in zip(pull(y * 2.0**-40), pull(y), strict=True):
         np.testing.assert_array_equal(a * 2.0**40, b)
+
+
+def test_the_scale_of_a_gradient_is_from_some_columns_of_every_row():
+    dy = jnp.zeros((4, 512)).at[2, 260].set(3.0).at[1, 100].set(170.0)
+    q, scale = quantized_gradient(dy)
+    assert scale == 2.0**8  # 57344/(3·64) = 298
+    np.testing.assert_array_equal(q.rows.astype(jnp.float32) / scale, dy.at[1, 100].set(160.0))
+    # 64 times the largest of the sample is still in range; more is clipped.
+    q, scale = quantized_gradient(dy.at[1, 100].set(500.0))
+    assert q.rows.astype(jnp.float32)[1, 100] / scale == 224
 
 
 # ---------------------------------------------------------------------------------------------- GPU

@@ -31,8 +31,8 @@ class Precision:
     statistics of LayerNorm, softmax and the loss.
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
-    in the training step. In fp8 those of attention's projections and of the MLP are in FP8, too
-    (pallas_kernels/fp8/layers.py). Evaluation and generation compute as bf16.
+    in the training step. In fp8 those of the projection to q, k and v and of the MLP are in FP8,
+    too (pallas_kernels/fp8/layers.py). Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.

@@ -170,7 +170,8 @@ class Attention(nnx.Module):
             Linear, precision=config.precision, implementation=implementation, rngs=rngs
         )
         c = config.n_embd
-        self.c_attn = linear(c, 3 * c, std=INIT_STD)
+        # Not c_proj: to convert its operands to FP8 takes as long as the matmuls then save.
+        self.c_attn = linear(c, 3 * c, std=INIT_STD, fp8=config.precision.fp8_blocks)
         self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.config = config
 

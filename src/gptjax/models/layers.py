@@ -62,6 +62,7 @@ class Linear(nnx.Module):
     Args:
         std: standard deviation of the initial kernel; the initial bias is 0.
         implementation: back end of the matmul, "auto" or "reference".
+        fp8: whether the matmuls of the training step are in FP8.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         bias: bool = True,
         implementation: str = "auto",
+        fp8: bool = False,
     ):
         dtype = precision.param_dtype
         self.kernel = nnx.Param(normal(rngs.params(), (in_dim, out_dim), std=std, dtype=dtype))
         self.bias = nnx.Param(jnp.zeros((out_dim,), dtype)) if bias else None
-        self.precision, self.implementation = precision, implementation
+        self.precision, self.implementation, self.fp8 = precision, implementation, fp8
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
         return self.apply(x, None if self.bias is None else self.bias[...])
@@ -89,7 +91,7 @@ class Linear(nnx.Module):
 
     def apply(self, x, bias_O):
         how = {"implementation": self.implementation, "precision": self.precision.matmul}
-        how["fp8"] = self.precision.fp8_blocks
+        how["fp8"] = self.fp8
         return linear(x, self.kernel[...], bias_O, **how)
 
 
