@@ -205,9 +205,9 @@ def test_table_of_the_ablation(tmp_path):
     assert table[4] == "| smear | 4.0100 | +0.0100 | 9.5 | -0.5 |"
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- ablate: generated -->\nold\n<!-- ablate: end -->\nb\n")
-    report.write_table(page, "ablate", table[:2])
+    report.write_part(page, "ablate", table[:2])
     text = page.read_text()
     assert text.startswith("a\n") and text.endswith("<!-- ablate: end -->\nb\n")
     assert "old" not in text and table[0] in text
     with pytest.raises(ConfigError, match="compare: generated"):
-        report.write_table(page, "compare", table)
+        report.write_part(page, "compare", table)

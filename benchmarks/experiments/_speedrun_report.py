@@ -180,11 +180,11 @@ def report_ablation(records: Mapping[str, dict], picture: Path) -> tuple[dict, l
     return {"result": rows}, ablation_table(rows)
 
 
-def write_table(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Replace the table of an experiment in a page.
+def write_part(page: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace the part of an experiment in a page.
 
     Raises:
-        ConfigError: the page lacks the table's begin or end.
+        ConfigError: the page lacks the part's begin or end.
     """
     begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
     parts = re.split(f"{begin}.*?{end}", page.read_text(), flags=re.DOTALL)

@@ -38,7 +38,7 @@ import tyro
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
 from _speedrun_ideas import ALL, IDEAS, Idea, replaced
 from _speedrun_plan import NAMES, ablated, config_of, rates_to_try
-from _speedrun_report import final, report_ablation, report_comparison, shown, write_table
+from _speedrun_report import final, report_ablation, report_comparison, shown, write_part
 
 from gptjax import config as configuration
 from gptjax import data, devices, parallel, stages
@@ -106,7 +106,9 @@ class Options:
     val_tokens: int = 262_144
     """Tokens of a validation, always the same."""
     page: Path | None = None
-    """Page whose tables are replaced."""
+    """Page whose generated parts are replaced. The pictures are then in images/ beside it."""
+    recorded_only: bool = False
+    """Train nothing: report the runs that are there."""
     limit_s: float = math.inf
     """Start no run that might not end within this many seconds of the command's start."""
 
@@ -330,14 +332,28 @@ def eval_step(model: ModelConfig, idea: Idea, eot: int | None):
     return step
 
 
+def made(run: Runs, config: Config, label: str) -> dict | None:
+    """Return the record of a run; None with --recorded-only if there is none."""
+    try:
+        return run(config, label)
+    except OutOfTime:
+        if run.o.recorded_only:
+            return None
+        raise
+
+
 def tune(o: Options, run: Runs, name: str) -> dict[float, dict]:
     """Train with each learning rate, and one more if the best is at the edge."""
-    tried: dict[float, dict] = {}
-    while rates := rates_to_try(
-        {rate: final(record) for rate, record in tried.items()}, getattr(o, f"{name}_rates")
-    ):
-        for rate in rates:
-            tried[rate] = run(config_of(o, name, rate, 0), f"{name} lr {rate:g}, seed 0")
+    rates, tried = list(getattr(o, f"{name}_rates")), {}
+    while todo := rates_to_try({rate: final(record) for rate, record in tried.items()}, rates):
+        for rate in todo:
+            record = made(run, config_of(o, name, rate, 0), f"{name} lr {rate:g}, seed 0")
+            if record is not None:
+                tried[rate] = record
+            elif rate in rates:
+                rates.remove(rate)
+            else:
+                return tried
     return tried
 
 
@@ -350,21 +366,23 @@ def compare(o: Options, run: Runs) -> dict[str, dict]:
     result = {}
     for name in run.mine(NAMES):
         rate = getattr(o, f"{name}_rates")[0]
-        if run.recorded(config := config_of(o, name, rate, 0)) is None:
+        if run.recorded(config := config_of(o, name, rate, 0)) is None and not o.recorded_only:
             run.compile(config)
     for name in run.mine(NAMES):
-        tried = tune(o, run, name)
+        if not (tried := tune(o, run, name)):
+            continue
         rate = best(tried)
-        records = [
-            run(config_of(o, name, rate, seed), f"{name} lr {rate:g}, seed {seed}")
+        seeds = [
+            made(run, config_of(o, name, rate, seed), f"{name} lr {rate:g}, seed {seed}")
             for seed in range(o.seeds)
         ]
         tuning = [[rate, finite(final(record))] for rate, record in sorted(tried.items())]
+        records = [record for record in seeds if record is not None]
         result[name] = {"rate": rate, "tuning": tuning, "records": records}
         cut = config_of(o, name, rate, 0, cut=True)
         if cut != config_of(o, name, rate, 0):
-            label = f"{name}, documents cut, lr {rate:g}, seed 0"
-            result[name]["cut"] = run(cut, label)
+            record = made(run, cut, f"{name}, documents cut, lr {rate:g}, seed 0")
+            result[name] |= {} if record is None else {"cut": record}
     return result
 
 
@@ -389,23 +407,24 @@ def ablate(o: Options, run: Runs) -> dict[str, dict]:
     mine = [(idea, ablated(o, idea, rate)) for idea in IDEAS if idea.name in names]
     for idea, config in mine:  # all compile first: compilation takes time of the GPU
         run.idea = idea
-        if run.recorded(config) is None:
+        if run.recorded(config) is None and not o.recorded_only:
             run.compile(config)
     for run.idea, config in mine:
         label = "" if run.idea is ALL else "without "
-        result[run.idea.name] = run(config, f"{label}{run.idea.name}")
+        record = made(run, config, f"{label}{run.idea.name}")
+        result |= {} if record is None else {run.idea.name: record}
     run.idea = ALL
     return result
 
 
 def main(o: Options, argv: list[str] | None = None) -> int:
     o.out.mkdir(parents=True, exist_ok=True)
-    run = Runs(o)
+    run = Runs(dataclasses.replace(o, limit_s=-math.inf) if o.recorded_only else o)
     try:
         for experiment in o.experiments:
             run.made = []
             result = {"compare": compare, "ablate": ablate}[experiment](o, run)
-            if run.parts == 1:
+            if run.parts == 1 and result:
                 report(o, run, experiment, result, argv)
     except OutOfTime:
         run.say_out_of_time()
@@ -414,14 +433,20 @@ def main(o: Options, argv: list[str] | None = None) -> int:
 
 
 def report(o: Options, run: Runs, experiment: str, result: dict, argv: list[str] | None) -> None:
-    """Write the result, the picture and the table of an experiment."""
-    path = o.out / f"{experiment}.json"
-    make = {"compare": report_comparison, "ablate": report_ablation}[experiment]
-    fields, lines = make(result, path.with_suffix(".png"))
-    run.write(path, "speedrun.py", argv, **fields)
+    """Write the result, the picture and the part of the page of an experiment."""
+    path, title, make = {
+        "compare": ("compare", "Validation loss over tokens and seconds", report_comparison),
+        "ablate": ("ablate", "Loss and time without each idea", report_ablation),
+    }[experiment]
+    picture = o.out / f"{path}.png"
     if o.page is not None:
-        write_table(o.page, experiment, lines)
-    print("\n".join([*lines, f"wrote {path} and {path.stem}.png"]))
+        picture = o.page.parent / "images" / f"speedrun_{path}.png"
+    fields, lines = make(result, picture)
+    run.write(o.out / f"{path}.json", "speedrun.py", argv, **fields)
+    if o.page is not None:
+        image = f"![{title}](images/{picture.name})"
+        write_part(o.page, experiment, [image, "", *lines])
+    print("\n".join([*lines, f"wrote {o.out / path}.json and {picture}"]))
 
 
 if __name__ == "__main__":
