@@ -118,7 +118,9 @@ def check_gelu_backward(m, o, c, *, derivative_dtype=jnp.bfloat16, out_dtype=E5M
 )
 def test_matmul_on_a_cpu(mosaic_on_cpu, m, n, k, dtypes, tiles):
     a, b, scale = operands(m, n, k, dtypes)
-    found, exact = mosaic.matmul(a, b, scale, tiles=tiles), fp8.reference(a, b, scale)
+    bias = None if tiles is PAIRS else jnp.linspace(-1, 1, n)
+    found, exact = mosaic.matmul(a, b, scale, bias_N=bias, tiles=tiles), fp8.reference(a, b, scale)
+    exact = exact if bias is None else exact + bias[None]
     check("a bᵀ", found, exact.astype(jnp.bfloat16), exact)
 
 
@@ -195,14 +197,16 @@ TILES = {
 )
 def test_matmul_on_a_gpu(m, n, k, dtypes, tiles):
     a, b, scale = operands(m, n, k, dtypes)
-    found = mosaic.matmul(a, b, scale, tiles=TILES[tiles])
-    exact = fp8.reference(a, b, scale)
+    bias = jnp.linspace(-1, 1, n) if k < 1000 else None
+    found = mosaic.matmul(a, b, scale, bias_N=bias, tiles=TILES[tiles])
+    exact = fp8.reference(a, b, scale) + (0.0 if bias is None else bias[None])
     if k <= 2048 or tiles == "promoted":
         check("a bᵀ", found, exact.astype(jnp.bfloat16), exact)
     else:
         assert rms(found.astype(jnp.float32) - exact) < 1e-2 * rms(exact)
     for _ in range(5):
-        assert bool(jnp.array_equal(mosaic.matmul(a, b, scale, tiles=TILES[tiles]), found))
+        again = mosaic.matmul(a, b, scale, bias_N=bias, tiles=TILES[tiles])
+        assert bool(jnp.array_equal(again, found))
 
 
 @pytest.mark.gpu

@@ -28,9 +28,12 @@ DERIVATIVE_SCALE = 256.0
 
 
 class MatmulScratch(NamedTuple):
-    """Scratch of `matmul`'s epilogue, in the order of its allocation."""
+    """Scratch of `matmul`'s epilogue, in the order of its allocation. `bias` and `bias_full` are
+    None without a bias."""
 
     out: Any
+    bias: Any
+    bias_full: Any
 
 
 class GeluScratch(NamedTuple):
@@ -59,41 +62,60 @@ def why_not(m: int, n: int, k: int) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
-def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, *, tiles: Tiles | None = None):
-    """Return scale · a bᵀ, M×N in `out_dtype`.
+def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Tiles | None = None):
+    """Return scale · a bᵀ + bias, M×N in `out_dtype`.
 
     Args:
         a_MK, b_NK: e4m3fn or e5m2, mixed too.
         scale: fp32 scalar.
+        bias_N: fp32, or None.
     """
     m, n = a_MK.shape[0], b_NK.shape[0]
     tiles = tiles or Tiles()
     _refuse("matmul", tiles.why_not(m, n, a_MK.shape[1], whole=False))
-    dtype = jnp.dtype(jnp.float32 if tiles.split > 1 else out_dtype)
+    split, biased = tiles.split > 1, bias_N is not None
+    dtype = jnp.dtype(jnp.float32 if split else out_dtype)
+    # The shares of K are added by XLA, and then the bias.
+    in_kernel = [] if split or not biased else [bias_N.astype(jnp.float32)]
+
+    def begin(at, others, scratch):
+        if in_kernel:
+            _start_bias(at, others[1], scratch)
 
     def finish(at, acc_RP, kept, others, out_gmem, scratch):
-        (scale_gmem,), (out,) = others, out_gmem
-        factor = scale_gmem[0]
+        factor = others[0][0]
+        if in_kernel:
+            plgpu.barrier_wait(scratch.bias_full.at[at.wg])
         for part, (rows, columns) in enumerate(tiles.parts()):
             smem = scratch.out.at[at.wg, part % tiles.slots]
+            result = acc_RP[rows, columns] * factor
+            if in_kernel:
+                result = _add_bias(result, at, columns, scratch)
             plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
-            smem[...] = (acc_RP[rows, columns] * factor).astype(dtype)
-            plgpu.commit_smem()
-            target = out.at[at.share, at.rows, at.columns].at[rows, columns]
-            plgpu.copy_smem_to_gmem(smem, target)
+            smem[...] = result.astype(dtype)
+            target = out_gmem[0].at[at.share, at.rows, at.columns].at[rows, columns]
+            _copy_to_gmem([(smem, target)])
         return kept
 
     (out_SMN,) = tiled(
         a_MK,
         b_NK,
-        scale.astype(jnp.float32).reshape(1),
+        _scales(scale),
+        *in_kernel,
         tiles=tiles,
-        begin=lambda *_: None,
+        begin=begin,
         finish=finish,
         out_type=[jax.ShapeDtypeStruct((tiles.split, m, n), dtype)],
-        scratch=MatmulScratch(swizzled((2, tiles.slots, 64, tiles.part_columns), dtype)),
+        scratch=MatmulScratch(
+            out=swizzled((2, tiles.slots, 64, tiles.part_columns), dtype),
+            bias=plgpu.SMEM((2, tiles.columns), jnp.float32) if in_kernel else None,
+            bias_full=plgpu.Barrier(num_barriers=2) if in_kernel else None,
+        ),
     )
-    return out_SMN.sum(0).astype(out_dtype) if tiles.split > 1 else out_SMN[0]
+    if not split:
+        return out_SMN[0]
+    out_MN = out_SMN.sum(0)
+    return (out_MN + bias_N.astype(jnp.float32)[None] if biased else out_MN).astype(out_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("transposed", "derivative_dtype", "tiles"))
@@ -124,9 +146,7 @@ def linear_gelu(
     derivative_dtype = jnp.dtype(derivative_dtype)
 
     def begin(at, others, scratch):
-        plgpu.copy_gmem_to_smem(
-            others[0].at[at.columns], scratch.bias.at[at.wg], scratch.bias_full.at[at.wg]
-        )
+        _start_bias(at, others[0], scratch)
 
     def finish(at, acc_RP, kept, others, out_gmem, scratch):
         _, scales = others
@@ -135,13 +155,7 @@ def linear_gelu(
         plgpu.barrier_wait(scratch.bias_full.at[at.wg])
         for part, (rows, columns) in enumerate(tiles.parts()):
             slot = part % tiles.slots
-            b_P = plgpu.load(
-                scratch.bias.at[at.wg, columns],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
-            acc = acc_RP[rows, columns]
-            u = acc * factor + lax.broadcast_in_dim(b_P, acc.shape, [1])
+            u = _add_bias(acc_RP[rows, columns] * factor, at, columns, scratch)
             y, derivative = ACTIVATIONS["gelu"](u)
             if derivative_dtype == E4M3:
                 derivative = derivative * DERIVATIVE_SCALE
@@ -304,6 +318,21 @@ def _scales(*scales) -> jax.Array:
 
 def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _start_bias(at, bias_gmem, scratch) -> None:
+    """Start the copy of the tile's columns of the bias."""
+    plgpu.copy_gmem_to_smem(
+        bias_gmem.at[at.columns], scratch.bias.at[at.wg], scratch.bias_full.at[at.wg]
+    )
+
+
+def _add_bias(part, at, columns: slice, scratch):
+    """Return a part plus its columns of the bias."""
+    bias_P = plgpu.load(
+        scratch.bias.at[at.wg, columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+    )
+    return part + lax.broadcast_in_dim(bias_P, part.shape, [1])
 
 
 def _store_transposed(smem, quantised) -> None:
