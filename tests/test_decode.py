@@ -17,8 +17,6 @@ SHAPE_124M = dict(blocks=12, heads=12, head_dim=64, vocab=50257, positions=288)
 # Two blocks of the largest GPT-2: a number of channels with a small power of two as a factor.
 SHAPE_1558M = SHAPE_124M | dict(blocks=2, heads=25)
 TINY = dict(blocks=2, heads=2, head_dim=16, vocab=61, positions=24)
-# A row of weights is 512 bytes: those of one sequence are loaded a phase early.
-WIDE = TINY | dict(heads=4, head_dim=64)
 
 
 def inputs(dtype, lengths, *, blocks, heads, head_dim, vocab, positions, seed=0):
@@ -108,10 +106,6 @@ def one_program(monkeypatch, triton_on_cpu):
 )
 def test_one_token(lengths, dtype, residual, one_program):
     check(inputs(jnp.dtype(dtype), lengths, **TINY), jnp.dtype(residual))
-
-
-def test_weights_that_are_loaded_a_phase_early(one_program):
-    check(inputs(jnp.bfloat16, (5,), **WIDE), jnp.bfloat16)
 
 
 def test_likeliest_token(one_program):

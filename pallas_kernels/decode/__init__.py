@@ -96,7 +96,7 @@ class DecoderCache:
         blocks, b, _, heads, head_dim = k_LBSHD.shape
         if b > 1:
             # A ticket for each of at most C / 16 tiles of the residual stream.
-            tickets = jnp.zeros((heads * head_dim // LEAST_CHUNK,), jnp.int32)
+            tickets = jnp.zeros((1 + heads * head_dim // LEAST_CHUNK,), jnp.int32)
             return DecoderCache(k_LBSHD, v_LBSHD, tickets)
         # Of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden. Then x,
         # and the highest logits of at most 256 programs.

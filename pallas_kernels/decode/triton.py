@@ -27,8 +27,8 @@ class One:
     """Keys of a tile of attention to a part of the keys."""
     ELEMENTS: int = 128
     """16-bit weights of a thread that are loaded at once, at most."""
-    early: bool = True
-    """Load the weights of a phase in the previous one."""
+    ahead_vectors: bool = True
+    """Request biases and the parameters of norms for the L2 cache a block ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +157,7 @@ def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tile
         CK=chunk,
         CK_F=chunk_f,
         KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
-        # Otherwise, a row is not on one warp, and the compiler's layouts are worse.
-        EARLY=tiles.early and chunk * dtype.itemsize >= 512,
+        AHEAD_VECTORS=tiles.ahead_vectors,
         LIKELIEST=likeliest,
     )
     return result, *cached

@@ -315,10 +315,10 @@ def prefetch_strip(
 def load_tiles(
     ptr, first, stop, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr, CK: tl.constexpr
 ):
-    """Return rows first…stop − 1 of weights (N, K) as tiles (T·R, CK) of T·CK ≥ K columns.
+    """Return rows first…stop − 1 of weights (N, K) as tiles (T, R, CK) of T·CK ≥ K columns.
 
     Zeros out of bounds. With a CK of 32 lanes' 16-byte loads, each warp has rows of its own, and
-    their sums need no other warp: matrices until `matvec`, since the compiler might spread the T of
+    their sums need no other warp: loaded as matrices, since the compiler might spread the T of
     three dimensions over the warps.
     """
     T: tl.constexpr = triton.next_power_of_2(K // CK)
@@ -333,7 +333,7 @@ def load_tiles(
         w_NK = tl.load(
             ptr + start_N[:, None] + tl.arange(0, CK)[None, :], mask=mask_N[:, None], other=0.0
         )
-        tiles = tiles + (w_NK,)
+        tiles = tiles + (tl.reshape(w_NK, (T, R, CK)),)
     return tiles
 
 
@@ -389,10 +389,8 @@ def rounded(words, CK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def matvec(w_NK, y_T1K):
-    """Return W y (R,) in fp32, of a tile (T·R, K)."""
-    T: tl.constexpr = y_T1K.shape[0]
-    w_TRK = tl.reshape(w_NK, (T, w_NK.shape[0] // T, w_NK.shape[1]))
+def matvec(w_TRK, y_T1K):
+    """Return W y (R,) in fp32."""
     # Over T first: in registers.
     return tl.sum(tl.sum(w_TRK.to(tl.float32) * y_T1K.to(tl.float32), 0), 1)
 

@@ -49,6 +49,30 @@ def clear(ptr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
+def prefetch_vector(ptr, N: tl.constexpr, PROGRAMS: tl.constexpr):
+    """`prefetch` of a vector: each program requests a share."""
+    SHARE: tl.constexpr = (N + PROGRAMS - 1) // PROGRAMS
+    start = tl.minimum(tl.program_id(0) * SHARE, N - 1)
+    prefetch(ptr, start, tl.minimum(start + SHARE, N), SHARE, PROGRAMS)
+
+
+@triton.jit
+def prefetch_vectors(
+    ln_1_scale_ptr, ln_1_bias_ptr, qkv_bias_ptr, proj_bias_ptr, ln_2_scale_ptr, ln_2_bias_ptr,
+    fc_bias_ptr, out_bias_ptr, C: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """`prefetch` of the vectors of a block."""
+    prefetch_vector(ln_1_scale_ptr, C, PROGRAMS)
+    prefetch_vector(ln_1_bias_ptr, C, PROGRAMS)
+    prefetch_vector(qkv_bias_ptr, 3 * C, PROGRAMS)
+    prefetch_vector(proj_bias_ptr, C, PROGRAMS)
+    prefetch_vector(ln_2_scale_ptr, C, PROGRAMS)
+    prefetch_vector(ln_2_bias_ptr, C, PROGRAMS)
+    prefetch_vector(fc_bias_ptr, 4 * C, PROGRAMS)
+    prefetch_vector(out_bias_ptr, C, PROGRAMS)
+
+
+@triton.jit
 def embed(
     token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V: tl.constexpr, C: tl.constexpr,
     STRIP: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -123,7 +147,7 @@ def decode_one_kernel(
     CK: tl.constexpr,
     CK_F: tl.constexpr,
     KEYS: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD_VECTORS: tl.constexpr,
     LIKELIEST: tl.constexpr,
 ):
     # Over 120 lines, a third of them parameters: each phase needs most of the pointers.
@@ -153,17 +177,17 @@ def decode_one_kernel(
     embed(
         token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V, C, STRIP_C, PROGRAMS, RESIDUAL
     )  # fmt: skip
-    if EARLY:
-        # A phase's weights are loaded as soon as the inputs of the previous phase are there, after
-        # the scale and bias, whose layout the compiler would otherwise use for the matvec.
-        scale, bias = load_vector(ln_1_scale_ptr, C, CP), load_vector(ln_1_bias_ptr, C, CP)
-        pid = opaque(program, PROGRAMS)
-        stop = tl.minimum(pid * STRIP_QKV + STRIP_QKV, 3 * C)
-        qkv_w = load_tiles(qkv_ptr, pid * STRIP_QKV, stop, TILES, R, C, CK)
     # Later blocks' weights are requested a block ahead.
     prefetch_strip(proj_ptr, program, C, C, STRIP_C, PROGRAMS)
     prefetch_strip(fc_ptr, program, F, C, STRIP_FC, PROGRAMS)
     prefetch_strip(out_ptr, program, C, F, STRIP_C, PROGRAMS)
+    if AHEAD_VECTORS:
+        prefetch_vectors(
+            ln_1_scale_ptr, ln_1_bias_ptr, qkv_bias_ptr, proj_bias_ptr, ln_2_scale_ptr,
+            ln_2_bias_ptr, fc_bias_ptr, out_bias_ptr, C, PROGRAMS,
+        )  # fmt: skip
+        prefetch_vector(ln_f_scale_ptr, C, PROGRAMS)
+        prefetch_vector(ln_f_bias_ptr, C, PROGRAMS)
     clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
@@ -175,20 +199,25 @@ def decode_one_kernel(
 
         # -------------------------------------------------------------- 1. norm, QKV projection
         pid = opaque(program, PROGRAMS)
-        if not EARLY:
-            scale = load_vector(ln_1_scale_ptr + layer * C, C, CP)
-            bias = load_vector(ln_1_bias_ptr + layer * C, C, CP)
+        scale = load_vector(ln_1_scale_ptr + layer * C, C, CP)
+        bias = load_vector(ln_1_bias_ptr + layer * C, C, CP)
         stop = tl.minimum(pid * STRIP_QKV + STRIP_QKV, 3 * C)
         for t in tl.static_range(0, (STRIP_QKV + R - 1) // R, TILES):
             first = pid * STRIP_QKV + t * R
-            if t > 0 or not EARLY:
-                qkv_w = load_tiles(qkv_ptr + layer * 3 * C * C, first, stop, TILES, R, C, CK)
+            w = load_tiles(qkv_ptr + layer * 3 * C * C, first, stop, TILES, R, C, CK)
             b = load_biases(qkv_bias_ptr + layer * 3 * C, first, stop, TILES, R)
             if t == 0:
                 if layer_32 + 1 < L:
                     prefetch_strip(
                         qkv_ptr + (layer + 1) * 3 * C * C, pid, 3 * C, C, STRIP_QKV, PROGRAMS
                     )
+                    if AHEAD_VECTORS:
+                        at = (layer + 1) * C
+                        prefetch_vectors(
+                            ln_1_scale_ptr + at, ln_1_bias_ptr + at, qkv_bias_ptr + 3 * at,
+                            proj_bias_ptr + at, ln_2_scale_ptr + at, ln_2_bias_ptr + at,
+                            fc_bias_ptr + 4 * at, out_bias_ptr + at, C, PROGRAMS,
+                        )  # fmt: skip
                     cached = (layer + 1) * S * C
                     share = tl.cdiv(position * C, PROGRAMS)
                     end = tl.minimum((pid + 1) * share, position * C)
@@ -199,22 +228,16 @@ def decode_one_kernel(
                     end = tl.minimum(start + HEAD_AHEAD * C, V * C)
                     prefetch(head_ptr, start, end, HEAD_AHEAD * C, PROGRAMS)
                 x = receive(x_ptr, C, CP, PROGRAMS)
-                if EARLY:
-                    stop_C = tl.minimum(pid * STRIP_C + STRIP_C, C)
-                    (proj_w,) = load_tiles(
-                        proj_ptr + layer * C * C, pid * STRIP_C, stop_C, 1, R, C, CK
-                    )
                 y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
             for i in tl.static_range(TILES):
                 column_N = first + i * R + tl.arange(0, R)
-                qkv_N = (matvec(qkv_w[i], y_T1K) + b[i]).to(DTYPE)
+                qkv_N = (matvec(w[i], y_T1K) + b[i]).to(DTYPE)
                 send(sent_qkv_ptr + column_N, qkv_N, column_N < stop, PROGRAMS)
 
         # ---------------------------------------------------------- 2. attention to parts of keys
         pid = opaque(program, PROGRAMS)
         stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
-        if not EARLY:
-            (proj_w,) = load_tiles(proj_ptr + layer * C * C, pid * STRIP_C, stop, 1, R, C, CK)
+        proj = load_tiles(proj_ptr + layer * C * C, pid * STRIP_C, stop, 1, R, C, CK)
         if layer_32 + 1 < L:
             prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_C, PROGRAMS)
         for item in range(pid, H * PARTS, PROGRAMS):
@@ -232,48 +255,34 @@ def decode_one_kernel(
         for t in tl.static_range((STRIP_C + R - 1) // R):
             first = pid * STRIP_C + t * R
             if t > 0:
-                (proj_w,) = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
+                proj = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
             column_N = first + tl.arange(0, R)
             inside_N = column_N < stop
             b_N = tl.load(proj_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
             x_N = own(x_ptr + column_N, inside_N)
             if t == 0:
                 y = receive_attended(part_ptr, lse_ptr, C, D, CP, PROGRAMS)
-                if EARLY:
-                    scale = load_vector(ln_2_scale_ptr + layer * C, C, CP)
-                    bias = load_vector(ln_2_bias_ptr + layer * C, C, CP)
-                    stop_FC = tl.minimum(pid * STRIP_FC + STRIP_FC, F)
-                    fc_w = load_tiles(
-                        fc_ptr + layer * F * C, pid * STRIP_FC, stop_FC, TILES, R, C, CK
-                    )
                 y_T1K = rounded(y, CK, DTYPE)
-            x_N += matvec(proj_w, y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+            x_N += matvec(proj[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
             send(middle_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
 
         # ----------------------------------------------------------- 4. norm, first matmul, GELU
         pid = opaque(program, PROGRAMS)
-        if not EARLY:
-            scale = load_vector(ln_2_scale_ptr + layer * C, C, CP)
-            bias = load_vector(ln_2_bias_ptr + layer * C, C, CP)
+        scale = load_vector(ln_2_scale_ptr + layer * C, C, CP)
+        bias = load_vector(ln_2_bias_ptr + layer * C, C, CP)
         stop = tl.minimum(pid * STRIP_FC + STRIP_FC, F)
         for t in tl.static_range(0, (STRIP_FC + R - 1) // R, TILES):
             first = pid * STRIP_FC + t * R
-            if t > 0 or not EARLY:
-                fc_w = load_tiles(fc_ptr + layer * F * C, first, stop, TILES, R, C, CK)
+            w = load_tiles(fc_ptr + layer * F * C, first, stop, TILES, R, C, CK)
             b = load_biases(fc_bias_ptr + layer * F, first, stop, TILES, R)
             if t == 0:
                 if layer_32 + 1 < L:
                     prefetch_strip(fc_ptr + (layer + 1) * F * C, pid, F, C, STRIP_FC, PROGRAMS)
                 x = receive(middle_ptr, C, CP, PROGRAMS)
-                if EARLY:
-                    stop_C = tl.minimum(pid * STRIP_C + STRIP_C, C)
-                    (out_w,) = load_tiles(
-                        out_ptr + layer * C * F, pid * STRIP_C, stop_C, 1, R_OUT, F, CK_F
-                    )
                 y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
             for i in tl.static_range(TILES):
                 column_N = first + i * R + tl.arange(0, R)
-                hidden_N = gelu(matvec(fc_w[i], y_T1K) + b[i])
+                hidden_N = gelu(matvec(w[i], y_T1K) + b[i])
                 send(hidden_ptr + column_N, hidden_N.to(DTYPE), column_N < stop, PROGRAMS)
 
         # --------------------------------------------------------- 5. second matmul, residual sum
@@ -281,8 +290,7 @@ def decode_one_kernel(
         stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
         for t in tl.static_range((STRIP_C + R_OUT - 1) // R_OUT):
             first = pid * STRIP_C + t * R_OUT
-            if t > 0 or not EARLY:
-                (out_w,) = load_tiles(out_ptr + layer * C * F, first, stop, 1, R_OUT, F, CK_F)
+            w = load_tiles(out_ptr + layer * C * F, first, stop, 1, R_OUT, F, CK_F)
             column_N = first + tl.arange(0, R_OUT)
             inside_N = column_N < stop
             b_N = tl.load(out_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
@@ -290,19 +298,8 @@ def decode_one_kernel(
             if t == 0:
                 if layer_32 + 1 < L:
                     prefetch_strip(out_ptr + (layer + 1) * C * F, pid, C, F, STRIP_C, PROGRAMS)
-                hidden = receive(hidden_ptr, F, FP, PROGRAMS)
-                if EARLY:
-                    # After the last block: no rows, and the final LayerNorm is loaded below.
-                    following = tl.minimum(layer + 1, L - 1)
-                    scale = load_vector(ln_1_scale_ptr + following * C, C, CP)
-                    bias = load_vector(ln_1_bias_ptr + following * C, C, CP)
-                    stop_QKV = tl.minimum(pid * STRIP_QKV + STRIP_QKV, 3 * C)
-                    qkv_w = load_tiles(
-                        qkv_ptr + following * 3 * C * C, pid * STRIP_QKV,
-                        tl.where(layer_32 + 1 < L, stop_QKV, 0), TILES, R, C, CK,
-                    )  # fmt: skip
-                y_T1K = rounded(hidden, CK_F, DTYPE)
-            x_N += matvec(out_w, y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+                y_T1K = rounded(receive(hidden_ptr, F, FP, PROGRAMS), CK_F, DTYPE)
+            x_N += matvec(w[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
             send(x_ptr + BLOCK + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
         x_ptr += BLOCK
 
