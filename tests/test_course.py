@@ -23,13 +23,13 @@ FOUR_DEVICES = "ch12_devices"
 MOST_WORDS = 700
 
 
-def test_file(chapter):
+def file_of(chapter):
     return COURSE / chapter / f"test_{chapter[:4]}.py"
 
 
-def tests_of(chapter):
-    """The names of the tests, read from the source: an import here would slow each collection."""
-    functions = ast.parse(test_file(chapter).read_text(encoding="utf-8")).body
+def names_in(chapter):
+    """The names of a chapter's tests, read from the source: imports would slow each collection."""
+    functions = ast.parse(file_of(chapter).read_text(encoding="utf-8")).body
     names = [node.name for node in functions if isinstance(node, ast.FunctionDef)]
     return [name for name in names if name.startswith("test_")]
 
@@ -47,11 +47,11 @@ def course(monkeypatch):
         (chapter, test)
         for chapter in CHAPTERS
         if chapter != FOUR_DEVICES
-        for test in tests_of(chapter)
+        for test in names_in(chapter)
     ],
 )
 def test_the_solution_passes(chapter, test, course):
-    tests = course(f"{chapter}.{test_file(chapter).stem}")
+    tests = course(f"{chapter}.{file_of(chapter).stem}")
     getattr(tests, test)(course(f"{chapter}.solution"))
 
 
@@ -65,14 +65,14 @@ def test_four_devices_by_the_readers_command():
         text=True,
         check=False,
     )
-    count = len(tests_of(FOUR_DEVICES))
+    count = len(names_in(FOUR_DEVICES))
     assert re.search(rf"^{count} passed in", done.stdout, flags=re.MULTILINE), done.stdout
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_every_test_of_an_exercise_fails(chapter, course):
-    tests = course(f"{chapter}.{test_file(chapter).stem}")
-    for test in tests_of(chapter):
+    tests = course(f"{chapter}.{file_of(chapter).stem}")
+    for test in names_in(chapter):
         with pytest.raises((NotImplementedError, AssertionError)):
             getattr(tests, test)(course(f"{chapter}.exercise"))
 

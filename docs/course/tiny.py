@@ -7,6 +7,8 @@ import functools
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,6 +19,15 @@ END_OF_TEXT = 256
 CONFIG = gptjax.GPT2Config(vocab_size=257, block_size=32, n_layer=2, n_head=2, n_embd=32)
 # 80 questions with answers, in the public domain.
 TEXT = Path(__file__).parents[2] / "examples" / "finetune" / "pairs.jsonl"
+
+
+def normal(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Return an fp32 array from N(0, 1) for each shape; every call returns the same numbers.
+
+    NumPy's generator: JAX would compile one for each shape.
+    """
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
 def read_documents() -> list[str]:

@@ -1,15 +1,17 @@
 """Tests of chapter 2."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import CONFIG, gptjax_model, params_of
+from tiny import CONFIG, gptjax_model, normal, params_of
 
 from pallas_kernels import flash_attention
 
 
 def qkv(batch=2, time=7, heads=3, head_dim=4):
-    return jax.random.normal(jax.random.key(0), (3, batch, time, heads, head_dim))
+    return normal(*[(batch, time, heads, head_dim)] * 3)
 
 
 def test_softmax(chapter):
@@ -32,26 +34,27 @@ def test_split_heads(chapter):
 
 def test_the_first_query_sees_only_itself(chapter):
     q, k, v = qkv()
-    np.testing.assert_allclose(chapter.causal_attention(q, k, v)[:, 0], v[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(chapter.causal_attention)(q, k, v)[:, 0], v[:, 0], rtol=1e-6)
 
 
 def test_no_query_sees_a_later_key(chapter):
     q, k, v = qkv(time=5)
     # The sensitivity of the output at time 2 to the values at each time.
-    grad = jax.grad(lambda v: chapter.causal_attention(q, k, v)[:, 2].sum())(v)
+    grad = jax.jit(jax.grad(lambda v: chapter.causal_attention(q, k, v)[:, 2].sum()))(v)
     seen_S = jnp.abs(grad).sum(axis=(0, 2, 3)) > 0
     np.testing.assert_array_equal(seen_S, [True, True, True, False, False])
 
 
 def test_attention_is_that_of_pallas_kernels(chapter):
     q, k, v = qkv()
-    expected = flash_attention(q, k, v, implementation="reference")
-    np.testing.assert_allclose(chapter.causal_attention(q, k, v), expected, atol=1e-6)
+    reference = functools.partial(flash_attention, implementation="reference")
+    expected = jax.jit(reference)(q, k, v)
+    np.testing.assert_allclose(jax.jit(chapter.causal_attention)(q, k, v), expected, atol=1e-6)
 
 
 def test_the_layer_is_that_of_gptjax(chapter):
     model = gptjax_model()
-    x_BTC = jax.random.normal(jax.random.key(1), (2, 9, CONFIG.n_embd))
+    (x_BTC,) = normal((2, 9, CONFIG.n_embd))
     params = params_of(model)["blocks"][0]["attn"]
     y_BTC = jax.jit(chapter.attention, static_argnums=2)(x_BTC, params, CONFIG.n_head)
     # gptjax returns the matmul and the bias apart; the sum with zeros is the layer's output.

@@ -8,23 +8,27 @@ import numpy as np
 import optax
 from ch03_block.solution import init
 from flax import nnx
-from tiny import CONFIG, gptjax_model, params_of, read_windows
+from tiny import CONFIG, gptjax_model, normal, params_of, read_windows
 
 import gptjax
 
 
 def params_and_grads():
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {"kernel": jax.random.normal(keys[0], (3, 4)), "bias": jnp.ones(4)}
-    grads = [
-        {"kernel": jax.random.normal(key, (3, 4)), "bias": jax.random.normal(key, (4,))}
-        for key in keys[1:]
+    arrays = normal(*[(3, 4), (4,)] * 4)
+    params, *grads = [
+        {"kernel": kernel, "bias": bias}
+        for kernel, bias in zip(arrays[::2], arrays[1::2], strict=True)
     ]
     return params, grads
 
 
 def same(x, y, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), x, y)
+
+
+@functools.cache
+def compiled_step(chapter):
+    return jax.jit(chapter.train_step, static_argnums=3)
 
 
 def test_global_norm_is_over_all_arrays(chapter):
@@ -52,27 +56,29 @@ def test_three_updates_are_those_of_optax_and_gptjax(chapter):
     clipping = optax.clip_by_global_norm(1.0)
     decay_mask = {"kernel": True, "bias": False}
     adamw = optax.adamw(0.01, b1=0.9, b2=0.95, weight_decay=0.1, mask=decay_mask)
+    ours, state = params, chapter.init_adam(params)
+    update = jax.jit(lambda g, state, params: chapter.adamw(chapter.clip(g), state, params, 0.01))
+    for g in grads:
+        ours, state = update(g, state, ours)
     for other in (optax.chain(clipping, adamw), gptjax.optim.adamw(0.01)):
-        ours, state = params, chapter.init_adam(params)
         theirs, other_state = params, other.init(params)
         for g in grads:
-            ours, state = chapter.adamw(chapter.clip(g), state, ours, lr=0.01)
             # optax itself mixes int32 and float32.
             with jax.numpy_dtype_promotion("standard"):
-                updates, other_state = other.update(g, other_state, theirs)
+                updates, other_state = jax.jit(other.update)(g, other_state, theirs)
             theirs = optax.apply_updates(theirs, updates)
         same(ours, theirs, rtol=1e-5)
 
 
 def test_the_losses_of_four_steps_are_those_of_gptjax(chapter):
-    model, windows_BT1 = gptjax_model(), jnp.asarray(read_windows(4, 16))
+    model, windows_BT1 = gptjax_model(), jnp.asarray(read_windows(8, CONFIG.block_size))
     graph, variables = nnx.split(model, nnx.Param)
     tx = gptjax.optim.adamw(3e-3)
     other = gptjax.init_state(CONFIG, tx, seed=0, params=nnx.to_pure_dict(variables))
     other_step = jax.jit(gptjax.make_train_step(graph, tx, lambda step: 3e-3))
     params = params_of(model)
     state = chapter.init_adam(params)
-    step = jax.jit(chapter.train_step, static_argnums=3)
+    step = compiled_step(chapter)
     for _ in range(4):
         params, state, loss = step(params, state, windows_BT1, CONFIG.n_head, 3e-3)
         other, metrics = other_step(other, windows_BT1[None])
@@ -83,7 +89,7 @@ def test_a_tiny_gpt_learns_a_text(chapter):
     windows_BT1 = jnp.asarray(read_windows(8, CONFIG.block_size))
     params = jax.jit(init, static_argnums=1)(jax.random.key(0), CONFIG)
     state, losses = chapter.init_adam(params), []
-    step = jax.jit(chapter.train_step, static_argnums=3)
+    step = compiled_step(chapter)
     for _ in range(100):
         params, state, loss = step(params, state, windows_BT1, CONFIG.n_head, 1e-2)
         losses.append(float(loss))

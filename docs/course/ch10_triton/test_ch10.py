@@ -1,9 +1,12 @@
 """Tests of chapter 10, on a CPU: the maths, the interpreted kernel, the compiled kernel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ch04_loss.solution import cross_entropy, cross_entropy_gradient
+from tiny import normal
 from triton_on_cpu import compile_to_ptx, interpret
 
 import pallas_kernels
@@ -12,8 +15,8 @@ ROWS, VOCAB = 4, 100
 
 
 def logits_and_targets():
-    logits_NV = 5 * jax.random.normal(jax.random.key(0), (ROWS, VOCAB))
-    return logits_NV, jnp.array([0, 99, 31, 64])
+    (logits_NV,) = normal((ROWS, VOCAB))
+    return 5 * logits_NV, jnp.array([0, 99, 31, 64])
 
 
 def run(chapter, logits_NV, targets_N, block):
@@ -38,7 +41,8 @@ def test_the_maths_of_a_program(chapter):
 
 def test_the_kernel_is_the_fused_classifier_of_pallas_kernels(chapter):
     logits_NV, targets_N = logits_and_targets()
-    expected = pallas_kernels.fused_classifier(logits_NV, targets_N, implementation="reference")
+    reference = functools.partial(pallas_kernels.fused_classifier, implementation="reference")
+    expected = jax.jit(reference)(logits_NV, targets_N)
     # A row of 100 columns in one block, and in four, the last of which is not full.
     for block in (128, 32):
         losses_N, gradient_NV = run(chapter, logits_NV, targets_N, block)
