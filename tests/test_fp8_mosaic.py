@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import lower_for_h200
+from kernel_tools import h200, lower_for_h200
 
 from pallas_kernels import fp8
 from pallas_kernels.fp8 import mosaic
@@ -135,6 +135,22 @@ def test_gelu_backward_on_a_cpu(mosaic_on_cpu, derivative_dtype, out_dtype):
     check_gelu_backward(320, 64, 128, tiles=SMALL, **options)
 
 
+@pytest.mark.parametrize(
+    "m, n, k, split, promote",
+    [
+        (65536, 768, 768, 1, 0),
+        (16384, 768, 50304, 1, 4),  # long sums, tiles for all SMs
+        (768, 768, 65536, 5, 4),  # 24 tiles, 120 shares
+        (3072, 768, 65536, 4, 4),
+    ],
+)
+def test_tiles_of_a_matmul(m, n, k, split, promote):
+    with h200():
+        tiles = mosaic.matmul_tiles(m, n, k, jnp.bfloat16)
+    assert (tiles.split, tiles.promote) == (split, promote)
+    assert tiles.part_columns == (32 if split > 1 else 64)
+
+
 def test_refusals():
     a, b, scale = operands(256, 200, 128)
     with pytest.raises(ValueError, match="N and K multiples of 16, got M=256, N=200, K=128"):
@@ -200,7 +216,7 @@ def test_matmul_on_a_gpu(m, n, k, dtypes, tiles):
     bias = jnp.linspace(-1, 1, n) if k < 1000 else None
     found = mosaic.matmul(a, b, scale, bias_N=bias, tiles=TILES[tiles])
     exact = fp8.reference(a, b, scale) + (0.0 if bias is None else bias[None])
-    if k <= 2048 or tiles == "promoted":
+    if k < mosaic.FAST or tiles in ("default", "promoted"):
         check("a bᵀ", found, exact.astype(jnp.bfloat16), exact)
     else:
         assert rms(found.astype(jnp.float32) - exact) < 1e-2 * rms(exact)

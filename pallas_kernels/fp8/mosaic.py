@@ -9,6 +9,7 @@ Shapes: M rows (tokens), N or O columns of the result, K or C contracted. A warp
 tile in parts of 64 rows.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import plgpu, swizzled
+from pallas_kernels._mosaic import pl, plgpu, swizzled
 from pallas_kernels.feed_forward import ACTIVATIONS
-from pallas_kernels.fp8.mosaic_tiles import COMPUTING, Tiles, tiled
+from pallas_kernels.fp8.mosaic_tiles import COMPUTING, DEPTH, Tiles, tiled
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 DERIVATIVE_SCALE = 256.0
@@ -56,6 +57,34 @@ class BackwardScratch(NamedTuple):
     derivative_full: Any
 
 
+# Largest K of one sum in the tensor core: its error of 1e-3 is that of rounding the sum to bf16.
+FAST = 4096
+# For `split`: the time of a step of 128×192 on one SM, and of a byte of the shares' results.
+STEP_SECONDS, BYTE_SECONDS = 0.7e-6, 1 / 3.5e12
+MOST_SHARES = 16
+
+
+def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
+    """Return the tiles of `matmul`: promoted sums for a long K, and shares of K if there are too
+    few tiles for all SMs."""
+    part_columns = 128 // jnp.dtype(out_dtype).itemsize
+    if k <= FAST:
+        return Tiles(part_columns=part_columns)
+    tiles = Tiles(rows=64, cooperative=True, promote=4)
+    pairs = pl.cdiv(m, tiles.block_rows * tiles.cluster) * pl.cdiv(n, tiles.columns)
+    clusters = _mosaic.num_sms() // tiles.cluster
+
+    def seconds(split: int) -> float:
+        steps = pl.cdiv(pl.cdiv(k, DEPTH), split) * pl.cdiv(pairs * split, clusters)
+        moved = (2 * split + 1) * m * n * 4 if split > 1 else 0
+        return steps * STEP_SECONDS + moved * BYTE_SECONDS
+
+    split = min(range(1, MOST_SHARES + 1), key=seconds)
+    # The shares' results are fp32.
+    part_columns = 32 if split > 1 else part_columns
+    return dataclasses.replace(tiles, split=split, part_columns=part_columns)
+
+
 def why_not(m: int, n: int, k: int) -> str | None:
     """Return None if `matmul` computes M×N results over K, else the reason."""
     return Tiles().why_not(m, n, k, whole=False)
@@ -71,12 +100,13 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
         bias_N: fp32, or None.
     """
     m, n = a_MK.shape[0], b_NK.shape[0]
-    tiles = tiles or Tiles()
+    tiles = tiles or matmul_tiles(m, n, a_MK.shape[1], out_dtype)
     _refuse("matmul", tiles.why_not(m, n, a_MK.shape[1], whole=False))
-    split, biased = tiles.split > 1, bias_N is not None
+    split = tiles.split > 1
+    bias_N = None if bias_N is None else bias_N.astype(jnp.float32)
     dtype = jnp.dtype(jnp.float32 if split else out_dtype)
     # The shares of K are added by XLA, and then the bias.
-    in_kernel = [] if split or not biased else [bias_N.astype(jnp.float32)]
+    in_kernel = [] if split or bias_N is None else [bias_N]
 
     def begin(at, others, scratch):
         if in_kernel:
@@ -115,7 +145,7 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
     if not split:
         return out_SMN[0]
     out_MN = out_SMN.sum(0)
-    return (out_MN + bias_N.astype(jnp.float32)[None] if biased else out_MN).astype(out_dtype)
+    return (out_MN if bias_N is None else out_MN + bias_N[None]).astype(out_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("transposed", "derivative_dtype", "tiles"))
