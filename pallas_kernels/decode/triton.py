@@ -70,7 +70,7 @@ class Many:
     ahead_keys: int = 96
     """Keys of each sequence that are requested for the L2 cache before their attention, at most:
     38 MB at 128 sequences of GPT-2 124M."""
-    early_keys: int = 0
+    early_keys: int = 96
     """Of these, keys that are requested before the MLP of the previous block, the others before the
     QKV projection."""
 
@@ -235,8 +235,9 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             **row,
         )
 
-    def add(x_BK, w_LNK, bias_LN, layer, old_BC, tickets, tile, next_LNK, ahead_layer, keys=(0, 0)):
+    def add(x_BK, w_LNK, bias_LN, layer, old_BC, tickets, tile, next_LNK, ahead_layer, keys):
         """Return the new residual stream, its sums, and the new tickets."""
+        key_layer, keys_from, keys_to = keys
         k, size = w_LNK.shape[-1], next_LNK.shape[-1] * next_LNK.shape[-2]
         parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
         columns = _chunk(c, tile.BN)
@@ -254,6 +255,7 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             v_LBSHD,
             layer,
             ahead_layer,
+            key_layer,
             tickets,
             out=[
                 stream[0],
@@ -261,7 +263,7 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
                 jax.ShapeDtypeStruct((parts, b, c) if parts > 1 else (1,), jnp.float32),
             ],
             grid=(n, parts),
-            in_place=(10,),
+            in_place=(11,),
             num_warps=tile.warps,
             B=b,
             M=rows,
@@ -274,8 +276,8 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             S=length,
             STRIDE=size,
             AHEAD_LINES=min(lines, tiles.ahead_lines) if programs > 1 else 0,
-            KEYS_FROM=keys[0],
-            KEYS_AHEAD=keys[1],
+            KEYS_FROM=keys_from,
+            KEYS_AHEAD=keys_to,
         )
         return x_BC, sums, tickets
 
@@ -347,10 +349,12 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             STAGES=tiles.attention_stages,
         )
         following = layer + 1 < blocks
+        early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
+        late = (layer + 1, early_keys, keys_ahead)
         if tiles.fused:
             x_BC, sums, tickets = add(
                 attended_BC, w.proj_LCC, w.proj_bias_LC, layer, x_BC, tickets, tiles.add, w.fc_LFC,
-                layer,
+                layer, early,
             )  # fmt: skip
             hidden_BF = norm_and_matmul(
                 x_BC, sums, w.ln_2_scale_LC, w.ln_2_bias_LC, w.fc_LFC, w.fc_bias_LF, layer,
@@ -359,13 +363,12 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         else:
             proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
             norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
-            early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
             x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
             hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
         if tiles.fused_out and following:
             x_BC, sums, tickets = add(
                 hidden_BF, w.out_LCF, w.out_bias_LC, layer, x_BC, tickets, tiles.out, w.qkv_LNC,
-                layer + 1, (0, keys_ahead),
+                layer + 1, late,
             )  # fmt: skip
             qkv_BN = norm_and_matmul(
                 x_BC, sums, w.ln_1_scale_LC, w.ln_1_bias_LC, w.qkv_LNC, w.qkv_bias_LN, layer + 1,
@@ -374,7 +377,6 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             continue
         out_PBC = matmul(hidden_BF, w.out_LCF, layer, tiles.out)
         if following:
-            late = (layer + 1, early_keys, keys_ahead)
             norm = (w.ln_1_scale_LC, w.ln_1_bias_LC, layer + 1, w.qkv_LNC, late)
         else:
             norm = (w.ln_f_scale_C, w.ln_f_bias_C, 0, w.head_VC)

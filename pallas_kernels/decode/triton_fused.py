@@ -26,6 +26,7 @@ def decode_add_kernel(
     v_ptr,
     layer,
     ahead_layer,
+    key_layer,
     ticket_ptr,
     y_ptr,
     sums_ptr,
@@ -51,7 +52,8 @@ def decode_add_kernel(
     programs that have ended, of all launches.
 
     Args:
-        ahead_layer: block of the weights and keys to request for the L2 cache.
+        ahead_layer: block of the weights to request for the L2 cache.
+        key_layer: block of the keys KEYS_FROM…KEYS_AHEAD − 1 to request for it.
     """
     KP: tl.constexpr = K // P
     part = tl.program_id(1)
@@ -65,7 +67,7 @@ def decode_add_kernel(
         for row in range(program, B, N // BN * P):
             position = tl.minimum(tl.load(length_ptr + row), S - 1)
             request_keys(
-                k_ptr, v_ptr, ahead_layer, row, position, B, S, N, KEYS_FROM, KEYS_AHEAD
+                k_ptr, v_ptr, key_layer, row, position, B, S, N, KEYS_FROM, KEYS_AHEAD
             )  # fmt: skip
     old_MN = tl.load(old_ptr + offset_MN, mask=inside_M1, other=0.0).to(tl.float32)
     bias_N = tl.load(bias_ptr + layer * N + column_N).to(tl.float32)
