@@ -397,12 +397,15 @@ def ablate(o: Options, run: Runs) -> dict[str, dict]:
         run.read()
         try:
             known = Runs(dataclasses.replace(o, limit_s=-math.inf))
-            rate = best(tune(o, known, "speedrun"))
+            tried = tune(o, known, "speedrun")
         except OutOfTime as error:
             raise ConfigError(
                 "--ablate-rate: expected a learning rate, because the comparison has not tried all "
                 "of its own yet; run it first, or give one"
             ) from error
+        if not tried:  # with --recorded-only
+            return {}
+        rate = best(tried)
     names, result = run.mine([idea.name for idea in IDEAS]), {}
     mine = [(idea, ablated(o, idea, rate)) for idea in IDEAS if idea.name in names]
     for idea, config in mine:  # all compile first: compilation takes time of the GPU
@@ -424,7 +427,9 @@ def main(o: Options, argv: list[str] | None = None) -> int:
         for experiment in o.experiments:
             run.made = []
             result = {"compare": compare, "ablate": ablate}[experiment](o, run)
-            if run.parts == 1 and result:
+            if not result:
+                print(f"{experiment}: no run with these settings is recorded in {o.out}")
+            elif run.parts == 1:
                 report(o, run, experiment, result, argv)
     except OutOfTime:
         run.say_out_of_time()
