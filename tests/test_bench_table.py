@@ -275,3 +275,20 @@ def test_results_are_on_the_disk_before_the_table_is_printed(tmp_path, monkeypat
     with pytest.raises(BrokenPipeError):
         step.Step(out=tmp_path / "step.json").run()
     assert json.loads((tmp_path / "step.json").read_text())["rows"] == GOOD["rows"]
+
+
+def test_a_stage_of_a_config_is_measured(tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(
+        "from gptjax.config import Config, Stage\n"
+        "from gptjax.models.registry import PRESETS\n"
+        "stages = (Stage(until=3), Stage(sequence_length=32, batch_tokens=64, micro_batch=2))\n"
+        "config = Config(model=PRESETS['gpt2'], sequence_length=16, micro_batch=4, stages=stages)\n"
+    )
+    options = step.Step(config=file, stage=2)
+    (config,) = options.configs()
+    assert options.name == "two stage 2"
+    assert (config.sequence_length, config.micro_batch, config.batch_tokens) == (32, 2, 64)
+    assert step.Step(config=file).configs()[0].sequence_length == 16
+    with pytest.raises(BenchError, match="--stage 3: the config has 2 stages"):
+        step.Step(config=file, stage=3).configs()

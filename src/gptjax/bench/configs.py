@@ -11,6 +11,7 @@ from gptjax.bench.errors import BenchError
 from gptjax.config import Config
 from gptjax.models.registry import PRESETS
 from gptjax.precision import NAMES, Precision
+from gptjax.stages import stage_config
 
 Preset = Literal[*PRESETS]
 
@@ -57,6 +58,8 @@ class BaseOptions(ModelName):
 class ModelOptions(BaseOptions):
     """The model and how its step is computed."""
 
+    stage: Annotated[int | None, OWN_DEFAULT] = None
+    """Stage of the config, 1 for the first (default: the config's values outside its stages)."""
     precision: Annotated[Literal[*NAMES] | None, OWN_DEFAULT] = None
     """Default: the config's, or bf16."""
     attention: Annotated[str | None, OWN_DEFAULT] = None
@@ -71,6 +74,24 @@ class ModelOptions(BaseOptions):
     """The optimizer (default: the config's, or adamw). PyTorch's is always AdamW."""
     forward: bool = False
     """Run the forward pass and its loss alone."""
+
+    @property
+    def name(self) -> str:
+        return super().name if self.stage is None else f"{super().name} stage {self.stage}"
+
+    def base(self) -> Config:
+        """Return the config of the stage before the other options.
+
+        Raises:
+            BenchError: the config does not have the stage; a config file and a preset.
+            ConfigError: no such config file.
+        """
+        config = super().base()
+        if self.stage is None:
+            return config
+        if not 1 <= self.stage <= len(config.stages):
+            raise BenchError(f"--stage {self.stage}: the config has {len(config.stages)} stages")
+        return stage_config(config, self.stage)
 
     def with_options(
         self, base: Config, *, batch: int | None = None, recompute: str | None = None
