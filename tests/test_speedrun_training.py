@@ -13,17 +13,18 @@ import torch
 from reference import speedrun as reference
 from reference.speedrun_optimizer import RecordOptimizer
 from reference.torch_gpt2 import assert_within_twice, rms
+from saved_run_tools import save_run
 from test_speedrun import random_of
-from train_tools import rows, run
+from train_tools import run, train_py
 
 import gptjax
 from gptjax import parallel
+from gptjax import stages as staging
 from gptjax.config import Config, Stage
 from gptjax.models.base import graph
 from gptjax.models.speedrun import SpeedrunConfig
 from gptjax.models.speedrun import Stage as ModelStage
 from gptjax.optim import NorMuonConfig, polar_express
-from gptjax.training.inputs import Inputs
 from gptjax.training.step import init_state, loss_and_grads, make_train_step
 
 # The fixture `config`.
@@ -167,15 +168,14 @@ def stage_config(k):
     return CONFIG.at(k).model
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_each_device_has_the_weights_of_the_step(params, seen, masked):
+def test_each_device_has_the_weights_of_the_step(params, seen):
     """The loss of two devices, and that of the weights in PyTorch."""
     windows, config = seen[:1, 0], stage_config(0)
     devices = parallel.Parallel.of(jax.devices()[:2])
 
     @jax.jit
     def loss(params, windows, step):
-        how = {"parallel": devices, "masked": masked, "step": step}
+        how = {"parallel": devices, "step": step}
         return loss_and_grads(graph(config), params, windows, **how)[0]
 
     found = loss(jax.device_put(params, devices.replicated), jnp.asarray(windows), jnp.int32(4))
@@ -186,29 +186,36 @@ def test_each_device_has_the_weights_of_the_step(params, seen, masked):
     assert float(found) == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_run_is_evaluated_with_one_token_and_its_own_window(config):
-    """config: the fixture of train_tools. The run ends in its first stage."""
-    stages = (
-        Stage(until=1, model={"stage": TIED._replace(evaluation_window=20)}),
-        Stage(model={"stage": UNTIED}),
-    )
-    sizes = {"vocab_size": 257, "padded_vocab_size": None}
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(TINY, **sizes),
-        stages=stages,
-        max_steps=1,
-        optimizer=dataclasses.replace(CONFIG.optimizer, schedule_steps=10),
-        micro_batch=16,
-        val_tokens=512,
-        sample_every=0,
-    )
-    assert run(config)[0] == 0
-    model, _ = gptjax.load(config.run_dir)
-    expected = TIED._replace(long_window=20, token_weights=(1.0,), final_token_weights=None)
-    assert model.config.stage == expected._replace(evaluation_window=20)
-    assert model.config == config.at(0).model.for_evaluation()
-    mesh = parallel.data_mesh(jax.devices("cpu")[:1])
-    (windows,) = Inputs.find(config, mesh).val_windows()
-    loss = jax.jit(gptjax.loss_fn)(model, windows[:, :-1], windows[:, 1:])
-    assert rows(config, "val")[1]["loss"] == pytest.approx(float(loss), rel=1e-5)
+class EvaluationBegins(Exception):
+    """Raised in place of compiling the evaluation step; has the static part of its model."""
+
+
+def test_a_run_is_evaluated_as_its_model_says(config, monkeypatch):
+    """config: the fixture of train_tools."""
+
+    def make_eval_step(graphdef, parallel, **how):
+        raise EvaluationBegins(graphdef)
+
+    monkeypatch.setattr(train_py, "make_eval_step", make_eval_step)
+    monkeypatch.setattr(train_py, "make_train_step", lambda *_, **how: lambda state, x: (state, {}))
+    model = dataclasses.replace(TINY, vocab_size=257, padded_vocab_size=None, stage=TIED)
+    with pytest.raises(EvaluationBegins) as caught:
+        run(dataclasses.replace(config, model=model))
+    assert caught.value.args == (graph(model.for_evaluation()),) != (graph(model),)
+
+
+def test_a_loaded_model_predicts_one_token_with_its_own_window(params, seen, tmp_path):
+    stage = TIED._replace(evaluation_window=11)
+    stages = staging.to_json((Stage(until=6, model={"stage": stage}), Stage()))
+    saved = {6: jax.tree.map(jnp.asarray, params)}
+    save_run(tmp_path, saved, model=TINY, tokenizer=None, changes={"stages": stages}, stage=1)
+    model, _ = gptjax.load(tmp_path)
+    one_token = {"token_weights": (1.0,), "final_token_weights": None}
+    expected = dataclasses.replace(TINY, stage=stage._replace(**one_token, long_window=11))
+    assert model.config == expected and isinstance(model.config.stage, ModelStage)
+    tokens, targets = seen[0, 0, :, :-1], seen[0, 0, :, 1:]
+    loss = jax.jit(gptjax.loss_fn)(model, jnp.asarray(tokens), jnp.asarray(targets))
+    theirs = reference.from_params(expected, params)
+    logits = theirs(torch.from_numpy(tokens).long(), torch.zeros(tokens.shape, dtype=torch.long))
+    exact = theirs.losses(logits, torch.from_numpy(targets).long(), (1.0,)).mean()
+    assert float(loss) == pytest.approx(exact.item(), rel=1e-5)
