@@ -1,0 +1,52 @@
+"""docs/extending*.md: the model and the optimizer of the pages train, save and generate."""
+
+import dataclasses
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+from train_tools import rows, run
+
+import gptjax
+from gptjax.data import open_shard
+
+pytest_plugins = ["train_tools"]
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def example(page, monkeypatch):
+    """Run the first Python block of a page as a module, and return the module."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    block = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[0]
+    module = types.ModuleType(page.removesuffix(".md"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(block, page, "exec"), module.__dict__)
+    return module
+
+
+def test_the_smallest_model_and_the_optimizer_train(config, monkeypatch):
+    bigram = example("extending.md", monkeypatch).BigramConfig
+    model = bigram(vocab_size=257, block_size=32, n_layer=1, n_head=1, n_embd=16)
+    optimizer = example("extending_optimizer.md", monkeypatch).LionConfig(
+        learning_rate=3e-2, warmup_steps=2, weight_decay=0.0
+    )
+    code, text = run(dataclasses.replace(config, model=model, optimizer=optimizer, max_steps=12))
+    assert code == 0 and "lion: lr 0.03, decay 0" in text
+    assert rows(config, "val")[12]["loss"] < rows(config, "val")[0]["loss"] - 0.5
+    assert rows(config, "sample").keys() == {10, 12}
+    loaded, _ = gptjax.load(config.run_dir)
+    assert type(loaded).__name__ == "Bigram"
+
+
+def test_the_dataset_has_the_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = example("extending_data.md", monkeypatch)
+    dataset = page.dataset
+    tokens = np.concatenate([open_shard(path) for path in (*dataset.train, *dataset.val)])
+    assert dataset.train_tokens + dataset.val_tokens == len(tokens)
+    assert (tokens == 256).sum() == 200
+    found = bytes(tokens[tokens < 256].astype(np.uint8).tolist())
+    assert all(text.encode() in found for text in page.poems)
