@@ -92,6 +92,9 @@ def test_stages_keep_their_proportions_and_the_tokens_are_exact():
     assert {s.config.max_document_length for s in Timeline(plan.without_cuts(config)).spans} == {
         None
     }
+    short = Timeline(plan.with_sequences(config, 32)).spans
+    assert [s.config.batch_tokens for s in short] == [s.config.batch_tokens for s in spans]
+    assert [s.config.micro_batch for s in short] == [8, 16, 24, 24]
     for wrong in (tokens + 64, 4 * 256):
         with pytest.raises(ConfigError, match="multiple of 256, and enough for the 4 stages"):
             plan.scaled(CONFIG, wrong, batch_tokens=512, sequence_length=64)
@@ -168,9 +171,10 @@ def test_costs_until_the_loss_that_all_reach(tmp_path):
     slow = record("a", (100, 1.0, 5.0), (200, 2.0, 4.0))
     other = record("a", (100, 1.0, 5.2), (200, 2.4, 4.2))
     fast = record("b", (100, 3.0, 4.6), (200, 6.0, 3.6))
+    others = {"documents cut": slow}
     models = {
         "adamw": {"rate": 0.1, "tuning": [[0.1, 4.0]], "records": [slow, other]},
-        "speedrun": {"rate": 0.2, "tuning": [[0.2, 3.6]], "records": [fast], "cut": slow},
+        "speedrun": {"rate": 0.2, "tuning": [[0.2, 3.6]], "records": [fast], "others": others},
     }
     fields, table = report.report_comparison(models, tmp_path / "x.png")
     result = fields["result"]
@@ -178,7 +182,8 @@ def test_costs_until_the_loss_that_all_reach(tmp_path):
     assert result["adamw"]["tokens"] == 200 and result["adamw"]["seconds"] == pytest.approx(2.2)
     own = result["speedrun"]
     assert [own["tokens"], own["seconds"]] == pytest.approx([150, 4.5])
-    assert own["documents_cut"] == 4.0 and own["tokens_per_second"] == 33
+    assert own["others"] == {"documents cut": 4.0} and own["tokens_per_second"] == 33
+    assert table[-1] == "With documents cut, the speedrun's model ends at 4.000 (seed 0)."
     assert table[2].startswith(
         "| GPT-2 124M, AdamW | 0.1 | 4.100 (4.000, 4.200) | 91 | 0.00 M | 2.2"
     )

@@ -118,6 +118,17 @@ def without_cuts(config: Config) -> Config:
     return dataclasses.replace(config, max_document_length=None, stages=whole)
 
 
+def with_sequences(config: Config, length: int) -> Config:
+    """Return the config with sequences of another length, and as many tokens a step."""
+    stages = tuple(
+        dataclasses.replace(stage, micro_batch=stage.batch_tokens // length)
+        for stage in config.stages
+    )
+    micro_batch = config.batch_tokens // length
+    changed = {"sequence_length": length, "micro_batch": micro_batch, "stages": stages}
+    return dataclasses.replace(config, **changed)
+
+
 def ablated(o: Any, idea: Idea, rate: float) -> Config:
     """Return the config of a run of one stage without an idea.
 

@@ -60,8 +60,8 @@ def comparison(models: Mapping[str, dict]) -> dict:
             "seconds": reached(seconds, mean, target),
             "tokens_per_second": round(float(tokens[-1] / seconds[-1])),
         }
-        if "cut" in models[name]:
-            result[name]["documents_cut"] = finite(final(models[name]["cut"]))
+        others = models[name].get("others", {})
+        result[name]["others"] = {what: finite(final(record)) for what, record in others.items()}
     return result
 
 
@@ -102,11 +102,9 @@ def notes(result: dict) -> list[str]:
         tried = [rate for rate, _ in its["tuning"]]
         if len(tried) > 1 and its["learning_rate"] in (tried[0], tried[-1]):
             said.append(f"The best learning rate of {MODELS[name][0]} is the last one tried.")
-        if its.get("documents_cut") is not None:
-            said.append(
-                "With documents cut as in the record, the speedrun's model ends at "
-                f"{its['documents_cut']:.3f} (seed 0)."
-            )
+        for what, loss in its["others"].items():
+            loss = "a loss that is not finite" if loss is None else f"{loss:.3f}"
+            said.append(f"With {what}, the speedrun's model ends at {loss} (seed 0).")
     return ["", *said] if said else []
 
 

@@ -6,7 +6,8 @@
 compare  GPT-2 124M with AdamW, GPT-2 124M with NorMuon, and the speedrun's model with its stages,
          over the same number of tokens: each learning rate with seed 0, then the best with every
          seed. If the best is the first or the last, one more is tried: half or twice of it. Then
-         the speedrun's model with documents cut as in its stages, with seed 0.
+         the speedrun's model with GPT-2's sequence length, and with documents cut as in its stages,
+         with seed 0.
 ablate   The speedrun's model in one stage, that of the end, and without one idea at a time.
 
 All models are validated on the same targets: the first --val-tokens of the validation split, in
@@ -37,7 +38,7 @@ import numpy as np
 import tyro
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
 from _speedrun_ideas import ALL, IDEAS, Idea, replaced
-from _speedrun_plan import NAMES, ablated, config_of, rates_to_try
+from _speedrun_plan import NAMES, ablated, config_of, rates_to_try, with_sequences
 from _speedrun_report import final, report_ablation, report_comparison, shown, write_part
 
 from gptjax import config as configuration
@@ -232,7 +233,8 @@ class Runs(RecordedRuns):
 
     def key(self, config: Config) -> Any:
         """Return what the executables depend on. Learning rates and seeds are arguments."""
-        return self.idea.name, config.optimizer.name, config.model, config.stages == ()
+        shape = config.sequence_length, config.stages == ()
+        return self.idea.name, config.optimizer.name, config.model, shape
 
     @functools.cached_property
     def compiler(self) -> Compiler:
@@ -379,10 +381,15 @@ def compare(o: Options, run: Runs) -> dict[str, dict]:
         tuning = [[rate, finite(final(record))] for rate, record in sorted(tried.items())]
         records = [record for record in seeds if record is not None]
         result[name] = {"rate": rate, "tuning": tuning, "records": records}
-        cut = config_of(o, name, rate, 0, cut=True)
-        if cut != config_of(o, name, rate, 0):
-            record = made(run, cut, f"{name}, documents cut, lr {rate:g}, seed 0")
-            result[name] |= {} if record is None else {"cut": record}
+        if name == "speedrun":
+            short = with_sequences(config_of(o, name, rate, 0), o.sequence_length)
+            others = {f"sequences of {o.sequence_length:,}": short}
+            others["documents cut"] = config_of(o, name, rate, 0, cut=True)
+            runs = {
+                what: made(run, config, f"{name}, {what}, lr {rate:g}, seed 0")
+                for what, config in others.items()
+            }
+            result[name]["others"] = {what: record for what, record in runs.items() if record}
     return result
 
 
