@@ -36,13 +36,29 @@ def test_the_pages_are_short():
     assert len(lengths) > 20
 
 
+def tool(name):
+    """Import a file of benchmarks/tools."""
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "benchmarks" / "tools" / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_reference_of_options_is_current():
-    """If this fails: python benchmarks/tools/document_options.py"""
-    path = ROOT / "benchmarks" / "tools" / "document_options.py"
-    spec = importlib.util.spec_from_file_location("document_options", path)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page()
+    document_options = tool("document_options")
+    current = document_options.PAGE.read_text(encoding="utf-8") == document_options.page()
+    assert current, "run python benchmarks/tools/document_options.py"
+
+
+def test_the_picture_of_the_speed_is_drawn_from_the_results(tmp_path):
+    draw_speed = tool("draw_speed")
+    speeds = [draw_speed.throughput(*case) for _, *case in draw_speed.CASES]
+    assert all({*speed} == {"gptjax", "llm.c", "PyTorch 2.11, compiled"} for speed in speeds)
+    assert [round(speed["llm.c"] / 1000) for speed in speeds] == [569, 186]
+    assert draw_speed.main(["--out", str(tmp_path / "speed.png")]) == 0
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 
 def messages():
