@@ -61,7 +61,9 @@ def test_only_the_step_is_in_fp8(model, name, number):
     params = jax.eval_shape(lambda: init_params(CONFIGS[model], 0))
     windows = tokens()
     assert fp8_matmuls(lambda p: loss_and_grads(g, p, windows), params) == number
-    assert "f8E" not in jax.jit(make_eval_step(g)).lower(params, windows[0]).as_text()
+    evaluation = jax.jit(make_eval_step(g)).lower(params, windows[0])
+    # The norms' FP8 copies are unused in evaluation.
+    assert "f8e" not in (evaluation.compile() if name == "fp8" else evaluation).as_text().lower()
 
 
 @pytest.mark.parametrize("name, bound", [("fp8_head", 0.06), ("fp8", 0.1)])

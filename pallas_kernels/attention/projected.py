@@ -26,12 +26,13 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.attention import Implementation, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
 from pallas_kernels.matmul import checked_linear, weight_gradient
 from pallas_kernels.matmul import reference as linear_reference
 
 
 def projected_attention(
-    x_BTC: Float[Array, "B T C"],
+    x_BTC: Float[Array, "B T C"] | Fp8Rows,
     w_CO: Float[Array, "C O"],
     b_O: Float[Array, " O"],
     *,
@@ -47,13 +48,15 @@ def projected_attention(
         w_CO, b_O: of x's dtype, or fp32, which is rounded as in `pallas_kernels.linear`. Their
             gradients have the same dtype and are summed in fp32.
         fp8: whether the projection's matmuls are in FP8 where the call is differentiated
-            (pallas_kernels/fp8/layers.py); not with "reference".
+            (pallas_kernels/fp8/layers.py); not with "reference". x may then be the `Fp8Rows` of
+            `layer_norm(fp8_scale=ACTIVATION_SCALE)`.
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
         precision: precision of fp32 matmuls, also of the projection; as in `flash_attention`.
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
+    given, x_BTC = x_BTC, rows_of(x_BTC)
     if (
         heads < 1
         or x_BTC.ndim != 3
@@ -84,7 +87,7 @@ def projected_attention(
     )
     options = Options(heads, precision, fp8)
     if backend == "mosaic":
-        return _calls.differentiable("projected_attention", _projected, *arrays, options)
+        return _calls.differentiable("projected_attention", _projected, given, w_CO, b_O, options)
     qkv_BT3HD = _projection(*arrays, options, "reference" if backend == "reference" else "xla")
     return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
 
@@ -108,7 +111,7 @@ def _projection(x_BTC, w_CO, b_O, options, implementation="xla"):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _projected(x_BTC, w_CO, b_O, options):
-    qkv_BT3HD = _projection(x_BTC, w_CO, b_O, options)
+    qkv_BT3HD = _projection(rows_of(x_BTC), w_CO, b_O, options)
     return flash_attention_qkv(qkv_BT3HD, implementation="mosaic")
 
 
@@ -116,9 +119,11 @@ def _projected_forward(x_BTC, w_CO, b_O, options):
     if options.fp8:
         from pallas_kernels.fp8 import layers
 
-        qkv_NO, operands = layers.linear_forward(x_BTC.reshape(-1, x_BTC.shape[2]), w_CO, b_O)
-        head_dim = b_O.size // (3 * options.heads)
-        qkv_BT3HD = qkv_NO.reshape(*x_BTC.shape[:2], 3, options.heads, head_dim)
+        b, t, c = rows_of(x_BTC).shape
+        x_NC = x_BTC if isinstance(x_BTC, Fp8Rows) else x_BTC.reshape(b * t, c)
+        qkv_NO, operands = layers.linear_forward(x_NC, w_CO, b_O)
+        operands = operands, layers.kind_of(x_BTC)
+        qkv_BT3HD = qkv_NO.reshape(b, t, 3, options.heads, -1)
     else:
         operands, qkv_BT3HD = (x_BTC, w_CO), _projection(x_BTC, w_CO, b_O, options)
     out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
@@ -134,14 +139,16 @@ def _projected_backward(options, saved, dout_BTHD):
     if options.fp8:
         from pallas_kernels.fp8 import layers
 
-        dx_NC, dw_CO = layers.linear_backward(operands, dqkv_NO)
+        dx_NC, dw_CO = layers.linear_backward(operands[0], dqkv_NO)
+        dx_BTC = layers.cotangent(dx_NC.reshape(*qkv_BT3HD.shape[:2], -1), operands[1])
     else:
         x_BTC, w_CO = operands
         dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=options.precision)
         x_NC = x_BTC.reshape(-1, x_BTC.shape[2])
         dw_CO = weight_gradient(x_NC, dqkv_NO, precision=options.precision)
+        dx_BTC = dx_NC.reshape(x_BTC.shape)
     return (
-        dx_NC.reshape(*qkv_BT3HD.shape[:2], -1),
+        dx_BTC,
         dw_CO.astype(like.dtype),
         db_3HD.reshape(-1).astype(b_O.dtype),
     )

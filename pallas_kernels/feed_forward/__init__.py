@@ -47,6 +47,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
 from pallas_kernels.matmul import (
     checked_linear,
     sum_rows,
@@ -102,7 +103,7 @@ def linear_relu_squared(
 
 
 def mlp(
-    x: Float[Array, "*B I"],
+    x: Float[Array, "*B I"] | Fp8Rows,
     w: Float[Array, "I O"],
     b: Float[Array, " O"],
     w2: Float[Array, "O C"],
@@ -120,11 +121,13 @@ def mlp(
     Args:
         w2: of x's dtype, or fp32, which is rounded to x's dtype.
         fp8: whether the matmuls are in FP8 where the call is differentiated
-            (pallas_kernels/fp8/layers.py), with "auto", "mosaic" or "xla".
+            (pallas_kernels/fp8/layers.py), with "auto", "mosaic" or "xla". x may then be the
+            `Fp8Rows` of `layer_norm(fp8_scale=ACTIVATION_SCALE)`.
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
     The other arguments and the errors are those of `linear_gelu`.
     """
+    given, x = x, rows_of(x)
     _check("mlp", x, w, b)
     if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
@@ -136,6 +139,7 @@ def mlp(
     if fp8:
         from pallas_kernels.fp8 import layers
 
+        x_NI = given._replace(y=x_NI) if isinstance(given, Fp8Rows) else x_NI
         arrays = (x_NI, w, b, w2)
         y_NC = _calls.differentiable(
             "mlp", layers.mlp, *arrays, layers.select(implementation, w, n)

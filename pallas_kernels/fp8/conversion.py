@@ -9,7 +9,7 @@ There is no derivative.
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,25 @@ class Quantized(NamedTuple):
     transposed: Float[Array, "C R"] | None
     amax: Float[Array, ""]
     """max |x| before the scale, fp32."""
+
+
+class Fp8Rows(NamedTuple):
+    """Rows that a norm has stored in e4m3, for the layer that reads them.
+
+    In a call that is not differentiated, y is not rounded, and the layer reads y. XLA removes the
+    arrays that nobody reads.
+    """
+
+    y: Any
+    """In 16 bits, (…, C). Its cotangent is that of the rows."""
+    rows: Any
+    """e4m3, times the scale: (R, C)."""
+    transposed: Any
+
+
+def rows_of(x: Array | Fp8Rows) -> Array:
+    """Return y of `Fp8Rows`, and another array as it is."""
+    return x.y if isinstance(x, Fp8Rows) else x
 
 
 def quantize(

@@ -35,7 +35,16 @@ from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import XLA, BackEnd
 from pallas_kernels.feed_forward import ACTIVATIONS
 from pallas_kernels.feed_forward import mlp as plain_mlp
-from pallas_kernels.fp8 import E4M3, E5M2, Quantized, quantize, scale_for, scaled_matmul
+from pallas_kernels.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Rows,
+    Quantized,
+    quantize,
+    rows_of,
+    scale_for,
+    scaled_matmul,
+)
 from pallas_kernels.matmul import linear as plain_linear
 from pallas_kernels.matmul import sum_rows
 
@@ -101,6 +110,16 @@ def quantized_gradient(dy_NO: Float[Array, "N O"]) -> tuple[Quantized, Float[Arr
     return quantize(dy_NO, scale, E5M2, transposed=True), scale
 
 
+def kind_of(x: Array | Fp8Rows) -> Fp8Rows | None:
+    """Return `Fp8Rows` without arrays if x is one, else None: the backward pass stores it."""
+    return Fp8Rows(None, None, None) if isinstance(x, Fp8Rows) else None
+
+
+def cotangent(dx: Array, kind: Fp8Rows | None) -> Array | Fp8Rows:
+    """Return the cotangent of x: that of y alone if x is `Fp8Rows`."""
+    return dx if kind is None else kind._replace(y=dx)
+
+
 class Saved(NamedTuple):
     """What `linear_backward` needs."""
 
@@ -109,11 +128,18 @@ class Saved(NamedTuple):
     w_scale: Float[Array, ""]
 
 
+def activations(x: Array | Fp8Rows) -> Quantized | Fp8Rows:
+    """Return both copies of x, in e4m3 times `ACTIVATION_SCALE`."""
+    if isinstance(x, Fp8Rows):
+        return x
+    return quantize(x, ACTIVATION_SCALE, E4M3, transposed=True)
+
+
 def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
     """Return x w + b in x's dtype, and what the backward pass needs."""
-    x = quantize(x_NI, ACTIVATION_SCALE, E4M3, transposed=True)
+    x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w = quantized_weights(w_IO)
-    y_NO = _matmul(x.rows, w.oi, 1 / (ACTIVATION_SCALE * w.scale), x_NI.dtype)
+    y_NO = _matmul(x.rows, w.oi, 1 / (ACTIVATION_SCALE * w.scale), dtype)
     if b_O is not None:  # XLA adds it in cuBLASLt's epilogue
         y_NO = y_NO + b_O.astype(y_NO.dtype)[None]
     return y_NO, Saved(x.transposed, w.io, w.scale)
@@ -163,20 +189,22 @@ def mlp(x_NI, w_IO, b_O, w2_OC, backend: str):
     Args:
         backend: from `select`.
     """
-    return plain_mlp(x_NI, w_IO, b_O, w2_OC)
+    return plain_mlp(rows_of(x_NI), w_IO, b_O, w2_OC)
 
 
 def _mlp_forward(x_NI, w_IO, b_O, w2_OC, backend):
-    x = quantize(x_NI, ACTIVATION_SCALE, E4M3, transposed=True)
+    x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w, w2 = quantized_weights(w_IO), quantized_weights(w2_OC)
     scale = 1 / (ACTIVATION_SCALE * w.scale)
-    y_NO, y_ON, slope_NO = _gelu(backend, x.rows, w.oi, b_O, scale, x_NI.dtype)
-    y_NC = _matmul(y_NO, w2.oi, 1 / (ACTIVATION_SCALE * w2.scale), x_NI.dtype)
+    y_NO, y_ON, slope_NO = _gelu(backend, x.rows, w.oi, b_O, scale, dtype)
+    y_NC = _matmul(y_NO, w2.oi, 1 / (ACTIVATION_SCALE * w2.scale), dtype)
     like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (w_IO, b_O, w2_OC))
-    return y_NC, (x.transposed, w.io, w.scale, y_ON, w2.io, w2.scale, slope_NO, like)
+    saved = x.transposed, w.io, w.scale, y_ON, w2.io, w2.scale, slope_NO, like
+    return y_NC, (saved, kind_of(x_NI))
 
 
-def _mlp_backward(backend, saved, dy_NC):
+def _mlp_backward(backend, residuals, dy_NC):
+    saved, kind = residuals
     x_IN, w_IO, w_scale, y_ON, w2_OC, w2_scale, slope_NO, like = saved
     dy, scale = quantized_gradient(dy_NC)
     du_NO, du_ON, db_O = _gelu_backward(
@@ -186,7 +214,7 @@ def _mlp_backward(backend, saved, dy_NC):
     dw_IO = _matmul(x_IN, du_ON, 1 / (ACTIVATION_SCALE * scale), jnp.float32)
     dw2_OC = _matmul(y_ON, dy.transposed, 1 / (ACTIVATION_SCALE * scale), jnp.float32)
     grads = (dw_IO, db_O, dw2_OC)
-    return dx_NI, *jax.tree.map(lambda g, like: g.astype(like.dtype), grads, like)
+    return cotangent(dx_NI, kind), *jax.tree.map(lambda g, like: g.astype(like.dtype), grads, like)
 
 
 mlp.defvjp(_mlp_forward, _mlp_backward)

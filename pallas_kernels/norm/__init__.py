@@ -45,7 +45,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import DTYPES, REFERENCE, XLA, BackEnd
+from pallas_kernels._dispatch import DTYPES, XLA, BackEnd
+from pallas_kernels.fp8.conversion import E4M3, Fp8Rows, quantize, rows_of, transposed
 
 MAX_CHANNELS = 8192
 """Limit of the Triton kernels: the registers of a program hold no longer row."""
@@ -57,18 +58,29 @@ class Facts:
     """Properties of a call on which the choice of a back end depends."""
 
     channels: int
+    fp8: bool = False
+
+
+def _why_not_reference(call: Facts) -> str | None:
+    return "has no FP8 result" if call.fp8 else None
 
 
 def _why_not_triton(call: Facts) -> str | None:
     if call.channels > MAX_CHANNELS:
         return f"supports at most {MAX_CHANNELS} channels, not {call.channels}"
+    if call.fp8 and (_dispatch.capability() or (9, 0)) < (8, 9):
+        return "stores FP8 with compute capability 8.9 (Ada) or later"
     return _dispatch.why_not_triton()
 
 
 _dispatch.register(
     "layer_norm",
     "rms_norm",
-    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    back_ends=[
+        BackEnd("triton", _why_not_triton, custom=True),
+        XLA,
+        BackEnd("reference", _why_not_reference),
+    ],
     facts=Facts,
 )
 
@@ -82,8 +94,9 @@ def layer_norm(
     residual_bias: Float[Array, " C"] | None = None,
     eps: float = 1e-5,
     out_dtype: jax.typing.DTypeLike | None = None,
+    fp8_scale: float | None = None,
     implementation: Implementation | str = "auto",
-) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
+) -> Float[Array, "*N C"] | Fp8Rows | tuple[Float[Array, "*N C"] | Fp8Rows, Float[Array, "*N C"]]:
     """Normalise each row to mean 0 and variance 1, then scale and shift it.
 
     Args:
@@ -93,6 +106,8 @@ def layer_norm(
         residual_bias: added to every row, together with a residual; of scale's dtype.
         eps: added to the biased variance.
         out_dtype: dtype of y; x's when None.
+        fp8_scale: with a number, y is an `Fp8Rows` in e4m3 times the number, for a layer with FP8
+            matmuls; not with "reference".
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
 
@@ -112,8 +127,11 @@ def layer_norm(
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
     arrays = (x, residual, scale, bias, residual_bias)
-    backend = _dispatch.select("layer_norm", implementation, arrays=arrays, channels=x.shape[-1])
-    return _apply(Options(eps, True, out_dtype, backend), x, residual, scale, bias, residual_bias)
+    facts = {"channels": x.shape[-1], "fp8": fp8_scale is not None}
+    backend = _dispatch.select("layer_norm", implementation, arrays=arrays, **facts)
+    return _apply(
+        Options(eps, True, out_dtype, backend, fp8_scale), x, residual, scale, bias, residual_bias
+    )
 
 
 def rms_norm(
@@ -176,6 +194,7 @@ class Options:
     """Whether this is layer_norm, not rms_norm."""
     out_dtype: jnp.dtype
     backend: str
+    fp8_scale: float | None = None
 
     @property
     def operation(self) -> str:
@@ -199,7 +218,12 @@ def _apply(options, x, residual, scale, bias, residual_bias):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm(options, x, residual, scale_C, bias_C, residual_bias_C):
-    return _forward(options, x, residual, scale_C, bias_C, residual_bias_C)[:2]
+    plain = dataclasses.replace(options, fp8_scale=None)
+    y, total, _ = _forward(plain, x, residual, scale_C, bias_C, residual_bias_C)
+    if options.fp8_scale is not None:
+        q = quantize(_rows(y), options.fp8_scale, E4M3, transposed=True)
+        y = Fp8Rows(y, q.rows, q.transposed)
+    return y, total
 
 
 def _norm_forward(options, *primals):
@@ -207,12 +231,15 @@ def _norm_forward(options, *primals):
         jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     )
     y, total, stats = _forward(options, x, residual, scale_C, bias_C, residual_bias_C)
+    if options.fp8_scale is not None:
+        exact = (y.astype(jnp.float32) / options.fp8_scale).astype(options.out_dtype)
+        y = Fp8Rows(exact, _rows(y), transposed(_rows(y)))
     return (y, total), (x if residual is None else total, stats, scale_C, residual_bias_C)
 
 
 def _norm_backward(options, saved, cotangents):
     total, stats, scale_C, residual_bias_C = saved
-    dy, dtotal = cotangents
+    dy, dtotal = rows_of(cotangents[0]), cotangents[1]
     has_residual = dtotal is not None
     # The last normalisation of a network leaves total unused: no zeros are loaded for its gradient.
     if isinstance(dtotal, jax.custom_derivatives.SymbolicZero):
@@ -235,6 +262,7 @@ def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
     The statistics of x (..., C) are (S, ...) or (S, N).
     """
     static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
+    static["fp8_scale"] = options.fp8_scale
     if options.backend == "xla":
         return _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, **static)
     from pallas_kernels.norm import triton
@@ -264,7 +292,9 @@ def _rows(x):
     return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
+def _xla_forward(
+    x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype, fp8_scale
+):
     # No reshape: GSPMD may have sharded the axes.
     total = x.astype(jnp.float32)
     if residual is not None:
@@ -283,6 +313,8 @@ def _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred,
     if bias_C is not None:
         y = y + jnp.broadcast_to(bias_C.astype(jnp.float32), y.shape)
     stats = jnp.stack([mean[..., 0], rstd[..., 0]] if centred else [rstd[..., 0]])
+    if fp8_scale is not None:
+        y, out_dtype = (y * fp8_scale).clip(-448.0, 448.0), E4M3
     return y.astype(out_dtype), None if residual is None else total, stats
 
 

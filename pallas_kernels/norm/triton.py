@@ -103,6 +103,7 @@ def norm_forward(
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
+    FP8_SCALE: tl.constexpr = None,
 ):
     i, first = tl.arange(0, ROWS), tl.program_id(0) * ROWS
     if HAS_SCALE:
@@ -146,6 +147,9 @@ def norm_forward(
             y *= scale[k].to(tl.float32)
         if CENTRED:
             y += bias[k].to(tl.float32)
+        if FP8_SCALE is not None:
+            y = tl.maximum(y * FP8_SCALE, -448.0, propagate_nan=tl.PropagateNan.ALL)
+            y = tl.minimum(y, 448.0, propagate_nan=tl.PropagateNan.ALL)
         store_chunk(y_ptr, y, first, k, N, C, ROWS, LANES)
 
 
@@ -274,13 +278,27 @@ def sum_partials(
         tl.store(dresidual_bias_ptr + c, total.to(dresidual_bias_ptr.dtype.element_ty), mask=c < C)
 
 
-def forward(x_NC, residual_NC, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype):
+def forward(
+    x_NC,
+    residual_NC,
+    scale_C,
+    bias_C,
+    residual_bias_C,
+    *,
+    eps,
+    centred,
+    out_dtype,
+    fp8_scale: float | None = None,
+):
     """Return (y, total, statistics).
 
-    total is None without `residual_NC`. The statistics are mean and rstd, or rstd alone.
+    total is None without `residual_NC`. The statistics are mean and rstd, or rstd alone. With
+    `fp8_scale` y is in e4m3, times the scale.
     """
     n, c = x_NC.shape
     tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
+    if fp8_scale is not None:
+        out_dtype, tile["FP8_SCALE"] = jnp.float8_e4m3fn, fp8_scale
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
         # An absent array has a pointer too; the kernel does not use it.

@@ -29,6 +29,8 @@ from pallas_kernels import (
     projected_attention,
     select,
 )
+from pallas_kernels.fp8 import Fp8Rows, rows_of
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE
 
 INIT_STD = 0.02
 
@@ -89,7 +91,7 @@ class GPT2Config(ModelConfig):
             mlp = select("mlp", self.mlp, dtype=dtype, **sizes)
         return {
             "attention": attention,
-            "norm": select("layer_norm", self.norm, channels=c),
+            "norm": select("layer_norm", self.norm, channels=c, fp8=self.precision.fp8_blocks),
             "mlp": mlp,
             **super().kernels(sequence_length, batch),
         }
@@ -136,18 +138,19 @@ class LayerNorm(nnx.Module):
     The variance is biased, statistics are fp32, y has the compute dtype.
     """
 
-    def __init__(self, config: GPT2Config, *, eps: float = 1e-5):
+    def __init__(self, config: GPT2Config, *, eps: float = 1e-5, fp8: bool = False):
         self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((config.n_embd,), jnp.float32))
         self.eps, self.out_dtype = eps, config.precision.compute_dtype
         self.implementation = config.norm
+        self.fp8_scale = ACTIVATION_SCALE if fp8 else None
 
-    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"] | Fp8Rows:
         return self.norm(x)
 
     def add_layer_norm(
         self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+    ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
         """Return the normalised sum of x and the pending residual, and the sum, from one pass."""
         if pending is None:
             return self(x_BTC), x_BTC
@@ -157,6 +160,7 @@ class LayerNorm(nnx.Module):
     @jax.named_scope("norm")
     def norm(self, x, **residual):
         how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
+        how["fp8_scale"] = self.fp8_scale
         # Indexing by `...` reads a parameter's array.
         return layer_norm(x, self.scale[...], self.bias[...], **how, **residual)
 
@@ -178,11 +182,11 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(
         self,
-        x_BTC: Float[Array, "B T C"],
+        x_BTC: Float[Array, "B T C"] | Fp8Rows,
         cache: KVCache | PromptCache | None = None,
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> PendingResidual:
-        c = self.config
+        c, b, t = self.config, *rows_of(x_BTC).shape[:2]
         if cache is None and segment_ids_BT is None:
             y_BTHD = projected_attention(
                 x_BTC,
@@ -194,7 +198,7 @@ class Attention(nnx.Module):
                 precision=c.precision.matmul,
             )
         else:
-            qkv_BT3HD = self.c_attn(x_BTC).reshape(*x_BTC.shape[:2], 3, c.n_head, c.head_dim)
+            qkv_BT3HD = self.c_attn(rows_of(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
             if cache is None:
                 y_BTHD = flash_attention_qkv(
                     qkv_BT3HD,
@@ -204,7 +208,7 @@ class Attention(nnx.Module):
                 )
             else:
                 y_BTHD = cache.attend(*jnp.unstack(qkv_BT3HD, axis=2), precision=c.precision.matmul)
-        y_BTC = y_BTHD.reshape(x_BTC.shape)
+        y_BTC = y_BTHD.reshape(b, t, c.n_embd)
         return PendingResidual(self.c_proj.matmul(y_BTC), self.c_proj.bias[...])
 
 
@@ -219,7 +223,9 @@ class MLP(nnx.Module):
         self.implementation, self.precision = config.mlp, config.precision
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTC: Float[Array, "B T C"], decoding: bool = False) -> PendingResidual:
+    def __call__(
+        self, x_BTC: Float[Array, "B T C"] | Fp8Rows, decoding: bool = False
+    ) -> PendingResidual:
         # The back end named for training may not support the few rows of one token per sequence.
         implementation = "auto" if decoding else self.implementation
         y_BTC = mlp(
@@ -243,9 +249,10 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        self.ln_1 = LayerNorm(config)
+        fp8 = config.precision.fp8_blocks
+        self.ln_1 = LayerNorm(config, fp8=fp8)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = LayerNorm(config)
+        self.ln_2 = LayerNorm(config, fp8=fp8)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
