@@ -69,7 +69,7 @@ def test_help_shows_every_field_with_its_meaning(algorithm, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model.precision", "fp8"], "fp32.*tf32.*bf16"),
+        (["--model.precision", "fp4"], "fp32.*tf32.*bf16.*fp8"),
         (["--resume", "maybe"], "auto.*never.*must"),
         (["--optimizer.schedule", "cos"], "cosine.*linear.*constant.*wsd"),
         (["--model.recompute", "all"], "none.*block.*sublayer"),
