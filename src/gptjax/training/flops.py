@@ -3,8 +3,6 @@
 import collections
 import re
 
-from gptjax.precision import NAMES, Precision
-
 Number = float | int  # jaxtyping under pytest rejects an int for `float`
 
 # Peak FLOP/s of one device: fp32 without the tensor cores; tf32 and bf16 on the tensor cores with
@@ -67,8 +65,10 @@ PEAK_BANDWIDTH: dict[str, float] = {
     "V100": 900e9, "V100 PCIe": 900e9, "V100S PCIe": 1134e9, "T4": 300e9,
 }  # fmt: skip
 
-# FP8: compared with the peak of bf16, in which a part of the step still is.
-_COLUMN = {name: Precision(name).plain.split("_")[0] for name in NAMES}
+# FP8: compared with the peak of bf16, in which a part of the step still is. A literal, because
+# `gptjax.precision` imports JAX, and the commands that read a log start without it.
+_COLUMN = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_residual_fp32": "bf16"}
+_COLUMN |= {"fp8_head": "bf16", "fp8": "bf16"}
 # Words in a device's name that do not determine the speed: brands, the SXM socket, size and type of
 # the memory.
 _NOISE = re.compile(r"nvidia|tesla|geforce|sxm\d*|\d+gb?|hbm\d\w*")
