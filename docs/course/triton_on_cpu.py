@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
+GUARD = 4096  # elements: the largest block of a kernel
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "int32": "*i32"}
 
 
@@ -26,13 +27,20 @@ def interpret(kernel, arrays, grid, **constexprs) -> list[np.ndarray]:
         kernel: a `@triton.jit` function with a pointer for each array, then constexprs.
         arrays: fp32 or int32.
         grid: number of programs along each axis.
+
+    Raises:
+        AssertionError: the kernel stored something behind the end of an array.
     """
     import torch  # the interpreter reads the memory of PyTorch's tensors
 
-    tensors = [torch.from_numpy(np.array(array)) for array in arrays]
+    # Zeros behind each array: a store out of bounds lands there, not in other objects' memory.
+    padded = [np.pad(np.ravel(array), (0, GUARD)) for array in arrays]
+    tensors = [torch.from_numpy(flat) for flat in padded]
     with interpreted_language():
         interpreter.InterpretedFunction(kernel.fn)[grid](*tensors, **constexprs)
-    return [tensor.numpy() for tensor in tensors]
+    outside = [i for i, flat in enumerate(padded) if flat[-GUARD:].any()]
+    assert not outside, f"the kernel stored behind the end of the arrays {outside}: add a mask"
+    return [flat[:-GUARD].reshape(array.shape) for flat, array in zip(padded, arrays, strict=True)]
 
 
 @contextmanager

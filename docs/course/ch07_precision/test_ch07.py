@@ -36,11 +36,14 @@ def test_cast(chapter):
     assert [x.dtype for x in jax.tree.leaves(params)] == [jnp.bfloat16, jnp.bfloat16]
 
 
-def test_loss_and_gradients_are_fp32(chapter):
+def test_matmuls_are_bf16_and_the_gradients_fp32(chapter):
     params, windows_BT1 = params_of(gptjax_model()), jnp.asarray(read_windows(2, 16))
     value_and_grad = jax.value_and_grad(chapter.loss_bf16)
-    outputs = jax.eval_shape(lambda p: value_and_grad(p, windows_BT1, CONFIG.n_head), params)
-    assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype(jnp.float32)}
+    jaxpr = jax.make_jaxpr(lambda p: value_and_grad(p, windows_BT1, CONFIG.n_head))(params)
+    assert {aval.dtype for aval in jaxpr.out_avals} == {jnp.dtype(jnp.float32)}
+    matmuls = [line for line in str(jaxpr).splitlines() if " dot_general[" in line]
+    assert len(matmuls) > 20
+    assert sum(":bf16[" in line for line in matmuls) > len(matmuls) / 2
 
 
 def test_the_error_is_that_of_gptjax_in_bf16(chapter):
