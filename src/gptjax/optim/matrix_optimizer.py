@@ -8,7 +8,7 @@ import jax
 import optax
 
 from gptjax.optim.adamw import OptimizerConfig, adam_with_decay, clip_or_identity
-from gptjax.optim.partition import Group, assign, describe, paths_of
+from gptjax.optim.partition import Group, assign, describe, group_of, paths_of
 from gptjax.ranges import (
     DecayRate,
     NonNegativeFloat,
@@ -64,20 +64,31 @@ def matrices_and_adamw(
         }
         own |= {"weight_decay": weight_decay * group.weight_decay, "decay_form": decay_form}
         own |= {"cautious_decay": cautious_decay, "eps": eps}
-        tx = adam_with_decay(scaled(group.learning_rate), **own)
-        if every == 1:
-            return tx
-        return optax.MultiSteps(tx, every, use_grad_mean=False).gradient_transformation()
-
-    rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
+        return adam_with_decay(scaled(group.learning_rate), **own)
 
     def labels(params):
-        assigned = assign(groups, paths_of(params)).values()
-        names = ["matrix" if g.matrices is not None else str(groups.index(g)) for g in assigned]
+        names = [
+            "matrix" if group.matrices is not None else str(groups.index(group))
+            for group in (group_of(groups, path) for path in paths_of(params))
+        ]
         return jax.tree.unflatten(jax.tree.structure(params), names)
 
-    parts = optax.partition({"matrix": matrix, **rest}, labels)
+    def checked_labels(params):
+        assign(groups, paths_of(params))
+        names = labels(params)
+        return names if every == 1 else jax.tree.map(_matrix_or_rest, names)
+
+    rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
+    if every > 1:
+        # One condition for all groups: on a GPU the host waits for each.
+        summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
+        rest = {"rest": summed.gradient_transformation()}
+    parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
     return optax.chain(clip_or_identity(clip_norm), parts)
+
+
+def _matrix_or_rest(label: str) -> str:
+    return label if label == "matrix" else "rest"
 
 
 @dataclasses.dataclass(frozen=True)
