@@ -314,6 +314,18 @@ def test_a_step_lowers_for_an_h200():
     assert not re.search(r"1024x1024x|2048x2048x", text)
 
 
+def test_no_position_sees_a_later_token():
+    """Row k of the batch has another token k."""
+    params, (tokens, _, documents) = random_of(ODD), batch_of(ODD)
+    changed = tokens[0] + 7 * np.eye(TIME, dtype=np.int32)
+    rows = jnp.asarray(np.concatenate([tokens[:1], changed]) % ODD.vocab_size, jnp.int32)
+    hidden = jax.jit(lambda p, t, s: nnx.merge(graph(ODD), p).hidden(t, segment_ids_BT=s))
+    for segments in (None, jnp.broadcast_to(documents[0], rows.shape)):
+        first, *others = hidden(jax.tree.map(jnp.asarray, params), rows, segments)
+        moved = np.abs(np.asarray(others) - np.asarray(first)).max(-1)
+        assert not np.tril(moved, -1).any() and np.diag(moved).all()
+
+
 @pytest.mark.gpu
 def test_the_default_kernels_on_the_gpu():
     """Each gradient by the 2× rule: against fp32 references, compared with XLA's back ends."""

@@ -116,6 +116,8 @@ def one_lane(self, tokens_BT, cache=None, segment_ids_BT=None):
 
 
 ALL = Idea("all ideas")
+# The same run again: with two parts, on the second GPU.
+AGAIN = Idea("all ideas, again")
 # Tables that an idea alone uses are nearly left out: an update of zeros takes time, too.
 IDEAS: Sequence[Idea] = (
     ALL,
@@ -134,6 +136,7 @@ IDEAS: Sequence[Idea] = (
     Idea("skip connection", values={"skip_lambda": -100.0}),
     Idea("paired heads", model=lambda config: {"paired_layers": ()}),
     Idea("key offset", functions={"partial_key_offset": lambda k_BTHD: k_BTHD}),
+    AGAIN,
     Idea("backout", values={"backout_lambda": 0.0}),
     Idea("multi-token prediction", stage={"token_weights": (1.0,), "final_token_weights": None}),
     Idea("attention gates", values={"attention_gates": 0.0}),

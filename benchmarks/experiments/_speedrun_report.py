@@ -94,11 +94,13 @@ def comparison_table(result: dict) -> list[str]:
 
 
 def notes(result: dict) -> list[str]:
-    """Return sentences about the learning rates and the cut documents, after an empty line."""
-    said = []
+    """Return sentences about seeds, learning rates and other runs, after an empty line."""
+    said, most = [], max(len(its["seeds"]) for name, its in result.items() if name != "target")
     for name, its in result.items():
         if name == "target":
             continue
+        if (seeds := len(its["seeds"])) < most:
+            said.append(f"{MODELS[name][0]} has {seeds} seeds, not {most}.")
         tried = [rate for rate, _ in its["tuning"]]
         if len(tried) > 1 and its["learning_rate"] in (tried[0], tried[-1]):
             said.append(f"The best learning rate of {MODELS[name][0]} is the last one tried.")
@@ -133,18 +135,18 @@ def report_comparison(models: Mapping[str, dict], picture: Path) -> tuple[dict, 
 
 def ablation(records: Mapping[str, dict]) -> list[dict]:
     """Return a row for each idea: loss and milliseconds without the idea, and their differences to
-    those with all ideas."""
-    everything = records["all ideas"]
-    rows = []
+    those with all ideas. The milliseconds are compared with a run of the same part, if any."""
+    whole, rows = final(records["all ideas"]), []
+    ms = {r["part"]: r["ms"] for name, r in records.items() if name.startswith("all ideas")}
     for name, record in records.items():
-        loss, whole = final(record), final(everything)
+        loss, base = final(record), ms.get(record["part"])
         rows.append(
             {
                 "without": name,
                 "loss": finite(loss),
                 "more_loss": finite(round(loss - whole, 4)),
                 "ms": record["ms"],
-                "more_ms": round(record["ms"] - everything["ms"], 2),
+                "more_ms": None if base is None else round(record["ms"] - base, 2),
             }
         )
     first, *others = rows
@@ -156,9 +158,10 @@ def ablation_table(rows: Sequence[dict]) -> list[str]:
     cells = []
     for row in rows:
         loss = ("not finite", "") if row["loss"] is None else (f"{row['loss']:.4f}",)
-        name = "nothing" if row["without"] == "all ideas" else row["without"]
+        name = row["without"].replace("all ideas", "nothing")
         more = () if row["loss"] is None else (f"{row['more_loss']:+.4f}",)
-        cells.append((name, *loss, *more, f"{row['ms']:.1f}", f"{row['more_ms']:+.1f}"))
+        ms = "" if row["more_ms"] is None else f"{row['more_ms']:+.1f}"
+        cells.append((name, *loss, *more, f"{row['ms']:.1f}", ms))
     return markdown(names, *cells)
 
 
@@ -171,7 +174,9 @@ def report_ablation(records: Mapping[str, dict], picture: Path) -> tuple[dict, l
         for axes, field, unit in zip(
             panels, ("more_loss", "more_ms"), ("loss (nats per token)", "ms a step"), strict=True
         ):
-            axes.barh(names, [row[field] for row in drawn], color=style.BLUE)
+            known = [row for row in drawn if row[field] is not None]
+            axes.barh(names, 0)  # all names, in order
+            axes.barh([r["without"] for r in known], [r[field] for r in known], color=style.BLUE)
             axes.axvline(0, color="0.3", linewidth=0.8)
             axes.set_xlabel(f"without the idea − with all ideas: {unit}")
             style.bars(axes)

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from _recorded_runs import OutOfTime, RecordedRuns, elapsed_s, finite, of_this_run
-from _speedrun_ideas import ALL, IDEAS, Idea, replaced
+from _speedrun_ideas import AGAIN, ALL, IDEAS, Idea, replaced
 from _speedrun_plan import NAMES, ablated, config_of, rates_to_try, with_sequences
 from _speedrun_report import final, report_ablation, report_comparison, shown, write_part
 
@@ -135,7 +135,7 @@ class Runs(RecordedRuns):
     """The runs of this part; records of all parts are known.
 
     A record has [tokens, seconds, loss] of every validation, with null for a loss that is not
-    finite.
+    finite, and the number of its part: parts run on different GPUs.
 
     Attributes:
         idea: the idea that the next runs leave out.
@@ -153,8 +153,11 @@ class Runs(RecordedRuns):
 
     def read(self) -> None:
         """Read the records of all parts."""
-        files = sorted(self.o.out.glob("runs*.jsonl"))
-        self.known = [json.loads(x) for file in files for x in file.read_text().splitlines()]
+        self.known = [
+            {"part": int(file.stem.partition("_")[2] or 0)} | json.loads(line)
+            for file in sorted(self.o.out.glob("runs*.jsonl"))
+            for line in file.read_text().splitlines()
+        ]
 
     def mine(self, names: Sequence[Any]) -> list[Any]:
         """Return this part of a list."""
@@ -202,7 +205,8 @@ class Runs(RecordedRuns):
                     raise OutOfTime
                 began = time.perf_counter()
         ms = round(1e3 * seconds / (step + 1), 2)
-        return {"label": label, "val": val, "ms": ms, **of_this_run(programs.mesh)}
+        run = {"label": label, "val": val, "ms": ms, "part": self.part}
+        return run | of_this_run(programs.mesh)
 
     def first_state(self, config: Config, programs: Programs) -> Any:
         """Return the state before the first step; each executable has run at least once."""
@@ -420,7 +424,7 @@ def ablate(o: Options, run: Runs) -> dict[str, dict]:
         if run.recorded(config) is None and not o.recorded_only:
             run.compile(config)
     for run.idea, config in mine:
-        label = "" if run.idea is ALL else "without "
+        label = "" if run.idea.name in (ALL.name, AGAIN.name) else "without "
         record = made(run, config, f"{label}{run.idea.name}")
         result |= {} if record is None else {run.idea.name: record}
     run.idea = ALL
