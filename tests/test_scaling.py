@@ -1,10 +1,9 @@
 """benchmarks/experiments/scaling.py: the arithmetic of the prediction on cases computed by hand.
 
-docs/scaling.md has the tables of its result."""
+tests/test_result_tables.py compares its result with docs/scaling.md."""
 
 import importlib
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -195,15 +194,11 @@ def test_measured_constants_replace_the_assumptions(scaling, tmp_path):
         scaling.cluster(scaling.Options(collectives=fitted(tmp_path / "c.json", fits)))
 
 
-def test_the_command_writes_the_result_the_picture_and_the_tables(scaling, tmp_path, monkeypatch):
+def test_the_command_writes_the_result_and_the_picture(scaling, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["scaling.py", "--given"])
     monkeypatch.setattr(scaling, "CASES", scaling.CASES[1:2])
-    page = tmp_path / "page.md"
-    report = importlib.import_module("_scaling_report")
-    names = [f"<!-- {name}: generated -->\n<!-- {name}: end -->\n" for name in report.TABLES]
-    page.write_text("before\n" + "between\n".join(names) + "after\n")
     out, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
-    scaling.main(scaling.Options(out=out, picture=picture, page=page))
+    scaling.main(scaling.Options(out=out, picture=picture))
     result = results.read(out)
     assert result["command"] == "python benchmarks/experiments/scaling.py --given"
     assert {(r["strategy"], r["devices"]) for r in result["rows"]} == {
@@ -211,16 +206,6 @@ def test_the_command_writes_the_result_the_picture_and_the_tables(scaling, tmp_p
     }
     assert result["compared"] and {row["batch"] for row in result["compared"]} == {4}
     assert picture.stat().st_size > 5000
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n")
-    assert text.count("between\n") == len(names) - 1 and text.count("| --- |") >= len(names)
-    assert report.with_tables(text, result) == text
-    with pytest.raises(BenchError, match="once in the page"):
-        report.with_tables("no table", result)
-
-
-def test_the_page_has_the_tables_of_the_result(scaling):
-    report = importlib.import_module("_scaling_report")
-    result = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())
-    text = (ROOT / "docs" / "scaling.md").read_text()
-    assert report.with_tables(text, result) == text
+    # tests/test_result_tables.py compares the tables of the page.
+    tables = importlib.import_module("_scaling_report").TABLES
+    assert all(table(result).count("| --- |") for table in tables.values())

@@ -1,12 +1,10 @@
-"""The result of scaling.py: printed, as tables of docs/scaling.md, and as a picture."""
+"""The result of scaling.py: printed, as the tables of docs/scaling.md, and as a picture."""
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gptjax.bench import style
-from gptjax.bench.errors import BenchError
 from gptjax.bench.table import Row, print_table
 
 MODELS = {"gpt2": "124M", "gpt2-xl": "1558M"}
@@ -137,33 +135,13 @@ def limits_table(result: dict) -> str:
     return markdown(names, rows)
 
 
+# benchmarks/tools/result_tables.py writes them to docs/scaling.md.
 TABLES: dict[str, Callable[[dict], str]] = {
     "measured": measured_table,
     "scaling": scaling_table,
     "collectives": collectives_table,
     "limits": limits_table,
 }
-
-
-def with_tables(text: str, result: dict) -> str:
-    """Return a page with the tables of a result.
-
-    Raises:
-        BenchError: the page lacks a table's begin and end.
-    """
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{begin}.*?{end}", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise BenchError(f"expected {begin} and {end} once in the page")
-        before, after = pattern.split(text)
-        text = f"{before}{begin}\n\n{table(result)}\n\n{end}{after}"
-    return text
-
-
-def write_page(result: dict, page: Path) -> None:
-    """Replace the tables of a page."""
-    page.write_text(with_tables(page.read_text(), result))
 
 
 def draw(result: dict, path: Path) -> None:

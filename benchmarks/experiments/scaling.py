@@ -1,7 +1,8 @@
 """Predict the training step on 2 to 512 GPUs from one GPU's time and the rates of collectives.
 
     python benchmarks/experiments/scaling.py --out benchmarks/results/scaling.json \\
-        --picture docs/images/scaling.png --page docs/scaling.md
+        --picture docs/images/scaling.png
+    python benchmarks/tools/result_tables.py            # the tables of docs/scaling.md
 
 No GPU is needed. For a model of L blocks on n GPUs:
 
@@ -52,7 +53,7 @@ from pathlib import Path
 
 import jax
 import tyro
-from _scaling_report import draw, print_steps, write_page
+from _scaling_report import draw, print_steps
 from collectives import KINDS, bus_factor
 
 from gptjax.bench import results
@@ -98,8 +99,6 @@ class Options:
     """JSON file for the results."""
     picture: Path | None = None
     """PNG file for the picture."""
-    page: Path | None = None
-    """Markdown file whose tables are replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,9 +476,6 @@ def main(options: Options) -> None:
     if options.picture:
         draw(result, options.picture)
         print(f"wrote {options.picture}")
-    if options.page:
-        write_page(result, options.page)
-        print(f"wrote the tables of {options.page}")
 
 
 if __name__ == "__main__":

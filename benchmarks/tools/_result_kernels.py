@@ -1,0 +1,130 @@
+"""Tables of benchmarks/results/kernels: the time of each case and back end."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from _result_files import FOLDER, Results, figure, markdown, percent
+
+# What a file of the benchmarks calls an implementation, and what a table calls it.
+NAMES = {"three bare matmuls": "three matmuls", "cudnn": "cuDNN", "xla": "XLA", "torch": "PyTorch"}
+NAMES |= {"torch.compile": "PyTorch, compiled", "torch cudnn": "PyTorch, cuDNN"}
+NAMES |= {"torch flash": "PyTorch, flash"}
+
+
+def case_of(row: dict) -> str:
+    """Return the operation and the case; the benchmark of linear_gelu has several operations."""
+    several = row["kernel"] in ("flash_attention", "linear_gelu", "fused_classifier", "softmax")
+    case = row["case"] if several else f"{row['kernel']} {row['case']}"
+    return case.replace("bfloat16", "bf16").replace("float32", "fp32")
+
+
+def target(text: str) -> str:
+    return re.sub(r"(\d)×", r"\1 ×", "" if "auto takes" in text else text)
+
+
+def cell(row: dict) -> str:
+    """Return the time and the rate that limits the kernel."""
+    if "ms" not in row:
+        return row.get("error", "")
+    if row["bound"] == "memory":
+        return f"{figure(row['ms'], 3)} ({percent(row['ceiling'], 0)})"
+    return f"{figure(row['ms'], 3)} ({row['TFLOP/s']:.0f})"
+
+
+def kernel_table(stem: str, pattern: str = "") -> Callable[[Results], str]:
+    """Return the table of a file in benchmarks/results/kernels.
+
+    Args:
+        pattern: a regular expression of the cases; all cases by default.
+    """
+
+    def table(results: Results) -> str:
+        result = results[f"kernels/{stem}"]
+        rows = [row for row in result["rows"] if re.search(pattern, case_of(row))]
+        columns = list(dict.fromkeys(row["implementation"] for row in rows))
+        cells: dict[str, dict[str, str]] = {}
+        for row in rows:
+            cells.setdefault(case_of(row), {})[row["implementation"]] = cell(row)
+        targets = {case_of(row): target(row["bar"]) for row in rows}
+        bar = ["target"] if any(targets.values()) else []
+        lines = [
+            [case, *(targets[case] for _ in bar), *(found.get(name, "") for name in columns)]
+            for case, found in cells.items()
+        ]
+        ceilings, bounds = result["ceilings"], {row["bound"] for row in rows}
+        units = []
+        if "memory" in bounds:
+            rate = ceilings["bytes_per_s"] / 1e12
+            units.append(f"ms (share of the copy rate of this run, {rate:.2f} TB/s)")
+        if bounds - {"memory"}:
+            rate = ceilings["flops_per_s"] / 1e12
+            units.append(f"ms (TFLOP/s; a large matmul of this run: {rate:.0f} TFLOP/s)")
+        head = ["case", *bar, *(NAMES.get(name, name) for name in columns)]
+        return f"{' or '.join(units).capitalize()}:\n\n{markdown(head, lines)}"
+
+    return table
+
+
+def targets_table(results: Results) -> str:
+    """Every case with a target: the kernel, XLA and compiled PyTorch."""
+    lines = []
+    for path in sorted((FOLDER / "kernels").glob("*.json")):
+        rows = results[f"kernels/{path.stem}"]["rows"]
+        for case in dict.fromkeys((row["kernel"], row["case"]) for row in rows):
+            of_case = [row for row in rows if (row["kernel"], row["case"]) == case]
+            found = {row["implementation"]: row for row in of_case}
+            first = of_case[0]
+            if not target(first["bar"]):
+                continue
+            name = case_of(first)
+            name = name if first["kernel"] in name or "linear_" in name else f"{case[0]} {name}"
+            rivals = [cell(found[n]) if n in found else "" for n in ("xla", "torch.compile")]
+            best = first["implementation"]
+            lines.append([name, target(first["bar"]), best, cell(first), *rivals])
+    head = ("case", "target", "back end", "ms (rate)", "XLA", "PyTorch, compiled")
+    return markdown(head, lines)
+
+
+def sass_table(results: Results) -> str:
+    """Registers and spills of the Mosaic kernels, compiled for an H200."""
+    rows = results["mosaic_sass"]["rows"]
+    head = ("kernel", "registers at launch", "spilled bytes", "serialised wgmma")
+    return markdown(
+        head,
+        [[r["kernel"], r["registers"], r["spilled bytes"], len(r["remarks"])] for r in rows],
+    )
+
+
+def generate_table(results: Results) -> str:
+    """Tokens per second of `bench generate`."""
+    lines = []
+    for path in sorted((FOLDER / "generate").glob("*.json")):
+        for row in results[f"generate/{path.stem}"]["rows"]:
+            times = [figure(row["step_us"]), figure(row["first_token_ms"], 3)]
+            rate, limit = figure(row["tokens/s"]), percent(row["of_limit"])
+            lines.append([row["batch"], row["system"], row["case"], rate, *times, limit])
+    head = ("batch", "system", "case", "tokens/s", "step, µs", "first token, ms", "of limit")
+    return markdown(head, lines)
+
+
+KERNELS = Path("docs/kernels")
+TABLES = {
+    "kernel_targets": (KERNELS / "README.md", targets_table),
+    "mosaic_sass": (KERNELS / "README.md", sass_table),
+    "attention": (KERNELS / "attention.md", kernel_table("attention")),
+    "classifier": (KERNELS / "classifier.md", kernel_table("classifier")),
+    "decode": (KERNELS / "decode.md", generate_table),
+    "feed_forward": (KERNELS / "feed_forward.md", kernel_table("feed_forward", " forward [0-9]")),
+    "feed_forward_backward": (
+        KERNELS / "feed_forward.md",
+        kernel_table("feed_forward", "^linear_.* backward [0-9]"),
+    ),
+    "mlp": (KERNELS / "feed_forward.md", kernel_table("feed_forward", "^mlp")),
+    "lm_head": (KERNELS / "lm_head.md", kernel_table("lm_head")),
+    "norm": (KERNELS / "norm.md", kernel_table("norm")),
+    "row_softmax": (KERNELS / "row_softmax.md", kernel_table("row_softmax")),
+    "symmetric": (KERNELS / "symmetric.md", kernel_table("symmetric")),
+    "polar_express": (Path("docs/normuon.md"), kernel_table("polar_express")),
+    "transpose": (KERNELS / "transpose.md", kernel_table("transpose")),
+}

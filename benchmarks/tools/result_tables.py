@@ -1,0 +1,82 @@
+"""Write the tables of measured figures in docs/ from the files in benchmarks/results/.
+
+    python benchmarks/tools/result_tables.py            # replace the tables
+    python benchmarks/tools/result_tables.py --check    # exit code 1 if a table is not current
+
+A table is between `<!-- table: NAME -->` and `<!-- end -->` in its page. Below each table are the
+command, date, hardware, versions and commit of the measurement, as the result files have them.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+TOOLS = Path(__file__).parent
+# The modules of the tables, and the report of the scaling experiment.
+sys.path += [str(TOOLS), str(TOOLS.parent / "experiments")]
+
+import _result_kernels  # noqa: E402
+import _result_runs  # noqa: E402
+import _result_steps  # noqa: E402
+from _result_files import ROOT, Results  # noqa: E402
+
+# Name → page from the repository's root, and the function that returns the table.
+TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
+    **_result_steps.TABLES,
+    **_result_runs.TABLES,
+    **_result_kernels.TABLES,
+}
+TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def generate(name: str) -> str:
+    """Return a table with its caption, between its markers."""
+    page, table = TABLES[name]
+    results = Results(ROOT / page)
+    text = table(results)
+    return f"<!-- table: {name} -->\n\n{text}\n\n{results.caption()}\n\n<!-- end -->"
+
+
+def current(page: Path, text: str) -> str:
+    """Return a page's text with its tables replaced.
+
+    Raises:
+        ValueError: the tables of the page are not those that TABLES has for it.
+    """
+    expected = sorted(name for name, (of, _) in TABLES.items() if ROOT / of == page)
+    if (found := sorted(TABLE.findall(text))) != expected:
+        raise ValueError(f"{page}: expected the tables {expected}, found {found}")
+    return TABLE.sub(lambda match: generate(match[1]), text)
+
+
+def pages() -> list[Path]:
+    return sorted({ROOT / page for page, _ in TABLES.values()})
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    arguments = parser.parse_args(argv)
+    stale = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        try:
+            new = current(page, text)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        if new != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if not arguments.check:
+                page.write_text(new, encoding="utf-8")
+    for name in stale:
+        print(f"{name}: {'not current' if arguments.check else 'written'}")
+    return int(arguments.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
