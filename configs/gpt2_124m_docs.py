@@ -4,7 +4,8 @@ Command:   python train.py --config configs/gpt2_124m_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
-Time:      174 s on one H200, measured with an earlier version of gptjax (docs/measurements.md)
+Time:      174 s on one H200, measured with an earlier version
+           (docs/notes/2026-11-22-measurements.md)
 Loss:      3.574 at step 1,000, with the same version
 """
 
