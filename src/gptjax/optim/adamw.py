@@ -196,7 +196,8 @@ def adam_with_decay(
     )
 
 
-def _product(x: ArrayLike, rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+def _product(x: ArrayLike, rate: Any) -> Any:
+    """Return x · rate; rate is a number or a schedule."""
     return (lambda n: x * rate(n)) if callable(rate) else x * rate
 
 

@@ -58,7 +58,7 @@ def matrices_and_adamw(
         )
 
     def adam(group):
-        own = {
+        own: dict[str, Any] = {
             "b1": b1 if group.b1 is None else group.b1,
             "b2": b2 if group.b2 is None else group.b2,
         }
