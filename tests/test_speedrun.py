@@ -323,7 +323,8 @@ def test_no_position_sees_a_later_token():
     for segments in (None, jnp.broadcast_to(documents[0], rows.shape)):
         first, *others = hidden(jax.tree.map(jnp.asarray, params), rows, segments)
         moved = np.abs(np.asarray(others) - np.asarray(first)).max(-1)
-        assert not np.tril(moved, -1).any() and np.diag(moved).all()
+        # Rows round differently.
+        assert np.tril(moved, -1).max() < 1e-5 and np.diag(moved).min() > 1e-3
 
 
 @pytest.mark.gpu
