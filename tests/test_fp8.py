@@ -165,8 +165,18 @@ def test_the_triton_kernel_needs_hardware_conversions(monkeypatch):
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
     monkeypatch.setattr(_dispatch, "capability", lambda: (8, 0))
     assert _dispatch.select("quantize") == "xla"
-    with pytest.raises(ValueError, match=r"needs compute capability 8.9 \(Ada\) or later, not"):
+    with pytest.raises(ValueError, match=r"needs compute capability 8.9 \(Ada\) or later for FP8"):
         quantize(jnp.ones((4, 4)), 1.0, implementation="triton")
+    # XLA would compute in fp16.
+    for operation, facts in [
+        ("scaled_matmul", {"rows": 1, "columns": 1, "inner": 1}),
+        ("linear_cross_entropy", {"fp8": True}),
+        ("fp8_linear_gelu", {"rows": 1, "inputs": 1, "outputs": 1}),
+    ]:
+        back_end = "fused" if operation == "linear_cross_entropy" else "xla"
+        for name in (back_end, "auto"):
+            with pytest.raises(ValueError, match=f"{operation}: .*needs compute capability 8.9"):
+                _dispatch.select(operation, name, **facts)
 
 
 @pytest.mark.parametrize("copies", [{}, {"transposed": True}], ids=str)

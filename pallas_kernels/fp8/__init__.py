@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._dispatch import REFERENCE, BackEnd
 from pallas_kernels.fp8.conversion import (
     E4M3,
     E5M2,
@@ -46,6 +46,7 @@ from pallas_kernels.fp8.conversion import (
     rows_of,
     scale_for,
     transposed,
+    why_not_fp8,
 )
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "scale_for",
     "scaled_matmul",
     "transposed",
+    "why_not_fp8",
 ]
 Implementation = Literal["auto", "mosaic", "xla", "reference"]
 
@@ -84,7 +86,11 @@ def _why_not_mosaic(call: MatmulFacts) -> str | None:
 # XLA first: the default until a measurement says otherwise.
 _dispatch.register(
     "scaled_matmul",
-    back_ends=[BackEnd("mosaic", _why_not_mosaic, custom=True), XLA, REFERENCE],
+    back_ends=[
+        BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("xla", lambda call: why_not_fp8()),
+        REFERENCE,
+    ],
     facts=MatmulFacts,
     order=lambda call, partitioned: ("xla",),
 )

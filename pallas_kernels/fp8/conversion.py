@@ -42,13 +42,19 @@ def scale_for(
     return jnp.ldexp(jnp.ones((), jnp.float32), jnp.where(valid, exponent.clip(-60, 60), 0))
 
 
-def _why_not_quantize(facts: _dispatch.NoFacts) -> str | None:
-    if (why := _dispatch.why_not_triton()) is not None:
-        return why
+def why_not_fp8() -> str | None:
+    """Return None unless the default device is an NVIDIA GPU without FP8 tensor cores.
+
+    On such a GPU, XLA would compute the matmul of FP8 operands in fp16. A CPU is for tests.
+    """
     capability = _dispatch.capability()
     if capability is not None and capability < (8, 9):
-        return f"needs compute capability 8.9 (Ada) or later, not {capability}"
+        return f"needs compute capability 8.9 (Ada) or later for FP8, not {capability}"
     return None
+
+
+def _why_not_quantize(facts: _dispatch.NoFacts) -> str | None:
+    return _dispatch.why_not_triton() or why_not_fp8()
 
 
 _dispatch.register(

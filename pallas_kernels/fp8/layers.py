@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import XLA, BackEnd
+from pallas_kernels._dispatch import BackEnd
 from pallas_kernels.feed_forward import ACTIVATIONS
 from pallas_kernels.feed_forward import mlp as plain_mlp
 from pallas_kernels.fp8 import (
@@ -44,6 +44,7 @@ from pallas_kernels.fp8 import (
     rows_of,
     scale_for,
     scaled_matmul,
+    why_not_fp8,
 )
 from pallas_kernels.matmul import linear as plain_linear
 from pallas_kernels.matmul import sum_rows
@@ -80,7 +81,10 @@ def _why_not_mosaic(call: Facts) -> str | None:
 
 _dispatch.register(
     "fp8_linear_gelu",
-    back_ends=[BackEnd("mosaic", _why_not_mosaic, custom=True), XLA],
+    back_ends=[
+        BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("xla", lambda call: why_not_fp8()),
+    ],
     facts=Facts,
 )
 

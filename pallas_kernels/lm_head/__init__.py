@@ -46,6 +46,7 @@ from pallas_kernels.classifier import (
     to_int32,
 )
 from pallas_kernels.classifier import reference as classifier_reference
+from pallas_kernels.fp8 import why_not_fp8
 from pallas_kernels.lm_head.fp8 import HeadScales, chunk_gradients, quantized_head
 from pallas_kernels.transpose import transpose_copy
 
@@ -75,13 +76,21 @@ def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
     return ("fused", "xla")
 
 
+def _why_not_fused(call: Facts) -> str | None:
+    return why_not_fp8() if call.fp8 else None
+
+
 def _why_not_fp8(call: Facts) -> str | None:
     return "has no FP8 matmuls" if call.fp8 else None
 
 
 _dispatch.register(
     "linear_cross_entropy",
-    back_ends=[BackEnd("fused"), BackEnd("xla", _why_not_fp8), BackEnd("reference", _why_not_fp8)],
+    back_ends=[
+        BackEnd("fused", _why_not_fused),
+        BackEnd("xla", _why_not_fp8),
+        BackEnd("reference", _why_not_fp8),
+    ],
     facts=Facts,
     order=_order,
 )
