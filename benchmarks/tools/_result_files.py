@@ -90,6 +90,8 @@ def origin(result: dict) -> str:
 def command(text: str) -> str:
     """Return the command of a result as code, with the current path of its script."""
     text = re.sub(OUTPUTS, "", text)
+    # Equivalent in a shell, and not read as options of the command itself.
+    text = re.sub(r"--options=([^\s\"']+)", r'--options="\1"', text)
     for old, new in MOVED:
         text = re.sub(old, new, text)
     # A remark that follows the command, such as "(the 124M rows; …)".
