@@ -15,7 +15,7 @@ SHARDED = PartitionSpec("data")
 
 def make_mesh(devices):
     """Return a mesh of the devices with one axis, "data"."""
-    return jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def replicate(tree, mesh):
