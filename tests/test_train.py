@@ -219,8 +219,8 @@ def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
         "compilation_cache": config.compilation_cache, "resume_with_changes": True,
         "executable_cache": True, "eval_items": 3, "peak_tflops": 2.0,
     }  # fmt: skip
-    # These need files or a package.
-    others = {"init_from", "eval_tasks", "eval_every", "wandb"}
+    # These need files, a package or documents.
+    others = {"init_from", "eval_tasks", "eval_every", "wandb", "max_document_length"}
     (Path(config.dataset).parent / "words").symlink_to(config.dataset)
     assert changes.keys() | others == OUTSIDE_EXECUTABLES
     assert all(getattr(plain, name) != value for name, value in changes.items())
