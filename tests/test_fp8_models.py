@@ -85,10 +85,11 @@ def test_gradients_are_near_those_of_bf16(name, bound):
         assert norm(a - b) < 0.25 * norm(b)
 
 
-@pytest.mark.parametrize("strategy", ["data", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
 def test_strategies(strategy):
     """The same loss and gradients on two devices."""
-    g, params = graph(with_precision("gpt2", "fp8")), init_params(CONFIGS["gpt2"], 0)
+    config = dataclasses.replace(with_precision("gpt2", "fp8"), n_layer=1)
+    g, params = graph(config), init_params(config, 0)
     parallel, windows = Parallel.of(jax.devices("cpu")[:2], strategy), tokens()
     one = jax.jit(lambda p: loss_and_grads(g, p, windows))(params)
     placed = jax.device_put(params, parallel.shardings(params))
