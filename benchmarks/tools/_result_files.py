@@ -65,26 +65,38 @@ class Results:
         """
         items: dict[str, list[str]] = {}
         for name, result in self.read.items():
-            items.setdefault(origin(result), []).append(self.link(name))
+            items.setdefault(origin(name, result), []).append(self.link(name))
         return "\n".join(f"- {', '.join(links)}: {text}" for text, links in items.items())
 
 
-def origin(result: dict) -> str:
+def origin(name: str, result: dict) -> str:
     """Return command, date, hardware, versions and commit of a result, as its file has them."""
     versions = result["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
     commit = result.get("commit")
-    return "; ".join(
-        [
-            command(result["command"]) if "command" in result else "command not recorded",
-            result.get("date", "date not recorded"),
-            result["device"],
-            named,
-            f"commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}"
-            if commit
-            else "commit not recorded",
-        ]
-    )
+    short = f"commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}" if commit else None
+    parts = [
+        command(result["command"]) if "command" in result else "command not recorded",
+        result.get("date", "date not recorded"),
+        hardware(name, result),
+        ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions),
+        short or "commit not recorded",
+        *(f"{variable}={value}" for variable, value in result.get("environment", {}).items()),
+    ]
+    # The commit is in the caption already.
+    note = re.sub(r"^Of (commit )?\w{7}[.;,]? ?", "", result.get("note", "")).rstrip(".")
+    return "; ".join(parts) + (f". {note}." if note else "")
+
+
+def hardware(name: str, result: dict) -> str:
+    """Return the devices: their number is in the rows, or in the name of a file with several."""
+    if result.get("kind") == "prediction":
+        return f"predicted for {result['device']}"
+    counts = {row["devices"] for row in result.get("rows", []) if "devices" in row}
+    if found := re.search(r"devices_(\d+)$", name):
+        counts |= {int(found[1])}
+    if max(counts, default=1) == 1:
+        return result["device"]
+    return f"{' and '.join(map(str, sorted(counts)))} × {result['device']}"
 
 
 def command(text: str) -> str:

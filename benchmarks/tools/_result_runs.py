@@ -163,6 +163,10 @@ def overview_table(results: Results) -> str:
     two = [r for r in results["scaling"]["compared"] if r["batch"] == 64][0]
     scaled = percent(two["one_gpu_ms"] / two["measured_ms"])
     normuon = [v for k, v in results["learning/learning"]["result"].items() if "normuon" in k][0]
+    case = "forward and backward B=64 T=1024 H=12 D=64 bf16"
+    rows = [row for row in results["kernels/attention"]["rows"] if row["case"] == case]
+    attention = {row["implementation"]: row["ms"] for row in rows}
+    generation = results["generate/batch_64"]["rows"][0]
     speed = "[speed.md](speed.md)"
     lines = [
         ["124M, bf16, B = 64, tokens/s", figure(bf16["tokens/s"]), speed],
@@ -176,6 +180,16 @@ def overview_table(results: Results) -> str:
             "[ladder.md](ladder.md)",
         ],
         ["two GPUs, compared with two times one GPU", scaled, "[scaling.md](scaling.md)"],
+        [
+            "flash_attention, forward and backward, compared with cuDNN",
+            ratio(attention["cudnn"] / attention["mosaic"]),
+            "[kernels/attention.md](kernels/attention.md)",
+        ],
+        [
+            "generation, 64 sequences, compared with transformers",
+            ratio(generation["of_torch"]),
+            "[kernels/decode.md](kernels/decode.md)",
+        ],
         [
             "NorMuon: share of AdamW's steps for AdamW's loss",
             f"{normuon['fraction_of_steps']:.2f}",

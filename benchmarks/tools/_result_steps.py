@@ -151,7 +151,11 @@ def scaling_table(name: str) -> Callable[[Results], str]:
         # result_tables.py adds the folder of the experiments to the path.
         from _scaling_report import TABLES as reports  # pyright: ignore[reportMissingImports]
 
-        return reports[name](results["scaling"])
+        text = reports[name](results["scaling"])
+        if name == "measured":  # The caption also has the origin of the measured steps.
+            for row in results["scaling"]["compared"]:
+                results[f"step/{Path(row['result']).stem}"]
+        return text
 
     return table
 
