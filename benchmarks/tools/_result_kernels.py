@@ -10,7 +10,8 @@ from _result_files import FOLDER, Results, figure, markdown, percent
 # What a file of the benchmarks calls an implementation, and what a table calls it.
 NAMES = {"three bare matmuls": "three matmuls", "cudnn": "cuDNN", "xla": "XLA", "torch": "PyTorch"}
 NAMES |= {"torch.compile": "PyTorch, compiled", "torch cudnn": "PyTorch, cuDNN"}
-NAMES |= {"torch flash": "PyTorch, flash"}
+NAMES |= {"torch flash": "PyTorch, flash", "xla, nothing saved": "XLA, nothing saved"}
+NAMES |= {"xla, rounded twice": "XLA, rounded twice"}
 # Back ends that are kernels of pallas_kernels.
 OURS = ("mosaic", "triton", "fused", "auto")
 
