@@ -85,7 +85,7 @@ class Fp8Rows(NamedTuple):
     transposed: Any
 
 
-def rows_of(x: Array | Fp8Rows) -> Array:
+def rows_of(x: Any) -> Any:
     """Return y of `Fp8Rows`, and another array as it is."""
     return x.y if isinstance(x, Fp8Rows) else x
 
