@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from gptjax import cli, optim
+from gptjax import cli, parallel
 from gptjax.bench import results
 from gptjax.training.checkpoint import Checkpoints
 from gptjax.training.step import init_state
@@ -45,24 +45,63 @@ config = Config(
     checkpoint_every=15,
 )
 """
+# The speedrun's model with NorMuon: tied until two thirds, other windows and batches in each stage.
+STAGED = f"""
+from gptjax.config import Config, Stage
+from gptjax.models.speedrun import SpeedrunConfig
+from gptjax.models.speedrun import Stage as ModelStage
+from gptjax.optim import NorMuonConfig
+
+first = ModelStage(
+    4, 9, (9,), (1.0, 0.5), tied=True, final_token_weights=(1.0, 0.0), steps=(0, {STEPS // 3})
+)
+second = ModelStage(8, 17, (9, 17), tied=True)
+config = Config(
+    device="cpu",
+    model=SpeedrunConfig(
+        vocab_size=257, padded_vocab_size=384, block_size=64, n_layer=3, n_head=2, n_embd=16,
+        n_inner=64, bigram_rows=101, paired_layers=(0,), long_layers=(2,), value_layers=(2,),
+        skip=(0, 1), lanes_from=2,
+    ),
+    optimizer=NorMuonConfig(
+        learning_rate=0.008, matrix_learning_rate=0.023, warmup_steps=0, adam_every=2,
+        cautious_decay=True, decay_form="lr_squared", clip_norm=None,
+    ),
+    stages=(
+        Stage(until={STEPS // 3}, model={{"stage": first}}),
+        Stage(until={2 * STEPS // 3}, sequence_length=64, micro_batch=2, model={{"stage": second}}),
+        Stage(batch_tokens=256, model={{"stage": second._replace(tied=False)}}),
+    ),
+    dataset="stdlib",
+    tokenizer="byte",
+    sequence_length=32,
+    batch_tokens=128,
+    micro_batch=4,
+    max_steps={STEPS},
+    val_every=50,
+    val_tokens=1024,
+    sample_every=0,
+    checkpoint_every=15,
+)
+"""
 # Seconds from the start of a process to its log, compilation included.
 LONGEST_START = 300.0
 FAILURES = ("silent wrong", "hang", "lost", "traceback", "crash")
 
 
-def prepare(folder: Path) -> float:
+def prepare(folder: Path, config: str = CONFIG) -> float:
     """Write the config, prepare the corpus, fill the compilation cache, and train the run `alone`.
 
     Returns:
         Seconds from that run's first log line to its end.
     """
-    prepare_data(folder)
+    prepare_data(folder, config)
     return finish(folder, "alone")
 
 
-def prepare_data(folder: Path) -> None:
+def prepare_data(folder: Path, config: str = CONFIG) -> None:
     """Write the config, prepare the corpus, and fill the compilation cache of one process."""
-    (folder / "config.py").write_text(CONFIG)
+    (folder / "config.py").write_text(config)
     finish(folder, "first", "--max-steps", "15")
 
 
@@ -138,9 +177,8 @@ def abstract_state(folder: Path):
     """The state's shapes, on one CPU device."""
     config = cli.load(folder / "config.py")
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    state = jax.eval_shape(
-        lambda: init_state(config.model, optim.adamw(config.learning_rate_schedule()), 0)
-    )
+    tx = config.build_optimizer(parallel.data_mesh(jax.devices()[:1]))
+    state = jax.eval_shape(lambda: init_state(config.model, tx, 0))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
 
 

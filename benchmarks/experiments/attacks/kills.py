@@ -5,7 +5,8 @@ undisturbed run.
         --out benchmarks/results/attacks/kills.json
 
 Half of the trials kill while a checkpoint is being written, the others anywhere between the first
-step and the end. The run has accumulation, shuffled data and a schedule. Compared are every logged
+step and the end. The run has accumulation, shuffled data and a schedule; with --stages also stages
+and parameters that are tied at first. Compared are every logged
 loss and gradient norm, and every array of the last checkpoint.
 """
 
@@ -20,7 +21,17 @@ from pathlib import Path
 
 import jax
 import tyro
-from _runs import arrays_and_losses, finish, prepare, report, same, start, wait_for_log
+from _runs import (
+    CONFIG,
+    STAGED,
+    arrays_and_losses,
+    finish,
+    prepare,
+    report,
+    same,
+    start,
+    wait_for_log,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Options:
     """JSON file for the results."""
     seed: int = 0
     """Seed of the moments."""
+    stages: bool = False
+    """Train the speedrun's model in three stages, which are untied in the last one."""
 
 
 def kill_in_a_save(run: Path, process: subprocess.Popen, rng: random.Random) -> bool:
@@ -61,7 +74,7 @@ def main(options: Options) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        seconds = prepare(folder)
+        seconds = prepare(folder, STAGED if options.stages else CONFIG)
         alone = arrays_and_losses(folder, "alone")
         for trial in range(options.trials):
             name, in_save = f"trial{trial}", trial % 2 == 0
