@@ -11,7 +11,16 @@ from kernel_tools import triton_kernels, unchecked
 from reference.torch_gpt2 import assert_within_twice
 
 from pallas_kernels import _dispatch
-from pallas_kernels.fp8 import E4M3, E5M2, largest, quantize, reference, scale_for, scaled_matmul
+from pallas_kernels.fp8 import (
+    E4M3,
+    E5M2,
+    largest,
+    quantize,
+    reference,
+    scale_for,
+    scaled_matmul,
+    transposed,
+)
 
 FORMATS = [E4M3, E5M2]
 
@@ -191,6 +200,24 @@ def test_compiled_code(copies):
     stores = re.findall(r"st\.global\S*", kernel.ptx)
     # But for the tile's amax.
     assert sum("v2" not in s and "v4" not in s for s in stores) <= 1, stores
+
+
+@pytest.mark.parametrize("shape", [(130, 260), (7, 3)], ids=str)
+def test_transposed(triton_on_cpu, shape):
+    q = values(shape, jnp.float32).astype(E5M2)
+    found = jax.jit(transposed)(q)
+    assert found.dtype == E5M2
+    np.testing.assert_array_equal(
+        np.asarray(found).view(np.uint8), np.ascontiguousarray(np.asarray(q).T).view(np.uint8)
+    )
+
+
+def test_compiled_transpose(monkeypatch):
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+    (kernel,) = triton_kernels(transposed, jax.ShapeDtypeStruct((16384, 50304), E5M2))
+    assert kernel.spill_bytes == 0
+    for access in ("ld.global.v4", "st.global.v4"):
+        assert access in kernel.ptx
 
 
 # ---------------------------------------------------------------------------------------------- GPU
