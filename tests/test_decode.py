@@ -141,11 +141,10 @@ def test_one_sequence_compiled_for_an_h200():
 def test_several_sequences_compiled_for_an_h200():
     """Matmuls run on the tensor cores, with copies ahead, and the tiles fit into shared memory."""
     kernels = compiled_for_an_h200(64, blocks=1)
-    assert len(kernels) == 8
-    matmuls = ("decode_matmul_kernel", "decode_add_kernel", "decode_norm_matmul_kernel")
+    assert len(kernels) == 9
     for kernel in kernels:
         assert kernel.spill_bytes == 0 and kernel.shared_bytes <= 227 * 1024
-        if kernel.name in matmuls:
+        if kernel.name == "decode_matmul_kernel":
             assert "wgmma.mma_async" in kernel.ptx and kernel.shared_bytes > 60 * 1024
 
 

@@ -82,8 +82,7 @@ class DecoderCache:
     Attributes:
         k_LBSHD, v_LBSHD: those at positions from a sequence's length on may have any finite value.
         exchange: int32; activations between the programs of the kernel for one sequence, then the
-            number of programs that have ended. For several sequences, numbers of programs that
-            have ended.
+            number of programs that have ended. Not used for several sequences.
     """
 
     k_LBSHD: PyTree
@@ -95,9 +94,7 @@ class DecoderCache:
         """Return a cache of these keys and values."""
         blocks, b, _, heads, head_dim = k_LBSHD.shape
         if b > 1:
-            # A ticket for each of at most C / 16 tiles of the residual stream.
-            tickets = jnp.zeros((1 + heads * head_dim // LEAST_CHUNK,), jnp.int32)
-            return DecoderCache(k_LBSHD, v_LBSHD, tickets)
+            return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((1,), jnp.int32))
         # Of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden. Then x,
         # and the highest logits of at most 256 programs.
         half = blocks * (13 * heads * head_dim + 4 * heads) + heads * head_dim + 4 * 256

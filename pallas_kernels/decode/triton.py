@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import triton
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels.decode import triton_fused, triton_many
+from pallas_kernels.decode import triton_many
 from pallas_kernels.decode.triton_functions import WARPS
 from pallas_kernels.decode.triton_one import decode_one_kernel
 
@@ -27,8 +27,6 @@ class One:
     """Keys of a tile of attention to a part of the keys."""
     ELEMENTS: int = 128
     """16-bit weights of a thread that are loaded at once, at most."""
-    ahead_vectors: bool = True
-    """Request biases and the parameters of norms for the L2 cache a block ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +47,6 @@ class Many:
 
     qkv: Matmul = Matmul()
     proj: Matmul = Matmul(parts=2)
-    fused: bool = True
-    """Normalise in the MLP's first matmul. Otherwise in a launch before it."""
-    add: Matmul = Matmul(BN=16)
-    """The output projection with `fused`."""
-    fused_out: bool = True
-    """Normalise in the QKV projection, too."""
     fc: Matmul = Matmul()
     out: Matmul = Matmul(parts=4)
     # Three programs fit on an SM: all 393 of GPT-2 on 132 SMs.
@@ -78,14 +70,7 @@ class Many:
 LINE_BYTES = 128
 SMALL = Matmul(BK=32, stages=2)
 FP32 = Many(
-    SMALL,
-    dataclasses.replace(SMALL, parts=2),
-    True,
-    dataclasses.replace(SMALL, BN=16),
-    True,
-    SMALL,
-    dataclasses.replace(SMALL, parts=4),
-    SMALL,
+    SMALL, dataclasses.replace(SMALL, parts=2), SMALL, dataclasses.replace(SMALL, parts=4), SMALL
 )
 
 
@@ -157,7 +142,6 @@ def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tile
         CK=chunk,
         CK_F=chunk_f,
         KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
-        AHEAD_VECTORS=tiles.ahead_vectors,
         LIKELIEST=likeliest,
     )
     return result, *cached
@@ -173,13 +157,13 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
     bulk_requests = programs > 1 and (_dispatch.capability() or (0, 0)) >= (9, 0)
     keys_ahead = min(tiles.ahead_keys, length) if bulk_requests else 0
     early_keys = min(tiles.early_keys, keys_ahead)
-    rows = max(16, triton.next_power_of_2(b))
     stream = [jax.ShapeDtypeStruct((b, c), residual), jax.ShapeDtypeStruct((b, c), dtype)]
 
     def matmul(x_BK, w_LNK, layer, tile, bias_LN=None, gelu=False):
         n, k = w_LNK.shape[-2:]
         parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
         split = parts > 1 or (bias_LN is None and n == c)
+        rows = max(16, triton.next_power_of_2(b))
         shape, out_dtype = ((parts, b, n), jnp.float32) if split else ((b, n), dtype)
         (y,) = _triton.call(
             triton_many.decode_matmul_kernel,
@@ -235,81 +219,6 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             **row,
         )
 
-    def add(x_BK, w_LNK, bias_LN, layer, old_BC, tickets, tile, next_LNK, ahead_layer, keys):
-        """Return the new residual stream, its sums, and the new tickets."""
-        key_layer, keys_from, keys_to = keys
-        k, size = w_LNK.shape[-1], next_LNK.shape[-1] * next_LNK.shape[-2]
-        parts = tile.parts if (k // tile.parts) % 16 == 0 else 1
-        columns = _chunk(c, tile.BN)
-        n = c // columns
-        lines = triton.next_power_of_2(triton.cdiv(size * dtype.itemsize, LINE_BYTES * n * parts))
-        tickets, x_BC, sums, _ = _triton.call(
-            triton_fused.decode_add_kernel,
-            x_BK,
-            w_LNK,
-            bias_LN,
-            old_BC,
-            next_LNK,
-            length_B,
-            k_LBSHD,
-            v_LBSHD,
-            layer,
-            ahead_layer,
-            key_layer,
-            tickets,
-            out=[
-                stream[0],
-                jax.ShapeDtypeStruct((2, n, b), jnp.float32),
-                jax.ShapeDtypeStruct((parts, b, c) if parts > 1 else (1,), jnp.float32),
-            ],
-            grid=(n, parts),
-            in_place=(11,),
-            num_warps=tile.warps,
-            B=b,
-            M=rows,
-            N=c,
-            K=k,
-            P=parts,
-            BN=columns,
-            BK=_chunk(k // parts, tile.BK),
-            STAGES=tile.stages,
-            S=length,
-            STRIDE=size,
-            AHEAD_LINES=min(lines, tiles.ahead_lines) if programs > 1 else 0,
-            KEYS_FROM=keys_from,
-            KEYS_AHEAD=keys_to,
-        )
-        return x_BC, sums, tickets
-
-    def norm_and_matmul(x_BC, sums, scale, norm_bias, w_LNC, bias_LN, layer, tile, gelu=False):
-        n = w_LNC.shape[1]
-        (y_BN,) = _triton.call(
-            triton_fused.decode_norm_matmul_kernel,
-            x_BC,
-            sums,
-            scale,
-            norm_bias,
-            w_LNC,
-            bias_LN,
-            layer,
-            out=[jax.ShapeDtypeStruct((b, n), dtype)],
-            grid=(triton.cdiv(n, tile.BN),),
-            num_warps=max(tile.warps, rows * tile.BN // (64 * 32)),
-            B=b,
-            M=rows,
-            N=n,
-            K=c,
-            T=sums.shape[1],
-            TP=triton.next_power_of_2(sums.shape[1]),
-            BN=tile.BN,
-            BK=_chunk(c, tile.BK),
-            STAGES=tile.stages,
-            EPS=eps,
-            GELU=gelu,
-        )
-        return y_BN
-
-    tickets = cache.exchange
     k_LBSHD, v_LBSHD = cache.k_LBSHD, cache.v_LBSHD
     x_BC, y_BC = _triton.call(
         triton_many.decode_embed_kernel,
@@ -328,8 +237,8 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
         KEYS_AHEAD=keys_ahead,
         **row,
     )
-    qkv_BN = matmul(y_BC, w.qkv_LNC, 0, tiles.qkv, w.qkv_bias_LN)
     for layer in range(blocks):
+        qkv_BN = matmul(y_BC, w.qkv_LNC, layer, tiles.qkv, w.qkv_bias_LN)
         k_LBSHD, v_LBSHD, attended_BC = _triton.call(
             triton_many.decode_attention_kernel,
             qkv_BN,
@@ -348,43 +257,21 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             KEYS=min(tiles.KEYS, triton.next_power_of_2(length)),
             STAGES=tiles.attention_stages,
         )
+        proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
         following = layer + 1 < blocks
+        norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
         early = (layer + 1, 0, early_keys) if following else (0, 0, 0)
-        late = (layer + 1, early_keys, keys_ahead)
-        if tiles.fused:
-            x_BC, sums, tickets = add(
-                attended_BC, w.proj_LCC, w.proj_bias_LC, layer, x_BC, tickets, tiles.add, w.fc_LFC,
-                layer, early,
-            )  # fmt: skip
-            hidden_BF = norm_and_matmul(
-                x_BC, sums, w.ln_2_scale_LC, w.ln_2_bias_LC, w.fc_LFC, w.fc_bias_LF, layer,
-                tiles.fc, gelu=True,
-            )  # fmt: skip
-        else:
-            proj_PBC = matmul(attended_BC, w.proj_LCC, layer, tiles.proj)
-            norm = (w.ln_2_scale_LC, w.ln_2_bias_LC, layer, w.fc_LFC)
-            x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
-            hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
-        if tiles.fused_out and following:
-            x_BC, sums, tickets = add(
-                hidden_BF, w.out_LCF, w.out_bias_LC, layer, x_BC, tickets, tiles.out, w.qkv_LNC,
-                layer + 1, late,
-            )  # fmt: skip
-            qkv_BN = norm_and_matmul(
-                x_BC, sums, w.ln_1_scale_LC, w.ln_1_bias_LC, w.qkv_LNC, w.qkv_bias_LN, layer + 1,
-                tiles.qkv,
-            )  # fmt: skip
-            continue
+        x_BC, y_BC = add_and_norm(x_BC, proj_PBC, w.proj_bias_LC, layer, *norm, early)
+        hidden_BF = matmul(y_BC, w.fc_LFC, layer, tiles.fc, w.fc_bias_LF, gelu=True)
         out_PBC = matmul(hidden_BF, w.out_LCF, layer, tiles.out)
         if following:
+            late = (layer + 1, early_keys, keys_ahead)
             norm = (w.ln_1_scale_LC, w.ln_1_bias_LC, layer + 1, w.qkv_LNC, late)
         else:
             norm = (w.ln_f_scale_C, w.ln_f_bias_C, 0, w.head_VC)
         x_BC, y_BC = add_and_norm(x_BC, out_PBC, w.out_bias_LC, layer, *norm)
-        if following:
-            qkv_BN = matmul(y_BC, w.qkv_LNC, layer + 1, tiles.qkv, w.qkv_bias_LN)
     logits_BV = matmul(y_BC, w.head_VC, 0, tiles.head)
-    return logits_BV, k_LBSHD, v_LBSHD, tickets
+    return logits_BV, k_LBSHD, v_LBSHD, cache.exchange
 
 
 def _chunk(k: int, most: int) -> int:

@@ -31,14 +31,14 @@ from pallas_kernels.decode.triton_functions import (
 
 
 @triton.jit
-def request(ptr, program, LINES: tl.constexpr, STOP: tl.constexpr):
+def request(ptr, LINES: tl.constexpr, STOP: tl.constexpr):
     """Request LINES cache lines of 128 bytes for the L2 cache, of the first STOP elements.
 
     Each program requests other ones. Nothing waits for them.
     """
     if LINES > 0:
         LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-        line = (program * LINES + tl.arange(0, LINES)) * LINE
+        line = (tl.program_id(0) * LINES + tl.arange(0, LINES)) * LINE
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -51,17 +51,17 @@ def request(ptr, program, LINES: tl.constexpr, STOP: tl.constexpr):
 
 @triton.jit
 def request_keys(
-    k_ptr, v_ptr, layer, row, position, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
+    k_ptr, v_ptr, layer, position, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
-    """Request keys and values FIRST…STOP − 1 of a sequence for the L2 cache.
+    """Request keys and values FIRST…STOP − 1 of this program's sequence for the L2 cache.
 
     With Hopper's bulk requests, each for a key of all heads. Nothing waits for them.
     """
     if STOP > FIRST:
         BYTES: tl.constexpr = C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
         key_S = FIRST + tl.arange(0, triton.next_power_of_2(STOP - FIRST))
-        offset_S = ((tl.full((), layer, tl.int64) * B + row) * S + key_S) * C
+        offset_S = ((tl.full((), layer, tl.int64) * B + tl.program_id(0)) * S + key_S) * C
         wanted_S = key_S < tl.minimum(position, STOP)
         for ptr in tl.static_range(2):
             tl.inline_asm_elementwise(
@@ -138,7 +138,7 @@ def decode_embed_kernel(
     x_C += tl.load(wpe_ptr + position * C + channel_C, mask=inside_C, other=0.0).to(tl.float32)
     scale_C = tl.load(scale_ptr + channel_C, mask=inside_C, other=0.0)
     bias_C = tl.load(bias_ptr + channel_C, mask=inside_C, other=0.0)
-    request_keys(k_ptr, v_ptr, 0, tl.program_id(0), position, B, S, C, 0, KEYS_AHEAD)
+    request_keys(k_ptr, v_ptr, 0, position, B, S, C, 0, KEYS_AHEAD)
     norm_row(x_C, scale_C, bias_C, x_ptr, y_ptr, C, CP, EPS)
 
 
@@ -188,9 +188,8 @@ def decode_norm_kernel(
     bias_C = tl.load(bias_ptr + norm_layer * C + channel_C, mask=inside_C, other=0.0)
     position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
     # After the loads, which would wait for the requests.
-    row = tl.program_id(0)
-    request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, row, AHEAD_LINES, STRIDE)
-    request_keys(k_ptr, v_ptr, key_layer, row, position, B, S, C, KEYS_FROM, KEYS_AHEAD)
+    request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, AHEAD_LINES, STRIDE)
+    request_keys(k_ptr, v_ptr, key_layer, position, B, S, C, KEYS_FROM, KEYS_AHEAD)
     matmul_C = parts[0]
     for i in tl.static_range(1, P):
         matmul_C += parts[i]

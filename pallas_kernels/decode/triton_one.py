@@ -49,30 +49,6 @@ def clear(ptr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_vector(ptr, N: tl.constexpr, PROGRAMS: tl.constexpr):
-    """`prefetch` of a vector: each program requests a share."""
-    SHARE: tl.constexpr = (N + PROGRAMS - 1) // PROGRAMS
-    start = tl.minimum(tl.program_id(0) * SHARE, N - 1)
-    prefetch(ptr, start, tl.minimum(start + SHARE, N), SHARE, PROGRAMS)
-
-
-@triton.jit
-def prefetch_vectors(
-    ln_1_scale_ptr, ln_1_bias_ptr, qkv_bias_ptr, proj_bias_ptr, ln_2_scale_ptr, ln_2_bias_ptr,
-    fc_bias_ptr, out_bias_ptr, C: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """`prefetch` of the vectors of a block."""
-    prefetch_vector(ln_1_scale_ptr, C, PROGRAMS)
-    prefetch_vector(ln_1_bias_ptr, C, PROGRAMS)
-    prefetch_vector(qkv_bias_ptr, 3 * C, PROGRAMS)
-    prefetch_vector(proj_bias_ptr, C, PROGRAMS)
-    prefetch_vector(ln_2_scale_ptr, C, PROGRAMS)
-    prefetch_vector(ln_2_bias_ptr, C, PROGRAMS)
-    prefetch_vector(fc_bias_ptr, 4 * C, PROGRAMS)
-    prefetch_vector(out_bias_ptr, C, PROGRAMS)
-
-
-@triton.jit
 def embed(
     token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V: tl.constexpr, C: tl.constexpr,
     STRIP: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -147,7 +123,6 @@ def decode_one_kernel(
     CK: tl.constexpr,
     CK_F: tl.constexpr,
     KEYS: tl.constexpr,
-    AHEAD_VECTORS: tl.constexpr,
     LIKELIEST: tl.constexpr,
 ):
     # Over 120 lines, a third of them parameters: each phase needs most of the pointers.
@@ -181,13 +156,6 @@ def decode_one_kernel(
     prefetch_strip(proj_ptr, program, C, C, STRIP_C, PROGRAMS)
     prefetch_strip(fc_ptr, program, F, C, STRIP_FC, PROGRAMS)
     prefetch_strip(out_ptr, program, C, F, STRIP_C, PROGRAMS)
-    if AHEAD_VECTORS:
-        prefetch_vectors(
-            ln_1_scale_ptr, ln_1_bias_ptr, qkv_bias_ptr, proj_bias_ptr, ln_2_scale_ptr,
-            ln_2_bias_ptr, fc_bias_ptr, out_bias_ptr, C, PROGRAMS,
-        )  # fmt: skip
-        prefetch_vector(ln_f_scale_ptr, C, PROGRAMS)
-        prefetch_vector(ln_f_bias_ptr, C, PROGRAMS)
     clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
@@ -211,13 +179,6 @@ def decode_one_kernel(
                     prefetch_strip(
                         qkv_ptr + (layer + 1) * 3 * C * C, pid, 3 * C, C, STRIP_QKV, PROGRAMS
                     )
-                    if AHEAD_VECTORS:
-                        at = (layer + 1) * C
-                        prefetch_vectors(
-                            ln_1_scale_ptr + at, ln_1_bias_ptr + at, qkv_bias_ptr + 3 * at,
-                            proj_bias_ptr + at, ln_2_scale_ptr + at, ln_2_bias_ptr + at,
-                            fc_bias_ptr + 4 * at, out_bias_ptr + at, C, PROGRAMS,
-                        )  # fmt: skip
                     cached = (layer + 1) * S * C
                     share = tl.cdiv(position * C, PROGRAMS)
                     end = tl.minimum((pid + 1) * share, position * C)

@@ -24,8 +24,6 @@ ROW_BLOCK = 4096
 """Without top-k."""
 FEW = 128
 """Candidates of top-k that are compared with each other, at most."""
-LANES = 4
-"""Neighbouring lanes of a tile that have a common maximum."""
 ELEMENTS = 16
 """Logits of a thread in a tile of the first pass: a load of 16 bytes in 16 bits."""
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -62,7 +60,6 @@ def sample_token(logits_BV, uniform_B, filters):
         FEW=FEW,
         # A row starts up to 7 elements before its tiles.
         TILES=triton.next_power_of_2(triton.cdiv(v + 7, block)),
-        LANES=LANES,
         BITS=8 * logits_BV.dtype.itemsize,
         DRAW=filters.temperature is not None,
         TOP_K=top_k,
@@ -164,36 +161,35 @@ def narrowed(middle, count, k, low, high, lanes):
 
 @triton.jit
 def list_candidates(
-    row_ptr, list_ptr, highest_G, bound, shift, GROUPS: tl.constexpr, TILES: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    row_ptr, list_ptr, highest_V, bound, shift, LANES: tl.constexpr, TILES: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the ids of logits of at least `bound`, in any order; return their number.
 
-    At most GROUPS groups of LANES neighbouring lanes have a maximum of at least `bound`: only these
-    are read again. If more than GROUPS logits are, the list ends there.
+    At most LANES lanes have a maximum of at least `bound`: only these are read again. If more than
+    LANES logits are, the list ends there.
     """
-    keep_G = (highest_G >= bound).to(tl.int32)
-    rank_G = tl.cumsum(keep_G, 0)
-    group_G = tl.arange(0, BLOCK // LANES)
-    tl.store(list_ptr + rank_G - 1, group_G, mask=(keep_G > 0) & (rank_G <= GROUPS))
-    groups = tl.sum(keep_G, 0)
+    keep_V = (highest_V >= bound).to(tl.int32)
+    rank_V = tl.cumsum(keep_V, 0)
+    tl.store(list_ptr + rank_V - 1, tl.arange(0, BLOCK), mask=(keep_V > 0) & (rank_V <= LANES))
+    lanes = tl.sum(keep_V, 0)
     tl.debug_barrier()
-    index = tl.arange(0, GROUPS * TILES * LANES)
-    inside = index // (TILES * LANES) < groups
-    group = tl.load(list_ptr + index // (TILES * LANES), mask=inside, other=0)
-    id_N = index // LANES % TILES * BLOCK + group * LANES + index % LANES - shift
+    index = tl.arange(0, LANES * TILES)
+    inside = index // TILES < lanes
+    lane = tl.load(list_ptr + index // TILES, mask=inside, other=0)
+    id_N = index % TILES * BLOCK + lane - shift
     inside = inside & (id_N >= 0) & (id_N < V)
     x_N = tl.load(row_ptr + id_N, mask=inside, other=float("-inf")).to(tl.float32)
     keep_N = (inside & (x_N >= bound)).to(tl.int32)
     rank_N = tl.cumsum(keep_N, 0)
-    tl.store(list_ptr + GROUPS + rank_N - 1, id_N, mask=(keep_N > 0) & (rank_N <= GROUPS))
+    tl.store(list_ptr + LANES + rank_N - 1, id_N, mask=(keep_N > 0) & (rank_N <= LANES))
     tl.debug_barrier()
     return tl.sum(keep_N, 0)
 
 
 @triton.jit
 def draw_from_list(
-    row_ptr, list_ptr, n, k, top_p, uniform, highest, scale, TOP_P: tl.constexpr,
+    row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P: tl.constexpr,
     V: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Return the token drawn from n ≤ FEW candidates, of which the k likeliest are: each candidate
@@ -208,7 +204,7 @@ def draw_from_list(
     weight_F = tl.where(keep_F, tl.exp2((x_F - highest) * scale), 0.0)
     if TOP_P:
         likelier_F = tl.sum(tl.where(likelier_FF, weight_F[None, :], 0.0), 1)
-        goal = top_p * tl.sum(weight_F, 0)
+        goal = tl.load(top_p_ptr) * tl.sum(weight_F, 0)
         weight_F = tl.where((likelier_F < goal) | (rank_F == 0), weight_F, 0.0)
     sum_F = tl.sum(tl.where(id_1F <= id_F1, weight_F[None, :], 0.0), 1)
     crossed_F = (weight_F > 0) & (sum_F > uniform * tl.sum(weight_F, 0))
@@ -321,7 +317,7 @@ def locate(
 
 @triton.jit
 def draw_by_bisection(
-    row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p, uniform, highest, scale,
+    row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p_ptr, uniform, highest, scale,
     V: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
     BITS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
@@ -357,7 +353,7 @@ def draw_by_bisection(
             row_ptr, kept_ptr, kept, threshold, floor, floor_last, highest, scale, True, TOP_K,
             V, KEPT_BLOCK,
         )  # fmt: skip
-        goal = top_p * all_mass
+        goal = tl.load(top_p_ptr) * all_mass
         low, high = key_of(threshold.to(DTYPE), BITS), highest_key + 1
         above = 0.0
         while high - low > 1:
@@ -407,7 +403,6 @@ def sample_kernel(
     KEPT: tl.constexpr,
     FEW: tl.constexpr,
     TILES: tl.constexpr,
-    LANES: tl.constexpr,
     BITS: tl.constexpr,
     DRAW: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -424,10 +419,6 @@ def sample_kernel(
         first = row.to(tl.int64) * V
         row_ptr, aligned_ptr = logits_ptr + first, logits_ptr + first // CHUNK * CHUNK
         shift = (first % CHUNK).to(tl.int32)
-    if DRAW:
-        # Before the row: these loads would otherwise be waited for one after the other.
-        scale, uniform = LOG2E / tl.load(temperature_ptr), tl.load(uniform_ptr + row)
-        top_k, top_p = tl.load(top_k_ptr), tl.load(top_p_ptr)
     highest_V = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_V = tl.arange(0, BLOCK)
     for start in tl.static_range(0, STOP, BLOCK):
@@ -437,27 +428,25 @@ def sample_kernel(
     highest = tl.max(highest_V, 0)
     if DRAW:
         highest_key = key_of(highest.to(DTYPE), BITS)
+        scale = LOG2E / tl.load(temperature_ptr)
+        uniform = tl.load(uniform_ptr + row)
         kept_ptr += row.to(tl.int64) * KEPT
         k, bound, n = V, highest * 0 + float("-inf"), 0
         if TOP_K:
-            k = tl.minimum(top_k, V)
-            # Of neighbouring lanes, in registers.
-            highest_G = tl.max(tl.reshape(highest_V, (BLOCK // LANES, LANES)), 1)
-            bound, groups = lower_bound(
-                highest_G, highest_key, k, FEW // 8 * 7, DTYPE, BITS, BLOCK // LANES
-            )
-            if groups <= FEW:
+            k = tl.minimum(tl.load(top_k_ptr), V)
+            bound, lanes = lower_bound(highest_V, highest_key, k, FEW // 8 * 7, DTYPE, BITS, BLOCK)
+            if lanes <= FEW:
                 n = list_candidates(
-                    row_ptr, kept_ptr, highest_G, bound, shift, FEW, TILES, V, BLOCK, LANES
+                    row_ptr, kept_ptr, highest_V, bound, shift, FEW, TILES, V, BLOCK
                 )
         list_ptr = kept_ptr + FEW
         if (n > 0) & (n <= FEW):
             token = draw_from_list(
-                row_ptr, list_ptr, n, k, top_p, uniform, highest, scale, TOP_P, V, FEW
+                row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P, V, FEW
             )
         else:
             token = draw_by_bisection(
-                row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p, uniform, highest, scale,
+                row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p_ptr, uniform, highest, scale,
                 V, STOP, BLOCK, KEPT_BLOCK, BITS, TOP_K, TOP_P,
             )  # fmt: skip
     else:

@@ -22,8 +22,6 @@ STEPS = 32
 UNROLLED = 4
 """Tokens of an iteration of that loop with the Triton back end. XLA's small operations, such as the
 counter of the loop, run once for all of them."""
-UNROLLED_ONE = 16
-"""With one sequence, whose steps are shorter and compile faster."""
 SHORTEST_PROMPT = 16
 """Prompts are padded to a power of two of at least this length, so that few shapes are compiled."""
 
@@ -183,8 +181,7 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
         return (cache, token_B, length_B + len(uniform_NB)), jnp.stack(new_NB)
 
     # Without kernels, XLA would compile each step.
-    unrolled = UNROLLED_ONE if len(token_B) == 1 else UNROLLED
-    each = 1 if weights is None else math.gcd(unrolled, steps)
+    each = 1 if weights is None else math.gcd(UNROLLED, steps)
     uniform_MNB = uniform_NB.reshape(steps // each, each, -1)
     carry, new_MNB = jax.lax.scan(several, (cache, token_B, length_B), uniform_MNB)
     return *carry, new_MNB.reshape(steps, -1).T
