@@ -65,6 +65,7 @@ QUICK = {
     *("test_manual", "test_precision", "test_public_names", "test_run_log", "test_schedules"),
     *("test_parallel::test_the_sharded_axis", "test_executable_cache", "test_collectives"),
     *("test_shards", "test_start_up_time", "test_status_line", "test_tokenizers"),
+    "test_result_tables",
     *("test_attention::test_masks", "test_attention::test_errors"),
     "test_attention_triton::test_masks_over_every_kind_of_block[fused-16-32-{'window': 17}]",
     *("test_classifier::test_reference_is_the_definition", "test_classifier::test_errors"),
