@@ -61,20 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args(argv)
-    stale = []
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        try:
-            new = current(page, text)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        if new != text:
-            stale.append(str(page.relative_to(ROOT)))
-            if not arguments.check:
-                page.write_text(new, encoding="utf-8")
-    for name in stale:
-        print(f"{name}: {'not current' if arguments.check else 'written'}")
+    try:
+        texts = {page: page.read_text(encoding="utf-8") for page in pages()}
+        new = {page: current(page, text) for page, text in texts.items()}
+    except (OSError, ValueError) as error:  # a page or a result is absent, or not as expected
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    stale = [page for page in texts if new[page] != texts[page]]
+    for page in stale:
+        if not arguments.check:
+            page.write_text(new[page], encoding="utf-8")
+        print(f"{page.relative_to(ROOT)}: {'not current' if arguments.check else 'written'}")
     return int(arguments.check and bool(stale))
 
 
