@@ -75,8 +75,7 @@ def _why_not_mosaic(call: Facts) -> str | None:
         return why
     from pallas_kernels.fp8 import mosaic
 
-    whole = functools.partial(mosaic.Tiles().why_not, whole=True)
-    return whole(call.rows, call.outputs, call.inputs)
+    return mosaic.Tiles().why_not(call.rows, call.outputs, call.inputs)
 
 
 _dispatch.register(

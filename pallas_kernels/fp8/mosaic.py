@@ -71,11 +71,11 @@ def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
     if k <= FAST:
         return Tiles(part_columns=part_columns)
     tiles = Tiles(rows=64, cooperative=True, promote=4)
-    pairs = pl.cdiv(m, tiles.block_rows * tiles.cluster) * pl.cdiv(n, tiles.columns)
+    pairs = m // (tiles.block_rows * tiles.cluster) * (n // tiles.columns)
     clusters = _mosaic.num_sms() // tiles.cluster
 
     def seconds(split: int) -> float:
-        steps = pl.cdiv(pl.cdiv(k, DEPTH), split) * pl.cdiv(pairs * split, clusters)
+        steps = pl.cdiv(k // DEPTH, split) * pl.cdiv(pairs * split, clusters)
         moved = (2 * split + 1) * m * n * 4 if split > 1 else 0
         return steps * STEP_SECONDS + moved * BYTE_SECONDS
 
@@ -87,7 +87,7 @@ def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
 
 def why_not(m: int, n: int, k: int) -> str | None:
     """Return None if `matmul` computes M×N results over K, else the reason."""
-    return Tiles().why_not(m, n, k, whole=False)
+    return Tiles().why_not(m, n, k)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -101,7 +101,7 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
     """
     m, n = a_MK.shape[0], b_NK.shape[0]
     tiles = tiles or matmul_tiles(m, n, a_MK.shape[1], out_dtype)
-    _refuse("matmul", tiles.why_not(m, n, a_MK.shape[1], whole=False))
+    _refuse("matmul", tiles.why_not(m, n, a_MK.shape[1]))
     split = tiles.split > 1
     bias_N = None if bias_N is None else bias_N.astype(jnp.float32)
     dtype = jnp.dtype(jnp.float32 if split else out_dtype)
@@ -172,7 +172,7 @@ def linear_gelu(
     """
     (m, k), n = x_MK.shape, w_NK.shape[0]
     tiles = tiles or Tiles()
-    _refuse("linear_gelu", tiles.why_not(m, n, k, whole=True))
+    _refuse("linear_gelu", tiles.why_not(m, n, k))
     derivative_dtype = jnp.dtype(derivative_dtype)
 
     def begin(at, others, scratch):
@@ -253,7 +253,7 @@ def gelu_backward(
     """
     (m, c), o = dy_MC.shape, w2_OC.shape[0]
     tiles = tiles or Tiles()
-    _refuse("gelu_backward", tiles.why_not(m, o, c, whole=True))
+    _refuse("gelu_backward", tiles.why_not(m, o, c))
     parts, slots = tiles.parts(), tiles.slots
     part_sums = tiles.rows // 64
     if derivative_MO.dtype == E4M3:

@@ -80,20 +80,14 @@ class Tiles:
             for m in range(0, self.rows, 64)
         ]
 
-    def why_not(self, m: int, n: int, k: int, *, whole: bool) -> str | None:
-        """Return None if a matmul of these sizes has these tiles, else the reason.
-
-        Args:
-            whole: no tile may be partly out of bounds.
-        """
-        rows, columns = self.block_rows * self.cluster, self.columns
-        if m < rows or n < columns or n % 16 or k % 16:
+    def why_not(self, m: int, n: int, k: int) -> str | None:
+        """Return None if the tiles divide the sizes, else the reason."""
+        rows = self.block_rows * self.cluster
+        if m % rows or n % self.columns or k % DEPTH:
             return (
-                f"needs M ≥ {rows}, N ≥ {columns}, and N and K multiples of 16, got M={m}, N={n}, "
-                f"K={k}"
+                f"needs M a multiple of {rows}, N of {self.columns} and K of {DEPTH}, got M={m}, "
+                f"N={n}, K={k}"
             )
-        if whole and (m % rows or n % columns):
-            return f"needs M a multiple of {rows} and N of {columns}, got M={m}, N={n}"
         return None
 
 
@@ -140,10 +134,7 @@ def tiled(
         end: (warpgroup, thread block, carry, outputs, scratch) → None, after the last tile.
     """
     (m, k), n = a_MK.shape, b_NK.shape[0]
-    # The last tiles of M and N may be partly out of bounds: TMA reads zeros there, and writes
-    # nothing.
-    row_items = pl.cdiv(m, tiles.block_rows * tiles.cluster)
-    column_items = pl.cdiv(n, tiles.columns)
+    row_items, column_items = m // (tiles.block_rows * tiles.cluster), n // tiles.columns
     clusters = _mosaic.num_sms() // tiles.cluster
     total = row_items * column_items * tiles.split
 
@@ -156,7 +147,7 @@ def tiled(
             tiles=tiles,
             row_items=row_items,
             column_items=column_items,
-            steps=pl.cdiv(pl.cdiv(k, DEPTH), tiles.split),
+            steps=pl.cdiv(k // DEPTH, tiles.split),
             clusters=clusters,
             begin=lambda at: begin(at, other_gmem, scratch_refs),
             finish=lambda at, acc, kept: finish(at, acc, kept, other_gmem, out_gmem, scratch_refs),
@@ -260,7 +251,7 @@ class _Block:
             columns = pl.ds(column * tiles.columns, tiles.columns)
             reader = 0 if tiles.cooperative else lax.rem(item, jnp.int32(COMPUTING))
 
-            # The last share of K may be partly out of bounds, too.
+            # The last steps of the last share of K may be out of bounds: TMA reads zeros there.
             @pl.loop(0, self.steps)
             def _step(k):
                 step = item * self.steps + k
