@@ -12,7 +12,18 @@ import pytest
 from flax import nnx
 from saved_run_tools import random_params, save_run
 
-from gptjax import GPT2Config, devices, generate, generation, load, sample, save_hf
+from gptjax import (
+    GPT2,
+    GPT2Config,
+    cli,
+    devices,
+    evaluate,
+    generate,
+    generation,
+    load,
+    sample,
+    save_hf,
+)
 from gptjax.data import get_tokenizer
 from gptjax.generation.stream import NO_TOKEN, Completion, complete, token_chunks
 
@@ -228,6 +239,54 @@ def test_step_and_precision(command, run, model):
     expected = [drawn(each, [b"x"], 1, temperature=0) for each in (older, model)]
     assert code == 0 and "bf16" in errors and expected[0] != expected[1]
     assert [json.loads(shown)["tokens"]] == expected[0]
+
+
+OWN_MODEL = """
+import dataclasses
+from gptjax import GPT2, Config, GPT2Config
+
+class OwnConfig(GPT2Config):
+    def build(self, rngs):
+        return Own(self, rngs=rngs)
+
+class Own(GPT2):
+    Config = OwnConfig
+
+model = OwnConfig(
+    vocab_size=257, padded_vocab_size=264, block_size=24, n_layer=1, n_head=2, n_embd=16
+)
+config = Config(model=model, sequence_length=24, batch_tokens=1536)
+"""
+
+
+def test_a_model_of_a_config_file(command, tmp_path, monkeypatch):
+    file, run = tmp_path / "own.py", tmp_path / "run"
+    file.write_text(OWN_MODEL)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    model = cli.load(file).model
+    save_run(run, {1: random_params(model)}, model=model)
+    del sys.modules["_config_own"]
+
+    how = ["--prompt", "x", "--max-new-tokens", 1]
+    code, _, errors = command(*how, path=run)
+    assert code == 1 and "found OwnConfig" in errors and "--config FILE" in errors
+    code, shown, _ = command(*how, "--config", file, path=run)
+    assert code == 0 and shown
+    del sys.modules["_config_own"]
+    found, tokenizer = evaluate._load(evaluate.Evaluate(path=run, config=file))
+    assert type(found).__name__ == "Own" and tokenizer.name == "byte"
+
+
+def test_a_subclass_is_not_decoded_by_the_kernel_of_gpt2(model, monkeypatch):
+    class Changed(GPT2):
+        pass
+
+    monkeypatch.setattr("gptjax.models.gpt2.select", lambda *_, **__: "triton")
+    assert model.decode_kernel(1) == "triton"
+    changed = Changed(CONFIG, rngs=nnx.Rngs(0))
+    assert changed.decode_kernel(1) == "xla"
+    with pytest.raises(ValueError, match="auto or xla for generation, got 'triton'"):
+        changed.decode_kernel(1, "triton")
 
 
 # --------------------------------------------------------------------------------- interactive mode

@@ -71,6 +71,8 @@ class Evaluate:
     """Tokenizer. auto: the model's."""
     precision: str | None = None
     """Precision of the computation: fp32, tf32, bf16, … None: that of the run, or fp32."""
+    config: Path | None = None
+    """Config file of a run whose model is not part of gptjax. The file is executed first."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
     """gpu: all NVIDIA GPUs, or an error; cpu; auto: GPUs if there are any, else the CPU."""
     batch_tokens: int | None = None
@@ -135,8 +137,11 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
 
 
 def _load(options: Evaluate) -> tuple[Any, Any]:
+    from gptjax import cli
     from gptjax.weights import load
 
+    if options.config is not None:
+        cli.load(options.config)  # `load` then finds the model's class by name
     precision = None if options.precision is None else Precision(options.precision)
     model, tokenizer = load(options.path, precision=precision, tokenizer=options.tokenizer)
     if tokenizer is None:

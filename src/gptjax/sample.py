@@ -74,6 +74,8 @@ class Sample:
     """Precision of the computation: fp32, tf32, bf16, … None: that of the run, or fp32."""
     step: int | None = None
     """Step of a run's checkpoint. None: the newest."""
+    config: Path | None = None
+    """Config file of a run whose model is not part of gptjax. The file is executed first."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
     """gpu: an NVIDIA GPU, or an error; cpu; auto: a GPU if there is any, else the CPU."""
 
@@ -140,8 +142,11 @@ class Sampler:
     """
 
     def __init__(self, options: Sample):
+        from gptjax import cli
         from gptjax.weights import load
 
+        if options.config is not None:
+            cli.load(options.config)  # `load` then finds the model's class by name
         precision = None if options.precision is None else Precision(options.precision)
         with _memory_checked(f"the model {options.path}", "free the device"):
             self.model, tokenizer = load(
