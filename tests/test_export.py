@@ -64,7 +64,9 @@ def test_transformers_loads_model_and_byte_tokenizer(run, tmp_path, capsys, logi
     assert tokenizer.encode(text) == ours.encode(text).tolist()
     assert tokenizer.decode(ours.encode(text)) == text
     assert tokenizer.encode("a<|endoftext|>b") == [97, 256, 98]
-    found = gptjax.load(tmp_path / "hf").model.wte[:257]
+    loaded = gptjax.load(tmp_path / "hf")
+    assert loaded.tokenizer.name == "byte"
+    found = loaded.model.wte[:257]
     np.testing.assert_array_equal(found, random_params(BYTES)["wte"][:257])
 
 

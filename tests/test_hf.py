@@ -195,6 +195,13 @@ def test_how_the_model_computes_is_the_callers_choice(small):
         gptjax.load_hf(small, n_layer=3)
 
 
+def test_all_files_have_the_permissions_of_the_umask(small):
+    gptjax.save_hf(gptjax.load_hf(small), small)
+    (small / "other").touch()
+    modes = {(small / name).stat().st_mode for name in ("other", "model.safetensors")}
+    assert modes == {(small / "config.json").stat().st_mode}
+
+
 def test_a_failed_save_leaves_the_old_file(small, monkeypatch):
     model, before = gptjax.load_hf(small), (small / "model.safetensors").read_bytes()
 

@@ -68,7 +68,10 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists():
             # os.replace would also replace a device or a FIFO.
             file_size(path)
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)  # of the umask
         yield temporary
+        temporary.chmod(mode)  # safetensors creates files that only their owner can read
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

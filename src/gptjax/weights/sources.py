@@ -24,6 +24,7 @@ from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
 from gptjax.weights import checkpoint_files, hf, llama, llmc
+from gptjax.weights.bpe_files import is_byte_tokenizer
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
 from gptjax.weights.files import reason, shown
 from gptjax.weights.gpt2 import SIZES
@@ -273,7 +274,10 @@ def _hugging_face(path: Path, config: Path) -> Source:
         # Another model, or no JSON: reading it as a GPT-2 raises an error with the reason.
         reader, architecture = HUGGING_FACE["gpt2"]
     source = reader(path, architecture, None)
-    return dataclasses.replace(source, tokenizer=_tokenizer_of(source.config().vocab_size))
+    tokenizer = _tokenizer_of(source.config().vocab_size)
+    if tokenizer is None and is_byte_tokenizer(config.with_name("tokenizer.json")):
+        tokenizer = "byte"
+    return dataclasses.replace(source, tokenizer=tokenizer)
 
 
 def _tokenizer_of(vocab_size: int) -> str | None:
