@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from train_tools import rows, run
 
@@ -39,6 +40,19 @@ def test_the_smallest_model_and_the_optimizer_train(config, monkeypatch):
     assert rows(config, "sample").keys() == {10, 12}
     loaded, _ = gptjax.load(config.run_dir)
     assert type(loaded).__name__ == "Bigram"
+
+
+def test_the_changed_gpt2_trains_samples_and_ignores_the_position(config, monkeypatch):
+    page = example("extending_change.md", monkeypatch)
+    model = page.SiluConfig(vocab_size=257, block_size=32, n_layer=1, n_head=2, n_embd=16)
+    code, text = run(dataclasses.replace(config, model=model, max_steps=10))
+    assert code == 0 and "Silu, " in text and "mlp: xla" in text
+    assert 10 in rows(config, "sample")
+    loaded, _ = gptjax.load(config.run_dir)
+    assert type(loaded) is page.SiluGPT2
+    # With one kind of token, only a position could distinguish the outputs.
+    logits_TV = np.asarray(loaded(jnp.full((1, 8), 65)))[0]
+    np.testing.assert_allclose(logits_TV, logits_TV[:1].repeat(8, axis=0), rtol=0, atol=1e-5)
 
 
 def test_the_dataset_has_the_documents(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
 GPT2_FILES = r"""(get_tokenizer|load)\("(my_)?gpt2"\)"""
 # Scripts of other programs, in docs/coming_from.md.
-OTHER_SCRIPTS = {"dev/data/fineweb.py", "sample.py"}
+OTHER_SCRIPTS = {"dev/data/fineweb.py", "sample.py", "silu.py"}
 # Sizes that two CPU cores run in seconds; everything else runs as printed.
 SMALLER = {
     "GPT2Config(precision": "GPT2Config(n_layer=1, n_head=2, n_embd=32, precision",
