@@ -110,7 +110,8 @@ def test_different_cotangents():
 
 def test_errors():
     x, w, targets = inputs()
-    with pytest.raises(ValueError, match=r"'xla' has no FP8 matmuls; these can run here: \['fused'\]"):
+    message = r"'xla' has no FP8 matmuls; these can run here: \['fused'\]"
+    with pytest.raises(ValueError, match=message):
         linear_cross_entropy(x, w, targets, fp8=HeadScales(), implementation="xla")
 
 
