@@ -227,10 +227,17 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
         Config(), sequence_length=1024, batch_tokens=100_000, micro_batch=8
     )
     with pytest.raises(
-        ConfigError, match=r"100000 is not a multiple.*8 × 1024 × 4 = 32768; take 131072 or 98304"
+        ConfigError, match=r"100000 is not a multiple.*8 × 1024 × 4 = 32768; take 131072 or 98304$"
     ):
         config.micro_batches(4)
     assert dataclasses.replace(config, batch_tokens=98304).micro_batches(4) == 3
+
+
+def test_a_batch_that_does_not_divide_names_a_micro_batch_that_fits():
+    tiny = load(Path(TINY))
+    with pytest.raises(ConfigError, match=r"take 4096, or --micro-batch 2$"):
+        tiny.micro_batches(4)
+    assert dataclasses.replace(tiny, micro_batch=2).micro_batches(4) == 1
 
 
 def test_differences_are_found_and_operational_ones_are_not():

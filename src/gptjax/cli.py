@@ -82,11 +82,13 @@ def load(path: Path) -> Config:
     # because a file there could otherwise hide a module that is imported later.
     folder = str(path.parent.absolute())
     sys.path.insert(0, folder)
-    sys.modules[spec.name] = module  # `config_class` finds the classes of imported modules only
+    sys.modules[module.__name__] = (
+        module  # `config_class` finds the classes of imported modules only
+    )
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
+        del sys.modules[module.__name__]
         raise ConfigError(_why_not_loaded(path, error)) from error
     finally:
         sys.path.remove(folder)

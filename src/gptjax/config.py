@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import typing
 from collections.abc import Mapping
@@ -271,16 +272,18 @@ class Config:
 
         Raises:
             ConfigError: batch_tokens is not a multiple of a micro-batch's tokens; the message names
-                the nearest multiples.
+                the nearest multiples, and a smaller micro-batch if one fits.
         """
         tokens = self.micro_batch * self.sequence_length * devices
         if self.batch_tokens % tokens:
             below = self.batch_tokens // tokens * tokens
             nearest = f"{below + tokens} or {below}" if below else f"{below + tokens}"
+            per_device, rest = divmod(self.batch_tokens, self.sequence_length * devices)
+            smaller = "" if rest else f", or --micro-batch {math.gcd(self.micro_batch, per_device)}"
             raise ConfigError(
                 f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × "
                 f"sequence_length × devices = {self.micro_batch} × {self.sequence_length} × "
-                f"{devices} = {tokens}; take {nearest}, or another --micro-batch"
+                f"{devices} = {tokens}; take {nearest}{smaller}"
             )
         return self.batch_tokens // tokens
 
