@@ -3,8 +3,8 @@
 - Differentiation: `differentiable` calls a `jax.custom_vjp` function; a launch has no derivative.
 - `jax.vmap`: `looped` launches once for each element, `batched` once in all.
 - `jax.shard_map` with the default check_vma=True: the type of each array names the mesh axes over
-  which the values vary. Neither a `jax.custom_vjp` rule nor a launch converts these types by
-  itself; the functions here do.
+  which the values vary. `jax.custom_vjp` rules and launches do not convert these types: the
+  functions of this module convert the types.
 """
 
 import functools
@@ -37,8 +37,8 @@ def differentiable(operation: str, f: Callable, *args: Any) -> Any:
     try:
         return f(*_vary_alike(args, args))
     except TypeError as error:
-        # JAX raises here where nothing is compiled, and without a name at the end of the trace
-        # where something is.
+        # Outside jit, JAX raises here. Under jit, JAX raises at the end of the trace, without the
+        # name of the operation.
         if "forward-mode" not in str(error):
             raise
         raise TypeError(f"{operation}: {REMEDY}") from error
@@ -52,8 +52,8 @@ def looped(operation: str, f: Callable, *, overwrites: bool = False) -> Callable
     Args:
         operation: name of the public function, for errors.
         overwrites: whether a kernel overwrites one of its arguments. Calling the result inside
-            jax.shard_map(check_vma=True) then raises ValueError: JAX replaces the reference by
-            values whose types name no mesh axis, and refuses its own result.
+            jax.shard_map(check_vma=True) then raises ValueError: JAX discharges the Ref to values
+            whose types name no mesh axis, and refuses these types.
     """
     # A new object at each call: JAX caches the trace of f, and f depends on the default device.
     f = functools.partial(f)
@@ -66,8 +66,8 @@ def batched(operation: str, f: Callable, *, shared: int = 0, overwrites: bool = 
     Args:
         operation, overwrites: as in `looped`.
         f: its arguments and results have a leading batch axis.
-        shared: the number of last arguments that have none, because every element of the batch
-            shares them. If `jax.vmap` maps one of these, the launches are a loop.
+        shared: number of trailing arguments without a batch axis, which all elements of the batch
+            share. If `jax.vmap` maps a shared argument, f is launched in a loop.
     """
 
     @jax.custom_batching.custom_vmap
@@ -100,7 +100,7 @@ def batched(operation: str, f: Callable, *, shared: int = 0, overwrites: bool = 
 
 
 def _launch(operation, f, overwrites):
-    """f with results that vary over the mesh axes of its arguments."""
+    """Wrap f: the results vary over the mesh axes over which the arguments vary."""
 
     def launched(*args):
         if overwrites and varying(args):
@@ -116,8 +116,8 @@ def _launch(operation, f, overwrites):
 
 
 def once(operation: str, arrays: Any, remedy: str = REMEDY) -> Any:
-    """Return `arrays`. Differentiating a value computed from them raises NotImplementedError that
-    names `operation` and `remedy`."""
+    """Return `arrays`. Differentiation through the result raises NotImplementedError, and the
+    message names `operation` and `remedy`."""
     return _once(f"{operation}: {remedy}", arrays)
 
 
@@ -132,13 +132,13 @@ def _once_jvp(message, primals, tangents):
 
 
 def varying(tree: Any) -> frozenset[str]:
-    """Return the mesh axes over which an array of the tree varies, by its type; none outside
-    jax.shard_map(check_vma=True)."""
+    """Return the mesh axes over which an array of the tree varies, by the arrays' types. The result
+    is empty outside jax.shard_map(check_vma=True)."""
     return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
 
 def _vary_alike(like, tree):
-    """Cast the arrays of `tree` to vary over every mesh axis over which an array of `like` does."""
+    """Cast the arrays of `tree` to vary over all mesh axes over which the arrays of `like` vary."""
     axes = varying(like)
 
     def cast(x):

@@ -1,6 +1,6 @@
 """Registry of the back ends of every operation, and the function that selects one of them.
 
-Each kernel folder calls `register` for its operations; everybody else calls `select`.
+Each kernel folder calls `register` for the operations that it defines. Callers use `select`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _PARTITIONED = (
 
 @dataclasses.dataclass(frozen=True)
 class NoFacts:
-    """Facts of a call where the choice of a back end depends on the device and sharding alone."""
+    """Facts of operations whose choice of a back end depends on the device and sharding alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +41,20 @@ class BackEnd:
 
 
 class Example(NamedTuple):
-    """A call of an operation that its folder has chosen."""
+    """An example call of an operation, defined in the folder of the operation."""
 
     call: Callable[..., Any]
-    """Arrays, and the option `implementation`: the result."""
+    """Function of the arrays and of the option `implementation`. Returns the result."""
     reference: Callable[..., Any]
-    """The same arrays: the definition of the result in fp32."""
+    """Function of the same arrays. Returns the definition of the result in fp32."""
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    """Of the arrays."""
+    """Shapes and dtypes of the arrays."""
     differentiable: bool = True
 
 
 MakeExample = Callable[[int, jax.typing.DTypeLike], Example | None]
-"""Number of rows (tokens) and dtype: a call of that size; None if there is none in that dtype."""
+"""Function of the number of rows (tokens) and the dtype. Returns an example of that size, or None
+if the dtype has no example."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +62,13 @@ class Operation:
     """The back ends of a public function."""
 
     back_ends: tuple[BackEnd, ...]
-    """Fastest first; "xla" among them."""
+    """Back ends, fastest first. "xla" is one of these back ends."""
     facts: type = NoFacts
     """Dataclass of the properties of a call on which the choice depends, such as dtype and
     shape."""
     order: Callable[[Any, bool], Sequence[str]] | None = None
-    """Names that `auto` tries, by the facts and whether the compiler may split the arrays. None:
-    all, in the order of `back_ends`."""
+    """Function of the facts and of whether the compiler may split the arrays. Returns the names
+    that `auto` tries. None: all names, in the order of `back_ends`."""
     examples: tuple[MakeExample, ...] = ()
     """Calls that together launch every kernel of the operation. Programs that run or compile all
     kernels use them: `python -m gptjax.doctor`, benchmarks/tools/compile_for_cards.py."""
@@ -89,9 +90,9 @@ def register(
 
 
 def example(operation: str) -> Callable[[MakeExample], MakeExample]:
-    """Decorate a function that makes an example of a registered operation.
+    """Register the decorated function, which returns an example of a registered operation.
 
-    The first line of its docstring names the example and says why the folder has chosen it.
+    The first line of the function's docstring names the example and the reason for the example.
     """
 
     def add(make: MakeExample) -> MakeExample:
@@ -111,14 +112,14 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
     """Return the name of the back end that an operation uses on the default device.
 
     "auto" selects the fastest supported back end. Custom kernels are skipped where GSPMD may shard
-    the arrays. With an empty array "xla" replaces every back end but "reference": there is nothing
-    to launch.
+    the arrays. With an empty array, "xla" replaces every back end except "reference": an empty
+    array needs no launch.
 
     Args:
         operation: name of the public function.
         implementation: "auto", or the name of a back end.
-        arrays: a pytree of the call's arrays, whose types say whether the compiler may split them.
-            None where only the facts are known.
+        arrays: pytree of the call's arrays. The types of the arrays show whether the compiler may
+            split the arrays. None if only the facts are known.
         facts: dtype, shape and options of the call; each kernel folder defines them in a dataclass.
 
     Raises:
@@ -174,7 +175,7 @@ def platform() -> str:
 
 
 def capability() -> tuple[int, int] | None:
-    """Return the CUDA compute capability of the default device, such as (9, 0); None where the
+    """Return the CUDA compute capability of the default device, such as (9, 0), or None if the
     device is not an NVIDIA GPU."""
     if platform() not in ("gpu", "cuda"):
         return None
@@ -188,14 +189,14 @@ def capability() -> tuple[int, int] | None:
 def partitioned(*arrays: Any) -> bool:
     """Return whether the compiler may split work on these arrays over several devices.
 
-    It may where an array, or the mesh of `jax.set_mesh`, has axes that are not manual and span
-    several devices. Under `jax.jit`, too, the type of an array names the mesh that the array is on,
-    and what is computed from it inherits that mesh. Inside `jax.shard_map` the axes are manual and
+    The result is True if the mesh of an array, or of `jax.set_mesh`, has axes that are not manual
+    and span several devices. Under `jax.jit`, too, the type of an array names the array's mesh,
+    and results inherit the mesh of their operands. Inside `jax.shard_map` the axes are manual and
     arrays are local.
 
-    Arrays without a mesh count as on one device, however many there are. Of NumPy arrays that
-    `jax.jit(..., in_shardings=...)` splits the type names no mesh: put those on their devices
-    first, or call `jax.set_mesh`.
+    Arrays without a mesh count as arrays of one device, even if several devices exist. The types
+    of NumPy arrays that `jax.jit(..., in_shardings=...)` splits name no mesh. Put such arrays on
+    devices first, or call `jax.set_mesh`.
     """
     context = jax.sharding.get_abstract_mesh()
     meshes = [context]
@@ -244,6 +245,6 @@ def why_not_16_bit(dtype: jax.typing.DTypeLike, others: str = "") -> str | None:
 
 # --------------------------------------------------------------------------------- common back ends
 
-# `why_not_triton` is looked up at each call: tests replace it.
+# The lambda looks up `why_not_triton` at each call, since tests replace `why_not_triton`.
 TRITON = BackEnd("triton", lambda facts: why_not_triton(), custom=True)
 XLA, REFERENCE = BackEnd("xla"), BackEnd("reference")

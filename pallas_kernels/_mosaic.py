@@ -48,10 +48,10 @@ class Ring:
 
     Fill n (0, 1, …) uses slot n mod `slots`. The producer waits until the slot is empty, and starts
     copies that arrive on `full`. Each consumer waits for `full`, reads the slot, and arrives on
-    `empty`. The first `slots` fills wait for nothing.
+    `empty`. The first `slots` fills do not wait.
 
-    The `prefix` of a method is the leading index of barriers that have one, of a warpgroup for
-    example.
+    The argument `prefix` of a method is the leading index of the barriers, such as the index of a
+    warpgroup. Barriers without a leading index need no `prefix`.
 
     Attributes:
         full: barriers on which the copies of a fill arrive.
@@ -71,14 +71,14 @@ class Ring:
         plgpu.barrier_wait(self.full.at[(*prefix, slot)])
 
     def release(self, slot, *prefix) -> None:
-        """Arrive as one of the slot's consumers: its content is no longer needed."""
+        """Arrive as one of the slot's consumers, after the last read of the slot."""
         plgpu.barrier_arrive(self.empty.at[(*prefix, slot)])
 
     def wait_empty(self, n, *prefix, slot=None) -> None:
         """Wait until the slot of fill n is free: until fill n − `slots` is released.
 
         Args:
-            slot: slot of fill n, if the caller has computed it.
+            slot: slot of fill n, if the caller has computed the slot already.
         """
 
         @pl.when(n >= self.slots)
@@ -90,7 +90,7 @@ class Ring:
         plgpu.barrier_wait(self.empty.at[(*prefix, slot)])
 
     def drain(self, fills) -> None:
-        """Wait until each of the `fills` fills is released. A thread block must not end before."""
+        """Wait until all `fills` fills are released. A thread block must not end earlier."""
 
         @pl.loop(jnp.maximum(fills - self.slots, 0), fills)
         def _(n):
@@ -100,7 +100,7 @@ class Ring:
         """`drain` without a loop.
 
         Args:
-            begun: slots from `fills` on that were waited for already.
+            begun: number of slots, from that of fill `fills` on, that were waited for already.
         """
         for extra in range(begun, self.slots):
             self.wait_empty(fills + extra)
@@ -109,16 +109,16 @@ class Ring:
 def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
     """Return the work items of each thread block of a persistent grid.
 
-    Each item is assigned to the thread block with the least work so far. Items of one head are
-    close to each other in time, so that its keys and values stay in the L2 cache. Among the heads
+    Each item is assigned to the thread block with the least work so far. Items of one head run at
+    nearly the same time, so that the head's keys and values stay in the L2 cache. Among the heads
     in progress at the same time, the longest items come first.
 
     Args:
         costs: costs of the tiles of one head.
 
     Returns:
-        An int32 table with one row for each thread block: the number of its items, then the items,
-        each head · tiles + tile.
+        An int32 table with one row for each thread block: the number of items, then the items. An
+        item is stored as head · tiles + tile.
     """
     rounds = max(1, heads * len(costs) // (2 * blocks))
     by_cost = sorted(range(len(costs)), key=lambda tile: -costs[tile])
@@ -130,7 +130,7 @@ def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
                 busy, block = load[0]
                 lists[block].append(head * len(costs) + tile)
                 heapq.heapreplace(load, (busy + costs[tile], block))
-    # One more column than the longest list: an item is read during the item before it.
+    # One more column than the longest list: the next item is read during the current item.
     table = np.zeros((blocks, 2 + max(map(len, lists))), np.int32)
     for block, items in enumerate(lists):
         table[block, 0] = len(items)

@@ -1,21 +1,21 @@
-"""Launches of Triton kernels from JAX. This module imports Triton, so it is imported only where a
-Triton kernel runs."""
+"""Launches of Triton kernels from JAX. This module imports Triton. Import this module only inside
+functions that launch a Triton kernel."""
 
 from typing import Any
 
 import jax
 import triton.backends.nvidia.driver
 
-# jax-triton 0.4 reads this constant of the driver module, which Triton has since 3.7. Without the
-# constant, jax-triton treats the NVIDIA back end as absent. With Triton 3.6 (torch 2.11's) and the
-# constant set, kernels run (seen on an H200).
+# jax-triton 0.4 reads this constant of the driver module. Triton defines the constant from 3.7 on.
+# Without the constant, jax-triton treats the NVIDIA back end as absent. Triton 3.6 (torch 2.11's)
+# runs kernels if the constant is set (tested on an H200).
 if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
     triton.backends.nvidia.driver.TMA_TF32 = 11
 
 import jax_triton
 
-# Set explicitly because the default changes with Triton 3.10: a·b + c is one instruction, rounded
-# once.
+# Contract a·b + c to one instruction, which rounds once. Set explicitly because the default changes
+# with Triton 3.10.
 OPTIONS = {"enable_fp_fusion": True}
 
 

@@ -11,10 +11,10 @@ A kernel is a folder like those of this package:
   or `looped` wraps such a function for `jax.vmap` and `jax.shard_map`. `triton.py` is imported
   inside the function that launches: a machine without a GPU may lack Triton.
 
-A `BackEnd` with further limits states them in `why_not`. `TRITON.why_not(facts)` returns the reason
-why the device cannot run Triton kernels, or None.
+The function `why_not` of a `BackEnd` states further limits of the back end. `TRITON.why_not(facts)`
+returns the reason why the device cannot run Triton kernels, or None.
 
-`OPERATIONS` has every registered operation by name. `example` adds a call that
+`OPERATIONS` contains every registered operation by name. `example` adds a call that
 `python -m gptjax.doctor` compares with the definition.
 
 `examples/new_kernel` is a complete kernel; docs/extending.md describes the steps. Importing this
