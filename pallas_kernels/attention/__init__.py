@@ -24,7 +24,7 @@ Back ends:
     reference: the definition in fp32, which stores S; any device.
 mosaic, triton and cudnn are differentiable once, in reverse mode; xla and reference also in forward
 mode and to any order. mosaic and triton read q, k and v in place from the packed projection, and
-store its gradient as one array.
+store the gradient of the projection as one array.
 """
 
 import dataclasses
@@ -65,10 +65,10 @@ def flash_attention(
         causal: query t sees keys 0…t; otherwise all.
         scale: multiplies Q·K; 1/√D when None.
         window: query t sees only its last `window` keys, t−window+1…t. Needs `causal`.
-        segment_ids: documents packed into one sequence: a query sees only keys of its own
-            document, a run of equal ids. An id that returns after another begins a new document.
-            In any integer type.
-        return_lse: return the log-sum-exp L too.
+        segment_ids: integers of any type. A document is a run of equal ids, and a query sees only
+            keys of the query's document. Two runs of the same id, separated by another id, are
+            different documents.
+        return_lse: also return the log-sum-exp L.
         deterministic: use only back ends whose gradients repeat bit for bit.
         implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
             Forward mode and second derivatives need "xla" or "reference".
@@ -76,8 +76,8 @@ def flash_attention(
             is true fp32.
 
     Returns:
-        O, like `q_BTHD`; with `return_lse` (O, L), where L is B·H·T in fp32 and has a gradient,
-        too.
+        O, with the shape and dtype of `q_BTHD`; with `return_lse` (O, L). L is B·H·T in fp32 and
+        differentiable.
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
@@ -108,7 +108,7 @@ def flash_attention_qkv(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
-    """Attention of the packed output of one projection; its gradient is packed too.
+    """Attention of the packed output of one projection, with a packed gradient.
 
     Args:
         qkv_BT3HD: q, k and v along the third axis.
@@ -208,7 +208,7 @@ def _why_not_triton(call: Facts) -> str | None:
 class _Fastest(NamedTuple):
     """A row of `FASTEST`: back ends for a kind of GPU and shape, fastest first.
 
-    The first row that fits applies.
+    The first row that matches the call applies.
     """
 
     capability: tuple[int, int] | None
@@ -220,9 +220,9 @@ class _Fastest(NamedTuple):
     order: tuple[str, ...]
 
 
-# By the time of forward and backward together in benchmarks/results/kernels/attention.json
-# (H200). GPUs without a row were not measured; there cuDNN comes first, and Triton where cuDNN
-# cannot run.
+# Ordered by the time of forward plus backward pass in benchmarks/results/kernels/attention.json
+# (H200). GPUs without a row were not measured: on these GPUs cuDNN comes first, and Triton is used
+# where cuDNN cannot run.
 FASTEST = (
     _Fastest((9, 0), "16", 64, True, ("triton", "mosaic", "cudnn", "xla")),
     _Fastest((9, 0), "16", 64, None, ("mosaic", "triton", "cudnn", "xla")),
@@ -236,7 +236,7 @@ TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
 
 
 def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
-    """Return the order of the first row of `FASTEST` that fits."""
+    """Return the back ends of the first row of `FASTEST` that matches the call."""
     fp32 = "fp32" if call.precision in TRUE_FP32 else "tf32"
     matmul = "16" if jnp.dtype(call.dtype).itemsize == 2 else fp32
     narrow = call.window is not None and 8 * call.window <= call.length
@@ -272,7 +272,7 @@ class Options:
     causal: bool
     scale: float
     window: int | None
-    """None where it covers the sequence, and where the documents' bounds contain it."""
+    """None if the window covers the sequence, or if the documents' bounds include the window."""
     deterministic: bool
     precision: jax.lax.PrecisionLike
 

@@ -1,9 +1,9 @@
 """Documents packed into one sequence: the keys that each token sees, and the order of work items.
 
-A document is a run of equal segment ids. Without `causal` a token sees its whole document. With
-`causal` query t sees the document up to itself, or its last `window` keys. Either way query t sees
-keys first_t … t (causal) or first_t … last_t, and both bounds never decrease with t. Kernels read
-the bounds of a tile from its first and last row, and skip tiles outside.
+A document is a run of equal segment ids. Without `causal`, query t sees the keys first_t … last_t:
+all keys of the query's document. With `causal`, query t sees the keys first_t … t: the keys of the
+document up to t, at most `window` of them. Both bounds are non-decreasing in t. Kernels read the
+bounds of a tile from the tile's first and last row, and skip tiles outside the bounds.
 
 Shapes: B batch, T time; P time padded to a multiple of the largest tile.
 """
@@ -17,13 +17,13 @@ from jax import lax
 TILE = 128
 """Multiple of the rows of every tile of the kernels that read padded bounds."""
 ROWS_TOGETHER = 4
-"""Items of each thread block that are sorted by cost together, if it has many."""
+"""Items per thread block that are sorted together, if a thread block has more than 3 times that."""
 STEPS = 2**15
-"""Costs are compared in steps of this fraction of the largest."""
+"""Number of levels to which costs are quantized before the sort."""
 
 
 class Documents(NamedTuple):
-    """Bounds of what each token sees, int32, non-decreasing along time.
+    """Bounds of the keys that each query sees, int32, non-decreasing along time.
 
     Attributes:
         first_BT: first key that query t sees.
@@ -46,7 +46,7 @@ def document_bounds(segment_ids_BT, *, window: int | None = None) -> Documents:
     edge_B1 = jnp.ones_like(segment_ids_BT[:, :1], bool)
     starts_BT = jnp.concatenate([edge_B1, edges_BT], axis=1)
     ends_BT = jnp.concatenate([edges_BT, edge_B1], axis=1)
-    # One scan for both: the last positions are the first ones of the reversed sequence.
+    # One scan for both bounds: the last positions are the first positions of the reversed sequence.
     both_2BT = jnp.where(jnp.stack([starts_BT, ends_BT[:, ::-1]]), t_1T[None], 0)
     first_BT, last_BT = lax.cummax(both_2BT, axis=2)
     last_BT = length - 1 - last_BT[:, ::-1]
@@ -65,9 +65,10 @@ def padded(bounds: Documents) -> Documents:
 def schedule_by_cost(costs_BI: jax.Array, heads: int, blocks: int) -> jax.Array:
     """Return a table of work items like `_mosaic.schedule`, for costs known on the device only.
 
-    The items of a few heads at a time, so that their keys and values stay in the L2 cache, are
-    sorted by cost and assigned to the thread blocks back and forth: the longest first. Each thread
-    block gets the same number of items, ±1.
+    The items are sorted by cost, longest first, in groups of a few heads, so that the keys and
+    values of a group stay in the L2 cache. Even rows of sorted items are assigned to the thread
+    blocks in ascending order, odd rows in descending order. The numbers of items of two thread
+    blocks differ by at most 1.
 
     Args:
         costs_BI: cost of each item of a head, positive integers.
@@ -76,24 +77,24 @@ def schedule_by_cost(costs_BI: jax.Array, heads: int, blocks: int) -> jax.Array:
     costs_N = jnp.repeat(costs_BI, heads, axis=0).reshape(-1)
     number = costs_N.shape[0]
     rows = -(-number // blocks)
-    # Items that fill the last row have no cost: they come last, and no thread block counts them.
+    # The padding of the last row has cost 0: it is sorted last, and the counts exclude it.
     costs_N = jnp.pad(costs_N, (0, rows * blocks - number)).astype(jnp.float32)
     together = rows if rows <= 3 * ROWS_TOGETHER else ROWS_TOGETHER
     place_N = jnp.arange(rows * blocks, dtype=jnp.int32)
     rounds_N = jnp.minimum(place_N // (together * blocks), max(0, rows // together - 1))
-    # One key: XLA sorts one key, and one value with it, in few launches.
+    # Group and cost in one key: XLA sorts one key with one value in few launches.
     cheapness_N = (STEPS * (1 - costs_N / costs_N.max())).astype(jnp.int32)
     keys_N = rounds_N * (STEPS + 1) + cheapness_N
     _, order_N = lax.sort((keys_N, place_N), num_keys=1)
     order_RB = order_N.reshape(rows, blocks)
-    # Back and forth, and each pair of rows from another thread block on: the costliest item of
-    # each pair is with another thread block.
+    # Reverse every second row, and shift each pair of rows: the costliest item of each pair is
+    # assigned to another thread block.
     row_R1, block_1B = jnp.arange(rows)[:, None], jnp.arange(blocks)[None]
     shift_R1 = row_R1 // 2 * max(1, blocks * 3 // 8)
     from_RB = (block_1B + shift_R1) % blocks
     from_RB = jnp.where(row_R1 % 2 == 1, blocks - 1 - from_RB, from_RB)
     table_RB = jnp.take_along_axis(order_RB, from_RB, axis=1)
     counts_1B = (table_RB < number).sum(0, keepdims=True, dtype=jnp.int32)
-    # One more item than the longest list: an item is read during the item before it.
+    # One more item than the longest list: the next item is read during the current item.
     table_RB = jnp.where(table_RB < number, table_RB, 0)
     return jnp.concatenate([counts_1B, table_RB, jnp.zeros_like(counts_1B)]).T

@@ -1,12 +1,12 @@
 """Backward pass of flash attention on Hopper (Pallas Mosaic GPU): TMA, wgmma, a persistent grid
 with one thread block (CTA) per SM.
 
-This module chooses tile sizes, the order of the work items and the way in which dQ is summed,
-computes D, and launches the kernel of `mosaic_backward_kernel`, whose docstring describes the
-algorithm and the barriers.
+This module selects tile sizes, the order of the work items and the method of summing dQ. It
+computes D, and launches the kernel of `mosaic_backward_kernel`. The docstring of
+`mosaic_backward_kernel` describes the algorithm and the barriers.
 
-Shapes: B batch, T time, H query heads, K key heads, D head dimension; R the two numbers of a query,
-log₂e·L and −D.
+Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, the statistics
+log₂e·L and −D of a query.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class Tiles:
         stages: blocks of queries in shared memory.
         key_stages: blocks of keys in shared memory.
         score_stages: tiles of dS in shared memory.
-        slots: parts of 64×64 results in shared memory for each warpgroup, in addition to those in
-            the tiles of dS.
-        more_barriers: Mosaic adds its own barriers around each access to shared memory, in addition
-            to those that the kernel needs.
-        whole_heads: sum dQ by whole heads, else by split heads; None selects by an estimate.
+        slots: 64×64 parts of results in shared memory for each warpgroup, in addition to the parts
+            in the tiles of dS.
+        more_barriers: whether Mosaic adds barriers around each access to shared memory, in addition
+            to the barriers that the kernel needs.
+        whole_heads: True sums dQ by whole heads, False by split heads. None selects by an estimate.
     """
 
     stages: int = 2
@@ -70,19 +70,20 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
 
 
 def queries_in_a_block(head_dim: int) -> int:
-    """Return as many as two warpgroups have registers for, in addition to dK and dV."""
+    """Return the number of queries in a block: the registers of two warpgroups limit this number,
+    since dK and dV are in registers too."""
     return 8192 // head_dim
 
 
 def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
-    """Return whether idle thread blocks in the last round cost less than the two passes over dQ
-    (estimated at 128/T of the rest)."""
+    """Return whether the idle thread blocks of the last round cost less than the two passes over dQ
+    of split heads. The passes are estimated at 128/T of the kernel's time."""
     rounds = pl.cdiv(heads, blocks)
     return rounds * blocks <= heads * (1 + KEYS / length)
 
 
-# One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
-# and no cache spares them.
+# jit: trace and lower `backward` once for all layers. Tracing and lowering for each layer took 28 s
+# of a step's compilation, and no cache of JAX covers this time.
 @functools.partial(
     jax.jit,
     static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "bias", "tiles"),
@@ -103,20 +104,21 @@ def backward(
     bias: bool = False,
     tiles: Tiles | None = None,
 ):
-    """Return the gradients, a tuple shaped like `operands`; with `bias` (gradients, Σ dQ, Σ dO),
-    where the sums over all queries are H·D in fp32.
+    """Return the gradients, a tuple like `operands`. With `bias` return (gradients, Σ dQ, Σ dO):
+    the sums over all queries have shape H·D and dtype fp32.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
-        bounds: `Documents`, or None. With documents `window` is None: the bounds contain it.
+        bounds: `Documents`, or None. With documents `window` is None: the bounds include the
+            window.
         out_BTHD, lse_BHT: the output, and L in fp32.
-        dout_BTHD, dlse_BHT: gradients of the output and of L; that of L may be None.
-        deterministic: whole heads only. The same five matmuls, but at most B·K thread blocks have
-            work.
+        dout_BTHD, dlse_BHT: gradients of the output and of L; dlse_BHT may be None.
+        deterministic: use whole heads only: the same five matmuls, but at most B·K thread blocks
+            have work.
         true_fp32: ignored: no matmul is fp32.
-        bias: packed operands only. Σ dQ is the sum of dQ as it is stored, or of its fp32 sums if
-            Triton converts them to dQ.
-        tiles: None for those of mosaic_tiles.json.
+        bias: for packed operands only. Σ dQ is the sum of the rounded dQ, or of the fp32 sums if a
+            Triton kernel converts the fp32 sums to dQ.
+        tiles: None for the tiles of mosaic_tiles.json.
 
     Raises:
         ValueError: the tiles cannot be compiled.
@@ -155,10 +157,10 @@ def backward(
 
 
 def _lse_and_delta(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
-    """Return (log₂e·L, −D); zeros for dQ with `sums`; and Σ dO with `bias`.
+    """Return (log₂e·L, −D), zeros for dQ or None, and Σ dO or None.
 
-    L and D are 0 for queries that are out of bounds. There dO is 0 too, and so are their
-    contributions.
+    `sums` requests the zeros, `bias` requests Σ dO. L, D and dO are 0 for queries that are out of
+    bounds, so the contributions of these queries are 0.
     """
     batch, length, heads, head_dim = dout_BTHD.shape
     rows = length + -length % queries_in_a_block(head_dim)
@@ -166,8 +168,8 @@ def _lse_and_delta(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
     if _dispatch.why_not_triton() is None:
         from pallas_kernels.attention import triton_passes
 
-        # One pass. XLA computes D and L with one thread a row, 0.4 ms for 64×1024×12×64 on an H200,
-        # and zeros once for all layers, of which each layer then gets a copy.
+        # One pass. XLA computes D and L with one thread per row (0.4 ms for 64×1024×12×64 on an
+        # H200), and computes one array of zeros that is copied for each layer.
         rows_BHRT, zeros_BTHD, dout_HD = triton_passes.delta(
             out_BTHD, dout_BTHD, lse_BHT, rows=rows, zeros=zeros if sums else 0, sums=bias
         )
@@ -213,10 +215,10 @@ def _scratch(tiles: Tiles, queries: int, head_dim: int, dtype) -> Scratch:
 
 
 def blocks_of_queries(j, first_query=None, last_query=None, *, length, queries, causal, window):
-    """Return the blocks of queries that see some of block j of the keys: first … stop − 1.
+    """Return (first, stop): the blocks first … stop − 1 of queries see keys of key block j.
 
     Args:
-        first_query, last_query: with documents, the first and the last of these queries.
+        first_query, last_query: with documents, the first and the last query that see such a key.
     """
     first, stop = 0, pl.cdiv(length, queries)
     if causal:
@@ -235,7 +237,8 @@ def blocks_of_queries(j, first_query=None, last_query=None, *, length, queries, 
 
 
 def _steps_of_documents(bounds, queries_of, key_blocks):
-    """Return the number of blocks of queries that see each block of keys, B×key blocks."""
+    """Return, for each block of keys, the number of blocks of queries that see the block: an array
+    of B×key blocks."""
 
     def steps(j, first_query, last_query):
         first, stop = queries_of(j, first_query, last_query)
@@ -348,8 +351,8 @@ def _gradients(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Between a read and a write of the same shared memory, each warpgroup has a wait for a
-            # copy, or a commit.
+            # Safe: each warpgroup waits for a copy, or commits, between a read and a write of the
+            # same shared memory.
             unsafe_no_auto_barriers=not tiles.more_barriers,
         ),
     )

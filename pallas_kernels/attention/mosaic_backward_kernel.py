@@ -1,27 +1,26 @@
 """Backward kernel of flash attention on Hopper (Pallas Mosaic GPU): five matmuls in one kernel.
 
-A work item is a block of 128 keys of one head, over all blocks of queries that see it. The
-gradients of the keys and values stay in registers meanwhile. One warpgroup loads, and two multiply,
-64 of the keys each. For each block of queries:
+A work item is a block of 128 keys of one head, and a loop over all blocks of queries that see the
+keys. dK and dV stay in registers during the loop. One warpgroup loads. Two warpgroups multiply, 64
+of the keys each. For each block of queries:
 
     QK and dP:  Sᵀ = K Qᵀ, dPᵀ = V dOᵀ                                         `start_scores`
     softmax:    Pᵀ = exp2(scale·log₂e·Sᵀ − log₂e·L), dSᵀ = Pᵀ ∘ (dPᵀ − D)      `softmax`
     gradients:  dV += Pᵀ dO                                                    `scores_and_dv`
                 dQ += dS K, dK += dSᵀ Q                                        `dq_and_dk`
 
-Pᵀ and dSᵀ are left operands in registers. dSᵀ also goes through shared memory, since dQ sums over
-the keys of both warpgroups.
+Pᵀ and dSᵀ are left operands in registers. dSᵀ is also stored in shared memory, since dQ is a sum
+over the keys of both warpgroups.
 
 dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
     whole heads: a thread block (CTA) processes all key blocks of a head, and is the only writer of
-        the head's dQ. The first part of a tile of dQ is stored, the next parts are added by TMA,
-        the last part is added in registers and stored as the result. The sums are a buffer of one
-        head for each SM, which stays in the L2 cache, and are always in the same order.
+        the head's dQ. The first part of a tile of dQ is stored, and TMA adds the next parts. The
+        last part is added in registers, and the result is stored. The buffer of sums has one head
+        for each SM and stays in the L2 cache. The order of the additions is fixed.
     split heads: any thread block processes any block of keys, by a table computed before the
-        launch. All add to one zeroed fp32 dQ, in any order, which is converted afterwards: two more
-        passes over 4 bytes an element, but work for all SMs if there are few heads. Few heads are
-        in progress at a time, so that their sums stay in the L2 cache: with all heads at once each
-        addition went to HBM and back (H200, 16×4096×6×128: 2.70 ms; now 2.13).
+        launch. All thread blocks add to one zeroed fp32 dQ in any order. Converting dQ costs two
+        more passes over 4 bytes per element, but few heads suffice to occupy all SMs. Few heads run
+        at a time, so that the sums stay in L2 (H200, 16×4096×6×128: 2.13 ms; 2.70 via HBM).
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
@@ -35,11 +34,11 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 
 `sums_full` is used with whole heads only.
 
-The order of the instructions that keeps the tensor cores busy was derived from the compiled code
-(ptxas reports waits for matmuls, and spills).
+The instructions are ordered so that the compiled code keeps the tensor cores busy: ptxas reports
+waits for matmuls, and spills.
 
-Shapes: B batch, T time, H query heads, K key heads, D head dimension; R the two numbers of a query,
-log₂e·L and −D.
+Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, the statistics
+log₂e·L and −D of a query.
 """
 
 import dataclasses
@@ -55,7 +54,7 @@ from pallas_kernels.attention.mosaic_forward_kernel import operand
 from pallas_kernels.attention.mosaic_masks import COLUMNS, HALF, Mask, fill_columns
 
 KEYS = 128
-"""Keys of a work item; HALF are of one multiplying warpgroup. It adds HALF×HALF to dQ at a time."""
+"""Keys of a work item. Each multiplying warpgroup has HALF keys, and adds HALF×HALF parts to dQ."""
 MULTIPLIERS = 2
 
 
@@ -89,7 +88,7 @@ class Item:
         first, stop: the blocks of queries that see the keys.
         k_slot: slot of the keys and values.
         steps: number of blocks of queries over all heads of the group.
-        key, mine: the warpgroup's first key, and slice of the block.
+        key, mine: the warpgroup's first key, and the warpgroup's slice of the block.
         fills: number of fills of the query slots before this item.
         seen_by: with documents, the first and the last query that see all of these keys.
     """
@@ -112,11 +111,11 @@ class Step:
     """One block of queries of a work item.
 
     Attributes:
-        number, fill: index in the work item, and in the thread block.
+        number, fill: index of the step in the work item, and in the thread block.
         slot, k_slot: slots of the queries, and of the keys.
         h, query: query head, and first query.
         sums: this warpgroup's part of the sums of dQ in global memory.
-        starts, ends: whether the sums start, end, with this block of keys; None with split heads.
+        starts, ends: whether this block of keys is the sums' first, last; None with split heads.
     """
 
     number: Any
@@ -137,8 +136,8 @@ class Block:
     Attributes:
         whole_heads: whether the schedule is whole heads, else split heads.
         queries: number of queries in a block.
-        queries_of: block of keys → the first, and last + 1, block of queries that see the keys;
-            with documents also a function of the bounds of the block.
+        queries_of: function that maps a block of keys to (first, last + 1) of the blocks of queries
+            that see the keys; with documents also a function of the bounds of the block.
         bounds: the padded bounds of documents, or None.
         key_blocks: number of blocks of keys of a head.
         key_heads, group: number of key heads, and of query heads of each key head.
@@ -217,8 +216,8 @@ class Block:
     def query_block(self, step, first, stop):
         """Return the head of the group, and the block of queries.
 
-        Whole heads end on the diagonal, where tiles of dQ are finished, as late as possible after
-        the last additions to these tiles. Split heads begin there, so that thread blocks that work
+        Whole heads end on the diagonal: tiles of dQ are finished as late as possible after the last
+        additions to these tiles. Split heads begin on the diagonal, so that thread blocks that work
         on the same head add to different tiles.
         """
         g, i = (
@@ -325,8 +324,8 @@ class Block:
         g, i = self.query_block(number, item.first, item.stop)
         fill = item.fills + number
         slot = self.q_ring.slot(fill)
-        # Without the barrier, the compiler keeps every address that does not change in a register,
-        # and spills them.
+        # Without the barrier, the compiler keeps every loop-invariant address in a register, and
+        # spills registers.
         k_slot = lax.optimization_barrier(item.k_slot)
         h, query = item.head * self.group + g, i * self.queries
         starts = ends = None
@@ -357,11 +356,11 @@ class Block:
         return first, last
 
     def part_of_dq(self, item, ref):
-        """Return the 64×64 of a tile of dQ, queries×D, that this warpgroup computes."""
+        """Return this warpgroup's 64×64 part of a tile of dQ, queries×D."""
         return ref.at[item.mine] if self.head_dim == HALF else ref.at[:, item.mine]
 
     def scores_and_dv(self, item, step, dv_acc, s_acc, dp_acc):
-        """Compute S, dP, P and dS, and start dV. Return dS."""
+        """Compute S, dP, P and dS, and issue the matmul for dV. Return dS."""
         self.start_scores(item, step, s_acc, dp_acc)
         if self.whole_heads:
 
@@ -380,9 +379,10 @@ class Block:
         return (p.astype(jnp.float32) * dp).astype(self.dtype)
 
     def start_scores(self, item, step, s_acc, dp_acc) -> None:
-        """Start QK, S = K Qᵀ, and dP − D = V dOᵀ − D, transposed."""
+        """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D."""
         scratch = self.scratch
-        # dP − D: sums that begin with −D. Not after S is issued, or the compiler waits for S.
+        # The accumulator of dP − D begins with −D. Set it before S is issued: set afterwards, the
+        # compiler waits for S.
         dp_acc[...] = self.along_columns(step, 1)
         keys, values = scratch.k.at[step.k_slot, item.mine], scratch.v.at[step.k_slot, item.mine]
         plgpu.wgmma(s_acc, keys, scratch.q.at[step.slot].transpose((1, 0)))
@@ -391,9 +391,9 @@ class Block:
     def softmax(self, item, step, s):
         """Return P, rounded.
 
-        dS is computed from P as it is rounded for dV. Then there are registers to issue dV right
-        after this, and dV needs P: otherwise the compiler moves the exponentials, which run during
-        the matmul dP, to after dP. The barrier prevents rounding of the numbers one by one.
+        dS uses the rounded P, which saves registers: the matmul for dV can be issued right after
+        the softmax. Since dV needs P, the compiler keeps the exponentials before the wait for dP.
+        The optimization barrier prevents rounding of the numbers one by one.
         """
         logits = s * jnp.float32(self.scale * LOG2_E) - self.along_columns(step, 0)
         logits = lax.cond(
@@ -407,14 +407,14 @@ class Block:
         return lax.optimization_barrier(jnp.exp2(logits).astype(self.dtype))
 
     def along_columns(self, step, which):
-        """Return log₂e·L (0) or −D (1) of the queries, for each of the keys."""
+        """Return log₂e·L (which = 0) or −D (which = 1) of the queries, broadcast over the keys."""
         row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=COLUMNS, optimized=False)
         return lax.broadcast_in_dim(row, (HALF, self.queries), [1])
 
     def share_ds(self, item, step, ds_slot, ds) -> None:
-        """Store this warpgroup's rows of dS, and wait for those of the other one."""
-        # Wait until the tile of dS is free: of the results of the last work item, or of the matmuls
-        # of earlier steps. A work item adds to a tile of dQ once: the wait for all copies of the
+        """Store this warpgroup's rows of dS, and wait for the rows of the other warpgroup."""
+        # Wait until the results of the last work item, and the matmuls of earlier steps, release
+        # the tile of dS. A work item adds to a tile of dQ once: the wait for all copies of the
         # last item keeps the additions in order.
         pl.when(step.number == 0)(
             lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.whole_heads)
@@ -428,7 +428,7 @@ class Block:
         self.ds_ring.wait_full(ds_slot)
 
     def dq_and_dk(self, item, step, ds_slot, ds, dq_acc, dk_acc):
-        """Start dQ = dS K and dK += dSᵀ Q. Return dQ, 64×64."""
+        """Issue the matmuls dQ = dS K and dK += dSᵀ Q. Return dQ, 64×64."""
         ds_smem, k_smem = self.scratch.ds, self.scratch.k
         if self.head_dim == HALF:
             left, right = ds_smem.at[ds_slot, self.me], k_smem.at[step.k_slot]
@@ -439,7 +439,7 @@ class Block:
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
     def add_to_sums(self, step, dq) -> None:
-        """Add dQ to its sums in global memory, or store it if it is the first part."""
+        """Add dQ to the sums in global memory, or store dQ if dQ is the first part."""
         sums_smem = self.scratch.sums
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums_smem[self.me] = dq
@@ -452,7 +452,7 @@ class Block:
             to_sums(reduction_op="add")
 
     def finish_dq(self, item, step, dq) -> None:
-        """Add the sums of dQ to its last part, and store the result."""
+        """Add the sums of dQ to the last part of dQ, and store the result."""
         scratch, me = self.scratch, self.me
 
         def with_sums():
@@ -468,8 +468,8 @@ class Block:
     def store_dk_and_dv(self, item, dk, dv) -> None:
         """Store the gradients of 64 keys and values.
 
-        They go through this warpgroup's rows of the next tile of dS, as soon as no matmul reads
-        it, and through the slots of `scratch.out`. The wait before a slot is used leaves only
+        The staging memory is this warpgroup's rows of the next tile of dS, as soon as no matmul
+        reads the tile, and the slots of `scratch.out`. The wait before a slot is reused leaves only
         newer copies in progress.
         """
         ds_ring, fill = self.ds_ring, item.fills + item.steps

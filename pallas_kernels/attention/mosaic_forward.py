@@ -1,8 +1,9 @@
 """Forward pass of flash attention on Hopper (Pallas Mosaic GPU): TMA, wgmma, a persistent grid with
 one thread block (CTA) per SM.
 
-This module chooses tile sizes and the order of the work items, and launches the kernel of
-`mosaic_forward_kernel`, whose docstring describes the algorithm and the barriers.
+This module selects tile sizes and the order of the work items, and launches the kernel of
+`mosaic_forward_kernel`. The docstring of `mosaic_forward_kernel` describes the algorithm and the
+barriers.
 
 Shapes: B batch, T time, H query heads, K key and value heads, D head dimension.
 """
@@ -27,14 +28,14 @@ class Tiles:
     """Tile sizes and options of the kernel.
 
     Attributes:
-        block_q: queries of one warpgroup at a time: 64 or 128.
-        warpgroups: computing warpgroups; one more loads.
-        block_kv: keys at a time.
+        block_q: queries in the tile of one warpgroup: 64 or 128.
+        warpgroups: number of computing warpgroups. One more warpgroup loads.
+        block_kv: keys in a block.
         stages: blocks of keys, and of values, in shared memory.
         q_slots: tiles of queries in shared memory for each warpgroup.
-        overlap: overlap QK of the next block with the softmax of this one.
-        ping_pong: the warpgroups start their matmuls one after the other, so that the softmax of
-            one overlaps the matmuls of another.
+        overlap: overlap QK of the next block with the softmax of the current block.
+        ping_pong: start the matmuls of the warpgroups one after the other, so that the softmax of
+            one warpgroup overlaps the matmuls of another warpgroup.
     """
 
     block_q: int = 64
@@ -70,10 +71,12 @@ def default_tiles(head_dim: int, causal: bool) -> Tiles:
 
 
 def shared_bytes(tiles: Tiles, head_dim: int) -> int:
-    """Return the shared memory of one thread block, barriers included, with documents. Arrays begin
-    at multiples of 1024 bytes."""
+    """Return the bytes of shared memory of one thread block with documents, including barriers.
+
+    Arrays begin at multiples of 1024 bytes.
+    """
     rows = tiles.warpgroups * tiles.block_q
-    queries = (tiles.q_slots + 1) * rows * head_dim * 2  # and a tile of the output
+    queries = (tiles.q_slots + 1) * rows * head_dim * 2  # one slot is a tile of the output
     keys = 2 * tiles.stages * tiles.block_kv * head_dim * 2
     barriers = tiles.warpgroups * (2 * tiles.q_slots + tiles.ping_pong) + 4 * tiles.stages
     numbers = sum(-(-4 * n // 1024) * 1024 for n in (rows, tiles.warpgroups * tiles.block_kv))
@@ -81,7 +84,7 @@ def shared_bytes(tiles: Tiles, head_dim: int) -> int:
 
 
 def registers(tiles: Tiles) -> tuple[int, int]:
-    """Return the registers for each thread of a computing warpgroup, and of the loading one."""
+    """Return the registers per thread of a computing warpgroup, and of the loading warpgroup."""
     loading = 40 if tiles.warpgroups < 3 else 32
     return min(240, (512 - loading) // tiles.warpgroups // 8 * 8), loading
 
@@ -103,8 +106,8 @@ def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
         )
     if (size := shared_bytes(tiles, head_dim)) > SHARED_BYTES:
         return f"shared memory of {size} bytes is needed, and a block has at most {SHARED_BYTES}"
-    # Scores in fp32, weights in 16 bits, output in fp32; row statistics and addresses take the
-    # rest.
+    # Scores in fp32, weights in 16 bits, output in fp32; row statistics and addresses need the
+    # remaining registers.
     scores, results = tiles.block_q * tiles.block_kv // 128, tiles.block_q * head_dim // 128
     needed = scores + results + (scores // 2 if tiles.overlap else 0) + 24
     if needed > (available := registers(tiles)[0]):
@@ -128,9 +131,9 @@ def key_blocks(first, rows: int, length: int, block: int, *, causal: bool, windo
         first: first query, below `length`; a Python or a traced int32.
 
     Returns:
-        (start, full_start, full_stop, stop): each query sees all of blocks full_start … full_stop
-        − 1, without a mask. Some queries see some of start … full_start − 1 and of full_stop …
-        stop − 1. start ≤ full_start ≤ full_stop ≤ stop.
+        (start, full_start, full_stop, stop), in non-decreasing order. Blocks full_start …
+        full_stop − 1 need no mask: each query sees all keys. Blocks start … full_start − 1 and
+        full_stop … stop − 1 need a mask.
     """
     if not causal:
         return 0, 0, length // block, -(-length // block)
@@ -177,7 +180,7 @@ def _cost(see, tile, rows, row_blocks, groups):
 
 
 def _table_of_documents(bounds, see, *, rows, row_blocks, groups, heads, blocks):
-    """Return the table of work items, by the key blocks that the documents leave of each."""
+    """Return the table of work items. The cost of an item is the number of visible key blocks."""
 
     def seen(first, top, bottom):
         start, _, _, stop = see(first, rows, top=top, bottom=bottom)
@@ -188,14 +191,14 @@ def _table_of_documents(bounds, see, *, rows, row_blocks, groups, heads, blocks)
         tuple(x[:, at : row_blocks * rows : rows] for x in bounds) for at in (0, rows - 1)
     )
     costs_BR = jax.vmap(jax.vmap(seen), (None, 0, 0))(firsts, tops, bottoms)
-    # Tile 0 has the last rows.
+    # Tile 0 contains the last rows.
     costs_BR = jnp.pad(costs_BR[:, ::-1], [(0, 0), (0, -row_blocks % groups)])
     costs_BI = costs_BR.reshape(costs_BR.shape[0], -1, groups).sum(-1)
     return documents.schedule_by_cost(costs_BI, heads, blocks)
 
 
-# One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
-# and no cache spares them.
+# jit: trace and lower `forward` once for all layers. Tracing and lowering for each layer took 28 s
+# of a step's compilation, and no cache of JAX covers this time.
 @functools.partial(
     jax.jit, static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "tiles")
 )
@@ -210,16 +213,16 @@ def forward(
     true_fp32,
     tiles: Tiles | None = None,
 ):
-    """Return (out, lse): softmax(scale · q kᵀ) v in the operands' dtype, B·T·H·D, and its
-    log-sum-exp in fp32, B·H·T.
+    """Return (out, lse): out = softmax(scale · q kᵀ) v in the operands' dtype, B·T·H·D, and the
+    log-sum-exp of the scores in fp32, B·H·T.
 
     Args:
         operands: (q, k, v), or (qkv,) as B·T·3·H·D: bf16 or fp16, D of 64 or 128.
         bounds: `Documents`, or None.
         causal, scale, window: as in `flash_attention`; scale is a float. With documents `window` is
-            None: the bounds contain it.
+            None: the bounds include the window.
         deterministic, true_fp32: ignored: results are always reproducible, and no matmul is fp32.
-        tiles: None for those of mosaic_tiles.json.
+        tiles: None for the tiles of mosaic_tiles.json.
 
     Raises:
         ValueError: the tiles cannot be compiled.
@@ -233,8 +236,8 @@ def forward(
         raise ValueError(f"flash_attention: {tiles} cannot be used with {head_dim=}: {why}")
     rows, block, groups = tiles.block_q, tiles.block_kv, tiles.warpgroups
     row_blocks = pl.cdiv(length, rows)
-    # Tile 0 has the last rows. The tile with the first rows can have fewer rows: they cost the
-    # least there.
+    # Tile 0 contains the last rows. The tile with the first rows may be partly empty: the first
+    # rows cost the least.
     row_tiles = pl.cdiv(row_blocks, groups)
     blocks = min(_mosaic.num_sms(), batch * heads * row_tiles)
     if bounds is None:
@@ -309,8 +312,8 @@ def forward(
         grid_names=("block",),
         num_threads=groups + 1,
         thread_name="warpgroup",
-        # Sums and maxima are over the keys only: a row is within a warp, and needs no scratch
-        # memory.
+        # Sums and maxima are over the keys only. A row is within a warp, so the reductions need no
+        # scratch memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     out_BTHD, lse_BHT = run(*map(padded, operands), *arrays)

@@ -1,8 +1,8 @@
 """Forward kernel of flash attention on Hopper (Pallas Mosaic GPU).
 
 A work item is a tile of queries of one head: 64 or 128 rows for each of the computing warpgroups.
-One more warpgroup loads: it runs ahead of the others into the next work item, through rings of
-tiles of queries, keys and values. The table of work items is computed before the launch.
+One more warpgroup loads tiles of queries, keys and values into rings. The loading warpgroup runs
+ahead into the next work item. The table of work items is computed before the launch.
 
 A warpgroup visits its blocks of keys from the last to the first. The diagonal comes first, and the
 loop over all other blocks has no masks. For each block:
@@ -15,14 +15,14 @@ factor is log₂e·scale: the softmax is computed in base 2.
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
-| `q_full` | warpgroups × q_slots | 1 | the copy of queries | the warpgroup they are for |
-| `q_empty` | warpgroups × q_slots | 1 | the warpgroup they are for | loading warpgroup |
+| `q_full` | warpgroups × q_slots | 1 | the copy of queries | the warpgroup of the queries |
+| `q_empty` | warpgroups × q_slots | 1 | the warpgroup of the queries | loading warpgroup |
 | `k_full`, `v_full` | stages | 1 | the copy of keys, of values | each computing warpgroup |
 | `k_empty`, `v_empty` | stages | warpgroups | each computing warpgroup | loading warpgroup |
 | `ping_pong` | warpgroups | 1 | the warpgroup before | a warpgroup, before it starts matmuls |
 
 The barrier `ping_pong` exists with the option ping_pong only. A computing warpgroup waits for and
-releases each fill of the key and value slots, also those that only other warpgroups need.
+releases each fill of the key and value slots, also fills that only other warpgroups need.
 
 Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M
 queries and N keys.
@@ -58,8 +58,8 @@ class Scratch(NamedTuple):
 
 
 def operand(refs, which: int, b, rows, head):
-    """Return the rows×D of q, k or v (which = 0, 1, 2) of one head: from q, k, v (three refs) or
-    from packed qkv (one ref)."""
+    """Return a rows×D slice of q, k or v (which = 0, 1, 2) of one head, from the refs of q, k and v
+    or from the ref of the packed qkv."""
     return refs[0].at[b, rows, which, head] if len(refs) == 1 else refs[which].at[b, rows, head]
 
 
@@ -69,7 +69,7 @@ class Item:
 
     Attributes:
         index: number of the work item in its thread block.
-        start, stop: the key blocks that any of the warpgroups sees; these are loaded.
+        start, stop: the key blocks that any of the warpgroups sees. These blocks are loaded.
         row_block: the warpgroup's block of rows.
         first: first query of `row_block`.
         fills: number of fills of the key slots before this work item.
@@ -91,7 +91,7 @@ class Item:
     my_stop: Any
 
     def fill(self, j):
-        """Return the fill of the key slots, and of the value slots, that holds key block j."""
+        """Return the number of the fill that loads block j of the keys, and of the values."""
         return self.fills + (self.stop - 1 - j)
 
 
@@ -100,7 +100,7 @@ class Block:
     """The kernel of one thread block (CTA): sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        registers: numbers for each thread of a computing warpgroup, and of the loading one.
+        registers: registers per thread of a computing, and of the loading, warpgroup.
         see: function of the first query and the number of rows: `key_blocks`, or
             `key_blocks_of_documents`.
         bounds: the padded bounds of documents, or None.
@@ -148,10 +148,10 @@ class Block:
 
     @property
     def factors(self) -> tuple[float, float | None]:
-        """Return (factor, rescale): the softmax in base 2 is that of scores · factor.
+        """Return (factor, rescale): the base-2 softmax has the argument scores · factor.
 
-        The largest score has the largest scores · factor only if factor > 0. Otherwise scores are
-        first multiplied by rescale, and factor is 1.
+        The largest score has the largest product with factor only if factor > 0. Otherwise, scores
+        are first multiplied by rescale, and factor is 1.
         """
         return (self.scale * LOG2_E, None) if self.scale > 0 else (1.0, self.scale * LOG2_E)
 
@@ -175,7 +175,7 @@ class Block:
         return b, h, start, stop, first
 
     def key_blocks(self, b, first):
-        """Return the key blocks that the rows from `first` on see, as `see` does."""
+        """Return `see` of the rows from `first` on: the key blocks that these rows see."""
         rows = self.tiles.block_q
         if self.bounds is None:
             return self.see(first, rows)
@@ -277,8 +277,8 @@ class Block:
             def _():
                 self.skip(fills)
                 pl.loop(1, stop - start)(lambda n: self.skip_in_order(fills + n))
-                # The loading warpgroup has passed the wait for this slot's last release: it has
-                # loaded values since.
+                # The loading warpgroup has passed the wait for this slot's last release: the
+                # loading warpgroup has loaded values since that wait.
                 q_ring.release(q_ring.slot(i), self.me)
 
             return following, fills + stop - start
@@ -287,14 +287,14 @@ class Block:
         pl.when(self.me == 0)(self.wait_ping_pong)
         plgpu.wait_smem_to_gmem(0)
 
-    # In each work item, a warpgroup waits once for each of its blocks of keys except the first.
+    # In each work item, a warpgroup waits once per block of keys, except for the first block.
     def wait_ping_pong(self) -> None:
-        """Wait until the warpgroup before has started its matmuls."""
+        """Wait until the previous warpgroup has issued the previous warpgroup's matmuls."""
         if self.tiles.ping_pong:
             plgpu.barrier_wait(self.scratch.ping_pong.at[self.me])
 
     def arrive_ping_pong(self) -> None:
-        """Let the next warpgroup start its matmuls."""
+        """Arrive on the next warpgroup's barrier: the next warpgroup may issue matmuls."""
         if self.tiles.ping_pong:
             next_one = lax.rem(self.me + 1, jnp.int32(self.tiles.warpgroups))
             plgpu.barrier_arrive(self.scratch.ping_pong.at[next_one])
@@ -379,8 +379,8 @@ class Block:
         return o_MD, m_M, l_M
 
     def first_block(self, item, last, columns):
-        """Return m, l and P of the last key block, of which only the first `columns` keys are
-        seen."""
+        """Return m, l and P of the last key block. The rows see only the block's first `columns`
+        keys."""
         rows, block = self.tiles.block_q, self.tiles.block_kv
 
         def qk(s_acc):
@@ -424,7 +424,7 @@ class Block:
         l_M = l_M * decay_M + weight_MN.sum(axis=1)
         if overlap:
             # The softmax comes before the wait for PV. The weights are rounded after the wait,
-            # since the matmul in progress reads those of the block before.
+            # since the matmul in progress reads the weights of the previous block.
             new_m_M, l_M, weight_MN, decay_M = lax.optimization_barrier(
                 (new_m_M, l_M, weight_MN, decay_M)
             )
@@ -436,7 +436,7 @@ class Block:
         return new_m_M, l_M, weight_MN.astype(self.dtype)
 
     def start_qk(self, item, s_acc, j) -> None:
-        """Start S = Q Kᵀ for the first keys of block j, as many as `s_acc` has columns."""
+        """Issue S = Q Kᵀ for the first keys of block j: one key per column of `s_acc`."""
         slot, q_slot = self.k_ring.slot(item.fill(j)), self.q_ring.slot
         keys = self.scratch.k.at[slot, pl.ds(0, s_acc.shape[1])]
         queries = self.scratch.q.at[self.me, q_slot(item.index)]
@@ -460,10 +460,10 @@ class Block:
         return m_M, jnp.exp2(s_MN * factor - lax.broadcast_in_dim(m_M, s_MN.shape, [0]))
 
     def hide(self, item, s_MN, j):
-        """Return the scores with those of hidden keys replaced.
+        """Return the scores, with a finite replacement for the scores of hidden keys.
 
-        The hidden score is finite, since all of a row's first block can be hidden. That row then
-        begins with weights of 1, which decay to 0 as soon as the row sees a key.
+        The replacement is finite, since all keys of a row's first block can be hidden. Such a row
+        begins with weights of 1. These weights are multiplied by 0 when the row sees a key.
         """
         hidden = max(-1e30 / self.factors[0], -3e38)
         key = j * self.tiles.block_kv
@@ -472,7 +472,7 @@ class Block:
         return mask.hide(s_MN, item.b, item.first, key, hidden, columns)
 
     def start_pv(self, item, o_acc, p_MN, j) -> None:
-        """Wait for the values of block j, and start O += P V."""
+        """Wait for the values of block j, and issue O += P V."""
         self.v_ring.wait_full(self.v_ring.slot(item.fill(j)))
         plgpu.wgmma(o_acc, p_MN, self.scratch.v.at[self.v_ring.slot(item.fill(j))])
 
@@ -489,6 +489,6 @@ class Block:
 
 
 def _slice(j, size):
-    """Return slice j of `size` elements. The index is an array even if j is known: JAX refuses a
-    slice that is known to be out of bounds."""
+    """Return slice j of `size` elements. The index is an array even if j is a Python int: JAX
+    refuses a static slice that is out of bounds."""
     return pl.ds(jnp.int32(j) * size, size)

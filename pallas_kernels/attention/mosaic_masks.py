@@ -1,7 +1,7 @@
 """Masks of the Mosaic kernels of flash attention: the hidden scores of a tile.
 
-Shapes: M queries and N keys of a tile of the forward pass; the backward pass has keys as rows, and
-its tiles are `HALF` keys × queries.
+Shapes: M queries and N keys of a tile of the forward pass. A tile of the backward pass has keys as
+rows and queries as columns: `HALF` keys × queries.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from pallas_kernels._mosaic import pl, plgpu
 HALF = 64
 """Keys of one multiplying warpgroup of the backward pass."""
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-"""Layouts of one number for each row, and column, of a tile."""
+"""Layouts of vectors with one number per row of a tile, and with one number per column."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What queries see.
+    """Mask of the keys that queries see.
 
     Attributes:
-        bounds: the padded bounds of documents in global memory (`documents.padded`), or None. They
-            contain the window.
+        bounds: the padded bounds of documents in global memory (`documents.padded`), or None. The
+            bounds include the window.
     """
 
     causal: bool
@@ -33,10 +33,10 @@ class Mask:
     bounds: Any
 
     def hide(self, s_MN, b, query, key, hidden, columns):
-        """Return scores of queries from `query` on and keys from `key` on; hidden ones replaced.
+        """Replace the hidden scores of a tile with queries from `query` on and keys from `key` on.
 
         Args:
-            hidden: replacement, finite.
+            hidden: finite replacement.
             columns: with documents the numbers 0, 1, … in shared memory, one for each key.
         """
         if self.bounds is None:
@@ -56,8 +56,7 @@ class Mask:
         return jnp.where(seen_MN, s_MN, hidden)
 
     def hide_transposed(self, x, b, key, query, columns):
-        """Return x, keys×queries from `key` and `query` on, with −∞ if the query does not see the
-        key.
+        """Replace the hidden scores of x by −∞. x is keys×queries, from `key` and `query` on.
 
         Args:
             columns: the numbers 0, 1, … in shared memory, one for each query.
@@ -78,10 +77,10 @@ class Mask:
         return jnp.where(seen, x, -jnp.inf)
 
     def on_an_edge(self, key, query, queries, seen_by):
-        """Return whether some of `HALF` keys are not seen by some of a block of queries.
+        """Return whether a tile needs a mask: some query does not see some of the `HALF` keys.
 
         Args:
-            seen_by: the first and the last query that see all of the keys, by the documents.
+            seen_by: the first and the last query whose document bounds include all of the keys.
         """
         if self.bounds is not None:
             edge = query + (queries - 1) > seen_by[1]
@@ -94,7 +93,7 @@ class Mask:
         return edge
 
     def seen_by(self, b, key):
-        """Return the first and the last query that see all of `HALF` keys, by the documents."""
+        """Return the first and the last query whose document bounds include all `HALF` keys."""
         if self.bounds is None:
             return None
         return self.bounds.first_BT[b, key + (HALF - 1)], self.bounds.last_BT[b, key]
@@ -112,8 +111,8 @@ def fill_columns(columns) -> None:
 
 
 def _columns(columns, shape):
-    """Return the index of each column, from shared memory: the compiler keeps the results of an
-    iota in registers, and spills them."""
+    """Load the index of each column from shared memory. The compiler would keep the results of an
+    iota in registers, and spill registers."""
     columns = plgpu.load(columns, layout=COLUMNS, optimized=False)
     return lax.broadcast_in_dim(columns, shape, [1])
 

@@ -1,19 +1,18 @@
-"""Causal attention of a packed projection, qkv = x W + b. The attention kernels compute the bias's
-gradient.
+"""Causal attention of a packed projection, qkv = x W + b. The attention kernels compute the
+gradient of b.
 
     db_q = Σ_t dq_t      db_k = Σ_s dk_s = 0      db_v = Σ_s dv_s = Σ_t do_t
 
 The rows of P sum to one, so Σ_s dV_s = Σ_t (Σ_s P_ts) dO_t = Σ_t dO_t. The rows of dS = P ∘ (dO Vᵀ
 − D) sum to D − D = 0, so Σ_s dK_s = scale · Σ_t (Σ_s dS_ts) Q_t = 0: a bias of the keys adds the
-same number to every score of a query, which the softmax ignores. A sum over all of dqkv would read
-three arrays as large as the residual stream; the kernels' sums read at most dq.
+same number to all scores of a query, and the softmax is invariant to such a shift. A sum over all
+of dqkv would read three arrays as large as the residual stream. The kernels' sums read at most dq.
 
 Shapes: B batch, T time, C channels, H heads, D head dimension; N = B·T.
 
-Back ends: those of `flash_attention_qkv`. With `mosaic` the attention kernels compute the bias's
-gradient; with the others it is the sum over dqkv. With `reference` the projection is the reference
-of `linear` too: forward mode and higher derivatives work. The others are differentiable once, in
-reverse mode.
+Back ends: the back ends of `flash_attention_qkv`. With `mosaic` the attention kernels compute db;
+the other back ends sum dqkv. `reference` also uses the reference of `linear`: forward mode and
+higher derivatives work. The other back ends are differentiable once, in reverse mode.
 """
 
 import dataclasses
@@ -41,12 +40,12 @@ def projected_attention(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"]:
-    """flash_attention_qkv(x W + b), causal, with O = 3·H·D: all queries, all keys, all values.
+    """Compute flash_attention_qkv(x W + b), causal. O = 3·H·D: all queries, all keys, all values.
 
     Args:
         x_BTC: fp32, bf16 or fp16.
-        w_CO, b_O: of x's dtype, or fp32, which is rounded as in `pallas_kernels.linear`. Their
-            gradients have the same dtype and are summed in fp32.
+        w_CO, b_O: of x's dtype or fp32. fp32 is rounded as in `pallas_kernels.linear`. The
+            gradients have the dtypes of w_CO and b_O and are summed in fp32.
         fp8: whether the projection's matmuls are in FP8 where the call is differentiated
             (pallas_kernels/fp8/layers.py); not with "reference". x may then be the `Fp8Rows` of
             `layer_norm(fp8_scale=ACTIVATION_SCALE)`.

@@ -2,29 +2,29 @@
 
 Supports any length, head dimensions up to 128, segment ids, and fp32 as TF32 or true fp32.
 
-Forward: a program processes a block of queries, loops over their keys, and updates the maximum and
-the sum of the softmax for each block of keys. Blocks that no query sees are not read. A block is
-masked only if one of its queries does not see one of its keys.
+Forward: a program processes a block of queries, loops over blocks of keys, and updates the maximum
+and the sum of the softmax for each block of keys. Blocks of keys that no query sees are skipped. A
+tile is masked only if one of the queries does not see one of the keys.
 
 Backward:
     split: one kernel loops over the queries that see a block of keys and computes dK and dV.
         Another loops over the keys of a block of queries and computes dQ. Seven matmuls. Every
         output is written once, so two runs are equal bit for bit.
-    fused: the first kernel also computes the parts of dQ and adds them to an fp32 array by atomics,
-        in any order. A small kernel converts the sums. Five matmuls.
+    fused: the first kernel also computes the parts of dQ and adds the parts to an fp32 array by
+        atomics, in any order. A small kernel converts the sums. Five matmuls.
 
 In TF32 rounded copies of q, k, v and dO are computed first: "straight" (B·T·H·D) and "transposed"
 (B·H·D·T′). See triton_tf32.py. The kernels are in triton_kernels.py.
 
 True fp32 runs on the CUDA cores ("ieee"). If the registers suffice, Triton's "tf32x3" is used
-instead: each operand is split into TF32 numbers, a = a₁ + a₂, and a₁b₁ + a₁b₂ + a₂b₁ omits 2⁻²² of
-a term. PyTorch's fp32 attention does the same.
+instead: each operand is split into TF32 numbers, a = a₁ + a₂. The sum a₁b₁ + a₁b₂ + a₂b₁ omits
+2⁻²² of a term. PyTorch's fp32 attention uses the same split.
 
 Shapes, in addition to those of the package: M queries and N keys of a block, P the head dimension
 padded to 16, 32, 64 or 128, R rows of a block of queries or keys, T′ the length padded to a
 multiple of the block.
 
-triton_tiles.json has the tiles:
+triton_tiles.json contains the tiles:
 
     {compute capability: {
         "shared_kb": shared memory that a program can have on this GPU,
@@ -33,8 +33,8 @@ triton_tiles.json has the tiles:
             "precision": "ieee" | "tf32x3" (in "fp32" only; `input_precision` of tl.dot),
             "forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}
 
-Heads with at most "rows" rows in total run concurrently, so that their inputs stay in the L2 cache.
-Of these heads the longest blocks start first.
+Heads with at most "rows" rows in total run concurrently, so that the inputs of these heads stay in
+the L2 cache. The longest blocks of these heads start first.
 """
 
 import functools
@@ -69,10 +69,10 @@ def forward(operands, bounds, *, causal, scale, window, deterministic, true_fp32
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD), or (qkv_BT3HD,).
         bounds: `Documents`, or None.
-        window: number of keys that a causal query sees, or None. With documents None: the bounds
-            contain it.
+        window: number of keys that a causal query sees, or None. With documents `window` is None:
+            the bounds include the window.
         deterministic: ignored; the forward pass is always deterministic.
-        true_fp32: multiply fp32 as true fp32, not as TF32.
+        true_fp32: use true fp32 matmuls for fp32 operands, not TF32.
         tiles: replaces the entry of triton_tiles.json; only "forward" is needed.
 
     Returns:
@@ -123,8 +123,8 @@ def backward(
         out_BTHD, lse_BHT: the results of `forward`.
         dout_BTHD: gradient of the output, in its dtype.
         dlse_BHT: gradient of the log-sum-exp, or None.
-        deterministic: use the split form, whatever the tiles say.
-        tiles: as in `forward`; only "backward" and the kernels of that form are needed.
+        deterministic: use the split form, even if the tiles select "fused".
+        tiles: as in `forward`; only "backward" and the kernels of the selected form are needed.
     """
     tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
     shape = _shape(operands, bounds, causal, scale, window, true_fp32, tiles)
@@ -182,7 +182,7 @@ def backward(
     constants["PACKED"] = packed
     constants["grid"] = (triton.cdiv(t, constants["M"]) * b * h,)
     if packed:
-        # dk is dqkv; dq is written to its place in dqkv.
+        # dk is all of dqkv; dq is stored in the first part of dqkv.
         return _triton.call(kernel, *inputs, dk, out=[], in_place=(len(inputs),), **constants)
     (dq_BTHD,) = _triton.call(
         kernel, *inputs, out=[jax.ShapeDtypeStruct((b, t, h, d), dtype)], **constants
@@ -193,9 +193,9 @@ def backward(
 def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
     """Return the constants of a launch, with the number of concurrent heads in place of "rows".
 
-    The groups of heads are equal. With groups of 32 and 16 of 48 heads, the last 16 start with
-    their longest blocks and are too few to fill the gaps behind these blocks. Counted for two
-    programs per SM of an H200, T = 1024: 33 blocks' time in all, and 28.5 as 24 + 24 or 48.
+    All groups of concurrent heads have equal size. Of 48 heads in groups of 32 and 16, the 16 heads
+    have too few blocks to occupy all SMs until the longest blocks end. By calculation for an
+    H200 with two programs per SM, T = 1024: 33 block times for 32 + 16, 28.5 for 24 + 24 or 48.
     """
     groups = triton.cdiv(heads, max(1, tile["rows"] // t))
     constants = tile | {"TOGETHER": triton.cdiv(heads, groups)}
@@ -204,7 +204,8 @@ def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
 
 
 def _inputs(operands, bounds):
-    """Return pointers to q, k, v and the two bounds of documents, which without documents are q."""
+    """Return pointers to q, k, v and the two bounds of documents. Without documents, pass q as the
+    bounds."""
     q, k, v = operands if len(operands) == 3 else operands * 3
     return q, k, v, (q, q) if bounds is None else bounds
 
@@ -248,8 +249,8 @@ def _shape(operands, bounds, causal, scale, window, true_fp32, tiles) -> dict[st
 def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str, Any]:
     """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
-    For a capability that is not listed with this precision, use a listed earlier capability that
-    needs no more shared memory than the GPU has: the one that needs most.
+    For a capability that is not listed with this precision, use an earlier listed capability: the
+    one with the most shared memory among those that need at most the GPU's shared memory.
 
     Args:
         matmul: "16" (bf16, fp16), "tf32" or "fp32".
@@ -261,7 +262,7 @@ def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str,
     fitting = [
         n for n in listed if _version(n) <= capability and listed[n]["shared_kb"] <= shared_kb
     ]
-    # A capability may be listed for some matmuls only.
+    # The file may list a capability for some matmul precisions only.
     fitting = [n for n in fitting if matmul in listed[n]] or fitting
     if not fitting:
         raise ValueError(
@@ -332,5 +333,5 @@ def _version(name: str) -> tuple[int, int]:
 def _tuned_by(operands, true_fp32) -> tuple[tuple[int, int], str, int]:
     q = operands[0]
     matmul = "16" if q.dtype.itemsize == 2 else "fp32" if true_fp32 else "tf32"
-    # Without a GPU this is a test.
+    # Without a GPU, the caller is a test.
     return _dispatch.capability() or (9, 0), matmul, q.shape[-1]

@@ -15,8 +15,8 @@ from pallas_kernels.attention.triton_tf32 import (
     transposed_offset,
 )
 
-# Below every finite score and above −∞, so −∞ − LOWEST is −∞: a row without a key so far needs no
-# guard against ∞ − ∞.
+# Below every finite score and above −∞, so −∞ − LOWEST is −∞. A row that has not seen a key yet
+# needs no guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -43,9 +43,9 @@ def visible(
 ):  # fmt: skip
     """Return whether query t sees key s; t and s are M·1 and 1·N, or 1·M and N·1.
 
-    first and last are the document's bounds of the rows, and other is the index of the columns.
+    first and last are the document bounds of the rows, and other is the index of the columns.
     """
-    # Only causal queries from T on see keys from T on, and their results are not read.
+    # Only causal queries from T on see keys from T on, and the results of these queries are unused.
     seen = s <= t if CAUSAL else (s < T) & (t < T)
     if WINDOW < T:
         seen = seen & (t - s < WINDOW)
@@ -86,7 +86,7 @@ def queries_of(
     """Return the bounds of the blocks of queries that see keys s0 … s0 + N−1, and the bounds of the
     blocks that need no mask.
 
-    Queries from T on need no mask: they are zeros and contribute zeros.
+    Queries from T on need no mask: these queries are zeros and contribute zeros.
     """
     start, end, full_start, full_end = 0, T, 0, T
     if SEGMENTS:
@@ -120,8 +120,8 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    # Positive, so that the largest score stays the largest. A scale of 0 becomes tiny: 0 · −∞
-    # is not a number.
+    # Positive, so that the order of the scores is unchanged. A scale of 0 is replaced by a tiny
+    # number: 0 · −∞ is NaN.
     UNIT: tl.constexpr = (SCALE if SCALE > 0 else 1e-30 - SCALE) * LOG2E
     BLOCKS: tl.constexpr = (T + M - 1) // M
     order, head = block_and_head(BLOCKS, BATCH * H, TOGETHER)
@@ -166,9 +166,9 @@ def forward_kernel(
         if PRECISION == "tf32":
             v_NP = load_transposed(v_ptr, s0, T, D, N, P)
             p_MN = evens_first(operand(p_MN, v_NP.dtype, PRECISION), PRECISION, M, N)
-            # The tensor cores do not accumulate PV. While such a matmul ran, ptxas would not load
-            # q, the left operand of the next matmul, into registers, and would wait for every
-            # instruction of both matmuls.
+            # O is added outside the matmul PV. With O as the accumulator of PV, ptxas does not load
+            # q, the left operand of the next matmul, into registers while PV runs. ptxas then waits
+            # after every instruction of both matmuls.
             pv_MP = tl.dot(p_MN, v_NP, input_precision=PRECISION)
             out_MP = tl.fma(out_MP, tl.broadcast_to(shrink_M[:, None], (M, P)), pv_MP)
         else:

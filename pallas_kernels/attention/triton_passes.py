@@ -22,13 +22,13 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, s
     """Compute D of each query and allocate zeroed sums, in fp32 and one launch.
 
     Args:
-        lse_BHT: the log-sum-exp, to return the pair of numbers that mosaic needs; or None.
-        rows: number of queries in the result for mosaic, including those from T on.
+        lse_BHT: the log-sum-exp L for `mosaic`, or None.
+        rows: number of queries in the result for `mosaic`, including the padding from T on.
         zeros: number of queries of the zeroed array.
         sums: whether to sum dO over all queries.
 
     Returns:
-        Σ_d dO·O, B·H·T; or with L (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero from T on.
+        Σ_d dO·O, B·H·T. With `lse_BHT`: (log2(e)·L, −Σ_d dO·O), B·H·2·rows, zero from T on.
         Zeros, B·zeros·H·D, or an unused array of one number.
         The sum of dO, H·D, or None.
     """
@@ -60,9 +60,9 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, s
 
 
 def into_packed(sums_BTHD, dqkv_BT3HD, *, scale: float):
-    """Return (dqkv with scale · sums in the place of dq, Σ dq over all queries as H·D in fp32).
+    """Store dq = scale · sums in dqkv, in place. Return (dqkv, Σ dq).
 
-    dqkv is overwritten in place.
+    Σ dq is the sum over all queries, H·D in fp32.
     """
     b, t, h, d = sums_BTHD.shape
     rows, columns, parts = 16, 256, 256
@@ -93,7 +93,7 @@ def delta_kernel(
     ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    # Heads of the same rows run concurrently: their rows are contiguous in memory.
+    # Heads of the same rows run concurrently: the rows of all heads are contiguous in memory.
     h, block = tl.program_id(0) % H, tl.program_id(0) // H
     t0, b = block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
     at = b * T * H * D + h * D

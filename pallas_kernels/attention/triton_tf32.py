@@ -1,7 +1,7 @@
 """fp32 as TF32 in Triton's flash attention: rounded copies of q, k, v and dO, and their operands.
 
-Tensor cores truncate fp32 operands to TF32, and Hopper's need both operands K-major (contiguous
-along the contracted axis). Small kernels therefore first write copies that are rounded to nearest:
+Tensor cores truncate fp32 operands to TF32. Hopper's tensor cores need both operands K-major
+(contiguous along the contracted axis). Small kernels first store copies rounded to nearest:
 "straight" (B·T·H·D) for sums over D, and "transposed" (B·H·D·T′) for sums over T. The
 attention kernels pass these copies to the tensor cores unchanged. One kernel copies q, k and v.
 Another copies dO and computes delta. Each array is read once.
@@ -26,7 +26,7 @@ def tf32_copies(q, k, v, shape, *, straight, transposed):
     """Copy q, k and v, rounded to TF32, in one launch.
 
     Args:
-        q, k, v: the arrays that contain them.
+        q, k, v: arrays that contain q, k and v, or the packed projection.
         shape: the constants of every kernel.
         straight: names of the arrays with a straight copy, such as "qk".
         transposed: for each array with a transposed copy, the rows of a block of the kernel that
@@ -97,7 +97,7 @@ def _columns(t, rows):
 def place(HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
     """Return this program's head, first row and sequence.
 
-    Heads of the same rows run concurrently: their rows are contiguous in memory.
+    Heads of the same rows run concurrently: the rows of all heads are contiguous in memory.
     """
     block = tl.program_id(0) // HEADS
     return tl.program_id(0) % HEADS, block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
@@ -121,7 +121,7 @@ def store_copies(
 ):  # fmt: skip
     """Store rows of a head, rounded.
 
-    If COLUMNS is not 0, also store them transposed, with zeros from T on.
+    If COLUMNS is not 0, also store the transposed rows, with zeros from T on.
     """
     x_MP = rounded(x_MP, "tf32")
     if STRAIGHT:
@@ -228,7 +228,7 @@ def load_transposed(ptr, start, T: tl.constexpr, D: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):
-    """Round to TF32 if that is PRECISION."""
+    """Round to TF32 if PRECISION is "tf32"."""
     if PRECISION == "tf32":
         return tl.inline_asm_elementwise(
             "cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1
@@ -239,7 +239,7 @@ def rounded(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Convert a result of arithmetic to a matmul operand of the given dtype, rounded to nearest."""
+    """Round a computed value to nearest, as a matmul operand of the given dtype."""
     if PRECISION == "tf32":
         # Fewer instructions than `rounded`: the tensor cores truncate the bits below TF32. The only
         # NaN that arithmetic produces is 0x7FFFFFFF, which must not become −0.
@@ -252,10 +252,11 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def evens_first(x_RC, PRECISION: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Reorder each 8 columns: even numbers, then odd numbers, if PRECISION is "tf32".
+    """Permute each group of 8 columns to even columns, then odd columns, if PRECISION is "tf32".
 
-    In the result of a matmul a thread has two neighbouring columns. In a left operand it has two
-    columns that are 4 apart. The contracted axis may have any order that both operands share.
+    In the result of a matmul, a thread holds two neighbouring columns. In a left operand, a thread
+    holds two columns that are 4 apart. The contracted axis may have any order if both operands have
+    the same order.
     """
     if PRECISION == "tf32":
         return tl.reshape(tl.permute(tl.reshape(x_RC, (R, C // 8, 4, 2)), (0, 1, 3, 2)), (R, C))
