@@ -28,7 +28,7 @@ class _Common:
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets, created if it does not exist."""
     name: str | None = None
-    """The dataset's folder in data-dir. None: corpus and tokenizer, such as stdlib_byte."""
+    """Name of the dataset's folder in data-dir. None: CORPUS_TOKENIZER, such as stdlib_byte."""
     tokenizer: TokenizerChoice = "auto"
     """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs no files; auto: gpt2 if
     available, else byte with a note."""
@@ -87,16 +87,16 @@ class Jsonl(_Common):
     paths: _Paths
     """Files, folders (all files in them, at any depth) and globs such as 'dumps/*.jsonl'."""
     field: str = "text"
-    """Field of each line's object that holds the text."""
+    """Field that holds the text."""
     prompt_field: str | None = None
-    """With answer-field, instead of field: field that holds the prompt. Prompts have no loss."""
+    """Field that holds the prompt; needs answer-field and replaces field. Prompts have no loss."""
     answer_field: str | None = None
     """Field that holds the answer."""
     separator: str = "\n"
     """End of each prompt, before the answer. A newline by default."""
     skip_bad_lines: bool = False
-    """Skip lines that are not a JSON object with a text in the field; print their number and the
-    first of them."""
+    """Skip lines that are not a JSON object with a text in the field. Print the number of skipped
+    lines and the first skipped line."""
 
     def run(self) -> None:
         paths, skip = _non_empty(self.paths), {"skip_bad_lines": self.skip_bad_lines}
@@ -176,7 +176,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _terminate(number: int, _: object) -> None:
-    """End as Ctrl-C does: partial files are removed."""
+    """Raise KeyboardInterrupt, so that partial files are removed."""
     raise KeyboardInterrupt(number)
 
 

@@ -37,7 +37,7 @@ def partial_folder(final: Path) -> Path:
 
 
 def is_partial(folder: Path) -> bool:
-    """Return whether a folder is a dataset in preparation or one that is being replaced."""
+    """Return whether a folder is a dataset in preparation or a dataset that is being replaced."""
     return folder.name.startswith(".") and folder.name.endswith((".partial", ".old"))
 
 

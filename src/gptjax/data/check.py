@@ -49,7 +49,7 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
 
 
 def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
-    """Return a description of an intact shard. Raises ShardError for any other."""
+    """Return a description of an intact shard. Raise ShardError if the shard is damaged."""
     shard = Shard(path)
     info = ShardInfo.from_shard(shard)
     if listed is not None:
@@ -72,7 +72,7 @@ def _check(path: Path, listed: ShardInfo | None, vocab_size: int) -> str:
 
 
 def _check_mask(path: Path, listed: ShardInfo | None) -> str:
-    """Return a description of the intact mask of a shard. Raises ShardError for any other."""
+    """Return a description of a shard's intact mask. Raise ShardError if the mask is damaged."""
     check_mask(path, listed)
     mask = Mask.of(Shard(path))
     info = MaskInfo.from_mask(mask)

@@ -30,7 +30,7 @@ _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 
 _BAD_LINE_ADVICE = "correct or remove the line, or skip such lines with --skip-bad-lines"
 
-# Folders that are not in every installation of Python (tests, tools) or not part of it.
+# Folders that some installations of Python lack (tests, tools), or that are not part of Python.
 _STDLIB_EXCLUDED = {
     "site-packages",
     "dist-packages",
@@ -184,9 +184,9 @@ def jsonl(
     Args:
         paths: files, folders and globs, as for `text`.
         field: field of each line's object that holds the text.
-        skip_bad_lines: skip lines without a text in the field; `measure` logs their number and the
-            first of them. If False, `measure` raises CorpusError at the first bad line, before
-            tokenising starts.
+        skip_bad_lines: skip lines without a text in the field; `measure` logs the number of skipped
+            lines and the first skipped line. If False, `measure` raises CorpusError at the first
+            bad line, before tokenising.
         log: called with each message for the user.
     """
 
@@ -240,8 +240,8 @@ def _json_lines(
 
     Args:
         fields: description of the fields, for dataset.json.
-        read: returns the document in a line; the second argument names the line, for the
-            CorpusError that it raises.
+        read: function of a line and of the line's name for messages. Returns the document, or
+            raises CorpusError.
     """
     files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
     shown = " ".join(map(os.fspath, paths))

@@ -76,9 +76,9 @@ class Dataset:
         return sum(mask.counted for mask in masks if mask is not None)
 
     def find_eot(self) -> int | None:
-        """Return the end-of-text id if a training shard has one: it begins each document.
+        """Return the end-of-text id if a training shard contains the id, else None.
 
-        The shards are read up to the first; None if all of them have none.
+        The shards are read up to the first end-of-text token.
         """
         eot = VOCABULARIES[self.tokenizer][1]
         found = any(
@@ -87,10 +87,9 @@ class Dataset:
         return eot if found else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the identity of the data, for checkpoints. It survives JSON unchanged.
+        """Return a JSON-serialisable fingerprint of the data, for checkpoints.
 
-        The fingerprints of the same data are equal. The files are read once: a later call returns
-        the result of `validate` or of the first call.
+        Equal data have equal fingerprints. The files are read only once, in `validate` or here.
         """
         paths = (*self.train, *self.val)
         for path in paths:
@@ -137,7 +136,7 @@ class Dataset:
             differ += _entries_that_differ(
                 "samples", saved["samples"], now["samples"], "SHA-256 of a sample"
             )
-        # only shards that dataset.json described at both times
+        # only shards that both dataset.json files describe
         if isinstance(saved.get("sha256"), dict):
             both = {
                 name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]
@@ -156,11 +155,11 @@ class Dataset:
 
         A shard in dataset.json must have the listed token count and sample (1 MiB of a large shard,
         all of a shard of up to 32 MiB); the listed largest id is not verified. A shard that is not
-        listed is read completely. The same holds for the loss masks of a dataset that has them.
+        listed is read completely. The loss masks of a dataset are checked in the same way.
 
         Raises:
             ShardError: a bad header or length, a shard or mask that differs from dataset.json, a
-                shard without a mask beside shards with one, fewer than sequence_length + 1 tokens,
+                shard without a mask in a dataset with masks, fewer than sequence_length + 1 tokens,
                 or an id that is not below vocab_size.
         """
         paths = (*self.train, *self.val)
@@ -198,7 +197,7 @@ def _entries_that_differ(
 def _check(
     path: Path, info: ShardInfo | None, vocab_size: int, sequence_length: int
 ) -> tuple[int, str]:
-    """Return token count and sample of a shard. Raises ShardError if it is unsuitable."""
+    """Return token count and sample of a shard. Raise ShardError if the shard is unsuitable."""
     shard = Shard(path)
     sampled = sample(shard)
     if info is not None:
@@ -294,7 +293,7 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
             or without the tokenizer's suffix, or the path of a folder with `*_train_*.bin` and
             `*_val_*.bin`.
         data_dir: folder of the prepared datasets.
-        tokenizer: "auto" accepts the tokenizer of the dataset; a name must match it.
+        tokenizer: "auto" accepts any tokenizer; a name must match the dataset's tokenizer.
 
     Raises:
         DatasetError: the dataset is not prepared, incomplete, or was made with another tokenizer.
@@ -426,7 +425,7 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | No
 
     Args:
         dataset: the training data.
-        epochs: times that the run reads the training split.
+        epochs: number of passes of the run over the training split.
         data_dir: folder of prepared datasets, for the command in the warning.
     """
     if epochs <= _MANY_EPOCHS:

@@ -77,7 +77,7 @@ def prepare_fineweb(
             manifest.write(partial)
             commit(partial, final)
         else:
-            # Each file is complete, and the dataset is complete without it.
+            # Each file is complete, and the existing dataset is complete without the new files.
             for file in sorted(partial.glob("*.bin")) if partial.exists() else []:
                 os.replace(file, final / file.name)
             manifest.write(final)
@@ -94,7 +94,7 @@ def _info(path: Path, known: dict[str, ShardInfo], must: bool = False) -> ShardI
 
     Args:
         path: the file.
-        known: shards in dataset.json. A shard with another sample than the listed one is damaged.
+        known: descriptions in dataset.json. A shard is damaged if its sample differs.
         must: raise PrepareError instead of returning None.
     """
     try:

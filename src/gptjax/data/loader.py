@@ -3,13 +3,12 @@
 The shards, in the given order, are one sequence of N tokens. Window i holds the T + 1 tokens
 [i*T, i*T + T]: the first T are inputs, the last T are targets. Adjacent windows share one token, so
 every token except the first is a target once. There are W = (N - 1) // T windows; the last
-(N - 1) % T tokens are not used. With a `Packing`, the W training windows are those of packed
-documents (`gptjax.data.packing`), and no token is in two of them. Validation windows are always
-contiguous.
+(N - 1) % T tokens are not used. With a `Packing`, the W training windows hold packed documents
+(`gptjax.data.packing`), and no token is in two windows. Validation windows are always contiguous.
 
 An epoch is a permutation of the W windows, and every epoch has another permutation. Step s of a run
 reads the windows at positions start + s*B .. start + (s+1)*B - 1 of the sequence of epochs, where B
-is the global batch. Process p of P reads every P-th of these windows, beginning with the p-th. The
+is the global batch. Process p of P reads every P-th of these windows, beginning with window p. The
 order does not depend on the number of processes, and the number of windows consumed so far is
 sufficient to resume.
 
@@ -32,7 +31,7 @@ from gptjax.data.masks import Mask, hide
 from gptjax.data.packing import PackedSpans, Packing, document_bounds
 from gptjax.data.shards import Shard, ShardError
 
-# Batches that are read ahead, and threads that read them.
+# Number of prefetched batches, and of threads that read batches.
 _PREFETCH_BATCHES = 8
 _PREFETCH_THREADS = 4
 
@@ -164,7 +163,7 @@ class Loader:
             previous loader.
         vocab_size: exclusive upper bound of the ids.
         masked: read the loss mask of each shard.
-        order: number of the sequence of permutations, which is another for each number.
+        order: index of a sequence of permutations; each index selects another sequence.
         packing: options of packed documents; None for contiguous windows.
 
     Raises:
@@ -218,7 +217,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Windows that all processes have consumed so far, prefetched windows excluded.
+        """Number of windows that all processes have consumed so far, without prefetched windows.
 
         A resumed run passes the position as `start`.
         """
@@ -264,8 +263,8 @@ def fixed_batches(
 ) -> list[np.ndarray]:
     """Return the validation set: `count` batches of windows spaced evenly over the split.
 
-    Every call returns the same batches. The windows are contiguous, also those of a run that packs
-    its training documents.
+    Every call returns the same batches. The windows are contiguous, even if the run packs its
+    training documents.
 
     Args:
         batch: windows of a batch, over all processes.

@@ -1,10 +1,10 @@
 """Loss masks: the tokens of a shard that are targets of the loss.
 
-NAME.mask beside the shard NAME.bin has the layout of a shard, with another magic number and one
-byte per token: 1 if the token counts as a target, 0 if not (a token of a prompt). Either all shards
-of a dataset have a mask, or none has.
+The file NAME.mask, in the folder of the shard NAME.bin, has the layout of a shard, with another
+magic number and one byte per token: 1 if the token counts as a target, 0 if not (a token of a
+prompt). A dataset has masks for all shards, or none.
 
-Windows of tokens hold a token t that does not count as −1 − t: `hide`.
+In windows, `hide` replaces each token t that does not count by −1 − t.
 """
 
 from pathlib import Path
@@ -34,7 +34,8 @@ class Mask(Shard):
         """Open the mask of a shard.
 
         Raises:
-            ShardError: as from `Shard`, or the mask has not one byte for each token of the shard.
+            ShardError: the errors of `Shard`, or the mask does not have one byte per token of the
+                shard.
         """
         path = mask_path(shard.path)
         if not path.exists():
@@ -56,7 +57,7 @@ class Mask(Shard):
         """Read the bytes of tokens begin .. begin + count - 1, read-only uint8 of shape (count,).
 
         Raises:
-            ShardError: as from `Shard.read`, or a byte is neither 0 nor 1.
+            ShardError: the errors of `Shard.read`, or a byte is neither 0 nor 1.
         """
         counts = super().read(begin, count)
         if counts.max(initial=0) > 1:

@@ -1,15 +1,15 @@
-"""Windows of packed documents: each begins with a document, and a document has a maximum length.
+"""Windows of packed documents, which begin with a document. Documents have a maximum length.
 
 A document begins with the end-of-text token (EOT) and ends before the next, or at the end of the
 last shard. In the order of the shards, documents are cut to `max_document_length` tokens and
 appended until the T + 1 tokens of a window are full. The end of the window cuts its last document,
 and the next document begins the next window.
 
-The rest of a document that was cut is not read. Neither are the tokens before the first EOT, nor
-documents at the end that do not fill a window. The last token of a document predicts the EOT of the
-next document in the window, even if the document was cut.
+Three parts are not read: the rest of a cut document, tokens before the first EOT, and documents at
+the end that do not fill a window. The last token of a document predicts the EOT of the next
+document in the window, even if the document was cut.
 
-This is how modded-nanogpt packs the documents of a shard ("align_to_bos" in train_gpt.py).
+modded-nanogpt packs the documents of a shard in the same way ("align_to_bos" in train_gpt.py).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from gptjax.data.shards import Shard, ShardError
 
 Stamp = tuple[int, int]
 
-_THREADS = 8  # that read shards; each holds some 50 MB
+_THREADS = 8  # to read shards; each thread needs about 50 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Packing:
 
 
 class PackedSpans:
-    """The spans of tokens of each window, in a stream of documents.
+    """Spans of tokens in each window of packed documents.
 
     Args:
         bounds: position of the first token of each document, in ascending order, then the end of
@@ -75,7 +75,7 @@ class PackedSpans:
         return len(self._firsts) - 1
 
     def __getitem__(self, index: int) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each span of window `index`: documents up to one that was cut."""
+        """Return begin and end of each span of window `index`. A cut document ends a span."""
         first, after = self._firsts[index : index + 2]
         bounds = self._bounds[first : after + 1]
         begins, ends = bounds[:-1], np.minimum(bounds[1:], bounds[:-1] + self._max_length)

@@ -48,7 +48,7 @@ class Options:
 
     Attributes:
         data_dir: folder of the datasets.
-        name: the dataset's folder in data_dir. None: corpus and tokenizer, such as `stdlib_byte`.
+        name: the dataset's folder in data_dir. None: CORPUS_TOKENIZER, such as `stdlib_byte`.
         tokenizer: "auto", "gpt2" or "byte".
         val_fraction: approximate fraction of the bytes in the validation split.
         shard_tokens: tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many,
@@ -111,8 +111,7 @@ def prepare_corpus(
     """Prepare a dataset from a corpus unless already prepared.
 
     Args:
-        corpus_name: first part of the dataset's name, corpus_name_tokenizer, if `options.name` is
-            None.
+        corpus_name: first part of the default name of the dataset, CORPUS_TOKENIZER.
         corpus: the documents.
         options: tokenizer, split and shards.
         log: called with each message for the user.
@@ -323,7 +322,7 @@ def _encode(
 def _in_order[Item, Result](
     pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterator[Item], ahead: int
 ) -> Iterator[Result]:
-    """Map with at most `ahead` items in memory. (Executor.map would read the complete corpus.)"""
+    """Map with at most `ahead` items in memory; Executor.map would read the complete corpus."""
     pending: deque[Future[Result]] = deque()
     for item in items:
         pending.append(pool.submit(function, item))
@@ -431,9 +430,9 @@ def _write_shards(
 def _progress(
     what: str, total: int, log: Callable[[str], object]
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that reports progress, called with the number of new bytes.
+    """Yield a function of the number of new bytes, which reports progress.
 
-    Shows a bar on a terminal, else logs a line every ten seconds.
+    Show a bar on a terminal; otherwise, log a line every ten seconds.
     """
     if sys.stderr.isatty():
         from rich.console import Console

@@ -37,7 +37,7 @@ class ShardError(DataError, ValueError):
 def shard_error(
     path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _PREPARE_AGAIN
 ) -> ShardError:
-    """Return an error that says where in a file what was expected and found, and what to do."""
+    """Return an error with file and offset, the expected and the found value, and what to do."""
     return ShardError(
         f"{os.fspath(path)}: at byte {offset}: expected {expected}, found {found}; {do}"
     )
@@ -122,7 +122,7 @@ class Shard:
             yield begin, self.read(begin, min(_CHUNK_TOKENS, self.size - begin))
 
     def read_bytes(self, offset: int, count: int) -> bytes:
-        """Read bytes offset .. offset + count - 1 of the file. Raises the errors of `read`."""
+        """Read bytes offset .. offset + count - 1 of the file. Raise the errors of `read`."""
         try:
             content = os.pread(self._descriptor, count, offset)
             while len(content) < count:  # a read returns at most 2 GiB
