@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# The same names twice: a type checker reads the imports, and a program imports each name's module
-# at the first use of the name. `python -m gptjax.data` and `gptjax.plot` need no JAX, and start in
-# a tenth of the time.
+# The public names occur twice. Type checkers read these imports; `__getattr__` imports the module
+# of a name at the first use of the name. `python -m gptjax.data` and `gptjax.plot` need no JAX, so
+# they start in a tenth of the time.
 if TYPE_CHECKING:
     from gptjax.config import Config
     from gptjax.generation import generate

@@ -72,7 +72,7 @@ class Average:
 
 @dataclasses.dataclass(frozen=True)
 class Delete:
-    """Delete checkpoints. The newest intact one is kept, unless --force is given."""
+    """Delete checkpoints. The newest intact checkpoint is kept, unless --force is given."""
 
     steps: tuple[int, ...]
     """The steps to delete."""
@@ -89,7 +89,7 @@ class Delete:
             if not self.force:
                 _keep_newest_intact(folder, known, steps)
             for step in steps:
-                # A renamed folder is not a checkpoint any more, even if the deletion is killed.
+                # After the rename, the folder is no checkpoint, even if the deletion is killed.
                 deleted = (folder / str(step)).rename(folder / f".{step}.deleted")
                 shutil.rmtree(deleted)
                 print(printable(f"{folder / str(step)} is deleted"))
@@ -101,9 +101,9 @@ def average(folder: Path, steps: list[int], out: Path) -> None:
     The sums are computed in fp64. The folder appears when it is complete.
 
     Args:
-        folder: of the checkpoints.
-        steps: the average is stored as the newest of them, with its config.
-        out: must not exist.
+        folder: folder of the checkpoints.
+        steps: steps to average. The result has the newest step and the config of this checkpoint.
+        out: the run folder to create.
 
     Raises:
         DamagedError: a checkpoint is damaged.

@@ -23,8 +23,7 @@ from gptjax.terminal import printable
 def from_command_line(argv: list[str] | None = None) -> Config:
     """Return the config of `--config FILE`, with the values of all other options.
 
-    `--optimizer NAME` replaces the file's optimizer by another one, which keeps the values of all
-    options that both have.
+    `--optimizer NAME` selects another optimizer. Options of both optimizers keep the file's values.
 
     Raises:
         ConfigError: `--config` is missing or repeated, the file is not a config, an option belongs
@@ -78,8 +77,8 @@ def load(path: Path) -> Config:
     _check_is_python(path)
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    # As for a script: the config may import a model in its folder. Only while the config is loaded,
-    # because a file there could otherwise hide a module that is imported later.
+    # As for a script, the config may import modules in its folder. The folder is removed from
+    # sys.path after loading, because a file there could hide a module that is imported later.
     folder = str(path.parent.absolute())
     sys.path.insert(0, folder)
     sys.modules[module.__name__] = (
@@ -105,7 +104,7 @@ def _check_is_python(path: Path) -> None:
     """Check that a path is a Python file.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the path is not a Python file.
     """
     try:
         is_file, is_folder, exists = path.is_file(), path.is_dir(), path.exists()
@@ -139,7 +138,8 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
 
 
 def _with_optimizer(config: Config, name: str) -> Config:
-    """Return the config with another algorithm, unless the name is that of its own.
+    """Return the config with the named algorithm, or unchanged if the config already has this
+    algorithm.
 
     Raises:
         ConfigError: an unknown name.
@@ -154,7 +154,8 @@ def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -
     """Check that no argument is an option of another algorithm only.
 
     Raises:
-        ConfigError: one is; the message names the algorithms that have it.
+        ConfigError: an argument is such an option; the message names the algorithms that have the
+            option.
     """
     options = {
         name: {field.name for field in dataclasses.fields(kind)}
@@ -172,7 +173,7 @@ def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -
 
 
 def _algorithms(optimizer: OptimizerConfig) -> dict[str, type[OptimizerConfig]]:
-    """Return the known algorithms, and that of a config file which defines its own."""
+    """Return the known algorithms, and the algorithm that a config file defines itself."""
     return ALGORITHMS | {optimizer.name: type(optimizer)}
 
 
@@ -215,9 +216,9 @@ def _stage_rule(
 @dataclasses.dataclass(frozen=True)
 class _CommandLine:
     config: Path
-    """Python file that defines `config`. The options below override its fields; their defaults are
-    its values."""
+    """Python file that defines `config`. The options below override the fields of `config`; the
+    defaults are the values in the file."""
     optimizer: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
-    """Algorithm of the optimizer. Another one than the config file's keeps the values of all
-    options that both have. The options of the chosen one are listed below."""
+    """Algorithm of the optimizer. If the config file has another algorithm, options of both
+    algorithms keep the file's values. The options of the chosen algorithm are listed below."""
     options: Annotated[Config, tyro.conf.arg(name="")]

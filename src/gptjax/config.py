@@ -1,4 +1,4 @@
-"""Typed description of a run: its options, their checks, and their form as JSON."""
+"""Configuration of a run: options, checks, and conversion to JSON."""
 
 import dataclasses
 import json
@@ -41,9 +41,9 @@ class Config:
     """
 
     name: str = "gpt2"
-    """Folder of the run inside runs_dir. The same name again resumes the run."""
+    """Folder of the run inside runs_dir. A second command with this name resumes the run."""
     runs_dir: Path = Path("runs")
-    """Where runs are kept."""
+    """Folder of all runs."""
     max_steps: PositiveInt = 19560
     """Optimizer steps in the whole run."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -53,26 +53,27 @@ class Config:
     """Allow learning rates, final_fraction, clip_norm and skip options that differ from the
     checkpoint's config; the log records the change."""
     init_from: Path | None = None
-    """Model whose parameters the run starts from: a run, a checkpoint's folder, a Hugging Face
-    GPT-2 or an llm.c file. Its shape replaces the defaults of --model. A run that has a checkpoint
-    resumes from it."""
+    """Model with the initial parameters: a run, a checkpoint's folder, a Hugging Face GPT-2 or an
+    llm.c file. The shape of this model replaces the defaults of --model. A run with a checkpoint
+    resumes from the checkpoint instead."""
     device: Literal["auto", "gpu", "cpu"] = "gpu"
-    """gpu: all NVIDIA GPUs, or an error; cpu; auto: GPUs if there are any, else the CPU."""
+    """gpu: all NVIDIA GPUs, or an error. cpu: the CPU. auto: GPUs if there are any, else the
+    CPU."""
     parallel: Strategy = "data"
-    """With several devices, what each stores: data: all parameters and optimizer state; zero1: a
-    shard of both, and parameters gathered once per step; fsdp: a shard of both, and the parameters
-    of a block gathered when it runs."""
+    """Strategy for several devices. data: each device stores all parameters and optimizer state.
+    zero1: each device stores a shard of both; parameters are gathered once per step. fsdp: each
+    device stores a shard of both; the parameters of a block are gathered when the block runs."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are summed over the devices."""
     overlap_reduce: bool = True
-    """Sum gradients over the devices while the backward pass still runs. Otherwise the sums begin
-    when it ends. With fsdp, the gradients of the blocks are always summed during it."""
+    """Sum gradients over the devices during the backward pass. Otherwise the sums begin after the
+    backward pass. With fsdp, gradients of blocks are always summed during the backward pass."""
     distributed: Literal["off", "auto"] = "off"
-    """auto: this is one of several processes that train together, each with the devices that it
-    sees. Options not given below come from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    """auto: this process is one of several that train one model, each process on its visible
+    devices. Missing options below are read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID, else from Slurm or Open MPI."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, with a free port. It also turns on distributed."""
+    """HOST:PORT of process 0; the port must be free. This option also turns on distributed."""
     process_count: PositiveInt | None = None
     """Number of processes."""
     process_index: NonNegativeInt | None = None
@@ -91,46 +92,46 @@ class Config:
     """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or
     a folder of .bin shards."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
-    """Where `python -m gptjax.data` puts prepared datasets."""
+    """Folder of the datasets that `python -m gptjax.data` prepares."""
     tokenizer: Literal["auto", "gpt2", "byte"] = "auto"
-    """Tokenizer; must be that of the dataset. auto: the dataset's."""
+    """Tokenizer; a name must match the dataset's tokenizer. auto: the dataset's tokenizer."""
     sequence_length: PositiveInt = 1024
     """Tokens of a sequence; at most model.block_size."""
     batch_tokens: PositiveInt = 524_288
     """Tokens of an optimizer step, over all devices and micro-batches."""
     separate_documents: bool = False
-    """Attend within a document only, and count positions from its beginning, where a sequence packs
-    several. Documents begin with the tokenizer's end-of-text token."""
+    """Attend within a document only, and count positions from the beginning of each document.
+    Documents begin with the tokenizer's end-of-text token."""
     max_document_length: PositiveInt | None = None
-    """Pack documents: each training sequence begins with a document, and the tokens of a document
-    after this number are not read. Needs separate_documents. None for contiguous text."""
+    """Pack documents: each training sequence begins with a document, and each document is cut to
+    this number of tokens. Needs separate_documents. None: contiguous text."""
     micro_batch: PositiveInt = 64
     """Sequences on each device at a time; gradients are accumulated over the batch."""
     overfit_one_batch: bool = False
     """Train on the first batch only: the loss must approach 0."""
     stages: tuple[Stage, ...] = ()
     """Stages of training, each as JSON: '{"until": 500, "batch_tokens": 131072}' '{}'. More fields:
-    sequence_length, max_document_length, micro_batch, learning_rate_factor, model. The last needs
-    no until."""
+    sequence_length, max_document_length, micro_batch, learning_rate_factor, model. The last stage
+    needs no until."""
 
     val_every: NonNegativeInt = 250
     """Steps between validations; 0 for none."""
     val_tokens: PositiveInt = 1_048_576
-    """Tokens of a validation, approximately; always the same tokens."""
+    """Approximate number of tokens in a validation. Every validation has the same tokens."""
     eval_tasks: str = ""
     """Tasks of gptjax.evaluate, separated by commas: hellaswag, mmlu, core. Their files are in
     data_dir."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations of eval_tasks; 0 for none."""
     eval_items: PositiveInt | None = None
-    """Items of each task; always the same. None for all."""
+    """Number of items of each task; every evaluation has the same items. None: all items."""
     sample_every: NonNegativeInt = 1000
     """Steps between samples; 0 for none."""
     sample_tokens: PositiveInt = 128
     """Tokens of a sample."""
     checkpoint_every: NonNegativeInt = 500
-    """Steps between checkpoints; 0 for none. One more is saved at the end, and on SIGTERM or
-    Ctrl-C."""
+    """Steps between checkpoints; 0 for none. A checkpoint is also saved at the end, and on SIGTERM
+    or Ctrl-C."""
     keep_last: PositiveInt = 2
     """Number of the newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
@@ -144,16 +145,16 @@ class Config:
     gptjax's table does not have."""
 
     deterministic: bool = False
-    """Repeat bit for bit on a GPU, by XLA's deterministic operations, which are slow. Refused if a
-    kernel of the model does not repeat. A CPU always repeats."""
+    """Make training on a GPU bitwise reproducible, through XLA's deterministic operations, which
+    are slow. Refused if a kernel of the model is nondeterministic. A CPU is always
+    deterministic."""
     compilation_cache: Path | None = dataclasses.field(default_factory=cache_folder)
-    """Folder of compiled executables, which JAX finds by their lowered text. Loading runs their
-    code: no other user may own the folder or be able to write to it. None to compile at each
-    start."""
+    """Folder of JAX's compilation cache. Loading an executable runs its code: no other user may own
+    the folder or be able to write to the folder. None: compile at each start."""
     executable_cache: bool = False
-    """Also store the training and validation steps below compilation_cache under a hash of
-    everything that they are compiled from, such as the source files. A cache hit skips tracing and
-    lowering: some 5 s of a start."""
+    """Also cache the training and validation steps in compilation_cache. The key is a hash of all
+    inputs of the compilation, such as the source files. A cache hit skips tracing and lowering,
+    about 5 s of a start."""
 
     def __post_init__(self):
         try:
@@ -228,7 +229,8 @@ class Config:
             ConfigError: a named back end does not exist or cannot run here.
         """
         try:
-            # Only where there are segments: a model without them need not have the argument.
+            # Pass the argument only with segments: a model without segment ids may lack the
+            # argument.
             segments = {"segments": True} if self.separate_documents else {}
             return self.model.kernels(self.sequence_length, self.micro_batch, **segments)
         except ValueError as error:
@@ -268,7 +270,7 @@ class Config:
         return Parallel.of(devices, self.parallel, self.reduce_dtype, self.overlap_reduce)
 
     def micro_batches(self, devices: int) -> int:
-        """Return the number of micro-batches of a step on this many devices.
+        """Return the number of micro-batches of a step on `devices` devices.
 
         Raises:
             ConfigError: batch_tokens is not a multiple of a micro-batch's tokens; the message names
@@ -293,8 +295,8 @@ class Config:
         return self.batch_tokens // self.sequence_length
 
 
-# Fields of Config that may differ between a checkpoint and the command that resumes it: they do not
-# change what is learned. `operational` adds those of the model.
+# Fields of Config that may differ between a checkpoint and the command that resumes it: these
+# fields do not change what the model learns. `operational` adds fields of the model.
 OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
     "overlap_reduce distributed coordinator process_count process_index connect_timeout max_steps "
@@ -326,13 +328,13 @@ def changeable(config: Config) -> frozenset[str]:
 def executable_inputs(
     config: Config, masked: bool, eot: int | None = None
 ) -> dict[str, Any] | None:
-    """Return the part of `to_json` that the compiled executables depend on.
+    """Return the inputs of compilation: a part of `to_json`, and the arguments.
 
     None without `executable_cache`.
 
     Args:
-        masked: whether the data has loss masks, on which they depend, too.
-        eot: id that begins each document, with separate_documents; they depend on it, too.
+        masked: whether the data has loss masks.
+        eot: id of the end-of-text token, with separate_documents.
     """
     if not config.executable_cache:
         return None
@@ -344,8 +346,8 @@ def executable_inputs(
 def to_json(config: Config) -> dict[str, Any]:
     """Return the config as flat JSON: {"max_steps": 100, "model.n_layer": 12, …}.
 
-    "model" is the name of the model's config class, "optimizer.algorithm" that of the optimizer;
-    "optimizer.schedule_steps" is never None.
+    "model" is the name of the model's config class, "optimizer.algorithm" the name of the
+    optimizer. "optimizer.schedule_steps" is never None.
     """
     return _flat(config, config.model, config.optimizer)
 
@@ -358,7 +360,7 @@ def model_from_json(
     Args:
         kind: the class that flat["model"] names. A field that is missing in the JSON gets its
             default.
-        changes: fields that replace those of the JSON.
+        changes: values that replace fields of the JSON.
 
     Raises:
         ConfigError: a field that the class does not have, or a wrong value.
@@ -379,7 +381,8 @@ def model_from_json(
 
 
 def _from_json(value: Any, expected: Any = None) -> Any:
-    """Return a value of JSON as the field has it: a list was a tuple, or a named one."""
+    """Convert a JSON value to a field's type: a list to a tuple, or to the named tuple
+    `expected`."""
     if not isinstance(value, list):
         return value
     value = tuple(map(_from_json, value))
@@ -389,7 +392,7 @@ def _from_json(value: Any, expected: Any = None) -> Any:
 def defaults(config: Config) -> dict[str, Any]:
     """Return the default of each option, for the model and optimizer classes of `config`.
 
-    The form is that of `to_json`. The default optimizer is AdamW, whatever that of `config`.
+    The form is that of `to_json`. The default optimizer is AdamW, for any optimizer of `config`.
     """
     flat = _flat(Config(), type(config.model)(), type(config.optimizer)())
     return flat | {"optimizer.algorithm": OptimizerConfig.name}
@@ -408,7 +411,7 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
 
 
 def differences(saved: Any, config: Config) -> list[str]:
-    """Describe the fields in which a checkpoint's config differs from `config`, a line each.
+    """Describe the fields in which a checkpoint's config differs from `config`, one line per field.
 
     `operational` fields may differ, and with `config.resume_with_changes` the `changeable` ones. If
     all lines are of changeable fields, one more line names --resume-with-changes.
@@ -440,7 +443,7 @@ def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
 def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     """Return {name: (old, new)} of the fields that differ, except operational ones.
 
-    A checkpoint that is older than an option had the option's default. Options that only other
+    An option that the checkpoint lacks counts as the option's default. Options that only other
     algorithms have are left out: they have no effect.
     """
     if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):

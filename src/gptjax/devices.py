@@ -43,9 +43,9 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
 
 
 def reserve_memory(devices: list[jax.Device]) -> None:
-    """Make JAX reserve its share of the devices' memory now, in threads, and return at once.
+    """Start threads in which JAX reserves its share of the devices' memory, and return at once.
 
-    JAX reserves it with the first array: 1.7 s on an H200, which tracing can overlap.
+    JAX reserves the memory with the first array, in 1.7 s on an H200, which tracing can overlap.
     """
     for device in devices:
         if device.platform == "gpu" and device.process_index == jax.process_index():

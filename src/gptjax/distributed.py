@@ -1,7 +1,7 @@
 """Several processes that train one model, through `jax.distributed`.
 
 Process 0 hosts JAX's coordination service. The processes compare their configs, code and data
-through its key-value store before training starts. Its heartbeats find a process that died.
+through the service's key-value store before training starts. Heartbeats detect a dead process.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from gptjax.parallel import over_batch, put, replicated
 from gptjax.training.lock import FILE as LOCK
 from gptjax.training.signals import StopRequest
 
-# Seconds after which a process says that it waits for the others to start.
+# Seconds after which a process reports that it waits for the start of other processes.
 _SAY_SECONDS = 10
 # Seconds without a heartbeat after which a process counts as dead.
 HEARTBEAT_SECONDS = 30
 # Seconds that a finished process waits for the others.
 FINISH_SECONDS = 300
-# Seconds in which all processes must find the damage that one of them found in a checkpoint.
+# Seconds in which all processes must find a checkpoint damaged if one process finds the damage.
 DAMAGE_SECONDS = 20
 # Seconds for which process 0, after an error, serves the message to the others.
 _ERROR_SECONDS = 2
@@ -93,7 +93,7 @@ def _connect(config: Config) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     if config.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        # Executables that run at the same time could run their collectives in different orders.
+        # Concurrent executables could run their collectives in different orders.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     address, count, index = _place(config)
     seconds, given = config.connect_timeout, None not in (address, count, index)
@@ -105,7 +105,8 @@ def _connect(config: Config) -> None:
         "port that every host can reach"
     )
     text = f"{me} waits for the others, at most {seconds} s"
-    # JAX does not tell which processes have connected. Their lines show a wrong count or address.
+    # JAX does not report which processes have connected. The printed lines of the processes show a
+    # wrong count or address.
     waiting = threading.Timer(_SAY_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     waiting.start()
@@ -129,7 +130,7 @@ def _connect(config: Config) -> None:
 
 
 def _check_count(seconds: int) -> None:
-    """Refuse a process that expects another number of processes: it would wait for them."""
+    """Refuse a process that expects another process count than process 0: it would wait forever."""
     state, key = jax_distributed.global_state, f"{_PREFIX}count"
     if state.process_id == 0:
         state.client.key_value_set(key, str(state.num_processes))
@@ -158,7 +159,7 @@ def is_initialized() -> bool:
 
 
 def _place(config: Config) -> tuple[str | None, int | None, int | None]:
-    """Return coordinator, count and index; None for those that Slurm or Open MPI determines."""
+    """Return coordinator, count and index; None for a value that Slurm or Open MPI determines."""
 
     def environment(name: str) -> int | None:
         text = os.environ.get(name)
@@ -195,7 +196,7 @@ def _has_all_gpus() -> bool:
     """Return whether a process uses all GPUs that it sees.
 
     Under Slurm and Open MPI, JAX uses the GPU of the process's index on the host. This is wrong
-    with one process per host, and where the scheduler shows each process its own GPUs only.
+    with one process per host, and if the scheduler shows each process only its own GPUs.
     """
     of = os.environ.get
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
@@ -207,12 +208,12 @@ def _has_all_gpus() -> bool:
 
 
 def _end_with_a_message(message: str) -> None:
-    """Print `message` and exit with code 1 where JAX aborts the process.
+    """Install a handler that prints `message` and exits with code 1 if JAX aborts the process.
 
-    JAX's client calls abort() in a thread of its own when a process dies. A handler in Python would
-    not run any more, so this one is installed in C.
+    JAX's client calls abort() in its own thread when a process dies. A Python handler would not run
+    any more, so the handler is a C function.
     """
-    global _on_abort  # C holds a pointer to it
+    global _on_abort  # prevents garbage collection: C holds a pointer
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def _on_abort(number: int) -> None:
@@ -228,7 +229,7 @@ _exchanges = itertools.count()
 
 
 def exchange(value: Any) -> list[Any]:
-    """Return the values of all processes in the order of their indices; each calls this function.
+    """Return the values of all processes, ordered by index. Every process must call this function.
 
     Args:
         value: JSON.
@@ -252,12 +253,12 @@ def exchange(value: Any) -> list[Any]:
 def wait_for_same_damage(step: int, error: Exception) -> None:
     """Return when all processes have called this function for a step.
 
-    A process that finds a checkpoint damaged may read an older one only if all do: a process that
-    can read it waits for the others in Orbax or in a collective, and cannot be told.
+    A process that finds a checkpoint damaged may read an older checkpoint only if all processes do.
+    A process that can read the damaged checkpoint waits in Orbax or in a collective, and cannot be
+    notified.
 
     Raises:
-        DistributedError: another process has not called it within 20 s, or the error is that it
-            ended.
+        DistributedError: another process has not called this function within 20 s, or has ended.
     """
     if not is_initialized():
         return
@@ -312,13 +313,14 @@ def _digest_of_sources() -> str:
 
 
 def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
-    """Return a line for each process: its host and its devices.
+    """Compare devices and data of all processes; return one line per process with host and devices.
 
     Args:
         devices: the devices of all processes.
 
     Raises:
-        DistributedError: the processes have different numbers or kinds of devices, or other data.
+        DistributedError: the processes have different numbers or kinds of devices, or different
+            data.
     """
     mine = local(devices)
     kinds = f"{len(mine)} × {', '.join(sorted({device.device_kind for device in mine}))}"
@@ -335,10 +337,10 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
 
 
 def check_folder(run_dir: Path, step: int | None) -> None:
-    """Refuse a run's folder that is not the same for all processes.
+    """Refuse a run folder that differs between processes.
 
     Args:
-        run_dir: locked by process 0.
+        run_dir: the run's folder, locked by process 0.
         step: the step of the checkpoint from which this process would resume.
     """
     if is_initialized():
@@ -359,7 +361,7 @@ def local(devices: list[jax.Device]) -> list[jax.Device]:
 
 
 def on_one_device(tree: PyTree) -> PyTree:
-    """Return the copies that a device of this process has of replicated arrays."""
+    """Return the copies of replicated arrays on one device of this process."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
@@ -370,7 +372,7 @@ class SharedStop:
     that all stop after the same step.
 
     Args:
-        request: of this process.
+        request: stop request of this process.
         mesh: the devices of all processes.
     """
 
@@ -378,8 +380,8 @@ class SharedStop:
         self._request, self._number, self._alone = request, 0, jax.process_count() == 1
         sharding, count = over_batch(mesh, axis=0), jax.local_device_count()
         self._put = functools.cache(lambda n: put(sharding, np.full(count, n, np.int32)))
-        # `after` is not used: the maximum is computed after it, so that all processes run their
-        # collectives in one order.
+        # The unused argument `after` delays the maximum until the step has computed `after`, so
+        # that all processes run their collectives in one order.
         self._maximum = jax.jit(
             lambda numbers, after: jnp.max(numbers),
             keep_unused=True,
@@ -388,17 +390,17 @@ class SharedStop:
 
     @property
     def number(self) -> int:
-        """Number of the signal that stops the run; 0 before it."""
+        """Number of the signal that stops the run; 0 before the signal."""
         return self._request.number if self._alone else self._number
 
     def metrics(self, after: jax.Array) -> dict[str, jax.Array]:
-        """Return an addition to the metrics of a step, one of which is `after`."""
+        """Return the metric "stop" of a step; `after` is another metric of this step."""
         if self._alone:
             return {}
         return {"stop": self._maximum(self._put(self._request.number), after)}
 
     def read(self, values: dict[str, Any]) -> None:
-        """Remove the addition from the values of a step's metrics, and store it."""
+        """Remove "stop" from the values of a step's metrics, and store the value."""
         self._number = values.pop("stop", 0) or self._number
 
 
@@ -429,7 +431,7 @@ def _is_of_lost_peer(error: BaseException) -> bool:
 def end_at_once(error: Exception) -> None:
     """End one of several processes after an unexpected error; return if there is only one.
 
-    An exit of Python would wait for the other processes.
+    A normal exit of Python would wait for the other processes.
     """
     if not is_initialized():
         return

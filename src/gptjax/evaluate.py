@@ -57,8 +57,8 @@ class Evaluate:
     dataset: str = "auto"
     """Dataset whose validation shards loss and bits-per-byte score, as for train.py."""
     stride: int | None = None
-    """Tokens scored in each window of loss and bits-per-byte. Fewer give each token more context
-    and take longer. None: the model's block_size."""
+    """Tokens scored in each window of loss and bits-per-byte. A smaller stride gives each token
+    more context and takes longer. None: the model's block_size."""
     limit: int | None = None
     """Score only this number of items of each task, or tokens of a text."""
     harness: tuple[str, ...] = ()
@@ -70,11 +70,12 @@ class Evaluate:
     tokenizer: TokenizerChoice = "auto"
     """Tokenizer. auto: the model's."""
     precision: str | None = None
-    """Precision of the computation: fp32, tf32, bf16, … None: that of the run, or fp32."""
+    """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
     config: Path | None = None
     """Config file of a run whose model is not part of gptjax. The file is executed first."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
-    """gpu: all NVIDIA GPUs, or an error; cpu; auto: GPUs if there are any, else the CPU."""
+    """gpu: all NVIDIA GPUs, or an error. cpu: the CPU. auto: GPUs if there are any, else the
+    CPU."""
     batch_tokens: int | None = None
     """Tokens that a device scores at a time. None: 65,536 on a GPU and 4,096 on a CPU."""
     out: Path | None = None
@@ -158,7 +159,7 @@ def _score_text(
     tokenizer: Any,
     scored: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    """Return a row for each of loss and bits-per-byte."""
+    """Return one row for loss and one for bits-per-byte."""
     began = time.perf_counter()
     stream = _stream(options, tokenizer)
     tokens = min(stream.tokens, options.limit or stream.tokens)
@@ -210,7 +211,8 @@ def _since(began: float) -> float:
 
 
 def _stream(options: Evaluate, tokenizer: Any) -> Any:
-    """Return the text of loss and bits-per-byte: --file, or the validation shards of a dataset."""
+    """Return the text that loss and bits-per-byte score: --file, or the validation shards of a
+    dataset."""
     if options.file is not None and not options.file.is_dir():
         return from_file(options.file, tokenizer)
     name = str(options.dataset if options.file is None else options.file.absolute())

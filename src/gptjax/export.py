@@ -29,7 +29,8 @@ def main(
             .gguf file, which needs `pip install 'gptjax[gguf]'`.
         out: the folder or file to create.
         step: step of a run's checkpoint. None: the newest.
-        tokenizer: auto: that of the run's data, and gpt2 for files with its vocabulary of 50,257.
+        tokenizer: auto: the tokenizer of the run's data, or gpt2 for files with a vocabulary of
+            50,257.
     """
     try:
         check_new(out)

@@ -20,7 +20,7 @@ def check_fields(options: Any, prefix: str = "") -> None:
 
     Args:
         options: instance of a dataclass.
-        prefix: begins the name of each option, such as "optimizer.".
+        prefix: prefix of each option's name, such as "optimizer.".
 
     Raises:
         ValueError: the message names the option, the allowed values and the value.
@@ -66,7 +66,7 @@ def _has_type(value: Any, expected: Any) -> bool:
 
 
 def _in_words(expected: Any) -> str:
-    """Return a type as it is written: "one of a, b", "float | None", "Path"."""
+    """Return a type as text: "one of a, b", "float | None", "Path"."""
     arguments = typing.get_args(expected)
     if typing.get_origin(expected) is tuple:
         return f"tuple of {arguments[0].__name__}"

@@ -1,4 +1,4 @@
-"""The devices of a run, and what is sharded over them, gathered and reduced.
+"""Devices of a run: sharding, gathering and reduction of the training state.
 
 All devices form a mesh with one axis, `data`. Every device computes the loss and the gradient of
 its share of the batch inside `jax.shard_map`, where custom kernels see the arrays of one device.
@@ -11,8 +11,8 @@ The optimizer runs outside, on global arrays. A strategy determines what each de
 | fsdp | a shard of both | each block's parameters, when the block runs | reduce-scattered |
 
 zero1 is stage 1 of ZeRO (Rajbhandari et al., 2020) and also shards the fp32 parameters: only a copy
-in the compute dtype is whole. fsdp is stage 3: a block's gathered parameters are released after its
-forward pass and gathered again for its backward pass.
+in the compute dtype is complete. fsdp is stage 3: a block's parameters are released after the
+forward pass of the block and gathered again for the backward pass.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from jaxtyping import PyTree
 Strategy = Literal["data", "zero1", "fsdp"]
 AXIS = "data"
 REDUCE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-# Smaller arrays are replicated: a collective of so few bytes costs more than their memory.
+# Smaller arrays are replicated: a collective costs more than the memory of these copies.
 SMALLEST_SHARDED = 2**14
 
 
@@ -75,7 +75,7 @@ class Placement:
     Attributes:
         axis: the sharded axis; None if the parameter is replicated.
         dtype: dtype in which the model reads the parameter, and in which it is gathered.
-        by_block: whether it is gathered when its block runs, not at the beginning of the step.
+        by_block: gather the parameter when its block runs, not at the beginning of the step.
     """
 
     axis: int | None
@@ -141,8 +141,8 @@ class Parallel:
     def sharding_initial_arrays(self) -> Iterator[None]:
         """Make `initial_sharding` return the shardings of this strategy.
 
-        The parameters that are created inside are sharded one by one: a model whose parameters do
-        not fit on one device can be initialised.
+        Inside this context, each new parameter is sharded before the next is created: the
+        parameters need not fit on one device.
         """
         token = _initial.set(self if self.devices > 1 else None)
         try:
@@ -180,7 +180,7 @@ class Parallel:
         return jax.tree_util.tree_map_with_path(place, read_dtypes)
 
     def gather(self, params: PyTree, placements: PyTree) -> PyTree:
-        """Return the whole parameters, except those that their block gathers. Inside `shard_map`.
+        """Gather all parameters except parameters that a block gathers. Call inside `shard_map`.
 
         The transposed operation reduces each gradient as soon as it is complete, so that XLA can
         overlap the collective with the rest of the backward pass.
@@ -189,7 +189,8 @@ class Parallel:
         def one(x, place: Placement):
             if place.by_block:
                 return x
-            # In x's dtype, so that the gradient has it, too. XLA removes the conversion.
+            # Return x's dtype, so that the gradient has this dtype, too. XLA removes the
+            # conversion.
             return _gather(x, place, x.dtype, self.reduce_dtype)
 
         return jax.tree.map(one, params, placements)
@@ -197,7 +198,7 @@ class Parallel:
     def annotate(self, graphdef: nnx.GraphDef, placements: PyTree) -> nnx.GraphDef:
         """Return the graph with the placement of each parameter that its block gathers.
 
-        `apply_block` reads them.
+        `apply_block` reads the placements.
         """
         if not self.gathers_blocks:
             return graphdef
@@ -213,7 +214,7 @@ class Parallel:
         """Return f, a function of parameters and tokens, mapped over the devices.
 
         Args:
-            f: sees the shards of the parameters and its share of the tokens.
+            f: function of one device's shards of the parameters and share of the tokens.
             params: parameters, or their shapes.
             batch_axis: axis of the tokens that is split.
             out: a tree like the results of f: arrays like `params`, or None for a replicated one.
@@ -278,7 +279,7 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
 def _save_all_but_gathered(primitive, *_, **__) -> bool:
     """Policy of `jax.checkpoint`: store all results except those of all-gathers.
 
-    `save_anything_except_these_names` would not do: it stores the array before it is named.
+    `save_anything_except_these_names` would store the gathered array before it is named.
     """
     return primitive is not jax.lax.all_gather_p
 
@@ -289,7 +290,7 @@ def _is_variable(x: Any) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x: jax.Array, place: Placement, dtype: Any, reduce_dtype: Any) -> jax.Array:
-    """Return the whole parameter in `dtype`, gathered in the placement's; or a replicated one."""
+    """Gather a parameter in the placement's dtype, and return it in `dtype`."""
     return _all_gather(x, place, dtype)
 
 
@@ -301,7 +302,7 @@ def _all_gather(x, place, dtype):
 
 
 def _gather_forward(x, place, dtype, reduce_dtype):
-    # Not `_gather`: `_save_all_but_gathered` would see one operation that is no all-gather.
+    # Not `_gather`: `_save_all_but_gathered` must see the all-gather, not a custom derivative.
     return _all_gather(x, place, dtype), jnp.zeros((0,), x.dtype)
 
 

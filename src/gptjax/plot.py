@@ -51,7 +51,7 @@ def plot_runs(
         out: the image file; the suffix selects the format (png, pdf, svg, …).
         x: quantity of the horizontal axis. The time is that of the training steps, without
             compilation, validation and checkpoints.
-        group: draw runs whose names are equal without a last part such as "-seed3" as their mean,
+        group: average runs whose names differ only in a last part such as "-seed3". Draw the mean,
             with a band of one standard deviation to each side.
 
     Returns:
@@ -173,9 +173,9 @@ def _read(log: Path, name: str, x: X) -> _Curves:
 
 
 def _minutes(log: Path, rows: list[dict], steps: np.ndarray) -> np.ndarray:
-    """Return the training time at each of `steps`: the sum of the steps' times before it.
+    """Return the training time at each of `steps`: the sum of the times of all earlier steps.
 
-    A step without a time, such as the first of a process, counts as long as the next that has one.
+    A step without a time, such as the first of a process, gets the time of the next timed step.
 
     Raises:
         ValueError: no step has a time.
@@ -192,7 +192,7 @@ def _minutes(log: Path, rows: list[dict], steps: np.ndarray) -> np.ndarray:
 
 
 def _grouped(runs: list[_Curves]) -> list[list[_Curves]]:
-    """Return the runs by name without the seed, in the order of their first."""
+    """Return the runs by name without the seed, in the order of the first run of each name."""
     groups: dict[str, list[_Curves]] = {}
     for run in runs:
         groups.setdefault(_SEED.sub("", run.name), []).append(run)
@@ -286,8 +286,8 @@ def main(
         runs: run folders or log.jsonl files.
         out: the image file; the suffix selects the format (png, pdf, svg).
         x: quantity of the horizontal axis; time: minutes of training steps.
-        group: draw runs whose names differ only in a last part such as -seed3 as mean and standard
-            deviation.
+        group: average runs whose names differ only in a last part such as -seed3. Draw mean and
+            standard deviation.
     """
     try:
         print(printable(str(plot_runs(list(runs), out, x, group))))

@@ -31,8 +31,8 @@ class Precision:
     statistics of LayerNorm, softmax and the loss.
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
-    in the training step. In fp8 those of the projection to q, k and v and of the MLP are in FP8,
-    too (pallas_kernels/fp8/layers.py). Evaluation and generation compute as bf16.
+    in the training step. In fp8, the matmuls of the q, k and v projection and of the MLP are also
+    in FP8 (pallas_kernels/fp8/layers.py). Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.
@@ -104,7 +104,7 @@ def check_precision(config: str, precision: Precision, supports_fp8: bool) -> No
         supports_fp8: whether the model's blocks have FP8 matmuls.
 
     Raises:
-        ValueError: not a `Precision`, or fp8 for other blocks; the message begins with `config`.
+        ValueError: not a `Precision`, or fp8 without FP8 blocks; the message begins with `config`.
     """
     if not isinstance(precision, Precision):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Ranges of numeric options, as annotations of a dataclass's fields: `eps: PositiveFloat = 1e-8`.
 
-A step computes in fp32: there a number below fp32's smallest becomes 0, and one between 1 − 2⁻²⁴
-and 1 becomes 1. It counts in int32.
+A step computes in fp32, which rounds numbers below the smallest fp32 number to 0, and numbers
+between 1 − 2⁻²⁴ and 1 to 1. Steps are counted in int32.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from gptjax.terminal import exit_code, printable
 from gptjax.user_folders import cache_folder
 
 STREAMED = 8
-"""Tokens that are computed before a streamed text is continued."""
+"""Tokens per update of a streamed text."""
 MAX_SEED = 2**32 - 1
 
 
@@ -42,16 +42,16 @@ class Sample:
     prompt: tuple[str, ...] = ()
     """One or several prompts. Without any, texts start after the end-of-text token."""
     prompt_file: tuple[Path, ...] = ()
-    """UTF-8 files with a prompt each; - is standard input. The last newline is removed."""
+    """UTF-8 files with one prompt each; - is standard input. The last newline is removed."""
     lines: bool = False
-    """Each line of the files is a prompt."""
+    """Read each line of the files as one prompt."""
     interactive: bool = False
-    """Read a prompt a line and answer it. Ctrl-D ends; Ctrl-C stops the answer, a second one
-    ends."""
+    """Read one prompt per line and print its continuation. Ctrl-C stops the continuation. A second
+    Ctrl-C, or Ctrl-D, ends the program."""
     max_new_tokens: int = 256
-    """A text ends at this number of new tokens, or where prompt and text fill block_size."""
+    """Maximum number of new tokens. A text also ends when prompt and text fill block_size."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Temperature of the softmax; 0 selects the likeliest token."""
     top_k: int | None = None
     """Draw from this number of likeliest tokens."""
     top_p: float | None = None
@@ -61,23 +61,23 @@ class Sample:
     num_samples: int = 1
     """Texts for each prompt."""
     stop: tuple[str, ...] = ()
-    """A text ends before the first of these."""
+    """End a text before the first of these strings."""
     stop_at_eot: bool = True
-    """A text ends at the end-of-text token."""
+    """End a text at the end-of-text token."""
     batch_size: int = 32
     """Texts that are generated at a time."""
     json: bool = False
-    """Print a JSON object a text: prompt, sample, text, tokens, stop."""
+    """Print one JSON object per text: prompt, sample, text, tokens, stop."""
     tokenizer: TokenizerChoice = "auto"
     """Tokenizer. auto: the model's."""
     precision: str | None = None
-    """Precision of the computation: fp32, tf32, bf16, … None: that of the run, or fp32."""
+    """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
     step: int | None = None
     """Step of a run's checkpoint. None: the newest."""
     config: Path | None = None
     """Config file of a run whose model is not part of gptjax. The file is executed first."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
-    """gpu: an NVIDIA GPU, or an error; cpu; auto: a GPU if there is any, else the CPU."""
+    """gpu: an NVIDIA GPU, or an error. cpu: the CPU. auto: a GPU if there is any, else the CPU."""
 
     def check(self) -> None:
         """Raise SampleError for options that contradict each other or are out of range."""
@@ -102,7 +102,7 @@ class Sample:
 
 
 class Prompt(NamedTuple):
-    """A prompt. `name` is its origin, for messages."""
+    """A prompt, and the name of its origin for messages."""
 
     name: str
     text: str
@@ -184,11 +184,12 @@ class Sampler:
         """Print the samples of each prompt, in order.
 
         Args:
-            turn: number of earlier calls, which changes the draws.
-            stopped: asked after each chunk of tokens; True ends the answer.
+            turn: number of earlier calls. Each number selects other random draws.
+            stopped: function that is called after each chunk of tokens; True ends the answer.
 
         Raises:
-            SampleError: a prompt is too long, and nothing is printed; no memory for a batch.
+            SampleError: a prompt is too long (nothing is printed), or the device has no memory for
+                a batch.
         """
         encoded = [self.tokens(prompt) for prompt in prompts]
         count = self.options.num_samples
@@ -212,7 +213,7 @@ class Sampler:
                 return
 
     def _tried(self, prompts: list[list[int]]) -> tuple[str, str]:
-        """Return the size of a batch, and the options that lower it, in words."""
+        """Describe the size of a batch, and the options that reduce this size."""
         longest = max(map(len, prompts)) + self.options.max_new_tokens
         positions = min(longest, self.model.config.block_size)
         if len(prompts) == 1:
@@ -229,7 +230,7 @@ class Sampler:
         from gptjax.generation.stream import complete
 
         options, key = self.options, jax.random.key(self.options.seed)
-        if number:  # Not a position: the key of a token is folded from its position.
+        if number:  # no position: `generate` folds positions into the key
             key = jax.random.fold_in(key, self.model.config.block_size + number)
         return complete(
             self.model,
@@ -260,7 +261,7 @@ class Sampler:
         completions: Iterator[list],
         stopped: Callable[[], bool],
     ) -> None:
-        """Print the completion of each row once it and those before have stopped."""
+        """Print the completion of each row after this row and all earlier rows have stopped."""
         waiting = iter(rows)
         row, index = next(waiting, None), 0
         for current in completions:
@@ -302,7 +303,7 @@ def _memory_checked(tried: str, advice: str) -> Iterator[None]:
 
 
 def interact(sampler: Sampler) -> None:
-    """Answer one prompt a line, until the end of standard input.
+    """Answer one prompt per line, until the end of standard input.
 
     Raises:
         KeyboardInterrupt: Ctrl-C while no prompt is answered, or the second one during an answer.

@@ -3,9 +3,10 @@
 Steps are indices of updates, 0 for the first. A run without stages is one stage.
 
 Data. A sequence length and a maximum document length define the training windows
-(`gptjax.data.loader`). A stage with both lengths of the stage before continues in its order of
-windows, with another batch. A stage with another of the two begins a new order, of all its windows:
-it may read text of an earlier stage again. The first order is that of a run without stages.
+(`gptjax.data.loader`). A stage with the same two lengths as the previous stage continues in the
+same order of windows, with another batch. A stage that changes a length begins a new order of all
+windows, and may read text of an earlier stage again. The first order equals that of a run without
+stages.
 """
 
 import bisect
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Steps of a run that have their own options. An option that is None has the run's value."""
+    """Steps of a run with their own options. None: the run's value of the option."""
 
     until: PositiveInt | None = None
     """Step at which the stage ends, and the next begins. None in the last stage: max_steps."""
@@ -116,7 +117,7 @@ class Timeline:
         return span.tokens + (step - span.begin) * span.config.batch_tokens
 
     def position(self, step: int, span: Span | None = None) -> int:
-        """Return the windows that the first `step` steps consumed of one order.
+        """Return the number of windows of one order that the first `step` steps consumed.
 
         Args:
             span: a stage that reads the order; `at(step)` if None.
@@ -201,8 +202,8 @@ def schedules(config: "Config") -> dict[str, optax.Schedule]:
     """Return the optimizer's schedules with the learning-rate factors of the stages.
 
     In a stage, the schedules are those of an optimizer whose peak learning rates are multiplied by
-    the stage's factor; their values at the schedule's end are not. They are functions of the
-    update's index, so that one optimizer and one form of its state serve all stages.
+    the stage's factor; the learning rates at the schedule's end are not multiplied. The schedules
+    depend on the update's index only, so one optimizer with one form of state serves all stages.
 
     Raises:
         ValueError: a stage's peak is below the learning rate at the schedule's end; a schedule does
@@ -256,7 +257,7 @@ def from_json(text: str) -> Stage:
     """Return the stage of a JSON object, as on the command line.
 
     Raises:
-        ValueError: it is not one, or has an unknown field.
+        ValueError: the text is not a JSON object, or has an unknown field.
     """
     try:
         fields = json.loads(text)
@@ -269,9 +270,9 @@ def from_json(text: str) -> Stage:
 
 
 def without_micro_batch(stages: Any) -> Any:
-    """Return the JSON of `to_json` without the option that does not change what is learned.
+    """Return the JSON of `to_json` without micro_batch, which does not affect learning.
 
-    Anything else, as from a damaged checkpoint, is returned unchanged.
+    Any other value, as from a damaged checkpoint, is returned unchanged.
     """
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         return stages

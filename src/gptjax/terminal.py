@@ -29,7 +29,7 @@ def exit_code(
     """Run a command and return its exit code, with a line on standard error for a failure.
 
     Args:
-        command: its other errors are not caught.
+        command: function to run. Errors of other classes are not caught.
         errors: errors of the user, whose text is the line. The exit code is 1.
         interrupted: the line after Ctrl-C, or after a `KeyboardInterrupt` whose argument is the
             number of a signal. The exit code is 128 plus this number.
