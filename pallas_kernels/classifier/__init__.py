@@ -14,17 +14,17 @@ Shapes: N rows (tokens), V columns (padding included), M targets per row. Softma
 first `vocab_size` columns; the others may hold any value, NaN included, and get a gradient of
 exactly zero. cap is the identity, c·tanh(x/c), or a `SigmoidCap`: scale·σ((x + shift)/width).
 
-The gradient is that of each row's own loss, and overwrites the logits. For a mean over N rows the
-caller divides by N.
+The gradient of a row is the gradient of that row's loss, and overwrites the logits. For a mean over
+N rows the caller divides by N.
 
 Back ends:
-    triton: one program per row, which loads the row from HBM once, reads it again from the cache,
-        and overwrites it. NVIDIA GPUs from Ampere on.
+    triton: one program per row. The program loads the row from HBM, loads the row again from the L2
+        cache, and overwrites the row. NVIDIA GPUs from Ampere on.
     xla: plain JAX with fp32 statistics; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work, through both results. Any device.
-triton and xla are differentiable once, in reverse mode, in the losses alone, and with respect to
-the logits alone.
+triton and xla are differentiable once, in reverse mode: only the losses, and only with respect to
+the logits.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def fused_classifier(
     ignore_index: int | None = None,
     implementation: Implementation | str = "auto",
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
-    """Cross-entropy of each row in nats, and its gradient with respect to that row's logits.
+    """Cross-entropy of each row in nats, and the gradient with respect to the row's logits.
 
     The gradient overwrites the logits' buffer where the buffer is free (an intermediate of a jitted
     function, or a donated argument); elsewhere XLA copies the logits first. The losses are
@@ -80,8 +80,8 @@ def fused_classifier(
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
         target_weights: weights of the M targets of every row; 1 when None. An array may be traced.
-        ignore_index: targets with this value have no term. Rows that have no other target have a
-            loss and a gradient of exactly 0.
+        ignore_index: targets with this value do not contribute. A row whose targets are all ignored
+            has a loss and a gradient of exactly 0.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
@@ -114,7 +114,8 @@ def checked_targets(operation: str, targets, target_weights):
     """Return (N,) targets and None, or (N, M) targets and fp32 weights of shape (M,).
 
     Raises:
-        ValueError: there is not one weight for each target of a row; `operation` is named.
+        ValueError: the number of weights is not the number of targets of a row. The message names
+            `operation`.
     """
     if targets.ndim == 2 and targets.shape[1] == 1 and target_weights is None:
         targets = targets[:, 0]
@@ -140,8 +141,8 @@ def constant(operation: str, target_weights):
 
 
 def to_int32(ids):
-    """Convert integer ids to int32. Ids out of int32's range are clipped, and stay out of the
-    vocabulary."""
+    """Convert integer ids to int32. Ids out of the range of int32 are clipped: clipped ids are out
+    of the vocabulary too."""
     held, wanted = jnp.iinfo(ids.dtype), jnp.iinfo(jnp.int32)
     if held.max > wanted.max:
         ids = ids.clip(max(held.min, wanted.min), wanted.max)
@@ -168,7 +169,7 @@ def reference(
         log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
         columns_NM = jnp.where(known_NM, targets_NM, 0)
         losses_NM = -jnp.take_along_axis(log_probs_NV, columns_NM, axis=-1)
-        # A factor of NaN: with `where` the gradient of a row with an invalid target would be 0.
+        # Multiply by NaN: `where` instead would make the gradient of an invalid row 0.
         losses_NM = losses_NM * jnp.where(known_NM | ignored_NM, 1.0, jnp.nan)
         losses_NM = jnp.where(ignored_NM, 0.0, losses_NM)
         return (losses_NM if weights_M is None else losses_NM * weights_M[None]).sum(-1)
@@ -178,7 +179,7 @@ def reference(
 
 
 def _targets(targets, vocab_size, ignore_index):
-    """Return the targets as (N, M), and which are columns, and which are ignored."""
+    """Return the targets as (N, M), the mask of valid targets, and the mask of ignored targets."""
     targets_NM = targets if targets.ndim == 2 else targets[:, None]
     known_NM = (targets_NM >= 0) & (targets_NM < vocab_size)
     ignored_NM = jnp.zeros_like(known_NM) if ignore_index is None else targets_NM == ignore_index
@@ -224,9 +225,9 @@ def classify_to_fp8(
     softcap: Number | SigmoidCap | None = None,
     ignore_index: int | None = None,
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
-    """Return the losses, and dlogits · scale in float8_e5m2, clipped to its largest number.
+    """Return the losses, and dlogits · scale in float8_e5m2, clipped to the largest e5m2 number.
 
-    The kernel reads a row once from memory and converts in registers. There is no derivative.
+    The kernel reads a row once from memory and converts in registers. The result has no derivative.
 
     Args:
         targets, weights_M: from `checked_targets`.

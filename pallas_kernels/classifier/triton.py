@@ -1,6 +1,6 @@
 """Triton kernel of `fused_classifier`: one program per row.
 
-A block is R·K columns, K of them in one thread.
+A block is R·K columns, with K columns in one thread.
 """
 
 import jax
@@ -11,12 +11,12 @@ import triton.language as tl
 from pallas_kernels import _triton
 from pallas_kernels.row_softmax.triton import LOG2E, LOWEST, block_columns, online, together
 
-# Two programs of 32 warps fill an SM, and the rows stay in the L2 cache for the second read: 26 MB
-# of an H200's 60. 16384×50304 bf16: 32 warps 98 % of the copy rate, 16 warps (four programs, 52 MB)
-# 81 %, 8 warps 71 %; 32 warps without the eviction hints 83 %.
+# Two programs of 32 warps occupy an SM, and the rows stay in the L2 cache for the second read:
+# 26 MB of an H200's 60 MB. Share of the copy rate at 16384×50304 bf16: 32 warps 98 %, 16 warps
+# (four programs, 52 MB) 81 %, 8 warps 71 %; 32 warps without the eviction hints 83 %.
 MOST_WARPS = 32
-# A cap is limited by arithmetic and needs more registers than two programs of 32 warps have: 16
-# warps 57 %, 32 warps 40 %.
+# With a soft cap, arithmetic limits the kernel, and two programs of 32 warps have too few
+# registers: 16 warps 57 %, 32 warps 40 % of the copy rate.
 MOST_WARPS_CAPPED = 16
 
 
@@ -34,8 +34,7 @@ def classify(
 
     Args:
         targets: (N,), or (N, M) with target_weights of shape (M,).
-        fp8_scale: with a number, dlogits_NV is a new array in float8_e5m2, multiplied by the
-            number.
+        fp8_scale: None, or a factor of dlogits_NV, which is then a new array in float8_e5m2.
     """
     n, v = logits_NV.shape
     targets = aligned(targets, vocab_size, ignore_index)
@@ -85,7 +84,7 @@ def classify(
 
 
 def aligned(targets, vocab_size, ignore_index):
-    """Return the targets in an array of their own, with one value for all that are invalid.
+    """Copy the targets to a new, aligned array. All invalid targets become one value.
 
     The targets of one sequence are `tokens[1:]`. XLA passes such a slice to a kernel as a pointer
     into `tokens`, and jax-triton refuses a pointer that is no multiple of 16 bytes.
@@ -180,7 +179,7 @@ def one_target(
     WIDTH: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Store the loss and the gradient of a row, the gradient times FACTOR at out_ptr."""
+    """Store the loss of a row, and FACTOR times the gradient of the row at out_ptr."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
     out_ptr += row.to(tl.int64) * V
@@ -272,9 +271,9 @@ def several_targets(
         store_zeros(out_ptr, column_RK, V, R, K)
     else:
         tl.store(losses_ptr + row, tl.sum(loss_M, 0))
-        # The targets' columns are stored last, over the gradient of a column without a target:
-        # the time does not depend on the number of targets. A column is the target of all pairs
-        # (i, j) with target_i = target_j, and all i store the same value.
+        # First store all columns as if none were a target, then overwrite the targets' columns: the
+        # time does not depend on the number of targets. Pairs (i, j) with target_i = target_j
+        # share a column, and all such i store the same value.
         total = tl.sum(weight_M, 0)
         same_MM = target_M[:, None] == target_M[None, :]
         d_M = tl.exp2((u_M - m) * (SCALE * LOG2E) - log2_s) * total
@@ -322,9 +321,9 @@ def statistics(
     FULL: tl.constexpr = VOCAB // BLOCK * BLOCK  # columns that need no mask
     m_R = tl.full((R,), LOWEST, tl.float32)
     s_R = tl.full((R,), 0.0, tl.float32)
-    # The partial block comes first in both passes: 98 % of the copy rate; last in both, 93 %.
+    # The partial block is first in both passes: 98 % of the copy rate. Last in both passes: 93 %.
     if FULL < VOCAB:
-        # The mask is the end of the array, not of the vocabulary, to keep 16-byte loads.
+        # The mask ends at the end of the array, not of the vocabulary, to keep 16-byte loads.
         x_RK = tl.load(
             logits_ptr + FULL + column_RK, mask=FULL + column_RK < V, eviction_policy="evict_last"
         ).to(tl.float32)
@@ -349,7 +348,7 @@ def store_zeros(out_ptr, column_RK, V: tl.constexpr, R: tl.constexpr, K: tl.cons
 
 @triton.jit
 def stored(d, out_ptr, FACTOR: tl.constexpr):
-    """Return d, times FACTOR and clipped where out_ptr is e5m2, in out_ptr's dtype."""
+    """Convert d to out_ptr's dtype. If that is e5m2, first multiply by FACTOR and clip."""
     if out_ptr.dtype.element_ty == tl.float8e5:
         nan: tl.constexpr = tl.PropagateNan.ALL
         d = tl.maximum(d * FACTOR, -57344.0, propagate_nan=nan)
@@ -423,7 +422,7 @@ def gradient(
     d_RK = tl.exp2((u_RK - m) * (SCALE * LOG2E) - log2_s)
     if target is not None:
         target -= start
-        if (target >= 0) & (target < BLOCK):  # otherwise no comparison per element
+        if (target >= 0) & (target < BLOCK):  # other blocks need no comparison per element
             d_RK = tl.where(column_RK == target, d_RK - 1, d_RK)
     if WIDTH is not None:
         d_RK *= (u_RK - u_RK * u_RK) * (SCALE / WIDTH if total is None else SCALE / WIDTH * total)

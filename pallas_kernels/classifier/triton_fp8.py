@@ -1,4 +1,4 @@
-"""The kernels of `fused_classifier` that store FACTOR times the gradient in FP8, in a new array."""
+"""Kernels of `fused_classifier` that store FACTOR times the gradient in a new FP8 array."""
 
 import triton
 import triton.language as tl
@@ -82,4 +82,4 @@ KERNELS = {
     "classifier_kernel": classifier_to_fp8,
     "several_targets_kernel": several_targets_to_fp8,
 }
-"""By the name of the kernel that overwrites the logits."""
+"""FP8 kernels by the name of the corresponding kernel that overwrites the logits."""
