@@ -1,4 +1,4 @@
-"""One token of every sequence through a GPT-2, with a KV cache, in few kernel launches.
+"""GPT-2's forward pass of one token per sequence, with a KV cache, in few kernel launches.
 
 For the token of each sequence b, at position t = length_b:
 
@@ -39,7 +39,7 @@ from pallas_kernels.sampling import Filters, sample_token
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
 MOST_SEQUENCES = {4: 16, 2: 128}
-"""By the size of the dtype: tensor cores multiply no matrices in true fp32."""
+"""Largest number of sequences by the item size of the dtype: tensor cores have no true fp32."""
 LEAST_CHUNK = 16
 """Least power of two that divides the number of channels and of a head's channels."""
 
@@ -80,9 +80,10 @@ class DecoderCache:
     """Keys and values of every block, in the compute dtype.
 
     Attributes:
-        k_LBSHD, v_LBSHD: those at positions from a sequence's length on may have any finite value.
-        exchange: int32; activations between the programs of the kernel for one sequence, then the
-            number of programs that have ended. Not used for several sequences.
+        k_LBSHD, v_LBSHD: keys and values. Entries at positions from a sequence's length on may have
+            any finite value.
+        exchange: int32, used for one sequence only: activations that the programs of the kernel
+            exchange, then the number of programs that have ended.
     """
 
     k_LBSHD: PyTree
@@ -95,8 +96,8 @@ class DecoderCache:
         blocks, b, _, heads, head_dim = k_LBSHD.shape
         if b > 1:
             return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((1,), jnp.int32))
-        # Of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden. Then x,
-        # and the highest logits of at most 256 programs.
+        # Values of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden.
+        # Then the final x, and the highest logits of at most 256 programs.
         half = blocks * (13 * heads * head_dim + 4 * heads) + heads * head_dim + 4 * 256
         exchange = jnp.full((2 * half + 1,), -1, jnp.int32).at[-1].set(0)
         return DecoderCache(k_LBSHD, v_LBSHD, exchange)
@@ -130,7 +131,7 @@ def _why_not_triton(facts: Facts) -> str | None:
 
 
 def _order(facts: Facts, split: bool) -> tuple[str, ...]:
-    # The tiles are those of a Hopper GPU, on which triton was compared with the reference.
+    # The tiles were tuned on a Hopper GPU, and triton was compared with the reference on Hopper.
     return ("triton", "xla") if _dispatch.capability() == (9, 0) else ("xla",)
 
 
@@ -159,21 +160,21 @@ def decode_step(
     Args:
         weights: matrices in fp32, bf16 or fp16.
         cache: triton overwrites it where its buffers are donated, and copies it elsewhere.
-        token_B: ids in [0, V), int32. Another id results in NaN.
-        length_B: tokens of each sequence in the cache, int32. A length of S or more counts as
-            S − 1.
-        eps: of LayerNorm.
+        token_B: ids in [0, V), int32. The logits of an id out of bounds are NaN.
+        length_B: number of tokens of each sequence in the cache, int32. A length of S or more is
+            replaced by S − 1.
+        eps: added to the variance in LayerNorm.
         residual_dtype: dtype of the residual stream. None: fp32.
-        precision: of fp32 matmuls, in back end xla.
-        likeliest: return the likeliest tokens, int32, in place of the logits: the lowest id of
-            equals.
+        precision: precision of fp32 matmuls in the back end xla.
+        likeliest: return the likeliest tokens, int32, in place of the logits. Of tokens with equal
+            logits, the lowest id is returned.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
         Logits in the dtype of the matrices, and the new cache.
 
     Raises:
-        ValueError: shapes that do not fit together, or the named back end cannot run here.
+        ValueError: inconsistent shapes, or the named back end cannot run here.
     """
     _check(weights, cache, token_B, length_B)
     heads, head_dim = cache.k_LBSHD.shape[3:]
@@ -217,7 +218,7 @@ def decode_step(
 
 
 def programs() -> int:
-    """Return the number of SMs of the default device: one program of the kernel on each."""
+    """Return the number of programs of the kernel: one on each SM of the default device."""
     device = jax.config.jax_default_device
     device = jax.devices()[0] if device is None or isinstance(device, str) else device
     return device.core_count

@@ -1,7 +1,8 @@
 """Launches of the decoding kernels, with their tiles.
 
-One sequence: one launch computes all blocks of a token. Its grid is one program on each SM: all
-are resident at once, as the exchange between them needs. Several sequences: 7 launches a block.
+One sequence: one launch computes all blocks of a token. The grid has one program on each SM, so
+that all programs are resident at once, as the exchange between programs requires. Several
+sequences: 7 launches per block.
 """
 
 import dataclasses
@@ -21,12 +22,12 @@ class One:
     """Tile sizes for one sequence."""
 
     R: int = 8
-    """Rows of a tile of weights: one for each warp."""
+    """Rows of a tile of weights: one row per warp."""
     R_HEAD: int = 32
     KEYS: int = 64
     """Keys of a tile of attention to a part of the keys."""
     ELEMENTS: int = 128
-    """16-bit weights of a thread that are loaded at once, at most."""
+    """Largest number of 16-bit weights that a thread loads at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Matmul:
     BN: int = 32
     BK: int = 128
     parts: int = 1
-    """Parts of the sum over K."""
+    """Number of parts of the sum over K (split K)."""
     stages: int = 4
     warps: int = 4
 
@@ -49,7 +50,7 @@ class Many:
     proj: Matmul = Matmul(parts=2)
     fc: Matmul = Matmul()
     out: Matmul = Matmul(parts=4)
-    # Three programs fit on an SM: all 393 of GPT-2 on 132 SMs.
+    # Three programs fit on an SM: all 393 programs of GPT-2 are resident on 132 SMs.
     head: Matmul = Matmul(BN=128, BK=64, stages=3)
     KEYS: int = 32
     """Keys of a tile of attention."""
@@ -57,14 +58,14 @@ class Many:
     attention_stages: int = 4
     norm_warps: int = 4
     ahead_lines: int = 1024
-    """Cache lines of the next matmul's weights that each program of a LayerNorm requests for the L2
-    cache, at most; 0 or a power of two."""
+    """Largest number of cache lines of the next matmul's weights that each program of a LayerNorm
+    prefetches to the L2 cache; 0 or a power of two."""
     ahead_keys: int = 96
-    """Keys of each sequence that are requested for the L2 cache before their attention, at most:
-    38 MB at 128 sequences of GPT-2 124M."""
+    """Largest number of keys per sequence that are prefetched to the L2 cache before the attention
+    that reads the keys: 38 MB for 128 sequences of GPT-2 124M."""
     early_keys: int = 96
-    """Of these, keys that are requested before the MLP of the previous block, the others before the
-    QKV projection."""
+    """Number of these keys that are prefetched before the MLP of the previous block. The other keys
+    are prefetched before the QKV projection."""
 
 
 LINE_BYTES = 128
@@ -90,10 +91,12 @@ def decode_step(
     """Return (logits (B, V), k, v, exchange) after one token of each sequence.
 
     Args:
-        likeliest: with one sequence, return its likeliest token (1,) int32 in place of the logits.
+        likeliest: for one sequence only: return the likeliest token, (1,) int32, in place of the
+            logits.
         out_dtype: dtype of the residual stream.
-        programs: SMs of the device; 1 in Triton's interpreter, which runs programs in turn.
-        tiles: One or Many. None: those for the number of sequences and the dtype.
+        programs: number of SMs of the device; 1 in Triton's interpreter, which runs programs one
+            after the other.
+        tiles: One or Many. None: the tiles for the number of sequences and the dtype.
     """
     args = (weights, cache, token_B, length_B, heads, eps, out_dtype, programs, tiles)
     return _one(*args, likeliest) if token_B.shape[0] == 1 else _many(*args)
@@ -107,7 +110,8 @@ def _one(weights, cache, token_B, length_B, heads, eps, residual, programs, tile
     chunk, chunk_f = _chunk(c, 256), _chunk(4 * c, 256)
 
     def elements(k, chunk):
-        """Return the weights of a thread in a row of k columns on each warp, in 16 bits."""
+        """Return the number of 16-bit units of weights per thread, for one row of k columns per
+        warp."""
         return triton.next_power_of_2(k // chunk) * chunk * dtype.itemsize // 64
 
     arrays = [token_B, length_B, w.wte_VC, w.wpe_SC, w.ln_1_scale_LC, w.ln_1_bias_LC]
@@ -173,7 +177,7 @@ def _many(weights, cache, token_B, length_B, heads, eps, residual, programs, til
             layer,
             out=[jax.ShapeDtypeStruct(shape, out_dtype)],
             grid=(triton.cdiv(n, tile.BN), parts),
-            # 64 fp32 sums a thread at most: more spill registers.
+            # At most 64 fp32 sums per thread: more sums spill registers.
             num_warps=max(tile.warps, rows * tile.BN // (64 * 32)),
             B=b,
             M=rows,
@@ -280,5 +284,5 @@ def _chunk(k: int, most: int) -> int:
 
 
 def _power_of_two_below(n: int) -> int:
-    """Return the greatest power of two that is at most n, at least 1."""
+    """Return the largest power of two that is at most n, but at least 1."""
     return 1 << max(n, 1).bit_length() - 1

@@ -1,19 +1,19 @@
 """Device functions of the decoding kernels: exchange, weight tiles, norm, attention.
 
 With one sequence the kernel has one program on each SM. A program stores its part of an activation
-in the exchange, an int32 array in global memory, and every program that needs the activation polls
-all its values until none is `ABSENT`. A value is its own flag: no fence, counter or barrier of all
-programs.
+in the exchange, an int32 array in global memory. Every program that needs the activation polls all
+values of the activation until no value is `ABSENT`. Each value is also the flag of its arrival: no
+fence, counter or grid-wide barrier is needed.
 
-The exchange holds fp32 bit patterns. It has two halves: a launch uses one and clears the other one
-for the next launch, and each slot is written once in a launch. `ABSENT` is a NaN that no arithmetic
-instruction of NVIDIA's GPUs results in: theirs is 0x7fffffff.
+The exchange contains fp32 bit patterns. The exchange has two halves: a launch uses one half and
+clears the other half for the next launch. Each slot is written once in a launch. `ABSENT` is a NaN
+that no arithmetic instruction of NVIDIA GPUs produces: these instructions produce 0x7fffffff.
 
-The assembly that polls is in a `while` loop of one iteration: Triton moves other code to the
-threads that use its results, and all warps would poll all values.
+The assembly that polls is in a `while` loop of one iteration. Outside a loop, Triton moves the
+assembly to the threads that use the results, and all warps poll all values.
 
-A program loads the weights of a phase before it polls: they depend on no activation, so their
-latency overlaps with that of the exchange.
+A program loads the weights of a phase before polling. The weights depend on no activation, so the
+latency of the loads overlaps with the latency of the exchange.
 """
 
 import triton
@@ -23,7 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Below every score and above −∞: −∞ − LOWEST is −∞, and no lane computes ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 ABSENT = tl.constexpr(-1)
-# Rows of an int32 are exact in fp32 up to 2²⁴.
+# Row numbers up to 2²⁴ are exact in fp32.
 MOST_PROGRAMS = tl.constexpr(256)
 WARPS = 8
 THREADS = tl.constexpr(32 * WARPS)
@@ -31,10 +31,10 @@ THREADS = tl.constexpr(32 * WARPS)
 
 @triton.jit
 def opaque(index, PROGRAMS: tl.constexpr):
-    """Return `index`, so that the compiler does not see the value.
+    """Return `index` through inline assembly, which hides the value from the compiler.
 
-    It would otherwise compute the addresses of all phases once, before the loop over the blocks,
-    and keep more of them than there are registers.
+    Otherwise, the compiler hoists the addresses of all phases out of the loop over the blocks, and
+    spills registers.
     """
     if PROGRAMS > 1:
         index = tl.inline_asm_elementwise(
@@ -47,7 +47,7 @@ def opaque(index, PROGRAMS: tl.constexpr):
 
 
 def _polling(pointers: int) -> str:
-    """Return PTX that loads 16 bytes from each pointer that is not 0, until all are present.
+    """Return PTX that loads 16 bytes from each pointer except 0, until all values are present.
 
     Operands: word 0 of each pointer, word 1 of each pointer, …, the pointers.
     """
@@ -84,8 +84,8 @@ INT_20 = tl.constexpr((tl.int32,) * 20)
 def send(ptr, value, mask, PROGRAMS: tl.constexpr):
     """Store fp32 values in the exchange.
 
-    In assembly, since `tl.store` would move the values to other threads first. Threads that hold
-    the same value all store it.
+    In assembly, since `tl.store` would first move the values to other threads. All threads that
+    hold a copy of a value store that value.
     """
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     if PROGRAMS == 1:
@@ -108,22 +108,23 @@ def send(ptr, value, mask, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def own(ptr, mask):
-    """Load values that this program has sent."""
+    """Load values that the current program has sent."""
     value = tl.load(ptr, mask=mask, other=0, cache_modifier=".cg")
     return value.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def address(ptr, mask):
-    """Return pointers as integers, 0 where not in the mask."""
+    """Return pointers as integers, with 0 where the mask is false."""
     return tl.where(mask, ptr.to(tl.int64), 0)
 
 
 @triton.jit
 def load_words(ptr, mask):
-    """Load 4 neighbouring values of each pointer: 4 tensors of the pointers' shape.
+    """Load 4 neighbouring values from each pointer: 4 tensors of the pointers' shape.
 
-    Long vectors are kept in this form, as words 0, 1, 2 and 3 of their chunks of 4 values.
+    Functions of this module represent a long vector in this form, called words: the tensors of
+    values 0, 1, 2 and 3 of each chunk of 4 values.
     """
     words = ()
     for word in tl.static_range(4):
@@ -145,7 +146,7 @@ def to_float(words):
 
 @triton.jit
 def tuple4(a, b, c, d, DTYPE: tl.constexpr, BITS: tl.constexpr):
-    """Return words in another dtype, with the same bits if BITS."""
+    """Convert words to another dtype; bitcast if BITS."""
     return (
         a.to(DTYPE, bitcast=BITS),
         b.to(DTYPE, bitcast=BITS),
@@ -191,7 +192,7 @@ def receive(ptr, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @triton.jit
 def receive_qkv(ptr, C: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Wait for q, k and v of a head, which starts at `ptr`; return each as (D,)."""
+    """Wait for q, k and v of the head that starts at `ptr`. Return (q, k, v), each (D,)."""
     q_ptr = ptr + 4 * tl.arange(0, D // 4)
     inside = tl.arange(0, D // 4) < D
     if PROGRAMS == 1:
@@ -229,7 +230,7 @@ def receive_qkv(ptr, C: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
 def receive_attended(
     ptr, lse_ptr, C: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Wait for the attention over 4 parts of the keys (H, 4, D), and their log-sum-exps (H, 4).
+    """Wait for the attention over 4 parts of the keys (H, 4, D), and the log-sum-exps (H, 4).
 
     Returns:
         The attention over all keys as words (KP / 4,), with zeros out of bounds.
@@ -286,11 +287,11 @@ def receive_attended(
 
 @triton.jit
 def prefetch(ptr, start, stop, MOST: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Request elements start…stop − 1, at most MOST, for the L2 cache. Nothing waits for them."""
+    """Prefetch elements start…stop − 1, at most MOST, to the L2 cache. Do not wait."""
     if PROGRAMS > 1:
         LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(MOST, LINE))
-        # Excess lanes request the last line again.
+        # Excess lanes prefetch the last line again.
         line = tl.minimum(start + tl.arange(0, LINES) * LINE, stop - 1)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -317,9 +318,9 @@ def load_tiles(
 ):
     """Return rows first…stop − 1 of weights (N, K) as tiles (T, R, CK) of T·CK ≥ K columns.
 
-    Zeros out of bounds. With a CK of 32 lanes' 16-byte loads, each warp has rows of its own, and
-    their sums need no other warp: loaded as matrices, since the compiler might spread the T of
-    three dimensions over the warps.
+    Elements out of bounds are zeros. If CK is 32 lanes' 16-byte loads, each warp has different
+    rows, and a row's sum is within a warp. The tiles are loaded as matrices, since the compiler
+    might distribute the axis T of a three-dimensional tensor over warps.
     """
     T: tl.constexpr = triton.next_power_of_2(K // CK)
     index_N = tl.arange(0, T * R)
@@ -354,11 +355,11 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def mean_and_rstd(sum_N, square_N, EPS: tl.constexpr, K: tl.constexpr):
-    """Return the mean and 1 / √(variance + EPS) of K values, from partial sums of them and of their
-    squares: both in one exchange between threads.
+    """Return the mean and 1 / √(variance + EPS) of K values, from partial sums of values and of
+    squares. Both sums use one reduction over threads.
 
-    The variance is E[x²] − E[x]²: in fp32 precise enough where |mean| is at most some hundred
-    standard deviations.
+    The variance is E[x²] − E[x]². fp32 is precise enough if |mean| is at most some hundred standard
+    deviations.
     """
     total, squares = tl.reduce((sum_N, square_N), 0, _add_pairs)
     mean = total / K
@@ -367,7 +368,7 @@ def mean_and_rstd(sum_N, square_N, EPS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def layer_norm(x, scale, bias, EPS: tl.constexpr, K: tl.constexpr):
-    """Return LayerNorm of K values as words. Zeros out of bounds, as of x, scale and bias."""
+    """Return LayerNorm of K values as words. x, scale, bias and result are zeros out of bounds."""
     inside = tl.arange(0, x[0].shape[0]) < K // 4
     squares = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]
     mean, rstd = mean_and_rstd(x[0] + x[1] + x[2] + x[3], squares, EPS, K)
@@ -383,7 +384,7 @@ def layer_norm(x, scale, bias, EPS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def rounded(words, CK: tl.constexpr, DTYPE: tl.constexpr):
-    """Return a vector of words in DTYPE, as the factor (T, 1, CK) of tiles of weights."""
+    """Convert words to a tensor (T, 1, CK) in DTYPE, which broadcasts over tiles of weights."""
     a, b, c, d = tuple4(words[0], words[1], words[2], words[3], DTYPE, False)
     return tl.reshape(join(a, b, c, d), (4 * a.shape[0] // CK, 1, CK))
 
@@ -391,7 +392,7 @@ def rounded(words, CK: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def matvec(w_TRK, y_T1K):
     """Return W y (R,) in fp32."""
-    # Over T first: in registers.
+    # Sum over T first: this sum is within a thread.
     return tl.sum(tl.sum(w_TRK.to(tl.float32) * y_T1K.to(tl.float32), 0), 1)
 
 
@@ -407,15 +408,16 @@ def gelu(x):
 
 @triton.jit
 def load_keys(ptr, key_S, position, C: tl.constexpr, D: tl.constexpr):
-    """Return rows (S, D) of the cache of a head; zeros from `position` on."""
+    """Load rows (S, D) of the cache of a head, with zeros from `position` on."""
     offset_SD = key_S[:, None] * C + tl.arange(0, D)[None, :]
     return tl.load(ptr + offset_SD, mask=(key_S < position)[:, None], other=0.0)
 
 
 @triton.jit
 def online_softmax(score_S, v_SD, max_S, sum_S, y_SD):
-    """Add a tile of keys to the attention. Each of its S keys has its own maximum and sums, which
-    are combined once at the end: a tile needs no communication between warps."""
+    """Add a tile of S keys to the attention. Each of the S rows of the tile has a separate maximum
+    and separate sums, so a tile needs no communication between warps. The caller combines the S
+    maxima and sums once, after the last tile."""
     new_S = tl.maximum(max_S, score_S)
     old_weight_S, weight_S = tl.exp2(max_S - new_S), tl.exp2(score_S - new_S)
     sum_S = sum_S * old_weight_S + weight_S
@@ -438,7 +440,8 @@ def attend_to_part(
 ):
     """Return a head's attention (D,) over keys part, part + PARTS, … and its log-sum-exp in base 2.
 
-    The key of the new token is in the exchange: part 0 includes it, and stores it in the cache.
+    k and v of the new token are in the exchange. Part 0 includes the new token, and stores k and v
+    in the cache.
     """
     key_S = tl.arange(0, S) * PARTS + part
     k_SD, v_SD = load_keys(k_ptr, key_S, position, C, D), load_keys(v_ptr, key_S, position, C, D)
@@ -465,7 +468,7 @@ def attend_to_part(
     new_weight = tl.where(part == 0, tl.exp2(new_score - highest), 0.0)
     total = tl.sum(sum_S * weight_S, 0) + new_weight
     y_D = tl.sum(y_SD * weight_S[:, None], 0) + new_weight * new_v_D
-    # A part may have no keys.
+    # A part may be empty.
     any_keys = total > 0
     lse = tl.where(any_keys, highest + tl.log2(tl.where(any_keys, total, 1.0)), LOWEST)
     return y_D / tl.where(any_keys, total, 1.0), lse

@@ -1,4 +1,4 @@
-"""Triton kernels of `decode_step` for several sequences, each a launch: matmuls on tensor cores.
+"""Triton kernels of `decode_step` for several sequences, with matmuls on tensor cores.
 
 Launches of a block:
 
@@ -32,9 +32,9 @@ from pallas_kernels.decode.triton_functions import (
 
 @triton.jit
 def request(ptr, LINES: tl.constexpr, STOP: tl.constexpr):
-    """Request LINES cache lines of 128 bytes for the L2 cache, of the first STOP elements.
+    """Prefetch LINES cache lines of 128 bytes of the first STOP elements to the L2 cache.
 
-    Each program requests other ones. Nothing waits for them.
+    Each program prefetches different lines, and does not wait.
     """
     if LINES > 0:
         LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
@@ -54,9 +54,9 @@ def request_keys(
     k_ptr, v_ptr, layer, position, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     FIRST: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
-    """Request keys and values FIRST…STOP − 1 of this program's sequence for the L2 cache.
+    """Prefetch keys and values FIRST…STOP − 1 of this program's sequence to the L2 cache.
 
-    With Hopper's bulk requests, each for a key of all heads. Nothing waits for them.
+    Each of Hopper's bulk prefetches covers a key of all heads. The program does not wait.
     """
     if STOP > FIRST:
         BYTES: tl.constexpr = C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -172,9 +172,9 @@ def decode_norm_kernel(
     """Residual sum with the parts (P, B, C) of a matmul, and LayerNorm. Grid (B,).
 
     Args:
-        layer: block of the matmul, of which the bias is.
-        norm_layer: block of the scale and bias, and of the weights to request for the L2 cache.
-        key_layer: block of the keys KEYS_FROM…KEYS_AHEAD − 1 to request for it.
+        layer: index of the block of the matmul and of the matmul's bias.
+        norm_layer: index of the block of LayerNorm's parameters, and of the weights to prefetch.
+        key_layer: index of the block of the keys KEYS_FROM…KEYS_AHEAD − 1 to prefetch.
     """
     channel_C = tl.arange(0, CP)
     inside_C = channel_C < C
@@ -187,7 +187,7 @@ def decode_norm_kernel(
     scale_C = tl.load(scale_ptr + norm_layer * C + channel_C, mask=inside_C, other=0.0)
     bias_C = tl.load(bias_ptr + norm_layer * C + channel_C, mask=inside_C, other=0.0)
     position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
-    # After the loads, which would wait for the requests.
+    # Prefetch after the loads: loads issued later would wait for the prefetches.
     request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, AHEAD_LINES, STRIDE)
     request_keys(k_ptr, v_ptr, key_layer, position, B, S, C, KEYS_FROM, KEYS_AHEAD)
     matmul_C = parts[0]
@@ -216,7 +216,7 @@ def decode_matmul_kernel(
     HAS_BIAS: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    """Columns of x Wᵀ + b, over one part of K. Grid (N / BN, P); y is (P, B, N)."""
+    """Compute columns of x Wᵀ + b over one part of K. Grid (N / BN, P); y is (P, B, N)."""
     KP: tl.constexpr = K // P
     part = tl.program_id(1)
     row_M = tl.arange(0, M)
@@ -257,7 +257,10 @@ def decode_attention_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of one head of one sequence; stores its k and v in the cache. Grid (H, B)."""
+    """Compute attention of one head of one sequence, and store the new k and v in the cache.
+
+    Grid (H, B).
+    """
     C: tl.constexpr = H * D
     head, row = tl.program_id(0), tl.program_id(1)
     channel_D = tl.arange(0, D)
@@ -267,14 +270,14 @@ def decode_attention_kernel(
     v_ptr += rows
     qkv_ptr += row * 3 * C + head * D
     key_S = tl.arange(0, KEYS)
-    # In the layout of a tile of keys: a conversion would delay the first copies.
+    # q in the layout of a tile of keys: a layout conversion would delay the first copies.
     q_1D = tl.load(qkv_ptr + channel_D[None, :]).to(tl.float32) * (LOG2E / D**0.5)
     new_k_D = tl.load(qkv_ptr + C + channel_D)
     new_v_D = tl.load(qkv_ptr + 2 * C + channel_D)
     max_S = tl.full((KEYS,), LOWEST, tl.float32)
     sum_S = tl.zeros((KEYS,), tl.float32)
     y_SD = tl.zeros((KEYS, D), tl.float32)
-    # Copies to shared memory, STAGES − 1 tiles ahead.
+    # Triton's pipeline copies tiles to shared memory, STAGES − 1 tiles ahead.
     for start in tl.range(0, position, KEYS, num_stages=STAGES):
         k_SD = load_keys(k_ptr, start + key_S, position, C, D)
         v_SD = load_keys(v_ptr, start + key_S, position, C, D)

@@ -1,4 +1,4 @@
-"""Triton kernel of `decode_step` for one sequence: matrix-vector, bound by loads of the weights.
+"""Triton kernel of `decode_step` for one sequence. The loads of the weights bound the time.
 
 Phases of a block:
 
@@ -8,8 +8,8 @@ Phases of a block:
 4. LayerNorm, first matmul of the MLP, GELU.
 5. Second matmul of the MLP, residual sum.
 
-A program computes a strip of neighbouring columns in phases 1, 3, 4 and 5; each repeats the norms
-and the sum over the parts of the keys. Afterwards: final LayerNorm and the logits.
+A program computes a strip of neighbouring columns in phases 1, 3, 4 and 5. Each program repeats the
+norms and the sum over the parts of the keys. Afterwards: final LayerNorm and the logits.
 
 Shapes: L blocks, C channels, H heads, D = C/H, F = 4·C, V vocabulary, S cache positions, R rows of
 a tile of weights.
@@ -53,7 +53,7 @@ def embed(
     token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V: tl.constexpr, C: tl.constexpr,
     STRIP: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Send this program's strip of the token's embedding, NaN for an id out of bounds."""
+    """Send this program's strip of the token's embedding. An id out of bounds results in NaN."""
     token = tl.load(token_ptr).to(tl.int64)
     first = tl.program_id(0) * STRIP
     column_N = first + tl.arange(0, triton.next_power_of_2(STRIP))
@@ -70,8 +70,8 @@ def embed(
 def store_likeliest(
     ptr, best, best_row, result_ptr, V: tl.constexpr, MOST: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Send this program's highest logit and its row; program 0 stores the row of the highest one,
-    the lowest of equals."""
+    """Send this program's highest logit and the logit's row. Program 0 stores the row of the
+    highest logit of all programs; of equal logits, the lowest row."""
     word = tl.arange(0, 4)
     pair = tl.where(word % 2 == 0, best, best_row.to(tl.float32))
     send(ptr + 4 * tl.program_id(0) + word, pair, word < 4, PROGRAMS)
@@ -125,7 +125,7 @@ def decode_one_kernel(
     KEYS: tl.constexpr,
     LIKELIEST: tl.constexpr,
 ):
-    # Over 120 lines, a third of them parameters: each phase needs most of the pointers.
+    # Not split into functions: each phase needs most of the pointers.
     D: tl.constexpr = C // H
     F: tl.constexpr = 4 * C
     CP: tl.constexpr = triton.next_power_of_2(C // CK) * CK
@@ -135,24 +135,24 @@ def decode_one_kernel(
     STRIP_FC: tl.constexpr = (F + PROGRAMS - 1) // PROGRAMS
     STRIP_HEAD: tl.constexpr = (V + PROGRAMS - 1) // PROGRAMS
     SHARE: tl.constexpr = (S * C + PROGRAMS - 1) // PROGRAMS
-    # Rows of the head between the L2 prefetch and the loads, a program: 32 MB in all for GPT-2 124M
-    # on 132 SMs.
+    # Distance of the L2 prefetch of the head ahead of the loads, in rows per program: 32 MB in
+    # total for GPT-2 124M on 132 SMs.
     HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 160)
-    # Of the exchange, for each block: x, qkv, attention to each part, log-sum-exps, x, hidden.
+    # Contents of the exchange, by block: x, qkv, attention to each part, log-sum-exps, x, hidden.
     PARTS: tl.constexpr = 4
     BLOCK: tl.constexpr = (9 + PARTS) * C + PARTS * H
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     RESIDUAL: tl.constexpr = tl.float32 if FP32_RESIDUAL else DTYPE
     program = tl.program_id(0)
     position = tl.minimum(tl.load(length_ptr), S - 1)
-    # Programs of this and earlier launches that have ended.
+    # Number of programs of this and earlier launches that have ended.
     ended = tl.load(exchange_ptr + 2 * HALF, cache_modifier=".cg")
     half = ended // PROGRAMS % 2
     x_ptr = exchange_ptr + half * HALF
     embed(
         token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V, C, STRIP_C, PROGRAMS, RESIDUAL
     )  # fmt: skip
-    # Later blocks' weights are requested a block ahead.
+    # Weights of later blocks are prefetched one block ahead.
     prefetch_strip(proj_ptr, program, C, C, STRIP_C, PROGRAMS)
     prefetch_strip(fc_ptr, program, F, C, STRIP_FC, PROGRAMS)
     prefetch_strip(out_ptr, program, C, F, STRIP_C, PROGRAMS)
@@ -269,7 +269,7 @@ def decode_one_kernel(
     scale, bias = load_vector(ln_f_scale_ptr, C, CP), load_vector(ln_f_bias_ptr, C, CP)
     first = pid * STRIP_HEAD
     stop = tl.minimum(first + STRIP_HEAD, V)
-    # One tile is loaded while another one is multiplied, both in registers.
+    # One tile is loaded while another tile is multiplied. Both tiles are in registers.
     (head_w,) = load_tiles(head_ptr, first, stop, 1, R_HEAD, C, CK)
     x = receive(x_ptr, C, CP, PROGRAMS)
     y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
