@@ -15,8 +15,8 @@ Shapes: N rows (all leading axes of x), I inputs, O outputs. Sums, bias and acti
 y is rounded once.
 
 The forward pass saves the derivative y'(u) in x's dtype. The derivative costs a few operations more
-than the activation, and as much memory as u. `triton` in fp32 saves x w instead, which is in memory
-already.
+than the activation, and as much memory as u. `triton` in fp32 saves x w instead: x w is in memory
+anyway.
 
 Back ends:
     mosaic: Hopper (TMA and wgmma); bf16 or fp16, sizes that its tiles divide.
@@ -30,8 +30,8 @@ mosaic, triton and xla are differentiable once, in reverse mode.
 Backward pass:
     mosaic in `mlp`: one kernel computes dy w₂ᵀ, multiplies it by the derivative, and sums db. The
         matmuls for dx and dw are XLA's.
-    mosaic in `linear_gelu`: the matmul for dx computes du from its left operand, and stores du for
-        the matmul for dw. If its tiles do not divide I, the back end computes as xla.
+    mosaic in `linear_gelu`: the kernel of the matmul for dx computes du as the left operand, and
+        stores du for the matmul for dw. If the kernel's tiles do not divide I, xla computes both.
     triton: one kernel computes du and db. With a precision of HIGH, which asks for TF32, it also
         stores duᵀ for the matmul for dw (pallas_kernels.matmul), and in `mlp` yᵀ for dw₂.
 """
@@ -72,8 +72,8 @@ def linear_gelu(
 
     Args:
         x: fp32, bf16 or fp16.
-        w, b: of x's dtype, or fp32: then w is rounded to x's dtype and b is not. Their gradients
-            have the same dtype and are summed in fp32.
+        w, b: of x's dtype or fp32. A w in fp32 is rounded to x's dtype, b is not rounded. The
+            gradients have the dtypes of w and b and are summed in fp32.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
             and second derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
@@ -114,9 +114,9 @@ def mlp(
 ) -> Float[Array, "*B C"]:
     """Compute linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    The second matmul is XLA's. With "mosaic", where C is a multiple of 64, one kernel computes its
-    gradient and that of the activation. With "triton" in fp32 and a precision of HIGH, the kernel
-    for du also recomputes the hidden layer, transposed for dw₂, so only x w is saved.
+    XLA computes the second matmul. With "mosaic" and C a multiple of 64, one kernel computes
+    dy w₂ᵀ and the gradient of the activation. With "triton" in fp32 and a precision of HIGH, the
+    kernel for du also recomputes the hidden layer, transposed for dw₂, so only x w is saved.
 
     Args:
         w2: of x's dtype, or fp32, which is rounded to x's dtype.
@@ -269,7 +269,7 @@ class Options:
         return f"linear_{self.activation}"
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether the matmul is XLA's and Triton kernels do the rest: in fp32.
+        """Whether XLA computes the matmul and Triton kernels compute bias and activation: in fp32.
 
         In other dtypes the Triton kernel includes the matmul.
         """

@@ -1,9 +1,9 @@
 """Mosaic GPU back end for Hopper: TMA, wgmma, a persistent grid of thread blocks (CTAs). In each
 thread block one warpgroup loads and two compute.
 
-A work item is a tile of the result, M×P, of one computing warpgroup. While one warpgroup finishes
-and stores its tile, the matmul of the other one runs. Both read one ring of operands, in the order
-of the tiles.
+A work item is a tile of the result, M×P, of one computing warpgroup. While one warpgroup activates
+and stores a tile, the matmul of the other warpgroup runs. Both warpgroups read one ring of
+operands, in the order of the tiles.
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
@@ -12,8 +12,8 @@ of the tiles.
 | `bias_full` | 2 | 1 | the copy of b | the computing warpgroup that started the copy |
 | `derivative_full` | 2 × slots | 1 | the copy of a part | the warpgroup that started the copy |
 
-`cluster` is the number of thread blocks that share w. A slot is free once all of them have released
-it. `bias_full` belongs to `forward`, `derivative_full` to `mlp_du`.
+`cluster` is the number of thread blocks that share w. A slot is free once all thread blocks of the
+cluster have released the slot. `forward` uses `bias_full`, `mlp_du` uses `derivative_full`.
 
 Shapes: N rows, I inputs, O outputs; a tile of the result is M×P, and its matmul runs over K inputs
 at a time.
@@ -42,8 +42,8 @@ class Tiles:
         cluster: number of thread blocks with consecutive rows that share each tile of w.
         part_rows, part_columns: size of the part of a tile that is activated and stored at a time.
         slots: parts in shared memory for each warpgroup. `slots` divides the number of parts with
-            the same columns. Then the slot of the next tile's first part is free once all but the
-            newest `slots` − 1 copies are done, whichever columns were the last.
+            the same columns. Then, for any last columns of a tile, the slot of the next tile's
+            first part is free once all but the newest `slots` − 1 copies are complete.
     """
 
     rows: int = 128
@@ -84,10 +84,10 @@ class Tiles:
 
 # Largest fraction of a row's tiles that may be out of bounds. GPT-2's other widths: 1 to 3 %.
 MOST_WASTED = 0.05
-# The fastest first (H200, bf16). Forward of 65536×768×3072, where the matmul alone took 0.44 ms:
-# 0.50 ms with 192 columns, 0.535 without the cluster, 0.50–0.55 in parts of 64×32, more with 128 or
-# 256 columns. At the other widths 192 columns take 3 to 9 % less than 128, forward and for du,
-# although the last tile is partly out of bounds.
+# Fastest first (H200, bf16). Forward pass of 65536×768×3072: the matmul alone takes 0.44 ms, 192
+# columns 0.50 ms, without the cluster 0.535, parts of 64×32 0.50–0.55, 128 or 256 columns more.
+# At the other widths 192 columns take 3 to 9 % less time than 128, forward and for du, although the
+# last tile is partly out of bounds.
 FORWARD = (Tiles(cluster=2), Tiles(columns=128, stages=5))
 
 
@@ -133,8 +133,8 @@ class Operands(NamedTuple):
     empty: Any
 
 
-# One trace and one lowering however many layers call it: these took 28 s of a step's compilation,
-# and no cache spares them.
+# jit: trace and lower `forward` once for all layers. Tracing and lowering for each layer took 28 s
+# of a step's compilation, and no cache of JAX covers this time.
 @functools.partial(jax.jit, static_argnames=("epilogue", "save", "tiles"))
 def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None):
     """Return (y, derivative) = epilogue(x w + b), or (y,); each N×O in x's dtype.
@@ -142,7 +142,7 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
     Args:
         b_O: fp32.
         epilogue: maps an fp32 tile to two fp32 tiles.
-        save: return the derivative too.
+        save: also return the derivative.
     """
     n, o, dtype = x_NI.shape[0], w_IO.shape[1], x_NI.dtype
     tiles = tiles or forward_tiles(*x_NI.shape, o)
@@ -198,9 +198,9 @@ def forward(x_NI, w_IO, b_O, epilogue, *, save: bool, tiles: Tiles | None = None
 def mlp_du(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
     """Return du = (dy w₂ᵀ) · derivative, N×O in dy's dtype, and db = Σ_N du in fp32.
 
-    The matmul is `forward`'s, followed by the multiplication instead of the activation. A warpgroup
-    reads each part of du transposed from the shared memory that du is stored from. Then a sum over
-    the rows stays inside a warp.
+    The matmul is the matmul of `forward`, followed by the multiplication instead of the activation.
+    To sum over rows inside a warp, a warpgroup reads each part of du transposed from shared memory.
+    The same shared memory is the source of the copy of du.
     """
     n, o, dtype = dy_NC.shape[0], w2_OC.shape[0], dy_NC.dtype
     tiles = tiles or forward_tiles(*dy_NC.shape, o)
@@ -243,7 +243,7 @@ def mlp_du(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
                     )
                     plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
                     out[...] = du_MP.astype(dtype)
-                    # After this all of the warpgroup has read the derivative, too.
+                    # After the commit, all threads of the warpgroup have also read the derivative.
                     plgpu.commit_smem()
                     target = du_gmem.at[at.rows, at.columns].at[rows, columns]
                     plgpu.copy_smem_to_gmem(out, target, commit_group=not last)
@@ -251,8 +251,8 @@ def mlp_du(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
                     du_PM = plgpu.load(out.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
                     part_P = du_PM.astype(jnp.float32).sum(1)
                     sum_P = part_P if sum_P is None else sum_P + part_P
-                # The copy of the last tile's sums is done: all but the newest `slots` groups of
-                # copies are.
+                # The copy of the last tile's sums is complete, since all groups of copies except
+                # the newest `slots` are complete.
                 scratch.db[at.wg, columns] = sum_P
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
@@ -283,7 +283,7 @@ def mlp_du(dy_NC, w2_OC, derivative_NO, *, tiles: Tiles | None = None):
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """The tile of a warpgroup: its rows and columns as slices, and the index of its row of tiles.
+    """Tile of a warpgroup: rows and columns as slices, and the index of the tile's row of tiles.
 
     Attributes:
         columns_left: columns from the tile's first to the last of the matrix, if the tile may be
@@ -297,7 +297,7 @@ class _Tile:
     columns_left: jax.Array | None
 
     def unless_out_of_bounds(self, columns: slice):
-        """Decorator: run the function at once if these columns of the tile are in bounds."""
+        """Decorator that calls the function immediately if these columns are in bounds."""
         if self.columns_left is None:
             return lambda f: f()
         return pl.when(columns.start < self.columns_left)
@@ -378,8 +378,8 @@ def _matmul(
 class _Block:
     """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
 
-    Tiles cluster, cluster + clusters, … of the result belong to this thread block. Computing
-    warpgroup 0 takes the first, 1 the second, and so on.
+    Tiles cluster, cluster + clusters, … of the result belong to this thread block. The computing
+    warpgroups alternate: warpgroup 0 computes the first tile, warpgroup 1 the second tile.
 
     Attributes:
         steps: number of steps of the matmul of one tile, `tiles.depth` inputs each.
@@ -406,7 +406,7 @@ class _Block:
     local: jax.Array
 
     def position(self, tile) -> _Tile:
-        """Return the place of this thread block's tile number `tile` in the result."""
+        """Return the position in the result of this thread block's tile number `tile`."""
         tiles = self.tiles
         index = tile * self.clusters + self.cluster
         row = lax.div(index, jnp.int32(self.column_tiles)) * tiles.cluster + self.peer
@@ -440,7 +440,8 @@ class _Block:
                 collective_axes="peer" if tiles.cluster > 1 else None,
             )
 
-        # No thread block ends while another one of its cluster may still arrive on its barriers.
+        # A thread block must not end while another thread block of the cluster may still arrive on
+        # the barriers of the former.
         ring.drain(self.local * steps)
 
     def compute(self) -> None:

@@ -3,12 +3,12 @@
 Library: not used by the shipped models, which call `mlp`, whose backward pass is
 `mosaic.mlp_du`.
 
-Two warpgroups compute 64 rows of a tile of dx each. They compute du in registers, where du is the
-left operand of the matmul. One more warpgroup loads. A thread block (CTA) keeps to one column of
-tiles. The thread blocks that share rows store alternate K columns of du. The sums of such a
-share are a matmul too, whose left operand has ones in one row, another row for each share.
-(Mosaic's own sums over rows go through scratch memory that the warpgroups of a thread block share:
-two concurrent sums gave wrong results.)
+Each of two warpgroups computes 64 rows of a tile of dx. The warpgroup computes du in registers, as
+the left operand of the matmul. One more warpgroup loads. A thread block (CTA) computes tiles of one
+column of tiles. The thread blocks that share rows store alternate groups of K columns of du, called
+shares. A matmul sums each share over the rows: the left operand has ones in one row, a different
+row for each share. (Mosaic's reduction over rows uses scratch memory that the warpgroups of a
+thread block share: two concurrent reductions give wrong results.)
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
@@ -43,8 +43,8 @@ class BackwardTiles:
         columns: columns of dx in a tile of 128 rows.
         depth: outputs in one step.
         stages: steps in shared memory.
-        registers: keep the left operands in registers; else pass them through shared memory, as the
-            CPU interpreter requires.
+        registers: keep the left operands in registers. False: store the left operands in shared
+            memory, as the CPU interpreter requires.
     """
 
     columns: int = 256
@@ -53,12 +53,12 @@ class BackwardTiles:
     registers: bool = True
 
     def divide(self, n: int, i: int, o: int) -> bool:
-        # A tile's share of du is at most 64 steps, a row of an accumulator for each.
+        # A tile's share of du is at most 64 steps: each step needs one row of an accumulator.
         shares = -(-o // self.depth // max(1, i // self.columns))
         return n % 128 == 0 and o % self.depth == 0 and i % self.columns == 0 and shares <= 64
 
 
-# The fastest first (H200, bf16).
+# Fastest first (H200, bf16).
 BACKWARD = (BackwardTiles(), BackwardTiles(columns=128, stages=4))
 
 
@@ -238,7 +238,7 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def matmul(self, tile, rows, mine, dx_acc, db_acc=None):
-        """Compute du and accumulate du wᵀ, and the sums of du if there is `db_acc`. Return the
+        """Compute du, and accumulate du wᵀ and, with `db_acc`, the sums of du. Return the
         accumulated values."""
         ring, scratch = self.ring, self.scratch
 
@@ -256,9 +256,9 @@ class _Block:
             def _share():
                 self.store_share(k, rows, du_MK, db_acc)
 
-            # Release the slot only after the matmul, although dy and the derivative have been in
-            # registers for long: when released right after the reads, some were overwritten too
-            # early (seen in dx).
+            # Release the slot only after the matmul, although dy and the derivative are in
+            # registers earlier. If the slot is released right after the reads, some operands are
+            # overwritten too early (observed in dx).
             plgpu.wgmma_wait(0)
             ring.release(slot)
 
@@ -298,7 +298,7 @@ class _Block:
             )
 
     def store_db(self, db_SK) -> None:
-        """Store the sums of both warpgroups, one after the other: shared memory holds one."""
+        """Store the sums of both warpgroups, one after the other, through one shared buffer."""
         scratch = self.scratch
 
         @pl.when(self.wg == 1)

@@ -27,7 +27,7 @@ def activate(u, ACTIVATION: tl.constexpr):
         e = tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR))
         s = 1.0 / (1.0 + e)
         y = u * s
-        # 1 − s is computed as e·s: the difference loses digits if s is near 1. If s is 0, e may be
+        # Compute 1 − s as e·s: the difference loses digits if s is near 1. If s is 0, e may be
         # infinite.
         return y, (y * (u2 * (3 * CUBIC) + LINEAR) * tl.minimum(e, 2.0**126) + 1.0) * s
     r = tl.maximum(u, 0.0)
@@ -57,8 +57,8 @@ def linear_forward(
 ):  # fmt: skip
     row, column = tile_of(tl.program_id(0), (n + M - 1) // M, (o + P - 1) // P, GROUP)
     rows, columns, ks = row * M + tl.arange(0, M), column * P + tl.arange(0, P), tl.arange(0, K)
-    # Rows and columns that are out of bounds read valid ones again, which is cheaper than a
-    # mask. Their results are not stored.
+    # Instead of rows and columns out of bounds, load valid rows and columns again, which is cheaper
+    # than a mask. The results out of bounds are not stored.
     x_ptrs = x_ptr + (rows % n).to(tl.int64)[:, None] * i + ks[None, :]
     w_ptrs = w_ptr + ks[:, None] * o + (columns % o)[None, :]
     accumulator = tl.full((M, P), 0.0, tl.float32)
@@ -71,7 +71,7 @@ def linear_forward(
         accumulator = tl.dot(x, w, accumulator)
         x_ptrs += K
         w_ptrs += K * o
-    # Half of the columns at a time: all columns with their derivatives would spill.
+    # Half of the columns at a time: all columns with the derivatives would spill registers.
     left, right = tl.split(tl.permute(tl.reshape(accumulator, (M, 2, P // 2)), (0, 2, 1)))
     for half in tl.static_range(2):
         columns = column * P + half * (P // 2) + tl.arange(0, P // 2)
@@ -249,7 +249,7 @@ def activation_backward(
     """Return (du, duᵀ, yᵀ, db), each fp32, or None if not requested; db only with a bias.
 
     Args:
-        dy_NO, xw_NO: fp32; y was activation(x w + b).
+        dy_NO, xw_NO: fp32, with y = activation(xw_NO + b).
         b_O: fp32 or None.
     """
     n, o = dy_NO.shape
