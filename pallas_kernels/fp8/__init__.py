@@ -7,9 +7,9 @@
 e4m3 (float8_e4m3fn) has 4 bits of exponent and 3 of mantissa: 2⁻⁹ … 448. e5m2 (float8_e5m2) has 5
 and 2: 2⁻¹⁶ … 57,344. At most one operand of a matmul is e5m2.
 
-Scales are powers of two (`scale_for`): a product with one is exact in every dtype, so the result of
-`scaled_matmul` is rounded once. FP8 numbers have an exponent: a scale moves the range, and does not
-change the relative error of numbers inside it.
+Scales are powers of two (`scale_for`). Multiplication by a power of two is exact in every dtype, so
+the result of `scaled_matmul` is rounded once. FP8 numbers have an exponent: a scale moves the
+range, and does not change the relative error of numbers inside the range.
 
 Hopper's tensor cores read FP8 operands K-major only (contiguous along the axis of the sum).
 A linear layer sums along three different axes in y, dx and dw, so each of its arrays is needed row
@@ -17,7 +17,7 @@ by row and transposed. One pass of `quantize` stores both.
 
 Shapes: a (M, K), b (N, K), y (M, N); x (R, C).
 
-Back ends of scaled_matmul (those of quantize: pallas_kernels/fp8/conversion.py):
+Back ends of scaled_matmul (back ends of quantize: see pallas_kernels/fp8/conversion.py):
     mosaic: Hopper (TMA and wgmma), sizes that its tiles divide.
     xla: cuBLASLt's FP8 matmul on a GPU; any device.
     reference: the definition in fp32.
@@ -83,7 +83,7 @@ def _why_not_mosaic(call: MatmulFacts) -> str | None:
     return mosaic.why_not(call.rows, call.columns, call.inner)
 
 
-# XLA first: the default until a measurement says otherwise.
+# "auto" selects XLA only. The notes in docs/notes/2026-11-23-fp8.md compare XLA with Mosaic.
 _dispatch.register(
     "scaled_matmul",
     back_ends=[
@@ -147,9 +147,9 @@ def scaled_matmul(
 
 
 def _xla_matmul(a, b, scale, out_dtype, fast_accumulation):
-    # XLA passes a direct dot of FP8 operands to cuBLASLt, and a product of its result with a scalar
-    # as cuBLASLt's scale of a. There must be no conversion between the two. With a precision of
-    # HIGHEST, XLA turns cuBLASLt's fast accumulation off.
+    # XLA lowers a dot of FP8 operands to cuBLASLt, and the multiplication of the dot's result by a
+    # scalar to cuBLASLt's scale of a. There must be no conversion between dot and multiplication.
+    # With a precision of HIGHEST, XLA disables cuBLASLt's fast accumulation.
     precision = jax.lax.Precision.DEFAULT if fast_accumulation else jax.lax.Precision.HIGHEST
     axes = (((1,), (1,)), ((), ()))
     y = jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=out_dtype)

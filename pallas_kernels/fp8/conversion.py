@@ -1,11 +1,11 @@
-"""The conversion to FP8: `quantize`, and the scales that it reads. The equations are those of
-pallas_kernels/fp8/__init__.py.
+"""Conversion to FP8: `quantize`, and the functions that compute scales. The docstring of
+pallas_kernels/fp8/__init__.py contains the equations.
 
 Back ends:
     triton: one pass over memory in tiles; compute capability 8.9 (Ada) or later.
     xla: plain JAX; any device.
     reference: as xla.
-There is no derivative.
+`quantize` has no derivative.
 """
 
 import functools
@@ -36,7 +36,7 @@ def scale_for(
 
     The scale is 1 if amax is 0 or not finite, and between 2⁻⁶⁰ and 2⁶⁰.
     """
-    # frexp is exact; log2 of a power of two need not be.
+    # frexp is exact; log2 of a power of two may be inexact.
     exponent = jnp.frexp(largest(dtype) / (amax.astype(jnp.float32) * headroom))[1] - 1
     valid = (amax > 0) & jnp.isfinite(amax)
     return jnp.ldexp(jnp.ones((), jnp.float32), jnp.where(valid, exponent.clip(-60, 60), 0))
@@ -72,21 +72,21 @@ class Quantized(NamedTuple):
 
 
 class Fp8Rows(NamedTuple):
-    """Rows that a norm has stored in e4m3, for the layer that reads them.
+    """Output rows of a norm, stored in e4m3 for the next layer.
 
-    In a call that is not differentiated, y is not rounded, and the layer reads y. XLA removes the
-    arrays that nobody reads.
+    In a call that is not differentiated, y is not rounded to e4m3, and the layer reads y. XLA
+    removes unused arrays.
     """
 
     y: Any
-    """In 16 bits, (…, C). Its cotangent is that of the rows."""
+    """Output of the norm in 16 bits, (…, C). The cotangent of y is the cotangent of the rows."""
     rows: Any
-    """e4m3, times the scale: (R, C)."""
+    """Output of the norm times the scale in e4m3, (R, C)."""
     transposed: Any
 
 
 def rows_of(x: Any) -> Any:
-    """Return y of `Fp8Rows`, and another array as it is."""
+    """Return y if x is `Fp8Rows`, else x."""
     return x.y if isinstance(x, Fp8Rows) else x
 
 
@@ -99,7 +99,7 @@ def quantize(
     transposed: bool = False,
     implementation: Implementation | str = "auto",
 ) -> Quantized:
-    """Convert x · scale to FP8. Numbers beyond the largest one become the largest.
+    """Convert x · scale to FP8. Numbers beyond the largest FP8 number become the largest number.
 
     Args:
         x: fp32, bf16 or fp16.
@@ -130,13 +130,13 @@ def quantize(
 
 def _quantize_in_xla(x, scale, dtype, rows, transposed) -> Quantized:
     x = x.astype(jnp.float32)
-    # A conversion alone would turn what is out of range into NaN (e4m3) or infinity (e5m2).
+    # Without clipping, the conversion of a number out of range is NaN (e4m3) or infinity (e5m2).
     q = (x * scale).clip(-largest(dtype), largest(dtype)).astype(dtype)
     return Quantized(q if rows else None, q.T if transposed else None, jnp.abs(x).max())
 
 
 def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:
-    """Return a transposed copy of an FP8 matrix, by the fastest back end. It has no derivative."""
+    """Return a transposed copy of an FP8 matrix, by the default back end. No derivative."""
     if _dispatch.select("quantize", arrays=q) != "triton":
         return q.T
     from pallas_kernels.fp8 import triton

@@ -1,4 +1,4 @@
-"""A linear layer and the MLP with FP8 matmuls where they are differentiated.
+"""Linear layer and MLP with FP8 matmuls in differentiated calls.
 
     linear:  y = x W + b      dx = dy Wᵀ                         dW = xᵀ dy
     mlp:     y = gelu(x W + b) W₂      du = (dy W₂ᵀ) ∘ gelu'(u)      dx = du Wᵀ      dW = xᵀ du
@@ -12,7 +12,7 @@ gradients, each times a scale of the whole array:
 | x, gelu(u) | `ACTIVATION_SCALE`: numbers beyond 56 become 56 |
 | W, W₂ | from the largest |w|, at each call |
 | dy | from the largest |dy| of a sixteenth of the columns, at each call, with `GRADIENT_HEADROOM` |
-| du | that of dy |
+| du | the scale of dy |
 
 No scale depends on earlier steps: there is no state. A call that is not differentiated computes in
 x's dtype.
@@ -50,15 +50,17 @@ from pallas_kernels.matmul import linear as plain_linear
 from pallas_kernels.matmul import sum_rows
 
 ACTIVATION_SCALE = 8.0
-"""The outputs of norms and attention and GELU's are near 1: e4m3 holds 0.002 … 56 with a relative
-error of 1/16, and 0.0001 … 0.002 with an absolute error of 0.0001."""
+"""The outputs of norms, attention and GELU are near 1. With this scale, e4m3 represents 0.002 … 56
+with a relative error of 1/16, and 0.0001 … 0.002 with an absolute error of 0.0001."""
 GRADIENT_HEADROOM = 64.0
-"""Largest number of a gradient over the largest one of `SAMPLED` columns, and of du over dy. e5m2
-has the range: below the largest of the sample, 2⁻²⁴ of it is a normal number."""
+"""Largest supported ratio of max |dy| to the maximum of the `SAMPLED` columns, and of max |du| to
+max |dy|. The range of e5m2 suffices: 2⁻²⁴ times the sampled maximum is a normal number."""
 FAST = 4096
-"""Up to this length the error of a fast sum, 4e-4 of the result, is far below that of its terms."""
+"""Number of terms up to which the error of a fast sum, 4e-4 of the result, is far below the error
+of rounding the terms."""
 SAMPLED, GROUP = 16, 256
-"""Columns that are read to find a scale, the first of each group: 32 bytes, a sector of memory."""
+"""Number of columns that are read for a scale, the first `SAMPLED` of each `GROUP`: 32 bytes, one
+sector of memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,25 +108,25 @@ def quantized_weights(w_IO: Float[Array, "I O"]) -> Weights:
 def quantized_gradient(dy_NO: Float[Array, "N O"]) -> tuple[Quantized, Float[Array, ""]]:
     """Return both copies of a gradient in e5m2, and their scale."""
     n, o = dy_NO.shape
-    # All rows: those of ignored targets may be zero. To read all columns would take as long as a
-    # third of the conversion.
+    # All rows, since the rows of ignored targets may be zero. Reading all columns would take a
+    # third of the time of the conversion.
     sample = dy_NO.reshape(n, o // GROUP, GROUP)[:, :, :SAMPLED] if o % GROUP == 0 else dy_NO
     scale = scale_for(jnp.abs(sample).max(), E5M2, GRADIENT_HEADROOM)
     return quantize(dy_NO, scale, E5M2, transposed=True), scale
 
 
 def kind_of(x: Array | Fp8Rows) -> Fp8Rows | None:
-    """Return `Fp8Rows` without arrays if x is one, else None: the backward pass stores it."""
+    """Return `Fp8Rows` without arrays if x is `Fp8Rows`, else None, for `cotangent`."""
     return Fp8Rows(None, None, None) if isinstance(x, Fp8Rows) else None
 
 
 def cotangent(dx: Array, kind: Fp8Rows | None) -> Array | Fp8Rows:
-    """Return the cotangent of x: that of y alone if x is `Fp8Rows`."""
+    """Return the cotangent of x: dx, or `Fp8Rows` with dx as the cotangent of y."""
     return dx if kind is None else kind._replace(y=dx)
 
 
 class Saved(NamedTuple):
-    """What `linear_backward` needs."""
+    """Arrays that the forward pass saves for `linear_backward`."""
 
     x_IN: Float[Array, "I N"]
     w_IO: Float[Array, "I O"]
@@ -132,18 +134,18 @@ class Saved(NamedTuple):
 
 
 def activations(x: Array | Fp8Rows) -> Quantized | Fp8Rows:
-    """Return both copies of x, in e4m3 times `ACTIVATION_SCALE`."""
+    """Return two copies of x · `ACTIVATION_SCALE` in e4m3: the rows, and the transposed copy."""
     if isinstance(x, Fp8Rows):
         return x
     return quantize(x, ACTIVATION_SCALE, E4M3, transposed=True)
 
 
 def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
-    """Return x w + b in x's dtype, and what the backward pass needs."""
+    """Return x w + b in x's dtype, and the `Saved` arrays for the backward pass."""
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w = quantized_weights(w_IO)
     y_NO = _matmul(x.rows, w.oi, 1 / (ACTIVATION_SCALE * w.scale), dtype)
-    if b_O is not None:  # XLA adds it in cuBLASLt's epilogue
+    if b_O is not None:  # XLA adds b in cuBLASLt's epilogue
         y_NO = y_NO + b_O.astype(y_NO.dtype)[None]
     return y_NO, Saved(x.transposed, w.io, w.scale)
 

@@ -1,7 +1,7 @@
 """FP8 kernels for Hopper (Pallas Mosaic GPU): matmul, linear layer with GELU, and its gradient.
 
-Operands and results are FP8 (e4m3fn or e5m2), K-major. A result that the next matmul reads by
-columns is stored transposed, too.
+Operands and results are FP8 (e4m3fn or e5m2), K-major. If the next matmul reads a result by
+columns, a transposed copy is also stored.
 
     quantise(v) = v · scale, clipped to the largest finite value, rounded to nearest even
 
@@ -57,16 +57,16 @@ class BackwardScratch(NamedTuple):
     derivative_full: Any
 
 
-# Largest K of one sum in the tensor core: its error of 1e-3 is that of rounding the sum to bf16.
+# Largest K of one sum in the tensor core. The error, 1e-3, equals that of rounding a sum to bf16.
 FAST = 4096
-# For `split`: the time of a step of 128×192 on one SM, and of a byte of the shares' results.
+# Model for `split`: seconds per step of a 128×192 tile on one SM, and per byte of partial results.
 STEP_SECONDS, BYTE_SECONDS = 0.7e-6, 1 / 3.5e12
 MOST_SHARES = 16
 
 
 def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
-    """Return the tiles of `matmul`: promoted sums for a long K, and shares of K if there are too
-    few tiles for all SMs."""
+    """Return the tiles of `matmul`. Long sums over K are promoted, and K is split if the result has
+    too few tiles for all SMs."""
     part_columns = 128 // jnp.dtype(out_dtype).itemsize
     if k <= FAST:
         return Tiles(part_columns=part_columns)
@@ -80,7 +80,7 @@ def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
         return steps * STEP_SECONDS + moved * BYTE_SECONDS
 
     split = min(range(1, MOST_SHARES + 1), key=seconds)
-    # The shares' results are fp32.
+    # Partial results of a split K are fp32.
     part_columns = 32 if split > 1 else part_columns
     return dataclasses.replace(tiles, split=split, part_columns=part_columns)
 
@@ -105,7 +105,7 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
     split = tiles.split > 1
     bias_N = None if bias_N is None else bias_N.astype(jnp.float32)
     dtype = jnp.dtype(jnp.float32 if split else out_dtype)
-    # The shares of K are added by XLA, and then the bias.
+    # XLA adds the partial results of a split K, then the bias.
     in_kernel = [] if split or bias_N is None else [bias_N]
 
     def begin(at, others, scratch):
@@ -296,9 +296,9 @@ def gelu_backward(
                     (transposed_smem, transposed_gmem.at[at.columns, at.rows].at[columns, rows]),
                 ]
             )
-            # All of the warpgroup has read the derivative.
+            # All threads of the warpgroup have read the derivative.
             fetch(at, derivative_gmem, scratch, part + slots)
-            # From shared memory the sum over rows stays inside a warp.
+            # Read the transposed part from shared memory: the sum over rows is then within a warp.
             du_PR = plgpu.load(transposed_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
             part_P = du_PR.sum(1)
             sum_P = part_P if sum_P is None or part % part_sums == 0 else sum_P + part_P
@@ -368,22 +368,22 @@ def _add_bias(part, at, columns: slice, scratch):
 def _store_transposed(smem, quantised) -> None:
     """Store a part of an FP8 array in the transposed order of `smem`.
 
-    A thread holds pairs of neighbours in a row, and needs pairs in a column. Mosaic exchanges pairs
-    of 16 and 32 bits; fp16 represents every FP8 value.
+    A thread holds pairs of neighbours in a row, and needs pairs of neighbours in a column. Mosaic
+    exchanges only pairs of 16- and 32-bit numbers; fp16 represents every FP8 value.
     """
     pairs = plgpu.layout_cast(quantised.astype(jnp.float16), plgpu.Layout.WGMMA_TRANSPOSED)
     smem.transpose((1, 0))[...] = pairs.astype(quantised.dtype)
 
 
 def _copy_to_gmem(copies) -> None:
-    """Copy from shared memory what the warpgroup has stored there, as one group."""
+    """Copy the warpgroup's stores from shared to global memory, as one commit group."""
     plgpu.commit_smem()
     for i, (smem, target) in enumerate(copies):
         plgpu.copy_smem_to_gmem(smem, target, commit_group=i == len(copies) - 1)
 
 
-# Columns of the running maximum: one instruction's tile of an accumulator, so that slices of a part
-# are registers.
+# Columns of the running maximum: the columns of an accumulator fragment of one instruction, so that
+# a slice of a part is a set of registers.
 AMAX_COLUMNS = 8
 
 

@@ -4,8 +4,8 @@ A persistent grid of thread blocks (CTAs): one warpgroup loads with TMA, two com
 Both operands are K-major, as wgmma requires of 8-bit types: a is M×K, b is N×K.
 
 A work item is a tile of the result over a share of K. With `cooperative` tiles the computing
-warpgroups split the rows of one work item. Otherwise each computes a work item of its own, and the
-matmul of one runs while the other one finishes and stores its tile.
+warpgroups split the rows of one work item. Otherwise each warpgroup computes different work items:
+the matmul of one warpgroup runs while the other warpgroup runs its epilogue.
 
 The FP8 tensor core keeps about 14 bits of a sum. With `promote` = p, sums over p steps are added to
 fp32 registers.
@@ -16,7 +16,8 @@ fp32 registers.
 | `empty` | stages | cluster × 1 or 2 | each reading warpgroup of the cluster | loading warpgroup |
 
 `readers` is 1 with cooperative tiles, else 2: one for each computing warpgroup. `cluster` is the
-number of thread blocks that share b. A slot is free once all of them have released it.
+number of thread blocks that share b. A slot is free once all thread blocks of the cluster have
+released the slot.
 
 Shapes: M rows, N columns; the tile of one warpgroup is R×P, and its matmul runs over K.
 """
@@ -49,8 +50,8 @@ class Tiles:
         cooperative: the computing warpgroups split the rows of a work item.
         promote: steps after which a sum is added to fp32 registers; 0: the whole sum stays in the
             tensor core's accumulator.
-        split: number of shares of K, each with its own result.
-        group: rows of work items that are next to each other in time, for the L2 cache.
+        split: number of shares of K, each with a separate partial result.
+        group: number of rows of work items that run at nearly the same time, for the L2 cache.
         part_columns: columns of the part of a tile that is stored at a time, with 64 rows.
         slots: parts in shared memory for each warpgroup.
     """
@@ -267,7 +268,8 @@ class _Block:
                     collective_axes="peer" if tiles.cluster > 1 else None,
                 )
 
-        # No thread block ends while another one of its cluster may still arrive on its barriers.
+        # A thread block must not end while another thread block of the cluster may still arrive on
+        # the barriers of the former.
         ring.drain(self.local * self.steps)
 
     def compute(self) -> None:

@@ -8,9 +8,9 @@ import triton.language as tl
 from pallas_kernels import _triton
 from pallas_kernels.transpose.triton import transpose
 
-# Not measured yet.
+# Not tuned.
 ROWS, COLS, WARPS = 64, 128, 8
-# Of `transposed`. Not measured yet.
+# Tile of `transposed`. Not tuned.
 TRANSPOSED_ROWS, TRANSPOSED_COLS, TRANSPOSED_WARPS = 128, 128, 8
 
 
@@ -80,7 +80,7 @@ def quantize(x, scale, *, dtype, rows, transposed):
 def transposed(q):
     """Return a transposed copy of an 8-bit matrix."""
     r, c = q.shape
-    # As integers: the kernel moves bytes.
+    # Bitcast to integers: the kernel moves bytes.
     q_1RC = jax.lax.bitcast_convert_type(q, jnp.uint8)[None]
     (out_1CR,) = _triton.call(
         transpose,
