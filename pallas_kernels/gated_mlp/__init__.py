@@ -14,11 +14,11 @@
 Shapes: N rows (all leading axes of x), I inputs, F hidden channels, C outputs. [a | b] is one array
 of 2·F columns: the two projections are one matmul, in both passes.
 
-The forward pass saves x and [g | u] in x's dtype. The backward pass recomputes h where it reads g
-and u anyway. Arithmetic between matmuls is fp32 in every dtype; g, u, h, dg, du and y are rounded
+The forward pass saves x and [g | u] in x's dtype. The backward pass recomputes h in the pass that
+reads g and u. Arithmetic between matmuls is fp32 in every dtype; g, u, h, dg, du and y are rounded
 once.
 
-Back ends, which differ between the matmuls only; these are XLA's:
+Back ends, which differ in the operations between the matmuls. XLA computes the matmuls:
     triton: one kernel for h, and one for dg, du and h. NVIDIA GPUs from Ampere on.
     xla: plain JAX; any device.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
@@ -56,8 +56,8 @@ def swiglu(
 
     Args:
         x: fp32, bf16 or fp16.
-        w_gate, w_up, w_down: of x's dtype, or fp32, which is rounded to x's dtype. Their gradients
-            have the same dtype and are summed in fp32.
+        w_gate, w_up, w_down: of x's dtype, or fp32, which is rounded to x's dtype. The gradients
+            have the dtypes of the weights and are summed in fp32.
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# A thread has 16 numbers of each array, two vectors of 16 bytes in a 16-bit dtype. Not tuned.
+# A thread holds 16 numbers of each array: two vectors of 16 bytes in a 16-bit dtype. Not tuned.
 M, P, WARPS = 8, 256, 4
 
 
@@ -24,7 +24,7 @@ def activated_backward(gu_N2F, dh_NF):
 
 
 def _launch(kernel, gu_N2F, *arrays, widths):
-    """Launch a kernel; its outputs have widths · F columns."""
+    """Launch a kernel whose outputs have widths · F columns."""
     n, f = gu_N2F.shape[0], gu_N2F.shape[1] // 2
     return _triton.call(
         kernel,
