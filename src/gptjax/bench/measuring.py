@@ -42,12 +42,13 @@ def take_turns(
 ) -> dict[str, list[float] | Exception]:
     """Return the seconds of a step in every round of each side, or the error that ended the side.
 
-    JAX keeps the memory that it has allocated. If PyTorch's step has no room for a second turn,
-    each side has one turn. If JAX's step has no room while PyTorch holds its memory, PyTorch frees
-    its memory after its first turn.
+    JAX keeps the memory that it has allocated. If the other side's step has no room for a second
+    turn, each side has one turn. If JAX's step has no room while PyTorch holds its memory, PyTorch
+    frees its memory after its first turn.
 
     Args:
-        sides: name → `JaxStep`, `TorchStep` or `TorchSeveral`, in the order of their turns.
+        sides: name → `JaxStep`, `TorchStep`, `TorchSeveral` or `LlmcStep`, in the order of their
+            turns.
         seconds: measured in each turn.
         turns: of each; `TURNS` if None, or one if there is one side.
     """
@@ -58,14 +59,17 @@ def take_turns(
             measured = times[name]
             if isinstance(measured, Exception):
                 continue
-            if turn and name == "torch" and not side.has_room():
+            if turn and name != "gptjax" and not side.has_room():
                 return times
             print(f"{name}: measuring, turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
             time.sleep(REST_SECONDS)
             try:
                 if not turn and name == "gptjax" and "torch" in sides:
                     sides["torch"].make_room(side.room)
-                measured += sustained(side.run, seconds=seconds)
+                if name == "llm.c":  # a turn is one process
+                    measured += side.rounds(seconds)
+                else:
+                    measured += sustained(side.run, seconds=seconds)
                 if name == "torch":
                     side.rest()
             except Exception as error:

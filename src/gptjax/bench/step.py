@@ -1,5 +1,5 @@
 """`python -m gptjax.bench step`: the training step (or forward pass) of one config, compared with
-PyTorch's in the same run. `measuring` has the method."""
+PyTorch's or llm.c's in the same run. `measuring` has the method."""
 
 import dataclasses
 import re
@@ -13,6 +13,7 @@ from gptjax.bench.batch_size import largest_batch
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
 from gptjax.bench.errors import BenchError
 from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.llmc_side import LlmcStep, find_program, require_gpu, why_no_llmc
 from gptjax.bench.measuring import first_devices, one_device, take_turns
 from gptjax.bench.rows import (
     complete,
@@ -64,13 +65,18 @@ class Step(ModelOptions):
     """Also measure PyTorch for every row, with the same batch: compile (not on a CPU),
     scaled_dot_product_attention, fused AdamW, padded vocabulary. On several devices, DDP is
     measured for data, and FSDP2 for zero1 and fsdp."""
+    llmc: Annotated[Path | None, OWN_DEFAULT] = None
+    """Also measure llm.c for every row: its train_gpt2cu, or the folder of that file. One GPU,
+    GPT-2, AdamW and the precision of the build; not with --torch."""
     seconds: float = 3.0
-    """Duration of each measurement. With --torch each side is measured twice."""
+    """Duration of each measurement. With --torch or --llmc each side is measured twice."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
 
     def run(self) -> None:
         device = one_device()
+        if self.llmc:
+            self._check_llmc(self.llmc, device)
         if self.torch:
             require_torch(device)
         self._check_devices()
@@ -102,17 +108,31 @@ class Step(ModelOptions):
             )
         if self.torch and (why := why_no_step(base)):
             raise BenchError(why)
-        return [
+        configs = [
             self.with_options(base, batch=batch, recompute=recompute)
             for batch in self.batch or (None,)
             for recompute in self.recompute or (None,)
         ]
+        for config in configs:
+            if self.llmc and (why := why_no_llmc(config)):
+                raise BenchError(why)
+        return configs
 
     def _check_devices(self) -> None:
         for count in self.devices:
             first_devices(count)
         if max(self.devices) > 1 and self.largest:
             raise BenchError("--largest measures one device: give --devices 1")
+
+    def _check_llmc(self, path: Path, device: jax.Device) -> None:
+        if self.torch:
+            raise BenchError("--torch and --llmc both name the other side: give one of them")
+        if self.forward:
+            raise BenchError("llm.c measures whole training steps: leave out --forward or --llmc")
+        if max(self.devices) > 1:
+            raise BenchError("--llmc measures one device: give --devices 1")
+        require_gpu(device)
+        find_program(path)
 
     def _strategies(self, config: Config, count: int) -> list[Config]:
         """Return the config with every strategy and dtype that differs on this many devices."""
@@ -128,24 +148,29 @@ class Step(ModelOptions):
         ]
 
     def _measure(self, config: Config, device: jax.Device, count: int) -> list[dict]:
-        """Return gptjax's row and, with --torch, PyTorch's. A failure is a row with its error."""
+        """Return gptjax's row and, with --torch or --llmc, that of the other side. A failure is a
+        row with its error."""
         row, ours = self._compile(config, device, count)
         if ours:
             config = ours.config
-        rows, sides = [row], {"gptjax": ours} if ours else {}
+        rows = [row]
+        sides: dict[str, Any] = {"gptjax": ours} if ours else {}
+        # The other side first: it frees the memory that it does not use, and JAX does not.
         if self.torch:
             torch_row, theirs = self._compile_torch(row, config, device, count)
             rows.append(torch_row)
-            if theirs:
-                # PyTorch first: it frees the memory that it does not use, and JAX does not.
-                sides = {"torch": theirs} | sides
+            sides = ({"torch": theirs} if theirs else {}) | sides
+        elif self.llmc:
+            llmc_row, theirs = self._start_llmc(self.llmc, row, config, device)
+            rows.append(llmc_row)
+            sides = ({"llm.c": theirs} if theirs else {}) | sides
         times = take_turns(sides, seconds=self.seconds)
         rows = [
             complete(row, config, sides.get(row["system"]), times.get(row["system"]))
             for row in rows
         ]
         if len(rows) == 2 and all("ms" in row for row in rows):
-            rows[0]["of_torch"] = rows[1]["ms"] / rows[0]["ms"]
+            rows[0]["of_torch" if self.torch else "of_llmc"] = rows[1]["ms"] / rows[0]["ms"]
         return rows
 
     def _compile(
@@ -194,6 +219,21 @@ class Step(ModelOptions):
         del step  # JAX needs the memory that it holds
         free_torch()
         return row, None
+
+    def _start_llmc(
+        self, path: Path, asked: dict, config: Config, device: jax.Device
+    ) -> tuple[dict, LlmcStep | None]:
+        """Return llm.c's row and its step, or None if its first run failed."""
+        same = ("devices", "model", "precision", "batch", "sequence_length", "pass")
+        row = {"system": "llm.c"} | {key: asked[key] for key in same}
+        step = LlmcStep(find_program(path), config, device)
+        row["kernels"] = " ".join([step.program.name, *step.options])
+        say(f"{label(row)}: first run")
+        try:
+            step.start()
+        except Exception as error:
+            return row | {"error": first_line(error)}, None
+        return row, step
 
     def _largest(self, config: Config, device: jax.Device) -> JaxStep:
         """Return the compiled step of the largest batch that fits."""
@@ -261,6 +301,8 @@ def launches(text: str) -> dict[str, Any]:
 def show(rows: list[dict], device: jax.Device) -> None:
     """Print a row for each config and system."""
     table, scaling = [], any("scaling" in row for row in rows)
+    other = "llmc" if any(row["system"] == "llm.c" for row in rows) else "torch"
+    ratio = f"of_{other}"
     for row in rows:
         if "error" in row:
             table.append(Row(label(row), note=row["error"]))
@@ -271,13 +313,14 @@ def show(rows: list[dict], device: jax.Device) -> None:
             number(row["mfu"], ".1%"),
             number(row.get("needed_gib"), ".2f"),
             number(row["peak_gib"], ".2f"),
-            number(row["compile_s"], ".1f"),
+            number(row.get("compile_s"), ".1f"),
             str(row["program"]["fusions"]) if "program" in row else "",
-            number(row["of_torch"], ".3f") + " ×" if "of_torch" in row else "",
+            number(row[ratio], ".3f") + " ×" if ratio in row else "",
         )
         if scaling:
             figures += (number(row["scaling"], ".1%") if "scaling" in row else "",)
         table.append(Row(label(row), figures, kernel_names(row)))
-    columns = ("ms", "tokens/s", "MFU", "needs GiB", "peak GiB", "compile s", "fusions", "of torch")
+    columns = ("ms", "tokens/s", "MFU", "needs GiB", "peak GiB", "compile s", "fusions")
+    columns += ("of llm.c" if other == "llmc" else "of torch",)
     columns += ("of n × one",) * scaling
     print_table(device.device_kind, columns, table)
