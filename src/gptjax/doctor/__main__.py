@@ -1,6 +1,6 @@
 """Check the installation, the GPUs, their speed and the kernels of this machine.
 
-The exit code is 0 if no check failed and 1 if one did. Warnings, such as a machine without a GPU,
+The exit code is 0 if no check failed, else 1. Warnings, such as a machine without a GPU,
 do not change the exit code; with --need-gpu, no GPU is a failure.
 """
 
@@ -28,13 +28,13 @@ class Options:
     json: bool = False
     """Print one JSON object with versions, GPUs and checks."""
     need_gpu: bool = False
-    """A machine on which JAX has no NVIDIA GPU fails."""
+    """Fail if JAX has no NVIDIA GPU."""
     kernels: bool = True
     """Run the kernels: two to three minutes on a GPU."""
 
 
 def run(options: Options) -> Iterator[Result]:
-    """Run the checks in order, without those that cannot run after a failure."""
+    """Run the checks in order. Skip checks that cannot run after a failure."""
     for check in (checks.packages, checks.jaxlib, checks.plugin, checks.driver, checks.jax_triton):
         yield check()
     # Before JAX allocates memory.

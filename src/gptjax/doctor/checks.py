@@ -1,4 +1,4 @@
-"""The checks: each returns what it found, whether that is right, and what to do if not."""
+"""Checks of the machine. Each check returns the value found, a status, and a remedy."""
 
 import dataclasses
 import platform
@@ -14,9 +14,9 @@ Status = Literal["ok", "warning", "failed"]
 INSTALL = "pip install -e '.[cuda13]'"
 # train.py reserves this part of a GPU's memory.
 RESERVED = 0.92
-# Parts of the peak that every known card reaches when nothing slows it. An H200 copies at 89 % and
-# multiplies at 80 %; cards with a low power limit, such as the H100 PCIe and the L4, slow down in
-# matmuls.
+# Fractions of the peak that every known card reaches without interference. An H200 copies at 89 %
+# and multiplies at 80 %; cards with a low power limit, such as the H100 PCIe and the L4, slow down
+# in matmuls.
 LEAST_COPY, LEAST_MATMUL = 0.70, 0.50
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin"),
@@ -72,8 +72,8 @@ def jaxlib() -> Result:
 
 
 def plugin() -> Result:
-    """Check that JAX's CUDA plugin is installed and fits jax and jaxlib. Without a driver it is not
-    needed."""
+    """Check that JAX's CUDA plugin is installed and fits jax and jaxlib. Without a driver, no
+    plugin is needed."""
     if machine.cuda_version() is None:
         return Result("CUDA plugin", "ok", "not needed: no NVIDIA driver")
     jax, extra = machine.installed("jax") or "", _cuda_extra()
@@ -130,7 +130,7 @@ def jax_triton() -> Result:
 
 
 def _wrong(requirement: "machine.Requirement") -> str | None:
-    """Describe how the installed version misses a requirement; None if it does not."""
+    """Describe how the installed version violates a requirement; None if the version is right."""
     version = machine.installed(requirement.name)
     if version is not None and requirement.specifier.contains(version, prereleases=True):
         return None
@@ -144,7 +144,7 @@ def _same_versions(jax: str, extra: str | None = None) -> str:
 
 
 def _cuda_extra() -> str | None:
-    """Return the extra of jax whose plugin is installed, the newest first."""
+    """Return the newest extra of jax whose plugin is installed."""
     names = [f"cuda{n}" for n in (13, 12) if machine.installed(f"jax-cuda{n}-plugin") is not None]
     return names[0] if names else None
 
@@ -156,7 +156,7 @@ def jax_import() -> Result:
     """Import JAX."""
     try:
         import jax
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # any error of a broken installation
         remedy = f"see the failed checks above, or start from an empty environment: {INSTALL}"
         return Result("import jax", "failed", _first_line(error), remedy)
     return Result("import jax", "ok", jax.__version__)
@@ -223,7 +223,7 @@ def matmul_speed(device: "Device") -> Result:
 def _speed(name, measure, device, peak: float | None, unit: str, least: float) -> Result:
     try:
         rate = measure(device)
-    except Exception as error:  # a GPU out of memory, or one that is lost
+    except Exception as error:  # a GPU that is out of memory or lost
         return Result(name, "failed", _first_line(error), "see the memory of the GPU above")
     found = f"{rate / 1e12:.2f} T{unit}"
     if peak is None:

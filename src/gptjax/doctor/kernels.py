@@ -1,4 +1,4 @@
-"""Every kernel once on this GPU, with its gradients, compared with its definition in fp32.
+"""Comparison of each kernel and its gradients with the definition in fp32, on this GPU.
 
 The calls are the examples of the registry in pallas_kernels.
 """
@@ -41,7 +41,7 @@ def check(operation: str, back_end: str) -> Result:
             label = f"{extend.title(make)}, {jnp.dtype(dtype).name}"
             try:
                 errors[label] = error(example, back_end)
-            except Exception as problem:  # whatever a kernel raises is a result here
+            except Exception as problem:  # every error of a kernel is a result here
                 text = str(problem).strip().splitlines() or ["no message"]
                 if isinstance(problem, ValueError) and f"implementation '{back_end}'" in text[0]:
                     refusals.append(text[0].partition(f"'{back_end}' ")[2].partition(";")[0])
@@ -75,11 +75,12 @@ def error(example: extend.Example, back_end: str) -> float:
 
 
 def _with_gradients(f, arrays, differentiable: bool):
-    """Return the results, and the gradients of their product with random directions."""
+    """Return the results, and the gradients of the inner product of results and random
+    directions."""
 
     def directions(out):
         leaves, structure = jax.tree.flatten(out)
-        # Numbers of bf16, so that they are the same in every dtype.
+        # bf16 numbers, so that the directions are the same in every dtype.
         made = [
             jax.random.normal(jax.random.key(i), leaf.shape, jnp.bfloat16).astype(leaf.dtype)
             for i, leaf in enumerate(leaves)

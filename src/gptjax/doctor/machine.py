@@ -33,7 +33,8 @@ class Gpu:
     used_mib: int
     driver: str
     processes: tuple[str, ...] = ()
-    """Processes that use the GPU. In a container, those outside are not listed."""
+    """Processes that use the GPU. In a container, processes outside the container are not
+    listed."""
 
 
 def installed(package: str) -> str | None:
@@ -45,7 +46,7 @@ def installed(package: str) -> str | None:
 
 
 def requirements(package: str, extra: str = "") -> list[Requirement]:
-    """Return what an installed package requires, or one of its extras alone.
+    """Return the requirements of an installed package, or of one of its extras alone.
 
     A package that is not installed requires nothing.
     """
@@ -80,14 +81,14 @@ def cuda_version() -> tuple[int, int] | None:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; none without nvidia-smi."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; an empty list without nvidia-smi."""
     processes: dict[str, list[str]] = {}
     for uuid, pid, name, mib in _nvidia_smi("compute-apps=gpu_uuid,pid,process_name,used_memory"):
         processes.setdefault(uuid, []).append(f"{name}, pid {pid}, {mib} MiB")
     found = []
     for row in _nvidia_smi("gpu=index,uuid,name,memory.total,memory.used,driver_version"):
         index, uuid, name, total, used, driver = row
-        if total.isdigit() and used.isdigit():  # not "[N/A]", as of a GPU that is lost
+        if total.isdigit() and used.isdigit():  # not "[N/A]", the value of a lost GPU
             own = tuple(processes.get(uuid, ()))
             found.append(Gpu(int(index), uuid, name, int(total), int(used), driver, own))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,7 +117,7 @@ def jax_gpus() -> "list[Device]":
     """Return the NVIDIA GPUs that JAX uses.
 
     Raises:
-        RuntimeError: JAX has none.
+        RuntimeError: JAX has no GPU.
         ImportError: JAX cannot be imported.
     """
     import jax
@@ -125,7 +126,7 @@ def jax_gpus() -> "list[Device]":
 
 
 def copy_rate(device: "Device") -> float:
-    """Return the rate of a copy on the device in bytes/s, read and written."""
+    """Return the bandwidth of a copy on the device in bytes/s; reads and writes both count."""
     import jax
     import jax.numpy as jnp
 
@@ -146,7 +147,8 @@ def matmul_rate(device: "Device") -> float:
 
 
 def _seconds(f: Callable, *arrays) -> float:
-    """Return the median time of a call on the device, over rounds with rests."""
+    """Return the median time of a call on the device over several rounds, with a pause before
+    each."""
     f(*arrays).block_until_ready()
     rounds = []
     for _ in range(ROUNDS):
