@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # Only this name needs lm_eval.
+    # Only LM needs lm_eval.
     if name == "LM":
         from gptjax.evaluation.harness import LM
 

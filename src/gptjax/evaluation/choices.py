@@ -1,7 +1,8 @@
 """Multiple choice by the likeliest ending: HellaSwag and MMLU, scored as llm.c scores them.
 
-The tokens of the context, then those of " " + ending, each encoded separately. No end-of-text token
-precedes the context. With ℓ the log-probabilities of an ending's tokens:
+A row is the tokens of the context followed by the tokens of " " + ending. Both texts are encoded
+separately. No end-of-text token precedes the context. With ℓ the log-probabilities of an ending's
+tokens:
 
     acc       share of the items whose label has the largest Σ ℓ
     acc_norm  share of the items whose label has the largest mean of ℓ
@@ -14,8 +15,8 @@ lm-evaluation-harness differs: it edits the text and divides by the characters o
 | HellaSwag | hellaswag_val.bin of llm.c, which has the same tokens | | 10,042 |
 | MMLU | test/*.csv of Hendrycks's data.tar | "Question: " + question + "\n\nAnswer:" | 14,042 |
 
-Fields of MMLU are text as written: llm.c reads them with pandas, which turns 0.50 into 0.5 and
-None into nan.
+Fields of MMLU are read as text, without conversion: llm.c reads them with pandas, which turns 0.50
+into 0.5 and None into nan.
 """
 
 import csv
@@ -36,7 +37,7 @@ HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/
 MMLU_URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
 # llm.c's .bin of questions: header of 256 int32, then uint16.
 BIN_MAGIC, BIN_VERSION, HEADER_INTS, START = 20240522, 1, 256, 65535
-# Questions that a thread tokenizes while the device scores the ones before.
+# Number of questions that a thread tokenizes while the device scores earlier questions.
 _BLOCK = 512
 # The largest published file has 50 MB.
 _MAX_BYTES = 1 << 30
@@ -48,7 +49,7 @@ class Question:
 
     Attributes:
         endings: texts without the space that precedes them, or token ids.
-        label: index of the right ending.
+        label: index of the correct ending.
         subject: group of items that is also reported by itself, or None.
     """
 
@@ -65,7 +66,7 @@ class Choices:
     Attributes:
         sums: log-probability of each ending, a tuple for each question.
         means: log-probability per token of each ending.
-        labels: right endings.
+        labels: index of the correct ending of each question.
         subjects: subject of each question, or None.
     """
 
@@ -122,7 +123,7 @@ def score_choices(
 
 
 def evenly_spaced(items: Sequence, count: int | None) -> list:
-    """Return `count` of the items at even distances: a file may be sorted by difficulty."""
+    """Return `count` evenly spaced items: a file may be sorted by difficulty."""
     if count is None or count >= len(items):
         return list(items)
     return [items[i * len(items) // count] for i in range(count)]
@@ -148,7 +149,7 @@ def _rows(tokenizer: Any, questions: Sequence[Question]) -> Iterator[list[Row]]:
 
 
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the token ids of each text, from several threads if the tokenizer has them."""
+    """Return the token ids of each text, with several threads if the tokenizer supports threads."""
     if hasattr(tokenizer, "encode_batch"):
         return tokenizer.encode_batch(texts)
     return [np.asarray(tokenizer.encode(text)) for text in texts]
@@ -221,7 +222,7 @@ def _bin_question(stream: np.ndarray, at: int) -> tuple[Question, int]:
     """Return the example at an index of the stream, and the index of the next example.
 
     Raises:
-        IndexError, ValueError: it is malformed or cut short.
+        IndexError, ValueError: the example is malformed or cut short.
     """
     start, size, _, label, count = (int(stream[at + i]) for i in range(5))
     if start != START or count < 2 or label >= count:
@@ -242,7 +243,7 @@ def _bin_question(stream: np.ndarray, at: int) -> tuple[Question, int]:
 def read_mmlu(folder: Path) -> list[Question]:
     """Read all subjects of MMLU's test split: `test/*.csv`, `data/test/*.csv` or `*.csv`.
 
-    A record has question, four choices and the letter of the right one.
+    A record has a question, four choices and the letter of the correct choice.
 
     Raises:
         EvaluationError: no CSV files, or a malformed record; the message has the line.

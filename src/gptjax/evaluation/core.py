@@ -1,4 +1,4 @@
-"""CORE: 22 tasks in context, centred on the accuracy of guessing (Li et al., "DataComp-LM", 2024).
+"""CORE: 22 tasks in context, centred on random guessing (Li et al., "DataComp-LM", 2024).
 
 The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.csv. For each task:
 
@@ -8,8 +8,8 @@ The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.c
    prompt. A prompt longer than block_size loses its first tokens.
 4. multiple_choice: choose the continuation with the largest mean log-probability of the tokens
    after the common prefix of all prompts. schema: choose the context that gives the common suffix
-   of all prompts the largest mean. language_modeling: right if each token of the continuation is
-   the likeliest one.
+   of all prompts the largest mean. language_modeling: correct if each token of the continuation is
+   the likeliest token.
 
     centred = (accuracy − baseline) / (1 − baseline)      CORE = mean of centred over the tasks
 """
@@ -47,7 +47,7 @@ class CoreTask:
         items: objects of the file, shuffled.
         shots: number of few-shot examples.
         delimiter: text between a query and its continuation.
-        baseline: accuracy of guessing, in [0, 1).
+        baseline: accuracy of random guessing, in [0, 1).
     """
 
     label: str
@@ -58,7 +58,7 @@ class CoreTask:
     baseline: float
 
     def few_shot(self, index: int) -> list[dict[str, Any]]:
-        """Return the examples of an item: `shots` of the others."""
+        """Return `shots` other items as the few-shot examples of an item."""
         others = range(len(self.items) - 1)  # indices in the list without this item
         chosen = random.Random(FEW_SHOT_SEED + index).sample(others, self.shots)
         return [self.items[i + (i >= index)] for i in chosen]
@@ -66,7 +66,7 @@ class CoreTask:
     def prompts(self, index: int) -> list[str]:
         """Return the prompts of an item: one for each choice.
 
-        For language modelling, the prompt without and the prompt with the continuation.
+        For language_modeling: the prompt without the continuation, and the prompt with it.
         """
         item = self.items[index]
         shots = "".join(f"{self._solved(each)}\n\n" for each in self.few_shot(index))
@@ -99,7 +99,7 @@ def score_core(
     """Return accuracy, centred accuracy and number of items of each task.
 
     Args:
-        max_items: items of a task, the first after the shuffle.
+        max_items: maximum number of items of a task: the first items after the shuffle.
         scored: called with a number of items after each task.
 
     Raises:
@@ -125,7 +125,7 @@ def core_metric(results: dict[str, dict[str, Any]]) -> float:
 
 
 def score_task(scorer: Scorer, tokenizer: Any, task: CoreTask, count: int) -> list[bool]:
-    """Return whether the model is right for each of the first `count` items."""
+    """Return whether the model's answer is correct for each of the first `count` items."""
     greedy = task.kind == "language_modeling"
     sizes: list[int] = []
 
@@ -158,12 +158,12 @@ def _is_right(task: CoreTask, item: dict[str, Any], scores: list[Score]) -> bool
     if task.kind == "language_modeling":
         return bool(scores[0].greedy)
     means = [-score.mean for score in scores]
-    # As nanochat, also where a choice begins with another one, which then has no tokens and NaN.
+    # As in nanochat, a choice that is a prefix of another choice has no tokens and the mean NaN.
     return means.index(min(means)) == item["gold"]
 
 
 def _rows(tokenizer: Any, task: CoreTask, index: int, most: int) -> list[Row]:
-    """Return the rows of an item, of at most `most` tokens."""
+    """Return the rows of an item, each of at most `most` tokens."""
     encoded = encode_batch(tokenizer, task.prompts(index))
     sequences = [np.concatenate([[tokenizer.eot], ids]).astype(np.int32) for ids in encoded]
     if task.kind == "language_modeling":
@@ -227,7 +227,7 @@ def read_core(folder: Path) -> list[CoreTask]:
 
 
 def _baselines(file: Path) -> dict[str, float]:
-    """Return the accuracy of guessing of each task; the file has percents."""
+    """Return each task's accuracy of random guessing, read from the percentages in the file."""
     check_file(file, f"it is part of {BUNDLE_URL}")
     baselines = {}
     with file.open(encoding="utf-8", newline="") as lines:

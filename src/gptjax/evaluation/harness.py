@@ -1,9 +1,9 @@
-"""lm-evaluation-harness in this process: `gptjax.evaluation.LM` is a model of the harness.
+"""Interface to lm-evaluation-harness: `gptjax.evaluation.LM` is a model class for the harness.
 
     lm_eval.simple_evaluate(model=LM(model, tokenizer), tasks=["lambada_openai"])
 
-Log-probabilities are batched in a few lengths and computed on all devices. Texts are generated on
-one device, a batch of prompts of similar lengths at a time.
+Log-probabilities are computed on all devices, in batches of a few padded lengths. Texts are
+generated on one device, in batches of prompts of similar length.
 """
 
 import collections
@@ -36,10 +36,10 @@ class LM(TemplateLM):
     Args:
         model: weights and shape.
         tokenizer: tokenizer of the model, with encode, decode and eot.
-        batch_size: sequences of block_size tokens that each device scores at a time, and prompts
-            that are continued at a time. None: the default of `Scorer`, and 16 prompts.
-        devices: devices that score; None for all. One device generates.
-        seed: of sampling, for tasks that ask for a temperature above 0.
+        batch_size: number of sequences of block_size tokens in a batch of each device, and number
+            of prompts in a batch. None: the default of `Scorer`, and 16 prompts.
+        devices: devices for scoring; None for all. Generation uses one device.
+        seed: seed of sampling, for tasks with a temperature above 0.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LM(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Generated tokens of a task that does not set max_gen_toks."""
+        """Default of max_gen_toks, for tasks without this option."""
         return min(MAX_NEW_TOKENS, self.max_length - 1)
 
     def tok_encode(
@@ -117,8 +117,8 @@ class LM(TemplateLM):
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt up to the first of its stop texts.
 
-        Of the options of a request: until, max_gen_toks, do_sample, temperature, top_k, top_p. A
-        prompt that leaves no room for max_gen_toks loses its first tokens.
+        Supported options are until, max_gen_toks, do_sample, temperature, top_k and top_p. A prompt
+        that leaves no room for max_gen_toks loses its first tokens.
         """
         texts: dict[int, str] = {}
         groups = collections.defaultdict(list)
@@ -141,10 +141,10 @@ class LM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _continue(self, group: list) -> dict[int, str]:
-        """Return the text of each prompt; all have one `_Options.key`."""
+        """Return the continuation of each prompt of a group with equal `_Options.key`."""
         options, count = group[0][2], self._prompts
         self._key, key = jax.random.split(self._key)
-        # Always `_prompts` rows: another number of them would need another executable.
+        # Always `_prompts` rows: another number of rows would need another executable.
         lengths_B = np.ones(count, np.int32)
         lengths_B[: len(group)] = [len(ids) for _, ids, _ in group]
         prompts_BT = np.zeros((count, lengths_B.max()), np.int32)
@@ -225,7 +225,7 @@ def evaluate_tasks(
     from lm_eval.tasks import TaskManager
 
     folder = None if path is None else str(path)
-    # To read the harness's own 13,000 files takes 10 seconds.
+    # Reading the harness's own 13,000 files takes 10 seconds.
     manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
     if manager is None or not {*tasks} <= {*manager.all_tasks}:
         manager = TaskManager(include_path=folder)

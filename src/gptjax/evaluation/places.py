@@ -1,4 +1,4 @@
-"""Places of the tasks' files in a data folder."""
+"""Paths of the tasks' files in a data folder."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ _READERS = {"hellaswag": read_hellaswag, "mmlu": read_mmlu, "core": read_core}
 
 
 def place(task: str, data_dir: Path) -> Path:
-    """Return the file or folder of a task; the first of its names if there is none."""
+    """Return the path of a task's data; the first candidate if no candidate exists."""
     places = [data_dir / name for name in PLACES[task]]
     return next((each for each in places if each.exists()), places[0])
 
@@ -25,6 +25,6 @@ def read(task: str, path: Path) -> Any:
     """Return the questions or the tasks of CORE in a file or folder.
 
     Raises:
-        EvaluationError: it is missing or malformed.
+        EvaluationError: the file or folder is missing or malformed.
     """
     return _READERS[task](path)

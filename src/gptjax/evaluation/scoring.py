@@ -23,16 +23,16 @@ from gptjax.evaluation.errors import EvaluationError
 from gptjax.models.base import Model, ModelConfig, graph, params_of, read_dtypes
 from gptjax.parallel import AXIS, Parallel, over_batch, put
 
-# Input tokens of a row in each kind of batch; those below block_size, and block_size.
+# Padded numbers of input tokens of a row: the lengths below block_size, and block_size.
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Maximum number of tokens whose logits exist at the same time.
 CHUNK = 16384
-# Batches that are dispatched before the first of them is read: the device never waits.
+# Number of batches in flight, so that the device never waits.
 IN_FLIGHT = 3
 
 
 class Row(NamedTuple):
-    """Token ids, integers of shape (tokens,); those from `start` ≥ 1 on are scored."""
+    """Token ids, integers of shape (tokens,). Tokens from index `start` ≥ 1 on are scored."""
 
     tokens: np.ndarray
     start: int
@@ -69,7 +69,7 @@ class Score(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """`log_prob` per token; NaN without tokens."""
+        """Mean log-probability per token; NaN without tokens."""
         return self.log_prob / self.tokens if self.tokens else float("nan")
 
 
@@ -114,7 +114,7 @@ class Scorer:
 
         Args:
             devices: None for all devices of JAX's default back end.
-            batch_tokens: as above.
+            batch_tokens: as in `Scorer`.
         """
         parallel = Parallel.of(jax.devices() if devices is None else devices)
         params = jax.device_put(params_of(model), parallel.replicated)
@@ -135,7 +135,7 @@ class Scorer:
     ) -> list[Score]:
         """Return the score of each row, in the order of the rows.
 
-        Args and errors as of `losses`.
+        Args and errors: see `losses`.
         """
         scores = {}
         for index, _, losses, likeliest in self.losses(rows, greedy=greedy, scored=scored):
@@ -156,13 +156,13 @@ class Scorer:
 
         Args:
             rows: read as batches fill. A generator may still be tokenizing later rows.
-            greedy: also find out whether each scored token is the likeliest one, which needs the
+            greedy: also compute whether each scored token is the likeliest token. This needs the
                 logits.
             scored: called with the number of rows after each batch.
 
         Raises:
-            EvaluationError: a row without a token before the scored ones, with an id out of the
-                vocabulary, or with more than max_length scored tokens.
+            EvaluationError: a row without a token before the first scored token, with an id out of
+                the vocabulary, or with more than max_length scored tokens.
         """
         waiting: dict[int, list[tuple[int, Row]]] = {length: [] for length in self.lengths}
         in_flight: collections.deque = collections.deque()
@@ -200,8 +200,8 @@ class Scorer:
     def _room(self, waiting: dict, length: int, greedy: bool) -> int | None:
         """Return a longer length whose last batch has room for all rows of this length.
 
-        Or one whose executable exists, if that of this length does not: compiling takes longer than
-        a batch.
+        Without an executable for this length, return a longer length that has an executable:
+        compiling takes longer than a batch.
         """
         rows = len(waiting[length])
         for longer in (n for n in self.lengths if n > length):
@@ -263,13 +263,13 @@ def _function(config: ModelConfig, parallel: Parallel, greedy: bool) -> Callable
 
     The results have a copy on every device, so that each process reads them.
     """
-    # As for validation: whole parameters in every strategy, since there is no backward pass.
+    # As in validation, gather all parameters in every strategy: there is no backward pass.
     strategy = "data" if parallel.strategy == "data" else "zero1"
     parallel = dataclasses.replace(parallel, strategy=strategy)
     graphdef, placements = graph(config), parallel.placements(read_dtypes(config))
     score = _greedy if greedy else _losses
 
-    # As for training, see `gptjax.training.compilation.compiler_options`.
+    # As in training, see `gptjax.training.compilation.compiler_options`.
     options = {"xla_gpu_enable_triton_gemm": False} if _on_gpu(parallel) else {}
     if parallel.devices == 1:
         return jax.jit(
@@ -303,9 +303,9 @@ def _losses(
 def _greedy(
     model: Model, tokens_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """Return the loss of each token, and whether its logit is the first of the largest ones.
+    """Return the loss of each token, and whether the token is the argmax of the logits.
 
-    The logits of a chunk of rows at a time, so that no more of them exist.
+    The logits are computed for one chunk of rows at a time, to limit their memory.
     """
 
     def chunk(args):

@@ -1,16 +1,15 @@
 """Loss and bits per byte of a text: every token is scored exactly once.
 
 The text is one stream of tokens. One end-of-text token precedes the stream, so that the first token
-is scored too: it is conditioned on end-of-text alone. Windows of at most `length` input tokens end
-every `stride` tokens and at the end of the stream; a window scores the tokens that no earlier one
-has scored. A scored token is conditioned on all tokens before it in its window: with stride =
-length on at least one, else on at least length − stride + 1, except at the beginning.
+is also scored. Windows of at most `length` input tokens end every `stride` tokens and at the end of
+the stream; a window scores the tokens that no earlier window has scored. A scored token is
+conditioned on all earlier tokens of its window: at least length − stride + 1 tokens, except at the
+beginning.
 
     loss = Σ nats / tokens      bits per byte = Σ nats / ln 2 / bytes
 
-Bits per byte do not depend on the tokenizer. End-of-text tokens inside of a prepared dataset are
-not part of the text: they count for the loss, but neither their nats nor bytes of theirs for the
-bits per byte.
+Bits per byte do not depend on the tokenizer. End-of-text tokens inside a prepared dataset are not
+part of the text. These tokens count for the loss, but not for the bits per byte.
 """
 
 import itertools
@@ -26,7 +25,7 @@ from gptjax.data.shards import Shard
 from gptjax.evaluation.errors import EvaluationError
 from gptjax.evaluation.scoring import Row, Scorer, ahead
 
-# Windows that a thread prepares while the device scores the ones before.
+# Number of windows that a thread prepares while the device scores earlier windows.
 _BLOCK = 256
 
 
@@ -82,7 +81,7 @@ def from_file(path: Path, tokenizer: Any) -> Stream:
         if not path.is_file():
             found = "a folder without shards" if path.is_dir() else "no file"
             raise EvaluationError(f"{path}: expected a text file, found {found}")
-        # Not read_text: it would translate line ends, and the text would have other bytes.
+        # Not read_text, which would translate line ends and so change the bytes.
         text = path.read_bytes().decode()
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -101,7 +100,7 @@ def from_dataset(dataset: data.Dataset, tokenizer: Any) -> Stream:
     """Return the stream of the validation shards of a prepared dataset.
 
     Raises:
-        EvaluationError: the dataset has loss masks: its prompts are not part of a text.
+        EvaluationError: the dataset has loss masks, so its prompts are not part of a text.
         ShardError: a shard is missing or damaged, or changes while it is read.
     """
     if dataset.masked:
@@ -165,7 +164,7 @@ def score_text(
 
 
 def _windows(stream: Stream, length: int, stride: int, max_tokens: int | None) -> Iterator[Row]:
-    """Yield the windows of a stream; each token is scored in one of them."""
+    """Yield the windows of a stream; each token is scored in one window."""
     buffer, scored_to, left = np.array([stream.eot], np.int32), 1, max_tokens
     for chunk in itertools.chain(stream.chunks, [None]):
         last = chunk is None or left == 0
