@@ -1,6 +1,6 @@
 """Generation: draw tokens that continue a prompt, with a KV cache.
 
-One pass over the prompts, which fills the cache, then one token of each sequence a step.
+One pass over the prompts fills the cache. Then each step computes one token of each sequence.
 
 Shapes: B sequences, T tokens of the longest prompt, V vocabulary, N new tokens.
 """
@@ -18,10 +18,10 @@ from gptjax.models.base import Model
 from pallas_kernels import DecoderCache, Filters, sample_token
 
 STEPS = 32
-"""Tokens of one call of the compiled decoding loop."""
+"""Number of tokens in one call of the compiled decoding loop."""
 UNROLLED = 4
-"""Tokens of an iteration of that loop with the Triton back end. XLA's small operations, such as the
-counter of the loop, run once for all of them."""
+"""Number of tokens in an iteration of the decoding loop with the Triton back end. XLA's small
+operations, such as the loop counter, run once per iteration."""
 SHORTEST_PROMPT = 16
 """Prompts are padded to a power of two of at least this length, so that few shapes are compiled."""
 
@@ -40,32 +40,32 @@ def generate(
 ) -> Int[Array, "B T+{max_new_tokens}"]:
     """Continue each prompt by `max_new_tokens` tokens.
 
-    Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens,
-    then, of what is left and renormalised, to the nucleus: the fewest likeliest tokens whose
+    Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens
+    and renormalised. The result is cut to the nucleus: the fewest likeliest tokens whose
     probabilities sum to at least `top_p`.
 
-    The computation is compiled once for each model shape, batch size, power of two of the prompt's
-    length and of the final length, and choice of which of temperature 0, `top_k` and `top_p` are in
-    use; their values, the weights and the key may change freely.
+    The computation is compiled once for each model shape, batch size, and power of two of the
+    prompt's length and of the final length. Turning greedy decoding, `top_k` or `top_p` on or off
+    also compiles. New values of the options, weights or key do not.
 
     Args:
         model: weights and shape; not changed.
         prompt_BT: ids in [0, vocab_size) of any integer type, at least one a row.
         max_new_tokens: at least 1; prompt and new tokens together fit into block_size.
-        lengths_B: tokens of each prompt; the others of its row are ignored. None: T for each. A
-            prompt continues as it would by itself.
-        temperature: at least 0; 0 takes the likeliest token (the lowest id of equals) whatever
-            filters and key.
-        top_k: at least 1; None, or anything from vocab_size up, keeps every token.
+        lengths_B: length of each prompt; later tokens of the row are ignored. None: T for each. The
+            other prompts of a batch do not affect a prompt's continuation.
+        temperature: at least 0. With 0, select the likeliest token, the lowest id of equals, for
+            any filters and key.
+        top_k: at least 1; None, or a number ≥ vocab_size, keeps every token.
         top_p: in (0, 1]; None or 1 keeps every token.
-        key: `jax.random.key(seed)`. The token at a position depends on the key, the row and the
-            position alone, so a longer generation begins with the shorter one.
+        key: `jax.random.key(seed)`. The random draw at a position depends on key, row and position
+            only, so a longer generation begins with the shorter generation.
         implementation: back end of the decoding step, of `model.decode_kernel`: "auto", "triton"
             (kernels, GPT-2 only) or "xla".
 
     Returns:
-        Prompt and new tokens, int32, shape (B, T + max_new_tokens). A row with a shorter prompt has
-        its new tokens right after the prompt, and zeros at the end.
+        Prompt and new tokens, int32, shape (B, T + max_new_tokens). In a row with a shorter prompt,
+        the new tokens follow the prompt, and zeros fill the end.
 
     Raises:
         ValueError: an argument of a wrong type or outside its range; more tokens than block_size.
@@ -107,14 +107,14 @@ def new_tokens(
     `next` starts the computation of a chunk and does not wait for it.
 
     Args:
-        prompt_BT, lengths_B, key, implementation: as of `generate`, checked.
+        prompt_BT, lengths_B, key, implementation: checked arguments of `generate`.
     """
     (b, t), block_size = prompt_BT.shape, model.config.block_size
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
     padded_BT = np.pad(prompt_BT, ((0, 0), (0, padded - t)))
     sampler = "xla" if implementation == "xla" else "auto"
     how = {"filters": filters, "key": key, "sampler": sampler}
-    # `nnx.split`, and passing the model itself to each call, take several times as long.
+    # `nnx.split`, or passing the model itself to each call, takes several times as long.
     params, structure = jax.tree.flatten(model)
     weights, cache, token_B, length_B = _start(
         structure,
@@ -140,7 +140,7 @@ def new_tokens(
 def _start(
     structure, params, prompt_BT, length_B, *, filters, key, sampler, positions, implementation
 ):
-    """Return the decoding weights, the cache, the first new tokens, and tokens in the cache."""
+    """Return the decoding weights, the cache, the first new tokens, and the cache's lengths."""
     model = jax.tree.unflatten(structure, params)
     x_BTC, weights, cache = model.start_decoding(prompt_BT, length_B, positions, implementation)
     last_B1C = jnp.take_along_axis(x_BTC, (length_B - 1)[:, None, None], axis=1)
@@ -158,7 +158,7 @@ def _start(
     donate_argnames=("cache", "length_B"),
 )
 def _advance(structure, params, weights, cache, token_B, length_B, *, filters, key, sampler, steps):
-    """Return the cache, the last tokens, tokens in the cache, and the `steps` new tokens."""
+    """Return the cache, the last tokens, the cache's lengths, and the `steps` new tokens."""
     model = jax.tree.unflatten(structure, params)
     position_NB = length_B[None] + 1 + jnp.arange(steps)[:, None]
     uniform_NB = jax.vmap(functools.partial(_uniforms, filters, key))(position_NB)
@@ -188,7 +188,7 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
 
 
 def _filters(model: Model, temperature, top_k, top_p) -> Filters:
-    """Return checked options as arrays: their values do not change the executable, None does."""
+    """Return checked options as arrays: new values need no new executable, but None does."""
     return Filters(
         None if temperature == 0 else jnp.float32(temperature),
         None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
@@ -197,7 +197,7 @@ def _filters(model: Model, temperature, top_k, top_p) -> Filters:
 
 
 def _uniforms(filters, key, position_B):
-    """Return a number in [0, 1) for the token at a position of each row."""
+    """Return a uniform number in [0, 1) for a position of each row."""
     if filters.temperature is None:
         return jnp.zeros(position_B.shape, jnp.float32)
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

@@ -1,4 +1,4 @@
-"""Generation in chunks: the tokens of `gptjax.generate`, and their texts, as they are drawn.
+"""Streaming generation: the tokens of `gptjax.generate` and their texts, in chunks.
 
 Shapes: B sequences, T tokens of the longest prompt, N new tokens.
 """
@@ -16,9 +16,9 @@ from gptjax.models.base import Model
 type StopReason = Literal["end-of-text", "stop-text", "max-new-tokens", "block-size"]
 
 NO_TOKEN = -1
-"""Follows the last token of a sequence that has filled block_size."""
+"""Padding after the last token of a sequence that has filled block_size."""
 INCOMPLETE = "\ufffd"
-"""Decoded in place of the first bytes of a character."""
+"""Result of decoding the first bytes of an incomplete character."""
 
 
 def token_chunks(
@@ -36,13 +36,13 @@ def token_chunks(
 ) -> Iterator[np.ndarray]:
     """Return an iterator over the new tokens of `gptjax.generate`, `steps` at a time.
 
-    The device computes a chunk while the caller uses the chunk before.
+    The device computes a chunk while the caller uses the previous chunk.
 
     Args:
         max_new_tokens: at least 1. Unlike in `gptjax.generate`, prompt and new tokens may exceed
             block_size: a sequence ends there, and the rest of its row is `NO_TOKEN`.
-        steps: tokens of each chunk but the first, which has one token, and the last.
-        Others: as for `gptjax.generate`.
+        steps: number of tokens of a chunk. The first chunk has one token; the last may be shorter.
+        Others: see `gptjax.generate`.
 
     Yields:
         int32, shape (B, N).
@@ -58,7 +58,7 @@ def token_chunks(
         raise ValueError(f"token_chunks: steps must be at least 1, got {steps}")
     block_size = model.config.block_size
     new = min(max_new_tokens, block_size - int(lengths_B.min()))
-    # The longest prompt may have less room.
+    # The longest prompt has the fewest positions left.
     generation._check_length(model, int(lengths_B.min()), new)
     chunks = generation.new_tokens(
         model,
@@ -76,10 +76,10 @@ def token_chunks(
 def _on_host(
     chunks: Iterator[Array], lengths_B: np.ndarray, new: int, block_size: int
 ) -> Iterator[np.ndarray]:
-    """Yield chunks of `new` tokens in all, with `NO_TOKEN` from block_size on."""
+    """Yield chunks with a total of `new` tokens, and `NO_TOKEN` from block_size on."""
     done, chunk_BN = 0, next(chunks)
     while chunk_BN is not None:
-        following_BN = next(chunks, None)  # started before the wait for the chunk
+        following_BN = next(chunks, None)  # starts before the wait for `chunk_BN`
         tokens_BN = np.asarray(chunk_BN)[:, : new - done]
         position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
         yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
@@ -87,15 +87,15 @@ def _on_host(
 
 
 class Completion:
-    """The continuation of a prompt, of which `append` adds one token at a time.
+    """Continuation of a prompt. `append` adds one token at a time.
 
     Args:
-        limit: tokens, and the reason to stop there.
+        limit: maximum number of tokens, and the reason to stop at this number.
         stop: texts that end the completion.
         stop_at_eot: whether the end-of-text token ends the completion.
 
     Attributes:
-        tokens: new tokens, including the end-of-text token or those of the text that ended it.
+        tokens: new tokens, including the end-of-text token or the tokens of the stop text.
         text: text of the tokens before the end-of-text token or the stop text. While the completion
             grows, `text` only grows: the first bytes of a character, and characters that may begin
             a stop text, are held back. Ids outside the tokenizer's vocabulary are left out.
@@ -114,7 +114,7 @@ class Completion:
         self.stopped: StopReason | None = None
         self._tokenizer, self._limit, self._stop = tokenizer, limit, tuple(stop)
         self._eot = tokenizer.eot if stop_at_eot else None
-        self._decoded, self._held = "", []  # text; ids that may end inside a character
+        self._decoded, self._held = "", []  # text; ids that may end with an incomplete character
 
     def append(self, token: int) -> None:
         """Add a token to a completion that has not stopped."""
@@ -169,14 +169,14 @@ def complete(
 
     Args:
         prompts: token ids of each prompt, at least one and fewer than block_size.
-        max_new_tokens, options: as for `token_chunks`.
-        stop, stop_at_eot: as for `Completion`.
+        max_new_tokens, options: see `token_chunks`.
+        stop, stop_at_eot: see `Completion`.
 
     Yields:
         The completions of all prompts, always the same list, after each chunk of tokens.
 
     Raises:
-        ValueError: as `token_chunks`.
+        ValueError: the errors of `token_chunks`.
     """
     lengths_B = np.array([len(prompt) for prompt in prompts])
     prompt_BT = np.zeros((len(prompts), lengths_B.max(initial=0)), np.int32)
