@@ -1,8 +1,8 @@
-"""The interface of a model: everything that the rest of gptjax asks of an architecture.
+"""Interface between an architecture and the rest of gptjax.
 
 An architecture is one file: a frozen dataclass derived from `ModelConfig` and a module derived from
 `Model`. The training step, checkpoints, generation, the optimizer's partition and `gptjax.bench`
-call only what is defined here, and no other file names an architecture.
+use only this interface, and no other file names an architecture.
 
 Shapes: B batch, T time, C channels (n_embd), V real vocabulary, P padded vocabulary, N = B·T.
 """
@@ -40,8 +40,9 @@ class ModelConfig(abc.ABC):
             number of heads, a padded vocabulary below the real one or more than 1,023 rows above.
 
     Attributes:
-        operational: fields that do not change what is learned: a command that resumes may differ.
-        of_run: fields that a run decides, whatever model it starts from.
+        operational: fields that do not change what the model learns. A resumed run may differ in
+            these.
+        of_run: fields that the run determines, not the model of `init_from`.
         supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` an
             argument `segment_ids_BT`.
         supports_fp8: whether the blocks have FP8 matmuls, which the precision fp8 needs.
@@ -53,10 +54,10 @@ class ModelConfig(abc.ABC):
     supports_fp8: ClassVar[bool] = False
 
     vocab_size: int = 50257
-    """Real tokens; logits and the loss cover only these."""
+    """Number of real tokens; logits and loss cover only real tokens."""
     padded_vocab_size: int | None = None
-    """Rows of the embedding. None: the next multiple of 128, which makes the head's matmuls faster,
-    stored here as a number. Another vocab_size needs another padded_vocab_size."""
+    """Rows of the embedding. None: the next multiple of 128, for faster matmuls of the head; this
+    number is stored. A change of vocab_size needs a change of padded_vocab_size."""
     block_size: int = 1024
     """Maximum sequence length in tokens."""
     n_layer: int = 12
@@ -70,8 +71,8 @@ class ModelConfig(abc.ABC):
     loss: str = "auto"
     """Back end of the head and its loss: auto, fused, xla or reference."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at the same time; must divide a micro-batch's tokens. None: about
-    16,384 with fused, all with xla."""
+    """Number of tokens whose logits are in memory at a time; must divide a micro-batch's tokens.
+    None: about 16,384 with fused, all tokens with xla."""
     recompute: Literal["none", "block", "sublayer"] = "none"
     """Activations recomputed in the backward pass: none; all except the input of each block; all
     except the input of each attention and MLP."""
@@ -81,9 +82,9 @@ class ModelConfig(abc.ABC):
         """Return a model of this config with random parameters."""
 
     def tied_parameters(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of paths (source, copy): the training step keeps copy the transposed source.
+        """Return pairs of paths (source, copy): the training step keeps copy equal to sourceᵀ.
 
-        A pair has one `Group` of `parameter_groups`.
+        Both parameters of a pair belong to one `Group` of `parameter_groups`.
         """
         return ()
 
@@ -96,10 +97,10 @@ class ModelConfig(abc.ABC):
     ) -> dict[str, str]:
         """Return the back end of each part on the default device: {"loss": "fused", …}.
 
-        Where the compiler splits arrays: inside `jax.sharding.use_abstract_mesh(abstract_mesh)`.
+        If GSPMD may shard the arrays, call inside `jax.sharding.use_abstract_mesh(abstract_mesh)`.
 
         Args:
-            batch: sequences at a time on one device.
+            batch: number of sequences on one device at a time.
             segments: whether there are segment ids.
 
         Raises:
@@ -108,11 +109,11 @@ class ModelConfig(abc.ABC):
         return {"loss": select("linear_cross_entropy", self.loss, fp8=self.precision.fp8_head)}
 
     def nondeterministic(self) -> str | None:
-        """Return why a GPU does not repeat a step bit for bit, and the option for it; or None."""
+        """Return why a step on a GPU is nondeterministic, with the option to change; else None."""
         return None
 
     def for_evaluation(self) -> "ModelConfig":
-        """Return the config with which trained parameters are evaluated and generate text."""
+        """Return the config for evaluation and generation with trained parameters."""
         return self
 
     def loss_options(self, step: Integer[Array, ""]) -> dict[str, Array]:
@@ -120,7 +121,7 @@ class ModelConfig(abc.ABC):
         return {}
 
     def lookup_params(self) -> int:
-        """Return the number of parameters that are only looked up and enter no matmul."""
+        """Return the number of parameters that are looked up only and not used in a matmul."""
         return 0
 
     def flops_per_token(self, sequence_length: int) -> int:
@@ -140,7 +141,7 @@ class ModelConfig(abc.ABC):
     def num_params(self) -> int:
         """Trainable parameters without padding: 124,439,808 for GPT-2 124M.
 
-        FLOPs and published figures count these.
+        FLOPs and published figures count the parameters without padding.
         """
         small = dataclasses.replace(self, n_layer=1)
         unpadded = dataclasses.replace(small, padded_vocab_size=self.vocab_size)
@@ -235,8 +236,8 @@ class Model(nnx.Module):
             cache: from `init_cache`. The tokens then continue the cached sequence, and their keys
                 and values are appended to the cache.
             segment_ids_BT: a segment is a run of equal ids. A token attends to its own segment
-                only, and positions count from the first token of the segment. None: each sequence
-                is one segment. Only if the config `supports_segment_ids`, and not with a cache.
+                only. Positions count from the first token of the segment. None: each sequence is
+                one segment. Segment ids need a config with `supports_segment_ids` and no cache.
 
         Raises:
             ValueError: tokens that are not a two-dimensional array of integers, more of them than
@@ -278,10 +279,10 @@ class Model(nnx.Module):
         positions: int,
         implementation: str = "auto",
     ) -> tuple[Float[Array, "B T C"], PyTree, PyTree]:
-        """Return the hidden states of prompts, and the weights and the cache for `decode`.
+        """Compute the hidden states of prompts; return them with weights and cache for `decode`.
 
         Args:
-            tokens_BT: prompts, each followed by any tokens up to T.
+            tokens_BT: prompts, padded to T with any tokens.
             length_B: lengths of the prompts.
             positions: size of the cache, at least T.
             implementation: as in `decode_kernel`.
@@ -301,7 +302,7 @@ class Model(nnx.Module):
         """Return the logits after one more token of each sequence, and the new cache.
 
         Args:
-            weights, cache: from `start_decoding`; the cache from the last call, too.
+            weights, cache: from `start_decoding`, or the cache from the previous call.
             length_B: tokens in the cache.
         """
         cache = [dataclasses.replace(of_block, length_B=length_B) for of_block in cache]
@@ -315,7 +316,7 @@ class Model(nnx.Module):
     def __call__(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T V"]:
         """Return logits over the real vocabulary at every position, in the compute dtype.
 
-        Args and errors as of `hidden`.
+        Args and errors: see `hidden`.
         """
         return self.logits(self.hidden(tokens_BT))
 
@@ -344,7 +345,7 @@ class Model(nnx.Module):
         Args:
             ignore_index: tokens with this target have loss 0 and no gradient. None: every target is
                 an id.
-            segment_ids_BT: as of `hidden`. The last token of a segment has a loss, too.
+            segment_ids_BT: see `hidden`. The last token of a segment also has a loss.
         """
         c, x_BTC = self.config, self.hidden(tokens_BT, **_segments(segment_ids_BT))
         with jax.named_scope("head"):
@@ -395,8 +396,8 @@ def loss_fn(
 
     The loss is 0 if all targets are ignored.
 
-    Differentiable once, in reverse mode. With every back end of the config "reference" also in
-    forward mode and to any order.
+    The function is differentiable once, in reverse mode. If every back end is "reference", forward
+    mode and higher derivatives also work.
 
     Args:
         tokens_BT: inputs, ids in [0, vocab_size), in any integer dtype.
@@ -404,8 +405,8 @@ def loss_fn(
             an id nor `ignore_index` results in NaN.
         ignore_index: target without a loss and without a gradient. None: every target is an id; the
             compiled function does not count the targets.
-        segment_ids_BT: documents that are packed into a sequence, as of `Model.hidden`. The target
-            of a document's last token is the first token of the next, and has a loss.
+        segment_ids_BT: documents that are packed into a sequence, see `Model.hidden`. The target of
+            a document's last token is the first token of the next document, and has a loss.
 
     Raises:
         ValueError: tokens or targets that are not two-dimensional arrays of integers, or differ in
@@ -423,7 +424,8 @@ def loss_fn(
 
 
 def _segments(segment_ids_BT: Integer[Array, "B T"] | None) -> dict[str, Array]:
-    """Return the keyword argument, or none: a model without segment ids need not have it."""
+    """Return the keyword argument; {} without segment ids, because a model may lack the
+    argument."""
     return {} if segment_ids_BT is None else {"segment_ids_BT": segment_ids_BT}
 
 
@@ -436,7 +438,7 @@ def check_ids(name: str, ids) -> None:
     """Check that `ids` is a two-dimensional array of integers.
 
     Raises:
-        ValueError: it is not; the message begins with `name`.
+        ValueError: `ids` has another shape or dtype; the message begins with `name`.
     """
     if getattr(ids, "ndim", None) != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         got = f"{ids.shape} in {ids.dtype}" if hasattr(ids, "shape") else f"a {type(ids).__name__}"
@@ -467,7 +469,7 @@ def abstract_params(config: ModelConfig) -> dict:
 def read_dtypes(config: ModelConfig) -> dict:
     """Return the shapes of the parameters, with the dtypes in which the model reads them.
 
-    The matrices inside the blocks are read in the compute dtype, all others in their own.
+    Matrices inside the blocks are read in the compute dtype, other parameters in their own dtype.
     """
     params = abstract_params(config)
     leaves, structure = jax.tree.flatten(params)
@@ -486,8 +488,8 @@ def read_dtypes(config: ModelConfig) -> dict:
 def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:
     """Return the parameters of `config.build(nnx.Rngs(seed))` as a nested dict of arrays.
 
-    Call it outside `jax.jit`: one executable for each distinct shape is compiled. Inside, each
-    random matrix is compiled separately, which takes XLA 131 s for GPT-2 XL on an H200.
+    Call this function outside `jax.jit`, where one executable per distinct shape is compiled.
+    Inside `jax.jit`, XLA compiles each random matrix separately: 131 s for GPT-2 XL on an H200.
     """
     return params_of(config.build(nnx.Rngs(jax.random.key(seed))))
 

@@ -117,10 +117,10 @@ PRESETS: dict[str, GPT2Config] = {
 
 
 class PendingResidual(NamedTuple):
-    """Output of a projection that is not yet added to the residual stream: x W and the bias.
+    """Projection output x W and bias, not yet added to the residual stream.
 
-    The LayerNorm that follows adds both in its own pass (`LayerNorm.add_layer_norm`). Its backward
-    pass then computes the bias's gradient without another read.
+    The next LayerNorm adds both in one pass (`LayerNorm.add_layer_norm`). The backward pass of this
+    LayerNorm also computes the bias's gradient, without another read.
     """
 
     matmul_BTC: Float[Array, "B T C"]
@@ -174,7 +174,7 @@ class Attention(nnx.Module):
             Linear, precision=config.precision, implementation=implementation, rngs=rngs
         )
         c = config.n_embd
-        # Not c_proj: to convert its operands to FP8 takes as long as the matmuls then save.
+        # Not c_proj: the conversion of its operands to FP8 takes as long as FP8 matmuls save.
         self.c_attn = linear(c, 3 * c, std=INIT_STD, fp8=config.precision.fp8_blocks)
         self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.config = config
@@ -226,7 +226,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x_BTC: Float[Array, "B T C"] | Fp8Rows, decoding: bool = False
     ) -> PendingResidual:
-        # The back end named for training may not support the few rows of one token per sequence.
+        # The training back end may not support the few rows of one token per sequence.
         implementation = "auto" if decoding else self.implementation
         y_BTC = mlp(
             x_BTC,
@@ -243,9 +243,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-LN transformer block.
 
-    `__call__` is the plain form. The model runs the two sublayers, which fuse each residual
-    addition into the LayerNorm that reads the sum: they carry the residual stream as a pair
-    (x, pending), where `pending` is still to be added to x.
+    `__call__` is the definition. The model runs the two sublayers, which fuse each residual
+    addition into the LayerNorm that reads the sum. Sublayers represent the residual stream as a
+    pair (x, pending), whose sum is the stream.
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
@@ -356,7 +356,7 @@ class GPT2(Model):
             position_BT = segment_positions(segment_ids_BT)
         x_BTC, pending = self.embed(tokens_BT, position_BT), None
         for i, block in enumerate(self.blocks):
-            # Recomputed parts start from the sum: the pair would be two arrays to store.
+            # Recomputation starts from the sum x + pending: storing the pair would take two arrays.
             match "cache" if cache else self.config.recompute:
                 case "block":
                     x_BTC = apply_block(Block.fused, block, x_BTC, segment_ids_BT, recompute=True)
@@ -378,7 +378,7 @@ class GPT2(Model):
         return self.wte[...]
 
     def decode_kernel(self, batch: int, implementation: str = "auto") -> str:
-        if type(self) is not GPT2:  # the kernel would not compute what a subclass changes
+        if type(self) is not GPT2:  # the kernel would ignore changes of a subclass
             return super().decode_kernel(batch, implementation)
         c = self.config
         return select(
@@ -425,7 +425,7 @@ class GPT2(Model):
         )
 
     def decoder_weights(self) -> DecoderWeights:
-        """Return the weights of `decode_step`: copies, but for the embeddings."""
+        """Return the weights of `decode_step`: copies, except the embeddings."""
         dtype = self.config.precision.compute_dtype
 
         def vectors(parameter):

@@ -1,4 +1,4 @@
-"""Layers that an architecture is built from: linear layer, embedding lookup, KV cache, ….
+"""Layers shared by architectures: linear layer, embedding lookup, KV cache, ….
 
 Shapes: B batch, T time, S cache positions, C channels, H heads, D head dimension, E = D/4,
 L layers, K predicted tokens.
@@ -23,7 +23,7 @@ from pallas_kernels.classifier import to_int32
 def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike) -> Array:
     """Return samples of N(0, std²), in `gptjax.parallel.initial_sharding`.
 
-    The array is whole on one device for a moment: a sharded sampler would differ in the last bits.
+    The sampler runs unsharded on one device: a sharded sampler would differ in the last bits.
     """
     samples, sharding = _normal(key, shape, std=std, dtype=dtype), initial_sharding(shape)
     return samples if sharding is None else jax.device_put(samples, sharding)
@@ -33,8 +33,8 @@ def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.
 def _normal(key, shape, *, std, dtype):
     """Return samples of N(0, std²).
 
-    The barrier keeps XLA from folding std into a constant of the sampler: the samples would then
-    differ in the last bit between one executable and another.
+    The barrier keeps XLA from folding std into a constant of the sampler. Folding would change the
+    last bit of the samples between executables.
     """
     samples = jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))
     return samples * jnp.array(std, dtype)
@@ -103,15 +103,16 @@ def lookup(
     An id outside [0, vocab_size) results in NaN. The gather reads the fp32 table, so that its
     gradient, a scatter-add, accumulates in fp32.
     """
-    # A narrower dtype could not hold the index that results in NaN.
+    # A narrower dtype could not represent the out-of-bounds index that results in NaN.
     tokens_BT = to_int32(tokens_BT)
     known_BT = (tokens_BT >= 0) & (tokens_BT < vocab_size)
-    # `take` returns NaN out of bounds; a negative id would wrap, and one in the padding read zeros.
+    # `take` returns NaN out of bounds. A negative id would wrap, and an id in the padding reads
+    # zeros.
     return jnp.take(table_PC, jnp.where(known_BT, tokens_BT, table_PC.shape[0]), axis=0)
 
 
 def segment_positions(segment_ids_BT: Integer[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return the position of each token in its segment, a run of equal ids; the first is 0."""
+    """Return the position of each token in its segment, a run of equal ids, counted from 0."""
     t_1T = jnp.arange(segment_ids_BT.shape[1])[None]
     before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     first_BT = jax.lax.cummax(jnp.where(segment_ids_BT != before_BT, t_1T, 0), axis=1)
@@ -120,12 +121,12 @@ def segment_positions(segment_ids_BT: Integer[Array, "B T"]) -> Int[Array, "B T"
 
 def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
     """Return the slices along the first axis."""
-    # `jnp.split` transposes to one concatenation; slices, to a sum of padded arrays.
+    # The gradient of `jnp.split` is one concatenation; that of slices is a sum of padded arrays.
     return [part.squeeze(0) for part in jnp.split(bank, len(bank))]
 
 
 def scalars(lambdas: nnx.Param, each: int) -> list[tuple[Float[Array, ""], ...]]:
-    """Return the numbers of a parameter in tuples of `each`."""
+    """Return the elements of a parameter in tuples of length `each`."""
     return list(itertools.batched(split_bank(lambdas[...].reshape(-1)), each))
 
 
@@ -144,7 +145,7 @@ def rotary_angles(
 
 
 def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, "N K"]:
-    """Return the targets of each position and of the K − 1 after it; `end` after the sequence."""
+    """Return K targets per position: the next K tokens, with `end` after the sequence."""
     t, later = targets_BT.shape[1], jnp.pad(targets_BT, ((0, 0), (0, k - 1)), constant_values=end)
     return jnp.stack([later[:, i : i + t] for i in range(k)], axis=-1).reshape(-1, k)
 
@@ -156,10 +157,10 @@ class KVCache:
 
     Attributes:
         k_BSHD, v_BSHD: keys and values of S positions.
-        length_B: positions of each sequence filled so far, int32. The others are not attended to.
+        length_B: number of filled positions of each sequence, int32. Other positions are masked.
     """
 
-    # Not typed as arrays: JAX builds such pytrees with placeholders, too.
+    # Not annotated as arrays: JAX also builds such pytrees with placeholders.
     k_BSHD: PyTree
     v_BSHD: PyTree
     length_B: PyTree
@@ -185,7 +186,7 @@ class KVCache:
         """Append T keys and values, and return the causal attention of T queries over the cache.
 
         The query at position length + t attends to positions 0…length + t. With fewer key heads
-        than query heads, consecutive query heads share one (grouped-query attention).
+        than query heads, consecutive query heads share a key head (grouped-query attention).
         """
         append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
         self.k_BSHD = append(self.k_BSHD, k_BTHD, self.length_B)
@@ -210,10 +211,11 @@ class KVCache:
 
 
 class PromptCache:
-    """Stands in for the `KVCache` of a block while a prompt fills it: attention is over the prompt.
+    """Replacement of a block's `KVCache` during the pass over a prompt, which attends to itself
+    only.
 
     Attributes:
-        length_B: as of an empty `KVCache`.
+        length_B: zeros, as in an empty `KVCache`.
         k_BTHD, v_BTHD: keys and values of the prompt, after `attend`.
     """
 

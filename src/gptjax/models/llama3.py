@@ -24,8 +24,8 @@ from gptjax.parallel import apply_block
 from pallas_kernels import flash_attention, linear, rms_norm, rotary_qkv, select, swiglu
 
 INIT_STD = 0.02
-# Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor,
-# keeps those of more than HIGH turns, and interpolates between both.
+# Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor.
+# Frequencies of more than HIGH turns are unchanged; between LOW and HIGH, it interpolates.
 LOW_TURNS, HIGH_TURNS = 1.0, 4.0
 
 
@@ -34,18 +34,19 @@ class Llama3Config(ModelConfig):
     """Shape, precision and kernel choices of a Llama 3.
 
     Raises:
-        ValueError: as of `ModelConfig`; a number of heads that is not a multiple of the number of
-            key and value heads; an odd head dimension; a rope or norm option out of range.
+        ValueError: the errors of `ModelConfig`; a number of heads that is not a multiple of the
+            number of key and value heads; an odd head dimension; a rope or norm option out of
+            range.
     """
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
     supports_segment_ids: ClassVar[bool] = True
 
     n_kv_head: int | None = None
-    """Key and value heads; must divide n_head. None: n_head, stored here as a number."""
+    """Key and value heads; must divide n_head. None: n_head; this number is stored."""
     n_inner: int | None = None
-    """Channels of the MLP. None: 8/3 · n_embd, rounded up to a multiple of 128, stored here as a
-    number."""
+    """Channels of the MLP. None: 8/3 · n_embd, rounded up to a multiple of 128; this number is
+    stored."""
     tie_embeddings: bool = False
     """Use the token embedding as the output layer."""
     norm_eps: float = 1e-5
@@ -56,7 +57,7 @@ class Llama3Config(ModelConfig):
     """Llama 3.1's factor for a context longer than rope_original_length; 1 for none. Llama 3.1 has
     8, Llama 3.2 has 32."""
     rope_original_length: int = 8192
-    """Sequence length before the context was extended by rope_scaling."""
+    """Sequence length of the model before the extension by rope_scaling."""
     attention: str = "auto"
     """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
     xla, reference."""
@@ -169,8 +170,8 @@ class Rotation(NamedTuple):
 def frequencies(config: Llama3Config) -> np.ndarray:
     """Return the angle per position of each pair of channels, (E,) in fp64.
 
-    theta^(−2i/D), and with rope_scaling Llama 3.1's interpolation between this and the same divided
-    by the factor.
+    The angles are theta^(−2i/D). With rope_scaling, Llama 3.1 interpolates between these angles and
+    the angles divided by the factor.
     """
     f = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = config.rope_original_length * f / (2 * np.pi)
@@ -291,9 +292,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer block.
 
-    `__call__` is the plain form. The model runs the two sublayers, which fuse each residual
-    addition into the RMSNorm that reads the sum: they carry the residual stream as a pair
-    (x, pending), where `pending` is still to be added to x.
+    `__call__` is the definition. The model runs the two sublayers, which fuse each residual
+    addition into the RMSNorm that reads the sum. Sublayers represent the residual stream as a pair
+    (x, pending), whose sum is the stream.
     """
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
@@ -413,7 +414,7 @@ class Llama3(Model):
         rotate = rotation(self.config, position_BT)
         x_BTC, pending_BTC = self.embed(tokens_BT), None
         for i, block in enumerate(self.blocks):
-            # Recomputed parts start from the sum: the pair would be two arrays to store.
+            # Recomputation starts from the sum x + pending: storing the pair would take two arrays.
             match "cache" if cache else self.config.recompute:
                 case "block":
                     x_BTC = apply_block(
@@ -436,7 +437,7 @@ class Llama3(Model):
         return self.wte[...] if self.lm_head is None else self.lm_head[...]
 
     def init_cache(self, batch: int, length: int) -> list[KVCache]:
-        """Return an empty cache for each block; it holds the key and value heads only."""
+        """Return an empty cache for each block, with the n_kv_head key and value heads."""
         c = self.config
         shape = (batch, length, c.kv_heads, c.head_dim)
         return [KVCache.empty(shape, c.precision.compute_dtype) for _ in range(c.n_layer)]

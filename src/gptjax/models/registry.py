@@ -1,5 +1,4 @@
-"""Architectures and presets by name: those of gptjax, and architectures that the program has
-imported."""
+"""Lookup of architectures and presets by name, in gptjax and in imported modules."""
 
 import importlib
 import pkgutil
@@ -18,7 +17,7 @@ def config_class(name: str) -> type[ModelConfig]:
     gptjax must have been imported.
 
     Raises:
-        LookupError: no such class, or several; the message says what to do.
+        LookupError: no class or several classes have this name; the message says what to do.
     """
     known = {kind for kind in _subclasses(ModelConfig) if _is_current(kind)}
     found = [kind for kind in known if kind.__name__ == name]

@@ -4,7 +4,7 @@ Each idea is a function of this file; `Speedrun.hidden` applies them in order. F
 `lanes_from` on there are two residual streams: attention reads lane 0, the MLP lane 1.
 
 Banks. The matrices of all layers are one parameter, (layer, …, output, input), `mlp_out` (layer,
-input, output). A bank is split once per pass: the gradient of the split is one concatenation.
+input, output). A bank is split once per pass, so the gradient of the split is one concatenation.
 
 Stages. A stage of the schedule is `dataclasses.replace(config, stage=…)` with the same parameters.
 Its windows and the rotary embedding, which is rescaled when the long window grows, are static. The
@@ -62,19 +62,19 @@ class Stage(NamedTuple):
     """Static properties of the model that change during a run. Windows are in tokens."""
 
     short_window: int = 6 * 128
-    """Tokens before itself to which a query attends."""
+    """Number of earlier tokens to which a query attends."""
     long_window: int = 13 * 128
-    """The same in `long_layers`."""
+    """Number of earlier tokens to which a query in `long_layers` attends."""
     rotary_windows: tuple[int, ...] = (3 * 128, 7 * 128, 11 * 128, 13 * 128)
-    """Long windows so far. The rotary embedding is rescaled from each to the next."""
+    """Long windows of the stages so far. The rotary embedding is rescaled at each change."""
     token_weights: tuple[float, ...] = (1.0,)
-    """Weights of the next tokens in the loss, the nearest first."""
+    """Weights of the next tokens in the loss, beginning with the next token."""
     tied: bool = False
-    """Whether the embedding is the transposed head."""
+    """Whether the embedding equals the transposed head."""
     final_token_weights: tuple[float, ...] | None = None
-    """Weights that `token_weights` approach linearly during `steps`. None: they are constant."""
+    """Final value of `token_weights`, reached linearly during `steps`. None: constant weights."""
     steps: tuple[int, int] = (0, 1)
-    """Index of the first training step with this stage, and of the first one after it."""
+    """Index of the stage's first training step, and of the next stage's first step."""
     evaluation_window: int | None = None
     """Long window of evaluation and generation. None: `long_window`."""
 
@@ -84,7 +84,7 @@ class SpeedrunConfig(ModelConfig):
     """Shape, precision and kernel choices of the speedrun's model.
 
     Raises:
-        ValueError: as of `ModelConfig`; sizes or layers that the model cannot have; recompute.
+        ValueError: the errors of `ModelConfig`; invalid sizes or layers; recompute is not none.
     """
 
     operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp"}
@@ -122,12 +122,12 @@ class SpeedrunConfig(ModelConfig):
         return Speedrun(self, rngs=rngs)
 
     def parameter_groups(self) -> tuple[Group, ...]:
-        """Return the record's groups. Its learning rates are 0.023 (NorMuon) and 0.008 (Adam)."""
+        """Return the record's groups; its learning rates are 0.023 (NorMuon) and 0.008 (Adam)."""
         return (
             Group("attention_bank", Matrices(inputs=(3,), outputs=(2,))),
             Group("mlp_in", Matrices(inputs=(2,), outputs=(1,))),
             Group("mlp_out", Matrices(inputs=(1,), outputs=(2,)), learning_rate=4.0),
-            # Paths, no matrices, factors of the learning rate and of the decay, b1, b2.
+            # Arguments: paths, matrices (none), factors of learning rate and decay, b1, b2.
             Group("embed|lm_head", None, 1.0, 150.0, 0.5, 0.95),
             Group("values|bigram", None, 75.0, 5.0, 0.75, 0.95),
             Group("smear_gate", None, 0.01, 0.0, 0.9, 0.99),
@@ -139,7 +139,7 @@ class SpeedrunConfig(ModelConfig):
         )
 
     def tied_parameters(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of paths (source, copy): in this stage, copy is the transposed source."""
+        """Return pairs of paths (source, copy); in this stage, copy equals sourceᵀ."""
         return (("lm_head", "embed"),) if self.stage.tied else ()
 
     def for_evaluation(self) -> "SpeedrunConfig":
@@ -178,7 +178,7 @@ class SpeedrunConfig(ModelConfig):
         return tables * self.n_embd
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Return 6·N + 12·C·(keys of a query, summed over layers), as if without segments."""
+        """Return 6·N + 12·C·(keys of a query, summed over layers), without segments."""
         keys, stage = 0.0, self.stage
         for i in self.attention_layers:
             length = sequence_length * (2 if i in self.paired_layers else 1)
@@ -243,7 +243,7 @@ def norm(config: SpeedrunConfig, x_BTC: BTC) -> BTC:
 
 
 def smear(config: SpeedrunConfig, x_BTC: BTC, w_G: Float[Array, " G"], strength) -> BTC:
-    """Add a part of the token before: x_t + strength · σ(w · x_t) · x_{t−1}."""
+    """Add a gated fraction of the previous token: x_t + strength · σ(w · x_t) · x_{t−1}."""
     before_BTC = strength * gate(config, x_BTC[:, 1:], w_G[None]) * x_BTC[:, :-1]
     return jnp.concatenate([x_BTC[:, :1], x_BTC[:, 1:] + before_BTC], axis=1)
 
@@ -435,7 +435,7 @@ class Speedrun(Model):
         return x0_BTC, bigram_BTC.astype(dtype)
 
     def layers(self) -> list[Layer]:
-        """Split the banks. q, k and v are multiplied by one λ of the layer, o by another."""
+        """Split the banks into layers. One λ of a layer scales q, k and v, a second λ scales o."""
         c = self.config
         lambdas = jnp.repeat(self.qkvo_lambdas[...], np.array([3, 1]), axis=1)[..., None, None]
         bank = (self.attention_bank[...] * lambdas).reshape(-1, c.n_embd, c.n_embd)

@@ -1,4 +1,4 @@
-"""AdamW with gradient clipping, and its config, from which every other optimizer's is derived.
+"""AdamW with gradient clipping, and the base class of all optimizer configs.
 
 Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
@@ -28,11 +28,11 @@ from gptjax.ranges import (
 
 
 def global_norm(tree: optax.Updates) -> jax.Array:
-    """Return the norm ‖g‖ of all tensors together, in fp32.
+    """Return the global norm ‖g‖ of all tensors, in fp32.
 
-    One kernel for each matrix sums its rows. The row sums and the vectors are concatenated for one
-    sum over all: on a GPU 53 kernels for the 148 tensors of GPT-2 124M. A full sum of a matrix
-    takes two kernels, and a separate sum of each vector one more.
+    One kernel per matrix sums the rows. The row sums and the vectors are concatenated and summed
+    together: on a GPU, 53 kernels for the 148 tensors of GPT-2 124M. A full sum of a matrix would
+    take two kernels, and each vector one more.
     """
     squares = [jnp.square(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
     rows = [jnp.sum(s, -1).ravel() if s.ndim >= 2 else s.ravel() for s in squares]
@@ -45,11 +45,11 @@ def global_norm(tree: optax.Updates) -> jax.Array:
 
 
 def clip_by_global_norm(largest: ArrayLike) -> optax.GradientTransformation:
-    """Scale gradients: g ← g · min(1, largest/‖g‖), ‖g‖ the norm of all tensors together.
+    """Scale gradients: g ← g · min(1, largest/‖g‖), where ‖g‖ is the global norm.
 
     optax's version divides every element by the norm. A multiplication by one factor is fused into
     the kernels of both moments, so that no clipped gradient is stored. The norm is the same
-    expression as that of the metric, so that one executable computes it once.
+    expression as the metric, so that XLA computes the norm once.
     """
 
     def update(updates, state, params=None):
@@ -127,8 +127,8 @@ def add_cautious_decay(
 
     Chen et al., "Cautious Weight Decay", 2025.
 
-    This transformation precedes that of the learning rate. With a number, the decay is proportional
-    to the learning rate, as in AdamW. With the schedule `lambda count: wd * lr(count)` it is
+    This transformation precedes the scaling by the learning rate. With a number, the decay is
+    proportional to the learning rate, as in AdamW. With a schedule wd · lr(count), the decay is
     proportional to the square of the learning rate, as in modded-nanogpt's record.
 
     Args:
@@ -175,7 +175,7 @@ def adam_with_decay(
     """Return `adamw` without the clipping.
 
     Args:
-        mask: function that maps the parameters to True for those that decay; None for all.
+        mask: function that maps the parameters to True if they decay; None: all decay.
     """
     check_range("adamw", learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     # fp32 rounds numbers from 1 − 2⁻²⁵ on to 1.
@@ -221,7 +221,7 @@ def adamw(
     Args:
         learning_rate: a number, or a schedule of the update's index (0 for the first).
         decay_form: "lr_squared" for lr·weight_decay·p in place of weight_decay·p.
-        cautious_decay: only elements decay whose m and p have the same sign.
+        cautious_decay: decay only elements whose m and p have the same sign.
         clip_norm: None for no clipping.
 
     Raises:
@@ -244,12 +244,12 @@ def adamw(
 class OptimizerConfig:
     """AdamW for every parameter, and the options that all algorithms share.
 
-    Another algorithm derives its config from this one and adds only the options that it uses.
+    Configs of other algorithms derive from this class and add only their own options.
 
     Attributes:
         name: the algorithm, as --optimizer names it.
-        changeable: options that --resume-with-changes allows to change. The form of the optimizer's
-            state must not depend on them.
+        changeable: options that --resume-with-changes allows to change. The structure of the
+            optimizer's state must not depend on these options.
     """
 
     name: ClassVar[str] = "adamw"
@@ -260,16 +260,16 @@ class OptimizerConfig:
     learning_rate: PositiveFloat = 6e-4
     """Peak learning rate of AdamW."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the cooldown, which follows the warm-up; that of wsd, 1 − √progress, is in the last
-    20 % of the steps."""
+    """Shape of the cooldown, which follows the warm-up. The cooldown of wsd, 1 − √progress, takes
+    the last 20 % of the steps."""
     warmup_steps: NonNegativeInt = 700
     """Steps of linear warm-up."""
     schedule_steps: PositiveInt | None = None
     """Step at which the schedule ends; max_steps when None."""
     cooldown_steps: PositiveInt | None = None
-    """Steps of the cooldown, after a constant learning rate. None: as the schedule says."""
+    """Steps of the cooldown, after a constant learning rate. None: the default of the schedule."""
     final_steps: NonNegativeInt = 0
-    """Steps after the cooldown, at the schedule's end, with the final learning rate."""
+    """Steps with the final learning rate, after the cooldown."""
     final_fraction: UnitFloat = 0.0
     """Learning rate at the schedule's end, as a fraction of the peak."""
     b1: DecayRate = 0.9
@@ -287,16 +287,17 @@ class OptimizerConfig:
     clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; None for no clipping."""
     skip_loss_z: PositiveFloat | None = None
-    """Skip an update whose loss is this many deviations above its last 128 values; None never
-    skips."""
+    """Skip an update if its loss exceeds the mean of the last 128 losses by this many standard
+    deviations. None: never skip."""
     skip_grad_norm_z: PositiveFloat | None = None
-    """Skip an update whose gradient norm is this many deviations above its last 128 values."""
+    """Skip an update if its gradient norm exceeds the mean of the last 128 norms by this many
+    standard deviations. None: never skip."""
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
         """Return the hyperparameters that change during a run, as functions of the update's index.
 
         Args:
-            total_steps: end of a schedule whose `schedule_steps` is None.
+            total_steps: end of the schedule if `schedule_steps` is None.
         """
         return {"learning_rate": self._learning_rate(self.learning_rate, total_steps)}
 
@@ -322,7 +323,7 @@ class OptimizerConfig:
         return adamw(**self._adamw_options(schedules or self.schedules(total_steps)))
 
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        """Describe the optimizer and the treatment of each parameter, a line each.
+        """Describe the optimizer and the options of each group of parameters, one line each.
 
         Args:
             params: arrays, or `jax.ShapeDtypeStruct`s.
@@ -334,7 +335,7 @@ class OptimizerConfig:
         return [f"adamw: {rates} (of tensors with two or more axes){form}"]
 
     def _decay_in_words(self) -> str:
-        """Describe AdamW's decay where it is not the usual one."""
+        """Describe AdamW's decay if an option differs from the default."""
         texts = ["cautious decay" if self.cautious_decay else "decay"]
         texts += ["goes as lr²"] if self.decay_form == "lr_squared" else []
         return " ".join(texts) if texts != ["decay"] else ""

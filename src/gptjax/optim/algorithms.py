@@ -1,4 +1,4 @@
-"""The optimizers that a run can have, by name."""
+"""Optimizers by name."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ ALGORITHMS: dict[str, type[OptimizerConfig]] = {
 
 
 def switch_algorithm(config: OptimizerConfig, name: str) -> OptimizerConfig:
-    """Return the config of another algorithm, with the values of all options that both have.
+    """Return the config of another algorithm; options of both algorithms keep their values.
 
     Raises:
         ValueError: an unknown name (the message lists them).

@@ -1,11 +1,11 @@
-"""Training of bf16 parameters, with their low-order bits in the optimizer's state or with
-stochastic rounding.
+"""Training of bf16 parameters, with low-order bits in the optimizer's state or with stochastic
+rounding.
 
 A bf16 number is the upper half of an fp32 number. `with_mantissa` stores the lower half as uint16
 in the optimizer's state: an update uses all 32 bits, and the model reads the upper 16. Both halves
 together are the fp32 master copy, at half the bytes of a separate copy. The upper half is
-truncated, as in modded-nanogpt's record, or rounded to nearest. Truncation makes each weight that
-the model reads smaller, by 0.27 % on average.
+truncated, as in modded-nanogpt's record, or rounded to nearest. Truncation reduces the magnitude of
+the weights that the model reads, by 0.27 % on average.
 
 `with_stochastic_rounding`, as in llm.c, stores nothing: an updated parameter is rounded to one of
 its two bf16 neighbours at random, such that the expected value is exact.
@@ -39,7 +39,7 @@ def split(
 def join(
     view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"], *, rounding: str = "truncate"
 ) -> Float[Array, "*S"]:
-    """Return the fp32 array of which `split` returned the halves, bit for bit."""
+    """Return the fp32 array that `split` received, bit for bit."""
     high = jax.lax.bitcast_convert_type(view, jnp.uint16).astype(jnp.uint32) << 16
     low = low.astype(jnp.uint32)
     if _half(rounding):
@@ -49,7 +49,7 @@ def join(
 
 
 def _half(rounding: str) -> int:
-    """Return the number that is added before the truncation."""
+    """Return the rounding offset that is added before the truncation."""
     if rounding not in ("truncate", "nearest"):
         raise ValueError(f"unknown rounding {rounding!r}; choose one of ['truncate', 'nearest']")
     return 0x8000 if rounding == "nearest" else 0
@@ -66,12 +66,12 @@ def with_mantissa(
 ) -> optax.GradientTransformation:
     """Run an optimizer on fp32 parameters whose bf16 views the caller holds.
 
-    `init` takes fp32 parameters, whose low halves it stores (train on `view(params)`), or bf16
-    parameters. `update` takes the bf16 views, passes fp32 to the optimizer, and returns updates for
-    which `optax.apply_updates` returns the new views.
+    `init` accepts fp32 parameters and stores their low halves (train on `view(params)`), or accepts
+    bf16 parameters. `update` accepts the bf16 views, passes fp32 to the optimizer, and returns
+    updates with which `optax.apply_updates` computes the new views.
 
     Args:
-        rounding: rounding of the views, as for `split`.
+        rounding: rounding of the views, see `split`.
 
     Raises:
         ValueError: another `rounding`; parameters are neither fp32 nor bf16; `update` is called
@@ -118,7 +118,7 @@ def with_mantissa(
 
 
 def view(params: optax.Params, *, rounding: str = "truncate") -> optax.Params:
-    """Return the bf16 parameters to train on, from those passed to `with_mantissa(…).init`."""
+    """Return the bf16 parameters to train on, from the parameters of `with_mantissa(…).init`."""
     return jax.tree.map(lambda p: split(p.astype(jnp.float32), rounding=rounding)[0], params)
 
 

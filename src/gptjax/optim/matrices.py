@@ -1,7 +1,8 @@
 """The layout of the matrices in a parameter, and the paths of parameters.
 
-A parameter of two axes holds one matrix, inputs first, as Flax's `kernel` does, or several side by
-side. With more axes, `Matrices` must name the inputs and the outputs.
+A parameter of two axes holds one matrix of shape (inputs, outputs), like Flax's `kernel`, or
+several matrices concatenated along the outputs. With more axes, `Matrices` must name the axes of
+inputs and of outputs.
 """
 
 import dataclasses
@@ -61,8 +62,8 @@ class Matrices:
         """Return the matrices: (…, packed, I, O), or (…, packed, O, I) with outputs_first.
 
         Raises:
-            ValueError: x has fewer than two axes; x has more and the layout does not name them; an
-                axis is out of range; the number of outputs is not a multiple of `packed`.
+            ValueError: x has fewer than two axes; x has more axes and the layout does not name
+                them; an axis is out of range; the number of outputs is not a multiple of `packed`.
         """
         batch, inputs, outputs = self._axes_of(x.shape, path)
         n_in, n_out = (math.prod(x.shape[axis] for axis in axes) for axes in (inputs, outputs))

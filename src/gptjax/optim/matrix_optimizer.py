@@ -1,4 +1,4 @@
-"""What optimizers of matrices share: AdamW for all other parameters, and the options for it."""
+"""Common part of matrix optimizers: AdamW for all other parameters, and its options."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,15 @@ def matrices_and_adamw(
     clip_norm: float | None = 1.0,
     every: int = 1,
 ) -> optax.GradientTransformation:
-    """Return `matrix` for the groups of matrices, AdamW for the others, after a common clipping.
+    """Return clipping, then `matrix` for groups of matrices and AdamW for other groups.
 
     Args:
-        groups: rules, as for `assign`, which is called at `init`.
+        groups: rules of `assign`, which `init` calls.
         matrix: transformation of the matrices, learning rate included.
-        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm: as for
+        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm: see
             `adamw`.
-        every: period in updates of AdamW, which uses the sum of the clipped gradients of a period
-            and steps at its end: with a period of 2, in the updates with indices 1, 3, ….
+        every: period of AdamW in updates. AdamW steps at the end of a period with the sum of the
+            period's clipped gradients: with a period of 2, in the updates with indices 1, 3, ….
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -50,7 +50,7 @@ def matrices_and_adamw(
     check_range("matrices_and_adamw", at_least=1, every=every)
 
     def scaled(by):
-        # AdamW counts its own updates, the schedule counts all.
+        # AdamW counts its own updates; the schedule counts all updates.
         return (
             (lambda n: by * learning_rate(every * n + every - 1))
             if callable(learning_rate)
@@ -80,7 +80,7 @@ def matrices_and_adamw(
 
     rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
     if every > 1:
-        # One condition for all groups: on a GPU the host waits for each.
+        # One `cond` for all groups: on a GPU, the host waits for each `cond`.
         summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
         rest = {"rest": summed.gradient_transformation()}
     parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
@@ -93,7 +93,7 @@ def _matrix_or_rest(label: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixOptimizerConfig(OptimizerConfig):
-    """An optimizer of the matrices inside the blocks, with AdamW for all other parameters."""
+    """Optimizer of the matrices inside the blocks, with AdamW for all other parameters."""
 
     changeable: ClassVar[frozenset[str]] = OptimizerConfig.changeable | {"matrix_learning_rate"}
 
@@ -137,7 +137,7 @@ class MatrixOptimizerConfig(OptimizerConfig):
 
     @property
     def _betas(self) -> dict[str | None, tuple[float | None, float | None]]:
-        """b1 and b2 of each `Group.kind`."""
+        """Values of b1 and b2 of each `Group.kind`."""
         return {
             "embedding": (self.embedding_b1, self.embedding_b2),
             "vector": (self.vector_b1, self.vector_b2),
@@ -148,17 +148,17 @@ class MatrixOptimizerConfig(OptimizerConfig):
         raise NotImplementedError
 
     def _adamw_differences(self) -> str:
-        """Describe the options in which AdamW differs from AdamW for every parameter."""
+        """Describe the options in which this AdamW differs from the optimizer "adamw"."""
         texts = [f"every {self.adam_every} steps, gradients summed"] if self.adam_every > 1 else []
         texts += [text] if (text := self._decay_in_words()) else []
         return f"; adamw: {'; '.join(texts)}" if texts else ""
 
     def _betas_of(self, b1: float | None, b2: float | None) -> tuple[float, float]:
-        """Return the values, and those of AdamW for None."""
+        """Return b1 and b2; AdamW's values in place of None."""
         return self.b1 if b1 is None else b1, self.b2 if b2 is None else b2
 
     def _with_betas(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """Return the groups with the b1 and b2 that this config has for their kind."""
+        """Return the groups with this config's b1 and b2 for their kind."""
         result = []
         for group in groups:
             b1, b2 = self._betas.get(group.kind, (None, None))

@@ -18,7 +18,7 @@ from gptjax.optim.partition import Group
 class MuonConfig(MatrixOptimizerConfig):
     """optax's Muon for the matrices inside the blocks, AdamW for all other parameters.
 
-    Each parameter is one matrix, also where its layout says that several are packed.
+    Each parameter is one matrix, even if its layout packs several matrices.
     """
 
     name: ClassVar[str] = "muon"
@@ -35,7 +35,7 @@ class MuonConfig(MatrixOptimizerConfig):
         schedules = schedules or self.schedules(total_steps)
         whole = optax.contrib.MuonDimensionNumbers(0, 1)
         # The AdamW of optax.contrib.muon would have Nesterov momentum, and decay for all
-        # parameters: it is given none.
+        # parameters. Hence optax.contrib.muon gets matrices only.
         muon = optax.contrib.muon(
             schedules["matrix_learning_rate"],
             beta=self.momentum,

@@ -1,7 +1,7 @@
 """NorMuon: orthogonalized momentum with the update of each neuron normalized.
 
-For a gradient g of a matrix with I inputs and O outputs, β the momentum, and one transformation for
-each line:
+Let g be the gradient of a matrix with I inputs and O outputs, and β the momentum. Each line is one
+transformation:
 
     m ← βm + (1−β)g,   u = (1−β)g + βm                                      scale_by_nesterov
     v = polar_express(u)                                                    orthogonalize
@@ -15,8 +15,8 @@ Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious 
 The constants are those of modded-nanogpt's record. `scale_by_neuron_norm` keeps the Frobenius norm,
 so that V needs no bias correction.
 
-Every transformation here calls a function that maps a parameter's path, such as
-"blocks.0.attn.c_attn.kernel", to the layout of its matrices, `gptjax.optim.Matrices`.
+`layout` maps a parameter's path, such as "blocks.0.attn.c_attn.kernel", to the layout of the
+parameter's matrices, `gptjax.optim.Matrices`.
 
 Shapes: N matrices of one shape, I inputs, O outputs.
 """
@@ -52,7 +52,7 @@ def momentum_schedule(
     warmup_steps: int = 300,
     cooldown_steps: int = 50,
 ) -> optax.Schedule:
-    """Return a momentum that rises from `low` to `high`, and falls back over the last steps.
+    """Return a momentum that rises from `low` to `high`, and falls to `low` over the last steps.
 
     Raises:
         ValueError: low or high outside [0, 1); a negative number of steps.
@@ -108,7 +108,7 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     """Replace each matrix by its orthogonal factor.
 
-    All matrices of one shape are one batch, also those of different parameters.
+    All matrices of one shape form one batch, across parameters.
 
     Args:
         method: function of a batch of matrices; `distributed` shards it over several devices.
@@ -128,14 +128,14 @@ def orthogonalize(
 def distributed(
     method: Callable, mesh: Mesh, axis: str = "data", dtype: jax.typing.DTypeLike = jnp.bfloat16
 ) -> Callable:
-    """Return the method with a batch that is replicated on all devices sharded over a mesh axis.
+    """Shard the replicated batch of an orthogonalization method over a mesh axis.
 
     Each device computes its share, and the results are gathered on all devices.
 
     Args:
         axis: axis of the mesh.
-        dtype: dtype in which the results are gathered, that of the method's matmuls: it has every
-            value that the method returns.
+        dtype: dtype in which the results are gathered. The dtype of the method's matmuls represents
+            every result exactly.
     """
 
     def share_of(x_NIO):
@@ -159,7 +159,7 @@ def distributed(
 
 class NeuronNormState(NamedTuple):
     variance: optax.Updates
-    """Mean squares over the inputs, or over the outputs if they are fewer; unpacked."""
+    """Mean squares over the inputs, or over the outputs if outputs are fewer; unpacked."""
 
 
 def scale_by_neuron_norm(
@@ -187,7 +187,7 @@ def scale_by_neuron_norm(
         paths, leaves, tree = flatten(updates)
         leaves = [leaf.astype(jnp.float32) for leaf in leaves]
         moments = jax.tree.leaves(state.variance)
-        # In the batches of `orthogonalize`: a few kernels instead of several for each parameter.
+        # Use the batches of `orthogonalize`: a few kernels instead of several for each parameter.
         for indices, shapes, v_NIO in _batches(
             paths, leaves, layout, key=lambda path: layout(path).axes
         ):
@@ -266,8 +266,8 @@ def normuon(
 
     Args:
         learning_rate: a number, or a schedule of the update's index.
-        momentum, b2: β and β₂ of the module's equations.
-        weight_decay: as for `add_cautious_decay`.
+        momentum, b2: β and β₂ in the module's equations.
+        weight_decay: see `add_cautious_decay`.
         method: orthogonalization: `polar_express`, `newton_schulz`, or `distributed(…)`.
         layout: maps a parameter's path to the layout of its matrices.
         factor, decay_factor: map a parameter's path to a factor of the learning rate and of the
@@ -302,13 +302,13 @@ def normuon_and_adamw(
     method=polar_express,
     **adamw: Any,
 ) -> optax.GradientTransformation:
-    """Return NorMuon for the groups of matrices and AdamW for the others, after a common clipping.
+    """Return clipping, then NorMuon for groups of matrices and AdamW for other groups.
 
     Args:
-        groups: rules, as for `assign`, which is called at `init`.
-        matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: as for `normuon`
-            (neuron_b2 is its b2).
-        learning_rate, adamw: as for `matrices_and_adamw`.
+        groups: rules of `assign`, which `init` calls.
+        matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: see `normuon`;
+            neuron_b2 is its b2.
+        learning_rate, adamw: see `matrices_and_adamw`.
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -341,7 +341,7 @@ class NorMuonConfig(MatrixOptimizerConfig):
     momentum_low: DecayRate = 0.85
     """Momentum at the first and the last step."""
     momentum_warmup_steps: NonNegativeInt = 300
-    """Steps in which the momentum rises."""
+    """Number of first steps in which the momentum rises."""
     momentum_cooldown_steps: NonNegativeInt = 50
     """Steps before the schedule's end in which the momentum falls."""
     neuron_b2: DecayRate = 0.95
@@ -398,7 +398,7 @@ def _batches(
 ) -> Iterator[tuple[list[int], list[tuple[int, ...]], jax.Array]]:
     """Yield a batch for each shape of matrices.
 
-    A batch is the indices of its leaves, their unpacked shapes, and the matrices.
+    A batch consists of indices of leaves, their unpacked shapes, and the matrices.
 
     Args:
         key: function of a path; leaves with different values are in different batches.

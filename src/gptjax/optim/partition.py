@@ -29,7 +29,7 @@ class Group:
             Muon); None for AdamW.
         learning_rate: multiplies the learning rate of the group's optimizer.
         weight_decay: multiplies the weight decay of the group's optimizer.
-        b1, b2: decay rates of AdamW's moments; None for those of the other groups.
+        b1, b2: decay rates of AdamW's moments; None: the values of the optimizer's config.
         kind: "embedding" or "vector" selects the options of that name in an optimizer's config
             (embedding_b1, vector_b1, …); None selects none.
     """
@@ -84,12 +84,12 @@ def describe(
 ) -> list[tuple[str, str, str, Group]]:
     """Return a row for each kind of parameter.
 
-    Its columns are the path (with * for numbers) and the number of such parameters, the shape, the
+    The columns are the path (with * for numbers) and the number of such parameters, the shape, the
     optimizer, and the group.
 
     Args:
         params: arrays, or `jax.ShapeDtypeStruct`s.
-        optimizer: name of the optimizer of the matrices; the others have adamw.
+        optimizer: name of the matrix optimizer; other parameters use adamw.
 
     Raises:
         GroupError: as in `assign`.
@@ -109,7 +109,7 @@ def describe(
 
 
 def _in_words(matrices: Matrices, path: str, shape: tuple[int, ...]) -> str:
-    """Return the number of matrices if above 1, and their size if the layout names the axes."""
+    """Describe the number of matrices if above 1, and the size if the layout names the axes."""
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
     unpacked = jax.eval_shape(lambda x: matrices.unpacked(x, path), leaf).shape
     count = math.prod(unpacked[:-2])

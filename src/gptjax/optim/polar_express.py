@@ -1,8 +1,7 @@
-"""The orthogonal factor of a matrix, computed by matmuls only: Polar Express, and the
-Newton–Schulz iteration of Muon.
+"""Orthogonal factor of a matrix by matmuls only: Polar Express, and Muon's Newton–Schulz iteration.
 
-Both scale X ← X / (‖X‖_F · margin + 1e-6), then iterate X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X. The
-coefficients of Polar Express differ in each step. The iteration moves each singular value towards 1
+Both methods scale X ← X / (‖X‖_F · margin + 1e-6), then iterate X ← a·X + b·(X Xᵀ)X + c·(X Xᵀ)²X.
+Polar Express has other coefficients in each step. The iteration moves each singular value towards 1
 and keeps the singular vectors: U Σ Vᵀ becomes approximately U Vᵀ.
 
 Amsel, Persson, Musco, Gower, "The Polar Express", 2025; Jordan et al., "Muon", 2024.
@@ -41,9 +40,9 @@ def polar_express(
 
     Args:
         x: matrices of any shape, in fp32 or 16 bits.
-        steps: number of iterations; from the sixth on, each repeats the fifth.
-        dtype: inputs of the matmuls, which are true fp32 with float32. The norm, the coefficients
-            and every sum are always fp32.
+        steps: number of iterations. Iterations after the fifth use the fifth's coefficients.
+        dtype: dtype of the matmuls' inputs; float32 selects true fp32 matmuls. The norm, the
+            coefficients and every sum are always fp32.
         implementation: back end of the symmetric matmuls (`pallas_kernels.xxt` lists them).
 
     Returns:
@@ -64,7 +63,7 @@ def newton_schulz(
 ) -> Float[Array, "*B M N"]:
     """Return approximately U Vᵀ of each matrix, with the coefficients of Muon in every step.
 
-    Singular values of the result are between about 0.7 and 1.2. Args and errors as for
+    Singular values of the result are between about 0.7 and 1.2. Args and errors: see
     `polar_express`.
     """
     return _iterate(x, NEWTON_SCHULZ, steps, 1.0, dtype, implementation)
@@ -86,10 +85,10 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
     norm = jnp.sqrt(jnp.square(x32).sum((-2, -1), keepdims=True))
     y = _rounded(x32 / (norm * margin + 1e-6), dtype)
     for a, b, c in (coefficients + coefficients[-1:] * steps)[:steps]:
-        # The smaller of X Xᵀ and Xᵀ X; no matrix is transposed.
+        # Use the smaller of X Xᵀ and Xᵀ X; no matrix is transposed.
         gram = _rounded(xxt(y, **options) if wide else xtx(y, **options), dtype)
-        # a·1 + b·gram + c·gram²: the step is then one matmul. A separate addition of a·y would
-        # need a pass over fp32 results, with the same error (docs/notes/2026-11-22-normuon.md).
+        # a·1 + b·gram + c·gram²: the step is then one matmul. A separate addition of a·y would need
+        # another pass over fp32 results (docs/notes/2026-11-22-normuon.md).
         polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, d=a, **options), dtype)
         left, right = (polynomial, y) if wide else (y, polynomial)
         y = _rounded(jnp.matmul(left, right, precision=options["precision"]), dtype)

@@ -1,5 +1,5 @@
-"""Learning-rate schedules: functions of the update's index (0 for the first), with linear
-warm-up."""
+"""Learning-rate schedules with linear warm-up, as functions of the update's index (0 for the
+first)."""
 
 import jax.numpy as jnp
 import optax
@@ -21,7 +21,7 @@ def schedule(
     cooldown_steps: int | None = None,
     final_steps: int = 0,
 ) -> optax.Schedule:
-    """Return the schedule of a name.
+    """Return the schedule with this name.
 
     Warm-up: peak·(step+1)/warmup_steps for the first `warmup_steps` updates. Then the peak until
     the cooldown. In the cooldown, with progress p from 0 to 1 and floor f = final_fraction:
@@ -32,8 +32,9 @@ def schedule(
         wsd       peak·(f + (1−f)·(1 − √p)) (warmup, stable, decay: Hägele et al., 2024)
 
     Args:
-        cooldown_steps: steps of the cooldown. None: all after the warm-up; of wsd, the last 20 %.
-        final_steps: steps with the floor, between the cooldown and `total_steps`.
+        cooldown_steps: steps of the cooldown. None: all steps after the warm-up; for wsd, the last
+            20 %.
+        final_steps: steps with the final learning rate, between the cooldown and `total_steps`.
 
     Raises:
         ValueError: an unknown name (the message lists them); a number outside its range; a cooldown
