@@ -9,13 +9,14 @@ per token. The softmax covers the first `vocab_size` columns; padded columns get
 exactly zero, so padded rows of W never move. A head stored as (C, V) is passed as `w_CV.T`.
 
 Back ends:
-    fused: the forward pass computes the logits of one chunk of tokens, overwrites them with dlogits
-        (`fused_classifier`), and multiplies dlogits into both gradients. It runs three matmuls in
-        all, and no more than a chunk of logits is alive. The backward pass multiplies by the
-        cotangent g of the losses. For dx this is exact: each row belongs to one token. For dW =
-        Σ_n g_n dlogits_n x_nᵀ it is exact where all g_n are equal, as for a mean or a sum. Where
-        they differ, the backward pass computes dW again from the logits, chunk by chunk. XLA finds
-        at compile time that the g_n of a mean are equal, and removes that branch.
+    fused: the forward pass computes the logits of one chunk of tokens, overwrites the logits with
+        dlogits (`fused_classifier`), and adds the chunk's part of both gradients. The forward pass
+        runs three matmuls in total, and at most one chunk of logits is alive. The backward pass
+        multiplies both gradients by the cotangent g of the losses. For dx the result is exact: each
+        row belongs to one token. For dW = Σ_n g_n dlogits_n x_nᵀ the result is exact if all g_n are
+        equal, as for a mean or a sum. If the g_n differ, the backward pass recomputes dW from the
+        logits, chunk by chunk. At compile time, XLA detects that the g_n of a mean are equal, and
+        removes that branch.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
@@ -23,8 +24,8 @@ Back ends:
 fused and xla are differentiable once, in reverse mode.
 
 With `fp8`, the three matmuls of "fused" are in FP8 where the call is differentiated
-(pallas_kernels/lm_head/fp8.py). A call that is not, such as one in evaluation, computes in x's
-dtype; so does the backward pass where it computes dW again.
+(pallas_kernels/lm_head/fp8.py). A call that is not differentiated, such as a call in evaluation,
+computes in x's dtype. A backward pass that recomputes dW computes dW in x's dtype.
 """
 
 import dataclasses
@@ -110,28 +111,28 @@ def linear_cross_entropy(
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, " N"]:
-    """Cross-entropy of each token in nats, in fp32 whatever the inputs are.
+    """Cross-entropy of each token in nats, in fp32 for every dtype of the inputs.
 
     Args:
-        x_NC: hidden states in fp32, bf16 or fp16; the logits have their dtype, the softmax is fp32.
+        x_NC: hidden states in fp32, bf16 or fp16; the logits have x's dtype, the softmax is fp32.
         w_VC: head weights of x's dtype, or fp32, which is rounded to x's dtype. The gradient has
-            the dtype of the weights; "fused" sums it in fp32.
+            the dtype of the weights; "fused" sums the gradient in fp32.
         targets_N: target column of each row, in [0, vocab_size), in any integer type; or M target
             columns of each row. Out of this range the loss is NaN.
         vocab_size: real columns; V when None.
-        chunk: most rows of logits that are alive at once; must divide N. None: about 16,384 in
-            "fused", all of them in the others.
+        chunk: largest number of rows of logits that are alive at once; must divide N. None: about
+            16,384 rows in "fused", all rows in the other back ends.
         softcap, target_weights: as in `fused_classifier`.
-        ignore_index: targets with this value have no term. Tokens that have no other target have
-            loss 0 and no gradient.
+        ignore_index: targets with this value do not contribute. A token whose targets are all
+            ignored has loss 0 and gradient 0.
         fp8: scales for FP8 matmuls in training, with "auto" or "fused"; None: in x's dtype.
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end, or one
-            that has no FP8 matmuls.
+        ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end, or the
+            named back end has no FP8 matmuls.
         NotImplementedError: differentiation with respect to target_weights.
     """
     backend = _dispatch.select(
@@ -221,11 +222,11 @@ class Options:
         return losses_K, dx_KC, weight_gradient(self, dlogits_KV, x_KC)
 
     def prepare(self, w_VC, dtype):
-        """Return the weights as `gradients` reads them."""
+        """Return the weights in the dtypes and layouts that `gradients` reads."""
         if self.fp8 is not None:
             return quantized_head(self.fp8, w_VC)
         w_VC = w_VC.astype(dtype)
-        # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls take any order.
+        # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls support any order.
         if w_VC.dtype == jnp.float32:
             return w_VC, transpose_copy(w_VC), "cv"
         return w_VC, w_VC, "vc"
@@ -276,8 +277,8 @@ def _fused(options, x_NC, w_VC, targets, weights_M):
 
 
 def _after(x_KC, earlier):
-    """Return both arguments, x_KC only after `earlier` is computed. Otherwise the compiler may
-    compute the logits of all chunks first, and keep them alive."""
+    """Return both arguments, with a dependency of x_KC on `earlier`. Without the dependency, the
+    compiler may compute the logits of all chunks first, and keep all logits alive."""
     return jax.lax.optimization_barrier((x_KC, earlier))
 
 
@@ -304,13 +305,13 @@ def _fused_backward(options, saved, g_N):
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
     dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
-    # As integers, because NaN ≠ NaN: the cotangent of a mean is one number broadcast, so XLA finds
-    # at compile time that all are equal, and removes the branch below.
+    # Compare integers, because NaN ≠ NaN. The cotangent of a mean is one number broadcast, so XLA
+    # detects at compile time that all g_n are equal, and removes the branch below.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
     first, alike = bits_N[0], (bits_N == bits_N[0]).all()
     if options.ignore_index is not None:
-        # The cotangents of ignored tokens do not matter: they are 0 for a mean over the others that
-        # multiplies by a mask.
+        # Skip the cotangents of ignored tokens: these cotangents may differ from the others, such
+        # as 0 for a masked mean, and do not contribute.
         counts_N = (targets != options.ignore_index).reshape(len(g_N), -1).any(-1)
         first = jnp.where(alike, first, jnp.where(counts_N, bits_N, 0).max())
         alike |= ((bits_N == first) | ~counts_N).all()

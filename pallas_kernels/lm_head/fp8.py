@@ -1,10 +1,10 @@
-"""The chunks of `linear_cross_entropy` with FP8 matmuls.
+"""Chunks of `linear_cross_entropy` with FP8 matmuls.
 
     x8 = e4m3(x·s_x)      w8 = e4m3(W·s_w)      d8 = e5m2(dlogits·s_d)
     logits = x8 w8ᵀ / (s_x·s_w)      dx = d8 w8 / (s_d·s_w)      dW = Σ_chunks d8ᵀ x8 / (s_d·s_x)
 
-Each FP8 matmul reads both operands K-major: of x and W there are two copies, and d8 is transposed
-in a pass of its own. dx and dW sum over many terms, with cuBLASLt's slower, more accurate sums.
+Each FP8 matmul reads both operands K-major. x and W are stored in two copies, and a separate pass
+transposes d8. dx and dW are sums of many terms, and use cuBLASLt's slower, more accurate sums.
 """
 
 from typing import NamedTuple
@@ -18,15 +18,16 @@ from pallas_kernels.fp8 import E4M3, quantize, scale_for, scaled_matmul, transpo
 class HeadScales(NamedTuple):
     """Factors by which the operands are multiplied before they are rounded to FP8.
 
-    Powers of two near those of the modded-nanogpt speedrun (x 448/100, w 448/1.6, gradient
-    448/0.75): numbers beyond 448 (x, w) and 57,344 (gradient) divided by the factor are clipped.
+    The defaults are powers of two near the factors of the modded-nanogpt speedrun (x 448/100, w
+    448/1.6, gradient 448/0.75). Scaled numbers beyond 448 (x, w) or 57,344 (gradient) are clipped.
     """
 
     x: float = 4.0
     w: float | None = None
-    """None: from the largest weight, at each call."""
+    """Factor of W. None: computed from the largest weight at each call."""
     gradient: float = 512.0
-    """Of dlogits, which are at most the sum of the targets' weights times the soft cap's slope."""
+    """Factor of dlogits. |dlogits| is at most the sum of the target weights times the cap's slope.
+    """
 
 
 def quantized_head(scales: HeadScales, w_VC):
