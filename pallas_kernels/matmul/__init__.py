@@ -1,9 +1,10 @@
-"""Matmuls and sums by XLA, in the operand order that is fast on a GPU.
+"""Matmuls and sums by XLA, with operand layouts that are fast on a GPU.
 
-In TF32 Hopper's tensor cores need both operands K-major (contiguous along the axis of the sum);
-cuBLAS's kernels for the other orders reach half the rate (H200: xᵀ dy of 32768×768 and 32768×3072
-at 193 TFLOP/s, x wᵀ at 413). With a precision of HIGH, which asks for TF32, the other operands are
-transposed first, by a copy or by the kernel that computes them. bf16 matmuls take any order.
+In TF32, Hopper's tensor cores need both operands K-major (contiguous along the axis of the sum).
+cuBLAS's kernels for other layouts reach half the rate (H200: xᵀ dy of 32768×768 and 32768×3072 at
+193 TFLOP/s, x wᵀ at 413). With a precision of HIGH, which requests TF32, operands that are not
+K-major are transposed first. A copy, or the kernel that computes the operand, stores the transpose.
+bf16 matmuls support any layout.
 
 Shapes: N rows, I inputs, O outputs.
 """
@@ -23,7 +24,7 @@ from pallas_kernels._dispatch import XLA, BackEnd
 from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
 
 FEW = 8192
-"""Most rows that the custom kernel of `sum_rows` supports."""
+"""Largest number of rows that the custom kernel of `sum_rows` supports."""
 Implementation = Literal["auto", "xla", "reference"]
 
 
@@ -48,7 +49,7 @@ class Facts:
 
 
 def why_not_fp8(call) -> str | None:
-    """Return None where the call is not in FP8, else the reason of a back end without FP8."""
+    """Return None if the call is not in FP8, else the reason why the back end cannot run."""
     return "has no FP8 matmuls" if call.fp8 else None
 
 
@@ -60,7 +61,7 @@ _dispatch.register(
 
 def xla_matmul(x_NI, w_IO, *, precision: jax.lax.PrecisionLike, dtype: jax.typing.DTypeLike):
     """Return x w in `dtype`."""
-    # For few rows, such as those of a sampled token, the copy of w takes longer than it saves.
+    # For few rows, such as the rows of a sampled token, the copy of w costs more than it saves.
     if precision == jax.lax.Precision.HIGH and x_NI.shape[0] >= x_NI.shape[1]:
         w_OI = transpose_copy(w_IO)
         return jnp.einsum(
@@ -98,11 +99,11 @@ def sum_rows(x_NO, *others):
     """Return Σ_n x in fp32, the gradient of a bias.
 
     Args:
-        others: further arrays of the call, for `select`. cuDNN's attention returns gradients whose
-            types do not name the mesh that they are on.
+        others: further arrays of the call, for `select`. The types of the gradients that cuDNN's
+            attention returns do not name the mesh of the gradients.
     """
-    # XLA splits 65,536 rows over many thread blocks, and reads them at the rate of a copy. It
-    # splits 4096×2304 over 18, which take 41 µs on an H200.
+    # XLA splits a sum of 65,536 rows over many thread blocks, and reaches the copy rate. XLA splits
+    # 4096×2304 over only 18 thread blocks, which take 41 µs on an H200.
     backend = _dispatch.select("sum_rows", arrays=(x_NO, *others), rows=x_NO.shape[0])
     if backend == "triton":
         from pallas_kernels.matmul import triton
@@ -112,13 +113,13 @@ def sum_rows(x_NO, *others):
 
 
 def joined(w, dtype: jax.typing.DTypeLike):
-    """Return a matrix, or several side by side, in `dtype`."""
+    """Return w in `dtype`: one matrix, or several matrices concatenated along the columns."""
     parts = [part.astype(dtype) for part in jax.tree.leaves(w)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def split_like(dw_IO, w):
-    """Return the gradient of `joined(w)` as that of w, in its structure and dtypes."""
+    """Convert the gradient of `joined(w)` to the gradient of w, with the structure and dtypes of w."""
     parts, structure = jax.tree.flatten(w)
     ends = list(itertools.accumulate(part.shape[1] for part in parts))
     pieces = jnp.split(dw_IO, ends[:-1], axis=1)
@@ -141,9 +142,10 @@ def linear(
 
     Args:
         x: fp32, bf16 or fp16.
-        w, b: of x's dtype, or fp32, which is rounded to x's dtype (w) or added before the one
-            rounding (b). Their gradients have their dtype. A tuple of matrices is one matmul with
-            all of them side by side; only the separate matrices are stored for the backward pass.
+        w, b: of x's dtype or fp32. A w in fp32 is rounded to x's dtype; b is added before the one
+            rounding of the result. The gradients have the dtypes of w and b. A tuple of matrices w
+            is one matmul with the matrices concatenated along the columns; the backward pass stores
+            only the separate matrices.
         precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
         fp8: whether the matmuls are in FP8 where the call is differentiated
             (pallas_kernels/fp8/layers.py), with "auto" or "xla".
@@ -165,7 +167,7 @@ def checked_linear(
     precision: jax.lax.PrecisionLike,
     fp8: bool = False,
 ):
-    """Compute `linear` for the public function `kernel`, which errors name."""
+    """Compute `linear`. `kernel` is the name of the public function in error messages."""
     ws = jax.tree.leaves(w)
     outputs = sum(w.shape[-1] for w in ws if w.ndim)
     if not (x.ndim >= 1 and all(w.ndim == 2 and x.shape[-1] == w.shape[0] for w in ws)) or (
@@ -208,8 +210,8 @@ def reference(x_NI, w, b_O=None):
 def _linear(x_NI, w, b_O, precision: jax.lax.PrecisionLike):
     """Compute `linear` of rows, rounded once as in PyTorch and llm.c.
 
-    A second rounding loses small biases: in bf16, 0.5 + 0.001 is 0.5. With two roundings the error
-    of the losses of ten steps against fp64 was 2.7 times PyTorch's, on an H200.
+    A second rounding loses small biases: in bf16, 0.5 + 0.001 is 0.5. With two roundings, the
+    losses of ten steps have 2.7 times PyTorch's error against fp64 (H200).
     """
 
     def add_in(dtype, x_NI, w_IO, b_O):
@@ -218,10 +220,10 @@ def _linear(x_NI, w, b_O, precision: jax.lax.PrecisionLike):
             y_NO = y_NO + b_O.astype(dtype)[None]
         return y_NO.astype(x_NI.dtype)
 
-    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 matmul. XLA writes this epilogue
-    # as a bf16 matmul and a bf16 addition, and then stores no fp32 result. On a CPU the same
-    # operations round twice, and on a GPU with --xla_gpu_enable_triton_gemm, XLA's default, which
-    # gptjax disables for training.
+    # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 matmul. XLA fuses a bf16 matmul
+    # and a bf16 addition to this epilogue, and stores no fp32 result. The same operations round
+    # twice on a CPU, and on a GPU with XLA's default --xla_gpu_enable_triton_gemm. gptjax disables
+    # that flag for training.
     return jax.lax.platform_dependent(
         x_NI,
         joined(w, x_NI.dtype),
@@ -236,8 +238,8 @@ def _linear_forward(x_NI, w, b_O, precision):
 
 
 def _linear_backward(precision, saved, dy_NO):
-    # JAX's rule would multiply an fp32 gradient by bf16 operands, at the rate of fp32, and sum the
-    # bias's gradient in bf16.
+    # JAX's differentiation rule would multiply an fp32 gradient by bf16 operands at the fp32 rate,
+    # and sum the gradient of the bias in bf16.
     x_NI, w, b_O = saved
     dx_NI = jnp.matmul(dy_NO, joined(w, dy_NO.dtype).T, precision=precision)
     if b_O is None:
