@@ -16,8 +16,8 @@ and with x̂ = y before scale and bias, g = dy · scale:
     dbias = Σ_n dy
     dresidual_bias = Σ_n dx
 
-residual_bias, which rms_norm does not have, is the bias of the projection whose matmul is the
-residual.
+residual_bias is the bias of the linear layer whose matmul result is `residual`. rms_norm has no
+residual_bias.
 
 Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization",
 2019.
@@ -49,7 +49,7 @@ from pallas_kernels._dispatch import DTYPES, XLA, BackEnd
 from pallas_kernels.fp8.conversion import E4M3, Fp8Rows, quantize, rows_of, transposed
 
 MAX_CHANNELS = 8192
-"""Limit of the Triton kernels: the registers of a program hold no longer row."""
+"""Limit of the Triton kernels: a longer row does not fit into the registers of a program."""
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
 
@@ -97,22 +97,22 @@ def layer_norm(
     fp8_scale: float | None = None,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*N C"] | Fp8Rows | tuple[Float[Array, "*N C"] | Fp8Rows, Float[Array, "*N C"]]:
-    """Normalise each row to mean 0 and variance 1, then scale and shift it.
+    """Normalise each row to mean 0 and variance 1, then scale and shift the row.
 
     Args:
         x: rows of fp32, bf16 or fp16.
-        scale, bias: both fp32, or both of x's dtype. Their gradients have the same dtype.
+        scale, bias: both fp32, or both of x's dtype. The gradients have the same dtype.
         residual: added to x first; of x's shape and dtype.
         residual_bias: added to every row, together with a residual; of scale's dtype.
         eps: added to the biased variance.
         out_dtype: dtype of y; x's when None.
-        fp8_scale: with a number, y is an `Fp8Rows` in e4m3 times the number, for a layer with FP8
-            matmuls; not with "reference".
+        fp8_scale: None, or a factor: y is then an `Fp8Rows` with the rows times the factor in e4m3,
+            for a layer with FP8 matmuls. Not with "reference".
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
 
     Returns:
-        y; with `residual` (y, total), where total is their sum in x's dtype.
+        y; with `residual` (y, total), where total = x + residual + residual_bias in x's dtype.
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
@@ -143,7 +143,7 @@ def rms_norm(
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
-    """Divide each row by its root mean square, then scale it where there is a scale.
+    """Divide each row by the root mean square of the row, then multiply by `scale` if given.
 
     Args:
         eps: added to the mean square.
@@ -241,7 +241,7 @@ def _norm_backward(options, saved, cotangents):
     total, stats, scale_C, residual_bias_C = saved
     dy, dtotal = rows_of(cotangents[0]), cotangents[1]
     has_residual = dtotal is not None
-    # The last normalisation of a network leaves total unused: no zeros are loaded for its gradient.
+    # The last norm of a network does not use total: pass no zeros as the gradient of total.
     if isinstance(dtotal, jax.custom_derivatives.SymbolicZero):
         dtotal = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
@@ -334,7 +334,7 @@ def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
     dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
     dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
     dx = dx.astype(total.dtype)
-    # From the rounded dx, which XLA can load instead of recomputing it.
+    # Sum the rounded dx: XLA can load the stored dx instead of recomputing dx.
     dresidual_bias_C = (
         dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
     )

@@ -18,23 +18,22 @@ import triton.language as tl
 
 from pallas_kernels import _dispatch, _triton
 
-# Measured on an H200 (docs/kernels/norm.md). Channels per thread; backward also warps per SM and
-# pipeline stages, by the item size of total: four-byte rows keep the memory busy without copies
-# ahead.
+# Measured on an H200 (docs/kernels/norm.md). Channels per thread. The backward pass also has warps
+# per SM and pipeline stages, by the item size of total: four-byte rows need no copies ahead.
 FORWARD_ELEMENTS = 24
 BACKWARD = {2: (32, 8, 3), 4: (24, 12, 1)}
-# With one more sum in registers: no spills at GPT-2's widths. Derived from the number of registers,
-# not measured.
+# For one more sum in registers, without spills at GPT-2's widths. Derived from the number of
+# registers, not measured.
 BACKWARD_WITH_BIAS = {2: (24, 8, 3), 4: (24, 10, 1)}
-# On compute capability 10 (B200), where 24 channels of four bytes spill. Compiled, not measured.
+# For compute capability 10 (B200), where 24 channels of four bytes spill. Compiled, not measured.
 BACKWARD_WITH_BIAS_10 = BACKWARD_WITH_BIAS | {4: (16, 10, 1)}
-# For 16-bit rows of four warps, such as 1,600 channels: three programs per SM instead of two.
-# 36864×1600 132 → 115 µs, with four 151; copy 112.
+# For 16-bit rows of four warps, such as 1,600 channels: three programs per SM. Times of 36864×1600:
+# two programs 132 µs, three 115, four 151; a copy takes 112.
 FOUR_WARPS_A_ROW = 12
-# Up to FEW_ROWS rows the partial sums are as many bytes as the rows: half as many programs, for any
-# dtype.
+# Up to FEW_ROWS rows, the partial sums would have as many bytes as the rows: use half as many
+# programs, for any dtype.
 FEW_ROWS, BACKWARD_OF_FEW = 8192, (24, 4, 2)
-# Shared memory per program on every GPU from Ampere on, with room for reductions.
+# Shared memory per program that every GPU from Ampere on has, minus the scratch of reductions.
 MAX_SHARED_BYTES = 90_000
 
 
@@ -199,7 +198,7 @@ def norm_backward(
         old_dscale, old_dbias, old_dresidual_bias = dscale, dbias, dresidual_bias
         dscale, dbias, dresidual_bias = (), (), ()
         for k in tl.static_range(CHUNKS):
-            # Out of bounds dy is 0, so all summands are 0.
+            # dy is 0 out of bounds, so all terms of the sums are 0.
             g = dy[k].to(tl.float32)
             g_centred = g * (total[k].to(tl.float32) - mean)
             if CENTRED:
@@ -293,7 +292,7 @@ def forward(
     """Return (y, total, statistics).
 
     total is None without `residual_NC`. The statistics are mean and rstd, or rstd alone. With
-    `fp8_scale` y is in e4m3, times the scale.
+    `fp8_scale`, y is multiplied by the scale and stored in e4m3.
     """
     n, c = x_NC.shape
     tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
@@ -301,7 +300,7 @@ def forward(
         out_dtype, tile["FP8_SCALE"] = jnp.float8_e4m3fn, fp8_scale
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
-        # An absent array has a pointer too; the kernel does not use it.
+        # Pass x in place of an absent array: the kernel does not read that pointer.
         *(
             x_NC if array is None else array
             for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)
@@ -338,11 +337,11 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
     if residual_bias and n > FEW_ROWS and total_NC.dtype.itemsize == 2 and tile["num_warps"] == 4:
         warps_per_sm = FOUR_WARPS_A_ROW
-    # A CPU device, where the interpreter runs, has no such attribute.
+    # A CPU device, on which the interpreter runs, has no attribute core_count.
     sms = getattr(jax.devices()[0], "core_count", 1)
     tiles, most = triton.cdiv(n, tile["ROWS"]), max(1, warps_per_sm // tile["num_warps"]) * sms
-    # The smallest number of programs with as many iterations: 512 for 4,096 rows. The partial sums
-    # of 528 need a second iteration of `sum_partials`.
+    # The smallest number of programs with the same number of iterations: 512 for 4,096 rows. The
+    # partial sums of 528 programs would need a second iteration of `sum_partials`.
     programs = triton.cdiv(tiles, triton.cdiv(tiles, most))
     bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (
         1 if dtotal_NC is None else 2
