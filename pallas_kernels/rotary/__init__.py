@@ -1,4 +1,4 @@
-"""Queries, keys and values of a packed projection, queries and keys normalised and rotated.
+"""Rotary position embedding: split a packed projection, normalise and rotate queries and keys.
 
 Each head of D channels, with E angles φ_i per token (Su et al., "RoFormer", 2021):
 
@@ -18,12 +18,12 @@ Values are copied. The two layouts of pairs:
 Shapes: B batch, T time, H heads of queries, G of keys and of values, O = (H + 2·G)·D packed
 channels, D channels of a head, E ≤ D/2 angles. A row is one head of one token.
 
-Arithmetic is fp32; results are rounded once. The backward pass reads the projection again where it
-was normalised, and nothing else of the forward pass.
+Arithmetic is fp32; results are rounded once. With `eps`, the backward pass reads the packed
+projection again. The forward pass saves no other array.
 
 Back ends:
-    triton: one kernel each way. NVIDIA GPUs from Ampere on; D, E and D − 2·E powers of two (or 0).
-        Differentiable once, in reverse mode.
+    triton: one kernel per pass. NVIDIA GPUs from Ampere on; D, E and D − 2·E are powers of two (or
+        0). Differentiable once, in reverse mode.
     xla: plain JAX; any device.
     reference: the definition in fp32. Any device.
 """
@@ -99,13 +99,13 @@ def rotary_qkv(
 
     Args:
         qkv: fp32, bf16 or fp16: the heads of the queries, then of the keys, then of the values.
-        cos, sin: of each angle at the times of the results, fp32. They have no gradient.
+        cos, sin: cosine and sine of each angle at each time of the results, fp32, without gradient.
         heads: H.
         key_heads: G; H if None.
         pairs: channels that rotate together.
         eps: added to the mean squares. None: queries and keys are not normalised.
-        pair_heads: interleave heads 2j and 2j + 1 of all three along time: the results have 2·T
-            times and half the heads, and time 2t + i has head 2j + i of token t.
+        pair_heads: interleave heads 2j and 2j + 1 of queries, keys and values along time. The
+            results have 2·T times and half as many heads: time 2t + i is head 2j + i of token t.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:

@@ -1,10 +1,10 @@
 """Triton kernels of `rotary_qkv`.
 
-A program computes ROWS rows of D channels, which are consecutive in the packed projection: queries,
-keys and values of one token or of neighbouring tokens. Rows of values have the angle 0 and no norm.
+A program computes ROWS consecutive rows of D channels of the packed projection: queries, keys and
+values of one token or of neighbouring tokens. Rows of values have the angle 0 and no norm.
 
 Shapes: N tokens, H heads of queries, G of keys and of values, D channels, E angles, TABLE rows of
-cos and sin, which repeat: those of one sequence, or of the batch.
+cos and sin: the rows of one sequence, which all sequences share, or the rows of the batch.
 """
 
 import jax
@@ -13,8 +13,8 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# Elements of a program's tile: 16 for each thread, two vectors of 16 bytes in a 16-bit dtype. Not
-# tuned.
+# Elements of a program's tile: 16 for each thread, i.e. two vectors of 16 bytes in a 16-bit dtype.
+# Not tuned.
 ELEMENTS, WARPS = 2048, 4
 
 
@@ -32,16 +32,16 @@ def forward(qkv_BTO, cos_BTE, sin_BTE, *, options):
 
 
 def backward(dq, dk, dv, cos_BTE, sin_BTE, *qkv_BTO, options):
-    """Return (dqkv,)."""
+    """Return (dqkv,), the gradient of the packed projection."""
     b, t, d = dq.shape[0], dq.shape[1] // (2 if options.pair_heads else 1), dq.shape[-1]
     out = [jax.ShapeDtypeStruct((b, t, options.packed_heads * d), dq.dtype)]
-    # A pointer that the kernel does not read, where nothing was normalised.
+    # Without a norm the kernel does not read this pointer.
     arrays = (dq, dk, dv, cos_BTE, sin_BTE, *(qkv_BTO or (dq,)))
     return _launch(rotary_backward_kernel, *arrays, out=out, cos=cos_BTE, how=options)
 
 
 def _launch(kernel, *arrays, out, cos, how):
-    """Launch a kernel whose first output has the batch and D in its first and last axis."""
+    """Launch a kernel. The first and last axis of the first output are the batch and D."""
     d = out[0].shape[-1] // (how.packed_heads if len(out) == 1 else 1)
     times = cos.shape[1] // (2 if how.pair_heads else 1)
     n, rows = out[0].shape[0] * times, max(ELEMENTS // d, 1)
@@ -116,8 +116,8 @@ def row_sum(a, b, rest, D: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def row_of(N: tl.constexpr, H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr):
-    """Return this program's rows in the packed projection, their tokens and heads, and whether they
-    exist."""
+    """Return this program's rows in the packed projection, the rows' tokens and heads, and a mask
+    of the rows in bounds."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = row // (H + 2 * G)
     return row, token, (row - token * (H + 2 * G)).to(tl.int32), token < N
@@ -127,7 +127,7 @@ def row_of(N: tl.constexpr, H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr
 def load_angle(
     cos_ptr, sin_ptr, token, head, mask, TABLE: tl.constexpr, E: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Load cos and sin, (ROWS, E); those of the angle 0 where the mask is false."""
+    """Load cos and sin, (ROWS, E), with 1 and 0 (the angle 0) where the mask is false."""
     time = token * 2 + head % 2 if PAIR else token
     at = (time % TABLE)[:, None] * E + tl.arange(0, E)[None, :]
     cos = tl.load(cos_ptr + at, mask=mask[:, None], other=1.0)
@@ -177,7 +177,7 @@ def rotary_backward_kernel(
 ):  # fmt: skip
     row, token, head, inside = row_of(N, H, G, ROWS)
     turns = inside & (head < H + G)
-    # A row is in one of the three arrays; the others load zeros.
+    # A row is in one of the three arrays. Masked loads from the other two arrays return zeros.
     a, b, rest = load_row(
         dq_ptr, place(token, head, H, D, PAIR), inside & (head < H), D, E, ADJACENT
     )
@@ -193,7 +193,7 @@ def rotary_backward_kernel(
     if EPS is not None:
         xa, xb, xr = load_row(qkv_ptr, row * D, turns, D, E, ADJACENT)
         rstd = tl.rsqrt(row_sum(xa * xa, xb * xb, xr * xr, D, E) / D + EPS)
-        # 0 for values, whose x is loaded as zeros.
+        # 0 for values: x of values is loaded as zeros.
         along = (row_sum(a * xa, b * xb, rest * xr, D, E) / D * rstd * rstd)[:, None]
         rstd = tl.where(turns, rstd, 1.0)[:, None]
         a, b, rest = rstd * (a - xa * along), rstd * (b - xb * along), rstd * (rest - xr * along)
