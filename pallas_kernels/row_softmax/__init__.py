@@ -1,4 +1,4 @@
-"""Softmax of rows, short and very long: y = softmax(scale · x) over the last axis.
+"""Softmax of short and very long rows: y = softmax(scale · x) over the last axis.
 
     m = max_s x_s
     y_s = exp(scale·(x_s − m)) / Σ_s' exp(scale·(x_s' − m))
@@ -60,7 +60,7 @@ def softmax(
     backend = _dispatch.select("softmax", implementation, arrays=x)
     if backend == "reference":
         return reference(x, scale=scale, causal=causal).astype(x.dtype)
-    if scale <= 0:  # the kernels take the maximum before they scale
+    if scale <= 0:  # the kernels compute the maximum before scaling
         x, scale = (-x, -scale) if scale < 0 else (x * 0, 1)
     return _calls.differentiable("softmax", _softmax, Options(backend, float(scale), causal), x)
 
@@ -76,7 +76,8 @@ def gradient(
     """Backward pass of `softmax`: dx from the output y and its cotangent dy.
 
     Args:
-        y, dy: of one shape and dtype. With `causal`, columns of dy after the row's own are ignored.
+        y, dy: arrays of equal shape and dtype. With `causal`, columns of dy above the diagonal are
+            ignored.
         scale, causal, implementation: as in `softmax`.
 
     Raises:
@@ -128,7 +129,7 @@ _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 
 def _in_triton(options, name, *arrays):
-    """Run `forward` or `backward` on rows; on squares with `causal`."""
+    """Run `forward` or `backward` on a matrix of rows; with `causal`, on a batch of squares."""
     from pallas_kernels.row_softmax import triton
 
     kernel = functools.partial(getattr(triton, name), scale=options.scale, causal=options.causal)

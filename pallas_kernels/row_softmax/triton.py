@@ -1,7 +1,7 @@
 """Triton kernels of `softmax`.
 
-Shapes: N rows of S columns. A tile is B rows and C columns, or R·K columns of one row, K of them in
-one thread.
+Shapes: N rows of S columns. A tile is B rows and C columns, or R·K columns of one row, with K
+columns in one thread.
 
 Masks of loads and stores have the granularity of a vector of K columns (16 bytes): a mask inside a
 vector would split the vector into single columns.
@@ -19,26 +19,27 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Below every finite fp32 and above −∞: −∞ − LOWEST is −∞, and no lane needs a guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-# Short rows at 131072×1024 bf16; (rows per program, warps): share of the copy rate. Forward (1, 1)
-# 97 %, (8, 8) 96 %, (1, 4) 93 %; backward all 100 to 102 %. Causal forward (1, 1) 84 %, (2, 4)
-# 72 %; causal backward (2, 4) 92 %, (1, 1) 85 %. (A causal pass cannot reach the copy rate: two of
-# three bytes are written, and a memset alone runs at 80 % of the copy rate.)
+# Short rows: share of the copy rate at 131072×1024 bf16 by (rows per program, warps). Forward
+# (1, 1) 97 %, (8, 8) 96 %, (1, 4) 93 %; backward 100 to 102 % for all. Causal forward (1, 1) 84 %,
+# (2, 4) 72 %; causal backward (2, 4) 92 %, (1, 1) 85 %. A causal pass cannot reach the copy rate:
+# two of three bytes are stores, and a memset alone runs at 80 % of the copy rate.
 LONGEST_SHORT_ROW = 16384
-# Long rows, forward: two programs of 32 warps fill an SM, and the rows stay in the L2 cache for the
-# second read. For 50304 columns these are 26 MB of an H200's 60: 99 % of the copy rate. Four
-# programs of 16 warps, 52 MB, reach 80 %.
+# Long rows, forward: two programs of 32 warps occupy an SM, and the rows stay in the L2 cache for
+# the second read. With 50304 columns, the rows in progress are 26 MB of an H200's 60 MB: 99 % of
+# the copy rate. Four programs of 16 warps, 52 MB, reach 80 %.
 FORWARD_WARPS = 32
-# If 264 rows do not fit into the L2 cache, a program keeps a part of its row in registers, and one
-# program fills an SM. With and without: 98304 columns 93 % and 83 %; 131072 columns 80 % and 74 %;
-# but 65536 columns 86 % and 96 %.
+# If 264 rows do not fit into the L2 cache, a program keeps a part of the row in registers, and one
+# program occupies an SM. Share of the copy rate with and without registers: 98304 columns 93 % and
+# 83 %; 131072 columns 80 % and 74 %; but 65536 columns 86 % and 96 %.
 TWO_ROWS_FIT = 1 << 17  # bytes of a row
 FORWARD_KEPT = 6
-# Backward: y stays in registers until the sum of dy·y is known, and only dy is read again: 102 %.
-# Reading both again: 85 %. y needs most of the registers: one program of 16 warps fills an SM.
+# Backward: y stays in registers until the sum of dy·y is complete, and only dy is read again: 102 %
+# of the copy rate. Reading both again: 85 %. One program of 16 warps occupies an SM, since y needs
+# most of the registers.
 BACKWARD_WARPS = 16
 MOST_KEPT = 12  # blocks of y, 4 registers per thread each
-# Rows that are not aligned to 16 bytes, on compute capability 10 (B200): the addresses of single
-# columns take registers, and 8 blocks spill. Compiled, not measured.
+# For rows that are not aligned to 16 bytes, on compute capability 10 (B200): the addresses of
+# single columns need registers, and 8 blocks spill. Compiled, not measured.
 MOST_KEPT_UNALIGNED_10 = 6
 
 
@@ -74,7 +75,7 @@ def backward(y, dy, *, scale, causal):
 def _short(kernel, x, *more, scale, causal, tile, warps):
     """Return the launch for short rows: `warps` per `tile` entries.
 
-    A program has as many rows as fit, or more warps for a longer row.
+    A program has as many rows as `tile` entries contain, or more warps for a longer row.
     """
     s = x.shape[-1]
     n = math.prod(x.shape[:-1])
@@ -157,7 +158,7 @@ def short_backward_kernel(
     offset_BC, inside_BC, visible_BC, vector_BC = tile(N, S, CAUSAL, B, C, K)
     y_BC = tl.load(y_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
     dy_BC = tl.load(dy_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
-    if CAUSAL:  # dy may be any value there
+    if CAUSAL:  # dy may have any value in masked columns
         dy_BC = tl.where(visible_BC, dy_BC, 0.0)
     dx_BC = y_BC * (dy_BC - tl.sum(y_BC * dy_BC, 1)[:, None]) * SCALE
     if CAUSAL:
@@ -176,8 +177,8 @@ def tile(
 ):
     """Return the offsets of this program's B rows and three masks.
 
-    The masks are: entries inside the array, entries that each row sees, and vectors with any such
-    entry.
+    The masks are: entries inside the array, entries that each row sees, and vectors of which the
+    row sees at least one entry.
     """
     row_B = tl.program_id(0) * B + tl.arange(0, B)
     column_C = tl.arange(0, C)
