@@ -1,17 +1,17 @@
-"""Draw a token of each sequence from the softmax of its logits, cut to the likeliest tokens.
+"""Sample a token of each sequence from the softmax of the logits, with top-k and top-p filters.
 
-    p = softmax(logits / temperature), cut to the top_k likeliest tokens, renormalised, then cut to
-        the fewest likeliest tokens whose probabilities sum to at least top_p
+    p = softmax(logits / temperature), restricted to the top_k likeliest tokens, renormalised, then
+        restricted to the fewest likeliest tokens whose probabilities sum to at least top_p
     token = the least id i with p_0 + … + p_i > u·Σp
 
-Of equally likely tokens, those with the lowest ids are kept.
+Of equally likely tokens, the filters keep the tokens with the lowest ids.
 
 Shapes: B sequences, V vocabulary.
 
 Library: generation (`gptjax.generate`).
 
 Back ends:
-    triton: one program a row; thresholds by bisection, no sort. NVIDIA GPUs from Ampere on.
+    triton: one program per row; thresholds by bisection, no sort. NVIDIA GPUs from Ampere on.
     xla: plain JAX with a sort; any device.
     reference: as xla.
 No back end is differentiable.
@@ -33,10 +33,10 @@ Implementation = Literal["auto", "triton", "xla", "reference"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """Options of a draw, each a scalar array, or None: off."""
+    """Options of a draw: scalar arrays. None disables an option."""
 
     temperature: Array | None = None
-    """Positive, fp32. None: the likeliest token, the lowest id of equals."""
+    """Positive, fp32. None: return the likeliest token; of equally likely tokens, the lowest id."""
     top_k: Array | None = None
     """int32, at least 1."""
     top_p: Array | None = None
@@ -57,8 +57,8 @@ def sample_token(
 
     Args:
         logits_BV: fp32, bf16 or fp16.
-        uniform_B: in [0, 1), fp32; not read without a temperature.
-        filters: the distribution.
+        uniform_B: uniform random numbers in [0, 1), fp32; not read without a temperature.
+        filters: temperature, top-k and top-p.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
@@ -78,21 +78,22 @@ def _in_jax(logits_BV, uniform_B, filters):
     logits_BV = logits_BV.astype(jnp.float32) / filters.temperature
     probs_BV = jax.nn.softmax(logits_BV, axis=-1)
     if filters.top_k is not None or filters.top_p is not None:
-        # Ranks, not thresholds: bf16 logits tie often, and a threshold would keep all tied logits.
+        # Compare ranks, not thresholds: bf16 logits are often equal, and a threshold would keep all
+        # equal logits.
         order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
         keep_BV = _kept(jnp.take_along_axis(logits_BV, order_BV, axis=-1), filters)
         keep_BV = jnp.take_along_axis(keep_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
         probs_BV = jnp.where(keep_BV, probs_BV, 0)
     sum_BV = jnp.cumsum(probs_BV, axis=-1)
     below_BV = (probs_BV > 0) & (sum_BV > uniform_B[:, None] * sum_BV[:, -1:])
-    # Rounding may leave none: the last token with a probability.
+    # If rounding leaves no such id, return the last token with a positive probability.
     last_B = probs_BV.shape[1] - 1 - jnp.argmax(probs_BV[:, ::-1] > 0, axis=-1)
     token_B = jnp.where(below_BV.any(axis=-1), jnp.argmax(below_BV, axis=-1), last_B)
     return token_B.astype(jnp.int32)
 
 
 def _kept(ranked_BV, filters):
-    """Return which of the logits, likeliest first, the filters keep."""
+    """Return the mask of the logits that the filters keep. The logits are sorted, likeliest first."""
     if filters.top_k is not None:
         inside_1V = jnp.arange(ranked_BV.shape[1])[None] < filters.top_k
         ranked_BV = jnp.where(inside_1V, ranked_BV, -jnp.inf)
@@ -102,8 +103,8 @@ def _kept(ranked_BV, filters):
     if filters.top_p is not None:
         probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
         likelier_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-        # The likeliest is named, since an unlucky rounding or a probability of NaN must not empty
-        # the set.
+        # Always keep the likeliest token: rounding or a probability of NaN must not result in an
+        # empty set.
         keep_BV &= (likelier_BV < filters.top_p).at[:, 0].set(True)
     return keep_BV
 

@@ -1,12 +1,12 @@
-"""Triton kernel of `sample_token`: one program a row, no sort.
+"""Triton kernel of `sample_token`: one program per row, no sort.
 
-The row is loaded in a few wide tiles. For top-k, a bound that at least k of the maxima of a tile's
-lanes reach is a lower bound of the k-th logit. The logits of at least this bound, usually few more
-than k, are candidates. If they are at most 128, each is compared with each other one. Otherwise,
-their ids are stored in ascending order, in global memory, for a search of the thresholds.
+The row is loaded in a few wide tiles. A lane's maximum is the maximum over all tiles. For top-k, a
+bound that at least k lane maxima reach is a lower bound of the k-th logit. The logits of at least
+this bound, usually few more than k, are candidates. Up to 128 candidates are compared pairwise. The
+ids of more candidates are stored in ascending order, in global memory, to search the thresholds.
 
 Thresholds are bisected over integer keys that order the floats of the dtype: at most 16 steps for
-16 bits. A step reads the stored logits, or without top-k the whole row, from the L1 cache.
+16 bits. A step reads the candidates' logits, or without top-k the whole row, from the L1 cache.
 """
 
 import jax
@@ -17,15 +17,15 @@ import triton.language as tl
 from pallas_kernels import _triton
 
 BLOCK = 8192
-"""Logits of a tile of the first pass, at most."""
+"""Largest number of logits of a tile of the first pass."""
 KEPT_BLOCK = 1024
-"""Logits of a tile of the following passes: with top-k, at most."""
+"""Largest number of logits of a tile of later passes with top-k."""
 ROW_BLOCK = 4096
-"""Without top-k."""
+"""Largest number of logits of a tile of later passes without top-k."""
 FEW = 128
-"""Candidates of top-k that are compared with each other, at most."""
+"""Largest number of candidates of top-k that are compared pairwise."""
 ELEMENTS = 16
-"""Logits of a thread in a tile of the first pass: a load of 16 bytes in 16 bits."""
+"""Logits per thread in a tile of the first pass."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -70,7 +70,7 @@ def sample_token(logits_BV, uniform_B, filters):
 
 @triton.jit
 def key_of(x, BITS: tl.constexpr):
-    """Return the integer key of a float: a ≤ b where key(a) ≤ key(b)."""
+    """Return the integer key of a float: a ≤ b if and only if key(a) ≤ key(b)."""
     if BITS == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int64)
     else:
@@ -119,23 +119,24 @@ def _add_pairs(a, b, c, d):
 def lower_bound(
     highest_V, highest_key, k, few, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return a lower bound of the k-th logit, and how many lanes' maxima reach it.
+    """Return a lower bound of the k-th logit, and the number of lane maxima that reach the bound.
 
-    Of k lanes or more: as soon as they are at most `few`, else the k-th of the lanes' maxima.
+    At least k lane maxima reach the bound. The bisection ends when at most `few` do, or when the
+    bound is the k-th largest lane maximum.
     """
     bound = tl.full((), float("-inf"), tl.float32)
     lanes = tl.full((), BLOCK, tl.int32)
     if k <= BLOCK:
         low, high = key_of(tl.min(highest_V, 0).to(DTYPE), BITS), highest_key + 1
         while (high - low > 1) & (lanes > few):
-            # Thirds of the keys, and parts of the values: these need fewer steps for usual logits.
+            # Test thirds of the keys, and fractions of the values: fewer steps for usual logits.
             a, b = low + tl.maximum((high - low) // 3, 1), high - tl.maximum((high - low) // 3, 1)
             low_x, high_x = float_of(low, DTYPE, BITS), float_of(high - 1, DTYPE, BITS)
             c = key_of((0.5 * low_x + 0.5 * high_x).to(DTYPE), BITS)
             d = key_of((0.25 * low_x + 0.75 * high_x).to(DTYPE), BITS)
             c = tl.minimum(tl.maximum(c, low + 1), high - 1)
             d = tl.minimum(tl.maximum(d, low + 1), high - 1)
-            # Two counts of 16 bits in each sum.
+            # Each sum packs two counts of 16 bits.
             over_a = (highest_V >= float_of(a, DTYPE, BITS)).to(tl.int32)
             over_b = (highest_V >= float_of(b, DTYPE, BITS)).to(tl.int32)
             over_c = (highest_V >= float_of(c, DTYPE, BITS)).to(tl.int32)
@@ -151,7 +152,7 @@ def lower_bound(
 
 @triton.jit
 def narrowed(middle, count, k, low, high, lanes):
-    """Return the interval of keys, and the number of lanes above it, after a key's count."""
+    """Narrow the interval of keys by the count of lanes at `middle`. Return (low, high, lanes)."""
     enough = count >= k
     lanes = tl.where(enough & (middle > low), count, lanes)
     low = tl.where(enough, tl.maximum(low, middle), low)
@@ -166,8 +167,8 @@ def list_candidates(
 ):  # fmt: skip
     """Store the ids of logits of at least `bound`, in any order; return their number.
 
-    At most LANES lanes have a maximum of at least `bound`: only these are read again. If more than
-    LANES logits are, the list ends there.
+    At most LANES lanes have a maximum of at least `bound`: only these lanes are read again. The
+    list is truncated after LANES logits.
     """
     keep_V = (highest_V >= bound).to(tl.int32)
     rank_V = tl.cumsum(keep_V, 0)
@@ -192,8 +193,8 @@ def draw_from_list(
     row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P: tl.constexpr,
     V: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Return the token drawn from n ≤ FEW candidates, of which the k likeliest are: each candidate
-    is compared with each other one."""
+    """Return the token drawn from n ≤ FEW candidates, which include the k likeliest tokens. The
+    candidates are compared pairwise."""
     slot_F = tl.arange(0, FEW)
     id_F = tl.load(list_ptr + slot_F, mask=slot_F < n, other=V)
     x_F = tl.load(row_ptr + id_F, mask=slot_F < n, other=float("-inf")).to(tl.float32)
@@ -232,7 +233,7 @@ def keep_from(
     """Store the ids of logits of at least `bound` in ascending order; return their number."""
     FULL: tl.constexpr = V // BLOCK * BLOCK
     kept = 0
-    # Not unrolled: the row would stay in registers from the first pass on, more than there are.
+    # Not unrolled: an unrolled loop keeps the row in registers from the first pass on, and spills.
     for start in range(0, FULL, BLOCK):
         kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, start, True, V, BLOCK)
     if FULL < STOP:
@@ -260,8 +261,8 @@ def load_block(
 
 @triton.jit
 def weigh(x_V, id_V, threshold, last, highest, scale, V: tl.constexpr):
-    """Return the kept tokens' probabilities, up to a factor: above the threshold, or equal to it
-    with an id of at most `last`."""
+    """Return the probabilities of the kept tokens, up to a factor. Kept logits are above the
+    threshold, or equal to the threshold with an id of at most `last`."""
     keep_V = (id_V < V) & ((x_V > threshold) | ((x_V == threshold) & (id_V <= last)))
     return tl.where(keep_V, tl.exp2((x_V - highest) * scale), 0.0)
 
@@ -271,7 +272,7 @@ def count_or_mass(
     row_ptr, kept_ptr, kept, low, threshold, last, highest, scale, MASS: tl.constexpr,
     KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return how many logits are at least `low`, or the probability of those that are kept."""
+    """Return the number of logits of at least `low`, or the sum of their kept probabilities."""
     total_V = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, kept, BLOCK):
         x_V, id_V = load_block(row_ptr, kept_ptr, kept, start, KEPT, V, BLOCK)
@@ -290,8 +291,8 @@ def locate(
 ):  # fmt: skip
     """Return the least id up to which the weights sum to more than `target`.
 
-    Weights are 1 for each logit equal to the threshold with TIES, else the kept probabilities. If
-    rounding leaves no such id: the last one with a weight.
+    With TIES, the weight of each logit equal to the threshold is 1. Otherwise, the weights are the
+    kept probabilities. If rounding leaves no such id, return the last id with a weight.
     """
     total, before, found = 0.0, 0.0, 0
     if kept > BLOCK:
@@ -321,7 +322,7 @@ def draw_by_bisection(
     V: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
     BITS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """Return the token drawn from any number of candidates.
+    """Return the token drawn from any number of candidates, with bisected thresholds.
 
     Args:
         bound: lower bound of the k-th logit.
@@ -374,7 +375,7 @@ def draw_by_bisection(
             row_ptr, kept_ptr, kept, ties - 1, threshold, V, highest, scale, True, TOP_K, V,
             KEPT_BLOCK,
         )  # fmt: skip
-        # Of a threshold that top-k has set, top-k has cut the ties, too.
+        # If top-k has set this threshold, top-k has also restricted the equal logits.
         last = tl.where(threshold == floor, tl.minimum(last, floor_last), last)
     total = count_or_mass(
         row_ptr, kept_ptr, kept, float("-inf"), threshold, last, highest, scale, True, TOP_K, V,
@@ -409,7 +410,7 @@ def sample_kernel(
     TOP_P: tl.constexpr,
 ):
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-    # Logits of 16 bytes. A row starts at any of them, unless it is the only one.
+    # Number of logits in 16 bytes. A row starts at any offset, except the only row of an array.
     CHUNK: tl.constexpr = 128 // BITS
     STOP: tl.constexpr = V if V % CHUNK == 0 or B == 1 else V + CHUNK - 1
     row = tl.program_id(0)
