@@ -1,15 +1,15 @@
 """Symmetric matmuls: a aᵀ, aᵀ a, and b·a + c·a a of a symmetric a, as used by Polar Express.
 
 Shapes: M rows, K columns; any leading axes are a batch of matrices. Results are exactly symmetric:
-the kernels compute only the tiles on and above the diagonal, n(n+1)/2 of n², and store each tile
-above it a second time, transposed. Sums are fp32 and rounded once, also in b·a + c·a a.
+the kernels compute only the tiles on and above the diagonal, n(n+1)/2 of n². Each tile above the
+diagonal is stored a second time, transposed. Sums are fp32 and rounded once, also in b·a + c·a a.
 
 Back ends:
     mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples
         of 64.
     triton: NVIDIA GPUs from Ampere on. bf16 or fp16, any shape.
-    xla: a batched matmul of all tiles; any device. Exactly symmetric only where the matmul of the
-        library is.
+    xla: a batched matmul; any device. The result is exactly symmetric only if the library's matmul
+        result is exactly symmetric.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
         higher derivatives work. Any device.
 mosaic, triton and xla are differentiable once, in reverse mode.
@@ -129,18 +129,18 @@ def _why_not_triton(call: Facts) -> str | None:
 
 
 def _order(operation: str, call: Facts, partitioned: bool) -> tuple[str, ...]:
-    """Return mosaic first where it is faster. Triton is slower than XLA: see
+    """Return the back ends, fastest first. Triton is slower than XLA: see
     docs/kernels/symmetric.md."""
     faster = _why_not_mosaic(call) is None and _is_faster(operation, call.shape)
     return ("mosaic", "xla") if faster else ("xla",)
 
 
 def _is_faster(operation: str, shape: tuple[int, ...]) -> bool:
-    """Return whether half of the tiles take `mosaic` less time than all of them take XLA.
+    """Return whether `mosaic` computes half of the tiles in less time than XLA computes all tiles.
 
-    Measured on an H200 (docs/kernels/symmetric.md): the number of rounds that the SMs need decides.
-    The matmul of two tiles is one work item of one SM; in XLA's kernel the same work item has
-    128×256 results.
+    The criterion is the number of rounds of work items over the SMs, measured on an H200
+    (docs/kernels/symmetric.md). A work item of `mosaic` is two tiles; a work item of XLA's kernel
+    has as many results, 128×256.
     """
     from pallas_kernels import _mosaic
 
@@ -238,7 +238,7 @@ def _ba_plus_caa_backward(backend, precision, saved, g):
     matmul = functools.partial(_matmul, precision=precision, dtype=jnp.float32)
     a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
     da = bcd[0] * g32 + bcd[1] * (matmul(g, _transposed(a)) + matmul(_transposed(a), g))
-    # Unused under jit where the coefficients are constants.
+    # Under jit, XLA removes these gradients if the coefficients are constants.
     dbcd = [
         jnp.sum(g32 * a32),
         jnp.sum(g32 * matmul(a, a)),
@@ -272,7 +272,7 @@ def _run(a, bcd, contract, backend, precision):
 
 @functools.cache
 def _kernel(operation, backend, contract):
-    """Return the kernel. Its jaxpr is lowered once for each shape, however often it is called."""
+    """Return the kernel, cached: the kernel's jaxpr is lowered once for each shape."""
     if backend == "mosaic":
         from pallas_kernels.symmetric import mosaic as module
     else:
@@ -312,7 +312,7 @@ def _check(kernel, a):
 
 
 def _example(f, reference, dtype, size=(2, 256, 768)):
-    # Two matrices, whatever the number of tokens: these are parameters.
+    # Two matrices for every number of tokens: the matrices are parameters.
     return _dispatch.Example(f, reference, (jax.ShapeDtypeStruct(size, dtype),))
 
 

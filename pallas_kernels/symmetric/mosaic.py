@@ -1,9 +1,9 @@
 """Symmetric matmuls on Hopper (Pallas Mosaic GPU): TMA, wgmma, a persistent grid with one thread
 block (CTA) per SM.
 
-A work item is two tiles (s, p) and (s, q) of 128×128 of one matrix, which share the 128 rows s:
-128×256 results from three blocks of operands instead of four, from two if one of the tiles is on
-the diagonal. One warpgroup loads, and two warpgroups multiply, 64 of the rows each. Alternatives
+A work item is two 128×128 tiles (s, p) and (s, q) of one matrix, which share the 128 rows s. These
+128×256 results need three blocks of operands instead of four, or two blocks if one of the tiles is
+on the diagonal. One warpgroup loads. Two warpgroups multiply, 64 of the rows each. Alternatives
 that were measured: docs/kernels/symmetric.md.
 
 | barrier | slots | arrivals | who arrives | who waits |
@@ -11,8 +11,8 @@ that were measured: docs/kernels/symmetric.md.
 | `full` | 4 | 3 | the copies of p, q, s, or see below | each multiplying warpgroup |
 | `empty` | 4 | 2 | each multiplying warpgroup | loading warpgroup |
 
-The loading warpgroup arrives on `full` instead of the copy of s if s is p or q, and always if the
-slot holds a part of a for b·a, which is two copies.
+If s is p or q, the loading warpgroup arrives on `full` instead of the copy of s. If the slot
+contains a part of a for b·a, two copies and the loading warpgroup arrive.
 """
 
 import dataclasses
@@ -27,27 +27,28 @@ from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import Ring, pl, plgpu, swizzled
 
 TILE = 128
-# Rows of one multiplying warpgroup, and columns of the results that are stored at a time: 128
-# bytes, one swizzle.
+# Rows of one multiplying warpgroup, and columns of a part of the result that is stored at a time:
+# 128 bytes, the swizzle.
 HALF = 64
 MULTIPLIERS = 2
-# Width of a slice of the contraction, and slices in shared memory, of three blocks each: 192 KB,
-# plus 32 KB of results. Three slices cost aᵀ a 24×3072×768 10 %.
+# Width of a slice of the contracted axis, and number of slices in shared memory. A slice is three
+# blocks: 192 KB in total, plus 32 KB of results. With three slices, aᵀ a of 24×3072×768 is 10 %
+# slower.
 DEPTH, STAGES = 64, 4
 
 
 def schedule(n: int) -> np.ndarray:
     """Return the work items of one matrix of n×n tiles: rows (s, p, q, place of s), int32.
 
-    Each tile on or above the diagonal belongs to one row, as {s, p} or {s, q}; q = −1 if one tile
-    is left over. The operand blocks are stored as p, q, s. The place of s is that of p or q (0, 1)
-    if s is the same block, else its own (2).
+    Each tile on or above the diagonal belongs to one row of the table, as {s, p} or {s, q}. A row
+    with a single tile has q = −1. The operand blocks are stored in the places p: 0, q: 1, s: 2. If
+    s is the same block as p or q, the place of s is 0 or 1.
     """
     work = []
     for s in range(n):
         work += [(s, p, p + 1) for p in range(s, n - 1, 2)]
-    # Rows with an odd number of tiles leave their last tile, which is in the last column: these
-    # tiles share that block.
+    # Pair the last tiles of matrix rows with an odd number of tiles: these tiles are in the last
+    # column, and share the block of that column.
     left = [s for s in range(n) if (n - s) % 2]
     work += [
         (n - 1, *left[i : i + 2]) if len(left) > i + 1 else (n - 1, left[i], -1)
@@ -73,7 +74,7 @@ def symmetric_matmul(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) 
 
     Args:
         a_BXY: bf16 or fp16, X and Y multiples of 64, as Mosaic's swizzled tiles require. Half of a
-            last tile may be out of bounds: TMA reads zeros there, and writes nothing.
+            last tile may be out of bounds: TMA loads zeros there, and stores nothing.
         bcd: two or three fp32 numbers, or None; only with contract=2.
     """
     batch, *sides = a_BXY.shape
@@ -162,8 +163,8 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Fills of the ring for one work item. For b·a, the tiles' own part of a follows the
-        operands through the same slots, two of the four parts at a time."""
+        """Return the number of fills of the ring for one work item. For b·a, the part of a at the
+        position of the result follows the operands through the same slots, in two fills."""
         return self.slices + 2 * self.scaled
 
     def item(self, i):
@@ -175,8 +176,8 @@ class _Block:
         return b, *(self.table[entry, j] for j in range(4))
 
     def columns(self, p, q, j):
-        """Return the first column of part j of four. For a lone tile, the other half repeats p,
-        and is not stored."""
+        """Return the first column of part j of four. If the work item is a single tile, parts 2 and
+        3 repeat p and are not stored."""
         return (p if j < 2 else jnp.where(q < 0, p, q)) * TILE + j % 2 * HALF
 
     def load(self) -> None:
@@ -264,7 +265,7 @@ class _Block:
                 plgpu.wgmma(acc.at[:, pl.ds(TILE, TILE)], left, operands.at[slot, 1])
                 plgpu.wgmma_wait(2)
 
-            # The matmuls of the slice before this one are done.
+            # The matmuls of the previous slice are complete.
             @pl.when(step > 0)
             def _():
                 self.ring.release(self.ring.slot(done + STAGES - 1))
@@ -279,12 +280,12 @@ class _Block:
         place = self.scratch.operands.at[slot, pl.ds(j % 2 * TILE + self.me * HALF, HALF)]
         own = plgpu.load(place, layout=plgpu.Layout.WGMMA)
         if j % 2 == 1:
-            plgpu.commit_smem()  # The reads are done before TMA writes there again.
+            plgpu.commit_smem()  # Complete the reads before TMA overwrites the slot.
             self.ring.release(slot)
         return self.bcd[0] * own.astype(jnp.float32) + self.bcd[1] * part
 
     def add_diagonal(self, part, s, p, q, j):
-        """Return part j plus d where it crosses the diagonal of the matrix."""
+        """Add d to the elements of part j that are on the diagonal of the matrix."""
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA)
             for axis in (0, 1)
@@ -293,8 +294,8 @@ class _Block:
         return jnp.where(row == column + apart, part + self.bcd[2], part)
 
     def store(self, b, s, tile, column, part) -> None:
-        """Start the copy of a part to global memory, and of its transpose if the tile is not on
-        the diagonal."""
+        """Start the copy of a part to global memory, and of the part's transpose if the tile is not
+        on the diagonal."""
         direct, mirror, me = self.scratch.direct, self.scratch.mirror, self.me
         rows, span = pl.ds(s * TILE + me * HALF, HALF), pl.ds(column, HALF)
 
@@ -302,12 +303,12 @@ class _Block:
         def _():
             @pl.when(tile != s)
             def _():
-                # All copies but the newest are done: the transpose of the part before this one is.
+                # All copies except the newest are complete, including the previous transpose.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 mirror.at[me].transpose((1, 0))[...] = part
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(mirror.at[me], self.out.at[b, span, rows])
-                # Now the copy of the part before this one is done, too.
+                # The copy of the previous part is complete too.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
             @pl.when(tile == s)

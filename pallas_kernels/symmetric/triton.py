@@ -29,8 +29,8 @@ def _tile(
     per_matrix: tl.constexpr = N * (N + 1) // 2
     index = tl.program_id(0) % per_matrix
     matrix = (tl.program_id(0) // per_matrix).to(tl.int64)
-    # Tiles column by column: column j holds j + 1, from number j(j+1)/2 on. The root may be off by
-    # one either way.
+    # Tiles are numbered column by column: column j has j + 1 tiles, from number j(j+1)/2 on. The
+    # rounded square root may be off by one in either direction.
     j = ((tl.sqrt(8.0 * index + 1.0) - 1.0) / 2.0).to(tl.int32)
     j = tl.where(j * (j + 1) // 2 > index, j - 1, j)
     j = tl.where((j + 1) * (j + 2) // 2 <= index, j + 1, j)
@@ -80,8 +80,8 @@ def _tile(
     out = acc.to(out_ptr.dtype.element_ty)
     mirrored = columns[None, :] * m + rows[:, None]
     if i == j:
-        # The mirror image of the values above the diagonal, so the tile is symmetric however it
-        # was added up.
+        # Copy the values above the diagonal to below the diagonal: the tile is then symmetric for
+        # any order of summation.
         tl.store(out_ptr + direct, out, mask=inside & (rows[:, None] <= columns[None, :]))
         tl.store(out_ptr + mirrored, out, mask=inside & (rows[:, None] < columns[None, :]))
     elif EVEN_M:
@@ -107,8 +107,8 @@ def symmetric_matmul(
     With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if there are three coefficients.
     """
     batch, *sides = a_BXY.shape
-    # Rows that are not aligned to 16 bytes are read by elements, with one pointer for each element:
-    # big tiles of such rows spill.
+    # Rows that are not aligned to 16 bytes are loaded by elements, with one pointer per element:
+    # large tiles of such rows spill registers.
     defaults = (128, 64, 8, 3) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4, 3)
     given = (tile, block_k, num_warps, num_stages)
     tile, block_k, num_warps, num_stages = (
@@ -119,7 +119,7 @@ def symmetric_matmul(
     (out_BMM,) = _triton.call(
         _tile,
         a_BXY,
-        # Not read without coefficients.
+        # The kernel does not read this pointer without coefficients.
         a_BXY if bcd is None else bcd,
         out=[jax.ShapeDtypeStruct((batch, m, m), a_BXY.dtype)],
         grid=(batch * n * (n + 1) // 2,),
