@@ -4,15 +4,15 @@
     transpose_add(dst, src) = dst + srcᵀ
     transpose_sum_rows(src) = srcᵀ, Σ_r src      (from one read of src)
 
-The backward pass of a linear layer needs both results of `transpose_sum_rows` of the gradient of
-its output.
+The backward pass of a linear layer needs both results of `transpose_sum_rows` of the output's
+gradient.
 
 Shapes: src (…, R, C), dst and results (…, C, R); B is all leading axes together. Sums are fp32,
 rounded once to dst's dtype. The kernel of transpose_sum_rows has no gradient.
 
-A bf16 matmul reads its operands in either order and needs no transposed copy. These functions are
-for TF32 matmuls, and for arrays that are stored in the other order, such as an LM head whose
-gradient is added to an embedding's.
+A bf16 matmul reads operands in either order and needs no transposed copy. These functions are for
+TF32 matmuls, and for arrays with different orders of axes. For example, the gradient of an LM head
+(C, V) is added to the gradient of an embedding (V, C).
 
 Back ends:
     triton: one pass over memory in tiles. NVIDIA GPUs from Ampere on.
@@ -72,9 +72,9 @@ def transpose_add(
     """Compute dst + srcᵀ in dst's dtype.
 
     Args:
-        dst, src: fp32, bf16 or fp16, not necessarily the same.
-        in_place: overwrite dst. XLA copies dst first if it is used later, or is an argument of the
-            compiled function that was not donated. False: store into a new array.
+        dst, src: fp32, bf16 or fp16; the two dtypes may differ.
+        in_place: overwrite dst. XLA first copies dst if dst is used later, or if dst is an argument
+            of the compiled function that was not donated. False: store the result in a new array.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:

@@ -38,7 +38,7 @@ def move_tile(
     offset = start + (c.to(INDEX)[:, None] * R + r[None, :])
     inside = (c < C)[:, None] & (r < R)[None, :]
     if HAS_DST:
-        # Issued before the wait for src.
+        # Issue this load before the wait for src.
         dst = tl.load(dst_ptr + offset, mask=inside, other=0.0)
     out = tl.trans(src)
     if HAS_DST:
@@ -99,9 +99,9 @@ def transpose_sum(
     tl.store(sums_ptr + c, tl.sum(src.to(tl.float32), axis=0), mask=c < C)
 
 
-# 768×50304, by measurement on an H200 (docs/kernels/transpose.md).
+# Tuned for 768×50304 on an H200 (docs/kernels/transpose.md).
 ROWS, COLS = 64, 64
-# By the size of src's elements.
+# Warps by the item size of src.
 WARPS = {2: 4, 4: 8}
 
 
@@ -146,6 +146,6 @@ def _launch(src_BRC):
         "C": c,
         "ROWS": ROWS,
         "COLS": COLS,
-        # Offsets within one matrix; 64 bits only if needed.
+        # Offsets within one matrix use 64 bits only if needed.
         "INDEX": tl.int64 if r * c > 2**31 - 1 else tl.int32,
     }
