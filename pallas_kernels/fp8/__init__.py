@@ -83,7 +83,7 @@ def _why_not_mosaic(call: MatmulFacts) -> str | None:
     return mosaic.why_not(call.rows, call.columns, call.inner)
 
 
-# "auto" selects XLA only. The notes in docs/notes/2026-11-23-fp8.md compare XLA with Mosaic.
+# "auto" selects XLA only: the Mosaic kernel has to be named.
 _dispatch.register(
     "scaled_matmul",
     back_ends=[
