@@ -165,7 +165,11 @@ SHORT = "given['-x'] = '9'"
         ("BF16", "raise SystemExit", r"time of each of 10 steps .* found: \| device .* BF16 +\|$"),
         ("BF16", SHORT, "time of each of 10 steps .* 2.0 ms$"),
         ("", "", "expected a line with its precision in the output of llm.c"),
-        ("FP32", ENDS, "computes in FP32, expected BF16: run `make train_gpt2cu PRECISION=BF16`"),
+        (
+            "FP32",
+            ENDS,
+            "in FP32, expected BF16: run `make train_gpt2cu USE_CUDNN=1 PRECISION=BF16`",
+        ),
         ("FP16", "", "computes in FP16, expected BF16"),
     ],
 )

@@ -45,8 +45,8 @@ DESCRIPTORS = {
     (36, 20, 1280): "d36",
     (48, 25, 1600): "d48",
 }
-# By precision: what llm.c prints, its options, and the dtype of a checkpoint. Parameters are fp32
-# in each; a build in fp32 needs no further fp32 copy of them.
+# By precision: what llm.c prints, its options, and the dtype of the build and its checkpoints.
+# -w: fp32 master weights, a copy that a build in fp32 does not need. -f: TF32.
 PRECISIONS = {
     "bf16": ("BF16", ("-w", "1"), "bf16"),
     "tf32": ("TF32", ("-w", "0", "-f", "1"), "fp32"),
@@ -245,11 +245,12 @@ class LlmcStep:
     def _check_precision(self, text: str) -> bool:
         """Return whether the output names the precision; raise BenchError for another one."""
         name, _, dtype = PRECISIONS[self._model.precision.name]
+        build = f"{BUILD} PRECISION=BF16" if dtype == "bf16" else f"make {PROGRAM} PRECISION=FP32"
         found = _PRECISION.search(text)
         if found and found[1] != name:
             raise BenchError(
                 f"this build of llm.c computes in {printable(found[1])}, expected {name}: run "
-                f"`make {PROGRAM} PRECISION={dtype.upper()}`, or give another --precision"
+                f"`{build}`, or give another --precision"
             )
         return found is not None
 
