@@ -1,1 +1,1 @@
-"""The training step, its state, and what a run needs around it."""
+"""The training step and its state; inputs, checkpoints and logs of a run."""

@@ -47,11 +47,11 @@ class Checkpoints:
 
     A checkpoint holds a digest of each array and a checksum of the metadata; `restore` verifies
     both. All files are durable before the checkpoint is renamed to its final name. Older
-    checkpoints are deleted only after that.
+    checkpoints are deleted only after the rename.
 
     Args:
-        folder: created if it does not exist. Partial files of a killed save are removed before the
-            next save.
+        folder: folder of the checkpoints, created if it does not exist. The next save removes
+            partial files of a killed save.
         keep_last: number of newest checkpoints to keep.
         keep_every: keep checkpoints at multiples of this step permanently.
 
@@ -129,7 +129,7 @@ class Checkpoints:
         self._translate(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Wait for every save and release Orbax's threads. Raise CheckpointError as `wait`."""
+        """Wait for every save and release Orbax's threads. Raise the errors of `wait`."""
         self._translate(self._manager.close)
 
     def _translate(self, action) -> None:
@@ -194,8 +194,9 @@ class Checkpoints:
             if there is no checkpoint.
 
         Raises:
-            DamagedError: no checkpoint can be read, or the newest one without `fall_back`.
-            DistributedError: a checkpoint is damaged for some processes of the run only.
+            DamagedError: no checkpoint can be read; without `fall_back`, the newest checkpoint
+                cannot be read.
+            DistributedError: only some processes of the run find a checkpoint damaged.
         """
         damaged: list[str] = []
         for step in self.steps():
@@ -217,7 +218,8 @@ class Checkpoints:
     def set_aside(self, after: int) -> list[str]:
         """Rename the checkpoints after a step to STEP.damaged and return the new names.
 
-        The run can then save these steps again. All processes of a run call it; the first renames.
+        The run can then save these steps again. All processes of a run call this function; process
+        0 renames.
         """
         steps = [step for step in self.steps() if step > after]
         names = distributed.exchange(self._rename(steps) if jax.process_index() == 0 else [])[0]
@@ -260,7 +262,7 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
     async def finalize(self, *args, **kwargs):
         folder = Path(self.get())
-        # A part of a checkpoint: the complete checkpoint is synchronized later.
+        # Skip parts of a checkpoint: the complete checkpoint is synchronized later.
         if "checkpoint-tmp" in folder.parent.name:
             return await super().finalize(*args, **kwargs)
         _synchronize([folder, *folder.rglob("*")])
@@ -298,7 +300,7 @@ def _fsync(path: Path) -> None:
 
 
 def silence_orbax() -> None:
-    """Suppress the messages of Orbax's threads after a failed read or write, which raises an error.
+    """Suppress log messages of Orbax's threads after a failed read or write, which raises an error.
 
     Each thread logs a traceback because its event loop is closed, sometimes after the call has
     returned.
@@ -319,7 +321,7 @@ def silence_orbax() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run's numbers depend on."""
+    """Return the versions of packages that affect the numbers of a run."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     return {"gptjax": gptjax.__version__} | {
         name: importlib.metadata.version(name) for name in packages

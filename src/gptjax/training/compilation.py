@@ -20,9 +20,9 @@ from gptjax.training.memory import GIB, available_bytes, needed_bytes
 def compiler_options() -> dict[str, bool]:
     """Return XLA options for a step on the default device, in addition to XLA's defaults.
 
-    On a GPU XLA would also write every matmul in Triton and time the variants. On an H200 this was
-    most of the 78 s in which GPT-2 124M's step compiled in bf16. The variants that XLA chose for
-    the matmuls with a bias took 0.93 ms per layer; cuBLASLt's epilogue takes 0.82.
+    By default, XLA also generates Triton variants of every matmul and times them. On an H200, this
+    autotuning takes most of 78 s of compilation of GPT-2 124M's step in bf16. The selected variants
+    of matmuls with a bias take 0.93 ms per layer; cuBLASLt's epilogue takes 0.82 ms.
     """
     return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
 
@@ -30,8 +30,8 @@ def compiler_options() -> dict[str, bool]:
 class Compiler:
     """Compile executables concurrently and cache them on disk.
 
-    JAX's own cache looks up an executable by its lowered text. With `inputs`, the executables of
-    `start` are stored in an `ExecutableCache` instead, and looked up before tracing.
+    JAX's own cache looks up an executable by its lowered text. With `inputs`, an `ExecutableCache`
+    stores the executables of `start` instead, and looks them up before tracing.
 
     Args:
         cache: folder of the caches, created with mode 700 if absent; None for no cache.
@@ -39,8 +39,8 @@ class Compiler:
             JSON. None for JAX's cache alone.
 
     Raises:
-        ConfigError: `cache` is not a folder, or another user owns or can write to it or a file in
-            it.
+        ConfigError: `cache` is not a folder, or another user owns or can write to the folder or a
+            file in it.
 
     Attributes:
         executables: one dict per executable: "name"; "source": "executable cache", "JAX's cache" or
@@ -67,14 +67,15 @@ class Compiler:
             # others would wait forever.
             if inputs is not None and jax.process_count() == 1:
                 self._stored = ExecutableCache(cache / "executables", inputs)
-            # XLA cannot serialise an executable that it loaded (on a CPU functions are missing): an
-            # executable from JAX's cache could not be stored in the other.
+            # XLA cannot serialise a loaded executable (on a CPU, functions are missing). Hence an
+            # executable from JAX's cache could not be stored in the executable cache.
             of_jax = cache / "jax" if self._stored else cache
             jax.config.update("jax_compilation_cache_dir", str(of_jax.absolute()))
-            # By default JAX does not store executables that compile in less than a second: dozens.
+            # By default, JAX does not store the dozens of executables that compile in less than a
+            # second.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-            # Appending is safe from several threads, counting is not. JAX calls the listener in the
-            # thread that compiles.
+            # Appending to a list is thread-safe, incrementing a counter is not. JAX calls the
+            # listener in the thread that compiles.
             jax.monitoring.register_event_listener(
                 lambda event, **_: self._record(event.rpartition("/")[2])
             )
@@ -128,7 +129,7 @@ class Compiler:
         def wait() -> jax.stages.Compiled:
             compiled = future.result()
             if compiled is None:
-                # In this thread: tracing depends on values that its `with` statements set, such as
+                # Lower in this thread: tracing depends on this thread's `with` statements, such as
                 # a matmul precision.
                 compiled = self._compile(lowerable, abstract, key).result()
             self._ended = time.perf_counter()
@@ -160,8 +161,8 @@ class Compiler:
 
         def compile_it() -> jax.stages.Compiled:
             started, before = time.perf_counter(), len(self._events)
-            # An executable is in one cache only, see `__init__`. JAX has no other way to set this
-            # option for one thread.
+            # An executable is stored in one cache only, see `__init__`. JAX has no other way to set
+            # this option for one thread.
             writes_from = 0.0 if key is None else math.inf
             with jax_config.persistent_cache_min_compile_time_secs(writes_from):
                 compiled = lowered.compile(compiler_options=compiler_options())
@@ -172,7 +173,7 @@ class Compiler:
             if key is not None:
                 self._store(key, name, compiled)
                 if source == "compiled":
-                    self._record("cache_misses")  # JAX counts its own misses
+                    self._record("cache_misses")  # JAX counts misses of its own cache
             seconds = {"lower": lowering, "compile": time.perf_counter() - started}
             self.executables.append({"name": name, "source": source} | seconds)
             return compiled
@@ -223,11 +224,11 @@ def compile_to_fit(
     )
     chunk = config.model.loss_chunk or 1
     for smaller in range(config.micro_batch - 1, 0, -1):
-        # Memory grows with the micro-batch: skip a micro-batch that in proportion needs far too
-        # much.
+        # Memory grows with the micro-batch: skip a micro-batch whose proportional need is far too
+        # large.
         if config.micro_batch % smaller or needed * smaller / config.micro_batch > 2 * available:
             continue
-        if smaller * config.sequence_length % chunk:  # such a config is refused
+        if smaller * config.sequence_length % chunk:  # `Config` refuses such a chunk
             continue
         if (fits := needed_bytes(compile_step(smaller))) <= available:
             raise ConfigError(message + f"--micro-batch {smaller} fits, with {fits / GIB:.1f} GiB.")
@@ -240,13 +241,13 @@ def compile_to_fit(
 class StagedStep:
     """The compiled training and validation steps of each stage.
 
-    The stages after the first one are compiled one after another in a thread, while it runs.
-    In the thread, tracing does not see values that `with` statements around the class set.
+    Later stages are compiled one after another in a thread, while the first stage runs. Tracing in
+    this thread ignores `with` statements around the class.
 
     Args:
         compile_stage: returns both executables for the config of a stage, or raises ConfigError.
         timeline: the stages of the run.
-        step: step that the run starts from.
+        step: first step of the run.
         say: prints a name and a text.
 
     Raises:
@@ -274,11 +275,11 @@ class StagedStep:
         """Return the executables of a step, after waiting for them at a stage's first step.
 
         Raises:
-            ConfigError: the step of a later stage does not fit. Raised as soon as it is compiled;
-                with several processes, at the stage's first step.
+            ConfigError: the step of a later stage does not fit. The error is raised after the
+                compilation; with several processes, at the stage's first step.
         """
         span = self._timeline.at(step)
-        # Several processes must stop at the same step, but do not compile at the same speed.
+        # Several processes must stop at the same step, but compile at different speeds.
         early = jax.process_count() == 1
         for number, compiled in self._later.items():
             if number == span.number or (early and compiled.done()):
@@ -292,7 +293,7 @@ class StagedStep:
         return self._current
 
     def close(self) -> None:
-        """Cancel the stages that are not compiled yet; wait for the one that is compiling."""
+        """Cancel stages that are not compiled yet; wait for a running compilation."""
         self._thread.shutdown(cancel_futures=True)
 
     def _check(self, number: int, compiled: Future) -> None:

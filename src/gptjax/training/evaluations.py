@@ -18,7 +18,7 @@ from gptjax.evaluation.places import place, read
 from gptjax.models.base import ModelConfig
 from gptjax.parallel import Parallel
 
-# Maximum number of tokens of a batch on each device, as for `Scorer` on a GPU.
+# Maximum number of tokens of a batch on each device, as in `Scorer` on a GPU.
 MOST_TOKENS = 65536
 
 

@@ -1,6 +1,6 @@
 """Cache of executables on disk. A hit skips tracing and lowering.
 
-JAX's own cache looks up an executable by its lowered text. Producing this text is most of a warm
+JAX's own cache looks up an executable by its lowered text. Computing this text takes most of a warm
 start: Python traces the model, and Triton and Mosaic compile their kernels. The key of this cache
 is a hash of everything that determines the text.
 """
@@ -45,11 +45,12 @@ ENVIRONMENT = (
     "NPROC",
 )
 ENVIRONMENT += ("NVIDIA", "OMP", "PTXAS", "TF_", "TRITON", "XLA")
-# Folders, and the choice of devices, whose properties are in the hash.
+# Excluded: variables that name folders, and the choice of devices, whose properties are in the
+# hash.
 HARMLESS = {"CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR"}
 # Modules that a loaded executable needs. `import jax` registers Triton's custom call, and the CUDA
-# plugin contains Mosaic's. But Mosaic compiles its kernels again when they are loaded, with
-# libraries whose paths this module sets in the environment.
+# plugin contains Mosaic's. Loading compiles Mosaic's kernels again, with libraries whose paths this
+# module sets in the environment.
 NEEDED = ("jax.experimental.mosaic.gpu",)
 
 _IMPORTED = time.time()
@@ -73,7 +74,7 @@ def check_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"--compilation-cache must be a folder, but {folder} is not") from error
-    whole = folder.stat()  # of the target, if it is a symbolic link
+    whole = folder.stat()  # of the target of a symbolic link
     refusal = f"executables in {folder} could run another user's code and are not loaded: "
     if fault := _why_unsafe(whole):
         raise ConfigError(
@@ -115,8 +116,9 @@ class ExecutableCache:
     `ENVIRONMENT`; the compiler's options; the arguments' shapes, dtypes and shardings; and
     `inputs`.
 
-    The files are Python pickles: a user who can write to the folder can run code in the processes
-    that read it. Each file is checked when it is opened. Call `check_private` on the folder first.
+    The files are Python pickles: a user who can write to the folder can run code in processes that
+    read the folder. Each file is checked when it is opened. Call `check_private` on the folder
+    first.
 
     Args:
         folder: created with mode 700 when the first executable is stored.
@@ -147,7 +149,7 @@ class ExecutableCache:
         }
 
     def _check_sources(self) -> None:
-        """Refuse if a source file changed since the process began.
+        """Raise NoKey if a source file changed after the process began.
 
         The hash would not describe the running code.
         """
@@ -159,7 +161,7 @@ class ExecutableCache:
     def key(
         self, function: Callable, abstract: tuple, options: dict[str, Any], inputs: Any = None
     ) -> str:
-        """Return the file name of an executable.
+        """Return the cache key of an executable, its file name.
 
         Args:
             function: from `jax.jit`.
@@ -182,8 +184,8 @@ class ExecutableCache:
             "arguments": [str(tree), *map(_argument_key, leaves)],
             "options": options,
             "inputs of the function": inputs,
-            # The current values: a `with` statement may have set some. Options that were added
-            # later, by the module of a kernel, are excluded.
+            # Use current values, which `with` statements may have set. Options that a kernel's
+            # module added later are excluded.
             "config": {name: repr(config[name]) for name in self._config},
             "mesh": repr(jax.sharding.get_abstract_mesh()),
         }
@@ -217,7 +219,7 @@ class ExecutableCache:
             backend=stored["platform"],
             execution_devices=[devices[id] for id in stored["devices"]],
         )
-        os.utime(self.folder / key)  # `store` deletes the least recently used
+        os.utime(self.folder / key)  # `store` deletes the least recently used files
         return compiled
 
     def store(self, key: str, compiled: jax.stages.Compiled) -> None:
@@ -259,7 +261,7 @@ def _checksum(key: str, body: bytes) -> bytes:
 def source_files() -> set[Path]:
     """Return all source files that may affect an executable.
 
-    These are every file of both packages, the running script, and each loaded module that is
+    The list has every file of both packages, the running script, and each loaded module that is
     neither installed nor part of Python.
     """
     files = set()
@@ -272,7 +274,7 @@ def source_files() -> set[Path]:
     )
     elsewhere = tuple(str(Path(folder).resolve()) + os.sep for folder in elsewhere)
     for name, module in list(sys.modules.items()):
-        # Not `module.__file__`: this attribute would load a lazy module.
+        # Not `module.__file__`, which would load a lazy module.
         file = getattr(module, "__dict__", {}).get("__file__")
         if file and (name == "__main__" or not str(Path(file).resolve()).startswith(elsewhere)):
             files.add(Path(file))

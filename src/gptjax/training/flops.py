@@ -65,8 +65,8 @@ PEAK_BANDWIDTH: dict[str, float] = {
     "V100": 900e9, "V100 PCIe": 900e9, "V100S PCIe": 1134e9, "T4": 300e9,
 }  # fmt: skip
 
-# FP8: compared with the peak of bf16, in which a part of the step still is. A literal, because
-# `gptjax.precision` imports JAX, and the commands that read a log start without it.
+# FP8 uses the peak of bf16, because a part of the step remains in bf16. The table is a literal,
+# because `gptjax.precision` imports JAX, and commands that read a log start without JAX.
 _COLUMN = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16_residual_fp32": "bf16"}
 _COLUMN |= {"fp8_head": "bf16", "fp8": "bf16"}
 # Words in a device's name that do not determine the speed: brands, the SXM socket, size and type of
@@ -138,7 +138,7 @@ def mfu(
         device_kind: `jax.Device.device_kind`.
         precision_name: a name of `gptjax.Precision`.
         device_count: number of devices, all of the same kind.
-        peak: peak of one device in FLOP/s; that of `peak_flops` if None.
+        peak: peak of one device in FLOP/s. None: the result of `peak_flops`.
 
     Returns:
         A fraction of 1, or None if the peak is unknown.
@@ -154,7 +154,7 @@ def mfu(
 class Throughput:
     """Mean time of the last `window` steps in milliseconds.
 
-    The time of a step is that between two completed steps. The first step, which includes
+    The time of a step is the interval between two completed steps. The first step, which includes
     compilation, is not counted, nor is the step after `pause`, which includes validation or a
     checkpoint.
     """
@@ -171,7 +171,7 @@ class Throughput:
         return self.ms_per_step
 
     def pause(self) -> None:
-        """Exclude the current interval: something other than a step takes time in it."""
+        """Exclude the current interval, which includes time outside of steps."""
         self._last = None
 
     @property

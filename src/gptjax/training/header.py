@@ -1,4 +1,4 @@
-"""Header of a run: what was chosen, printed before anything is compiled."""
+"""Header of a run: the selected options, printed before compilation."""
 
 from collections.abc import Iterator
 
@@ -24,15 +24,15 @@ def header(
     processes: list[str],
     source: Source | None,
 ) -> Iterator[tuple[str, object]]:
-    """Yield a name and a text for each line.
+    """Yield name and text of each line.
 
     Args:
         parallel: the devices and the strategy.
-        idle_gpu: why a GPU of this machine is not used, if one is not.
+        idle_gpu: reason why a GPU of this machine is not used; None if all are used.
         kernels: back end of each part of the model.
-        resume_step: step of the checkpoint that the run resumes from, if any.
+        resume_step: step of the checkpoint to resume from, if any.
         processes: a line for each process.
-        source: the model whose parameters the run starts from, if any.
+        source: the model with the initial parameters, if any.
     """
     model, dataset = config.model, inputs.dataset
     begin = "from the beginning" if resume_step is None else f"resuming from step {resume_step}"
@@ -114,7 +114,8 @@ def _stages(
     """Yield a line for each stage of a run that has stages.
 
     Args:
-        kernels: back ends with the run's options, which a line repeats only if they differ.
+        kernels: back ends with the run's options. A line names back ends only if they differ from
+            these.
 
     Raises:
         ConfigError: a named back end cannot run with the options of a stage.

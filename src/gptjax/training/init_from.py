@@ -24,16 +24,16 @@ from gptjax.weights.sources import Source
 
 
 def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config, Source | None]:
-    """Return the config with the shape of the model at `init_from`, and this model.
+    """Return the config with the shape of the model at `init_from`, and the source of this model.
 
     If the run has a checkpoint, the shape is that of the checkpoint, and the second result is None.
 
     Args:
-        given: fields of the model that are given also if they have their default values. Any
-            other field with its default value is replaced.
+        given: fields of the model that the user has set, possibly to default values. Any other
+            field with its default value is replaced.
 
     Raises:
-        ConfigError: the config asks for another shape, or a run with this shape is not possible.
+        ConfigError: the config sets another shape, or a run with this shape is not possible.
         WeightsError: the path holds no model.
         DistributedError: the path does not hold the same model for all processes.
     """
@@ -63,19 +63,19 @@ def _own_model(config: Config) -> ModelConfig | None:
         try:
             return sources.find(folder / str(step)).config(kind=type(config.model))
         except WeightsError:
-            continue  # `resume.find` reports it
+            continue  # `resume.find` reports the error
     return None
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that a model on disk decides."""
+    """Return the fields that a model on disk determines."""
     names = {field.name for field in dataclasses.fields(model)} - model.operational - model.of_run
     return {name: getattr(model, name) for name in names - {"padded_vocab_size"}}
 
 
 def _with_model(config: Config, found: ModelConfig, given: frozenset[str]) -> Config:
-    """Return the config with the shape of `found`, except for the fields in `given` and those that
-    do not have their default values."""
+    """Return the config with the shape of `found`. Fields in `given` and fields with other values
+    than the defaults are kept."""
     shape, default = _shape(found), _shape(type(config.model)())
     own = _shape(config.model).items()
     shape |= {name: value for name, value in own if name in given or value != default[name]}
@@ -132,7 +132,7 @@ def read_params(model: ModelConfig, parallel: Parallel, source: Source) -> PyTre
 
 
 def _fit(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Crop positions, and crop or add rows of padding, which are zeros."""
+    """Crop positions; crop or add rows of padding, which are zeros."""
     if x.shape == like.shape:
         return x
 

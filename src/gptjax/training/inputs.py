@@ -16,11 +16,11 @@ from gptjax.stages import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Dataset and batch sizes of a run; training tokens are read to find documents only.
+    """Dataset and batch sizes of a run. Training tokens are read only to find documents.
 
     Attributes:
         dataset: shards of both splits.
-        tokenizer: decodes samples; None if the run draws none.
+        tokenizer: decodes samples; None if the run draws no samples.
         val_batch: sequences of a validation batch, over all devices.
         eot: id that begins each document, with `config.separate_documents`; else None.
         packed: number of windows in each order of windows (`Span.order`) that packs documents.
@@ -71,7 +71,7 @@ class Inputs:
 
     @property
     def epochs(self) -> float:
-        """Passes over the training windows in the whole run."""
+        """Number of passes over the training windows in the whole run."""
         total = 0.0
         for span in self.timeline.spans:
             sequences = (span.end - span.begin) * span.config.batch
@@ -97,7 +97,7 @@ class Inputs:
 
         Args:
             stage: config of the stage.
-            micro_batch: that of the stage if None.
+            micro_batch: sequences of a micro-batch. None: the stage's.
         """
         sequences = (micro_batch or stage.micro_batch) * self.mesh.size
         shape = (stage.batch // sequences, sequences, stage.sequence_length + 1)
@@ -109,7 +109,7 @@ class Inputs:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.val_sharding)
 
     def loader(self, step: int) -> data.Loader:
-        """Return the training batches after `step` steps, to the end of their stage."""
+        """Return an iterator over the training batches from `step` to the end of the stage."""
         c, span = self.config, self.timeline.at(step)
         return data.Loader(
             self.dataset.train,
@@ -126,9 +126,9 @@ class Inputs:
         )
 
     def val_windows(self) -> list[jax.Array]:
-        """Return the validation batches on their devices: always the same tokens.
+        """Return the validation batches on their devices; every call returns the same tokens.
 
-        The windows are contiguous, also where training packs documents.
+        The windows are contiguous, even if training packs documents.
         """
         c = self.config
         windows = data.fixed_batches(
@@ -144,7 +144,8 @@ class Inputs:
         return [parallel.put(self.val_sharding, batch) for batch in windows]
 
     def val_weights(self, windows: list[jax.Array]) -> np.ndarray:
-        """Return the weight of each validation batch in the mean: its targets with a loss.
+        """Return the weight of each validation batch in the mean: the number of targets with a
+        loss.
 
         Raises:
             ConfigError: no target has a loss.
@@ -203,7 +204,7 @@ def _eot(config: Config, dataset: data.Dataset) -> int | None:
 
 
 def _packing(config: Config, eot: int | None) -> data.Packing | None:
-    if config.max_document_length is None or eot is None:  # the first implies the second
+    if config.max_document_length is None or eot is None:  # a max_document_length implies an eot
         return None
     return data.Packing(eot, config.max_document_length)
 

@@ -55,5 +55,5 @@ def _acquire(path: Path, descriptor: int) -> str | None:
         )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    os.fsync(descriptor)  # for readers on other hosts
+    os.fsync(descriptor)  # make the text visible on other hosts
     return None

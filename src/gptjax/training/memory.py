@@ -1,4 +1,4 @@
-"""Device memory that an executable needs, known before allocation, and memory in use."""
+"""Device memory: the need of an executable before allocation, and memory in use."""
 
 import os
 
@@ -23,7 +23,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def available_bytes(device: jax.Device) -> int:
-    """Return the bytes that JAX may allocate: its limit on a GPU, the host's memory on a CPU."""
+    """Return the bytes that JAX may allocate: JAX's limit on a GPU, the host's memory on a CPU."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]

@@ -1,6 +1,6 @@
 """z-scores over a sliding window, to skip the update at a spike of loss or gradient norm.
 
-As with llm.c's `-sl` and `-sg`, a value is added to the window and then compared with the mean and
+As in llm.c (`-sl`, `-sg`), a value is first added to the window and then compared with the mean and
 the standard deviation of the window. The computation is part of the jitted step, so the host does
 not wait for the loss. The window is part of the saved state.
 """
@@ -39,7 +39,7 @@ def observe(
     """Add a value and return the window and the value's z-score.
 
     The score is 0 if the window is not full or the standard deviation is 0. A value that is not
-    finite is not added: every later score would be NaN.
+    finite is not added, because later scores would be NaN.
     """
     finite = jnp.isfinite(value)
     values = jnp.where(finite, window.values.at[window.count % WINDOW].set(value), window.values)

@@ -25,13 +25,13 @@ EVAL_METRICS = ("hellaswag_acc", "mmlu_acc", "core")
 class Progress:
     """Log, status line and console of a run.
 
-    `submit` only stores the metrics of a step: they are read after the next step is dispatched, so
+    `submit` only stores the metrics of a step. `read` runs after the next step is dispatched, so
     that the device never waits for the host.
 
     Args:
-        step: step that the run starts from.
+        step: first step of the run.
         devices: devices of the run.
-        stop: shared with the metrics of each step.
+        stop: stop request, shared by the processes through the metrics of each step.
 
     Attributes:
         val_loss, val_step: newest validation loss and its step; None before the first.
@@ -77,7 +77,7 @@ class Progress:
         self._log.write(kind, step, self._timeline.tokens(step), **fields)
 
     def submit(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Store the metrics of a dispatched step, after `read` of the one before."""
+        """Store the metrics of a dispatched step. Call `read` for the previous step first."""
         self.step, self._unread = step, metrics | self._stop.metrics(metrics["loss"])
 
     def read(self) -> bool:
@@ -97,7 +97,7 @@ class Progress:
         self._unread = None
         self._stop.read(values)
         first, self._read_any = not self._read_any, True
-        span = self._timeline.at(self.step - 1)  # of the update that was computed last
+        span = self._timeline.at(self.step - 1)  # stage of the last update
         if self.step - 1 == span.begin and not first:
             self._throughput = Throughput()
         config, stage = span.config, {"stage": span.number} if self._config.stages else {}
@@ -143,7 +143,7 @@ class Progress:
         """Log and show a validation loss.
 
         Raises:
-            NotFiniteError: it is not finite.
+            NotFiniteError: the loss is not finite.
         """
         self.val_loss, self.val_step = loss, step
         self.write("val", step, loss=loss)
@@ -166,7 +166,7 @@ class Progress:
         self._throughput.pause()
 
     def stop_not_finite(self, error: NotFiniteError, step: int, kept: int | None) -> NotFiniteError:
-        """Log the end of a run by NaN or infinity; return the error with what to do next.
+        """Log that NaN or infinity ended the run; return the error with advice.
 
         Args:
             kept: step of the newest checkpoint, if any.
@@ -188,7 +188,7 @@ class Progress:
 
 
 def draw_losses(run_dir: Path) -> tuple[str, object]:
-    """Draw the picture of a run; return a name and a text for the user."""
+    """Plot the losses of a run; return name and text of a line for the user."""
     # Matplotlib's import takes a third of a second: not before the first step.
     from gptjax.plot import plot_runs
 

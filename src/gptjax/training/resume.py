@@ -1,4 +1,4 @@
-"""Resume: find a run's newest checkpoint, and refuse one of another config or other data."""
+"""Resume from a run's newest checkpoint. Refuse a checkpoint of another config or other data."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Resume:
     """Starting point of a run.
 
     Attributes:
-        step: step of the checkpoint; None for a run without one, which begins at step 0.
+        step: step of the checkpoint; None for a run without a checkpoint, which begins at step 0.
         state: the restored training state; None before `restore`, or without a checkpoint.
         changes: {option: (old, new)} of the options changed with --resume-with-changes.
     """
@@ -32,8 +32,9 @@ def find(config: Config, dataset: Dataset, checkpoints: Checkpoints) -> Resume:
     """Return the newest readable checkpoint's step; no array is read.
 
     Raises:
-        ConfigError: --resume excludes it, or it belongs to another config or other data.
-        CheckpointError: it is damaged and --resume is must, or its data position is wrong.
+        ConfigError: --resume excludes the checkpoint, or its config or data differ.
+        CheckpointError: the checkpoint is damaged and --resume is must, or its data position is
+            wrong.
     """
     step, meta, _ = checkpoints.newest(checkpoints.meta, fall_back=_may_fall_back(config)) or (
         None,
@@ -60,7 +61,7 @@ def restore(
     like: PyTree,
     say: Callable[[str, object], object],
 ) -> Resume:
-    """Restore the newest readable checkpoint, and rename the damaged ones after it.
+    """Restore the newest readable checkpoint, and rename newer, damaged checkpoints.
 
     Args:
         like: the state as `jax.ShapeDtypeStruct`s with shardings.
@@ -93,10 +94,10 @@ def meta(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
 
 
 def _place(config: Config, step: int) -> dict[str, int]:
-    """Return the position in the data after `step` steps, in the stage of the last of them.
+    """Return the position in the data after `step` steps, in the stage of the last step.
 
-    The next stage may read another order of windows, but a longer run may be resumed that has
-    stages after the last one of this run: the position must be the same in both.
+    The next stage may read another order of windows. A resumed, longer run may have more stages,
+    but must compute the same position. Hence the position refers to the stage of the last step.
     """
     timeline = Timeline(config)
     span = timeline.at(max(step - 1, 0))
@@ -105,7 +106,7 @@ def _place(config: Config, step: int) -> dict[str, int]:
 
 
 def _may_fall_back(config: Config) -> bool:
-    """True if a damaged checkpoint may be skipped for the one before it."""
+    """Return whether an older checkpoint may replace a damaged checkpoint."""
     return config.resume != "must"
 
 

@@ -23,10 +23,10 @@ class LogError(ValueError):
 
 
 def check_wandb(project: str | None) -> None:
-    """Check that wandb is installed if the run has a project there.
+    """Check that wandb is installed if the run has a project on Weights & Biases.
 
     Raises:
-        LogError: it is not, or the project has no name.
+        LogError: wandb is not installed, or the project has no name.
     """
     if project == "":
         raise LogError("--wandb must be the name of a project, got ''")
@@ -62,9 +62,9 @@ def _without_torch():
 class RunLog:
     """Writer of `log.jsonl`, one JSON object per line, and of TensorBoard events.
 
-    Each line has `kind`, `step`, `tokens` and further fields. The operating system has the line
-    when `write` returns: a killed process loses at most the line that is being written. NaN and
-    ±inf are written as null, because JSON does not represent them.
+    Each line has `kind`, `step`, `tokens` and further fields. `write` passes the line to the
+    operating system: a killed process loses at most the line that is being written. NaN and ±inf
+    are written as null, because JSON does not represent them.
 
     On resume, all lines after `resume_step` except events are removed, because these steps are
     repeated. TensorBoard hides the earlier values of these steps.
@@ -73,7 +73,7 @@ class RunLog:
         run_dir: the run's folder, created if it does not exist.
         resume_step: step of the checkpoint from which the run resumes; -1 to restart in an existing
             folder. None for a new run.
-        wandb: project of the run on Weights & Biases; None to write nothing there.
+        wandb: project of the run on Weights & Biases; None: do not use Weights & Biases.
         note: called with a sentence if TensorBoard's events or Weights & Biases cannot be written
             any more; log.jsonl is still written.
 
@@ -107,7 +107,7 @@ class RunLog:
         self._wandb = None if wandb is None else WandbLog(run_dir, wandb, note)
 
     def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
-        """Write one line, and each number or text in it as `kind/name` to the other places.
+        """Write one line to log.jsonl, and each number or text as `kind/name` to the other logs.
 
         Args:
             kind: "train", "val", "eval", "sample" or "event".
@@ -144,7 +144,8 @@ class RunLog:
             raise
 
     def sync(self) -> None:
-        """Make the lines so far durable, before a checkpoint of the same steps is.
+        """Make the lines so far durable. Call this before a checkpoint of the same steps is
+        durable.
 
         Raises:
             OSError: fsync failed.
@@ -152,7 +153,7 @@ class RunLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close all without raising errors. The operating system has every line already."""
+        """Close all logs without raising errors. The operating system already has every line."""
         with contextlib.suppress(OSError):
             self._file.close()
         self._events.close()
@@ -167,7 +168,7 @@ class RunLog:
 
 
 class NoLog(RunLog):
-    """A log that writes nothing: for all processes of a run but the first."""
+    """A log that writes nothing, for all processes of a run except process 0."""
 
     def __init__(self, run_dir: str | Path, *_: Any, **__: Any):
         self.path = Path(run_dir) / "log.jsonl"

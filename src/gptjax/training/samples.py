@@ -1,4 +1,4 @@
-"""A sampled text of the model in training."""
+"""Sampled texts during training."""
 
 import jax
 from flax import nnx
@@ -19,12 +19,12 @@ def draw(
     state: TrainState,
     step: int,
 ) -> str | None:
-    """Return a text after the end-of-text token; None in all processes but the first.
+    """Sample a text after the end-of-text token. Return None in all processes except process 0.
 
     Args:
-        config: that of the stage whose model draws.
+        config: config of the current stage.
 
-    Every process must call this function: it gathers the parameters.
+    Every process must call this function, which gathers the parameters.
     """
     tokenizer = inputs.tokenizer
     assert tokenizer is not None

@@ -12,10 +12,10 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def end_at_once(number: int, frame: object = None) -> None:
-    """Print one sentence and end the process: the handler until there is a state to save.
+    """Print one sentence and end the process. Handler of signals before there is a state to save.
 
-    Uses `os._exit`: a normal exit of Python waits for compiling threads, and XLA aborts if these
-    threads are still running then.
+    The function calls `os._exit`: a normal exit of Python waits for compiling threads, and XLA
+    aborts if these threads are still running.
     """
     name = signal.Signals(number).name
     _tell(f"stopped by {name}; nothing new was saved. The same command starts or resumes the run.")
@@ -38,7 +38,7 @@ class StopRequest:
     third signal ends the process without the new checkpoint; earlier checkpoints stay complete.
 
     Attributes:
-        number: number of the first signal; 0 before it.
+        number: number of the first signal; 0 before a signal.
     """
 
     number = 0

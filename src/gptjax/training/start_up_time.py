@@ -1,4 +1,4 @@
-"""Time from the command to the first completed step, by part."""
+"""Time from the command to the first completed step, split into parts."""
 
 import time
 

@@ -12,10 +12,11 @@ from gptjax.training.flops import Number
 
 
 class StatusLine:
-    """One line with the state of training, redrawn in place on a terminal, else printed regularly.
+    """Line with the state of training, redrawn in place on a terminal, else printed regularly.
 
     Inside the context, text from `console.print` or `print` appears above the line. On a terminal,
-    the least important parts are omitted until the line fits. Elsewhere the line is complete.
+    the least important parts are omitted until the line fits. Without a terminal, the line is
+    complete.
 
     Args:
         total_steps: last step of training.
@@ -84,7 +85,7 @@ class StatusLine:
             tokens_per_second: throughput; None if unknown.
             mfu: fraction of the peak; None if the peak is unknown.
             val_loss: validation loss in nats per token; None: the previous one.
-            stage: number of the stage and of all stages, "2/3"; None in a run without stages.
+            stage: number of the stage / number of stages, such as "2/3"; None without stages.
         """
         now = self._clock()
         self._val_loss = self._val_loss if val_loss is None else val_loss
@@ -112,15 +113,15 @@ class StatusLine:
     def validated(self, val_loss: Number) -> None:
         """Show the validation loss after the newest step.
 
-        On a terminal the line is redrawn. Elsewhere only the line of the last step is printed
-        again, so that the final line is complete.
+        On a terminal the line is redrawn. Without a terminal, only the line of the last step is
+        printed again, so that the final line is complete.
         """
         self._val_loss = val_loss
         if self._parts and (self._live is not None or self._step >= self._total_steps):
             self._show()
 
     def evaluated(self, metrics: dict[str, Number]) -> None:
-        """Show the metric of each evaluation task from the next update on."""
+        """From the next update on, show the metric of each evaluation task."""
         self._eval = " · ".join(f"{task} {value:.4f}" for task, value in metrics.items())
 
     def _show(self, due: bool = True) -> None:

@@ -4,13 +4,12 @@ The model is split once into a static graph and a plain dict of arrays. The step
 tokens) to (state, metrics) and has no side effects.
 
 A window is a sequence of T+1 tokens: the first T are inputs, the last T their targets. In windows
-with a mask (`masked=True`), a token t without a loss is stored as −1 − t: as an input it is t, as a
-target it is ignored. Without a mask the compiled step does not look for ignored targets.
+with a mask (`masked=True`), a token t without a loss is stored as −1 − t: as an input, the token is
+t; as a target, it is ignored. Without a mask, the compiled step does not test for ignored targets.
 
-With the id of the end-of-text token (`eot`), documents do not see each other: a document begins
-with EOT, attention stays inside the document, and positions count from its EOT. Tokens before the
-first EOT of a window are the rest of a document. The last token of a document predicts the EOT of
-the next.
+With the id of the end-of-text token (`eot`), attention does not cross documents. A document begins
+with EOT, and positions count from its EOT. Tokens before the first EOT of a window are the rest of
+a document. The last token of a document predicts the EOT of the next document.
 
 Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
@@ -67,11 +66,11 @@ def init_state(
 ) -> TrainState:
     """Return the state before the first step.
 
-    One seed gives one state, inside and outside `jax.jit`, on any number of devices.
+    A seed determines the state, inside and outside `jax.jit`, on any number of devices.
 
     Args:
-        parallel: the devices that store the state, in its shardings; None for JAX's default device.
-        params: parameters to start from, which the state holds; None for random ones.
+        parallel: devices and shardings of the state; None for JAX's default device.
+        params: initial parameters, which become part of the state; None for random parameters.
     """
     if parallel is None:
         return _init_state(config, tx, seed, params)
@@ -110,7 +109,7 @@ def loss_and_grads(
         windows_ABT1: sequences of T+1 tokens: the first T are inputs, the last T their targets.
         parallel: the devices that share the computation; None for one device.
         masked: whether the windows have a mask. The mean is then over the targets that are not
-            ignored, and 0 if all are.
+            ignored, and 0 if all targets are ignored.
         eot: id that begins each document, to separate documents; None not to.
         step: index of the training step, for a loss that depends on it; None for the loss of
             evaluation.
@@ -159,8 +158,8 @@ def _accumulate(
 
     Args:
         gathers: whether the model gathers its blocks' parameters.
-        share: multiplies both. The factor of the loss costs nothing in the backward pass; dividing
-            the gradients of GPT-2 124M would be a pass over 0.5 GB.
+        share: factor of loss and gradient. Scaling the loss adds no pass to the backward pass;
+            scaling the gradients of GPT-2 124M would be a pass over 0.5 GB.
     """
 
     def micro_batch(params, windows_BT1):
@@ -176,7 +175,8 @@ def _accumulate(
     def add(total, windows_BT1):
         inputs = params, windows_BT1
         if gathers:
-            # Otherwise XLA moves the all-gathers out of the loop and stores all of their results.
+            # Otherwise, XLA moves the all-gathers out of the loop and stores all gathered
+            # parameters.
             inputs = jax.lax.optimization_barrier(inputs)
         return jax.tree.map(jnp.add, total, value_and_grad(*inputs)), None
 
@@ -218,7 +218,7 @@ def _loss_options(model: Model, step: Int[Array, ""] | None) -> dict[str, Array]
 
 
 def _document_ids(tokens_BT: Int[Array, "B T"], eot: int | None) -> Int[Array, "B T"] | None:
-    """Return the number of EOTs up to each token; an EOT belongs to the document that follows."""
+    """Return the number of EOTs up to each token; an EOT belongs to the following document."""
     return None if eot is None else jnp.cumsum(tokens_BT == eot, axis=1, dtype=jnp.int32)
 
 
@@ -288,7 +288,7 @@ def make_train_step(
         if skip_loss_z is not None or skip_grad_norm_z is not None:
             skipped |= ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
 
-            # Counters advance, so the learning rate follows the step.
+            # Counters advance even if the update is skipped, so the learning rate follows the step.
             def keep(old, new):
                 counter = new.ndim == 0 and jnp.issubdtype(new.dtype, jnp.integer)
                 return new if counter else jnp.where(skipped, old, new)
@@ -323,7 +323,7 @@ def make_eval_step(
     """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32.
 
     Args:
-        graphdef, parallel, masked, eot: as for `make_train_step`.
+        graphdef, parallel, masked, eot: see `make_train_step`.
     """
 
     def mean_loss(params: PyTree, windows_BT1: Int[Array, "B T1"], reduce) -> Float[Array, ""]:
@@ -337,7 +337,7 @@ def make_eval_step(
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
         if parallel is None or parallel.devices == 1:
             return mean_loss(params, windows_BT1, lambda _, x: x)
-        # Whole parameters in every strategy: without a backward pass, nothing else is stored.
+        # Gather all parameters in every strategy: without a backward pass, nothing else is stored.
         gathering = dataclasses.replace(
             parallel, strategy="data" if parallel.strategy == "data" else "zero1"
         )

@@ -1,8 +1,8 @@
 """Tied parameters: a copy that is the transpose of its source, for example an embedding of (V, C)
 and a head of (C, V).
 
-The copy is a parameter of its own, with moments of its own, so that a later stage of the run can
-untie the two. In a tied step the source gets both gradients, and the copy and its moments are
+The copy is a separate parameter with separate moments, so that a later stage of the run can untie
+copy and source. In a tied step the source gets both gradients, and the copy and its moments are
 replaced by the transposes of the source and its moments.
 
 Pairs (source, copy) are paths of parameters, from `ModelConfig.tied_parameters`.
@@ -20,7 +20,8 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def tie_gradients(grads: PyTree, pairs: Pairs) -> PyTree:
-    """Add the gradient of each copy, transposed, to that of its source; the copy's becomes zero."""
+    """Add the transposed gradient of each copy to its source's gradient; zero the copy's
+    gradient."""
     names, leaves, structure = flatten(grads)
     for source, copy in pairs:
         i, j = names.index(source), names.index(copy)

@@ -1,4 +1,4 @@
-"""Weights & Biases as a further place for the log of a run (the extra `wandb`)."""
+"""Log of a run on Weights & Biases (the extra `wandb`)."""
 
 import importlib.util
 import secrets
@@ -10,7 +10,7 @@ from typing import Any
 def is_installed() -> bool:
     """Return whether the package wandb is installed.
 
-    A folder `wandb`, which wandb itself writes, is found as a package without an origin.
+    Python finds a folder `wandb`, which wandb itself writes, as a package without an origin.
     """
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
@@ -20,12 +20,12 @@ class WandbLog:
     """Writer of a run on Weights & Biases. The first error ends it with a note.
 
     The run's id is kept in the file `wandb_id` of the run's folder: a resumed run continues the
-    same run there. Steps that are repeated after a resume appear twice.
+    same run on Weights & Biases. Steps that are repeated after a resume appear twice.
 
     Args:
         run_dir: the run's folder; its name is the name of the run.
         project: the project of the run.
-        note: called with a sentence if nothing can be written any more.
+        note: called with a sentence if writing has failed.
     """
 
     def __init__(self, run_dir: Path, project: str, note: Callable[[str], object]):
@@ -69,7 +69,7 @@ class WandbLog:
     def _guard(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # wandb's own, of the network, of the disk
+        except Exception as error:  # errors of wandb, of the network, of the disk
             self._run = None
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._note(f"Weights & Biases is no longer written: {text}; log.jsonl is still written")
