@@ -1,7 +1,7 @@
 """GPT-2's tokenizer as files: vocabulary and merges, derived from tiktoken's tokens.
 
-tiktoken has the bytes of each token only. The ids are in the order of the merges, so the two parts
-of a token are what byte-pair encoding makes of its bytes with the tokens before it.
+tiktoken stores only the bytes of each token. The ids are in the order of the merges, so byte-pair
+encoding with all smaller ids splits the bytes of a token into its two parts.
 """
 
 import functools
@@ -13,7 +13,7 @@ from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
 
 BYTES = 256
 MAX_BYTE_TOKENIZER = 65_536
-"""Larger files are not read: the tokenizer.json of bytes has 3 kB."""
+"""Maximum size of a file to read; the tokenizer.json of bytes has 3 kB."""
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def merges(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def _parts(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Apply the merges before the token's own to its bytes until two parts are left."""
+    """Apply all earlier merges to the bytes of a token until two parts remain."""
     parts, none = [bytes([byte]) for byte in token], len(ranks)
     while len(parts) > 2:
         pairs = [ranks.get(a + b, none) for a, b in zip(parts, parts[1:], strict=False)]

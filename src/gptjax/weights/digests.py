@@ -1,10 +1,11 @@
 """Checksums of arrays, computed on the device.
 
-A digest is two independent 32-bit sums over all elements. Each sums a bijective hash of the bits
-and the position of an element. A change of one element changes both sums; any other change goes
-undetected with probability 2⁻⁶⁴. Integer sums do not depend on the order, so a digest does not
-depend on the device or the sharding. On an H200 the sums are bound by memory bandwidth: a state of
-1.5 GB takes a few milliseconds; a cryptographic hash on the host takes seconds.
+A digest consists of two independent 32-bit sums over all elements. The terms of a sum are a
+bijective hash of an element's bits and position. A change of one element changes both sums; any
+other change goes undetected with probability 2⁻⁶⁴. Integer sums do not depend on the order, so a
+digest does not depend on the device or the sharding. On an H200, the sums are bound by memory
+bandwidth: a state of 1.5 GB takes a few milliseconds. A cryptographic hash on the host would take
+seconds.
 """
 
 import functools
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped, UInt32
 
-# Arrays whose sums are one executable.
+# Maximum number of arrays whose sums are one executable.
 GROUP = 16
 
 

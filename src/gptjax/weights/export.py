@@ -1,4 +1,5 @@
-"""Export of a model to the files of other programs: one table of architectures per format."""
+"""Export of a model to the formats of other programs, with one table of architectures per
+format."""
 
 import contextlib
 import functools
@@ -20,7 +21,7 @@ from gptjax.weights.llmc import save_llmc
 Format = Literal["hf", "llmc", "gguf"]
 
 Writer = Callable[[Model, Path, str | None, str], None]
-"""Write a model to a new path; the tokenizer's name, or None, and the name of the model."""
+"""Function of a model, a new path, a tokenizer's name or None, and the model's name."""
 
 
 def _hf_gpt2(model, path: Path, tokenizer: str | None, name: str) -> None:
@@ -72,10 +73,10 @@ def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str 
     The path appears when all files are complete and on disk.
 
     Args:
-        path: a folder for hf, else a file. It must not exist; its parent must.
+        path: a folder for hf, else a file. The path must not exist; its parent folder must.
         to: "hf", "llmc" or "gguf".
-        tokenizer: "gpt2", "byte" or None. hf folders store either, GGUF files store gpt2, and
-            llm.c's files store none.
+        tokenizer: "gpt2", "byte" or None. hf folders store both tokenizers, GGUF files store gpt2
+            only, and llm.c's files store no tokenizer.
 
     Raises:
         WeightsError: no export of this architecture, the path exists, or writing fails.
@@ -109,7 +110,8 @@ def check_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; at the end, synchronize and rename what is there.
+    """Yield a temporary path in the folder of `path`; at the end, call fsync and rename it to
+    `path`.
 
     After an error, nothing is left.
 

@@ -16,7 +16,7 @@ def file_size(file: Path, *, missing: str = "Check the path") -> int:
     """Return the length of a regular file, without opening it.
 
     Args:
-        missing: what to do if the file does not exist; the end of the error message.
+        missing: advice at the end of the error message if the file does not exist.
 
     Raises:
         WeightsError: the file does not exist or is not a regular file.
@@ -69,7 +69,7 @@ def replacing(path: Path) -> Iterator[Path]:
             # os.replace would also replace a device or a FIFO.
             file_size(path)
         temporary.touch()
-        mode = stat.S_IMODE(temporary.stat().st_mode)  # of the umask
+        mode = stat.S_IMODE(temporary.stat().st_mode)  # permissions of the umask
         yield temporary
         temporary.chmod(mode)  # safetensors creates files that only their owner can read
         with open(temporary, "rb") as file:

@@ -23,7 +23,7 @@ from gptjax.weights.params import Key, host_arrays
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A model in llama.cpp's terms.
+    """Names and metadata of an architecture in llama.cpp.
 
     Attributes:
         name: value of general.architecture.
@@ -43,7 +43,7 @@ def save_gguf(
 
     Args:
         path: the file, replaced if it exists.
-        tokenizer: "gpt2" to store GPT-2's BPE; others are not stored.
+        tokenizer: "gpt2" to store GPT-2's BPE; other tokenizers are not stored.
         name: value of general.name.
 
     Raises:
@@ -113,7 +113,7 @@ def _gpt2_tensors(model) -> Iterator[tuple[str, np.ndarray]]:
     for kind in tensor_kinds(config):
         for key, name in kind.each():
             yield _gpt2_name(name), params[key].T if key[-1] == "kernel" else params[key]
-    # The head is tied; llama.cpp before 2024 needs it as a tensor of its own.
+    # The head is tied; llama.cpp before 2024 needs the head as a separate tensor.
     yield "output.weight", params[("wte",)]
 
 
@@ -139,7 +139,7 @@ LLAMA_NAMES: dict[Key, str] = {
     ("norm_2", "scale"): "ffn_norm",
     **{("mlp", name, "kernel"): f"ffn_{name}" for name in ("gate", "up", "down")},
 }
-"""Names in GGUF files of Llama's tensors, by the key of the parameter, for blocks in the block."""
+"""Names of Llama's tensors in GGUF files, by the parameter's key, or by the key in a block."""
 
 
 def _llama_metadata(config: Llama3Config) -> dict[str, int | float]:

@@ -8,7 +8,7 @@ from gptjax.models.gpt2 import GPT2Config
 from gptjax.weights.params import Key
 
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
-"""Fields of `GPT2Config` that a file decides, in the order of llm.c's header."""
+"""Fields of `GPT2Config` that a file determines, in the order of llm.c's header."""
 
 GGUF_NAMES = {
     "wte.weight": "token_embd.weight",
@@ -16,7 +16,7 @@ GGUF_NAMES = {
     "ln_f.weight": "output_norm.weight",
     "ln_f.bias": "output_norm.bias",
 }
-"""Names in GGUF files of tensors outside the blocks, by the name in Hugging Face's files."""
+"""GGUF names of tensors outside the blocks, by the name in Hugging Face's files."""
 
 GGUF_BLOCK_NAMES = {
     "ln_1": "attn_norm",
@@ -26,7 +26,7 @@ GGUF_BLOCK_NAMES = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-"""Names in GGUF files of the layers of a block, by the name in Hugging Face's files."""
+"""GGUF names of the layers of a block, by the name in Hugging Face's files."""
 
 # Key in a block, name in Hugging Face's files, and shape in multiples of n_embd, in llm.c's order.
 BLOCK_TENSORS: tuple[tuple[Key, str, tuple[int, ...]], ...] = (
@@ -77,7 +77,7 @@ class TensorKind:
 def tensor_kinds(config: GPT2Config) -> list[TensorKind]:
     """Return the kinds of tensors in llm.c's order.
 
-    The length of the list does not depend on the sizes, and nothing of these sizes is allocated.
+    The length of the list does not depend on the sizes, and no tensor is allocated.
     """
     c = config.n_embd
     return [

@@ -34,7 +34,8 @@ HEAD = "lm_head.weight"
 # Causal masks that old versions of transformers stored with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 FLOATS = ("F32", "F16", "BF16", "F64")
-# The header of a GPT-2 of 1,000 layers takes 2 MB. JSON takes many times its length in memory.
+# The header of a GPT-2 of 1,000 layers takes 2 MB. Parsed JSON takes many times the length of its
+# text.
 MAX_JSON_BYTES = 16 << 20
 
 # Values of config.json that gptjax's GPT-2 implements. The first is the default of a missing field.
@@ -66,7 +67,7 @@ def load_hf(
             .safetensors file in the same folder as config.json.
         precision: precision of the model. The parameters are fp32 in every precision.
         padded_vocab_size: rows of the embedding. None: the next multiple of 128.
-        **options: other fields of `GPT2Config` that the folder does not decide: attention, loss,
+        **options: other fields of `GPT2Config` that the folder does not determine: attention, loss,
             loss_chunk, recompute.
 
     Raises:
@@ -87,7 +88,7 @@ def read_config(
     padded_vocab_size: int | None = None,
     **options: Any,
 ) -> GPT2Config:
-    """Return the config of a Hugging Face GPT-2; no tensor is read. Arguments as of `load_hf`."""
+    """Return the config of a Hugging Face GPT-2; no tensor is read. Arguments: see `load_hf`."""
     path = Path(path)
     try:
         folder = path if path.is_dir() else path.parent
@@ -151,7 +152,7 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
 
 def config_json(config: GPT2Config) -> dict[str, Any]:
     """Return the contents of config.json."""
-    # GPT-2's end-of-text token is the last one. The model does not know that of other vocabularies.
+    # GPT-2's end-of-text token is the last id. For other vocabularies, the model does not store it.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     return {
         "architectures": ["GPT2LMHeadModel"],

@@ -1,8 +1,8 @@
 """Hugging Face's Llama folders (config.json and safetensors): load and save.
 
 Linear layers are stored as (out, in) and are transposed here. The files hold the vocabulary without
-padding. Llama 3, 3.1 and 3.2 are read; also other models of the type "llama" that differ in sizes
-only.
+padding. Llama 3, 3.1 and 3.2 are supported, and other models of the type "llama" that differ in
+sizes only.
 """
 
 import contextlib
@@ -69,8 +69,8 @@ def load_llama(
             .safetensors file in the same folder as config.json.
         precision: precision of the model. The parameters are fp32 in every precision.
         padded_vocab_size: rows of the embedding. None: the next multiple of 128.
-        **options: other fields of `Llama3Config` that the folder does not decide: attention, loss,
-            loss_chunk, mlp, norm, recompute.
+        **options: other fields of `Llama3Config` that the folder does not determine: attention,
+            loss, loss_chunk, mlp, norm, recompute.
 
     Raises:
         WeightsError: config.json or the weights do not exist; the model is not a Llama as gptjax
@@ -92,8 +92,7 @@ def read_config(
     padded_vocab_size: int | None = None,
     **options: Any,
 ) -> Llama3Config:
-    """Return the config of a Hugging Face Llama; no tensor is read. Arguments as of
-    `load_llama`."""
+    """Return the config of a Hugging Face Llama; no tensor is read. Arguments: see `load_llama`."""
     path = Path(path)
     file = (path if path.is_dir() else path.parent) / "config.json"
     try:
@@ -125,7 +124,7 @@ def read_config(
 
 
 def _rope(file: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the rotary embedding; transformers 5 writes them as rope_parameters."""
+    """Return the fields of the rotary embedding, which transformers 5 stores in rope_parameters."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise WeightsError(
@@ -168,13 +167,13 @@ class Tensor(NamedTuple):
         return tensor
 
     def theirs(self, array: np.ndarray) -> np.ndarray:
-        """Return a parameter as it is stored, in fp32."""
+        """Return a parameter in the layout of the file, in fp32."""
         array = array.T if self.key[-1] == "kernel" else array[: self.shape[0]]
         return np.ascontiguousarray(array, np.float32)
 
 
 def tensors_in(config: Llama3Config) -> Iterator[Tensor]:
-    """Yield every tensor of a model. Nothing of these sizes is allocated."""
+    """Yield every tensor of a model, without allocating arrays."""
     c, d = config.n_embd, config.head_dim
     outputs = {"q": config.n_head * d, "k": config.kv_heads * d, "v": config.kv_heads * d, "o": c}
     outputs |= {"gate": config.inner, "up": config.inner, "down": c}
@@ -270,8 +269,8 @@ def save_llama(model: Llama3, path: str | os.PathLike) -> None:
 
 def config_json(config: Llama3Config) -> dict[str, Any]:
     """Return the contents of config.json."""
-    # Of GPT-2's vocabulary the last token is the end of text. The model does not know that of other
-    # vocabularies.
+    # In GPT-2's vocabulary, the last id is the end-of-text token. For other vocabularies, the model
+    # does not store this id.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     # The names of transformers 4, which transformers 5 and other programs read, too.
     scaling = {

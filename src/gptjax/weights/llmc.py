@@ -49,7 +49,7 @@ def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options
     Args:
         path: the `.bin` file.
         precision: precision of the model. The parameters are fp32 in every precision.
-        **options: other fields of `GPT2Config` that the file does not decide: attention, loss,
+        **options: other fields of `GPT2Config` that the file does not determine: attention, loss,
             loss_chunk, recompute.
 
     Raises:
@@ -65,7 +65,7 @@ def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options
 def read_config(
     path: str | os.PathLike, *, precision: Precision = FP32, **options: Any
 ) -> GPT2Config:
-    """Return the config in the header; no tensor is read. Arguments as of `load_llmc`."""
+    """Return the config in the header; no tensor is read. Arguments: see `load_llmc`."""
     path = Path(path)
     try:
         length = file_size(path)

@@ -39,20 +39,20 @@ def load(
     """Load a model and its tokenizer from disk.
 
     The architecture and its shape come from the path. An architecture outside gptjax must have been
-    imported before. No code is executed from a file. In a run with stages, the model is that of the
-    last stage that the checkpoint reached, as it is evaluated.
+    imported before. No code is executed from a file. In a run with stages, the model is the
+    evaluation model of the last stage that the checkpoint reached.
 
     Args:
         path: a run's folder such as runs/gpt2_tiny, the folder of one of its checkpoints, a Hugging
             Face GPT-2 or Llama (folder or .safetensors file), or an llm.c .bin file.
-        precision: precision of the model; None for that of the run, and fp32 for other files.
+        precision: precision of the model. None: the run's precision, and fp32 for other files.
         step: step of a run's checkpoint; None for the newest.
-        tokenizer: auto: that of the run's data; "gpt2" for files with a vocabulary of 50,257, and
-            None for files with another vocabulary. A name selects the tokenizer. None loads no
-            tokenizer.
-        options: fields of the model's config that do not change what it computes: loss, loss_chunk,
-            recompute, and those of the architecture, such as attention. They have their defaults
-            otherwise, whatever the run's values.
+        tokenizer: "auto": the tokenizer of the run's data; "gpt2" for files with a vocabulary of
+            50,257, and no tokenizer for files with another vocabulary. A name selects the
+            tokenizer. None loads no tokenizer.
+        options: fields of the model's config that do not change what the model computes: loss,
+            loss_chunk, recompute, and fields of the architecture, such as attention. Missing
+            options have their defaults, not the run's values.
 
     Raises:
         WeightsError: the path holds no model that gptjax can compute.

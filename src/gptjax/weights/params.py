@@ -1,4 +1,4 @@
-"""Models from arrays, arrays from models: for every architecture and file format."""
+"""Conversion between models and arrays, for every architecture and file format."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ def host_arrays(model: Model) -> dict[Key, np.ndarray]:
 
 
 def model_from_tensors(config: ModelConfig, tensors: Iterable[tuple[Key, np.ndarray]]) -> Model:
-    """Return a model of the parameters that an iterator reads from a file.
+    """Return a model with the parameters that an iterator reads from a file.
 
     No other weights are allocated, and only one tensor at a time is on the host.
     """
@@ -37,7 +37,7 @@ def model_from_tensors(config: ModelConfig, tensors: Iterable[tuple[Key, np.ndar
 
 
 def model_from_params(config: ModelConfig, params: Mapping) -> Model:
-    """Return a model of the parameters in a nested dict, such as those of a checkpoint.
+    """Return a model with the parameters in a nested dict, such as the parameters of a checkpoint.
 
     Args:
         config: shape and precision of the model.
@@ -45,7 +45,7 @@ def model_from_params(config: ModelConfig, params: Mapping) -> Model:
             an `nnx.State`.
 
     Raises:
-        WeightsError: keys, shapes or dtypes that are not exactly those of the model. Block indices
+        WeightsError: keys, shapes or dtypes differ from the model's. Block indices
             must be integers: Orbax restores integers as strings if it is given no target, and
             strings sort as 0, 1, 10, 11, 2.
     """
@@ -125,7 +125,7 @@ def _dotted(key: Key) -> str:
 
 
 def few(names: Iterable) -> str:
-    """Return the first six names, sorted and quoted, and the number of the others."""
+    """Return the first six names, sorted and quoted, and the number of further names."""
     names = sorted(map(str, names))
     first = [name[:100] for name in names[:6]]
     return f"{first}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
@@ -140,16 +140,16 @@ def check_options(
     source: str,
     decided: Iterable[str],
 ) -> None:
-    """Check the options of a loader before a file is read, so that no file is blamed for them.
+    """Check the options of a loader before a file is read, so that errors do not blame the file.
 
     Args:
         function: the loader's name, the first word of the error message.
         config_class: the architecture's config; `options` are fields of this class.
-        source: the file that decides the sizes.
-        decided: fields of config_class that the file decides.
+        source: the file that determines the sizes.
+        decided: fields of config_class that the file determines.
 
     Raises:
-        ValueError: precision is not a Precision; an option that the file decides; an unknown
+        ValueError: precision is not a Precision; an option that the file determines; an unknown
             option; a wrong value.
     """
     if not isinstance(precision, Precision):

@@ -1,4 +1,4 @@
-"""Models on disk: find out what a path holds, then read its config and its parameters.
+"""Models on disk: detection of the format of a path, and reading of config and parameters.
 
 A path is a run's folder, a folder of checkpoints, the folder of one checkpoint, a Hugging Face
 folder or .safetensors file, or an llm.c .bin file. `find` reads no array.
@@ -63,10 +63,11 @@ class Source(abc.ABC):
         """Return the model's config.
 
         Args:
-            precision: precision of the model; None for the source's own, fp32 if it has none.
+            precision: precision of the model. None: the source's precision, or fp32.
             kind: the config class; None to find it by `architecture`.
             options: fields of the config that do not change what the model computes, such as
-                attention. The others keep their defaults: the source's values may need its GPU.
+                attention. Missing options have their defaults, because the source's values may need
+                another GPU.
 
         Raises:
             WeightsError: the source does not describe a model, or the architecture is not known.
@@ -75,7 +76,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, config: ModelConfig, like: Mapping) -> dict:
-        """Return the parameters as a nested dict of arrays, each read into its sharding.
+        """Return the parameters as a nested dict of arrays, each read with the sharding in `like`.
 
         Args:
             config: from `config`.
@@ -182,11 +183,12 @@ def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
     """Return the model at a path; no array is read.
 
     Args:
-        step: of a run: the checkpoint; None for the newest.
+        step: step of a run's checkpoint; None for the newest.
 
     Raises:
         WeightsError: the path holds no model, or there is no checkpoint of this step.
-        DamagedError: the metadata of the checkpoint is damaged. The message names older ones.
+        DamagedError: the metadata of the checkpoint is damaged. The message names older
+            checkpoints.
     """
     path = Path(path)
     try:
@@ -256,7 +258,7 @@ def _checkpoint(folder: Path) -> Checkpoint:
 
 
 def other_steps(folder: Path) -> str:
-    """Return the end of a message on a damaged checkpoint: the steps to use in its place."""
+    """Return the end of a message on a damaged checkpoint: steps of other checkpoints."""
     if not folder.name.isdecimal():
         return ""
     others = [step for step in checkpoint_files.steps(folder.parent) if step != int(folder.name)]
@@ -281,7 +283,7 @@ def _hugging_face(path: Path, config: Path) -> Source:
 
 
 def _tokenizer_of(vocab_size: int) -> str | None:
-    """Return the tokenizer of a file: "gpt2" for a vocabulary of its size."""
+    """Return the tokenizer of a file: "gpt2" for a vocabulary of 50,257."""
     return "gpt2" if vocab_size == VOCABULARIES["gpt2"][0] else None
 
 
@@ -297,13 +299,14 @@ def _names(kind: type[ModelConfig]) -> set[str]:
 
 
 def _put_each(tensors: Iterable[tuple[Key, np.ndarray]], like: Mapping) -> dict:
-    """Return arrays in the dtypes and shardings of `like`; one tensor at a time is on the host."""
+    """Return arrays in the dtypes and shardings of `like`, with one tensor at a time on the
+    host."""
     wanted = traverse_util.flatten_dict(dict(like))
     return traverse_util.unflatten_dict({key: put(x, wanted[key]) for key, x in tensors})
 
 
 def put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return a global array of the whole `tensor`, of which every process has a copy."""
+    """Return a global array of the complete `tensor`, of which every process has a copy."""
     # Copies: the tensor may be a view of a file that is about to be closed.
     return jax.make_array_from_callback(
         like.shape, like.sharding, lambda index: np.array(tensor[index], like.dtype)
