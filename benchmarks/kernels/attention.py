@@ -3,9 +3,10 @@
     python -m gptjax.bench kernels benchmarks/kernels/attention.py
 
 TFLOP/s count the unmasked part of the two matmuls of the forward pass, and 2.5 times as much for
-the backward pass. Documents have random lengths up to a maximum; their bounds are part of the time.
-q, k and v are one array and so is their gradient: the copies that an implementation needs for that
-are part of its time. PyTorch's backward pass is the difference of its two cases.
+the backward pass. Documents have random lengths up to a maximum. The times include the computation
+of the documents' bounds. q, k and v are one packed array, and the gradient is packed too: the times
+include the copies that an implementation needs. The time of PyTorch's backward pass is the time of
+"forward and backward" minus the time of "forward".
 """
 
 import functools
@@ -25,7 +26,7 @@ VERY_LONG = (1, 65536, 12, 64)
 # The last stage of the modded-nanogpt speedrun.
 PACKED = (1, 49152, 6, 128)
 BACK_ENDS = ("mosaic", "triton", "cudnn", "xla")
-# S, materialised, would not fit.
+# The materialised scores S would not fit into memory.
 LINEAR = ("mosaic", "triton", "cudnn")
 
 
@@ -160,8 +161,8 @@ def _both(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
 
 def _backward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
     def prepare(name):
-        # What an implementation keeps for its backward pass is its own; it is made before the clock
-        # runs.
+        # Each implementation saves different arrays for the backward pass. The forward pass runs
+        # before the timed part.
         return lambda qkv, dout: (jax.vjp(_attention(name, **how), qkv)[1], dout)
 
     run = {name: lambda pull, dout: pull(dout) for name in back_ends}
@@ -181,7 +182,7 @@ _TORCH = {jnp.bfloat16: ("torch cudnn", "torch flash"), jnp.float32: ("torch",)}
 
 
 def _in_torch(name, gradient, torch):
-    """PyTorch's scaled_dot_product_attention, held to one of its back ends."""
+    """Return PyTorch's scaled_dot_product_attention, restricted to one back end."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     torch.set_float32_matmul_precision("high")

@@ -20,7 +20,7 @@ def cases() -> list[Case]:
         _case(16384, 30.0),
         _case(16384, SigmoidCap()),
         _case(16384, SigmoidCap(), target_weights=(1.0, 0.5, 0.25)),
-        _case(16384, None, columns=VOCAB_SIZE),  # rows that start anywhere
+        _case(16384, None, columns=VOCAB_SIZE),  # unaligned rows
     ]
 
 
@@ -54,8 +54,8 @@ def _case(rows, softcap, columns=COLUMNS, bar="", target_weights=None):
         return softcap * torch.tanh(x / softcap)
 
     def in_torch(torch, wrap):
-        """As a training step has it: the loss in fp32, then autograd. The memory of 65,536 rows in
-        fp32 is most of an H200."""
+        """Compute the loss in fp32 and differentiate with autograd, as in a training step. 65,536
+        rows in fp32 need most of the memory of an H200."""
 
         def loss(x, targets):
             z, targets = capped(torch, x[:, :VOCAB_SIZE].float()), targets.long()

@@ -2,10 +2,11 @@
 
     python -m gptjax.bench kernels benchmarks/kernels/feed_forward.py
 
-Forward writes y and the derivative that the backward pass reads (Triton in fp32: the matmul's
-result instead), except for "nothing saved". Backward computes dx, dw and db from dy, the saved
-array, x and w. "matmul" and "two matmuls" are XLA's bare matmuls (cuBLASLt). PyTorch saves the
-pre-activation; its backward pass gets the same array for that.
+The forward pass stores y and the derivative that the backward pass reads, except in "nothing
+saved". Triton in fp32 stores the matmul's result instead of the derivative. The backward pass
+computes dx, dw and db from dy, the saved array, x and w. "matmul" and "two matmuls" are XLA's bare
+matmuls (cuBLASLt). PyTorch saves the pre-activation: the benchmark of PyTorch's backward pass uses
+the saved array as the pre-activation.
 
 fp32 matmuls run as TF32: precision HIGH, and PyTorch's "high". XLA's bare matmul then needs no
 transposed copy of w.
@@ -130,13 +131,13 @@ def backward_case(n, i, o, activation) -> Case:
 
 
 def whole_inputs(key, *, n, i, o, c, dtype):
-    """dy, x, w, b, and w2 where there are C outputs of a second product."""
+    """Return (dy, x, w, b), and also the weights w2 of a second matmul if c is not None."""
     dy, x, w, b, w2 = normal(key, (n, c or o), (n, i), (i, o), (o,), (o, c or 1), dtype=dtype)
     return (dy, x, w * dtype(i**-0.5), b, *([w2 * dtype(o**-0.5)] if c else []))
 
 
 def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
-    """Forward and backward of `linear_gelu`, or of `mlp` with C outputs."""
+    """Return the case of forward and backward pass of `linear_gelu`, or of `mlp` with C outputs."""
     precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
 
     def run(backend, dy, *args):
@@ -188,7 +189,8 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
 
 
 def cases() -> list[Case]:
-    """Every width for GELU and the whole MLP, GPT-2 124M's for the squared ReLU and in fp32."""
+    """Return the cases: all widths for GELU and the MLP, GPT-2 124M's widths for squared ReLU and
+    fp32."""
     made = [case(*shape, "gelu") for case in (forward_case, backward_case) for shape in SHAPES]
     made += [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
     made += [whole_case(mlp, *shape, shape[1]) for shape in SHAPES]

@@ -1,13 +1,13 @@
-"""FP8 matmuls of GPT-2 124M at a micro-batch of 64, and the two with a fused epilogue.
+"""FP8 matmuls of GPT-2 124M at a micro-batch of 64, and two FP8 matmuls with a fused epilogue.
 
     python -m gptjax.bench kernels benchmarks/kernels/fp8.py
 
-Names are M×K×N. "xla" is cuBLASLt's FP8 matmul, "xla, fp32 sums" the same without fast
+Names are M×K×N. "xla" is cuBLASLt's FP8 matmul, "xla, fp32 sums" the same matmul without fast
 accumulation, "bf16" XLA's matmul of bf16 operands. The bound is the rate of a bf16 matmul, which
 FP8 may exceed.
 
-`linear_gelu` and `gelu_backward` are compared with "xla": a matmul with a bf16 result, and what XLA
-makes of the rest.
+`linear_gelu` and `gelu_backward` are compared with "xla": an FP8 matmul with a bf16 result,
+followed by the epilogue in plain JAX.
 """
 
 import functools
@@ -136,7 +136,7 @@ def backward_case(m, c, o) -> Case:
 
 
 def cases() -> list[Case]:
-    """Every matmul of a training step, and the two fused kernels."""
+    """Return the cases: all matmuls of a training step, and the two fused kernels."""
     return [
         *(matmul_case(*matmul) for matmul in MATMULS),
         gelu_case(TOKENS, 768, 3072),

@@ -1,9 +1,9 @@
-"""Layers of GPT-2 124M with FP8 matmuls compared with bf16, 65,536 tokens; the conversion to FP8.
+"""Layers of GPT-2 124M at 65,536 tokens, FP8 compared with bf16, and the conversion to FP8.
 
     python -m gptjax.bench kernels benchmarks/kernels/fp8_layers.py
 
-Layers run forward and backward, conversions of weights and gradients included. The bound is the
-rate of a bf16 matmul, which FP8 may exceed.
+Times are of forward and backward pass, including the conversions of weights and gradients. The
+bound is the rate of a bf16 matmul, which FP8 may exceed.
 """
 
 import functools
@@ -22,7 +22,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def normal(key, *arrays):
-    """Arrays of the shapes, standard deviations and dtypes."""
+    """Return normally distributed arrays of the given shapes, standard deviations and dtypes."""
     keys = jax.random.split(key, len(arrays))
     return tuple(
         (jax.random.normal(k, shape, F32) * std).astype(dtype)

@@ -2,8 +2,8 @@
 
     python -m gptjax.bench kernels benchmarks/kernels/gated_mlp.py
 
-"six matmuls" are XLA's bare matmuls (cuBLASLt) of forward and backward. PyTorch's MLP has one
-matmul for gate and up.
+"six matmuls" are XLA's bare matmuls (cuBLASLt) of forward and backward pass. PyTorch's MLP has one
+matmul for gate and up projection.
 """
 
 import functools

@@ -20,11 +20,11 @@ def cases() -> list[Case]:
             _forward(shape, bar="≥ 85 % of the copy rate"),
             _backward(shape, bar="≥ 80 % of the copy rate"),
         ]
-    # Very long rows, and rows that start anywhere.
+    # Very long rows, and unaligned rows.
     for shape in ((4096, 131072), (16384, 50257)):
         found += [_forward(shape), _backward(shape)]
-    # The scores of 64 sequences of 1024 tokens in 12 heads; what a row does not see need not be
-    # read.
+    # The scores of 64 sequences of 1024 tokens in 12 heads. Implementations may skip the columns
+    # above the diagonal.
     return [
         *found,
         _forward((768, 1024, 1024), causal=True),
@@ -88,7 +88,7 @@ def _backward(shape, causal=False, bar=""):
         return functools.partial(gradient, causal=causal, implementation=implementation)
 
     def in_torch(torch):
-        # y is zero where a causal row does not see.
+        # y is zero above the diagonal.
         return lambda y, dy: torch._softmax_backward_data(dy, y, -1, y.dtype)
 
     def compiled(torch):

@@ -15,7 +15,7 @@ from pallas_kernels import symmetric
 
 B, C = 4.042929935166739, -2.808917465908714
 
-# (kernel, shape, what we want): the bars first, then other shapes that training meets.
+# (kernel, shape, bar): first the shapes with a bar, then other shapes that occur in training.
 SHAPES = [
     ("ba_plus_caa", (48, 768, 768), "≥ 1.3× XLA"),
     ("xtx", (24, 3072, 768), "≥ 1.3× XLA"),
@@ -39,8 +39,7 @@ def in_jax(kernel, implementation):
 
 
 def added_after_rounding(a):
-    """What XLA makes of the line as one would write it: the product in bf16, then the scaled
-    sum."""
+    """Compute b·a + c·a a as plain JAX: the matmul is rounded to bf16, then scaled and added."""
     return jnp.asarray(B, a.dtype) * a + jnp.asarray(C, a.dtype) * (a @ a)
 
 
