@@ -1,7 +1,7 @@
 """Train a language model: python train.py --config configs/gpt2_124m.py
 
-The script reads from top to bottom. Every option of the config can be given on the command line;
---help lists them. The same command again resumes from the newest checkpoint.
+The script reads from top to bottom. The command line can override every option of the config:
+--help lists the options. The same command again resumes from the newest checkpoint.
 """
 
 import os
@@ -11,11 +11,11 @@ BEGAN = time.perf_counter()
 
 from gptjax.training import signals
 
-# Before JAX is imported: until training begins there is nothing to save.
+# Before the import of JAX: a signal ends the process at once until there is a state to save.
 if __name__ == "__main__":
     signals.install(signals.end_at_once)
 
-# Before JAX starts: a run has the GPU to itself; JAX would leave a quarter of the memory unused.
+# Before JAX starts: no other process uses the GPU, and JAX's default is 75 % of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import contextlib
@@ -59,11 +59,11 @@ from gptjax.weights.errors import WeightsError
 
 
 class StoppedError(RuntimeError):
-    """An error of the data, the log or the terminal ended training."""
+    """Error of the data, the log or the terminal that ended training."""
 
 
 def train(config: Config, console: Console, given: frozenset[str] = frozenset()) -> int:
-    """Train as the config says; return the exit code. `given` is that of `init_from.resolve`."""
+    """Train with a config; return the exit code. `given` is as in `init_from.resolve`."""
     with contextlib.ExitStack() as stack:  # lock, log, loader threads, signal handlers
         return _train(config, console, stack, given)
 
@@ -219,14 +219,14 @@ def _train(
 
     def sample() -> None:
         text = samples.draw(config.at(step - 1), inputs, parallel, state, step)
-        if text is None:  # in all processes but the first
+        if text is None:  # in all processes except the first
             return
         progress.write("sample", step, text=text)
-        # An untrained model also writes control characters, which would act on the terminal.
+        # Escape control characters in the sample: control characters would change the terminal.
         console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
 
     def save() -> None:
-        """Save the state if the parameters and their loss are finite; older ones are deleted."""
+        """Save the state if the validation loss is finite; delete older states."""
         if step == checkpoints.latest_step():
             return
         if progress.val_step != step:
@@ -239,7 +239,7 @@ def _train(
         checkpoints.save(step, state, resume.meta(config, inputs.dataset, step))
 
     def last_save() -> str:
-        """Save after an error; return a sentence for the user."""
+        """Save the state after an error; return the sentence that is printed."""
         try:
             save()
             checkpoints.wait()
@@ -262,7 +262,7 @@ def _train(
                 train_step, eval_step = steps.at(step)
                 state, metrics = train_step(state, put(inputs.train_sharding, windows))
                 step += 1
-                read_metrics()  # of the step before, while the device computes this one
+                read_metrics()  # of the previous step, while the device computes the current step
                 progress.submit(step, metrics)
 
                 last = step == config.max_steps
@@ -271,7 +271,7 @@ def _train(
                 wants_sample = due(config.sample_every, last)
                 wants_save = last or due(config.checkpoint_every, last)
                 if wants_val or wants_eval or wants_sample or wants_save:
-                    read_metrics()  # a step that is not finite must not be saved
+                    read_metrics()  # raises if the loss is not finite: do not save such a state
                     if wants_val:
                         validate()
                     if wants_eval:
@@ -312,14 +312,14 @@ def _train(
 
 
 class PipeConsole(Console):
-    """A console that raises BrokenPipeError where Rich would end the process without a save."""
+    """Console that raises BrokenPipeError instead of ending the process without a save."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
 
 
-# Errors that the user can correct: printed as a sentence. Any other exception is a bug.
+# Errors that the user can correct are printed as one sentence. Other exceptions are bugs.
 USER_ERRORS = (ConfigError, devices.DeviceError, WeightsError, LockedError, LogError)
 USER_ERRORS += (NotFiniteError, StoppedError, data.DataError, OSError)
 USER_ERRORS += (distributed.DistributedError,)
@@ -336,7 +336,7 @@ if __name__ == "__main__":
             print(f"error: {printable(distributed.explain(error))}", file=sys.stderr, flush=True)
         distributed.report(str(error))
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
-        # At once: threads of a save or restore that failed would print tracebacks after it.
+        # Exit at once: threads of a failed save or restore would print tracebacks afterwards.
         os._exit(128 + signal.SIGPIPE if pipe else 1)
     except Exception as error:
         distributed.end_at_once(error)
