@@ -6,7 +6,7 @@ Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder o
 Hardware:  one H200 or H100 (80 GB)
 Time:      174 s on one H200, measured with an earlier version
            (docs/notes/2026-11-22-measurements.md)
-Loss:      3.574 at step 1,000, with the same version
+Loss:      3.574 at step 1,000, measured with that version
 """
 
 from dataclasses import replace

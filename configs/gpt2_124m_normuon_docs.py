@@ -5,7 +5,8 @@ Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder o
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
 Time:      not measured
-Loss:      not measured. The learning rates are the best of docs/normuon.md for this corpus.
+Loss:      not measured. docs/normuon.md lists the learning rates that were compared on this corpus.
+           The config uses the best of these learning rates.
 """
 
 from dataclasses import replace

@@ -6,9 +6,9 @@ Data:      FineWeb: python -m gptjax.data fineweb10B --shards 103. Without FineW
            one folder and name the folder with --dataset.
 Hardware:  one H200, or up to eight of them
 Time:      not measured: this config was not run
-Loss:      not measured. The recipe is that of configs/gpt2_1558m.py; the micro-batch is an estimate
-           from the activations of a layer. Llama 3.2 1B has a vocabulary of 128,256 and a context
-           of 131,072 tokens, and was not trained with this recipe.
+Loss:      not measured. The recipe is the recipe of configs/gpt2_1558m.py; the micro-batch is an
+           estimate from the activations of a layer. Llama 3.2 1B has a vocabulary of 128,256 and a
+           context of 131,072 tokens, and was not trained with this recipe.
 """
 
 from dataclasses import replace

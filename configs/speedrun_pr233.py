@@ -2,16 +2,16 @@
 
 Command:   python train.py --config configs/speedrun_pr233.py
 Data:      FineWeb: python -m gptjax.data fineweb10B --shards 6. The run reads 395.8 M tokens, and
-           skips the ends of long documents.
+           truncates long documents.
 Hardware:  eight H100 or H200, one sequence on each at a time. Fewer GPUs accumulate gradients.
 Time:      not run here. The authors of modded-nanogpt: 88.83 s of training on 8×H100, mean of four
            runs.
 Loss:      not run here. The authors of modded-nanogpt: a validation loss of 3.2788, mean of four
-           runs, on the first 10,485,760 validation tokens. Here validation reads as many tokens,
+           runs, on the first 10,485,760 validation tokens. This config validates on as many tokens,
            evenly spaced over the split.
 
-The record stores matrices and embeddings in bf16 with the lower half of their fp32 value, and
-computes the head in FP8. Here parameters are fp32 and matmuls bf16.
+The record splits the fp32 values of matrices and embeddings into bf16 and the lower 16 bits, and
+computes the head in FP8. In this config, parameters are fp32 and matmuls bf16.
 """
 
 from dataclasses import replace
@@ -23,9 +23,10 @@ from gptjax.optim import NorMuonConfig
 from gptjax.precision import Precision
 
 WINDOWS = ((1, 3), (3, 7), (5, 11), (6, 13))
-"""Short and long window of each stage, in units of 128 tokens."""
+"""(short window, long window) of each stage, in units of 128 tokens."""
 TOKEN_WEIGHTS = ((1.0, 0.5, 0.25), (1.0, 0.5), (1.0,), (1.0,))
-"""Weights of the next tokens in the loss. The last of several falls to 0 in its stage."""
+"""Weights of the next tokens in the loss, by stage. In each stage with several weights, the last
+weight decreases to 0 during the stage."""
 LEARNING_RATE_FACTORS = (1.0, 1.52, 1.73, 1.0)
 
 
@@ -36,11 +37,11 @@ def stages(
     max_document_length: tuple[int | None, ...],
     untied_from: int,
 ) -> tuple[Stage, ...]:
-    """Return the stages; each argument but the last has a value for each of the record's four.
+    """Return the stages. Each argument except the last has one value per stage of the record.
 
     Args:
-        untied_from: step from which the embedding is not the transposed head. Its stage is split
-            there.
+        untied_from: step from which the embedding is not the transposed head. The stage that
+            contains this step is split at this step.
     """
     result, begin = [], 0
     for i, end in enumerate(until):
@@ -88,15 +89,15 @@ config = Config(
         decay_form="lr_squared",
         cautious_decay=True,
         adam_every=2,
-        # The record has 1e-10 for the sum of the losses of the 16,384 tokens of a GPU, not for
-        # their mean.
+        # The record's 1e-10 is for the sum of the losses of the 16,384 tokens of a GPU. This
+        # project uses the mean of the losses.
         eps=1e-10 / 16_384,
         clip_norm=None,
     ),
     dataset="fineweb10B",
     separate_documents=True,
     batch_tokens=393_216,
-    sequence_length=16_384,  # of validation
+    sequence_length=16_384,  # sequence length of validation
     micro_batch=1,
     max_steps=1_490,
     stages=stages(
