@@ -223,7 +223,7 @@ def test_what_llmc_does_not_have_is_refused():
         "recompute a sublayer": config_of(dataclasses.replace(MODEL, recompute="sublayer")),
         "separate documents": config_of(MODEL, separate_documents=True),
         "uint16": config_of(dataclasses.replace(MODEL, vocab_size=70000, padded_vocab_size=None)),
-        "multiples of 128, got 64": config_of(dataclasses.replace(MODEL, padded_vocab_size=64)),
+        "multiple of 128, got 64": config_of(dataclasses.replace(MODEL, padded_vocab_size=64)),
     }
     for message, config in refused.items():
         assert message in (why_no_llmc(config) or ""), message

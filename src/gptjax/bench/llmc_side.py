@@ -96,9 +96,12 @@ def why_no_llmc(config: Config) -> str | None:
     if config.separate_documents:
         return "llm.c's step does not separate documents: leave out --llmc"
     if model.vocab_size > 2**16:
-        return f"llm.c's tokens are uint16, and vocab_size {model.vocab_size} needs more bits"
+        return f"llm.c's tokens are uint16: vocab_size {model.vocab_size} is too large for --llmc"
     if cast(int, model.padded_vocab_size) % 128:
-        return f"llm.c needs padded_vocab_size in multiples of 128, got {model.padded_vocab_size}"
+        return (
+            f"llm.c needs a padded_vocab_size that is a multiple of 128, got "
+            f"{model.padded_vocab_size}: change it, or leave out --llmc"
+        )
     return None
 
 
