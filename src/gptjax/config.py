@@ -256,7 +256,7 @@ class Config:
 
         Args:
             mesh: the devices of the run.
-            schedules: as for `OptimizerConfig.build`.
+            schedules: see `OptimizerConfig.build`.
         """
         return self.optimizer.build(
             total_steps=self.max_steps,
@@ -392,7 +392,8 @@ def _from_json(value: Any, expected: Any = None) -> Any:
 def defaults(config: Config) -> dict[str, Any]:
     """Return the default of each option, for the model and optimizer classes of `config`.
 
-    The form is that of `to_json`. The default optimizer is AdamW, for any optimizer of `config`.
+    The result has the form of `to_json`. The default optimizer is AdamW, for any optimizer of
+    `config`.
     """
     flat = _flat(Config(), type(config.model)(), type(config.optimizer)())
     return flat | {"optimizer.algorithm": OptimizerConfig.name}
@@ -413,8 +414,8 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
 def differences(saved: Any, config: Config) -> list[str]:
     """Describe the fields in which a checkpoint's config differs from `config`, one line per field.
 
-    `operational` fields may differ, and with `config.resume_with_changes` the `changeable` ones. If
-    all lines are of changeable fields, one more line names --resume-with-changes.
+    `operational` fields may differ. With `config.resume_with_changes`, `changeable` fields may also
+    differ. If all lines are about changeable fields, a last line names --resume-with-changes.
 
     Raises:
         ConfigError: `saved` is not a config's JSON.

@@ -40,11 +40,11 @@ from gptjax.training.signals import StopRequest
 _SAY_SECONDS = 10
 # Seconds without a heartbeat after which a process counts as dead.
 HEARTBEAT_SECONDS = 30
-# Seconds that a finished process waits for the others.
+# Seconds for which a finished process waits for the other processes.
 FINISH_SECONDS = 300
 # Seconds in which all processes must find a checkpoint damaged if one process finds the damage.
 DAMAGE_SECONDS = 20
-# Seconds for which process 0, after an error, serves the message to the others.
+# Seconds for which process 0, after an error, serves the message to the other processes.
 _ERROR_SECONDS = 2
 
 # Added to XLA_FLAGS unless a flag is set. An NCCL collective that a peer does not join ends the
@@ -405,7 +405,7 @@ class SharedStop:
 
 
 def report(message: str) -> None:
-    """Send an error to the processes that wait in `exchange`. Then end this process at once."""
+    """Send an error to the processes that wait in `exchange`, and end this process at once."""
     if not is_initialized():
         return
     state = jax_distributed.global_state

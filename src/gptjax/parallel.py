@@ -217,7 +217,8 @@ class Parallel:
             f: function of one device's shards of the parameters and share of the tokens.
             params: parameters, or their shapes.
             batch_axis: axis of the tokens that is split.
-            out: a tree like the results of f: arrays like `params`, or None for a replicated one.
+            out: a tree like the results of f: arrays like `params`, or None for a replicated
+                result.
         """
         specs = jax.tree.map(lambda x: _spec(self.axis_of(x)), params)
         out = jax.tree.map(
@@ -277,7 +278,7 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
 
 
 def _save_all_but_gathered(primitive, *_, **__) -> bool:
-    """Policy of `jax.checkpoint`: store all results except those of all-gathers.
+    """Policy of `jax.checkpoint`: store all results except results of all-gathers.
 
     `save_anything_except_these_names` would store the gathered array before it is named.
     """

@@ -49,7 +49,7 @@ def plot_runs(
     Args:
         paths: run folders or log.jsonl files.
         out: the image file; the suffix selects the format (png, pdf, svg, …).
-        x: quantity of the horizontal axis. The time is that of the training steps, without
+        x: quantity of the horizontal axis. The time is the time of training steps, without
             compilation, validation and checkpoints.
         group: average runs whose names differ only in a last part such as "-seed3". Draw the mean,
             with a band of one standard deviation to each side.

@@ -17,7 +17,7 @@ NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head", "fp8")
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A precision configuration with the same meaning as one of PyTorch.
+    """Precision configuration, equivalent to a configuration of PyTorch.
 
     | name               | matmul inputs | residual stream | PyTorch equivalent               |
     | ------------------ | ------------- | --------------- | -------------------------------- |
@@ -89,7 +89,7 @@ class Precision:
         """`precision` argument of every matmul.
 
         JAX's default for an fp32 matmul on Ampere and later is TF32, so true fp32 must be
-        requested. The preset TF32_TF32_F32 would turn bf16 matmuls into TF32 ones at half the
+        requested. The preset TF32_TF32_F32 would turn bf16 matmuls into TF32 matmuls at half the
         speed; HIGH means TF32 for fp32 inputs only.
         """
         return {"fp32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.HIGH}.get(

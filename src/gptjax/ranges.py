@@ -39,7 +39,7 @@ Seed = Annotated[int, Range(f"at least 0 and at most {2**32 - 1}", 0, 2**32 - 1)
 
 
 def ranges(options: type) -> dict[str, Range]:
-    """Return the range of each field of a dataclass that is annotated with one."""
+    """Return the range of each dataclass field that is annotated with a range."""
     hints = typing.get_type_hints(options, include_extras=True)
     found = {field.name: _range(hints[field.name]) for field in dataclasses.fields(options)}
     return {name: allowed for name, allowed in found.items() if allowed is not None}

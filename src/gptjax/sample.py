@@ -289,7 +289,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def _memory_checked(tried: str, advice: str) -> Iterator[None]:
-    """Raise SampleError, with what was tried and what to do, if the device's memory is full."""
+    """Raise SampleError if the device's memory is full; the message has `tried` and `advice`."""
     import jax
 
     try:
@@ -306,7 +306,7 @@ def interact(sampler: Sampler) -> None:
     """Answer one prompt per line, until the end of standard input.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C while no prompt is answered, or the second one during an answer.
+        KeyboardInterrupt: Ctrl-C while no prompt is answered, or a second Ctrl-C during an answer.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing in `input`

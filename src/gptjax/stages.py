@@ -47,7 +47,7 @@ class Stage:
     """Values of the model's fields; the parameters must keep their shapes."""
 
 
-# Options of a Stage that replace those of the config.
+# Options of a Stage that replace options of the config.
 _REPLACED = ("batch_tokens", "sequence_length", "max_document_length", "micro_batch")
 
 
@@ -135,7 +135,7 @@ def stage_config(config: "Config", number: int) -> "Config":
     """Return the config with the options of stage `number`, and without stages.
 
     Raises:
-        ValueError: the options do not fit the others.
+        ValueError: the stage's options do not fit the config's.
     """
     stage = config.stages[number - 1]
     own = {name: value for name in _REPLACED if (value := getattr(stage, name)) is not None}
@@ -172,7 +172,7 @@ def check(config: "Config") -> None:
 
     Raises:
         ValueError: the stages do not follow each other, do not cover the run, or have options that
-            do not fit the others; a schedule does not fit into the run.
+            do not fit the config; a schedule does not fit into the run.
     """
     schedules(config)
     if not config.stages:
@@ -201,9 +201,9 @@ def check(config: "Config") -> None:
 def schedules(config: "Config") -> dict[str, optax.Schedule]:
     """Return the optimizer's schedules with the learning-rate factors of the stages.
 
-    In a stage, the schedules are those of an optimizer whose peak learning rates are multiplied by
-    the stage's factor; the learning rates at the schedule's end are not multiplied. The schedules
-    depend on the update's index only, so one optimizer with one form of state serves all stages.
+    In a stage, the peak learning rates are multiplied by the stage's factor; the learning rates at
+    the schedule's end are not multiplied. The schedules depend on the update's index only, so one
+    optimizer with one form of state serves all stages.
 
     Raises:
         ValueError: a stage's peak is below the learning rate at the schedule's end; a schedule does

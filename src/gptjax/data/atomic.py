@@ -2,8 +2,8 @@
 
 A dataset is written to a hidden sibling folder (`data/.NAME.partial`) and renamed at the end, so a
 partial dataset is never visible. A lock file (`data/.NAME.lock`) serialises the processes that
-request the same dataset: one process prepares the dataset, the others wait. The operating system
-releases the lock when a process ends.
+request the same dataset: one process prepares the dataset, and the other processes wait. The
+operating system releases the lock when a process ends.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
         A sentence for each damaged shard; empty if the dataset is intact.
 
     Raises:
-        DatasetError: the folder is not a dataset, or an incomplete one.
+        DatasetError: the folder is not a dataset, or is an incomplete dataset.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -158,7 +158,8 @@ def text(paths: Sequence[str | os.PathLike]) -> Corpus:
     """Return UTF-8 text files as a corpus, one document for each file. Empty files are skipped.
 
     Args:
-        paths: files, folders (all files at any depth except hidden ones) and globs, including `**`.
+        paths: files, folders (all files at any depth except hidden files) and globs, including
+            `**`.
     """
     files: dict[Path, None] = {}  # a set that keeps its order
     for given in paths:
@@ -182,7 +183,7 @@ def jsonl(
     """Return JSON lines as a corpus, one document for each line. Blank lines are skipped.
 
     Args:
-        paths: files, folders and globs, as for `text`.
+        paths: files, folders and globs, see `text`.
         field: field of each line's object that holds the text.
         skip_bad_lines: skip lines without a text in the field; `measure` logs the number of skipped
             lines and the first skipped line. If False, `measure` raises CorpusError at the first
@@ -208,7 +209,7 @@ def pairs(
     """Return JSON lines as a corpus of pairs, one for each line. Blank lines are skipped.
 
     Args:
-        paths, skip_bad_lines, log: as for `jsonl`.
+        paths, skip_bad_lines, log: see `jsonl`.
         prompt_field, answer_field: fields of each line's object that hold the texts. An empty
             answer is an error.
         separator: end of each prompt.

@@ -59,7 +59,7 @@ class MaskInfo:
 
     Attributes:
         counted: number of tokens that count as targets.
-        sha256, sample: as of `ShardInfo`.
+        sha256, sample: see `ShardInfo`.
     """
 
     counted: int

@@ -22,7 +22,7 @@ class Mask(Shard):
     """The loss mask of a shard, read by position.
 
     Attributes:
-        path, size, stamp: as of `Shard`.
+        path, size, stamp: see `Shard`.
     """
 
     magic: ClassVar[int] = MAGIC
@@ -95,6 +95,6 @@ def hide(tokens: np.ndarray, counts: np.ndarray) -> None:
 
     Args:
         tokens: int32 of shape (tokens,).
-        counts: as for `write_mask`.
+        counts: see `write_mask`.
     """
     np.invert(tokens, out=tokens, where=counts == 0)

@@ -1,4 +1,4 @@
-"""Windows of packed documents, which begin with a document. Documents have a maximum length.
+"""Packing of documents into windows. A window begins with a document; long documents are cut.
 
 A document begins with the end-of-text token (EOT) and ends before the next, or at the end of the
 last shard. In the order of the shards, documents are cut to `max_document_length` tokens and
@@ -54,7 +54,7 @@ class PackedSpans:
     Args:
         bounds: position of the first token of each document, in ascending order, then the end of
             the last document; int64 of shape (documents + 1,).
-        max_document_length: as of `Packing`.
+        max_document_length: see `Packing`.
         window: T + 1, tokens of a window.
     """
 

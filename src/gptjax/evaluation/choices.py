@@ -130,7 +130,7 @@ def evenly_spaced(items: Sequence, count: int | None) -> list:
 
 
 def _rows(tokenizer: Any, questions: Sequence[Question]) -> Iterator[list[Row]]:
-    """Yield the rows of a block of questions, one for each ending."""
+    """Yield the rows of a block of questions, one row for each ending."""
     for block in itertools.batched(questions, _BLOCK):
         texts = [
             text

@@ -64,7 +64,7 @@ class CoreTask:
         return [self.items[i + (i >= index)] for i in chosen]
 
     def prompts(self, index: int) -> list[str]:
-        """Return the prompts of an item: one for each choice.
+        """Return the prompts of an item: one prompt for each choice.
 
         For language_modeling: the prompt without the continuation, and the prompt with it.
         """

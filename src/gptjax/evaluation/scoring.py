@@ -45,7 +45,7 @@ class Losses(NamedTuple):
         index: index of the row.
         row: the row, without the first tokens if it was too long.
         losses: negative log-probabilities in nats, fp64 of shape (scored tokens,).
-        greedy: whether each token is the likeliest one; None if that was not computed.
+        greedy: whether each token is the likeliest token; None if not computed.
     """
 
     index: int
@@ -60,7 +60,7 @@ class Score(NamedTuple):
     Attributes:
         log_prob: sum of the natural logarithms of the scored tokens' probabilities.
         tokens: number of scored tokens.
-        greedy: whether each scored token is the likeliest one; None if that was not computed.
+        greedy: whether each scored token is the likeliest token; None if not computed.
     """
 
     log_prob: float
@@ -323,7 +323,8 @@ def _greedy(
 
 
 def ahead(blocks: Iterable) -> Iterator:
-    """Yield the blocks; a thread computes the next block while the caller uses this one."""
+    """Yield the blocks; a thread computes the next block while the caller uses the current
+    block."""
     blocks, end = iter(blocks), object()
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(next, blocks, end)

@@ -165,7 +165,7 @@ def complete(
 ) -> Iterator[list[Completion]]:
     """Continue prompts, all in one pass, until each completion has stopped.
 
-    The tokens are those of `gptjax.generate` with the same key.
+    The tokens equal the tokens of `gptjax.generate` with the same key.
 
     Args:
         prompts: token ids of each prompt, at least one and fewer than block_size.

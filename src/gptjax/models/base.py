@@ -1,8 +1,8 @@
 """Interface between an architecture and the rest of gptjax.
 
-An architecture is one file: a frozen dataclass derived from `ModelConfig` and a module derived from
-`Model`. The training step, checkpoints, generation, the optimizer's partition and `gptjax.bench`
-use only this interface, and no other file names an architecture.
+An architecture is one file with a frozen dataclass derived from `ModelConfig` and a module derived
+from `Model`. The training step, checkpoints, generation, the optimizer's partition and
+`gptjax.bench` use only this interface, and no other file names an architecture.
 
 Shapes: B batch, T time, C channels (n_embd), V real vocabulary, P padded vocabulary, N = B·T.
 """
@@ -37,7 +37,8 @@ class ModelConfig(abc.ABC):
 
     Raises:
         ValueError: a field of a wrong type or out of range, a width that is not a multiple of the
-            number of heads, a padded vocabulary below the real one or more than 1,023 rows above.
+            number of heads, a padded vocabulary below the real vocabulary or more than 1,023 rows
+            above.
 
     Attributes:
         operational: fields that do not change what the model learns. A resumed run may differ in

@@ -41,7 +41,8 @@ class GPT2Config(ModelConfig):
 
     Raises:
         ValueError: a field of a wrong type or out of range, a width that is not a multiple of the
-            number of heads, a padded vocabulary below the real one or more than 1,023 rows above.
+            number of heads, a padded vocabulary below the real vocabulary or more than 1,023 rows
+            above.
     """
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}

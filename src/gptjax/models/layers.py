@@ -21,7 +21,7 @@ from pallas_kernels.classifier import to_int32
 
 
 def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike) -> Array:
-    """Return samples of N(0, std²), in `gptjax.parallel.initial_sharding`.
+    """Return samples of N(0, std²), sharded as in `gptjax.parallel.initial_sharding`.
 
     The sampler runs unsharded on one device: a sharded sampler would differ in the last bits.
     """
@@ -121,7 +121,8 @@ def segment_positions(segment_ids_BT: Integer[Array, "B T"]) -> Int[Array, "B T"
 
 def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
     """Return the slices along the first axis."""
-    # The gradient of `jnp.split` is one concatenation; that of slices is a sum of padded arrays.
+    # The gradient of `jnp.split` is one concatenation; the gradient of slices is a sum of padded
+    # arrays.
     return [part.squeeze(0) for part in jnp.split(bank, len(bank))]
 
 

@@ -12,7 +12,7 @@ transformation:
     v ← v·√max(1, O/I)                                                      scale_by_matrix_shape
 
 Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025.
-The constants are those of modded-nanogpt's record. `scale_by_neuron_norm` keeps the Frobenius norm,
+The constants are modded-nanogpt's. `scale_by_neuron_norm` keeps the Frobenius norm,
 so that V needs no bias correction.
 
 `layout` maps a parameter's path, such as "blocks.0.attn.c_attn.kernel", to the layout of the
@@ -111,7 +111,8 @@ def orthogonalize(
     All matrices of one shape form one batch, across parameters.
 
     Args:
-        method: function of a batch of matrices; `distributed` shards it over several devices.
+        method: function of a batch of matrices; `distributed` shards the batch over several
+            devices.
     """
 
     def update(updates, state, params=None):

@@ -163,7 +163,7 @@ class Checkpoints:
         Args:
             step: step of the checkpoint.
             like: a pytree of `jax.ShapeDtypeStruct` with the shardings of the result. The number of
-                devices may differ from that of the saved state.
+                devices may differ from the number at the save.
 
         Raises:
             DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
@@ -187,7 +187,7 @@ class Checkpoints:
 
         Args:
             read: function of a step, such as `meta` or a call of `restore`.
-            fall_back: whether to try older checkpoints if the newest one is damaged.
+            fall_back: whether to try older checkpoints if the newest checkpoint is damaged.
 
         Returns:
             The step, the result of `read`, and a sentence for each newer, damaged checkpoint. None

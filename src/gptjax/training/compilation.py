@@ -64,7 +64,7 @@ class Compiler:
         self._threads = ThreadPoolExecutor(max_workers=4)
         if cache is not None:
             # Several processes compile an executable together: with a cache hit in one process, the
-            # others would wait forever.
+            # other processes would wait forever.
             if inputs is not None and jax.process_count() == 1:
                 self._stored = ExecutableCache(cache / "executables", inputs)
             # XLA cannot serialise a loaded executable (on a CPU, functions are missing). Hence an

@@ -1,7 +1,7 @@
 """Start a run from the parameters of another model: `--init-from`.
 
 The optimizer state and the position in the data are new. A run that has a checkpoint resumes from
-it and does not read the other model again.
+the checkpoint and does not read the other model again.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from gptjax.weights.sources import Source
 def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config, Source | None]:
     """Return the config with the shape of the model at `init_from`, and the source of this model.
 
-    If the run has a checkpoint, the shape is that of the checkpoint, and the second result is None.
+    If the run has a checkpoint, the config has the checkpoint's shape, and the second result is
+    None.
 
     Args:
         given: fields of the model that the user has set, possibly to default values. Any other
@@ -125,7 +126,8 @@ def first_state(
 
 
 def read_params(model: ModelConfig, parallel: Parallel, source: Source) -> PyTree:
-    """Return the parameters of `source`, in the shapes of `model` and sharded one by one."""
+    """Return the parameters of `source`, in the shapes of `model`; each is sharded before the next
+    is read."""
     found = source.config(precision=model.precision, kind=type(model))
     params = source.read(found, parallel.with_shardings(abstract_params(found)))
     return jax.tree.map(_fit, params, parallel.with_shardings(abstract_params(model)))

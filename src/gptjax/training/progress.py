@@ -189,7 +189,7 @@ class Progress:
 
 def draw_losses(run_dir: Path) -> tuple[str, object]:
     """Plot the losses of a run; return name and text of a line for the user."""
-    # Matplotlib's import takes a third of a second: not before the first step.
+    # Import Matplotlib after the first step: the import takes a third of a second.
     from gptjax.plot import plot_runs
 
     try:

@@ -96,8 +96,8 @@ def meta(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
 def _place(config: Config, step: int) -> dict[str, int]:
     """Return the position in the data after `step` steps, in the stage of the last step.
 
-    The next stage may read another order of windows. A resumed, longer run may have more stages,
-    but must compute the same position. Hence the position refers to the stage of the last step.
+    The next step's stage is not used: a resumed run with additional stages must compute the same
+    position.
     """
     timeline = Timeline(config)
     span = timeline.at(max(step - 1, 0))

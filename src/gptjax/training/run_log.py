@@ -47,7 +47,7 @@ _FLUSH_SECONDS = 30
 def _without_torch():
     """Make `import torch` fail if torch is not imported yet.
 
-    tensorboardX imports torch if possible, which takes 1.2 s or more and is not needed here.
+    tensorboardX imports torch if possible. This import takes 1.2 s or more and is not needed.
     """
     if "torch" in sys.modules:
         yield
@@ -138,7 +138,7 @@ class RunLog:
             while line:
                 line = line[self._file.write(line) :]
         except OSError:
-            # A partial line would make the next one unreadable.
+            # A partial line would make the next line unreadable.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), length)
             raise
@@ -258,7 +258,7 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
     """Return the lines of a log before the first malformed one.
 
     Raises:
-        LogError: the malformed line is not the last one, and no earlier line has reached step
+        LogError: the malformed line is not the last line, and no earlier line has reached step
             `complete_at`.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -300,7 +300,8 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a NumPy or JAX array of one element to a Python number; return others unchanged."""
+    """Convert a NumPy or JAX array of one element to a Python number; return other values
+    unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 

@@ -20,7 +20,8 @@ MAX_BYTE_TOKENIZER = 65_536
 def byte_characters() -> tuple[str, ...]:
     """Return the character that stands for each byte in GPT-2's files.
 
-    Printable characters of Latin-1 stand for themselves; the others are shifted to U+0100 and up.
+    Printable characters of Latin-1 stand for themselves; other characters are shifted to U+0100 and
+    up.
     """
     itself = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
     itself |= set(range(ord("®"), ord("ÿ") + 1))

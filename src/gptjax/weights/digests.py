@@ -65,15 +65,16 @@ def _groups(leaves: list[Any]) -> list[list[int]]:
 
 @functools.lru_cache(8)
 def _paths(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
-    """Return the paths of the leaves. Uncached, they take half of the time of `digests`."""
+    """Return the paths of the leaves. Without the cache, computing paths takes half of the time of
+    `digests`."""
     return tuple(leaves_by_path(jax.tree.unflatten(structure, range(structure.num_leaves))))
 
 
 def compile_digests(tree: PyTree) -> None:
     """Compile the executables of `digests` for arrays of these shapes, dtypes and shardings.
 
-    This takes 4 s for the state of GPT-2 124M on an H200; train.py does it in a thread while the
-    step compiles.
+    The compilation takes 4 s for the state of GPT-2 124M on an H200; train.py runs it in a thread
+    while the step compiles.
 
     Args:
         tree: `jax.ShapeDtypeStruct`s with shardings.
@@ -106,7 +107,7 @@ def _sums(arrays: list[Shaped[Array, "..."]]) -> UInt32[Array, "arrays 3"]:
     return jnp.stack([_sums_of_one(x) for x in arrays])
 
 
-@jax.jit  # inside the one of `_sums`: traced once per shape, not once per array
+@jax.jit  # called in `_sums`: traced once per shape, not once per array
 def _sums_of_one(x: Shaped[Array, "..."]) -> UInt32[Array, "3"]:
     """Return two sums of hashes, and the number of elements that are not finite."""
     bad = ~jnp.isfinite(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, bool)

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp), fp32, written with the package `gguf`.
 
-Names, metadata and transposes are those of llama.cpp's conversion of a Hugging Face model. Matrices
-are (out, in), the transpose of gptjax's kernels. The vocabulary is stored without padding.
+Names, metadata and transposes equal the result of llama.cpp's conversion of a Hugging Face model.
+Matrices are (out, in), the transpose of gptjax's kernels. The vocabulary is stored without padding.
 """
 
 import dataclasses

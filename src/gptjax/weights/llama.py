@@ -272,7 +272,7 @@ def config_json(config: Llama3Config) -> dict[str, Any]:
     # In GPT-2's vocabulary, the last id is the end-of-text token. For other vocabularies, the model
     # does not store this id.
     end_of_text = 50256 if config.vocab_size == 50257 else None
-    # The names of transformers 4, which transformers 5 and other programs read, too.
+    # Names of transformers 4, which transformers 5 and other programs also read.
     scaling = {
         "rope_type": "llama3",
         "factor": config.rope_scaling,
