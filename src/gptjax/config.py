@@ -266,7 +266,7 @@ class Config:
         )
 
     def parallel_on(self, devices: list[Any]) -> Parallel:
-        """Return how the run uses these devices, a list of `jax.Device`."""
+        """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""
         return Parallel.of(devices, self.parallel, self.reduce_dtype, self.overlap_reduce)
 
     def micro_batches(self, devices: int) -> int:

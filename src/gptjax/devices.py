@@ -45,7 +45,8 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
 def reserve_memory(devices: list[jax.Device]) -> None:
     """Start threads in which JAX reserves its share of the devices' memory, and return at once.
 
-    JAX reserves the memory with the first array, in 1.7 s on an H200, which tracing can overlap.
+    JAX reserves the memory with the first array. On an H200, the reservation takes 1.7 s, and
+    tracing can overlap with it.
     """
     for device in devices:
         if device.platform == "gpu" and device.process_index == jax.process_index():

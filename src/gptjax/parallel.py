@@ -182,8 +182,8 @@ class Parallel:
     def gather(self, params: PyTree, placements: PyTree) -> PyTree:
         """Gather all parameters except parameters that a block gathers. Call inside `shard_map`.
 
-        The transposed operation reduces each gradient as soon as it is complete, so that XLA can
-        overlap the collective with the rest of the backward pass.
+        The transposed operation reduces each complete gradient at once, so that XLA can overlap the
+        collective with the rest of the backward pass.
         """
 
         def one(x, place: Placement):

@@ -153,9 +153,10 @@ class Dataset:
     def validate(self, vocab_size: int, sequence_length: int) -> None:
         """Check every shard before training starts.
 
-        A shard in dataset.json must have the listed token count and sample (1 MiB of a large shard,
-        all of a shard of up to 32 MiB); the listed largest id is not verified. A shard that is not
-        listed is read completely. The loss masks of a dataset are checked in the same way.
+        A shard in dataset.json must have the listed token count and sample. A sample covers 1 MiB
+        of a large shard, or a shard of up to 32 MiB completely. The listed largest id is not
+        verified. A shard that is not listed is read completely. The loss masks of a dataset are
+        checked in the same way.
 
         Raises:
             ShardError: a bad header or length, a shard or mask that differs from dataset.json, a

@@ -1,8 +1,8 @@
 """Loss masks: the tokens of a shard that are targets of the loss.
 
-The file NAME.mask, in the folder of the shard NAME.bin, has the layout of a shard, with another
-magic number and one byte per token: 1 if the token counts as a target, 0 if not (a token of a
-prompt). A dataset has masks for all shards, or none.
+The shard NAME.bin has its mask in the file NAME.mask of the same folder. A mask has the layout of a
+shard, with another magic number and one byte per token. The byte is 1 if the token counts as a
+target, 0 if not (a token of a prompt). A dataset has masks for all shards, or none.
 
 In windows, `hide` replaces each token t that does not count by −1 − t.
 """

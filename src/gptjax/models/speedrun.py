@@ -11,9 +11,9 @@ Its windows and the rotary embedding, which is rescaled when the long window gro
 weights of multi-token prediction may change at every step: they are an argument of `losses`.
 
 Tying. `embed` and `lm_head` are two parameters in every stage. `tied_parameters` lists the pairs
-(source, copy) of a stage: the step adds the copy's gradient, transposed, to the source's, updates
-the source, and writes its transpose to the copy. When a run unties them, the copy's moments become
-the transposed moments of the source.
+(source, copy) of a stage: the step adds the copy's transposed gradient to the source's, updates the
+source, and writes sourceᵀ to the copy. When a run unties them, the copy's moments become the
+transposed moments of the source.
 
 Documents are the segments of `Model.hidden`. Attention does not cross them; the smear, the bigrams,
 the key offset and the targets do. Positions do not restart: attention depends on their differences.
@@ -258,8 +258,8 @@ def rotary(config: SpeedrunConfig) -> tuple[np.ndarray, float]:
     """Return the angle per position of each pair of channels, (E,) in fp64, and the score's factor.
 
     Frequencies start as (1/1024)^linspace(0, 1, E), the factor as 0.1. When the long window grows
-    from w to w/s, a frequency of less than one turn in w tokens is multiplied by s, one of more
-    than 32 turns is kept, those between are interpolated; the factor grows by 1 + 0.2·log(1/s).
+    from w to w/s, frequencies of less than one turn in w tokens are multiplied by s, and those of
+    more than 32 turns are kept; others are interpolated. The factor grows by 1 + 0.2·log(1/s).
     """
     f, scale = (1 / 1024) ** np.linspace(0, 1, config.head_dim // 4), 0.1
     for old, new in itertools.pairwise(config.stage.rotary_windows):

@@ -7,8 +7,8 @@ together are the fp32 master copy, at half the bytes of a separate copy. The upp
 truncated, as in modded-nanogpt's record, or rounded to nearest. Truncation reduces the magnitude of
 the weights that the model reads, by 0.27 % on average.
 
-`with_stochastic_rounding`, as in llm.c, stores nothing: an updated parameter is rounded to one of
-its two bf16 neighbours at random, such that the expected value is exact.
+`with_stochastic_rounding`, as in llm.c, stores nothing. Each updated parameter is rounded at random
+to one of its two bf16 neighbours, with an exact expected value.
 """
 
 from typing import NamedTuple

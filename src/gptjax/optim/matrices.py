@@ -129,8 +129,8 @@ def one_matrix(path: str) -> Matrices:
 def flatten(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
     """Return the leaves' paths, such as "blocks.0.attn.c_attn.kernel", the leaves, the structure.
 
-    The last key of a leaf inside a Flax variable is `.value`, which is left out: `nnx.Optimizer`
-    calls `init` with variables and `update` with their arrays, and both must have the same path.
+    The last key of a leaf inside a Flax variable, `.value`, is left out. `nnx.Optimizer` calls
+    `init` with variables and `update` with their arrays, and both must have the same path.
     """
     with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     value = jax.tree_util.GetAttrKey("value")

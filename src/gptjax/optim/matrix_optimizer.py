@@ -40,7 +40,8 @@ def matrices_and_adamw(
         learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm: see
             `adamw`.
         every: period of AdamW in updates. AdamW steps at the end of a period with the sum of the
-            period's clipped gradients: with a period of 2, in the updates with indices 1, 3, ….
+            period's clipped gradients. With a period of 2, AdamW steps in the updates with indices
+            1, 3, ….
 
     Raises:
         GroupError: at `init`, as in `assign`.

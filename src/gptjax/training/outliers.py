@@ -1,8 +1,8 @@
 """z-scores over a sliding window, to skip the update at a spike of loss or gradient norm.
 
-As in llm.c (`-sl`, `-sg`), a value is first added to the window and then compared with the mean and
-the standard deviation of the window. The computation is part of the jitted step, so the host does
-not wait for the loss. The window is part of the saved state.
+As in llm.c (`-sl`, `-sg`), a value is first added to the window. Then the value is compared with
+the mean and the standard deviation of the window. The computation is part of the jitted step, so
+the host does not wait for the loss. The window is part of the saved state.
 """
 
 import dataclasses

@@ -87,8 +87,8 @@ class Progress:
             True at the first step of this process.
 
         Raises:
-            NotFiniteError: the loss or the gradient norm is not finite, and the update was not
-                skipped, or the last 50 updates in a row were skipped for that reason.
+            NotFiniteError: the loss or the gradient norm is not finite. A skipped update raises the
+                error only after 50 such updates in a row.
             OSError: the log cannot be written.
         """
         if self._unread is None:

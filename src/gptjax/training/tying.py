@@ -2,8 +2,8 @@
 and a head of (C, V).
 
 The copy is a separate parameter with separate moments, so that a later stage of the run can untie
-copy and source. In a tied step the source gets both gradients, and the copy and its moments are
-replaced by the transposes of the source and its moments.
+copy and source. In a tied step, the source gets both gradients. The copy and its moments are
+replaced by the transposed source and its transposed moments.
 
 Pairs (source, copy) are paths of parameters, from `ModelConfig.tied_parameters`.
 """

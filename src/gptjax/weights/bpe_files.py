@@ -1,7 +1,7 @@
 """GPT-2's tokenizer as files: vocabulary and merges, derived from tiktoken's tokens.
 
-tiktoken stores only the bytes of each token. The ids are in the order of the merges, so byte-pair
-encoding with all smaller ids splits the bytes of a token into its two parts.
+tiktoken stores only the bytes of each token. The ids are in the order of the merges. Hence
+byte-pair encoding with all smaller ids splits the bytes of a token into its two parts.
 """
 
 import functools
