@@ -198,7 +198,7 @@ def _train(
 
     # ------------------------------------------------------------------------ the parts of the loop
     def read_metrics() -> None:
-        """Wait for the newest step's metrics; log and show them."""
+        """Wait for the newest step's metrics; log and print the metrics."""
         if progress.read():
             start_up.mark("first step")
             progress.write(
