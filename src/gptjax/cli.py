@@ -109,7 +109,7 @@ def _check_is_python(path: Path) -> None:
     try:
         is_file, is_folder, exists = path.is_file(), path.is_dir(), path.exists()
         known = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
-    except OSError as error:  # the name is too long, or a folder may not be read
+    except OSError as error:  # the name is too long, or a folder is not readable
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     if not exists:
         there = f"; there are: {', '.join(known)}" if known else ""

@@ -48,7 +48,7 @@ DAMAGE_SECONDS = 20
 _ERROR_SECONDS = 2
 
 # Added to XLA_FLAGS unless a flag is set. An NCCL collective that a peer does not join ends the
-# process; without sharded autotuning, a process does not wait for another's compilation.
+# process; without sharded autotuning, no process waits for the compilation in another process.
 _XLA_FLAGS = {
     "--xla_gpu_nccl_termination_timeout_seconds": "600",
     "--xla_gpu_shard_autotuning": "false",
@@ -183,7 +183,7 @@ def _place(config: Config) -> tuple[str | None, int | None, int | None]:
             f"the process index must be below the process count {count}, got {index}"
         )
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        started = environment(name) or 1  # 1: the tasks are started one by one
+        started = environment(name) or 1  # 1: the tasks are started individually
         if count is not None and started not in (1, count):
             raise DistributedError(
                 f"the process count is {count}, but {name} is {started}: leave out --process-count "
@@ -410,10 +410,10 @@ def report(message: str) -> None:
         return
     state = jax_distributed.global_state
     text = f"process {state.process_id} on {_host()} ended: {message}"
-    with contextlib.suppress(Exception):  # the connection may be the error
+    with contextlib.suppress(Exception):  # the connection may have failed
         if not state.client.key_value_dir_get(_ERRORS):
             state.client.key_value_set(f"{_ERRORS}{state.process_id}", text)
-    if state.process_id == 0:  # the store is in this process
+    if state.process_id == 0:  # process 0 hosts the store
         time.sleep(_ERROR_SECONDS)
 
 

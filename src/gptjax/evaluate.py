@@ -107,7 +107,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     """
     options.check()
     used, note = devices.select(options.device)
-    # After `select`: the caches of JAX depend on the platform.
+    # Call after `select`, because JAX's caches depend on the platform.
     from gptjax.training.compilation import Compiler
 
     compiler = Compiler(cache_folder())

@@ -186,7 +186,7 @@ def _minutes(log: Path, rows: list[dict], steps: np.ndarray) -> np.ndarray:
         raise ValueError(f"{log}: no step has a time in ms; choose --x tokens or --x steps")
     nearest = np.minimum(np.searchsorted(known, np.arange(len(train))), len(known) - 1)
     ms = np.array([train[known[i]]["ms"] for i in nearest], float)
-    # The log may not have every step.
+    # The log may lack steps.
     at = np.array([0, *(row["step"] for row in train)], float)
     return np.interp(steps, at, np.cumsum([0, *(ms * np.diff(at))]) / 60_000)
 
@@ -218,7 +218,7 @@ def _mean(curves: list[tuple[np.ndarray, np.ndarray]], what: str):
         return np.zeros(0), np.zeros(0), np.zeros(0)
     low, high = max(x[0] for x, _ in finite), min(x[-1] for x, _ in finite)
     grid = finite[0][0]
-    # Sums of times are not exact.
+    # Tolerance: sums of times are not exact.
     grid = grid[(grid >= low - 1e-9) & (grid <= high + 1e-9)]
     if len(grid) == 0:
         raise ValueError(f"the seeds of {what} have no steps in common; plot them without --group")
@@ -296,6 +296,6 @@ def main(
 
 
 if __name__ == "__main__":
-    # A reader that ends early, such as head, ends this process without a traceback.
+    # End without a traceback if the reader, such as head, ends early.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     tyro.cli(main, prog="python -m gptjax.plot")

@@ -196,7 +196,7 @@ class Sampler:
         rows = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
         size = self.options.batch_size
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-        if len(batches) > 1:  # one number of rows, so that one executable serves all batches
+        if len(batches) > 1:  # equal batch sizes, so that one executable serves all batches
             encoded.append([self.tokenizer.eot])
             batches[-1] = batches[-1] + [(len(prompts), 0)] * (size - len(batches[-1]))
         for number, batch in enumerate(batches, turn * len(batches)):
@@ -353,7 +353,7 @@ def run(options: Sample) -> None:
     options.check()
     prompts = read_prompts(options) or [Prompt("no prompt", "")]
     used, note = devices.select(options.device)
-    # After `select`: the caches of JAX depend on the platform.
+    # Call after `select`, because JAX's caches depend on the platform.
     from gptjax.training.compilation import Compiler
 
     _check_sampling(options)

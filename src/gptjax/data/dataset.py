@@ -51,7 +51,7 @@ class Dataset:
         default_factory=dict, compare=False, repr=False
     )
     masked: bool = False
-    # Tokens and sample of each shard, and sample of its mask, from the first `validate` or
+    # Token count and sample of each shard, and sample of its mask, from the first `validate` or
     # `fingerprint`.
     _seen: dict[Path, tuple[int, str, str | None]] = dataclasses.field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -327,8 +327,8 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
     if dataset == "stdlib" and (
         folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"
     ):
-        # BPE may have become available since the byte dataset was prepared. If not, the note is
-        # repeated.
+        # The BPE files may have become available after the byte dataset was prepared. Otherwise,
+        # repeat the note.
         chosen, note = choose_tokenizer(tokenizer)
         folder = data_dir / f"stdlib_{chosen.name}"
         if not (folder / MANIFEST).exists():

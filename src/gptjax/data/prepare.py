@@ -37,7 +37,7 @@ _FIRST_NUMBER = (1, 0)
 
 # Documents are cut into pieces of about this many characters, which the threads tokenise. A cut is
 # made only after a newline between two characters that are not white space. GPT-2's BPE never
-# merges across such a newline, so the tokens equal those of the complete document.
+# merges across such a newline, so the tokens equal the tokens of the complete document.
 _PIECE_CHARACTERS = 1 << 20
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
@@ -265,7 +265,8 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
             )
         split, size = VAL if is_val else TRAIN, int(size)
         if isinstance(text, Pair):
-            # Each text by itself: sampling tokenizes the prompt without the answer.
+            # Tokenize each text separately, because sampling tokenizes the prompt without the
+            # answer.
             yield _Piece(text.prompt, split, True, 0, counts=False)
             yield _Piece(text.answer, split, False, size)
             continue
@@ -306,7 +307,7 @@ def _encode(
         tokens = tokenizer.encode(piece.text)
         parts[piece.split].extend([eot] * piece.first + [tokens])
         if masked:
-            # An EOT counts: it is the end of the answer before it.
+            # An EOT counts, because it ends the previous answer.
             masks[piece.split].append(np.ones(int(piece.first), np.uint8))
             masks[piece.split].append(np.full(tokens.size, piece.counts, np.uint8))
     train, val = (

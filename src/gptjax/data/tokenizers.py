@@ -18,7 +18,7 @@ TOKENIZERS = ("gpt2", "byte")
 type TokenizerChoice = Literal["auto", "gpt2", "byte"]
 
 # The BPE files load in 0.2 s from the cache and in 1 to 2 s from the network. tiktoken's download
-# has no timeout: behind a firewall that drops packets it would hang for minutes.
+# has no timeout: behind a firewall that drops packets, the download would hang for minutes.
 _LOAD_SECONDS = 15.0
 
 
@@ -202,7 +202,7 @@ def _load_tiktoken(name: str):
             import tiktoken
 
             result.append(tiktoken.get_encoding(name))
-        except Exception as error:  # another thread's error: raised below
+        except Exception as error:  # error of another thread, raised below
             result.append(error)
 
     cause: Exception | None = None

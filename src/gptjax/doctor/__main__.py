@@ -37,7 +37,7 @@ def run(options: Options) -> Iterator[Result]:
     """Run the checks in order. Skip checks that cannot run after a failure."""
     for check in (checks.packages, checks.jaxlib, checks.plugin, checks.driver, checks.jax_triton):
         yield check()
-    # Before JAX allocates memory.
+    # Query memory before JAX allocates memory.
     yield from map(checks.memory, machine.gpus())
     imported = checks.jax_import()
     yield imported
@@ -88,6 +88,6 @@ def _line(result: Result) -> str:
 
 
 if __name__ == "__main__":
-    # A reader that ends early, such as head, ends this process without a traceback.
+    # End without a traceback if the reader, such as head, ends early.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -15,10 +15,10 @@ from pallas_kernels import extend
 
 ROWS = 256
 DTYPES = (jnp.bfloat16, jnp.float32)
-# Relative error of a result or gradient in the 2-norm. A right kernel in bf16 or TF32 is below 1 %;
-# a wrong tile, mask or barrier changes a larger part.
+# Relative error of a result or gradient in the 2-norm. Correct kernels in bf16 or TF32 are below
+# 1 %; a wrong tile, mask or barrier changes a larger part.
 LIMIT = 0.02
-# Not custom kernels.
+# Back ends without custom kernels.
 PLAIN = ("xla", "reference")
 
 

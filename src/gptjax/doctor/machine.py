@@ -141,7 +141,7 @@ def matmul_rate(device: "Device") -> float:
     import jax.numpy as jnp
 
     with jax.default_device(device):
-        # Zeros would be faster: the power of a GPU depends on the bits that change.
+        # A matmul of zeros would be faster: a GPU's power depends on the number of bit flips.
         x = jax.random.normal(jax.random.key(0), (MATMUL_SIDE, MATMUL_SIDE), jnp.bfloat16)
         return 2 * MATMUL_SIDE**3 / _seconds(jax.jit(jnp.matmul), x, x)
 

@@ -243,7 +243,7 @@ def evaluate_tasks(
         log_samples=False,
         bootstrap_iters=0,
     )
-    assert found is not None  # None in other processes than the first
+    assert found is not None  # None except in process 0
     return {
         name: {key: value for key, value in values.items() if isinstance(value, float | int)}
         for name, values in found["results"].items()

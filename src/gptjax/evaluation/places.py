@@ -6,7 +6,7 @@ from typing import Any
 from gptjax.evaluation.choices import read_hellaswag, read_mmlu
 from gptjax.evaluation.core import read_core
 
-# Task → names in the data folder: the first that exists.
+# Task → candidate names in the data folder; the first existing name is used.
 PLACES = {
     "hellaswag": ("hellaswag_val.jsonl", "hellaswag_val.bin"),
     "mmlu": ("mmlu",),

@@ -163,7 +163,7 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
     position_NB = length_B[None] + 1 + jnp.arange(steps)[:, None]
     uniform_NB = jax.vmap(functools.partial(_uniforms, filters, key))(position_NB)
 
-    # One trace for all steps of an iteration.
+    # Trace all steps of an iteration once.
     @jax.jit
     def step(weights, cache, token_B, length_B, uniform_B):
         if filters.temperature is None and isinstance(cache, DecoderCache):

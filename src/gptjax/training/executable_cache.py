@@ -27,7 +27,7 @@ from jax.experimental import serialize_executable
 
 from gptjax.config import ConfigError
 
-# Number of executables that stay in the folder.
+# Maximum number of executables in the folder.
 NEWEST = 24
 PACKAGES = ("gptjax", "pallas_kernels")
 # Prefixes of environment variables that XLA, CUDA's libraries, Triton, Mosaic or JAX read.
@@ -129,7 +129,7 @@ class ExecutableCache:
     def __init__(self, folder: Path, inputs: Any):
         self.folder = folder
         self._sources = source_files()
-        # JAX sets some options of its cache when it first uses the cache.
+        # JAX sets some options of its cache at the first use of the cache.
         self._config = sorted(name for name in jax.config.values if "_cache_" not in name)
         self._fixed = {
             "inputs": inputs,
@@ -246,7 +246,7 @@ class ExecutableCache:
             temporary.replace(self.folder / key)
         finally:
             temporary.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another process deletes too
+        with contextlib.suppress(FileNotFoundError):  # another process also deletes files
             files = sorted(
                 self.folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True
             )

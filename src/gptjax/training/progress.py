@@ -16,7 +16,7 @@ from gptjax.training.flops import Throughput, mfu
 from gptjax.training.run_log import RunLog
 from gptjax.training.status_line import StatusLine
 
-# Consecutive updates skipped because of NaN or infinity before the run stops.
+# Number of consecutive updates with NaN or infinity at which the run stops.
 MOST_NOT_FINITE = 50
 # The metric of each evaluation task on the status line.
 EVAL_METRICS = ("hellaswag_acc", "mmlu_acc", "core")

@@ -101,7 +101,7 @@ class RunLog:
                     "folder for this one"
                 )
             _drop_after(self.path, resume_step)
-        # Unbuffered: a line that does not fit on the disk raises an error at once, not in `close`.
+        # Unbuffered: on a full disk, `write` raises the error, not `close`.
         self._file = self.path.open("ab", buffering=0)
         self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
         self._wandb = None if wandb is None else WandbLog(run_dir, wandb, note)
@@ -191,7 +191,7 @@ class _Events:
     """
 
     def __init__(self, run_dir: Path, purge_step: int | None, note: Callable[[str], object]):
-        # Imported here, because only a training run needs it.
+        # Import here: only a training run needs tensorboardX.
         with _without_torch():
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2

@@ -228,7 +228,7 @@ def _read_config(
     try:
         config = GPT2Config(**sizes, precision=precision, **options)
     except ValueError as error:
-        raise WeightsError(f"{shown(file)}: no GPT-2: {error}") from error
+        raise WeightsError(f"{shown(file)}: not a GPT-2: {error}") from error
     if padded_vocab_size is None:
         return config
     return dataclasses.replace(config, padded_vocab_size=padded_vocab_size)

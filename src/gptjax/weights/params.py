@@ -99,7 +99,7 @@ def _check_indices(expected: Mapping, found: Mapping, where: str = "params") -> 
 
 def _flatten(tree: Mapping, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
     for key, value in tree.items():
-        # An empty dict is yielded as a leaf, which no model has.
+        # An empty dict is yielded as a leaf; no model has such a leaf.
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, (*prefix, key))
         else:

@@ -273,7 +273,7 @@ def _hugging_face(path: Path, config: Path) -> Source:
         kind = found.get("model_type", "gpt2")
         reader, architecture = HUGGING_FACE[kind]
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-        # Another model, or no JSON: reading it as a GPT-2 raises an error with the reason.
+        # For another model or invalid JSON, reading as a GPT-2 raises an error with the reason.
         reader, architecture = HUGGING_FACE["gpt2"]
     source = reader(path, architecture, None)
     tokenizer = _tokenizer_of(source.config().vocab_size)
