@@ -45,7 +45,7 @@ def differentiable(operation: str, f: Callable, *args: Any) -> Any:
 
 
 def looped(operation: str, f: Callable, *, overwrites: bool = False) -> Callable:
-    """Wrap f, which launches kernels. `jax.vmap` launches them once for each element.
+    """Wrap f, which launches kernels. `jax.vmap` launches the kernels once for each element.
 
     Differentiating the result raises NotImplementedError.
 
@@ -61,7 +61,7 @@ def looped(operation: str, f: Callable, *, overwrites: bool = False) -> Callable
 
 
 def batched(operation: str, f: Callable, *, shared: int = 0, overwrites: bool = False) -> Callable:
-    """Wrap f, which launches kernels. `jax.vmap` launches them once, with a longer leading axis.
+    """Wrap f, which launches kernels. `jax.vmap` launches the kernels once for all elements.
 
     Args:
         operation, overwrites: as in `looped`.

@@ -1,4 +1,4 @@
-"""Registry of the back ends of every operation, and the function that selects one of them.
+"""Registry of the back ends of every operation, and the function that selects a back end.
 
 Each kernel folder calls `register` for the operations that it defines. Callers use `select`.
 """
@@ -120,7 +120,7 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
         implementation: "auto", or the name of a back end.
         arrays: pytree of the call's arrays. The types of the arrays show whether the compiler may
             split the arrays. None if only the facts are known.
-        facts: dtype, shape and options of the call; each kernel folder defines them in a dataclass.
+        facts: dtype, shape and options of the call: fields of a dataclass of the kernel folder.
 
     Raises:
         ValueError: no such operation or back end, or the named back end cannot run here; the

@@ -1,10 +1,10 @@
 """Parts of a kernel that is outside this package: registry, transformations, launch.
 
-A kernel is a folder like those of this package:
+A kernel is a folder with the same files as the kernel folders of this package:
 
 - `__init__.py` has the equations in its docstring, the public function, `reference` (the definition
   in fp32), and a `jax.custom_vjp` function with the backward pass. It calls `register` once, with
-  the back ends, fastest first, and "xla" among them.
+  the back ends, fastest first. One of the back ends is "xla".
 - The public function checks its arguments, selects a back end with `select`, and calls the
   `jax.custom_vjp` function through `differentiable`.
 - `triton.py` has the Triton kernels, and functions that launch them with `triton_call`. `batched`

@@ -114,7 +114,7 @@ def flash_attention_qkv(
         qkv_BT3HD: q, k and v along the third axis.
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
 
-    The other arguments, the result and the errors are those of `flash_attention`.
+    The other arguments, the result and the errors are as in `flash_attention`.
     """
     if qkv_BT3HD.ndim != 5 or qkv_BT3HD.shape[2] != 3:
         raise ValueError(

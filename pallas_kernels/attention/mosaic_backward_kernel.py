@@ -28,8 +28,8 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 | `q_empty` | stages | 2 | each multiplying warpgroup | loading warpgroup |
 | `k_full` | key_stages | 2 | the copies of k and v | each multiplying warpgroup |
 | `k_empty` | key_stages | 2 | each multiplying warpgroup | loading warpgroup |
-| `ds_full` | score_stages | 2 | each multiplying warpgroup, its rows of dS | each of them, for dQ |
-| `ds_empty` | score_stages | 2 | each multiplying warpgroup, after dQ | each of them, before dS |
+| `ds_full` | score_stages | 2 | multiplying warpgroups, after dS | both warpgroups, before dQ |
+| `ds_empty` | score_stages | 2 | multiplying warpgroups, after dQ | both warpgroups, before dS |
 | `sums_full` | 2 | 1 | the copy of the sums of dQ | the warpgroup that started the copy |
 
 `sums_full` is used with whole heads only.

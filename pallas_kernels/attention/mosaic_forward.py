@@ -173,14 +173,14 @@ def key_blocks_of_documents(
 
 
 def _cost(see, tile, rows, row_blocks, groups):
-    """Return the number of key blocks, plus one for the start and end of each row block."""
+    """Return the cost of a tile: the key blocks of each row block, plus one for start and end."""
     first = row_blocks - (tile + 1) * groups
     seen = [see(r * rows, rows) for r in range(max(first, 0), first + groups)]
     return sum(stop - start + 1.0 for start, _, _, stop in seen)
 
 
 def _table_of_documents(bounds, see, *, rows, row_blocks, groups, heads, blocks):
-    """Return the table of work items. The cost of an item is the number of visible key blocks."""
+    """Return the table of work items, sorted by the number of visible key blocks of each item."""
 
     def seen(first, top, bottom):
         start, _, _, stop = see(first, rows, top=top, bottom=bottom)

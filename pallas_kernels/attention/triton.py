@@ -20,9 +20,9 @@ True fp32 runs on the CUDA cores ("ieee"). If the registers suffice, Triton's "t
 instead: each operand is split into TF32 numbers, a = a₁ + a₂. The sum a₁b₁ + a₁b₂ + a₂b₁ omits
 2⁻²² of a term. PyTorch's fp32 attention uses the same split.
 
-Shapes, in addition to those of the package: M queries and N keys of a block, P the head dimension
-padded to 16, 32, 64 or 128, R rows of a block of queries or keys, T′ the length padded to a
-multiple of the block.
+Shapes, in addition to the shapes of the package: M queries and N keys of a block; P the head
+dimension padded to 16, 32, 64 or 128; R rows of a block of queries or keys; T′ the length padded to
+a multiple of the block.
 
 triton_tiles.json contains the tiles:
 
@@ -249,8 +249,8 @@ def _shape(operands, bounds, causal, scale, window, true_fp32, tiles) -> dict[st
 def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str, Any]:
     """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
-    For a capability that is not listed with this precision, use an earlier listed capability: the
-    one with the most shared memory among those that need at most the GPU's shared memory.
+    If the GPU's capability is not listed with this precision, use an earlier listed capability with
+    at most the GPU's shared memory. Of several such capabilities, use the one with the most.
 
     Args:
         matmul: "16" (bf16, fp16), "tf32" or "fp32".

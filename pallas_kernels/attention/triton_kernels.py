@@ -205,8 +205,7 @@ def dkv_kernel(
     FUSED: the block's part of dQ / scale is added to dq, B·H·T·D in fp32. PACKED: dk is all of
     dqkv.
 
-    The rows of the scores are keys, so Pᵀ and dSᵀ are left operands in the layout in which the
-    matmuls produce them.
+    The rows of the scores are keys, so Pᵀ and dSᵀ are left operands without a layout conversion.
     """
     order, head = block_and_head((T + N - 1) // N, BATCH * K, TOGETHER)
     s0 = order * N

@@ -6,8 +6,8 @@ Tensor cores truncate fp32 operands to TF32. Hopper's tensor cores need both ope
 attention kernels pass these copies to the tensor cores unchanged. One kernel copies q, k and v.
 Another copies dO and computes delta. Each array is read once.
 
-Shapes as in triton.py: M rows of a block, P the head dimension padded to a power of two, R rows of
-a block of queries or keys, T′ the length padded to a multiple of the block of the kernel that
+Shapes as in triton.py: M rows of a block; P the head dimension padded to a power of two; R rows of
+a block of queries or keys; T′ the length padded to a multiple of the block of the kernel that
 reads the copy.
 """
 

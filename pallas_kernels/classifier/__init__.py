@@ -133,7 +133,7 @@ def checked_targets(operation: str, targets, target_weights):
 
 
 def constant(operation: str, target_weights):
-    """Return the weights. Differentiating with respect to them raises NotImplementedError."""
+    """Return the weights, with a derivative that raises NotImplementedError."""
     if target_weights is None:
         return None
     remedy = "expected constant target_weights; implementation='reference' differentiates them"
@@ -231,7 +231,7 @@ def classify_to_fp8(
 
     Args:
         targets, weights_M: from `checked_targets`.
-        scale: multiplies dlogits. The other arguments are those of `fused_classifier`.
+        scale: multiplies dlogits. The other arguments are as in `fused_classifier`.
     """
     if softcap is not None and not isinstance(softcap, SigmoidCap):
         softcap = float(softcap)

@@ -243,7 +243,10 @@ def several_targets(
     WIDTH: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """As `one_target`, with TARGETS targets per row; M is the next power of two."""
+    """Store loss and gradient like `one_target`, with TARGETS targets per row.
+
+    M is TARGETS rounded up to a power of two.
+    """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
     out_ptr += row.to(tl.int64) * V

@@ -163,7 +163,7 @@ def join(a, b, c, d):
 
 @triton.jit
 def receive(ptr, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Wait for K values; return them as words (KP / 4,), with zeros out of bounds."""
+    """Wait for K values. Return the values as words (KP / 4,), with zeros out of bounds."""
     chunk = tl.arange(0, KP // 4)
     chunk_ptr, inside = ptr + 4 * chunk, chunk < K // 4
     if PROGRAMS == 1:

@@ -97,7 +97,7 @@ def linear_relu_squared(
     Args:
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
-    The other arguments and the errors are those of `linear_gelu`.
+    The other arguments and the errors are as in `linear_gelu`.
     """
     return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, precision)
 
@@ -125,7 +125,7 @@ def mlp(
             `Fp8Rows` of `layer_norm(fp8_scale=ACTIVATION_SCALE)`.
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
-    The other arguments and the errors are those of `linear_gelu`.
+    The other arguments and the errors are as in `linear_gelu`.
     """
     given, x = x, rows_of(x)
     _check("mlp", x, w, b)

@@ -4,8 +4,9 @@
                     amax = max |x|
     scaled_matmul:  y = scale · a bᵀ, summed in fp32
 
-e4m3 (float8_e4m3fn) has 4 bits of exponent and 3 of mantissa: 2⁻⁹ … 448. e5m2 (float8_e5m2) has 5
-and 2: 2⁻¹⁶ … 57,344. At most one operand of a matmul is e5m2.
+e4m3 (float8_e4m3fn) has 4 bits of exponent and 3 bits of mantissa: 2⁻⁹ … 448. e5m2 (float8_e5m2)
+has 5 bits of exponent and 2 bits of mantissa: 2⁻¹⁶ … 57,344. At most one operand of a matmul is
+e5m2.
 
 Scales are powers of two (`scale_for`). Multiplication by a power of two is exact in every dtype, so
 the result of `scaled_matmul` is rounded once. FP8 numbers have an exponent: a scale moves the
@@ -108,11 +109,11 @@ def scaled_matmul(
     """Compute scale · a bᵀ.
 
     Args:
-        a, b: float8_e4m3fn or float8_e5m2, at most one of them e5m2.
+        a, b: float8_e4m3fn or float8_e5m2; at most one operand is e5m2.
         scale: a power of two is exact; another number is rounded to out_dtype in "xla".
         out_dtype: bfloat16, float16 or float32.
-        fast_accumulation: whether "xla" may keep the sum in the tensor cores, where it has about 14
-            bits, for all of K. False: the sum is added to fp32 registers at intervals.
+        fast_accumulation: whether "xla" may accumulate all of K in the tensor cores, with about 14
+            bits. False: partial sums are added to fp32 registers at intervals of K.
         implementation: "auto", or a back end: "mosaic", "xla", "reference".
 
     Raises:

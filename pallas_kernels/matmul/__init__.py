@@ -119,7 +119,7 @@ def joined(w, dtype: jax.typing.DTypeLike):
 
 
 def split_like(dw_IO, w):
-    """Convert the gradient of `joined(w)` to the gradient of w, with the structure and dtypes of w."""
+    """Convert the gradient of `joined(w)` to the structure and dtypes of w."""
     parts, structure = jax.tree.flatten(w)
     ends = list(itertools.accumulate(part.shape[1] for part in parts))
     pieces = jnp.split(dw_IO, ends[:-1], axis=1)

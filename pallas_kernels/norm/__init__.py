@@ -149,7 +149,7 @@ def rms_norm(
         eps: added to the mean square.
         implementation: "auto", "triton", "xla" or "reference".
 
-    The other arguments, the result and the errors are those of `layer_norm`.
+    The other arguments, the result and the errors are as in `layer_norm`.
     """
     out_dtype = _check(
         "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype

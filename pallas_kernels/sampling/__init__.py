@@ -93,7 +93,7 @@ def _in_jax(logits_BV, uniform_B, filters):
 
 
 def _kept(ranked_BV, filters):
-    """Return the mask of the logits that the filters keep. The logits are sorted, likeliest first."""
+    """Return the mask of the logits, sorted likeliest first, that the filters keep."""
     if filters.top_k is not None:
         inside_1V = jnp.arange(ranked_BV.shape[1])[None] < filters.top_k
         ranked_BV = jnp.where(inside_1V, ranked_BV, -jnp.inf)

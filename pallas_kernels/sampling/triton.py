@@ -93,7 +93,7 @@ def float_of(key, DTYPE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_tile(aligned_ptr, shift, start, FULL: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a tile of the row, which starts `shift` elements after an aligned address.
+    """Load a tile of the row. The row starts `shift` elements after an aligned address.
 
     With FULL, all of the tile is in the array, and loads are 16 bytes wide.
 

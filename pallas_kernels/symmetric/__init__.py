@@ -66,7 +66,7 @@ def xtx(
     Args:
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
-    The other arguments and the errors are those of `xxt`.
+    The other arguments and the errors are as in `xxt`.
     """
     _check("xtx", a)
     backend = _dispatch.select("xtx", implementation, arrays=a, dtype=a.dtype, shape=a.shape)

@@ -96,7 +96,7 @@ def transpose_sum_rows(
     Args:
         implementation: "auto", "triton", "xla" or "reference".
 
-    The other arguments and the errors are those of `transpose_copy`.
+    The other arguments and the errors are as in `transpose_copy`.
     """
     _check("transpose_sum_rows", src)
     backend = _dispatch.select("transpose_sum_rows", implementation, arrays=src)
