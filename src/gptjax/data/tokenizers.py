@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and id 256 for the end of a text. Needs no files."""
+    """UTF-8 bytes, and id 256 for the end of a text. This tokenizer needs no files."""
 
     name = "byte"
     vocab_size = 257

@@ -57,7 +57,7 @@ def _half(rounding: str) -> int:
 
 class MantissaState(NamedTuple):
     low: PyTree
-    """Low halves: uint16, the shapes of the parameters."""
+    """Low halves of the parameters: uint16, of the same shapes."""
     inner: optax.OptState
 
 

@@ -184,7 +184,8 @@ class NoLog(RunLog):
 
 
 class _Events:
-    """Writer of TensorBoard's event file without a thread. The first error ends it with a note.
+    """Writer of TensorBoard's event file without a thread. After an error, the writer stops with a
+    note.
 
     tensorboardX's `SummaryWriter` writes in a thread. On a full disk this thread ends, its queue of
     ten events fills up, and the next event blocks forever.

@@ -17,7 +17,7 @@ def is_installed() -> bool:
 
 
 class WandbLog:
-    """Writer of a run on Weights & Biases. The first error ends it with a note.
+    """Writer of a run on Weights & Biases. After the first error, the writer stops with a note.
 
     The run's id is kept in the file `wandb_id` of the run's folder: a resumed run continues the
     same run on Weights & Biases. Steps that are repeated after a resume appear twice.
@@ -61,7 +61,7 @@ class WandbLog:
             self._guard(lambda: self._run.log({"step": step, "tokens": tokens, **values}))
 
     def close(self) -> None:
-        """Finish the run, without raising errors. Waits until wandb has sent its data."""
+        """Finish the run without raising errors. Wait until wandb has sent its data."""
         if self._run is not None:
             self._guard(self._run.finish)
             self._run = None
