@@ -49,8 +49,8 @@ ENVIRONMENT += ("NVIDIA", "OMP", "PTXAS", "TF_", "TRITON", "XLA")
 # hash.
 HARMLESS = {"CUDA_CACHE_PATH", "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR"}
 # Modules that a loaded executable needs. `import jax` registers Triton's custom call, and the CUDA
-# plugin contains Mosaic's. Loading compiles Mosaic's kernels again, with libraries whose paths this
-# module sets in the environment.
+# plugin contains Mosaic's. Loading compiles Mosaic's kernels again, with libraries whose paths the
+# module below sets in the environment.
 NEEDED = ("jax.experimental.mosaic.gpu",)
 
 _IMPORTED = time.time()
