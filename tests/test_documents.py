@@ -208,7 +208,7 @@ def test_a_step_without_the_option_is_the_plain_one(monkeypatch):
         lambda params, batch: loss_and_grads(graph(config), params, batch, eot=eot)
     ).lower(params_of("gpt2"), batch)
     found, separate = f(None).as_text(), f(EOT).as_text()
-    monkeypatch.setattr(step, "_mean", lambda model, x, _: model.loss(x[:, :-1], x[:, 1:], None))
+    monkeypatch.setattr(step, "_mean", lambda model, x, *_: model.loss(x[:, :-1], x[:, 1:], None))
     assert found == f(None).as_text() != separate
     assert "cumsum" in separate and "cummax" in separate
     assert "cumsum" not in found and "cummax" not in found

@@ -141,7 +141,9 @@ def test_a_step_without_a_mask_does_not_look_for_ignored_targets(monkeypatch):
         lambda params, batch: loss_and_grads(graph(config), params, batch, None, masked)
     ).lower(init_params(config, 0), batch)
     found = f(False).as_text()
-    monkeypatch.setattr(step, "_mean", lambda model, x, _: model.losses(x[:, :-1], x[:, 1:]).mean())
+    monkeypatch.setattr(
+        step, "_mean", lambda model, x, *_: model.losses(x[:, :-1], x[:, 1:]).mean()
+    )
     assert found == f(False).as_text() != f(True).as_text()
     compiled = f(True).compile().as_text()
     assert compiled and "conditional" not in compiled
