@@ -84,7 +84,7 @@ def origin(name: str, result: dict) -> str:
     ]
     # The commit is in the caption already.
     note = re.sub(r"^Of (commit )?\w{7}[.;,]? ?", "", result.get("note", "")).rstrip(".")
-    return "; ".join(parts) + (f". {note}." if note else "")
+    return "; ".join(parts) + (f". {note[0].upper()}{note[1:]}." if note else "")
 
 
 def hardware(name: str, result: dict) -> str:
