@@ -108,6 +108,11 @@ def scaled_matmul(
 ) -> Float[Array, "M N"]:
     """Compute scale · a bᵀ.
 
+    With XLA's default options on a GPU, the autotuner may select a Triton matmul instead of
+    cuBLASLt in "xla". Its operands are FP8, too, and the results differ in the order of the sums
+    only; its sums have about 14 bits also with fast_accumulation=False. For cuBLASLt, use
+    jax.jit(f, compiler_options={"xla_gpu_enable_triton_gemm": False}), as gptjax does for training.
+
     Args:
         a, b: float8_e4m3fn or float8_e5m2; at most one operand is e5m2.
         scale: a power of two is exact; another number is rounded to out_dtype in "xla".
