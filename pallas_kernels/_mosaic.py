@@ -19,7 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["LOG2_E", "SHARED_BYTES", "Ring", "num_sms", "pl", "plgpu", "schedule", "swizzled"]
+__all__ = [
+    "LOG2_E",
+    "SHARED_BYTES",
+    "Ring",
+    "num_sms",
+    "pl",
+    "plgpu",
+    "schedule",
+    "store_transposed",
+    "swizzled",
+]
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of one thread block on Hopper."""
@@ -40,6 +50,16 @@ def swizzled(shape: tuple[int, ...], dtype):
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def store_transposed(smem, x) -> None:
+    """Store 8-bit floats in the WGMMA layout in the transposed order of `smem`.
+
+    A thread holds pairs of neighbours in a row, and needs pairs of neighbours in a column. Mosaic
+    exchanges only pairs of 16- and 32-bit numbers; fp16 represents every FP8 value.
+    """
+    pairs = plgpu.layout_cast(x.astype(jnp.float16), plgpu.Layout.WGMMA_TRANSPOSED)
+    smem.transpose((1, 0))[...] = pairs.astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, th
 log₂e·L and −D of a query.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -17,62 +16,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _dispatch, _mosaic
-from pallas_kernels._mosaic import LOG2_E, SHARED_BYTES, pl, plgpu, schedule, swizzled
+from pallas_kernels._mosaic import LOG2_E, pl, plgpu, schedule
 from pallas_kernels.attention import documents, mosaic_forward
-from pallas_kernels.attention.mosaic_backward_kernel import HALF, KEYS, MULTIPLIERS, Block, Scratch
+from pallas_kernels.attention.mosaic_backward_kernel import Block, Fp8
+from pallas_kernels.attention.mosaic_backward_tiles import (
+    KEYS,
+    MULTIPLIERS,
+    Tiles,
+    queries_in_a_block,
+    scratch_types,
+    why_not_tiles,
+)
 from pallas_kernels.attention.mosaic_forward import padded
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tile sizes and options of the kernel.
-
-    Attributes:
-        stages: blocks of queries in shared memory.
-        key_stages: blocks of keys in shared memory.
-        score_stages: tiles of dS in shared memory.
-        slots: 64×64 parts of results in shared memory for each warpgroup, in addition to the parts
-            in the tiles of dS.
-        more_barriers: whether Mosaic adds barriers around each access to shared memory, in addition
-            to the barriers that the kernel needs.
-        whole_heads: True sums dQ by whole heads, False by split heads. None selects by an estimate.
-    """
-
-    stages: int = 2
-    key_stages: int = 1
-    score_stages: int = 1
-    slots: int = 1
-    more_barriers: bool = True
-    whole_heads: bool | None = None
-
-
-def why_not_tiles(tiles: Tiles, head_dim: int) -> str | None:
-    """Return None if the kernel can be compiled, else the reason."""
-    if min(tiles.stages, tiles.key_stages, tiles.score_stages, tiles.slots) < 1:
-        return "at least one of each stage and slot is needed"
-    queries = queries_in_a_block(head_dim)
-    if tiles.slots > (most := 1 + (2 * head_dim - queries) // HALF):
-        return f"only {most} of the slots would be used"
-    arrays = [
-        *[tiles.stages * queries * head_dim * 2] * 2,
-        tiles.stages * 2 * queries * 4,
-        *[tiles.key_stages * KEYS * head_dim * 2] * 2,
-        tiles.score_stages * KEYS * queries * 2,
-        MULTIPLIERS * HALF * HALF * 4,
-        MULTIPLIERS * tiles.slots * HALF * HALF * 2,
-        MULTIPLIERS * queries * 4,
-    ]
-    barriers = 8 * (2 * (tiles.stages + tiles.key_stages + tiles.score_stages) + MULTIPLIERS)
-    total = sum(-(-size // 1024) * 1024 for size in arrays) + barriers
-    if total > SHARED_BYTES:
-        return f"{total} bytes of shared memory are needed, and there are {SHARED_BYTES}"
-    return None
-
-
-def queries_in_a_block(head_dim: int) -> int:
-    """Return the number of queries in a block: the registers of two warpgroups limit this number,
-    since dK and dV are in registers too."""
-    return 8192 // head_dim
+def stores_fp8(batch: int, length: int, heads: int) -> bool:
+    """Return whether `backward` can store the gradients of packed operands in FP8."""
+    return length % KEYS == 0 and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
 
 
 def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
@@ -102,10 +62,12 @@ def backward(
     deterministic: bool,
     true_fp32: bool,
     bias: bool = False,
+    fp8_scale: jax.Array | None = None,
     tiles: Tiles | None = None,
 ):
     """Return the gradients, a tuple like `operands`. With `bias` return (gradients, Σ dQ, Σ dO):
-    the sums over all queries have shape H·D and dtype fp32.
+    the sums over all queries have shape H·D and dtype fp32. With `fp8_scale` the gradients are
+    (dqkv_BT3HD, dqkv_3HDBT): dqkv times the factor in e5m2, and a transposed copy.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
@@ -118,6 +80,7 @@ def backward(
         true_fp32: ignored: no matmul is fp32.
         bias: for packed operands only. Σ dQ is the sum of the rounded dQ, or of the fp32 sums if a
             Triton kernel converts the fp32 sums to dQ.
+        fp8_scale: for calls where `stores_fp8` is True; fp32 scalar, or None.
         tiles: None for the tiles of mosaic_tiles.json.
 
     Raises:
@@ -134,6 +97,7 @@ def backward(
         whole_heads = whole_heads_are_faster(batch * key_heads, length, _mosaic.num_sms())
     whole_heads = whole_heads or deterministic
 
+    assert fp8_scale is None or (whole_heads and length % KEYS == 0 and len(operands) == 1)
     rows_BHRT, zeros_BTHD, dout_HD = _lse_and_delta(
         lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole_heads, bias=bias
     )
@@ -150,9 +114,11 @@ def backward(
         window=window,
         whole_heads=whole_heads,
         bias=bias,
+        fp8_scale=fp8_scale,
         tiles=tiles,
     )
-    gradients = tuple(x[:, :length] for x in gradients)
+    if fp8_scale is None:
+        gradients = tuple(x[:, :length] for x in gradients)
     return (gradients, dq_HD, dout_HD) if bias else gradients
 
 
@@ -190,28 +156,6 @@ def _lse_and_delta(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
 
 def _over_queries(x_BTHD):
     return x_BTHD.astype(jnp.float32).sum((0, 1))
-
-
-def _scratch(tiles: Tiles, queries: int, head_dim: int, dtype) -> Scratch:
-    stages, key_stages, score_stages = tiles.stages, tiles.key_stages, tiles.score_stages
-    return Scratch(
-        q=swizzled((stages, queries, head_dim), dtype),
-        dout=swizzled((stages, queries, head_dim), dtype),
-        rows=plgpu.SMEM((stages, 2, queries), jnp.float32),
-        k=swizzled((key_stages, KEYS, head_dim), dtype),
-        v=swizzled((key_stages, KEYS, head_dim), dtype),
-        ds=swizzled((score_stages, queries // HALF, KEYS, HALF), dtype),
-        sums=swizzled((MULTIPLIERS, HALF, HALF), jnp.float32),
-        out=swizzled((MULTIPLIERS, tiles.slots, HALF, HALF), dtype),
-        columns=plgpu.SMEM((MULTIPLIERS, queries), jnp.int32),
-        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        q_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
-        k_full=plgpu.Barrier(num_arrivals=2, num_barriers=key_stages),
-        k_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=key_stages),
-        ds_full=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
-        ds_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
-        sums_full=plgpu.Barrier(num_barriers=MULTIPLIERS),
-    )
 
 
 def blocks_of_queries(j, first_query=None, last_query=None, *, length, queries, causal, window):
@@ -262,6 +206,7 @@ def _gradients(
     window,
     whole_heads,
     bias,
+    fp8_scale,
     tiles,
 ):
     """Return the gradients of the padded operands, and Σ dQ with `bias`, else None."""
@@ -291,6 +236,8 @@ def _gradients(
         costs = [group * (stop - first) + 1.0 for first, stop in spans]
         table = jnp.asarray(schedule(heads, costs, blocks))
         arrays += [table]
+    if fp8_scale is not None:
+        arrays += [fp8_scale.reshape(1)]
 
     def kernel(*refs):
         inputs, (dout_gmem, rows_gmem, *refs, scratch) = (
@@ -303,6 +250,10 @@ def _gradients(
             table_gmem, *refs = refs
         if bounds is not None:
             bounds_gmem, refs = documents.Documents(*refs[:2]), refs[2:]
+        fp8 = None
+        if fp8_scale is not None:
+            scale_gmem, gradient_gmem, transposed_gmem, *refs = refs
+            fp8, refs = Fp8(scale_gmem, transposed_gmem), [gradient_gmem, *refs]
         if whole_heads:
             *gradients, sums_gmem = refs
             items = lax.div(heads - block + blocks - 1, jnp.int32(blocks))
@@ -326,6 +277,7 @@ def _gradients(
             group=group,
             blocks=blocks,
             dtype=dtype,
+            fp8=fp8,
             inputs=inputs,
             dout=dout_gmem,
             rows=rows_gmem,
@@ -340,11 +292,17 @@ def _gradients(
         ).run()
 
     gradient_types = [jax.ShapeDtypeStruct(x.shape, dtype) for x in operands]
+    if fp8_scale is not None:
+        shapes = [
+            (batch, length, 3, query_heads, head_dim),
+            (3, query_heads, head_dim, batch, length),
+        ]
+        gradient_types = [jax.ShapeDtypeStruct(shape, jnp.float8_e5m2) for shape in shapes]
     sums_type = jax.ShapeDtypeStruct((blocks * group, padded_length, head_dim), jnp.float32)
     f = plgpu.kernel(
         kernel,
         out_type=[*gradient_types, sums_type] if whole_heads else gradient_types[-2:],
-        scratch_types=[_scratch(tiles, queries, head_dim, dtype)],
+        scratch_types=[scratch_types(tiles, head_dim, dtype, fp8_scale is not None)],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=MULTIPLIERS + 1,
@@ -358,7 +316,12 @@ def _gradients(
     )
     if whole_heads:
         gradients = tuple(f(*operands, *arrays)[:-1])
-        return gradients, _over_queries(gradients[0][:, :, 0]) if bias else None
+        dq_HD = None
+        if bias and fp8_scale is not None:
+            dq_HD = gradients[1][0].astype(jnp.float32).sum((2, 3)) / fp8_scale
+        elif bias:
+            dq_HD = _over_queries(gradients[0][:, :, 0])
+        return gradients, dq_HD
     sums = jax.new_ref(zeros_BTHD)
     gradients = f(*operands, *arrays, sums)
     if bias and _dispatch.why_not_triton() is None:

@@ -49,84 +49,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, store_transposed
+from pallas_kernels.attention.mosaic_backward_items import Item, Place, Step
+from pallas_kernels.attention.mosaic_backward_tiles import KEYS, MULTIPLIERS, Scratch
 from pallas_kernels.attention.mosaic_forward_kernel import operand
 from pallas_kernels.attention.mosaic_masks import COLUMNS, HALF, Mask, fill_columns
 
-KEYS = 128
-"""Keys of a work item. Each multiplying warpgroup has HALF keys, and adds HALF×HALF parts to dQ."""
-MULTIPLIERS = 2
 
-
-class Scratch(NamedTuple):
-    """Shared memory and barriers, in the order of their allocation."""
-
-    q: Any
-    dout: Any
-    rows: Any
-    k: Any
-    v: Any
-    ds: Any
-    sums: Any
-    out: Any
-    columns: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    ds_full: Any
-    ds_empty: Any
-    sums_full: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A work item of one multiplying warpgroup.
+class Fp8(NamedTuple):
+    """How the gradients of packed operands are stored in e5m2, both ways round.
 
     Attributes:
-        head, j: key head and block of keys.
-        first, stop: the blocks of queries that see the keys.
-        k_slot: slot of the keys and values.
-        steps: number of blocks of queries over all heads of the group.
-        key, mine: the warpgroup's first key, and the warpgroup's slice of the block.
-        fills: number of fills of the query slots before this item.
-        seen_by: with documents, the first and the last query that see all of these keys.
+        scale: ref of a factor of the gradients, fp32 of shape (1,).
+        transposed: ref of the transposed gradients, 3×H×D×B×T.
     """
 
-    b: Any
-    head: Any
-    j: Any
-    first: Any
-    stop: Any
-    k_slot: Any
-    steps: Any
-    key: Any
-    fills: Any
-    mine: Any
-    seen_by: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One block of queries of a work item.
-
-    Attributes:
-        number, fill: index of the step in the work item, and in the thread block.
-        slot, k_slot: slots of the queries, and of the keys.
-        h, query: query head, and first query.
-        sums: this warpgroup's part of the sums of dQ in global memory.
-        starts, ends: whether this block of keys is the sums' first, last; None with split heads.
-    """
-
-    number: Any
-    fill: Any
-    slot: Any
-    k_slot: Any
-    h: Any
-    query: Any
-    sums: Any
-    starts: Any
-    ends: Any
+    scale: Any
+    transposed: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +81,7 @@ class Block:
         key_blocks: number of blocks of keys of a head.
         key_heads, group: number of key heads, and of query heads of each key head.
         blocks: number of thread blocks of the grid.
+        fp8: None: the gradients are stored in `dtype`.
         gradients: refs of the operands' gradients; None for dQ if this kernel does not store dQ.
         sums_gmem: the sums of dQ.
         me, block: index of the warpgroup and of the thread block.
@@ -162,6 +102,7 @@ class Block:
     group: int
     blocks: int
     dtype: Any
+    fp8: Fp8 | None
     inputs: Any
     dout: Any
     rows: Any
@@ -460,40 +401,54 @@ class Block:
             return dq + plgpu.load(scratch.sums.at[me], layout=plgpu.Layout.WGMMA)
 
         total = lax.cond(step.starts, lambda: dq, with_sums)
-        rows = pl.ds(step.query, self.queries)
-        target = self.part_of_dq(item, operand(self.gradients, 0, item.b, rows, step.h))
+        tokens, columns = pl.ds(step.query + me * HALF, HALF), slice(None)
+        if self.head_dim > HALF:
+            tokens, columns = pl.ds(step.query, self.queries), item.mine
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.store(total * jnp.float32(self.scale), scratch.out.at[me, 0], target)
+        place = Place(0, item.b, tokens, step.h, columns)
+        self.store(total * jnp.float32(self.scale), scratch.out.at[me, 0], place)
 
     def store_dk_and_dv(self, item, dk, dv) -> None:
         """Store the gradients of 64 keys and values.
 
         The staging memory is this warpgroup's rows of the next tile of dS, as soon as no matmul
-        reads the tile, and the slots of `scratch.out`. The wait before a slot is reused leaves only
-        newer copies in progress.
+        reads the tile, and the slots of `scratch.out`; for FP8, the slots only. The wait before a
+        slot is reused leaves only newer copies in progress.
         """
         ds_ring, fill = self.ds_ring, item.fills + item.steps
         ds_slot = ds_ring.slot(fill)
         ds_ring.wait_empty(fill)
         part = 0
         for which, result in ((1, dk * jnp.float32(self.scale)), (2, dv)):
-            target = operand(self.gradients, which, item.b, pl.ds(item.key, HALF), item.head)
             for column in range(0, self.head_dim, HALF):
                 columns = slice(column, column + HALF)
-                if part * HALF < self.queries:
+                place = Place(which, item.b, pl.ds(item.key, HALF), item.head, columns)
+                if part * HALF < self.queries and self.fp8 is None:
                     smem = self.scratch.ds.at[ds_slot, part, item.mine]
                 else:
                     slots = self.tiles.slots
                     plgpu.wait_smem_to_gmem(min(part, slots - 1), wait_read_only=True)
                     smem = self.scratch.out.at[self.me, part % slots]
-                self.store(result[:, columns], smem, target.at[:, columns])
+                self.store(result[:, columns], smem, place)
                 part += 1
 
-    def store(self, result, smem, target) -> None:
+    def store(self, result, smem, place: Place) -> None:
         """Start the copy of 64×64 results to global memory, through shared memory that is free."""
-        smem[...] = result.astype(self.dtype)
+        which, b, tokens, head, columns = place
+        target = operand(self.gradients, which, b, tokens, head).at[:, columns]
+        if self.fp8 is None:
+            smem[...] = result.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, target)
+            return
+        rows, transposed = smem.at[0], smem.at[1]
+        quantized = (result * self.fp8.scale[0]).astype(rows.dtype)
+        rows[...] = quantized
+        store_transposed(transposed, quantized)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem, target)
+        plgpu.copy_smem_to_gmem(rows, target, commit_group=False)
+        target = self.fp8.transposed.at[which, head, :, b, tokens].at[columns]
+        plgpu.copy_smem_to_gmem(transposed, target)
 
 
 def _divmod(a, b):

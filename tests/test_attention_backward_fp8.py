@@ -1,0 +1,102 @@
+"""The backward kernel of flash attention that stores dqkv in FP8, compared with the one that stores
+16 bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import forget_races, lower_for_h200
+
+from pallas_kernels.attention import flash_attention_qkv, mosaic_backward
+from pallas_kernels.attention.mosaic_backward_tiles import Tiles
+
+SCALE = 64.0
+HOW = {
+    "causal": True,
+    "window": None,
+    "deterministic": False,
+    "true_fp32": False,
+    "bias": True,
+}
+
+
+def gradients(batch, time, heads, head_dim, tiles):
+    """Return ((dqkv,), Σ dq, Σ dO) in 16 bits, and ((rows, transposed), Σ dq, Σ dO) in FP8."""
+    rng = np.random.default_rng(0)
+    qkv, dout = (
+        jnp.asarray(rng.standard_normal((batch, time, *rest, heads, head_dim)), jnp.bfloat16)
+        for rest in ((3,), ())
+    )
+    out, lse = flash_attention_qkv(qkv, return_lse=True, implementation="xla")
+    backward = functools.partial(mosaic_backward.backward, **HOW, scale=head_dim**-0.5, tiles=tiles)
+    operands = ((qkv,), None, lse, dout, out, None)
+    return backward(*operands), backward(*operands, fp8_scale=jnp.float32(SCALE))
+
+
+def check(batch, time, heads, head_dim, tiles):
+    ((plain,), dq, dout), ((rows, transposed), dq8, dout8) = gradients(
+        batch, time, heads, head_dim, tiles
+    )
+    assert rows.dtype == transposed.dtype == jnp.float8_e5m2 and rows.shape == plain.shape
+    bits, transposed_bits = (
+        np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint8)) for x in (rows, transposed)
+    )
+    np.testing.assert_array_equal(bits, transposed_bits.transpose(3, 4, 0, 1, 2))
+    # Half a step of e5m2 is 1/8 of a number, and a step of its smallest numbers is 2⁻¹⁶; rounding
+    # to bf16 first moves a number by 1/256.
+    plain = np.asarray(plain, np.float32) * SCALE
+    wrong = np.abs(np.asarray(rows, np.float32) - plain)
+    assert (wrong <= (1 / 8 + 1 / 128) * np.abs(plain) + 2.0**-17).all()
+    # Relative error of rounding to e5m2, RMS: 2 bits of mantissa, 1/(4·√12) of a power of two.
+    assert 0.01 < np.linalg.norm(wrong) / np.linalg.norm(plain) < 0.08
+    np.testing.assert_array_equal(dout8, dout)
+    exact = np.asarray(rows, np.float32)[:, :, 0].sum((0, 1)) / SCALE
+    np.testing.assert_allclose(dq8, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "time, head_dim, tiles", [(256, 64, Tiles()), (128, 64, None), (128, 128, None)]
+)
+def test_on_a_cpu(mosaic_on_cpu, monkeypatch, time, head_dim, tiles):
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
+    check(1, time, 2, head_dim, tiles)
+    forget_races()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lowers_for_an_h200(head_dim):
+    """Nothing but the kernel writes or transposes dqkv."""
+    batch, time, heads = 64, 1024, 12
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def f(qkv, lse, dout, out, scale):
+        operands = ((qkv,), None, lse, dout, out, None)
+        return mosaic_backward.backward(*operands, **HOW, scale=0.1, fp8_scale=scale)
+
+    text = lower_for_h200(
+        f,
+        shape(batch, time, 3, heads, head_dim),
+        shape(batch, heads, time, dtype=jnp.float32),
+        shape(batch, time, heads, head_dim),
+        shape(batch, time, heads, head_dim),
+        shape(dtype=jnp.float32),
+    )
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "stablehlo.transpose" not in text and "f8E5M2" in text
+
+
+def test_where_it_can_be_stored(monkeypatch):
+    monkeypatch.setattr(mosaic_backward._mosaic, "num_sms", lambda: 132)
+    assert mosaic_backward.stores_fp8(64, 1024, 12)
+    assert not mosaic_backward.stores_fp8(64, 1000, 12)
+    assert not mosaic_backward.stores_fp8(4, 16384, 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, time, heads, head_dim", [(64, 1024, 12, 64), (32, 512, 8, 128)])
+def test_on_a_gpu(batch, time, heads, head_dim):
+    check(batch, time, heads, head_dim, None)
