@@ -14,7 +14,7 @@ from flax import nnx
 
 import gptjax
 
-# The vocabulary is the 256 values of a byte, and 256 for the end of a text.
+# The vocabulary is the 256 values of a byte, and END_OF_TEXT, which precedes each document.
 END_OF_TEXT = 256
 CONFIG = gptjax.GPT2Config(vocab_size=257, block_size=32, n_layer=2, n_head=2, n_embd=32)
 # 80 questions with answers, in the public domain.

@@ -1,7 +1,7 @@
 """Chapter 6: data.
 
-Tokens are NumPy arrays of bytes 0…255, and 256 for the end of a text. They stay on the CPU until a
-batch goes to the device.
+Tokens are NumPy arrays of bytes 0…255, and 256 (END_OF_TEXT) before each document. They stay on
+the CPU until a batch goes to the device.
 
 Shapes: N tokens, B batch, T time.
 """

@@ -38,12 +38,18 @@ def tile_gradients(i, j, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref):
 
 
 def dq_kernel(*refs):
-    """Store dQ of query tile i: the sum of dS K over key tiles 0…i."""
+    """Store dQ of query tile i: the sum of dS K over key tiles 0…i.
+
+    refs: q, k, v, dout, lse and delta, then dq.
+    """
     raise NotImplementedError("TODO: jax.lax.fori_loop over the key tiles 0…i")
 
 
 def dkv_kernel(*refs):
-    """Store dK and dV of key tile j: the sums over query tiles j, j + 1, …, the last."""
+    """Store dK and dV of key tile j: the sums over query tiles j, j + 1, …, the last.
+
+    refs: q, k, v, dout, lse and delta, then dk and dv.
+    """
     raise NotImplementedError("TODO: jax.lax.fori_loop over the query tiles from j on")
 
 

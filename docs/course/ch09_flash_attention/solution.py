@@ -50,7 +50,10 @@ def tile_gradients(i, j, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref):
 
 
 def dq_kernel(*refs):
-    """Store dQ of query tile i: the sum of dS K over key tiles 0…i."""
+    """Store dQ of query tile i: the sum of dS K over key tiles 0…i.
+
+    refs: q, k, v, dout, lse and delta, then dq.
+    """
     *inputs, dq_ref = refs
     i, k_ref = pl.program_id(1), refs[1]
 
@@ -62,7 +65,10 @@ def dq_kernel(*refs):
 
 
 def dkv_kernel(*refs):
-    """Store dK and dV of key tile j: the sums over query tiles j, j + 1, …, the last."""
+    """Store dK and dV of key tile j: the sums over query tiles j, j + 1, …, the last.
+
+    refs: q, k, v, dout, lse and delta, then dk and dv.
+    """
     *inputs, dk_ref, dv_ref = refs
     j, q_ref, dout_ref = pl.program_id(1), refs[0], refs[3]
 
