@@ -267,7 +267,13 @@ def test_every_kernel_has_an_example():
     # The arguments of decode_step are a model's weights and cache; the example of a matmul covers
     # the conversions to FP8; silu_mul is the kernel in examples/, which another test may have
     # registered.
-    assert missing <= {"decode_step", "quantize", "fp8_linear_gelu", "silu_mul"}
+    assert missing <= {
+        "decode_step",
+        "quantize",
+        "fp8_linear_gelu",
+        "fp8_linear_relu_squared",
+        "silu_mul",
+    }
     for entry in _dispatch.OPERATIONS.values():
         assert all(make.__doc__ for make in entry.examples)
 

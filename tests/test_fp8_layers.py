@@ -13,6 +13,7 @@ from reference.torch_gpt2 import assert_within_twice, rms
 from gptjax.training.compilation import compiler_options
 from pallas_kernels import linear, mlp, projected_attention
 from pallas_kernels.fp8 import E4M3, E5M2, largest
+from pallas_kernels.fp8.activations import DERIVATIVE_SCALE
 from pallas_kernels.fp8.layers import ACTIVATION_SCALE, GRADIENT_HEADROOM, quantized_gradient
 
 N, I, O = 48, 32, 64  # noqa: E741  the names of the shapes
@@ -71,7 +72,7 @@ def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
         dy = fake(dy, scale, E5M2)
     y, slope = gelu(x @ w + b)
     if rounded:
-        y = fake(y, ACTIVATION_SCALE, E4M3)
+        y, slope = fake(y, ACTIVATION_SCALE, E4M3), fake(slope, DERIVATIVE_SCALE, E4M3)
     du = dy @ w2.T * slope
     db = du.sum(0)
     if rounded:

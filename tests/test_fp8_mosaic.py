@@ -15,6 +15,7 @@ from kernel_tools import h200, lower_for_h200
 
 from pallas_kernels import fp8
 from pallas_kernels.fp8 import mosaic
+from pallas_kernels.fp8.activations import GELU, RELU_SQUARED
 from pallas_kernels.fp8.mosaic_tiles import Tiles
 
 E4M3, E5M2 = mosaic.E4M3, mosaic.E5M2
@@ -36,8 +37,10 @@ def operands(m, n, k, dtypes=(E4M3, E4M3), seed=0):
     return a, b, jnp.float32(1 / (64 * 2048))
 
 
-def gelu(u):
-    return jax.nn.gelu(u, approximate=True)
+FUNCTIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "relu_squared": lambda u: jnp.square(jax.nn.relu(u)),
+}
 
 
 def max_abs(x) -> float:
@@ -69,37 +72,54 @@ def check_transposed(found, rows):
     assert bool(jnp.array_equal(found, rows.T))
 
 
-def check_linear_gelu(m, n, k, *, derivative_dtype=jnp.bfloat16, y_scale=64.0, **options):
+STORES_BF16 = dataclasses.replace(GELU, derivative_dtype=jnp.bfloat16)
+ACTIVATIONS = {"gelu": GELU, "gelu, bf16": STORES_BF16, "relu_squared": RELU_SQUARED}
+
+
+def check_forward(m, n, k, activation, *, bias=True, **options):
     x, w, scale = operands(m, n, k)
-    b = jnp.linspace(-1, 1, n, dtype=jnp.float32)
-    y, y_transposed, derivative, amax = mosaic.linear_gelu(
-        x, w, b, scale, jnp.float32(y_scale), derivative_dtype=derivative_dtype, **options
+    b = jnp.linspace(-1, 1, n, dtype=jnp.float32) if bias else None
+    # The factors of a scale are multiplied in the kernel.
+    y, y_transposed, derivative = mosaic.linear_activated(
+        x, w, b, (scale * 4, 0.25), activation=activation, **options
     )
-    u = fp8.reference(x, w, scale) + b[None]
-    check_quantised("y", y, gelu(u), y_scale, E4M3)
+    u = fp8.reference(x, w, scale) + (b[None] if bias else 0)
+    exact, exact_derivative = jax.jvp(FUNCTIONS[activation.name], (u,), (jnp.ones_like(u),))
+    check_quantised("y", y, exact, activation.scale, E4M3)
     check_transposed(y_transposed, y)
-    exact = jax.jvp(gelu, (u,), (jnp.ones_like(u),))[1]
-    factor = mosaic.DERIVATIVE_SCALE if derivative_dtype == E4M3 else 1.0
-    check("derivative", derivative, (exact * factor).astype(derivative_dtype), exact * factor)
-    np.testing.assert_allclose(amax, max_abs(gelu(u)), rtol=2e-3)
+    if activation.derivative_dtype is None:
+        assert derivative is None
+    else:
+        stored = exact_derivative * activation.stored_scale
+        check("derivative", derivative, stored.astype(activation.derivative_dtype), stored)
 
 
-def check_gelu_backward(m, o, c, *, derivative_dtype=jnp.bfloat16, out_dtype=E5M2, **options):
-    du_scale = 4096.0 if out_dtype == E5M2 else 64.0
+def saved_for(activation, shape):
+    """The array that the backward pass reads, and the derivative that it means, in fp32."""
+    derivative = jnp.asarray(np.random.default_rng(1).uniform(-0.1, 1.1, shape), jnp.float32)
+    if activation.derivative_dtype is None:
+        y = quantised(derivative * 4, activation.scale, E4M3).astype(jnp.float32).clip(0)
+        return y.astype(E4M3), 2 * jnp.sqrt(y / activation.scale)
+    saved = (derivative * activation.stored_scale).astype(activation.derivative_dtype)
+    return saved, saved.astype(jnp.float32) / activation.stored_scale
+
+
+def check_backward(m, o, c, activation, *, bias=True, out_dtype=E5M2, **options):
+    du_scale = 1024.0 if out_dtype == E5M2 else 32.0
     dy, w2, scale = operands(m, o, c, (E5M2, E4M3))
-    derivative = jnp.asarray(np.random.default_rng(1).uniform(-0.1, 1.1, (m, o)), jnp.float32)
-    derivative = derivative.at[:64].multiply(1.5)  # the largest is not in the last tile
-    factor = mosaic.DERIVATIVE_SCALE if derivative_dtype == E4M3 else 1.0
-    derivative = (derivative * factor).astype(derivative_dtype)
-    du, du_transposed, db, amax = mosaic.gelu_backward(
-        dy, w2, derivative, scale, jnp.float32(du_scale), out_dtype=out_dtype, **options
-    )
-    exact = fp8.reference(dy, w2, scale) * derivative.astype(jnp.float32) / factor
+    saved, derivative = saved_for(activation, (m, o))
+    du, du_transposed, db = mosaic.activated_backward(
+        dy, w2, saved, (scale * 2, 0.5), jnp.float32(du_scale),
+        activation=activation, bias=bias, out_dtype=out_dtype, **options
+    )  # fmt: skip
+    exact = fp8.reference(dy, w2, scale) * derivative
     check_quantised("du", du, exact, du_scale, out_dtype)
     check_transposed(du_transposed, du)
+    if not bias:
+        assert db is None
+        return
     stored = du.astype(jnp.float32) / du_scale
     np.testing.assert_allclose(db, stored.sum(0), atol=1e-6 * float(jnp.abs(stored).sum(0).max()))
-    np.testing.assert_allclose(amax, max_abs(exact), rtol=2e-3)
 
 
 # ---------------------------------------------------------------------------------------------- CPU
@@ -124,15 +144,18 @@ def test_matmul_on_a_cpu(mosaic_on_cpu, m, n, k, dtypes, tiles):
     check("a bᵀ", found, exact.astype(jnp.bfloat16), exact)
 
 
-def test_linear_gelu_on_a_cpu(mosaic_on_cpu):
-    # The interpreter's conversion to FP8 does not clip.
-    check_linear_gelu(128, 64, 256, tiles=SMALL)
+# The interpreter's conversion to FP8 does not clip: no result is beyond 448.
+@pytest.mark.parametrize("name, bias", [("gelu", True), ("relu_squared", False)])
+def test_forward_on_a_cpu(mosaic_on_cpu, name, bias):
+    check_forward(128, 64, 256, ACTIVATIONS[name], bias=bias, tiles=SMALL)
 
 
-@pytest.mark.parametrize("derivative_dtype, out_dtype", [(jnp.bfloat16, E5M2), (E4M3, E4M3)])
-def test_gelu_backward_on_a_cpu(mosaic_on_cpu, derivative_dtype, out_dtype):
-    options = {"derivative_dtype": derivative_dtype, "out_dtype": out_dtype}
-    check_gelu_backward(320, 64, 128, tiles=SMALL, **options)
+@pytest.mark.parametrize(
+    "name, bias, out_dtype",
+    [("gelu, bf16", True, E5M2), ("gelu", True, E4M3), ("relu_squared", False, E5M2)],
+)
+def test_backward_on_a_cpu(mosaic_on_cpu, name, bias, out_dtype):
+    check_backward(320, 64, 128, ACTIVATIONS[name], bias=bias, out_dtype=out_dtype, tiles=SMALL)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +180,9 @@ def test_refusals():
     with pytest.raises(ValueError, match=why):
         mosaic.matmul(a, b, scale)
     with pytest.raises(ValueError, match=why):
-        mosaic.linear_gelu(a, b, jnp.zeros(200), scale, scale)
+        mosaic.linear_activated(a, b, jnp.zeros(200), scale)
     with pytest.raises(ValueError, match=why):
-        mosaic.gelu_backward(a, b, jnp.zeros((256, 200), jnp.bfloat16), scale, scale)
+        mosaic.activated_backward(a, b, jnp.zeros((256, 200), jnp.bfloat16), scale, scale)
     assert mosaic.why_not(256, 192, 128) is None
     # Tests with K = 1552 and 1600 failed on an H200.
     assert all(mosaic.why_not(*sizes) for sizes in ((128, 192, 128), (256, 192, 1600)))
@@ -178,14 +201,16 @@ def test_matmul_lowers_for_an_h200(dtypes):
     assert lower_for_h200(mosaic.matmul, *arrays).count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("derivative_dtype", [jnp.bfloat16, E4M3])
-def test_gelu_lowers_for_an_h200(derivative_dtype):
-    m, c, o = 65536, 768, 3072
-    forward = functools.partial(mosaic.linear_gelu, derivative_dtype=derivative_dtype)
-    arrays = _abstract(((m, c), E4M3), ((o, c), E4M3), ((o,), jnp.float32), SCALAR, SCALAR)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_lower_for_an_h200(name):
+    m, c, o, activation = 65536, 768, 3072, ACTIVATIONS[name]
+    forward = functools.partial(mosaic.linear_activated, activation=activation)
+    arrays = _abstract(((m, c), E4M3), ((o, c), E4M3), ((o,), jnp.float32), SCALAR)
     assert lower_for_h200(forward, *arrays).count("custom_call @mosaic_gpu") == 1
-    arrays = _abstract(((m, c), E5M2), ((o, c), E4M3), ((m, o), derivative_dtype), SCALAR, SCALAR)
-    assert lower_for_h200(mosaic.gelu_backward, *arrays).count("custom_call @mosaic_gpu") == 1
+    backward = functools.partial(mosaic.activated_backward, activation=activation)
+    saved = ((m, o), activation.derivative_dtype or E4M3)
+    arrays = _abstract(((m, c), E5M2), ((o, c), E4M3), saved, SCALAR, SCALAR)
+    assert lower_for_h200(backward, *arrays).count("custom_call @mosaic_gpu") == 1
 
 
 # ---------------------------------------------------------------------------------------------- GPU
@@ -244,18 +269,22 @@ SIZES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("y_scale, derivative_dtype", [(32.0, jnp.bfloat16), (512.0, E4M3)])
+@pytest.mark.parametrize("scale", [None, 512.0])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("m, n, k, names", SIZES)
-def test_linear_gelu_on_a_gpu(m, n, k, names, y_scale, derivative_dtype):
-    for name in names:
-        options = {"y_scale": y_scale, "derivative_dtype": derivative_dtype}
-        check_linear_gelu(m, n, k, tiles=TILES[name], **options)
+def test_forward_on_a_gpu(m, n, k, names, name, scale):
+    activation = ACTIVATIONS[name]
+    activation = dataclasses.replace(activation, scale=scale or activation.scale)
+    for tiles in names:
+        check_forward(m, n, k, activation, bias=name != "relu_squared", tiles=TILES[tiles])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("derivative_dtype, out_dtype", [(jnp.bfloat16, E5M2), (E4M3, E4M3)])
+@pytest.mark.parametrize(
+    "name, out_dtype", [*((name, E5M2) for name in ACTIVATIONS), ("gelu", E4M3)]
+)
 @pytest.mark.parametrize("m, o, c, names", SIZES)
-def test_gelu_backward_on_a_gpu(m, o, c, names, derivative_dtype, out_dtype):
-    for name in names:
-        options = {"derivative_dtype": derivative_dtype, "out_dtype": out_dtype}
-        check_gelu_backward(m, o, c, tiles=TILES[name], **options)
+def test_backward_on_a_gpu(m, o, c, names, name, out_dtype):
+    for tiles in names:
+        options = {"bias": name != "relu_squared", "out_dtype": out_dtype}
+        check_backward(m, o, c, ACTIVATIONS[name], tiles=TILES[tiles], **options)

@@ -6,10 +6,11 @@ Names are M×K×N. "xla" is cuBLASLt's FP8 matmul, "xla, fp32 sums" the same mat
 accumulation, "bf16" XLA's matmul of bf16 operands. The bound is the rate of a bf16 matmul, which
 FP8 may exceed.
 
-`linear_gelu` and `gelu_backward` are compared with "xla": an FP8 matmul with a bf16 result,
-followed by the epilogue in plain JAX.
+The matmuls with an activation, and their gradient, are compared with "xla": an FP8 matmul with a
+bf16 result, followed by the epilogue in plain JAX.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
 from pallas_kernels import fp8
-from pallas_kernels.feed_forward import ACTIVATIONS
 from pallas_kernels.fp8 import mosaic
+from pallas_kernels.fp8.activations import GELU, RELU_SQUARED, Activation
 
 E4M3, E5M2, BF16, F32 = fp8.E4M3, fp8.E5M2, jnp.bfloat16, jnp.float32
 TOKENS, CHUNK = 65536, 16384
 VOCABULARY = 50304
+STORES_BF16 = dataclasses.replace(GELU, derivative_dtype=BF16)
 # name, M, K, N, type of a (b is e4m3), type of the result
 MATMULS = [
     ("qkv", TOKENS, 768, 2304, E4M3, BF16),
@@ -84,61 +86,69 @@ def _operands(key, *, m, k, n, a_dtype):
 
 def quantised_twice(v, scale, dtype):
     q = (v * scale).clip(-fp8.largest(dtype), fp8.largest(dtype)).astype(dtype)
-    return q, q.T, jnp.abs(v).max()
+    return q, q.T
 
 
-def gelu_case(m, k, n) -> Case:
-    scale, y_scale = k**-0.5, 32.0
+def forward_case(activation: Activation, m, k, n) -> Case:
+    scale, bias = k**-0.5, activation.name == "gelu"
 
-    def fused(x, w, b, *, derivative_dtype=BF16):
-        return mosaic.linear_gelu(x, w, b, scale, y_scale, derivative_dtype=derivative_dtype)
+    def fused(x, w, b, activation=activation):
+        return mosaic.linear_activated(x, w, b if bias else None, scale, activation=activation)
 
     def xla(x, w, b):
-        u = fp8.scaled_matmul(x, w, scale, implementation="xla").astype(F32) + b[None]
-        y, derivative = ACTIVATIONS["gelu"](u)
-        return *quantised_twice(y, y_scale, E4M3), derivative.astype(BF16)
+        u = fp8.scaled_matmul(x, w, scale, implementation="xla").astype(F32)
+        y, derivative = activation(u + b[None] if bias else u)
+        stored = (derivative * activation.stored_scale).astype(activation.derivative_dtype or E4M3)
+        return *quantised_twice(y, activation.scale, E4M3), stored if bias else None
 
+    in_bf16 = functools.partial(fused, activation=STORES_BF16)
     return Case(
-        kernel="fp8.linear_gelu",
-        name=f"linear_gelu {m}×{k}×{n}",
+        kernel="fp8.linear_activated",
+        name=f"linear_{activation.name} {m}×{k}×{n}",
         make=lambda key: normal(key, ((m, k), E4M3), ((n, k), E4M3), ((n,), F32)),
-        run={
-            "mosaic": fused,
-            "mosaic, e4m3 derivative": functools.partial(fused, derivative_dtype=E4M3),
-            "xla": xla,
-        },
-        bytes=m * k + n * k + 4 * m * n,
+        run={"mosaic": fused, "xla": xla} | ({"mosaic, bf16 derivative": in_bf16} if bias else {}),
+        bytes=m * k + n * k + (3 if bias else 2) * m * n,
         flops=2 * m * k * n,
         bound="bf16",
     )
 
 
-def backward_case(m, c, o) -> Case:
-    scale, du_scale = c**-0.5, 32.0
+def backward_case(activation: Activation, m, c, o) -> Case:
+    scale, du_scale, bias = c**-0.5, 32.0, activation.name == "gelu"
 
-    def fused(dy, w2, derivative):
-        return mosaic.gelu_backward(dy, w2, derivative, scale, du_scale)
+    def fused(dy, w2, saved):
+        how = {"activation": activation, "bias": bias}
+        return mosaic.activated_backward(dy, w2, saved, scale, du_scale, **how)
 
-    def xla(dy, w2, derivative):
+    def xla(dy, w2, saved):
         dh = fp8.scaled_matmul(dy, w2, scale, implementation="xla").astype(F32)
-        du = dh * derivative.astype(F32)
-        return *quantised_twice(du, du_scale, E5M2), du.sum(0)
+        derivative = activation.derivative(saved.astype(F32)) / activation.derivative_scale
+        du = dh * derivative
+        return *quantised_twice(du, du_scale, E5M2), du.sum(0) if bias else None
 
+    def make(key):
+        dy, w2, saved = normal(key, ((m, c), E5M2), ((o, c), E4M3), ((m, o), BF16))
+        return dy, w2, jnp.abs(saved).astype(activation.derivative_dtype or E4M3)
+
+    stored = "" if activation is not STORES_BF16 else ", bf16 derivative"
     return Case(
-        kernel="fp8.linear_gelu",
-        name=f"gelu_backward {m}×{c}×{o}",
-        make=lambda key: normal(key, ((m, c), E5M2), ((o, c), E4M3), ((m, o), BF16)),
+        kernel="fp8.linear_activated",
+        name=f"{activation.name} backward{stored} {m}×{c}×{o}",
+        make=make,
         run={"mosaic": fused, "xla": xla},
-        bytes=m * c + o * c + 4 * m * o,
+        bytes=m * c + o * c + (3 + (activation is STORES_BF16)) * m * o,
         flops=2 * m * c * o,
         bound="bf16",
     )
 
 
 def cases() -> list[Case]:
-    """Return the cases: all matmuls of a training step, and the two fused kernels."""
+    """Return the cases: all matmuls of a training step, and the kernels with an activation."""
     return [
         *(matmul_case(*matmul) for matmul in MATMULS),
-        gelu_case(TOKENS, 768, 3072),
-        backward_case(TOKENS, 768, 3072),
+        *(forward_case(activation, TOKENS, 768, 3072) for activation in (GELU, RELU_SQUARED)),
+        *(
+            backward_case(activation, TOKENS, 768, 3072)
+            for activation in (GELU, STORES_BF16, RELU_SQUARED)
+        ),
     ]

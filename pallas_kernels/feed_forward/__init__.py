@@ -134,17 +134,12 @@ def mlp(
             f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} "
             f"in {w2.dtype}"
         )
-    n = x.size // x.shape[-1] if x.size else 0
-    x_NI = x.reshape(n, x.shape[-1])
     if fp8:
         from pallas_kernels.fp8 import layers
 
-        x_NI = given._replace(y=x_NI) if isinstance(given, Fp8Rows) else x_NI
-        arrays = (x_NI, w, b, w2)
-        y_NC = _calls.differentiable(
-            "mlp", layers.mlp, *arrays, layers.select(implementation, w, n)
-        )
-        return y_NC.reshape(*x.shape[:-1], w2.shape[1])
+        return layers.activated_mlp(given, w, b, w2, implementation=implementation)
+    n = x.size // x.shape[-1] if x.size else 0
+    x_NI = x.reshape(n, x.shape[-1])
     backend = _select("mlp", implementation, (x, w, b, w2))
     options = Options("gelu", backend, precision)
     one_kernel = options.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None

@@ -1,8 +1,11 @@
 """Linear layer and MLP with FP8 matmuls in differentiated calls.
 
     linear:  y = x W + b      dx = dy Wᵀ                         dW = xᵀ dy
-    mlp:     y = gelu(x W + b) W₂      du = (dy W₂ᵀ) ∘ gelu'(u)      dx = du Wᵀ      dW = xᵀ du
-             dW₂ = gelu(u)ᵀ dy
+    mlp:     y = a(x W + b) W₂      du = (dy W₂ᵀ) ∘ a'(u)      dx = du Wᵀ      dW = xᵀ du
+             dW₂ = a(u)ᵀ dy
+
+a is GELU or ReLU² (pallas_kernels/fp8/activations.py). pallas_kernels/fp8/gated.py has the MLP with
+a gated activation.
 
 Every matmul reads FP8 copies of its operands, e4m3 for activations and weights and e5m2 for
 gradients, each times a scale of the whole array:
@@ -10,6 +13,8 @@ gradients, each times a scale of the whole array:
 | operand | scale |
 | --- | --- |
 | x, gelu(u) | `ACTIVATION_SCALE`: numbers beyond 56 become 56 |
+| relu(u)² | 1: numbers beyond 448 become 448 |
+| gelu'(u) | 256, not an operand |
 | W, W₂ | from the largest |w|, at each call |
 | dy | from the largest |dy| of a sixteenth of the columns, at each call, with `GRADIENT_HEADROOM` |
 | du | the scale of dy |
@@ -17,14 +22,17 @@ gradients, each times a scale of the whole array:
 No scale depends on earlier steps: there is no state. A call that is not differentiated computes in
 x's dtype.
 
-The FP8 copies are stored for the backward pass, half as many bytes as x. Sums of more than `FAST`
-terms use cuBLASLt's slower, more accurate accumulation.
+The FP8 copies are stored for the backward pass, half as many bytes as x. The backward pass also
+reads the derivative of GELU, in e4m3. Sums of more than `FAST` terms use cuBLASLt's slower, more
+accurate accumulation.
 
-Shapes: N rows, I inputs, O outputs of the first layer, C outputs of the MLP.
+Shapes: N rows, I inputs, O outputs of the first layer, C outputs of the MLP. A weight W is (I, O),
+or (O, I) where a function has the option `output_major`; its gradient has the same shape.
 """
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -33,7 +41,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels.feed_forward import ACTIVATIONS
+from pallas_kernels.feed_forward import linear_relu_squared
 from pallas_kernels.feed_forward import mlp as plain_mlp
 from pallas_kernels.fp8 import (
     E4M3,
@@ -42,12 +50,13 @@ from pallas_kernels.fp8 import (
     Quantized,
     quantize,
     rows_of,
-    scale_for,
     scaled_matmul,
     why_not_fp8,
 )
+from pallas_kernels.fp8.activations import GELU, RELU_SQUARED
+from pallas_kernels.fp8.own_scale import Scale, Scaled, quantize_by_largest
+from pallas_kernels.matmul import joined, sum_rows
 from pallas_kernels.matmul import linear as plain_linear
-from pallas_kernels.matmul import sum_rows
 
 ACTIVATION_SCALE = 8.0
 """The outputs of norms, attention and GELU are near 1. With this scale, e4m3 represents 0.002 … 56
@@ -58,9 +67,10 @@ max |dy|. The range of e5m2 suffices: 2⁻²⁴ times the sampled maximum is a n
 FAST = 4096
 """Number of terms up to which the error of a fast sum, 4e-4 of the result, is far below the error
 of rounding the terms."""
-SAMPLED, GROUP = 16, 256
-"""Number of columns that are read for a scale, the first `SAMPLED` of each `GROUP`: 32 bytes, one
-sector of memory."""
+BIAS_IN_KERNEL = False
+"""Whether the Mosaic kernel computes a linear layer with a bias, where its tiles divide the sizes.
+Else XLA, which adds the bias in cuBLASLt's epilogue."""
+ACTIVATIONS = {activation.name: activation for activation in (GELU, RELU_SQUARED)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +87,11 @@ def _why_not_mosaic(call: Facts) -> str | None:
         return why
     from pallas_kernels.fp8 import mosaic
 
-    return mosaic.Tiles().why_not(call.rows, call.outputs, call.inputs)
+    return mosaic.why_not(call.rows, call.outputs, call.inputs)
 
 
 _dispatch.register(
-    "fp8_linear_gelu",
+    *(f"fp8_linear_{name}" for name in ACTIVATIONS),
     back_ends=[
         BackEnd("mosaic", _why_not_mosaic, custom=True),
         BackEnd("xla", lambda call: why_not_fp8()),
@@ -95,24 +105,24 @@ class Weights(NamedTuple):
 
     io: Float[Array, "I O"]
     oi: Float[Array, "O I"]
-    scale: Float[Array, ""]
+    scale: Scale
 
 
-def quantized_weights(w_IO: Float[Array, "I O"]) -> Weights:
-    """Return both copies of a weight, with a scale from its largest number."""
-    scale = scale_for(jnp.abs(w_IO).max(), E4M3)
-    q = quantize(w_IO, scale, E4M3, transposed=True)
-    return Weights(q.rows, q.transposed, scale)
+def quantized_weights(w, output_major: bool = False) -> Weights:
+    """Return both copies of a weight, with a scale from its largest number. The factor of its
+    `Scale.over_factor` is `ACTIVATION_SCALE`."""
+    q = quantize_by_largest(w, E4M3, factor=ACTIVATION_SCALE)
+    io, oi = (q.transposed, q.rows) if output_major else (q.rows, q.transposed)
+    return Weights(io, oi, q.scale)
 
 
-def quantized_gradient(dy_NO: Float[Array, "N O"]) -> tuple[Quantized, Float[Array, ""]]:
+def quantized_gradient(dy_NO: Float[Array, "N O"]) -> tuple[Scaled, Float[Array, ""]]:
     """Return both copies of a gradient in e5m2, and their scale."""
-    n, o = dy_NO.shape
     # All rows, since the rows of ignored targets may be zero. Reading all columns would take a
     # third of the time of the conversion.
-    sample = dy_NO.reshape(n, o // GROUP, GROUP)[:, :, :SAMPLED] if o % GROUP == 0 else dy_NO
-    scale = scale_for(jnp.abs(sample).max(), E5M2, GRADIENT_HEADROOM)
-    return quantize(dy_NO, scale, E5M2, transposed=True), scale
+    how = {"headroom": GRADIENT_HEADROOM, "factor": ACTIVATION_SCALE, "sampled": True}
+    dy = quantize_by_largest(dy_NO, E5M2, **how)
+    return dy, dy.scale.value
 
 
 def kind_of(x: Array | Fp8Rows) -> Fp8Rows | None:
@@ -125,12 +135,19 @@ def cotangent(dx: Array, kind: Fp8Rows | None) -> Array | Fp8Rows:
     return dx if kind is None else kind._replace(y=dx)
 
 
+def flat(x: Array | Fp8Rows) -> Array | Fp8Rows:
+    """Return x with one axis of rows."""
+    y = rows_of(x)
+    y_NI = y.reshape(math.prod(y.shape[:-1]), y.shape[-1])
+    return x._replace(y=y_NI) if isinstance(x, Fp8Rows) else y_NI
+
+
 class Saved(NamedTuple):
     """Arrays that the forward pass saves for `linear_backward`."""
 
     x_IN: Float[Array, "I N"]
     w_IO: Float[Array, "I O"]
-    w_scale: Float[Array, ""]
+    w_scale: Scale
 
 
 def activations(x: Array | Fp8Rows) -> Quantized | Fp8Rows:
@@ -140,45 +157,100 @@ def activations(x: Array | Fp8Rows) -> Quantized | Fp8Rows:
     return quantize(x, ACTIVATION_SCALE, E4M3, transposed=True)
 
 
-def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
+def linear_forward(
+    x_NI, w, b_O=None, output_major: bool = False
+) -> tuple[Float[Array, "N O"], Saved]:
     """Return x w + b in x's dtype, and the `Saved` arrays for the backward pass."""
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
-    w = quantized_weights(w_IO)
-    y_NO = _matmul(x.rows, w.oi, 1 / (ACTIVATION_SCALE * w.scale), dtype)
+    w8 = quantized_weights(w, output_major)
+    saved = Saved(x.transposed, w8.io, w8.scale)
+    if b_O is not None and _bias_in_kernel(x.rows, w8.oi):
+        from pallas_kernels.fp8 import mosaic
+
+        kernel = functools.partial(mosaic.matmul, out_dtype=dtype)
+        kernel = _calls.looped("linear", kernel)
+        return kernel(x.rows, w8.oi, w8.scale.over_factor, bias_N=b_O), saved
+    y_NO = _matmul(x.rows, w8.oi, w8.scale.over_factor, dtype)
     if b_O is not None:  # XLA adds b in cuBLASLt's epilogue
         y_NO = y_NO + b_O.astype(y_NO.dtype)[None]
-    return y_NO, Saved(x.transposed, w.io, w.scale)
+    return y_NO, saved
 
 
-def linear_backward(saved: Saved, dy_NO) -> tuple[Float[Array, "N I"], Float[Array, "I O"]]:
+def _bias_in_kernel(x_NI, w_OI) -> bool:
+    if not BIAS_IN_KERNEL or _dispatch.partitioned(x_NI, w_OI):
+        return False
+    return _why_not_mosaic(Facts(x_NI.shape[0], x_NI.shape[1], w_OI.shape[0])) is None
+
+
+def linear_backward(
+    saved: Saved, dy_NO, output_major: bool = False
+) -> tuple[Float[Array, "N I"], Float[Array, "I O"]]:
     """Return dx in dy's dtype, and dw in fp32."""
-    dy, scale = quantized_gradient(dy_NO)
-    dx_scale = 1 / (scale * saved.w_scale)
-    dx_NI = _matmul(dy.rows, saved.w_IO, dx_scale, dy_NO.dtype)
-    dw_scale = 1 / (ACTIVATION_SCALE * scale)
-    return dx_NI, _matmul(saved.x_IN, dy.transposed, dw_scale, jnp.float32)
+    dy, _ = quantized_gradient(dy_NO)
+    return linear_gradients(saved, dy, dy_NO.dtype, output_major)
+
+
+def linear_gradients(saved: Saved, dy: Scaled, dtype, output_major: bool = False):
+    """Return dx in `dtype`, and dw in fp32.
+
+    Args:
+        dy: both copies of the gradient in e5m2; the factor of its `Scale` is `ACTIVATION_SCALE`.
+    """
+    dx_NI = _matmul(dy.rows, saved.w_IO, dy.scale.inverse * saved.w_scale.inverse, dtype)
+    return dx_NI, weight_gradient(saved.x_IN, dy.transposed, dy.scale.over_factor, output_major)
+
+
+def weight_gradient(x_IN, dy_ON, scale, output_major: bool = False):
+    """Return scale · x dyᵀ in fp32, or its transpose."""
+    pair = (dy_ON, x_IN) if output_major else (x_IN, dy_ON)
+    return _matmul(*pair, scale, jnp.float32)
+
+
+def _over(scale: Scale, factor: float):
+    """Return 1 / (factor · scale), without a launch for the factors in use."""
+    if factor == ACTIVATION_SCALE:
+        return scale.over_factor
+    return scale.inverse if factor == 1.0 else scale.inverse / factor
 
 
 def _matmul(a, b, scale, dtype):
     return scaled_matmul(a, b, scale, out_dtype=dtype, fast_accumulation=a.shape[1] <= FAST)
 
 
-@jax.custom_vjp
-def linear(x_NI, w_IO, b_O):
+def projection(
+    x: Float[Array, "*B I"] | Fp8Rows,
+    w: Float[Array, "I O"] | tuple[Float[Array, "I _"], ...],
+    b: Float[Array, " O"] | None = None,
+    *,
+    output_major: bool = False,
+) -> Float[Array, "*B O"]:
+    """Return x w + b in x's dtype, as `pallas_kernels.linear` with fp8, also of `Fp8Rows`.
+
+    Args:
+        w: a tuple of matrices is one matmul with the matrices concatenated along the columns.
+        output_major: whether w is (O, I).
+    """
+    w = joined(w, jnp.result_type(*jax.tree.leaves(w)))
+    y_NO = _calls.differentiable("linear", linear, flat(x), w, b, output_major)
+    return y_NO.reshape(*rows_of(x).shape[:-1], y_NO.shape[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def linear(x_NI, w, b_O, output_major: bool = False):
     """Return x w + b in x's dtype; b may be None."""
-    return plain_linear(x_NI, w_IO, b_O)
+    return plain_linear(rows_of(x_NI), w.T if output_major else w, b_O)
 
 
-def _linear_forward(x_NI, w_IO, b_O):
-    y_NO, saved = linear_forward(x_NI, w_IO, b_O)
-    return y_NO, (saved, jnp.zeros((), w_IO.dtype), b_O)
+def _linear_forward(x_NI, w, b_O, output_major):
+    y_NO, saved = linear_forward(x_NI, w, b_O, output_major)
+    return y_NO, (saved, jnp.zeros((), w.dtype), b_O, kind_of(x_NI))
 
 
-def _linear_backward(residuals, dy_NO):
-    saved, like, b_O = residuals
-    dx_NI, dw_IO = linear_backward(saved, dy_NO)
+def _linear_backward(output_major, residuals, dy_NO):
+    saved, like, b_O, kind = residuals
+    dx_NI, dw = linear_backward(saved, dy_NO, output_major)
     db_O = None if b_O is None else sum_rows(dy_NO).astype(b_O.dtype)
-    return dx_NI, dw_IO.astype(like.dtype), db_O
+    return cotangent(dx_NI, kind), dw.astype(like.dtype), db_O
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -187,72 +259,119 @@ linear.defvjp(_linear_forward, _linear_backward)
 # ---------------------------------------------------------------------------------------------- MLP
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def mlp(x_NI, w_IO, b_O, w2_OC, backend: str):
-    """Return gelu(x w + b) w2 in x's dtype.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call of `mlp`."""
+
+    activation: str
+    """A name in `ACTIVATIONS`."""
+    backend: str
+    output_major: bool
+
+
+def activated_mlp(
+    x: Float[Array, "*B I"] | Fp8Rows,
+    w: Float[Array, "I O"],
+    b: Float[Array, " O"] | None,
+    w2: Float[Array, "O C"],
+    *,
+    activation: str = "gelu",
+    output_major: bool = False,
+    implementation: str = "auto",
+) -> Float[Array, "*B C"]:
+    """Return a(x w + b) w2 in x's dtype.
 
     Args:
-        backend: from `select`.
+        b: None only with relu_squared.
+        activation: "gelu" or "relu_squared".
+        output_major: whether w is (O, I). w2 is (O, C).
+        implementation: "auto", "mosaic" or "xla".
+
+    Raises:
+        ValueError: the named back end cannot run this call.
     """
-    return plain_mlp(rows_of(x_NI), w_IO, b_O, w2_OC)
+    x_NI = flat(x)
+    rows, (outputs, inputs) = rows_of(x_NI).shape[0], w.shape if output_major else w.shape[::-1]
+    facts = {"rows": rows, "inputs": inputs, "outputs": outputs}
+    backend = _dispatch.select(f"fp8_linear_{activation}", implementation, arrays=w, **facts)
+    options = Options(activation, backend, output_major)
+    y_NC = _calls.differentiable("mlp", mlp, x_NI, w, b, w2, options)
+    return y_NC.reshape(*rows_of(x).shape[:-1], w2.shape[1])
 
 
-def _mlp_forward(x_NI, w_IO, b_O, w2_OC, backend):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def mlp(x_NI, w, b_O, w2_OC, options: Options):
+    """Return a(x w + b) w2 in x's dtype."""
+    x_NI, w_IO = rows_of(x_NI), w.T if options.output_major else w
+    if options.activation == "gelu":
+        return plain_mlp(x_NI, w_IO, b_O, w2_OC)
+    return plain_linear(linear_relu_squared(x_NI, w_IO, b_O), w2_OC)
+
+
+def _mlp_forward(x_NI, w, b_O, w2_OC, options):
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
-    w, w2 = quantized_weights(w_IO), quantized_weights(w2_OC)
-    scale = 1 / (ACTIVATION_SCALE * w.scale)
-    y_NO, y_ON, slope_NO = _gelu(backend, x.rows, w.oi, b_O, scale, dtype)
-    y_NC = _matmul(y_NO, w2.oi, 1 / (ACTIVATION_SCALE * w2.scale), dtype)
-    like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (w_IO, b_O, w2_OC))
-    saved = x.transposed, w.io, w.scale, y_ON, w2.io, w2.scale, slope_NO, like
+    w8, w2 = quantized_weights(w, options.output_major), quantized_weights(w2_OC)
+    y, y_ON, saved_NO = _activated(options, x.rows, w8.oi, b_O, w8.scale.over_factor, dtype)
+    y_NC = _matmul(y, w2.oi, _over(w2.scale, ACTIVATIONS[options.activation].scale), dtype)
+    like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (w, b_O, w2_OC))
+    saved = x.transposed, w8.io, w8.scale, y_ON, w2.io, w2.scale, saved_NO, like
     return y_NC, (saved, kind_of(x_NI))
 
 
-def _mlp_backward(backend, residuals, dy_NC):
+def _mlp_backward(options, residuals, dy_NC):
     saved, kind = residuals
-    x_IN, w_IO, w_scale, y_ON, w2_OC, w2_scale, slope_NO, like = saved
-    dy, scale = quantized_gradient(dy_NC)
-    du_NO, du_ON, db_O = _gelu_backward(
-        backend, dy.rows, w2_OC, slope_NO, 1 / (scale * w2_scale), scale, dy_NC.dtype
+    x_IN, w_IO, w_scale, y_ON, w2_OC, w2_scale, saved_NO, like = saved
+    dy, _ = quantized_gradient(dy_NC)
+    factors, has_bias = (dy.scale.inverse, w2_scale.inverse), like[1] is not None
+    du_NO, du_ON, db_O = _activated_backward(
+        options, dy.rows, w2_OC, saved_NO, factors, dy.scale.value, dy_NC.dtype, has_bias
     )
-    dx_NI = _matmul(du_NO, w_IO, 1 / (scale * w_scale), dy_NC.dtype)
-    dw_IO = _matmul(x_IN, du_ON, 1 / (ACTIVATION_SCALE * scale), jnp.float32)
-    dw2_OC = _matmul(y_ON, dy.transposed, 1 / (ACTIVATION_SCALE * scale), jnp.float32)
-    grads = (dw_IO, db_O, dw2_OC)
+    dx_NI = _matmul(du_NO, w_IO, dy.scale.inverse * w_scale.inverse, dy_NC.dtype)
+    dw = weight_gradient(x_IN, du_ON, dy.scale.over_factor, options.output_major)
+    y_scale = ACTIVATIONS[options.activation].scale
+    dw2_OC = weight_gradient(y_ON, dy.transposed, _over(dy.scale, y_scale))
+    grads = (dw, db_O, dw2_OC)
     return cotangent(dx_NI, kind), *jax.tree.map(lambda g, like: g.astype(like.dtype), grads, like)
 
 
 mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def select(implementation: str, w_IO, rows: int) -> str:
-    """Return the back end of GELU with its matmul, for `mlp`."""
-    facts = {"rows": rows, "inputs": w_IO.shape[0], "outputs": w_IO.shape[1]}
-    return _dispatch.select("fp8_linear_gelu", implementation, arrays=w_IO, **facts)
-
-
-def _gelu(backend, x_NI, w_OI, b_O, scale, dtype):
-    """Return gelu(u) in e4m3, rows and transposed, and gelu'(u), with u = scale · x wᵀ + b."""
-    b_O = b_O.astype(jnp.float32)
-    if backend == "mosaic":
+def _activated(options, x_NI, w_OI, b_O, scale, dtype):
+    """Return y = a(u) in e4m3, rows and transposed, and the array for `_activated_backward`, with
+    u = scale · x wᵀ + b."""
+    activation = ACTIVATIONS[options.activation]
+    if options.backend == "mosaic":
         from pallas_kernels.fp8 import mosaic
 
-        kernel = _calls.looped("fp8_linear_gelu", mosaic.linear_gelu)
-        return kernel(x_NI, w_OI, b_O, scale, jnp.float32(ACTIVATION_SCALE))[:3]
-    u_NO = _matmul(x_NI, w_OI, scale, dtype).astype(jnp.float32) + b_O[None]
-    y_NO, slope_NO = ACTIVATIONS["gelu"](u_NO)
-    y = quantize(y_NO.astype(dtype), ACTIVATION_SCALE, E4M3, transposed=True)
-    return y.rows, y.transposed, slope_NO.astype(dtype)
+        kernel = functools.partial(mosaic.linear_activated, activation=activation)
+        kernel = _calls.looped(f"fp8_linear_{activation.name}", kernel)
+        y_NO, y_ON, derivative_NO = kernel(x_NI, w_OI, b_O, scale)
+        return y_NO, y_ON, y_NO if derivative_NO is None else derivative_NO
+    u_NO = _matmul(x_NI, w_OI, scale, dtype).astype(jnp.float32)
+    y_NO, derivative_NO = activation(u_NO if b_O is None else u_NO + b_O.astype(jnp.float32)[None])
+    y = quantize(y_NO.astype(dtype), activation.scale, E4M3, transposed=True)
+    if activation.derivative_dtype is None:
+        return y.rows, y.transposed, y.rows
+    stored_NO = (derivative_NO * activation.stored_scale).astype(activation.derivative_dtype)
+    return y.rows, y.transposed, stored_NO
 
 
-def _gelu_backward(backend, dy_NC, w2_OC, slope_NO, scale, du_scale, dtype):
-    """Return du in e5m2, rows and transposed, and db in fp32."""
-    if backend == "mosaic":
+def _activated_backward(options, dy_NC, w2_OC, saved_NO, factors, du_scale, dtype, has_bias):
+    """Return du in e5m2, rows and transposed, and db in fp32 or None.
+
+    Args:
+        factors: the product is the scale of the matmul.
+    """
+    activation = ACTIVATIONS[options.activation]
+    if options.backend == "mosaic":
         from pallas_kernels.fp8 import mosaic
 
-        kernel = _calls.looped("fp8_linear_gelu", mosaic.gelu_backward)
-        return kernel(dy_NC, w2_OC, slope_NO, scale, du_scale)[:3]
-    dh_NO = _matmul(dy_NC, w2_OC, scale, dtype).astype(jnp.float32)
-    du_NO = (dh_NO * slope_NO.astype(jnp.float32)).astype(dtype)
+        kernel = functools.partial(mosaic.activated_backward, activation=activation, bias=has_bias)
+        kernel = _calls.looped(f"fp8_linear_{activation.name}", kernel)
+        return kernel(dy_NC, w2_OC, saved_NO, factors, du_scale)
+    dh_NO = _matmul(dy_NC, w2_OC, math.prod(factors), dtype).astype(jnp.float32)
+    derivative_NO = activation.derivative(saved_NO.astype(jnp.float32))
+    du_NO = (dh_NO * (derivative_NO / activation.derivative_scale)).astype(dtype)
     du = quantize(du_NO, du_scale, E5M2, transposed=True)
-    return du.rows, du.transposed, sum_rows(du_NO)
+    return du.rows, du.transposed, sum_rows(du_NO) if has_bias else None

@@ -1,9 +1,13 @@
-"""FP8 kernels for Hopper (Pallas Mosaic GPU): matmul, linear layer with GELU, and its gradient.
+"""FP8 kernels for Hopper (Pallas Mosaic GPU): matmul, linear layer with an activation, and its
+gradient.
 
 Operands and results are FP8 (e4m3fn or e5m2), K-major. If the next matmul reads a result by
 columns, a transposed copy is also stored.
 
     quantise(v) = v · scale, clipped to the largest finite value, rounded to nearest even
+
+The scale of a matmul is an fp32 scalar, or a tuple of scalars whose product is the scale. XLA would
+launch a kernel to multiply two scalars.
 
 Shapes: M rows (tokens), N or O columns of the result, K or C contracted. A warpgroup stores its
 tile in parts of 64 rows.
@@ -19,13 +23,10 @@ from jax import lax
 
 from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import pl, plgpu, swizzled
-from pallas_kernels.feed_forward import ACTIVATIONS
-from pallas_kernels.fp8.mosaic_tiles import COMPUTING, DEPTH, Tiles, tiled
+from pallas_kernels.fp8.activations import GELU, Activation
+from pallas_kernels.fp8.mosaic_tiles import DEPTH, Tiles, tiled
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-DERIVATIVE_SCALE = 256.0
-"""Factor of a derivative of GELU that is stored in e4m3. The derivative is between −0.13 and
-1.13."""
 
 
 class MatmulScratch(NamedTuple):
@@ -37,8 +38,9 @@ class MatmulScratch(NamedTuple):
     bias_full: Any
 
 
-class GeluScratch(NamedTuple):
-    """Scratch of `linear_gelu`'s epilogue, in the order of its allocation."""
+class ForwardScratch(NamedTuple):
+    """Scratch of `linear_activated`'s epilogue, in the order of its allocation. None without a
+    bias, without a transposed copy, or without a stored derivative."""
 
     bias: Any
     y: Any
@@ -48,13 +50,12 @@ class GeluScratch(NamedTuple):
 
 
 class BackwardScratch(NamedTuple):
-    """Scratch of `gelu_backward`'s epilogue, in the order of its allocation."""
+    """Scratch of `activated_backward`'s epilogue, in the order of its allocation."""
 
-    derivative: Any
+    saved: Any
     du: Any
     transposed: Any
-    db: Any
-    derivative_full: Any
+    saved_full: Any
 
 
 # Largest K of one sum in the tensor core. The error, 1e-3, equals that of rounding a sum to bf16.
@@ -96,7 +97,7 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
 
     Args:
         a_MK, b_NK: e4m3fn or e5m2, mixed too.
-        scale: fp32 scalar.
+        scale: see the top of this file.
         bias_N: fp32, or None.
     """
     m, n = a_MK.shape[0], b_NK.shape[0]
@@ -108,12 +109,14 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
     # XLA adds the partial results of a split K, then the bias.
     in_kernel = [] if split or bias_N is None else [bias_N]
 
+    scales = _scalars(scale)
+
     def begin(at, others, scratch):
         if in_kernel:
-            _start_bias(at, others[1], scratch)
+            _start_bias(at, others[-1], scratch)
 
-    def finish(at, acc_RP, kept, others, out_gmem, scratch):
-        factor = others[0][0]
+    def finish(at, acc_RP, others, out_gmem, scratch):
+        factor = _product(others[: len(scales)])
         if in_kernel:
             plgpu.barrier_wait(scratch.bias_full.at[at.wg])
         for part, (rows, columns) in enumerate(tiles.parts()):
@@ -125,12 +128,11 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
             smem[...] = result.astype(dtype)
             target = out_gmem[0].at[at.share, at.rows, at.columns].at[rows, columns]
             _copy_to_gmem([(smem, target)])
-        return kept
 
     (out_SMN,) = tiled(
         a_MK,
         b_NK,
-        _scales(scale),
+        *scales,
         *in_kernel,
         tiles=tiles,
         begin=begin,
@@ -148,144 +150,144 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
     return (out_MN if bias_N is None else out_MN + bias_N[None]).astype(out_dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "derivative_dtype", "tiles"))
-def linear_gelu(
+@functools.partial(jax.jit, static_argnames=("activation", "transposed", "tiles"))
+def linear_activated(
     x_MK,
     w_NK,
     b_N,
     scale,
-    y_scale,
     *,
+    activation: Activation = GELU,
     transposed: bool = True,
-    derivative_dtype=jnp.bfloat16,
     tiles: Tiles | None = None,
 ):
-    """Return (y, yᵀ, derivative, amax) with u = scale · x wᵀ + b.
+    """Return (y, yᵀ, derivative) of the activation of u = scale · x wᵀ + b.
 
-    y is quantise(gelu(u)) in e4m3, M×N, and yᵀ its transposed copy, or None without `transposed`.
-    The derivative is gelu'(u) in `derivative_dtype`: bf16, or e4m3 times `DERIVATIVE_SCALE`. amax
-    is the largest |gelu(u)|, an fp32 scalar.
+    y is quantise(activation(u)) in e4m3, M×N, and yᵀ its transposed copy, or None without
+    `transposed`. The derivative times `activation.stored_scale` is M×N in
+    `activation.derivative_dtype`; None if that is None.
 
     Args:
-        b_N: fp32.
-        scale, y_scale: fp32 scalars.
+        b_N: fp32, or None.
+        scale: see the top of this file.
     """
     (m, k), n = x_MK.shape, w_NK.shape[0]
     tiles = tiles or Tiles()
-    _refuse("linear_gelu", tiles.why_not(m, n, k))
-    derivative_dtype = jnp.dtype(derivative_dtype)
+    _refuse("linear_activated", tiles.why_not(m, n, k))
+    scales, bias = _scalars(scale), [] if b_N is None else [b_N.astype(jnp.float32)]
+    dtype = activation.derivative_dtype
+    stored = [] if dtype is None else [jnp.dtype(dtype)]
 
     def begin(at, others, scratch):
-        _start_bias(at, others[0], scratch)
+        if bias:
+            _start_bias(at, others[-1], scratch)
 
-    def finish(at, acc_RP, kept, others, out_gmem, scratch):
-        _, scales = others
-        y_gmem, derivative_gmem, amax_gmem, *transposed_gmem = out_gmem
-        factor, y_factor = scales[0], scales[1]
-        plgpu.barrier_wait(scratch.bias_full.at[at.wg])
+    def finish(at, acc_RP, others, out_gmem, scratch):
+        factor = _product(others[: len(scales)])
+        y_gmem, *rest = out_gmem
+        if bias:
+            plgpu.barrier_wait(scratch.bias_full.at[at.wg])
         for part, (rows, columns) in enumerate(tiles.parts()):
             slot = part % tiles.slots
-            u = _add_bias(acc_RP[rows, columns] * factor, at, columns, scratch)
-            y, derivative = ACTIVATIONS["gelu"](u)
-            if derivative_dtype == E4M3:
-                derivative = derivative * DERIVATIVE_SCALE
-            kept = jnp.maximum(kept, _largest(y))
+            u = acc_RP[rows, columns] * factor
+            y, derivative = activation(_add_bias(u, at, columns, scratch) if bias else u)
             plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
-            copies = [
-                (scratch.y.at[at.wg, slot], y_gmem.at[at.rows, at.columns].at[rows, columns]),
-                (
-                    scratch.derivative.at[at.wg, slot],
-                    derivative_gmem.at[at.rows, at.columns].at[rows, columns],
-                ),
-            ]
-            quantised = (y * y_factor).astype(E4M3)
-            copies[0][0][...] = quantised
-            copies[1][0][...] = derivative.astype(derivative_dtype)
+            y_smem = scratch.y.at[at.wg, slot]
+            copies = [(y_smem, y_gmem.at[at.rows, at.columns].at[rows, columns])]
+            quantised = (y * activation.scale).astype(E4M3)
+            y_smem[...] = quantised
+            if stored:
+                smem = scratch.derivative.at[at.wg, slot]
+                smem[...] = (derivative * activation.stored_scale).astype(stored[0])
+                copies.append((smem, rest[0].at[at.rows, at.columns].at[rows, columns]))
             if transposed:
                 smem = scratch.transposed.at[at.wg, slot]
                 _store_transposed(smem, quantised)
-                target = transposed_gmem[0].at[at.columns, at.rows].at[columns, rows]
-                copies.append((smem, target))
+                copies.append((smem, rest[-1].at[at.columns, at.rows].at[columns, rows]))
             _copy_to_gmem(copies)
-        return kept
 
     part_shape = (2, tiles.slots, 64, tiles.part_columns)
-    y_MN, derivative_MN, amax, *y_NM = tiled(
+    y_MN, *rest = tiled(
         x_MK,
         w_NK,
-        b_N.astype(jnp.float32),
-        _scales(scale, y_scale),
+        *scales,
+        *bias,
         tiles=tiles,
         begin=begin,
         finish=finish,
-        carry=_no_amax,
-        end=_store_amax,
         out_type=[
             jax.ShapeDtypeStruct((m, n), E4M3),
-            jax.ShapeDtypeStruct((m, n), derivative_dtype),
-            _amax_type(tiles),
+            *[jax.ShapeDtypeStruct((m, n), dtype) for dtype in stored],
             *[jax.ShapeDtypeStruct((n, m), E4M3)] * transposed,
         ],
-        scratch=GeluScratch(
-            bias=plgpu.SMEM((2, tiles.columns), jnp.float32),
+        scratch=ForwardScratch(
+            bias=plgpu.SMEM((2, tiles.columns), jnp.float32) if bias else None,
             y=swizzled(part_shape, E4M3),
             transposed=swizzled(_transposed(part_shape), E4M3) if transposed else None,
-            derivative=swizzled(part_shape, derivative_dtype),
-            bias_full=plgpu.Barrier(num_barriers=2),
+            derivative=swizzled(part_shape, stored[0]) if stored else None,
+            bias_full=plgpu.Barrier(num_barriers=2) if bias else None,
         ),
     )
-    return y_MN, (y_NM[0] if transposed else None), derivative_MN, amax.max()
+    return y_MN, rest[-1] if transposed else None, rest[0] if stored else None
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
-def gelu_backward(
-    dy_MC, w2_OC, derivative_MO, scale, du_scale, *, out_dtype=E5M2, tiles: Tiles | None = None
+@functools.partial(jax.jit, static_argnames=("activation", "bias", "out_dtype", "tiles"))
+def activated_backward(
+    dy_MC,
+    w2_OC,
+    saved_MO,
+    scale,
+    du_scale,
+    *,
+    activation: Activation = GELU,
+    bias: bool = True,
+    out_dtype=E5M2,
+    tiles: Tiles | None = None,
 ):
-    """Return (du, duᵀ, db, amax) with v = (scale · dy w₂ᵀ) ∘ derivative.
+    """Return (du, duᵀ, db) with v = (scale · dy w₂ᵀ) ∘ derivative.
 
     du is quantise(v) in `out_dtype`, M×O, and duᵀ its transposed copy. db is the sum over M of
-    du / du_scale in fp32, and amax the largest |v|, an fp32 scalar.
+    du / du_scale in fp32, or None without `bias`.
 
     Args:
-        derivative_MO: bf16, or e4m3 times `DERIVATIVE_SCALE`.
-        scale, du_scale: fp32 scalars.
+        saved_MO: the derivative that `linear_activated` stored; y if it stores none.
+        scale: see the top of this file.
+        du_scale: fp32 scalar.
         out_dtype: e5m2 or e4m3fn.
     """
     (m, c), o = dy_MC.shape, w2_OC.shape[0]
     tiles = tiles or Tiles()
-    _refuse("gelu_backward", tiles.why_not(m, o, c))
+    _refuse("activated_backward", tiles.why_not(m, o, c))
     parts, slots = tiles.parts(), tiles.slots
     part_sums = tiles.rows // 64
-    if derivative_MO.dtype == E4M3:
-        scale = scale / DERIVATIVE_SCALE
+    scales = _scalars(scale)
 
-    def fetch(at, derivative_gmem, scratch, part):
+    def fetch(at, saved_gmem, scratch, part):
         if part < len(parts):
             plgpu.copy_gmem_to_smem(
-                derivative_gmem.at[at.rows, at.columns].at[parts[part]],
-                scratch.derivative.at[at.wg, part % slots],
-                scratch.derivative_full.at[at.wg, part % slots],
+                saved_gmem.at[at.rows, at.columns].at[parts[part]],
+                scratch.saved.at[at.wg, part % slots],
+                scratch.saved_full.at[at.wg, part % slots],
             )
 
     def begin(at, others, scratch):
         for part in range(slots):
             fetch(at, others[0], scratch, part)
 
-    def finish(at, acc_RP, kept, others, out_gmem, scratch):
-        derivative_gmem, scales = others
-        du_gmem, transposed_gmem, db_gmem, amax_gmem = out_gmem
-        factor, du_factor = scales[0], scales[1]
-        sum_P = None
+    def finish(at, acc_RP, others, out_gmem, scratch):
+        saved_gmem, du_scale_gmem, *scales_gmem = others
+        du_gmem, transposed_gmem, *db_gmem = out_gmem
+        factor = _product(scales_gmem) * (1 / activation.derivative_scale)
+        du_factor = du_scale_gmem[0]
+        inverse, sum_P = 1 / du_factor, None
         for part, (rows, columns) in enumerate(parts):
             slot = part % slots
             du_smem = scratch.du.at[at.wg, slot]
             transposed_smem = scratch.transposed.at[at.wg, slot]
-            plgpu.barrier_wait(scratch.derivative_full.at[at.wg, slot])
-            derivative = plgpu.load(
-                scratch.derivative.at[at.wg, slot], layout=plgpu.Layout.WGMMA
-            ).astype(jnp.float32)
+            plgpu.barrier_wait(scratch.saved_full.at[at.wg, slot])
+            saved = plgpu.load(scratch.saved.at[at.wg, slot], layout=plgpu.Layout.WGMMA)
+            derivative = activation.derivative(saved.astype(jnp.float32))
             v = acc_RP[rows, columns] * factor * derivative
-            kept = jnp.maximum(kept, _largest(v))
             quantised = (v * du_factor).astype(out_dtype)
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
             du_smem[...] = quantised
@@ -296,42 +298,40 @@ def gelu_backward(
                     (transposed_smem, transposed_gmem.at[at.columns, at.rows].at[columns, rows]),
                 ]
             )
-            # All threads of the warpgroup have read the derivative.
-            fetch(at, derivative_gmem, scratch, part + slots)
+            # All threads of the warpgroup have read the saved array.
+            fetch(at, saved_gmem, scratch, part + slots)
+            if not bias:
+                continue
             # Read the transposed part from shared memory: the sum over rows is then within a warp.
             du_PR = plgpu.load(transposed_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
             part_P = du_PR.sum(1)
             sum_P = part_P if sum_P is None or part % part_sums == 0 else sum_P + part_P
             if (part + 1) % part_sums == 0:
-                db_gmem.at[at.row_tile, at.columns].at[columns][...] = sum_P
-        return kept
+                db_gmem[0].at[at.row_tile, at.columns].at[columns][...] = sum_P * inverse
 
     part_shape = (2, slots, 64, tiles.part_columns)
-    du_MO, du_OM, db_RO, amax = tiled(
+    du_MO, du_OM, *db_RO = tiled(
         dy_MC,
         w2_OC,
-        derivative_MO,
-        _scales(scale, du_scale),
+        saved_MO,
+        *_scalars(du_scale),
+        *scales,
         tiles=tiles,
         begin=begin,
         finish=finish,
-        carry=_no_amax,
-        end=_store_amax,
         out_type=[
             jax.ShapeDtypeStruct((m, o), out_dtype),
             jax.ShapeDtypeStruct((o, m), out_dtype),
-            jax.ShapeDtypeStruct((m // tiles.rows, o), jnp.float32),
-            _amax_type(tiles),
+            *[jax.ShapeDtypeStruct((m // tiles.rows, o), jnp.float32)] * bias,
         ],
         scratch=BackwardScratch(
-            derivative=swizzled(part_shape, derivative_MO.dtype),
+            saved=swizzled(part_shape, saved_MO.dtype),
             du=swizzled(part_shape, out_dtype),
             transposed=swizzled(_transposed(part_shape), out_dtype),
-            db=None,
-            derivative_full=plgpu.Barrier(num_barriers=(2, slots)),
+            saved_full=plgpu.Barrier(num_barriers=(2, slots)),
         ),
     )
-    return du_MO, du_OM, db_RO.sum(0) / du_scale, amax.max()
+    return du_MO, du_OM, db_RO[0].sum(0) if bias else None
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -342,8 +342,13 @@ def _refuse(kernel: str, why: str | None) -> None:
         raise ValueError(f"fp8 {kernel}: implementation 'mosaic' {why}")
 
 
-def _scales(*scales) -> jax.Array:
-    return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in scales])
+def _scalars(scale) -> list[jax.Array]:
+    """Return the factors of a scale as arrays of one element."""
+    return [jnp.asarray(factor, jnp.float32).reshape(1) for factor in jax.tree.leaves(scale)]
+
+
+def _product(refs):
+    return functools.reduce(lax.mul, [ref[0] for ref in refs])
 
 
 def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -380,29 +385,3 @@ def _copy_to_gmem(copies) -> None:
     plgpu.commit_smem()
     for i, (smem, target) in enumerate(copies):
         plgpu.copy_smem_to_gmem(smem, target, commit_group=i == len(copies) - 1)
-
-
-# Columns of the running maximum: the columns of an accumulator fragment of one instruction, so that
-# a slice of a part is a set of registers.
-AMAX_COLUMNS = 8
-
-
-def _largest(part):
-    """Return the largest |part| over groups of columns, 64×`AMAX_COLUMNS`."""
-    part = jnp.abs(part)
-    slices = [part[:, p : p + AMAX_COLUMNS] for p in range(0, part.shape[1], AMAX_COLUMNS)]
-    return functools.reduce(jnp.maximum, slices)
-
-
-def _no_amax():
-    return plgpu.layout_cast(jnp.zeros((64, AMAX_COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-
-
-def _amax_type(tiles: Tiles) -> jax.ShapeDtypeStruct:
-    blocks = _mosaic.num_sms() // tiles.cluster * tiles.cluster
-    return jax.ShapeDtypeStruct((blocks, COMPUTING, 64, AMAX_COLUMNS), jnp.float32)
-
-
-def _store_amax(wg, block, amax, out_gmem, scratch) -> None:
-    (amax_gmem,) = (ref for ref in out_gmem if len(ref.shape) == 4)
-    amax_gmem[block, wg] = amax

@@ -121,18 +121,14 @@ def tiled(
     finish: Callable[..., Any],
     out_type: list[jax.ShapeDtypeStruct],
     scratch: Any,
-    carry: Callable[[], Any] = lambda: None,
-    end: Callable[..., None] = lambda *_: None,
 ) -> tuple[jax.Array, ...]:
     """Compute a bᵀ tile by tile, and call `finish` on each tile.
 
     Args:
         others: more arrays, for the callbacks.
         begin: (position, others, scratch) → None: starts the copies that `finish` waits for.
-        finish: (position, fp32 tile of a bᵀ, carry, others, outputs, scratch) → carry.
+        finish: (position, fp32 tile of a bᵀ, others, outputs, scratch) → None: stores the tile.
         scratch: a named tuple of scratch types.
-        carry: returns the first carry of a warpgroup.
-        end: (warpgroup, thread block, carry, outputs, scratch) → None, after the last tile.
     """
     (m, k), n = a_MK.shape, b_NK.shape[0]
     row_items, column_items = m // (tiles.block_rows * tiles.cluster), n // tiles.columns
@@ -151,9 +147,7 @@ def tiled(
             steps=pl.cdiv(k // DEPTH, tiles.split),
             clusters=clusters,
             begin=lambda at: begin(at, other_gmem, scratch_refs),
-            finish=lambda at, acc, kept: finish(at, acc, kept, other_gmem, out_gmem, scratch_refs),
-            carry=carry,
-            end=lambda *state: end(*state, out_gmem, scratch_refs),
+            finish=lambda at, acc: finish(at, acc, other_gmem, out_gmem, scratch_refs),
             a=a_gmem,
             b=b_gmem,
             operands=operands,
@@ -217,8 +211,6 @@ class _Block:
     clusters: int
     begin: Any
     finish: Any
-    carry: Any
-    end: Any
     a: Any
     b: Any
     operands: Operands
@@ -279,7 +271,8 @@ class _Block:
         both = tiles.cooperative
         number = self.local if both else lax.div(self.local - self.wg + 1, jnp.int32(COMPUTING))
 
-        def one(i, kept):
+        @pl.loop(0, number)
+        def _one(i):
             item = i if both else i * COMPUTING + self.wg
             share, row, column = self.place(item)
             row_tile = row * COMPUTING + self.wg if both else row
@@ -292,10 +285,8 @@ class _Block:
             )
             self.begin(at)
             sums = self.promoted if tiles.promote else self.unpromoted
-            return self.finish(at, sums(item * self.steps), kept)
+            self.finish(at, sums(item * self.steps))
 
-        kept = lax.fori_loop(0, number, one, self.carry())
-        self.end(self.wg, self.cluster * tiles.cluster + self.peer, kept)
         plgpu.wait_smem_to_gmem(0)
 
     def unpromoted(self, first):
