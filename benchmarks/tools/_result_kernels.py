@@ -112,8 +112,9 @@ def generate_table(results: Results) -> str:
         for row in results[f"generate/{path.stem}"]["rows"]:
             times = [figure(row["step_us"]), figure(row["first_token_ms"], 3)]
             rate, limit = figure(row["tokens/s"]), percent(row["of_limit"])
-            lines.append([row["batch"], row["system"], row["case"], rate, *times, limit])
-    head = ("batch", "system", "case", "tokens/s", "step, µs", "first token, ms", "of limit")
+            link = results.link(f"generate/{path.stem}", path.stem)
+            lines.append([row["batch"], row["system"], row["case"], rate, *times, limit, link])
+    head = ("batch", "system", "case", "tokens/s", "step, µs", "first token, ms", "of limit", "run")
     return markdown(head, lines)
 
 
