@@ -21,7 +21,7 @@ from pallas_kernels.fp8.conversion import quantize, scale_for
 SAMPLED, GROUP = 16, 256
 """With `sampled`, number of columns that are read for the scale, the first `SAMPLED` of each
 `GROUP`: 32 bytes, one sector of memory."""
-IN_KERNELS = False
+IN_KERNELS = True
 """Whether the Triton kernels compute the scale; else XLA."""
 
 

@@ -1,0 +1,90 @@
+"""pallas_kernels.fp8.own_scale: both ways to compute the scale, and the compiled kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_tools import triton_kernels
+
+from pallas_kernels.fp8 import E4M3, E5M2, own_scale, quantize, scale_for
+from pallas_kernels.fp8.own_scale import quantize_by_largest
+
+HOW = {"headroom": 4.0, "factor": 8.0}
+
+
+def check(x, dtype, sampled, expected_scale):
+    """Bits of `quantize` with the expected scale."""
+    found = quantize_by_largest(x, dtype, sampled=sampled, **HOW)
+    expected = quantize(x, expected_scale, dtype, transposed=True, implementation="xla")
+    scale = float(expected_scale)
+    assert found.scale.value.shape == ()
+    assert [float(s) for s in found.scale] == [scale, 1 / scale, 1 / (8 * scale)]
+    for ours, theirs in ((found.rows, expected.rows), (found.transposed, expected.transposed)):
+        bits = [jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (ours, theirs)]
+        np.testing.assert_array_equal(*bits)
+
+
+@pytest.fixture(params=["xla", "triton"])
+def backend(request):
+    if request.param == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, largest",
+    [
+        # several programs with several tiles each, the last of which is partly out of bounds
+        ((70, 130), E4M3, 3.0),
+        ((4, 130), E5M2, 2.0**-70),
+        ((2, 3), E4M3, 0.0),
+    ],
+)
+def test_whole(backend, monkeypatch, shape, dtype, largest):
+    if backend == "triton":
+        monkeypatch.setattr("pallas_kernels.fp8.triton_own_scale.MOST_MAXIMA", 2)
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, shape), jnp.float32)
+    x = (x * largest / 2).at[-1, -1].set(-largest)  # in the last group
+    check(x, dtype, False, scale_for(jnp.abs(x).max(), dtype, 4.0))
+
+
+def test_exact_ratios(backend):
+    """448/(4·7) = 16 exactly, and a number just above it."""
+    for largest, scale in ((7.0, 16.0), (7.0000005, 8.0)):
+        x = jnp.zeros((4, 16)).at[1, 2].set(largest)
+        assert float(quantize_by_largest(x, E4M3, headroom=4.0).scale.value) == scale
+
+
+def test_sampled(backend):
+    """Of 512 columns, the first 16 of each 256; of another number of columns, all."""
+    x = jnp.zeros((4, 512), jnp.bfloat16).at[2, 271].set(3.0).at[1, 272].set(1e6)
+    check(x, E5M2, True, scale_for(jnp.float32(3), E5M2, 4.0))
+    check(x[:, 256:511], E5M2, True, scale_for(jnp.abs(x).max(), E5M2, 4.0))
+
+
+def test_compiled_code():
+    """The sizes of GPT-2's gradients and weights."""
+    for x, sampled in (((65536, 2304), True), ((768, 3072), False)):
+        arrays = jax.ShapeDtypeStruct(x, jnp.bfloat16 if sampled else jnp.float32)
+        dtype = E5M2 if sampled else E4M3
+        kernels = triton_kernels(
+            lambda x, s=sampled, d=dtype: quantize_by_largest(x, d, sampled=s, **HOW), arrays
+        )
+        assert [k.name for k in kernels] == ["part_maxima", "quantize_own"]
+        assert all(k.spill_bytes == 0 for k in kernels)
+        assert re.search(r"ld\.global\S*\.v4", kernels[0].ptx)
+
+
+def test_without_kernels(triton_on_cpu, monkeypatch):
+    monkeypatch.setattr(own_scale, "IN_KERNELS", False)
+    test_sampled("xla")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampled", [False, True])
+def test_on_the_gpu(sampled):
+    x = jax.random.normal(jax.random.key(0), (4096, 2304), jnp.bfloat16)
+    amax = jnp.abs(x.reshape(-1, 9, 256)[..., : 16 if sampled else 256]).max()
+    check(x, E5M2, sampled, scale_for(amax, E5M2, 4.0))
