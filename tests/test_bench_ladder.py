@@ -135,15 +135,16 @@ def test_a_ladder_goes_from_plain_fp32_to_the_model_as_it_is():
             "padded vocabulary",
             "fused classifier",
         ),
-        *("fused norms and MLP", "the rest"),
+        *("fused norms and MLP", "the rest", "FP8"),
     ]
-    assert [jit for _, _, jit in found] == [False] + [True] * 8
+    assert [jit for _, _, jit in found] == [False] + [True] * 9
     models = [model for _, model, _ in found]
-    assert models[0] == models[1] and len(set(models[1:])) == 8
+    assert models[0] == models[1] and len(set(models[1:])) == 9
     assert models[0].padded_vocab_size == 50257 and models[0].attention == models[0].mlp == "xla"
-    assert models[-1] == dataclasses.replace(model, precision=Precision("bf16"))
-    # Without anything left for the last rung there is none: no measurement comes twice.
-    assert len(list(ladder.rungs(PRESETS["gpt2"]))) == 8
+    for last, name in zip(models[-2:], ("bf16", "fp8"), strict=True):
+        assert last == dataclasses.replace(model, precision=Precision(name))
+    # Without anything left for "the rest" there is none: no measurement comes twice.
+    assert len(list(ladder.rungs(PRESETS["gpt2"]))) == 9
 
 
 def test_another_architecture_has_the_rungs_that_change_it():
@@ -154,9 +155,9 @@ def test_another_architecture_has_the_rungs_that_change_it():
 
 
 def test_pytorchs_ladder_goes_from_plain_fp32_to_all():
-    hows = [how for _, how in ladder.torch_rungs(compiled=True)]
+    hows = [how for _, how in ladder.torch_rungs(compiled=True, fp8=False)]
     assert len(set(hows)) == 7 and hows[-1] == How()
-    assert not any(how.compiled for _, how in ladder.torch_rungs(compiled=False))
+    assert not any(how.compiled for _, how in ladder.torch_rungs(compiled=False, fp8=True))
 
 
 @pytest.mark.usefixtures("optax_promotion")
@@ -197,7 +198,7 @@ def test_every_rung_is_measured_and_one_that_fails_is_named(card, tmp_path, monk
     )
     assert [row["rung"] for row in rows if "error" in row] == ["nowhere to run"]
     measured = [row for row in rows if "ms" in row]
-    assert len(measured) == 8 == len(rows) - 1
+    assert len(measured) == 9 == len(rows) - 1
     for before, row in itertools.pairwise(measured):
         assert row["factor"] == pytest.approx(before["ms"] / row["ms"])
     assert measured[-1]["since_start"] == pytest.approx(measured[0]["ms"] / measured[-1]["ms"])
@@ -222,9 +223,10 @@ def test_both_ladders_in_one_run(monkeypatch):
             "tiny", dataclasses.replace(base, model=TINY), measuring.one_device(), torch=True
         )
     )
-    assert [len(rows) for rows in climbed] == list(range(1, 8)), "after each rung all so far"
+    assert [len(rows) for rows in climbed] == list(range(1, 9)), "after each rung all so far"
     rows = climbed[-1]
-    assert [row["system"] for row in rows] == ["gptjax"] + ["torch"] * 6
+    assert [row["system"] for row in rows] == ["gptjax"] + ["torch"] * 7
+    assert rows[-1]["precision"] == "fp8" and "FP8 matmuls" in rows[-1]["kernels"]
     assert "error" in rows[0] and all(row["ms"] > 0 for row in rows[1:])
     assert rows[-1]["since_start"] == pytest.approx(rows[1]["ms"] / rows[-1]["ms"])
     ladder.show(rows, measuring.one_device())

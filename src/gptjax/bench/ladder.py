@@ -2,9 +2,9 @@
 in JAX and in PyTorch.
 
 Each rung keeps the ones below it: fp32 without jit → jit → TF32 → bf16 → flash attention → padded
-vocabulary → fused classifier → fused norms and MLP → the rest. Every rung is a full training step
-(forward, backward, clip, AdamW) on the same number of random tokens, measured as by `bench step`,
-for about a second.
+vocabulary → fused classifier → fused norms and MLP → the rest → FP8. Every rung is a full training
+step (forward, backward, clip, AdamW) on the same number of random tokens, measured as by
+`bench step`, for about a second.
 """
 
 import dataclasses
@@ -42,6 +42,7 @@ from gptjax.config import Config
 from gptjax.models.base import ModelConfig
 from gptjax.precision import Precision
 from gptjax.training.memory import GIB, needed_bytes
+from pallas_kernels.fp8 import why_not_fp8
 
 SECONDS = 1.0
 
@@ -111,8 +112,9 @@ class Ladder(BaseOptions):
 
 
 def rungs(model: ModelConfig) -> Iterator[tuple[str, ModelConfig, bool]]:
-    """Yield name, model and whether it is compiled, of each rung in JAX. The last is the model of
-    the config in bf16. A rung that changes nothing in this model is left out."""
+    """Yield name, model and whether it is compiled, of each rung in JAX. The last are the model of
+    the config in bf16 and, if `has_fp8`, in FP8. A rung that changes nothing in this model is left
+    out."""
 
     def changed(model: ModelConfig, **changes) -> ModelConfig:
         own = {name: value for name, value in changes.items() if has_field(model, name)}
@@ -143,13 +145,21 @@ def rungs(model: ModelConfig) -> Iterator[tuple[str, ModelConfig, bool]]:
     whole = dataclasses.replace(model, precision=Precision("bf16"))
     if whole != last:
         yield "the rest", whole, True
+    if has_fp8(model):
+        yield "FP8", dataclasses.replace(whole, precision=Precision("fp8")), True
 
 
-def torch_rungs(*, compiled: bool):
+def has_fp8(model: ModelConfig) -> bool:
+    """Return whether the model has FP8 matmuls and the device can compute them."""
+    return model.supports_fp8 and why_not_fp8() is None
+
+
+def torch_rungs(*, compiled: bool, fp8: bool):
     """Yield name and `How` of each rung in PyTorch.
 
     Args:
         compiled: False leaves out torch.compile in every rung.
+        fp8: False leaves out the rung of FP8 matmuls.
     """
     from gptjax.bench.torch_gpt2 import How
 
@@ -162,8 +172,9 @@ def torch_rungs(*, compiled: bool):
         ("flash attention", {"flash": True}),
         ("padded vocabulary", {"padded": True}),
         ("fused AdamW", {"fused": True}),
+        ("FP8", {"precision": "fp8"}),
     ):
-        if name != "compile" or compiled:
+        if {"compile": compiled, "FP8": fp8}.get(name, True):
             last = dataclasses.replace(last, **changes)
             yield name, last
 
@@ -218,7 +229,7 @@ def _climb_torch(
     """Yield PyTorch's rows. While PyTorch compiles, in Python, a thread has XLA compile gptjax's
     steps; nothing compiles during a measurement."""
     waiting = [step for step in ours if step.jit]
-    hows = list(torch_rungs(compiled=device.platform == "gpu"))
+    hows = list(torch_rungs(compiled=device.platform == "gpu", fp8=has_fp8(base.model)))
     models = [_same_model(how) for _, how in hows]
     compiles = len({model for model in models if model.compiled})
     share = math.ceil(len(waiting) / compiles) if compiles else 0
@@ -258,8 +269,10 @@ def _climb_torch(
 
 
 def _same_model(how):
-    """Return the part of a rung that its model depends on: not precision and optimizer."""
-    return dataclasses.replace(how, precision="", fused=False)
+    """Return the part of a rung that its model depends on: not the optimizer, and of the
+    precisions FP8 only."""
+    fp8 = how.precision if how.fp8_head else ""
+    return dataclasses.replace(how, precision=fp8, fused=False)
 
 
 def _compile(step: JaxStep) -> None:

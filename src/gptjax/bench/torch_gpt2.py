@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gptjax.bench import torch_fp8
 from gptjax.bench.torch_side import torch_model
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import INIT_STD, GPT2Config
@@ -29,7 +30,8 @@ class How:
     """Options of PyTorch's step; the ladder switches them on one by one."""
 
     precision: str = "bf16"
-    """fp32, tf32, or bf16 by autocast."""
+    """fp32, tf32, bf16 by autocast; fp8_head and fp8 are bf16 with FP8 matmuls (`torch_fp8`) in the
+    head, or in the head and all linear layers of the blocks."""
     compiled: bool = True
     """torch.compile of the model and its loss."""
     flash: bool = True
@@ -40,23 +42,39 @@ class How:
     fused: bool = True
     """AdamW in one kernel."""
 
+    @property
+    def autocast(self) -> bool:
+        """Whether bf16 is the dtype of the computation."""
+        return self.precision not in ("fp32", "tf32")
+
+    @property
+    def fp8_head(self) -> bool:
+        """Whether the matmuls of the head are in FP8."""
+        return self.precision.startswith("fp8")
+
+    @property
+    def linear(self) -> type[nn.Linear]:
+        """Class of the linear layers of the blocks."""
+        return torch_fp8.Linear if self.precision == "fp8" else nn.Linear
+
     def __str__(self) -> str:
+        fp8 = {"fp8": ["FP8 matmuls"], "fp8_head": ["FP8 head"]}.get(self.precision, [])
         parts = (
             "compile" if self.compiled else "eager",
             "SDPA" if self.flash else "attention by hand",
         )
         return ", ".join(
-            [*parts, *["padded vocabulary"] * self.padded, *["fused AdamW"] * self.fused]
+            [*parts, *fp8, *["padded vocabulary"] * self.padded, *["fused AdamW"] * self.fused]
         )
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPT2Config, flash: bool):
+    def __init__(self, config: GPT2Config, how: How):
         super().__init__()
-        self.n_head, self.flash = config.n_head, flash
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        if not flash:
+        self.n_head, self.flash = config.n_head, how.flash
+        self.c_attn = how.linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = how.linear(config.n_embd, config.n_embd)
+        if not how.flash:
             future = torch.ones(config.block_size, config.block_size, dtype=torch.bool).triu(1)
             self.register_buffer("future", future, persistent=False)
 
@@ -75,30 +93,30 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: GPT2Config, how: How):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = how.linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = how.linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x_BTC):
         return self.c_proj(functional.gelu(self.c_fc(x_BTC), approximate="tanh"))
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPT2Config, flash: bool):
+    def __init__(self, config: GPT2Config, how: How):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), Attention(config, flash)
-        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config)
+        self.ln_1, self.attn = nn.LayerNorm(config.n_embd), Attention(config, how)
+        self.ln_2, self.mlp = nn.LayerNorm(config.n_embd), MLP(config, how)
 
     def forward(self, x_BTC):
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
         return x_BTC + self.mlp(self.ln_2(x_BTC))
 
 
-def head_loss(x_BTC, scale_C, bias_C, wte_VC, targets_BT):
+def head_loss(x_BTC, scale_C, bias_C, wte_VC, targets_BT, fp8: bool = False):
     """Return the loss of the residual stream: last norm, head, mean cross-entropy in fp32."""
     x_BTC = functional.layer_norm(x_BTC, scale_C.shape, scale_C, bias_C)
-    logits_BTV = functional.linear(x_BTC, wte_VC)
+    logits_BTV = (torch_fp8.linear if fp8 else functional.linear)(x_BTC, wte_VC)
     return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
@@ -110,9 +128,9 @@ class GPT2(nn.Module):
         rows = config.padded_vocab_size if how.padded else config.vocab_size
         self.wte = nn.Parameter(torch.empty(rows, config.n_embd))
         self.wpe = nn.Parameter(torch.empty(config.block_size, config.n_embd))
-        self.blocks = nn.ModuleList(Block(config, how.flash) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, how) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.head_loss = head_loss
+        self.head_loss, self.fp8_head = head_loss, how.fp8_head
         for name, parameter in self.named_parameters():
             self.initialize(name, parameter)
 
@@ -128,7 +146,8 @@ class GPT2(nn.Module):
         x_BTC = functional.embedding(tokens_BT, self.wte) + self.wpe[: tokens_BT.shape[1]]
         for block in self.blocks:
             x_BTC = block(x_BTC)
-        return self.head_loss(x_BTC, self.ln_f.weight, self.ln_f.bias, self.wte, targets_BT)
+        norm = self.ln_f.weight, self.ln_f.bias
+        return self.head_loss(x_BTC, *norm, self.wte, targets_BT, self.fp8_head)
 
 
 def build_model(config: GPT2Config, how: How) -> GPT2:
@@ -169,7 +188,7 @@ class TorchStep:
         like: "TorchStep | None" = None,
     ):
         self.how, self.device, self.forward = how, device, forward
-        self.autocast = how.precision == "bf16"
+        self.autocast = how.autocast
         self.peak: int | None = None
         self.model, self.loss = (like.model, like.loss) if like else self.build(config)
         with torch.device(device):

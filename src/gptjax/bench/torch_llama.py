@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gptjax.bench import torch_fp8
 from gptjax.bench.torch_gpt2 import How
 from gptjax.models.llama3 import HIGH_TURNS, INIT_STD, LOW_TURNS, Llama3Config
 
@@ -38,12 +39,12 @@ def rotated(x_BHTD, rotate):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Llama3Config, flash: bool):
+    def __init__(self, config: Llama3Config, how: How):
         super().__init__()
-        self.heads, self.flash = [config.n_head, config.kv_heads, config.kv_heads], flash
+        self.heads, self.flash = [config.n_head, config.kv_heads, config.kv_heads], how.flash
         outputs = sum(self.heads) * config.head_dim
-        self.qkv = nn.Linear(config.n_embd, outputs, bias=False)
-        self.o = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.qkv = how.linear(config.n_embd, outputs, bias=False)
+        self.o = how.linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x_BTC, rotate):
         b, t, c = x_BTC.shape
@@ -64,10 +65,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Llama3Config):
+    def __init__(self, config: Llama3Config, how: How):
         super().__init__()
-        self.gate_up = nn.Linear(config.n_embd, 2 * config.inner, bias=False)
-        self.down = nn.Linear(config.inner, config.n_embd, bias=False)
+        self.gate_up = how.linear(config.n_embd, 2 * config.inner, bias=False)
+        self.down = how.linear(config.inner, config.n_embd, bias=False)
 
     def forward(self, x_BTC):
         gate_BTF, up_BTF = self.gate_up(x_BTC).chunk(2, dim=-1)
@@ -75,21 +76,21 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Llama3Config, flash: bool):
+    def __init__(self, config: Llama3Config, how: How):
         super().__init__()
         c, eps = config.n_embd, config.norm_eps
-        self.norm_1, self.attn = nn.RMSNorm(c, eps=eps), Attention(config, flash)
-        self.norm_2, self.mlp = nn.RMSNorm(c, eps=eps), MLP(config)
+        self.norm_1, self.attn = nn.RMSNorm(c, eps=eps), Attention(config, how)
+        self.norm_2, self.mlp = nn.RMSNorm(c, eps=eps), MLP(config, how)
 
     def forward(self, x_BTC, rotate):
         x_BTC = x_BTC + self.attn(self.norm_1(x_BTC), rotate)
         return x_BTC + self.mlp(self.norm_2(x_BTC))
 
 
-def head_loss(x_BTC, scale_C, eps: float, head_VC, targets_BT):
+def head_loss(x_BTC, scale_C, eps: float, head_VC, targets_BT, fp8: bool = False):
     """Return the loss of the residual stream: last norm, head, mean cross-entropy in fp32."""
     x_BTC = functional.rms_norm(x_BTC, scale_C.shape, scale_C, eps)
-    logits_BTV = functional.linear(x_BTC, head_VC)
+    logits_BTV = (torch_fp8.linear if fp8 else functional.linear)(x_BTC, head_VC)
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
@@ -101,12 +102,12 @@ class Llama3(nn.Module):
         super().__init__()
         rows = config.padded_vocab_size if how.padded else config.vocab_size
         self.wte = nn.Parameter(torch.empty(rows, config.n_embd))
-        self.blocks = nn.ModuleList(Block(config, how.flash) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, how) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.lm_head = None
         if not config.tie_embeddings:
             self.lm_head = nn.Parameter(torch.empty(rows, config.n_embd))
-        self.config, self.head_loss = config, head_loss
+        self.config, self.head_loss, self.fp8_head = config, head_loss, how.fp8_head
         for name, parameter in self.named_parameters():
             self.initialize(name, parameter)
 
@@ -125,7 +126,8 @@ class Llama3(nn.Module):
         for block in self.blocks:
             x_BTC = block(x_BTC, rotate)
         head_VC = self.wte if self.lm_head is None else self.lm_head
-        return self.head_loss(x_BTC, self.norm.weight, self.config.norm_eps, head_VC, targets_BT)
+        norm = self.norm.weight, self.config.norm_eps
+        return self.head_loss(x_BTC, *norm, head_VC, targets_BT, self.fp8_head)
 
 
 def build_model(config: Llama3Config, how: How) -> Llama3:

@@ -78,9 +78,9 @@ def how_of(config: Config, device: jax.Device):
     """Return the `How` of PyTorch's fastest step in the precision of a config."""
     from gptjax.bench.torch_gpt2 import How
 
-    return How(
-        precision=config.model.precision.plain.split("_")[0], compiled=device.platform == "gpu"
-    )
+    precision = config.model.precision
+    name = precision.name if precision.fp8_head else precision.plain.split("_")[0]
+    return How(precision=name, compiled=device.platform == "gpu")
 
 
 def torch_step(config: Config, how, device: jax.Device, **more: Any):

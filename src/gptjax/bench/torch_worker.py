@@ -163,7 +163,7 @@ def shard(model, spec: Spec) -> None:
             model.blocks[i] = torch.compile(block, dynamic=False)
         model.head_loss = torch.compile(model.head_loss, dynamic=False)
     policy = MixedPrecisionPolicy()
-    if spec.how.precision == "bf16":
+    if spec.how.autocast:
         reduce_dtype = torch.float32 if spec.reduce_dtype == "fp32" else torch.bfloat16
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     elif spec.reduce_dtype == "bf16":
