@@ -274,7 +274,9 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
         whole = jax.tree.map(gathered, state, is_leaf=_is_variable)
         return f(nnx.merge(graphdef, whole), *args)
 
-    return jax.checkpoint(run, policy=None if recompute else _save_all_but_gathered)(state, *args)
+    if recompute:
+        return jax.checkpoint(run)(state, *args)
+    return jax.checkpoint(_saving_bits(run), policy=_save_all_but_gathered)(state, *args)
 
 
 def _save_all_but_gathered(primitive, *_, **__) -> bool:
@@ -283,6 +285,43 @@ def _save_all_but_gathered(primitive, *_, **__) -> bool:
     `save_anything_except_these_names` would store the gathered array before it is named.
     """
     return primitive is not jax.lax.all_gather_p
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
+@dataclasses.dataclass(frozen=True)
+class _Bits:
+    """An FP8 array as unsigned integers."""
+
+    bits: jax.Array
+    dtype: Any
+
+
+def _saving_bits(f: Callable) -> Callable:
+    """Return f with a backward pass that reads the bits of FP8 arrays.
+
+    `jax.checkpoint` with a policy applies `jax.lax.reduce_precision` to each floating-point array
+    that it saves, and e4m3 numbers above 240 would become NaN: float8_e4m3fn uses the exponent that
+    `reduce_precision` reserves for infinity.
+    """
+
+    def encode(x):
+        if getattr(x, "dtype", None) != jnp.float8_e4m3fn:
+            return x
+        return _Bits(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype)
+
+    def decode(x):
+        return jax.lax.bitcast_convert_type(x.bits, x.dtype) if isinstance(x, _Bits) else x
+
+    def forward(*args):
+        out, pull_back = jax.vjp(f, *args)
+        return out, jax.tree.map(encode, pull_back)
+
+    def backward(pull_back, cotangents):
+        return jax.tree.map(decode, pull_back, is_leaf=lambda x: isinstance(x, _Bits))(cotangents)
+
+    saving = jax.custom_vjp(f)
+    saving.defvjp(forward, backward)
+    return saving
 
 
 def _is_variable(x: Any) -> bool:
