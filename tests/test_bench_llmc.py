@@ -232,7 +232,7 @@ def test_what_llmc_does_not_have_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--torch"], "--torch and --llmc both name the other side"),
+        (["--torch"], "--torch and --llmc both name a program to compare with"),
         (["--forward"], "leave out --forward or --llmc"),
         (["--devices", "2"], "--llmc measures one device"),
         ([], "llm.c needs a GPU"),

@@ -176,7 +176,7 @@ def test_a_trace_of_another_form_is_an_error():
 def test_an_empty_trace_is_an_error(tmp_path):
     with pytest.raises(BenchError, match="no kernels of the step"):
         summary(kernels(gpu_planes(), "jit_eval_step")[1:], {})
-    with pytest.raises(BenchError, match="left no trace in"):
+    with pytest.raises(BenchError, match="wrote no trace in"):
         newest_xplane(tmp_path)
 
 

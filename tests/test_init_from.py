@@ -158,7 +158,7 @@ def test_unsuitable_models_are_refused(saved, tmp_path, words):
     with pytest.raises(ConfigError, match="--sequence-length 20 is longer .* block size 16"):
         init_from.resolve(config)
     other = save_run(tmp_path / "other", {1: {}}, tokenizer="gpt2", changes={"model": "Mine"})
-    with pytest.raises(ConfigError, match="a model of Mine, and the config one of GPT2Config"):
+    with pytest.raises(ConfigError, match="a model of Mine, and the config has a GPT2Config"):
         init_from.resolve(config_for(other, tmp_path))
     source = dataclasses.replace(sources.find(saved), tokenizer="gpt2")
     dataset = find_dataset(str(words), tmp_path, "auto")

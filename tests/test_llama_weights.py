@@ -180,7 +180,7 @@ def folder(saved, tmp_path):
         ({"head_dim": 32}, "expected head_dim to be 16, found 32"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type to be 'default' or 'llama3'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "expected low_freq_factor to be 1.0"),
-        ({"num_key_value_heads": 2}, "no Llama: .*n_head=3 is not a multiple of n_kv_head=2"),
+        ({"num_key_value_heads": 2}, "not a Llama: .*n_head=3 is not a multiple of n_kv_head=2"),
         ({"hidden_size": None}, r"missing \['hidden_size'\]"),
         ({"num_hidden_layers": 3}, r"missing .*model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 10**6}, "expected the tensors of 1000000 layers"),

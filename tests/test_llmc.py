@@ -338,7 +338,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(saved):
     try:
         with pytest.raises(
             WeightsError,
-            match=r"m\.bin: not written: File too large. An older file stays as it was",
+            match=r"m\.bin: not written: File too large. An older file is unchanged",
         ):
             gptjax.save_llmc(random_model(1), saved)
     finally:

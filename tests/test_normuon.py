@@ -249,7 +249,7 @@ def test_what_holds_no_matrix_is_named():
     tx = normuon(0.1)
     with pytest.raises(
         ValueError,
-        match=r"block.bias of shape \(3,\) does not hold a matrix; give it to another optimizer",
+        match=r"block.bias of shape \(3,\) does not hold a matrix; assign the parameter to another",
     ):
         tx.init({"block": {"bias": jnp.zeros(3)}})
     with pytest.raises(

@@ -137,7 +137,7 @@ def test_a_schedule_reaches_both():
 
 def test_parameters_without_a_rule_or_with_two_are_errors():
     with pytest.raises(
-        GroupError, match="not these:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"
+        GroupError, match="one rule, found:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"
     ):
         assign([Group("bias.*"), Group(".*_1"), Group("a")], ["a", "c", "bias_1"])
     with pytest.raises(GroupError, match="the rule 'wpe' matches nothing"):

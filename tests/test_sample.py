@@ -359,7 +359,7 @@ def without_notes(init, left):
         (["--prompt", "a", "y" * 30], "prompt 2: expected at most 23 tokens"),
         (["--prompt-file", "-"], "standard input: expected a prompt, got an empty text"),
         (["--prompt-file", "none.txt"], "none.txt"),
-        (["--prompt", "x", "--lines"], "--lines splits the files of --prompt-file, got none"),
+        (["--prompt", "x", "--lines"], "--lines needs --prompt-file, got none"),
         (["--prompt", "x", "--interactive"], "leave out --prompt, --prompt-file and --json"),
         (["--prompt", "x", "--max-new-tokens", 0], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", "x", "--num-samples", 0], "--num-samples must be at least 1, got 0"),

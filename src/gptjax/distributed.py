@@ -175,8 +175,8 @@ def _place(config: Config) -> tuple[str | None, int | None, int | None]:
     if None in (address, count, index) and not scheduled:
         raise DistributedError(
             "several processes need --coordinator HOST:PORT, --process-count and --process-index, "
-            "or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; only under Slurm's "
-            f"srun or Open MPI's mpirun they may be left out. Found {address}, {count} and {index}"
+            "or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; leave them out "
+            f"only under Slurm's srun or Open MPI's mpirun. Found {address}, {count} and {index}"
         )
     if count is not None and index is not None and index >= count:
         raise DistributedError(

@@ -87,7 +87,7 @@ class Sample:
                 "--prompt, --prompt-file and --json"
             )
         if self.lines and not self.prompt_file:
-            raise SampleError("--lines splits the files of --prompt-file, got none")
+            raise SampleError("--lines needs --prompt-file, got none")
         for name in ("max_new_tokens", "num_samples", "batch_size"):
             if (value := getattr(self, name)) < 1:
                 raise SampleError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

@@ -105,7 +105,7 @@ class ModelOptions(BaseOptions):
         """
         if self.forward and recompute:
             raise BenchError(
-                "--forward has no backward pass to recompute for: leave out --recompute"
+                "--forward has no backward pass that recomputes: leave out --recompute"
             )
         parts = ("attention", "loss", "norm", "mlp")
         return one_micro_batch(

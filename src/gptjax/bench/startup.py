@@ -130,7 +130,7 @@ def _start(train: Path, name: str, run: str, arguments: list[str], folder: Path)
     )
     if done.returncode:
         raise BenchError(
-            f"the {name} start failed, train.py's last lines:\n"
+            f"the {name} start failed; the last lines of train.py:\n"
             + "\n".join(done.stdout.splitlines()[-15:])
         )
     log = read_log(folder / "runs" / run / "log.jsonl")

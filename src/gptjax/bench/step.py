@@ -103,9 +103,7 @@ class Step(ModelOptions):
         """
         base = self.base()
         if self.largest and self.batch:
-            raise BenchError(
-                "--largest looks for the batch, and --batch names it: give one of them"
-            )
+            raise BenchError("--largest searches for the batch that --batch sets: give one of them")
         if self.torch and (why := why_no_step(base)):
             raise BenchError(why)
         configs = [
@@ -126,7 +124,9 @@ class Step(ModelOptions):
 
     def _check_llmc(self, path: Path, device: jax.Device) -> None:
         if self.torch:
-            raise BenchError("--torch and --llmc both name the other side: give one of them")
+            raise BenchError(
+                "--torch and --llmc both name a program to compare with: give one of them"
+            )
         if self.forward:
             raise BenchError("llm.c measures whole training steps: leave out --forward or --llmc")
         if max(self.devices) > 1:

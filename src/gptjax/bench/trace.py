@@ -62,7 +62,7 @@ def newest_xplane(folder: Path) -> Path:
         folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime
     )
     if not traces:
-        raise BenchError(f"jax.profiler left no trace in {folder}/plugins/profile")
+        raise BenchError(f"jax.profiler wrote no trace in {folder}/plugins/profile")
     return traces[-1]
 
 
@@ -140,7 +140,7 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
     ]
     if not placed:
         raise BenchError(
-            "the trace has no kernels of the step; on a GPU it takes CUPTI (pip install "
+            "the trace has no kernels of the step; the trace of a GPU needs CUPTI (pip install "
             "nvidia-cuda-cupti)"
         )
     parts: dict[tuple, dict] = {}

@@ -25,7 +25,7 @@ def config_class(name: str) -> type[ModelConfig]:
         return found[0]
     if found:
         modules = ", ".join(sorted(kind.__module__ for kind in found))
-        raise LookupError(f"expected one class {name}, found those of the modules {modules}")
+        raise LookupError(f"expected one class {name}, found one in each of {modules}")
     names = ", ".join(sorted({kind.__name__ for kind in known}))
     raise LookupError(
         f"expected one of the architectures {names}, found {name}; import the Python file that "

@@ -38,15 +38,19 @@ from gptjax.models.layers import (
     lookup,
     next_targets,
     normal,
+    pair_heads,
     rotary_angles,
     scalars,
     split_bank,
     uniform,
+    unpair_heads,
     weighted_sum,
 )
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, to_int32
+from pallas_kernels.fp8 import Fp8Rows, rows_of
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE, activated_mlp, projection
 from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.rotary import rotary_qkv
 
@@ -90,6 +94,7 @@ class SpeedrunConfig(ModelConfig):
     operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp"}
     of_run: ClassVar = ModelConfig.of_run | {"stage"}
     supports_segment_ids: ClassVar[bool] = True
+    supports_fp8: ClassVar[bool] = True
 
     block_size: int = 49_152
     n_layer: int = 11
@@ -159,13 +164,15 @@ class SpeedrunConfig(ModelConfig):
 
     def kernels(self, sequence_length, batch=1, segments=False):
         dtype, precision = self.precision.compute_dtype, self.precision.matmul
+        fp8 = self.precision.fp8_blocks
         shape = {"length": sequence_length, "head_dim": self.head_dim, "precision": precision}
         shape |= {"segments": segments, "window": self.stage.short_window + 1}
         mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": self.n_inner}
+        operation = "fp8_linear_relu_squared" if fp8 else "linear_relu_squared"
         return {
             "attention": select("flash_attention", self.attention, dtype=dtype, **shape),
-            "norm": select("rms_norm", self.norm, channels=self.n_embd),
-            "mlp": select("linear_relu_squared", self.mlp, dtype=dtype, **mlp),
+            "norm": select("rms_norm", self.norm, channels=self.n_embd, fp8=fp8),
+            "mlp": select(operation, self.mlp, **mlp, **({} if fp8 else {"dtype": dtype})),
             **super().kernels(sequence_length, batch),
         }
 
@@ -236,9 +243,10 @@ def gate(config: SpeedrunConfig, x_BTC: BTC, w_HG: Float[Array, "H G"]) -> Float
     return jax.nn.sigmoid(jnp.einsum("btg,hg->bth", x_BTG, w_HG.astype(x_BTC.dtype), **fp32_sums))
 
 
-def norm(config: SpeedrunConfig, x_BTC: BTC) -> BTC:
-    """Return the RMSNorm without parameters, in the compute dtype."""
+def norm(config: SpeedrunConfig, x_BTC: BTC, *, fp8: bool = False) -> BTC | Fp8Rows:
+    """Return the RMSNorm without parameters, in the compute dtype; with fp8 as `Fp8Rows`."""
     how = {"out_dtype": config.precision.compute_dtype, "implementation": config.norm}
+    how["fp8_scale"] = ACTIVATION_SCALE if fp8 else None
     return jax.named_scope("norm")(rms_norm)(x_BTC, eps=EPS, **how)
 
 
@@ -276,18 +284,6 @@ def partial_key_offset(k_BTHD: BTHD) -> BTHD:
     return jnp.concatenate([k_BTHD[..., :half], before[..., half:]], axis=-1)
 
 
-def pair_heads(x_BTHD: BTHD) -> Float[Array, "B 2*T H/2 D"]:
-    """Interleave heads 2j and 2j + 1 along time: position 2t is head 2j of token t."""
-    b, t, h, d = x_BTHD.shape
-    return x_BTHD.reshape(b, t, h // 2, 2, d).swapaxes(2, 3).reshape(b, 2 * t, h // 2, d)
-
-
-def unpair_heads(x_BTHD: BTHD) -> Float[Array, "B T/2 2*H D"]:
-    """Return the inverse of `pair_heads`."""
-    b, t, h, d = x_BTHD.shape
-    return x_BTHD.reshape(b, t // 2, 2, h, d).swapaxes(2, 3).reshape(b, t // 2, 2 * h, d)
-
-
 class Layer(NamedTuple):
     """Slices of the banks for one layer; None where the layer has no such part."""
 
@@ -302,15 +298,21 @@ class Layer(NamedTuple):
 @jax.named_scope("attention")
 def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_BT, segments_BT):
     """Return layer i's attention of the normalised lane."""
-    c, stage, x_BTC = config, config.stage, norm(config, x_BTC)
+    c, stage, fp8 = config, config.stage, config.precision.fp8_blocks
+    given = norm(c, x_BTC, fp8=fp8)
+    x_BTC = rows_of(given)
     paired, long = i in c.paired_layers, i in c.long_layers
     precision = {"precision": c.precision.matmul}
     matmul = {"implementation": "reference" if c.attention == "reference" else "auto"} | precision
-    *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
+    *qkv, o_CC = layer.qkvo
+    if fp8:
+        qkv_BTO = projection(given, jnp.concatenate(qkv), output_major=True)
+    else:
+        qkv_BTO = linear(x_BTC, tuple(w_CC.T for w_CC in qkv), **matmul)
     (b, t), (frequency_E, scale) = tokens_BT.shape, rotary(c)
     angles = rotary_angles(frequency_E, 2 * t if paired else t)
     how = {"eps": EPS, "pair_heads": paired, "implementation": matmul["implementation"]}
-    q, k, v = rotary_qkv(linear(x_BTC, tuple(qkv), **matmul), *angles, heads=c.n_head, **how)
+    q, k, v = rotary_qkv(qkv_BTO, *angles, heads=c.n_head, **how)
     if layer.value_PC is not None:
         value_BTC = lookup(layer.value_PC, tokens_BT, vocab_size=c.vocab_size).astype(x_BTC.dtype)
         halves = x_BTC[..., : GATE // 2], value_BTC[..., : GATE // 2]
@@ -328,16 +330,20 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     y = flash_attention(q, k, v, scale=scale, **how, **precision)
     y = unpair_heads(y) if paired else y
     y = weighted_sum(y.dtype, (gate(c, x_BTC, layer.gate_HG)[..., None], y))
-    return linear(y.reshape(x_BTC.shape), o_CC, **matmul)
+    return linear(y.reshape(x_BTC.shape), o_CC.T, **matmul)
 
 
 @jax.named_scope("mlp")
 def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
     """Return relu(x W_inᵀ)² W_out of the normalised lane."""
-    x_BTC, precision = norm(config, x_BTC), {"precision": config.precision.matmul}
+    fp8, precision = config.precision.fp8_blocks, {"precision": config.precision.matmul}
+    x_BTC = norm(config, x_BTC, fp8=fp8)
+    if fp8:
+        how = {"activation": "relu_squared", "output_major": True, "implementation": config.mlp}
+        return activated_mlp(x_BTC, layer.mlp_in_FC, None, layer.mlp_out_FC, **how)
     back_end = "reference" if config.mlp == "reference" else "auto"
-    w_CF = layer.mlp_in_FC.T
-    y_BTF = linear_relu_squared(x_BTC, w_CF, implementation=config.mlp, **precision)
+    how = {"implementation": config.mlp} | precision
+    y_BTF = linear_relu_squared(x_BTC, layer.mlp_in_FC.T, **how)
     return linear(y_BTF, layer.mlp_out_FC, implementation=back_end, **precision)
 
 
@@ -385,7 +391,7 @@ class Speedrun(Model):
     def hidden(self, tokens_BT, cache=None, segment_ids_BT=None):
         self.check_tokens(tokens_BT, segment_ids_BT, cache)
         if cache is not None:
-            raise ValueError("Speedrun: expected no cache of keys and values: there is none")
+            raise ValueError("Speedrun: expected cache=None: the model has no KV cache")
         c, tokens_BT, layers = self.config, to_int32(tokens_BT), self.layers()
         add = functools.partial(weighted_sum, c.precision.residual_dtype)
         x0, bigram = self.inputs(tokens_BT)

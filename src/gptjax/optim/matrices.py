@@ -70,8 +70,8 @@ class Matrices:
         if n_out % self.packed:
             raise ValueError(
                 f"{path or 'a parameter'} of shape {x.shape} does not hold {self.packed} matrices "
-                f"side by side: {n_out} outputs are no multiple of {self.packed}; give it to "
-                "another optimizer"
+                f"side by side: {n_out} outputs are not a multiple of {self.packed}; assign "
+                "the parameter to another optimizer"
             )
         lead = tuple(x.shape[axis] for axis in batch)
         if self.outputs_first:
@@ -97,13 +97,14 @@ class Matrices:
         n, name = len(shape), path or "a parameter"
         if n < 2:
             raise ValueError(
-                f"{name} of shape {shape} does not hold a matrix; give it to another optimizer"
+                f"{name} of shape {shape} does not hold a matrix; assign the parameter to another "
+                "optimizer"
             )
         if not self.inputs:
             if n > 2:
                 raise ValueError(
                     f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} "
-                    "axes are inputs and which are outputs. Name them in its layout, such as "
+                    "axes are inputs and which are outputs. Name the axes, such as "
                     "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
                     "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
                 )

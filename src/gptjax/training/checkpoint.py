@@ -210,7 +210,7 @@ class Checkpoints:
         if damaged:
             raise DamagedError(
                 "\n".join(
-                    [*damaged, "no older checkpoint is left; choose another --name to begin anew"]
+                    [*damaged, "no older checkpoint is left; choose another --name for a new run"]
                 )
             )
         return None

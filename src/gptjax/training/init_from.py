@@ -47,7 +47,7 @@ def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config
     kind = type(config.model)
     if source.architecture != kind.__name__:
         raise ConfigError(
-            f"--init-from {source} has a model of {source.architecture}, and the config one of "
+            f"--init-from {source} has a model of {source.architecture}, and the config has a "
             f"{kind.__name__}; choose a config of {source.architecture}"
         )
     distributed.check_alike({f"--init-from {source}": source.identity()})
@@ -100,7 +100,7 @@ def _refuse_conflicts(source: Source, found: ModelConfig, model: ModelConfig) ->
     if lines:
         raise ConfigError(
             f"--init-from {source} has another model:\n" + "\n".join(lines) + "\n"
-            "Give the values that it has; only --model.block-size may be smaller."
+            "Give the values of that model; only --model.block-size may be smaller."
         )
 
 

@@ -116,14 +116,14 @@ def _refuse_another_run(
     if lines := configuration.differences(meta.get("config"), config):
         raise ConfigError(
             f"{config.run_dir} was begun with another config:\n  " + "\n  ".join(lines) + "\n"
-            "Give the old values to resume it, or another --name to begin anew."
+            "Give the old values to resume the run, or another --name for a new run."
         )
     place = meta.get("data") or {}
     if lines := dataset.differences(place.get("dataset")):
         raise ConfigError(
             f"{config.run_dir} was trained on other data:\n  " + "\n  ".join(lines) + "\n"
-            "A position in that data is meaningless here: give the old data, or another --name to "
-            "begin anew."
+            "The checkpoint has a position in the old data: give the old data, or another --name "
+            "for a new run."
         )
     expected = _place(config, step)["position"]
     product = "" if config.stages else f"{step} × {config.batch} = "

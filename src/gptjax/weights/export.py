@@ -60,10 +60,10 @@ def check_architecture(architecture: str, to: Format) -> None:
     known = WRITERS[to]
     if architecture not in known:
         formats = [name for name, writers in WRITERS.items() if architecture in writers]
-        others = f"; it can be exported to {', '.join(formats)}" if formats else ""
+        others = f"to {', '.join(formats)}" if formats else "to no format"
         raise WeightsError(
             f"{to} files: expected one of the architectures {', '.join(known)}, found "
-            f"{architecture}{others}"
+            f"{architecture}, which can be exported {others}"
         )
 
 

@@ -77,7 +77,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise WeightsError(
-            f"{shown(path)}: not written: {reason(error)}. An older file stays as it was"
+            f"{shown(path)}: not written: {reason(error)}. An older file is unchanged"
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -115,7 +115,7 @@ def read_config(
     try:
         config = Llama3Config(**fields, precision=precision, **options)
     except (ValueError, TypeError) as error:
-        raise WeightsError(f"{shown(file)}: no Llama: {error}") from error
+        raise WeightsError(f"{shown(file)}: not a Llama: {error}") from error
     if (head_dim := found.get("head_dim")) is not None:
         _expect(file, "head_dim", head_dim, (config.head_dim,))
     if padded_vocab_size is None:
