@@ -30,13 +30,13 @@ from gptjax.terminal import printable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Draw results of `kernels --out`: for every case with a target, each implementation against
-    the ceiling."""
+    """Draw results of `kernels --out`: for every case with a target, each implementation as a share
+    of the GPU's ceiling, the rate of a device copy or of a large matmul."""
 
     results: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RESULTS")]]
     """Folder of the JSON files."""
     picture: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PICTURE")]]
-    """Picture to write; its ending names the format (png, pdf, svg)."""
+    """Picture to write; the suffix selects the format (png, pdf, svg)."""
 
     def run(self) -> None:
         files = sorted(self.results.glob("*.json"))

@@ -89,8 +89,8 @@ def name(row: dict) -> str:
 
 
 def _identity(row: dict) -> dict:
-    """Return the row without the options of a rung, which its name stands for, and without the
-    number of devices if that is 1, as in results without that field."""
+    """Return the row without the options of a rung, which the rung's name implies, and without the
+    number of devices if the number is 1, as in results without that field."""
     left_out = {"asked"} if "rung" in row else set()
     if row.get("devices") == 1:
         left_out.add("devices")

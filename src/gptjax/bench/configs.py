@@ -21,7 +21,7 @@ OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelName:
-    """The model: that of a config file, or a preset."""
+    """The model: a config file's, or a preset."""
 
     config: Annotated[Path | None, OWN_DEFAULT] = None
     """Config file: its model, sequence length, micro-batch and optimizer. The options below
@@ -38,7 +38,7 @@ class ModelName:
         """Return the config before the other options.
 
         Raises:
-            BenchError: a config file and a preset.
+            BenchError: a config file and a preset are both given.
             ConfigError: no such config file.
         """
         if self.config and self.preset:
@@ -71,7 +71,7 @@ class ModelOptions(BaseOptions):
     mlp: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of the MLP, as --model.mlp (default: the config's, or auto)."""
     optimizer: Annotated[Literal[*optim.ALGORITHMS] | None, OWN_DEFAULT] = None
-    """The optimizer (default: the config's, or adamw). PyTorch's is always AdamW."""
+    """The optimizer (default: the config's, or adamw). PyTorch always uses AdamW."""
     forward: bool = False
     """Run the forward pass and its loss alone."""
 
@@ -83,7 +83,8 @@ class ModelOptions(BaseOptions):
         """Return the config of the stage before the other options.
 
         Raises:
-            BenchError: the config does not have the stage; a config file and a preset.
+            BenchError: the config does not have the stage, or a config file and a preset are both
+                given.
             ConfigError: no such config file.
         """
         config = super().base()
@@ -120,7 +121,7 @@ class ModelOptions(BaseOptions):
 
 
 def base_config(file: Path | None, preset: str | None) -> Config:
-    """Return the config of a file, or that of a preset: bf16, 64 sequences of 1024.
+    """Return the config of a file, or of a preset: bf16, 64 sequences of 1024 tokens.
 
     Raises:
         ConfigError: no such file.

@@ -1,13 +1,14 @@
 """`python -m gptjax.bench generate`: tokens/s of `gptjax.generate`, compared with transformers in
 the same run.
 
-Calls follow each other, and each is awaited, as by a user who needs the text. A step's time is
-(call − first token) / (new − 1). The first token is that of the stream, `token_chunks`, and of a
-call for one token in transformers. Compile seconds are those of the first call beyond a later one:
-a row that uses an executable of an earlier row has fewer.
+Calls follow each other, and each call is awaited, as by a user who needs the text. A step's time is
+(call − first token) / (new − 1). The time to the first token is measured with the stream,
+`token_chunks`, and in transformers with a call for one token. Compile seconds are the time of the
+first call minus the time of a later call: a row that uses an executable of an earlier row has
+fewer.
 
 The limit of a step is its memory traffic: every weight that enters a matmul, and every key and
-value of the sequences so far, read once in the compute dtype at the card's peak bandwidth.
+value of the sequences so far, read once in the compute dtype at the GPU's peak bandwidth.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ FIRST_TOKENS = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate(ModelName):
-    """Measure tokens/s, the time to the first token and that of a decoding step, with random
+    """Measure tokens/s, the time to the first token and the time of a decoding step, with random
     weights and prompts; print a row for each --batch, --temperature and --implementation."""
 
     precision: Annotated[Literal[*NAMES] | None, OWN_DEFAULT] = None
@@ -53,7 +54,7 @@ class Generate(ModelName):
     new: int = 256
     """New tokens of each sequence."""
     temperature: tuple[float, ...] = (0.0, 1.0)
-    """0 takes the likeliest token."""
+    """0 selects the likeliest token."""
     top_k: int | None = 50
     """Draw from this number of likeliest tokens; not with temperature 0."""
     implementation: tuple[Literal["auto", "triton", "xla"], ...] = ("auto",)
@@ -196,7 +197,7 @@ class JaxGeneration:
         """Return the back end of the decoding step.
 
         Raises:
-            ValueError: the named one cannot run here.
+            ValueError: the named back end cannot run here.
         """
         return self.model.decode_kernel(len(self.prompt_BT), self.implementation)
 
@@ -271,7 +272,7 @@ def step_bytes(model: Model, batch: int, prompt: int, new: int) -> float:
 
 
 def compare_with_torch(rows: list[dict]) -> None:
-    """Add `of_torch`, the ratio of the tokens/s, to gptjax's rows that have a rival's row."""
+    """Add `of_torch`, the ratio of the tokens/s, to gptjax's rows that have a row of PyTorch."""
     same = ("model", "precision", "batch", "case")
     rivals = {
         tuple(row[key] for key in same): row["tokens/s"]

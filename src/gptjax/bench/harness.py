@@ -1,11 +1,11 @@
-"""Device time of one operation in several implementations, held against the machine's own ceilings.
+"""Device time of one operation in several implementations, compared with the GPU's own ceilings.
 
 One executable (one CUDA graph in PyTorch) calls an implementation on several sets of inputs, one
 call after the other, with separate memory for each result: neither the host nor the L2 cache is
 measured. The executable is long enough that its launch, 35 µs, does not count. It runs for about
-`SECONDS`, rests, and runs again, `ROUNDS` times; the median round counts, divided by the number of
-calls. Without the rests an H200 that runs matmuls reaches its 700 W and slows from 1980 to 1470
-MHz: an 8192³ bf16 matmul then has 690 TFLOP/s, not 800.
+`SECONDS`, rests, and runs again, `ROUNDS` times. The result is the time of the median round divided
+by the number of calls. Without the rests an H200 that runs matmuls reaches its 700 W and slows from
+1980 to 1470 MHz: an 8192³ bf16 matmul then has 690 TFLOP/s, not 800.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Case:
     run: dict[str, Callable]
     """Name → a jittable function of the inputs, for each implementation in JAX."""
     prepare: dict[str, Callable] = dataclasses.field(default_factory=dict)
-    """Name → a jittable function from the inputs to those of this implementation; not timed."""
+    """Name → a jittable function from the inputs to this implementation's inputs; not timed."""
     torch: dict[str, Callable] = dataclasses.field(default_factory=dict)
     """Name → a function of the module torch that returns a function of the same inputs as CUDA
     tensors."""

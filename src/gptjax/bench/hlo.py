@@ -38,9 +38,9 @@ class Place:
     """Operation in the source, the last component of the op_name; without an op_name the HLO
     opcode."""
     matmul: bool
-    """Whether it is a matmul or contains one."""
+    """Whether the instruction is a matmul or contains one."""
     encloses: bool = False
-    """Whether it only runs other instructions, which are in the trace themselves."""
+    """Whether the instruction only runs other instructions, which the trace lists separately."""
 
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -107,7 +107,7 @@ def _place(definition: str, bodies: dict, differentiated: bool) -> Place:
 
 
 def _inside(definition: str, bodies: dict) -> list[str]:
-    """Return the instructions of a fusion, those of inner fusions included."""
+    """Return the instructions of a fusion, including those of inner fusions."""
     if _opcode(definition) not in ("fusion", "call", "async-start"):
         return []
     direct = [

@@ -89,7 +89,7 @@ class JaxStep:
             )
 
     def run(self, steps: int) -> float:
-        """Return the device's seconds for so many consecutive steps."""
+        """Return the device's seconds for this number of consecutive steps."""
         if self._state is None:
             if self.jit:
                 self.compile()
@@ -118,8 +118,8 @@ class JaxStep:
     def room(self) -> int:
         """Bytes that the device must have free for the executable, beyond what JAX holds.
 
-        JAX's allocator takes memory in pieces, which leave gaps: an executable that needed 106.6
-        GiB, 89 of them in one piece, did not fit into 119.
+        JAX's allocator allocates memory in pieces, which leave gaps: an executable that needed
+        106.6 GiB, 89 of them in one piece, did not fit into 119.
         """
         stats = self.device.memory_stats() or {}
         held = stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0)

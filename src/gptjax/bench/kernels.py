@@ -23,8 +23,8 @@ from gptjax.bench.table import Row, print_table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Measure the device time of kernels as a share of the GPU's ceiling, compared with XLA and
-    PyTorch."""
+    """Measure the device time of kernels, compared with XLA and PyTorch, and as a share of the
+    GPU's ceiling: the rate of a device copy or of a large matmul."""
 
     files: tyro.conf.Positional[
         Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="")]
@@ -110,7 +110,7 @@ def load(file: Path) -> list[Case]:
     """Import a benchmark and return its cases.
 
     Raises:
-        BenchError: it is no Python file, or has no function cases().
+        BenchError: the file is not a Python file, or has no function cases().
     """
     spec = importlib.util.spec_from_file_location(f"benchmark_{file.stem}", file)
     if spec is None or spec.loader is None:

@@ -1,9 +1,9 @@
 """`python -m gptjax.bench ladder`: the speedup of each rung of the acceleration ladder on this GPU,
 in JAX and in PyTorch.
 
-Each rung keeps the ones below it: fp32 without jit → jit → TF32 → bf16 → flash attention → padded
-vocabulary → fused classifier → fused norms and MLP → the rest → FP8. Every rung is a full training
-step (forward, backward, clip, AdamW) on the same number of random tokens, measured as by
+Each rung includes the rungs before it: fp32 without jit → jit → TF32 → bf16 → flash attention →
+padded vocabulary → fused classifier → fused norms and MLP → the rest → FP8. Every rung is a full
+training step (forward, backward, clip, AdamW) on the same number of random tokens, measured as by
 `bench step`, for about a second.
 """
 
@@ -49,18 +49,19 @@ SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ladder(BaseOptions):
-    """Measure the acceleration ladder on this device, one rung a row, each with those before it;
-    with PyTorch's ladder if PyTorch with CUDA is installed and has a model of the architecture."""
+    """Measure the acceleration ladder on this device: a row for each rung, which includes the rungs
+    before it. Also measure PyTorch's ladder, if PyTorch with CUDA is installed and has the
+    model."""
 
     batch: int = 16
-    """Sequences a step. In fp32, with all scores of attention in memory, 16 of 1024 need about 37
-    GiB."""
+    """Sequences per step. Without jit, in fp32 and with all scores of attention in memory, 16
+    sequences of 1024 tokens need about 60 GiB."""
     torch: bool = True
     """Measure PyTorch's ladder too, if it can run; it compiles for minutes."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
     picture: Annotated[Path | None, OWN_DEFAULT] = None
-    """Picture of the results; its ending names the format (png, pdf, svg)."""
+    """Picture of the results; the suffix selects the format (png, pdf, svg)."""
     draw: Annotated[Path | None, OWN_DEFAULT] = None
     """Draw the picture of this earlier result, and measure nothing."""
 

@@ -1,7 +1,7 @@
 """llm.c's side of a comparison: runs of the user's own build of train_gpt2.cu, on random tokens.
 
-https://github.com/karpathy/llm.c: the options and the output are those of train_gpt2.cu. It prints
-the time of each step between two CUDA events, from reading the batch to the update.
+https://github.com/karpathy/llm.c: the options and the output are those of train_gpt2.cu. llm.c
+prints the time of each step between two CUDA events, from reading the batch to the update.
 """
 
 import os
@@ -114,7 +114,7 @@ def descriptor(model: GPT2Config) -> str | None:
 
 
 class LlmcStep:
-    """llm.c's training step, with every option that makes it the step of a config.
+    """llm.c's training step, with the options that reproduce the step of a config.
 
     Each run is a process: between two turns it holds no memory.
 
@@ -166,7 +166,7 @@ class LlmcStep:
         return [float(np.mean(each)) for each in rounds]
 
     def has_room(self) -> bool:
-        """Return whether a run has room beside the memory that JAX keeps."""
+        """Return whether the memory that JAX does not hold suffices for a run."""
         stats = self.device.memory_stats() or {}
         if not self.peak or "bytes_limit" not in stats:
             return True
@@ -236,7 +236,7 @@ class LlmcStep:
                 save_llmc(GPT2(model, rngs=nnx.Rngs(0)), folder / "model.bin", dtype=dtype)
 
     def _check(self, text: str) -> None:
-        """Raise BenchError if llm.c did not do what was asked for."""
+        """Raise BenchError if llm.c did not run the requested step."""
         if not self._check_precision(text):
             raise _unreadable("a line with its precision", text)
         if "Fell back to cudaMallocManaged" in text:

@@ -2,7 +2,7 @@
 
 An H200 that runs matmuls without a pause reaches its 700 W and slows down, so each side first warms
 up for `WARM_UP_SECONDS` and is then measured in `ROUNDS` rounds that follow immediately. Two sides
-alternate, `TURNS` each; the median round counts.
+alternate, `TURNS` each. The result is the median round.
 """
 
 import sys
@@ -21,12 +21,12 @@ REST_SECONDS = 0.3
 
 
 def one_device() -> jax.Device:
-    """Return the device of every figure of one device: JAX's first."""
+    """Return JAX's first device, which all measurements of one device use."""
     return jax.config.jax_default_device or jax.devices()[0]
 
 
 def first_devices(count: int) -> list[jax.Device]:
-    """Return as many devices; one is `one_device`.
+    """Return the first `count` devices; one device is `one_device`.
 
     Raises:
         BenchError: there are fewer.

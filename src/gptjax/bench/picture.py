@@ -28,7 +28,7 @@ def draw_kernels(results: list[dict], path: Path) -> None:
     ceiling of the same run.
 
     Args:
-        results: those of `python -m gptjax.bench kernels --out`, a dict for each file.
+        results: the results of `python -m gptjax.bench kernels --out`, a dict for each file.
     """
     groups: dict[tuple, list[dict]] = {}
     for row in (row for result in results for row in result["rows"] if row["bar"]):
@@ -72,7 +72,7 @@ def draw_ladder(result: dict, path: Path) -> None:
     """Draw a bar of tokens/s for each rung: JAX's ladder and, if it was measured, PyTorch's.
 
     Args:
-        result: that of `python -m gptjax.bench ladder --out`.
+        result: the result of `python -m gptjax.bench ladder --out`.
     """
     rows = result["rows"]
     first, longest = rows[0], max((row.get("tokens/s", 0) for row in rows), default=0) or 1
@@ -110,7 +110,7 @@ def draw_profile(row: dict, title: str, path: Path) -> None:
     """Draw a bar for each part of the model, with a colour for each pass.
 
     Args:
-        row: that of `python -m gptjax.bench profile`.
+        row: the row of `python -m gptjax.bench profile`.
     """
     names = [part for part in ORDER if any(each["part"] == part for each in row["parts"])]
     with style.picture(path, (9, 0.42 * (len(names) + 1) + 1.3)) as axes:

@@ -1,5 +1,5 @@
 """`python -m gptjax.bench profile`: where one training step spends its time, kernel by kernel, and
-the trace itself. `hlo` and `trace` have the method."""
+the trace itself. `hlo` and `trace` describe the method."""
 
 import dataclasses
 import re
@@ -34,12 +34,13 @@ class Profile(ModelOptions):
     out: Path
     """Folder for all files: profile.json, profile.png, and the trace in plugins/profile/."""
     batch: Annotated[int | None, OWN_DEFAULT] = None
-    """Sequences a step, in one micro-batch (default: the config's micro-batch, or 64)."""
+    """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
     recompute: Annotated[Literal["none", "block", "sublayer"] | None, OWN_DEFAULT] = None
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
     devices: int = 1
-    """Number of devices that share the step; the first one is traced. --batch is of each device."""
+    """Number of devices that share the step; the first one is traced. --batch counts the sequences
+    of each device."""
     parallel: Annotated[Strategy | None, OWN_DEFAULT] = None
     """Strategy for several devices, as --parallel of train.py (default: the config's, or data)."""
     reduce_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
@@ -85,7 +86,7 @@ def trace(step: JaxStep, folder: Path) -> dict:
         The step's `summary`, with "untraced_ms" and "trace", the file for Perfetto.
 
     Raises:
-        BenchError: it needs more memory than there is, or the trace does not show it.
+        BenchError: the step needs more memory than the device has, or the trace has no such step.
     """
     # In a CUDA graph all kernels have one name, that of the graph.
     step.compile(

@@ -37,11 +37,11 @@ OUTPUTS = ("out", "picture")
 def new(
     command: str, rows: Sequence[dict], *, device: str, packages: Sequence[str] = (), **fields: Any
 ) -> dict:
-    """Return a result of now.
+    """Return a result with the current date, versions and commit.
 
     Args:
         packages: names whose versions matter too, where they are installed.
-        fields: those of the command itself.
+        fields: further fields, of the command itself.
     """
     installed = {name: importlib.metadata.version(name) for name in packages if is_installed(name)}
     return {
@@ -64,7 +64,7 @@ def write(path: Path, result: dict) -> None:
 
 
 def compact_json(value: Any, depth: int = 0) -> str:
-    """Return JSON in which objects and lists without inner ones are on one line."""
+    """Return JSON in which objects and lists without nested ones are on one line."""
     if not isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False)
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -84,7 +84,7 @@ def read(path: Path) -> dict:
 
     Raises:
         OSError: the file cannot be read.
-        BenchError: it is not a regular file, or its contents do not have the schema.
+        BenchError: the path is not a regular file, or the contents do not have the schema.
     """
 
     def check(result: Any) -> None:
@@ -104,7 +104,7 @@ def read_times(path: Path, *fields: str) -> dict:
 
     Raises:
         OSError: the file cannot be read.
-        BenchError: it is not a regular file, or its contents are not such a result.
+        BenchError: the path is not a regular file, or the contents are not such a result.
     """
 
     def check(result: Any) -> None:
@@ -135,7 +135,7 @@ def commit() -> str | None:
 
 
 def bench_command(name: str, options: Any) -> str:
-    """Return the command line of a bench command: its options that are not at their defaults,
+    """Return the command line of a bench command: the options that differ from their defaults,
     without the files to write."""
     words = ["python", "-m", "gptjax.bench", name]
     for field in dataclasses.fields(options):
@@ -155,7 +155,7 @@ def script_command(script: str, arguments: Sequence[str] | None = None) -> str:
 
     Args:
         script: its path from the repository's root.
-        arguments: those of this process if None.
+        arguments: the arguments of this process if None.
     """
     return shlex.join(["python", script, *(sys.argv[1:] if arguments is None else arguments)])
 

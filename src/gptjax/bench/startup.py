@@ -1,9 +1,9 @@
 """`python -m gptjax.bench startup`: seconds from the command to the first finished step, by part.
 
 The training script runs three times as a process of its own: "cold", with empty caches; "warm",
-with the caches that the first run left; "resumed", the same from a checkpoint. The clock starts
-before the process. The script's log has the time of the first finished step and the seconds of each
-part; "python" is the rest: the interpreter's own start.
+with the caches that the first run left; "resumed", with these caches and from a checkpoint. The
+clock starts before the process. The script's log has the time of the first finished step and the
+seconds of each part; "python" is the rest: the interpreter's own start.
 """
 
 import dataclasses
@@ -99,8 +99,8 @@ def starts(train: Path, config: Path, options: list[str]) -> list[dict]:
 
 
 def _write_random_tokens(folder: Path, vocab_size: int) -> None:
-    """Write a dataset of random bytes: its preparation is no part of a start, and a tokenizer might
-    have to be downloaded."""
+    """Write a dataset of random bytes. The preparation of a dataset is not part of a start, and
+    might download a tokenizer."""
     folder.mkdir()
     rng, shards = np.random.default_rng(0), {}
     for name, count in (

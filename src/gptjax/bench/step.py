@@ -1,5 +1,5 @@
 """`python -m gptjax.bench step`: the training step (or forward pass) of one config, compared with
-PyTorch's or llm.c's in the same run. `measuring` has the method."""
+PyTorch's or llm.c's in the same run. `measuring` describes the method."""
 
 import dataclasses
 import re
@@ -45,12 +45,12 @@ class Step(ModelOptions):
     --parallel, --reduce-dtype, --batch or --recompute, print a row for each."""
 
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
-    """Sequences a step, in one micro-batch (default: the config's micro-batch, or 64)."""
+    """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
     recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
     devices: tuple[int, ...] = (1,)
-    """Numbers of devices that share the step. --batch is of each device."""
+    """Numbers of devices that share the step. --batch counts the sequences of each device."""
     parallel: Annotated[tuple[Strategy, ...], OWN_DEFAULT] = ()
     """Strategies for several devices, as --parallel of train.py (default: the config's, or
     data)."""
@@ -148,8 +148,8 @@ class Step(ModelOptions):
         ]
 
     def _measure(self, config: Config, device: jax.Device, count: int) -> list[dict]:
-        """Return gptjax's row and, with --torch or --llmc, that of the other side. A failure is a
-        row with its error."""
+        """Return gptjax's row and, with --torch or --llmc, the row of the other program. A failure
+        is a row with its error."""
         row, ours = self._compile(config, device, count)
         if ours:
             config = ours.config
@@ -258,7 +258,7 @@ class Step(ModelOptions):
 
 
 def compare_with_one_device(rows: list[dict]) -> None:
-    """Add to each row of several devices its tokens/s as a fraction of as many times one device's.
+    """Add to each row of N devices its tokens/s divided by N times the tokens/s of one device.
 
     The row of one device has the same model, precision, batch and optimizer, in the same run.
     """

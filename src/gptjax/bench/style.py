@@ -45,7 +45,7 @@ def picture(
     The global state of pyplot is not touched.
 
     Args:
-        path: its ending names the format (png, pdf, svg). The folder is created if absent.
+        path: the suffix selects the format (png, pdf, svg). The folder is created if absent.
         size: width and height in inches.
         shape, how: arguments of `Figure.subplots`.
     """

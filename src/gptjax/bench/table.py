@@ -1,4 +1,4 @@
-"""The table printer of every bench command: a narrow terminal cuts no figure and loses none."""
+"""The table printer of every bench command: a narrow terminal shows all figures in full."""
 
 import dataclasses
 import shutil

@@ -1,7 +1,7 @@
-"""GPT-2 in PyTorch as one would write it to train it fast, and the training step of any PyTorch
-model: the rival of `bench step --torch` and `bench ladder`.
+"""GPT-2 in PyTorch, written for fast training, and the training step of any PyTorch model, which
+`bench step --torch` and `bench ladder` measure.
 
-It follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss,
+The model follows "reproduce GPT-2 (124M)": `torch.compile` of the model with its loss,
 scaled_dot_product_attention, autocast to bf16, fused AdamW with decay of matrices alone, clip by
 the global norm. Parameters have Hugging Face's names and PyTorch's layout.
 
@@ -215,7 +215,8 @@ class TorchStep:
         return model, torch.compile(model, dynamic=False) if self.how.compiled else model
 
     def run(self, steps: int) -> float:
-        """Return the device's seconds for so many consecutive steps; the first compiles."""
+        """Return the device's seconds for this number of consecutive steps; the first call
+        compiles."""
         # TF32 stays on under autocast, as in the original.
         torch.set_float32_matmul_precision("highest" if self.how.precision == "fp32" else "high")
         self._wait()

@@ -1,5 +1,5 @@
-"""Llama 3 in PyTorch as one would write it to train it fast: the model that `bench step --torch`
-measures beside gptjax's.
+"""Llama 3 in PyTorch, written for fast training: the model that `bench step --torch` compares with
+gptjax's.
 
 q, k and v are one linear layer, and so are gate and up: two GEMMs less than in `transformers`.
 Attention is scaled_dot_product_attention with `enable_gqa`. The optimizer and the step are those of

@@ -42,7 +42,7 @@ class TorchSeveral:
         self._workers: list[tuple[BaseProcess, connection.Connection]] = []
 
     def run(self, steps: int) -> float:
-        """Return the seconds of so many consecutive steps on the slowest device.
+        """Return the seconds of this number of consecutive steps on the slowest device.
 
         Raises:
             BenchError: a process failed, ended, or did not reply in time. All have ended.

@@ -36,7 +36,7 @@ def require_torch(device: jax.Device) -> None:
     """Raise BenchError if `has_torch` is false."""
     if not has_torch(device):
         raise BenchError(
-            "--torch needs PyTorch with CUDA, and there is none: pip install torch, or leave it out"
+            "--torch needs PyTorch with CUDA, and there is none: pip install torch, or omit --torch"
         )
 
 

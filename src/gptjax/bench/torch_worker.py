@@ -37,7 +37,7 @@ class Spec:
 
     model: ModelConfig
     how: How
-    """With flash attention: the mask of the other has no initial values here."""
+    """With flash=True: plain attention has a mask, which is not initialized here."""
     strategy: Literal["ddp", "fsdp2"]
     devices: int
     batch: int
@@ -139,7 +139,7 @@ class WorkerStep(TorchStep):
         return torch.compile(ddp, dynamic=False) if self.how.compiled else ddp
 
     def run(self, steps: int) -> float:
-        """Return the seconds of so many consecutive steps on the slowest device."""
+        """Return the seconds of this number of consecutive steps on the slowest device."""
         distributed.barrier()
         seconds = torch.tensor(super().run(steps), dtype=torch.float64, device=self.device)
         distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
@@ -178,7 +178,8 @@ def shard(model, spec: Spec) -> None:
 
 @torch.no_grad()
 def fill(model, device: str) -> None:
-    """Fill the parameters with the same values for every sharding; only one is whole at a time."""
+    """Fill the parameters with the same values for every sharding; only one parameter is gathered
+    at a time."""
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=device)
         model.initialize(name, whole)
