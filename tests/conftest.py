@@ -1,5 +1,5 @@
-"""What every test runs under: strict JAX, checked array shapes, two CPU devices, and the GPU only
-where it is asked for."""
+"""Settings of every test: strict JAX, checked array shapes, two CPU devices; a GPU only for tests
+with the marker gpu."""
 
 import gc
 import os

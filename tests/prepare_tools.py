@@ -1,4 +1,4 @@
-"""Texts to prepare, and what the prepared shards hold."""
+"""Texts to prepare, and the contents of the prepared shards."""
 
 import numpy as np
 

@@ -1,4 +1,5 @@
-"""The 2× rule: the error against the definition is at most twice that of the plain way."""
+"""The 2× rule: a kernel's error is at most twice the error of plain JAX, both measured from the
+definition."""
 
 import functools
 from collections.abc import Callable

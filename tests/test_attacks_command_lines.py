@@ -1,4 +1,4 @@
-"""Meaningless command lines end in a sentence: a small part of
+"""Invalid command lines end in an error of one sentence: a small part of
 benchmarks/experiments/attacks/command_lines.py."""
 
 import json

@@ -1,5 +1,5 @@
-"""pallas_kernels.projected_attention: the projection, attention of it, and a bias's gradient
-without a pass over dqkv."""
+"""pallas_kernels.projected_attention, compared with a separate projection and attention; the
+gradient of the bias without a pass over dqkv."""
 
 import functools
 

@@ -1,5 +1,5 @@
-"""gptjax.bench: the harness runs what it says, reports failures as such, and refuses what it cannot
-measure."""
+"""gptjax.bench: the harness measures the named implementations, reports failures, and refuses what
+it cannot measure."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""gptjax.bench step, ladder and compare: what they run is what they say, on a tiny model; failures
-are rows; files compare."""
+"""gptjax.bench step, ladder and compare on a tiny model: each row is the step that its name says,
+failures are rows, and two files are compared."""
 
 import dataclasses
 import itertools

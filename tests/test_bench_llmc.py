@@ -1,5 +1,6 @@
-"""gptjax.bench step --llmc: llm.c is given the step of the config, its times become a row, and its
-failures are reported. A script plays train_gpt2cu: it checks its arguments and prints its lines."""
+"""gptjax.bench step --llmc: llm.c receives the options of the config's step, its times become a
+row, and its failures are reported. A script replaces train_gpt2cu: the script checks its arguments
+and prints llm.c's lines."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""gptjax.bench profile: whose a kernel is, what a trace adds up to, and a real trace of a small
+"""gptjax.bench profile: the part of each kernel, the sums of a trace, and a real trace of a small
 program on the CPU."""
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""benchmarks/experiments/collectives.py: what is timed is the collective that the row names, and
-the fit returns the constants that made the times."""
+"""benchmarks/experiments/collectives.py: the timed collective is the one that the row names, and
+the fit returns the constants of synthetic times."""
 
 import importlib
 import json

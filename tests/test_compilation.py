@@ -1,4 +1,4 @@
-"""Programs compiled side by side and kept on disk, and what is said when a step does not fit into
+"""Concurrent compilation, the cache on disk, and the error for a step that does not fit into
 memory."""
 
 import dataclasses

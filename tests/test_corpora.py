@@ -1,3 +1,5 @@
+"""gptjax.data.corpora: the documents of each source, and the errors."""
+
 import hashlib
 import io
 import json

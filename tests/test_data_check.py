@@ -1,3 +1,5 @@
+"""python -m gptjax.data check: intact and damaged datasets."""
+
 import os
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Documents of a sequence that do not see each other: losses and gradients as of each document by
-itself, on any split of the batch, and no trace in a step without the option."""
+"""Separate documents in a sequence: losses and gradients equal those of each document alone, for
+any split of the batch. Without the option, the step is unchanged."""
 
 import dataclasses
 import functools

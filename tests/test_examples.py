@@ -1,4 +1,4 @@
-"""The examples: a model in one file, through everything that a run does."""
+"""The examples: every command of a run, with a model in one file."""
 
 import dataclasses
 import importlib.util

@@ -1,5 +1,4 @@
-"""Programs kept whole: found without running their Python, and only where nothing that they are
-made from has changed."""
+"""The cache of executables: a hit needs no tracing, and a change of any input is a miss."""
 
 import importlib
 import os

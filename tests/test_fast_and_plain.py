@@ -1,5 +1,5 @@
-"""benchmarks/experiments/fast_and_plain.py: fast and plain see one start and the same
-batches, and the verdict is the numbers'."""
+"""benchmarks/experiments/fast_and_plain.py: both runs have the same weights and batches, and the
+verdict follows from the numbers."""
 
 import dataclasses
 import importlib

@@ -1,3 +1,5 @@
+"""python -m gptjax.data fineweb10B: downloads, repeated and damaged, without a network."""
+
 import hashlib
 import json
 import sys

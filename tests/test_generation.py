@@ -1,5 +1,5 @@
-"""Sampling: the cache changes nothing, the filters keep what they promise, and draws follow the
-softmax."""
+"""Sampling: the KV cache does not change the tokens, the filters keep the right tokens, and draws
+follow the softmax."""
 
 import inspect
 import warnings

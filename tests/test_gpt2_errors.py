@@ -1,4 +1,4 @@
-"""What GPT2, loss_fn and GPT2Config refuse."""
+"""Arguments that GPT2, loss_fn and GPT2Config refuse."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What must hold of GPT2 without a reference: causality, padding, memory, devices."""
+"""Properties of GPT2 that need no reference: causality, padding, memory, devices."""
 
 import dataclasses
 import functools

@@ -1,5 +1,5 @@
-"""What every kernel of ours promises on a GPU, beyond the shapes of its own file: any drawn shape,
-and every output written."""
+"""Every kernel on a GPU, in addition to the tests of its own file: random shapes, and outputs that
+are written completely."""
 
 import functools
 

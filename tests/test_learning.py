@@ -1,5 +1,5 @@
-"""benchmarks/experiments/learning.py: both optimizers see one start and one order of the
-data, runs are made once, and the comparison is the numbers'."""
+"""benchmarks/experiments/learning.py: both optimizers start from the same weights and read the data
+in the same order, each run is recorded once, and the comparison follows from the numbers."""
 
 import dataclasses
 import importlib

@@ -1,3 +1,5 @@
+"""gptjax.data.Loader: windows, their order, positions, several processes, and the errors."""
+
 import os
 import subprocess
 import sys

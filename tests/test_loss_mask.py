@@ -1,5 +1,5 @@
-"""Targets without a loss: against PyTorch's ignore_index, over micro-batches and devices, and at no
-cost where there are none."""
+"""Targets without a loss: compared with PyTorch's ignore_index, over micro-batches and devices.
+Without a mask, the step is unchanged."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""pallas_kernels.matmul: the same numbers in every order of operands."""
+"""pallas_kernels.matmul: the same numbers for every layout of the operands."""
 
 import re
 

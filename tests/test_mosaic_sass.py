@@ -1,5 +1,5 @@
-"""benchmarks/tools/mosaic_sass.py: the modules come out of a lowered program whole;
-what is missing is said."""
+"""benchmarks/tools/mosaic_sass.py: the modules of a lowered program are read completely, and errors
+name what is missing."""
 
 import functools
 import importlib.util

@@ -1,5 +1,5 @@
-"""Packed documents: windows as of a packer in plain Python, in one order for all processes, and in
-runs that change their lengths and resume."""
+"""Packed documents: the windows equal those of a packer in plain Python, in one order for all
+processes, and in runs that change their lengths and resume."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""gptjax.optim.partition: every parameter has exactly one rule, and gets what its rule says."""
+"""gptjax.optim.partition: every parameter matches exactly one rule, and the optimizer of the rule
+updates it."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""gptjax.precision: what each name means, and that a precision stays inside its model."""
+"""gptjax.precision: the dtypes of each name; a precision affects only its own model."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What `import gptjax` and `import pallas_kernels` offer, and when it is loaded."""
+"""The public names of gptjax and pallas_kernels, and when each is imported."""
 
 import ast
 import json

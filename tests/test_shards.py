@@ -1,3 +1,5 @@
+"""gptjax.data.shards: llm.c's format, and damaged files."""
+
 import os
 
 import hypothesis.strategies as st

@@ -1,5 +1,5 @@
-"""The training step: accumulation, sharding, skipping, what it reports, and what it is made of on
-an H200."""
+"""The training step: accumulation, sharding, skipped updates, metrics, and its kernels when
+compiled for an H200."""
 
 import collections
 import dataclasses

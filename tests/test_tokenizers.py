@@ -1,3 +1,5 @@
+"""gptjax.data.tokenizers: GPT-2's BPE and bytes, without a network too."""
+
 import threading
 import time
 

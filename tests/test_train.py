@@ -1,4 +1,4 @@
-"""train.py as a user meets it: a run from beginning to end."""
+"""train.py: a run from beginning to end."""
 
 import dataclasses
 import os

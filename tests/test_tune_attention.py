@@ -1,5 +1,5 @@
-"""benchmarks/tools/tune_attention.py finds the fastest tiles that are right, and writes them where
-the kernels read them."""
+"""benchmarks/tools/tune_attention.py finds the fastest correct tiles, and writes them to the files
+that the kernels read."""
 
 import importlib.util
 import json

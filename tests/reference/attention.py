@@ -1,4 +1,4 @@
-"""Attention as a textbook has it."""
+"""Attention by its textbook equations."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
 """The model of modded-nanogpt's pull request #233 in PyTorch, from its description, for the tests
-to compare with. Nothing here is fast; all of it is meant to be read.
+to compare with. The code is written for reading, not for speed.
 
 One sequence at a time: nothing but the batch's mean connects two sequences. Shapes: T time, C
 channels, H heads, D = C/H, F channels of the MLP, V vocabulary, without padding. Norms, softmax and

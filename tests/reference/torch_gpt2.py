@@ -1,5 +1,5 @@
-"""GPT-2 in PyTorch, from the equations, for the tests to compare with. Nothing here is fast; all of
-it is meant to be read.
+"""GPT-2 in PyTorch, from the equations, for the tests to compare with. The code is written for
+reading, not for speed.
 
     x = wte[token] + wpe[position]
     x = x + attention(layer_norm(x));  x = x + mlp(layer_norm(x))        for each block
