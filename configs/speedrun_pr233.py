@@ -10,8 +10,9 @@ Loss:      not run here. The authors of modded-nanogpt: a validation loss of 3.2
            runs, on the first 10,485,760 validation tokens. This config validates on as many tokens,
            evenly spaced over the split.
 
-The record splits the fp32 values of matrices and embeddings into bf16 and the lower 16 bits, and
-computes the head in FP8. In this config, parameters are fp32 and matmuls bf16.
+The record splits the fp32 values of matrices and embeddings into truncated bf16 and the lower 16
+bits, and computes the head in FP8. In this config, the values of matrices inside the blocks are
+split, with bf16 rounded to nearest; the other parameters are fp32. All matmuls are in bf16.
 """
 
 from dataclasses import replace
@@ -93,6 +94,7 @@ config = Config(
         # project uses the mean of the losses.
         eps=1e-10 / 16_384,
         clip_norm=None,
+        param_storage="bf16_mantissa",
     ),
     dataset="fineweb10B",
     separate_documents=True,

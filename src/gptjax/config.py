@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -185,12 +186,29 @@ class Config:
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
         self._check_processes()
+        self._check_param_storage()
         self._check_eval_tasks()
         self._check_stages()
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"--name must be a plain folder name, got {self.name!r}")
         if (size := len(self.name.encode())) > 200:
             raise ConfigError(f"--name must have at most 200 bytes, got {size}")
+
+    def _check_param_storage(self) -> None:
+        storage, precision = self.optimizer.param_storage, self.model.precision
+        if storage == "fp32":
+            return
+        if precision.compute_dtype != jnp.bfloat16:
+            raise ConfigError(
+                f"--optimizer.param-storage {storage} needs matmuls in bf16, and "
+                f"--model.precision {precision} reads all 32 bits of a matrix; choose "
+                "--model.precision bf16, or leave the option out"
+            )
+        if all(group.matrices is None for group in self.model.parameter_groups()):
+            raise ConfigError(
+                f"--optimizer.param-storage {storage} needs a model with groups of matrices, and "
+                f"{type(self.model).__name__} has none; leave the option out"
+            )
 
     def _check_eval_tasks(self) -> None:
         tasks = self.eval_tasks.split(",") if self.eval_tasks else []
@@ -258,12 +276,14 @@ class Config:
             mesh: the devices of the run.
             schedules: see `OptimizerConfig.build`.
         """
-        return self.optimizer.build(
+        groups = self.model.parameter_groups()
+        tx = self.optimizer.build(
             total_steps=self.max_steps,
-            groups=self.model.parameter_groups(),
+            groups=groups,
             mesh=mesh,
             schedules=schedules or staging.schedules(self),
         )
+        return self.optimizer.with_storage(tx, groups)
 
     def parallel_on(self, devices: list[Any]) -> Parallel:
         """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""

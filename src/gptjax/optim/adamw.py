@@ -4,6 +4,7 @@ Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from gptjax.optim.low_precision import with_mantissa
 from gptjax.optim.matrices import flatten
 from gptjax.optim.partition import Group
 from gptjax.optim.schedules import schedule
@@ -78,21 +80,27 @@ def decay_mask(params: optax.Params) -> optax.Params:
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
-def scale_by_adam(b1: ArrayLike, b2: ArrayLike, eps: ArrayLike) -> optax.GradientTransformation:
+def scale_by_adam(
+    b1: ArrayLike, b2: ArrayLike, eps: ArrayLike, mu_dtype: jax.typing.DTypeLike | None = None
+) -> optax.GradientTransformation:
     """Scale gradients to m̂/(√v̂ + eps), m̂ = m/(1 − b1ᵗ), v̂ = v/(1 − b2ᵗ), t = 1, 2, ….
 
     The state is `optax.ScaleByAdamState`. optax.scale_by_adam computes 1 − bᵗ by a subtraction in
     fp32: with b2 = 0.999 the first updates are off by 1e-5. Here b is rounded to fp32 once. Then
     b − 1 is exact, and −expm1(t·log1p(b − 1)) is off by 1e-7.
+
+    Args:
+        mu_dtype: dtype in which m is stored between updates, as in optax; None for the parameter's.
+            An update computes in the gradient's dtype and rounds m once, after its use.
     """
 
     def init(params):
-        return optax.ScaleByAdamState(
-            jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params)
-        )
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, optax.tree.zeros_like(params))
 
     def moment(b, old, new):
         def mean(m, x):
+            m = m.astype(x.dtype)
             return b.astype(m.dtype) * m + (1 - b).astype(x.dtype) * x
 
         return jax.tree.map(mean, old, new)
@@ -108,7 +116,8 @@ def scale_by_adam(b1: ArrayLike, b2: ArrayLike, eps: ArrayLike) -> optax.Gradien
         def direction(m, v):
             return m / mu_part.astype(m.dtype) / (jnp.sqrt(v / nu_part.astype(v.dtype)) + eps)
 
-        return jax.tree.map(direction, mu, nu), optax.ScaleByAdamState(count, mu, nu)
+        stored = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
+        return jax.tree.map(direction, mu, nu), optax.ScaleByAdamState(count, stored, nu)
 
     return optax.GradientTransformation(init, update)
 
@@ -171,11 +180,13 @@ def adam_with_decay(
     decay_form: str = "lr",
     cautious_decay: bool = False,
     mask=None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Return `adamw` without the clipping.
 
     Args:
         mask: function that maps the parameters to True if they decay; None: all decay.
+        mu_dtype: see `scale_by_adam`.
     """
     check_range("adamw", learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     # fp32 rounds numbers from 1 − 2⁻²⁵ on to 1.
@@ -192,7 +203,9 @@ def adam_with_decay(
     else:
         add_decay = optax.add_decayed_weights(decay, mask)
     return optax.chain(
-        scale_by_adam(b1, b2, eps), add_decay, optax.scale_by_learning_rate(learning_rate)
+        scale_by_adam(b1, b2, eps, mu_dtype),
+        add_decay,
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 
@@ -211,6 +224,7 @@ def adamw(
     decay_form: Literal["lr", "lr_squared"] = "lr",
     cautious_decay: bool = False,
     clip_norm: ArrayLike | None = 1.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Return AdamW: clip by global norm, Adam, decoupled decay of the tensors in `decay_mask`.
 
@@ -223,6 +237,7 @@ def adamw(
         decay_form: "lr_squared" for lr·weight_decay·p in place of weight_decay·p.
         cautious_decay: decay only elements whose m and p have the same sign.
         clip_norm: None for no clipping.
+        mu_dtype: dtype in which m is stored; None for the parameter's.
 
     Raises:
         ValueError: a number outside its range.
@@ -235,7 +250,7 @@ def adamw(
     """
     betas = {"b1": b1, "b2": b2}
     decay = {"weight_decay": weight_decay, "decay_form": decay_form}
-    decay |= {"cautious_decay": cautious_decay, "mask": decay_mask}
+    decay |= {"cautious_decay": cautious_decay, "mask": decay_mask, "mu_dtype": mu_dtype}
     adam = adam_with_decay(learning_rate, **betas, eps=eps, **decay)
     return optax.chain(clip_or_identity(clip_norm), adam)
 
@@ -292,6 +307,12 @@ class OptimizerConfig:
     skip_grad_norm_z: PositiveFloat | None = None
     """Skip an update if its gradient norm exceeds the mean of the last 128 norms by this many
     standard deviations. None: never skip."""
+    moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which AdamW's first moment is stored. An update computes in fp32."""
+    param_storage: Literal["fp32", "bf16_mantissa"] = "fp32"
+    """Storage of the matrices inside the blocks. bf16_mantissa: the bf16 values that the model
+    reads, and the other 16 bits of the fp32 values. An update reads both and computes in fp32.
+    Needs a model in bf16."""
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
         """Return the hyperparameters that change during a run, as functions of the update's index.
@@ -322,6 +343,19 @@ class OptimizerConfig:
         del groups, mesh
         return adamw(**self._adamw_options(schedules or self.schedules(total_steps)))
 
+    def with_storage(
+        self, tx: optax.GradientTransformation, groups: Sequence[Group]
+    ) -> optax.GradientTransformation:
+        """Return the transformation of `build`, for parameters in `param_storage`."""
+        if self.param_storage == "fp32":
+            return tx
+        rules = [group.paths for group in groups if group.matrices is not None]
+
+        def is_matrix(path: str) -> bool:
+            return any(re.fullmatch(rule, path) for rule in rules)
+
+        return with_mantissa(tx, rounding="nearest", select=is_matrix)
+
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
         """Describe the optimizer and the options of each group of parameters, one line each.
 
@@ -333,6 +367,15 @@ class OptimizerConfig:
         rates = f"lr {self.learning_rate:g}, decay {self.weight_decay:g}"
         form = f"; {text}" if (text := self._decay_in_words()) else ""
         return [f"adamw: {rates} (of tensors with two or more axes){form}"]
+
+    def describe_storage(self) -> list[str]:
+        """Describe the parameters and moments that are not stored in fp32, one line each."""
+        lines = []
+        if self.moment_dtype == "bf16":
+            lines.append("AdamW's first moment is stored in bf16")
+        if self.param_storage == "bf16_mantissa":
+            lines.append("matrices are stored as bf16 and the lower 16 bits of their fp32 values")
+        return lines
 
     def _decay_in_words(self) -> str:
         """Describe AdamW's decay if an option differs from the default."""
@@ -361,4 +404,5 @@ class OptimizerConfig:
             "b2": self.b2,
             "eps": self.eps,
             "clip_norm": self.clip_norm,
+            "mu_dtype": jnp.bfloat16 if self.moment_dtype == "bf16" else None,
         }

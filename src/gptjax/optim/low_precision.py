@@ -5,18 +5,24 @@ A bf16 number is the upper half of an fp32 number. `with_mantissa` stores the lo
 in the optimizer's state: an update uses all 32 bits, and the model reads the upper 16. Both halves
 together are the fp32 master copy, at half the bytes of a separate copy. The upper half is
 truncated, as in modded-nanogpt's record, or rounded to nearest. Truncation reduces the magnitude of
-the weights that the model reads, by 0.27 % on average.
+the weights that the model reads, by 0.27 % on average. Rounding to nearest is the conversion to
+bf16: the model reads the same weights as from an fp32 parameter that it converts.
 
 `with_stochastic_rounding`, as in llm.c, stores nothing. Each updated parameter is rounded at random
 to one of its two bf16 neighbours, with an exact expected value.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float, PyTree, UInt16
+
+from gptjax.optim.matrices import flatten
 
 
 def split(
@@ -25,13 +31,19 @@ def split(
     """Return the bf16 view of an fp32 array, and the low halves; `join` is the inverse.
 
     Args:
-        rounding: "truncate", or "nearest" with ties away from zero.
+        rounding: "truncate", or "nearest" with ties to even, as in `x.astype(jnp.bfloat16)`. Two
+            ties round to one view, and 16 bits cannot distinguish them: with "nearest", a tie that
+            rounds towards zero becomes the next smaller fp32 number. These are 1 of 2¹⁷ numbers.
 
     Raises:
         ValueError: another `rounding`.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    high = (bits + jnp.uint32(_half(rounding))) >> 16
+    half = _half(rounding)
+    if half:
+        # A tie with an even upper half rounds down: make it less than a tie.
+        bits = bits - ((bits & 0x1FFFF) == half).astype(jnp.uint32)
+    high = (bits + jnp.uint32(half)) >> 16
     view = jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
     return view, bits.astype(jnp.uint16)
 
@@ -39,7 +51,7 @@ def split(
 def join(
     view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"], *, rounding: str = "truncate"
 ) -> Float[Array, "*S"]:
-    """Return the fp32 array that `split` received, bit for bit."""
+    """Return the fp32 array that `split` received, bit for bit except for the ties of `split`."""
     high = jax.lax.bitcast_convert_type(view, jnp.uint16).astype(jnp.uint32) << 16
     low = low.astype(jnp.uint32)
     if _half(rounding):
@@ -55,49 +67,72 @@ def _half(rounding: str) -> int:
     return 0x8000 if rounding == "nearest" else 0
 
 
-class MantissaState(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["low", "inner"], meta_fields=["rounding"]
+)
+@dataclasses.dataclass(frozen=True)
+class MantissaState:
+    """State of `with_mantissa`.
+
+    Attributes:
+        low: low halves of the parameters, uint16 of the same shapes; `optax.MaskedNode` for a
+            parameter that is stored in fp32.
+        inner: state of the optimizer.
+        rounding: rounding of the views, see `split`.
+    """
+
     low: PyTree
-    """Low halves of the parameters: uint16, of the same shapes."""
     inner: optax.OptState
+    rounding: str = "truncate"
 
 
 def with_mantissa(
-    tx: optax.GradientTransformation, *, rounding: str = "truncate"
+    tx: optax.GradientTransformation,
+    *,
+    rounding: str = "truncate",
+    select: Callable[[str], bool] = lambda path: True,
 ) -> optax.GradientTransformation:
     """Run an optimizer on fp32 parameters whose bf16 views the caller holds.
 
-    `init` accepts fp32 parameters and stores their low halves (train on `view(params)`), or accepts
-    bf16 parameters. `update` accepts the bf16 views, passes fp32 to the optimizer, and returns
-    updates with which `optax.apply_updates` computes the new views.
+    `init` accepts fp32 parameters and stores their low halves (train on `view(params)`, or on
+    `stored(params, state)`), or accepts bf16 parameters. `update` accepts the bf16 views, passes
+    fp32 to the optimizer, and returns updates with which `apply_updates` computes the new views.
 
     Args:
         rounding: rounding of the views, see `split`.
+        select: function of a path such as "blocks.0.attn.c_attn.kernel". The caller holds a
+            parameter for which it returns False in fp32.
 
     Raises:
         ValueError: another `rounding`; parameters are neither fp32 nor bf16; `update` is called
-            without parameters, or with parameters that are not bf16.
+            without parameters, or with selected parameters that are not bf16.
     """
     _half(rounding)
 
     def init(params):
-        for path, p in jax.tree_util.tree_leaves_with_path(params):
+        names, leaves, structure = flatten(params)
+        lows = []
+        for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
             if p.dtype not in (jnp.float32, jnp.bfloat16):
                 raise ValueError(
-                    f"with_mantissa: expected float32 or bfloat16, got {p.dtype} in {_name(path)}"
+                    f"with_mantissa: expected float32 or bfloat16, got {p.dtype} in {name}"
                 )
-        params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return MantissaState(
-            jax.tree.map(lambda p: split(p, rounding=rounding)[1], params), tx.init(params)
-        )
+            leaves[i] = p.astype(jnp.float32)
+            is_split = select(name)
+            lows.append(split(leaves[i], rounding=rounding)[1] if is_split else optax.MaskedNode())
+        inner = tx.init(jax.tree.unflatten(structure, leaves))
+        return MantissaState(jax.tree.unflatten(structure, lows), inner, rounding)
 
     def update(updates, state, params=None, **extra):
-        _check_bf16("with_mantissa", params)
-        fp32 = jax.tree.map(lambda p, low: join(p, low, rounding=rounding), params, state.low)
+        _check_bf16("with_mantissa", params, select)
+        fp32 = whole(params, state)
         updates, inner = optax.with_extra_args_support(tx).update(
             updates, state.inner, fp32, **extra
         )
 
-        def apply(p, w, u):
+        def apply(low, p, w, u):
+            if _is_masked(low):
+                return u, low
             new, low = split(w + u.astype(jnp.float32), rounding=rounding)
             p = p.astype(jnp.float32)
             step = new.astype(jnp.float32) - p
@@ -106,13 +141,12 @@ def with_mantissa(
             # is 0.
             return step, jnp.where((p + step).astype(jnp.bfloat16) == new, low, jnp.uint16(0))
 
-        leaves, structure = jax.tree.flatten(params)
-        pairs = [
-            apply(*x)
-            for x in zip(leaves, jax.tree.leaves(fp32), jax.tree.leaves(updates), strict=True)
-        ]
-        steps, lows = (jax.tree.unflatten(structure, side) for side in zip(*pairs, strict=True))
-        return steps, MantissaState(lows, inner)
+        lows, structure = jax.tree.flatten(state.low, is_leaf=_is_masked)
+        leaves = map(jax.tree.leaves, (params, fp32, updates))
+        pairs = [apply(*x) for x in zip(lows, *leaves, strict=True)]
+        steps, lows = zip(*pairs, strict=True)
+        steps = jax.tree.unflatten(jax.tree.structure(params), steps)
+        return steps, MantissaState(jax.tree.unflatten(structure, lows), inner, rounding)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -122,11 +156,36 @@ def view(params: optax.Params, *, rounding: str = "truncate") -> optax.Params:
     return jax.tree.map(lambda p: split(p.astype(jnp.float32), rounding=rounding)[0], params)
 
 
-def whole(
-    params: optax.Params, state: MantissaState, *, rounding: str = "truncate"
-) -> optax.Params:
+def whole(params: optax.Params, state: MantissaState) -> optax.Params:
     """Return the fp32 parameters of bf16 views."""
-    return jax.tree.map(lambda p, low: join(p, low, rounding=rounding), params, state.low)
+    return _map(lambda low, p: join(p, low, rounding=state.rounding), state, params)
+
+
+def stored(params: optax.Params, state: optax.OptState) -> optax.Params:
+    """Return fp32 parameters in the dtypes in which a run with this optimizer state stores them.
+
+    These are the views of `with_mantissa`; all parameters for another optimizer.
+    """
+    if not isinstance(state, MantissaState):
+        return params
+    return _map(lambda _, p: split(p, rounding=state.rounding)[0], state, params)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """Return params + updates, added in the updates' dtype, in the parameters' dtypes."""
+    return jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
+
+
+def _is_masked(x: object) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _map(f: Callable, state: MantissaState, params: optax.Params) -> optax.Params:
+    """Return the parameters, with f(low half, parameter) for parameters that have a low half."""
+    lows = jax.tree.leaves(state.low, is_leaf=_is_masked)
+    leaves, structure = jax.tree.flatten(params)
+    pairs = zip(lows, leaves, strict=True)
+    return jax.tree.unflatten(structure, [p if _is_masked(x) else f(x, p) for x, p in pairs])
 
 
 class StochasticRoundingState(NamedTuple):
@@ -178,15 +237,10 @@ def with_stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_bf16(name, params):
+def _check_bf16(name, params, select=lambda path: True):
     if params is None:
         raise ValueError(f"{name} needs the parameters: update(updates, state, params)")
-    for path, p in jax.tree_util.tree_leaves_with_path(params):
-        if p.dtype != jnp.bfloat16:
-            raise ValueError(
-                f"{name}: expected bfloat16 parameters, got {p.dtype} in {_name(path)}"
-            )
-
-
-def _name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    paths, leaves, _ = flatten(params)
+    for path, p in zip(paths, leaves, strict=True):
+        if select(path) and p.dtype != jnp.bfloat16:
+            raise ValueError(f"{name}: expected bfloat16 parameters, got {p.dtype} in {path}")

@@ -30,6 +30,7 @@ def matrices_and_adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     clip_norm: float | None = 1.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
     every: int = 1,
 ) -> optax.GradientTransformation:
     """Return clipping, then `matrix` for groups of matrices and AdamW for other groups.
@@ -37,8 +38,8 @@ def matrices_and_adamw(
     Args:
         groups: rules of `assign`, which `init` calls.
         matrix: transformation of the matrices, learning rate included.
-        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm: see
-            `adamw`.
+        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm, mu_dtype:
+            see `adamw`.
         every: period of AdamW in updates. AdamW steps at the end of a period with the sum of the
             period's clipped gradients. With a period of 2, AdamW steps in the updates with indices
             1, 3, ….
@@ -64,7 +65,7 @@ def matrices_and_adamw(
             "b2": b2 if group.b2 is None else group.b2,
         }
         own |= {"weight_decay": weight_decay * group.weight_decay, "decay_form": decay_form}
-        own |= {"cautious_decay": cautious_decay, "eps": eps}
+        own |= {"cautious_decay": cautious_decay, "eps": eps, "mu_dtype": mu_dtype}
         return adam_with_decay(scaled(group.learning_rate), **own)
 
     def labels(params):

@@ -81,7 +81,7 @@ def header(
         yield "batch", _batch(config, parallel.devices) + recompute
     yield from _stages(inputs.timeline, kernels, parallel.devices, recompute)
     lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
-    for i, line in enumerate(lines):
+    for i, line in enumerate([*lines, *config.optimizer.describe_storage()]):
         yield "" if i else "optimizer", line
 
 

@@ -33,6 +33,7 @@ from gptjax.models.base import (
     loss_fn,
     read_dtypes,
 )
+from gptjax.optim import low_precision
 from gptjax.optim.adamw import global_norm
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
@@ -81,10 +82,11 @@ def init_state(
 
 def _init_state(config, tx, seed, params) -> TrainState:
     params = init_params(config, seed) if params is None else params
+    opt_state = tx.init(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=tx.init(params),
+        params=low_precision.stored(params, opt_state),
+        opt_state=opt_state,
         rng=jax.random.key_data(jax.random.key(seed)),
         loss_window=OutlierWindow.empty(),
         grad_norm_window=OutlierWindow.empty(),
@@ -115,7 +117,7 @@ def loss_and_grads(
             evaluation.
 
     Returns:
-        The loss (fp32) and a gradient like `params`, accumulated in fp32.
+        The loss (fp32) and a gradient like `params`, in fp32.
     """
     if parallel is None or parallel.devices == 1:
         share = _inverse(_count(windows_ABT1)) if masked else None
@@ -126,7 +128,8 @@ def loss_and_grads(
 
     def on_one_device(params_and_step, windows_ABT1):
         params, step = params_and_step
-        whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), params)
+        whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), _in_fp32(params))
+        whole = jax.tree.map(lambda x, p: x.astype(p.dtype), whole, params)
         share = 1 / parallel.devices
         if masked:
             share = _inverse(jax.lax.psum(_count(windows_ABT1), AXIS))
@@ -167,7 +170,9 @@ def _accumulate(
         loss = (_masked_sum if masked else _mean)(model, windows_BT1, eot, step)
         return loss if share is None else loss * share
 
-    value_and_grad = jax.value_and_grad(micro_batch)
+    def value_and_grad(params, windows_BT1):
+        return jax.value_and_grad(micro_batch)(_in_fp32(params), windows_BT1)
+
     micro_batches = windows_ABT1.shape[0]
     if micro_batches == 1:
         return value_and_grad(params, windows_ABT1[0])
@@ -186,6 +191,14 @@ def _accumulate(
     )
     total, _ = jax.lax.scan(add, zero, windows_ABT1)
     return total if masked else jax.tree.map(lambda x: x / micro_batches, total)
+
+
+def _in_fp32(params: PyTree) -> PyTree:
+    """Return the parameters in fp32, so that the gradients of bf16 parameters are fp32, too.
+
+    The model converts a bf16 parameter back. XLA removes both conversions.
+    """
+    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
 
 def _mean(
@@ -277,7 +290,7 @@ def make_train_step(
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = low_precision.apply_updates(state.params, updates)
         params, opt_state = tie(params, tied), tie(opt_state, tied)
 
         skipped = jnp.zeros((), bool)

@@ -6,6 +6,7 @@
     state/           Orbax's arrays: step, params, opt_state, rng, …
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import traverse_util
 from jaxtyping import PyTree
 
+from gptjax.optim import low_precision
 from gptjax.weights.digests import digests, dtype_and_shape, leaves_by_path
 from gptjax.weights.errors import CheckpointError, DamagedError
 
@@ -27,6 +30,8 @@ WITHOUT_DIGESTS = "gptjax checkpoint 1"
 METADATA = Path("meta", "metadata")
 STATE = "state"
 PARAMS = "params"
+# Lower halves of parameters whose upper halves are in PARAMS, with --optimizer.param-storage.
+LOW = ("opt_state", "low")
 
 
 def steps(folder: Path) -> list[int]:
@@ -70,8 +75,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def read_params(folder: Path, like: Mapping) -> dict:
     """Return the parameters of a checkpoint after verifying the digest of each array.
 
-    No other array of the checkpoint is read. Arrays are found by name: the order of the names has
-    no meaning.
+    Arrays are found by name: the order of the names has no meaning. A parameter that is stored as
+    two halves is joined. No other array of the checkpoint is read.
 
     Args:
         folder: folder of the step.
@@ -81,17 +86,40 @@ def read_params(folder: Path, like: Mapping) -> dict:
         DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
         CheckpointError: the parameters differ in name, shape or dtype from `like`.
     """
-    meta, wanted = read_meta(folder), {PARAMS: like}
+    meta = read_meta(folder)
+    keys: dict[tuple, Any] = traverse_util.flatten_dict(dict(like))
     saved = saved_arrays(meta) if "digests" in meta else _described(folder)
-    saved = {path: text for path, text in saved.items() if path.startswith(f"{PARAMS}.")}
-    compare(folder, saved, wanted, needs="its config")
-    found = _restore(folder, wanted)
+    halves = {key for key in keys if _is_split(key, meta, saved)}
+    wanted = {(PARAMS, *key): _as(jnp.bfloat16, x, key in halves) for key, x in keys.items()}
+    wanted |= {(*LOW, *key): _as(jnp.uint16, keys[key]) for key in halves}
+    tree = traverse_util.unflatten_dict(wanted)
+    read = (f"{PARAMS}.", f"{_dotted(*LOW)}.") if halves else f"{PARAMS}."
+    saved = {path: text for path, text in saved.items() if path.startswith(read)}
+    compare(folder, saved, tree, needs="its config")
+    found = _restore(folder, tree)
     verify(folder, meta, found)
-    keys = traverse_util.flatten_dict(dict(like))
     by_path = leaves_by_path(found)
-    return traverse_util.unflatten_dict(
-        {key: by_path[".".join([PARAMS, *map(str, key)])] for key in keys}
-    )
+    params = {key: by_path[_dotted(PARAMS, *key)] for key in keys}
+    params |= {key: _join(params[key], by_path[_dotted(*LOW, *key)]) for key in halves}
+    return traverse_util.unflatten_dict(params)
+
+
+def _is_split(key: tuple, meta: dict[str, Any], saved: dict[str, str]) -> bool:
+    """Return whether a checkpoint has a parameter as two halves."""
+    storage = (meta.get("config") or {}).get("optimizer.param_storage")
+    return storage == "bf16_mantissa" and _dotted(*LOW, *key) in saved
+
+
+def _as(dtype: Any, x: jax.ShapeDtypeStruct, changes: bool = True) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) if changes else x
+
+
+def _dotted(*key: str | int) -> str:
+    return ".".join(map(str, key))
+
+
+# The rounding of `OptimizerConfig.with_storage`.
+_join = jax.jit(functools.partial(low_precision.join, rounding="nearest"))
 
 
 def params_like(folder: Path, meta: dict[str, Any]) -> dict:
@@ -107,13 +135,14 @@ def params_like(folder: Path, meta: dict[str, Any]) -> dict:
         raise CheckpointError(
             f"{folder} has no digests: it was saved by an older version of gptjax"
         )
-    sharding, like = jax.numpy.zeros(()).sharding, {}
-    for path, text in saved_arrays(meta).items():
+    sharding, like, saved = jnp.zeros(()).sharding, {}, saved_arrays(meta)
+    for path, text in saved.items():
         first, *key = path.split(".")
         if first == PARAMS:
             dtype, _, sizes = text[:-1].partition("[")
+            dtype = jnp.float32 if _is_split((*key,), meta, saved) else jnp.dtype(dtype)
             shape = tuple(int(size) for size in sizes.split(",") if size)
-            like[(*key,)] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=sharding)
+            like[(*key,)] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return traverse_util.unflatten_dict(like)
 
 
@@ -124,7 +153,7 @@ def verify_all(folder: Path) -> dict[str, Any]:
         DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
         CheckpointError: the checkpoint has another format.
     """
-    meta, sharding = read_meta(folder), jax.numpy.zeros(()).sharding
+    meta, sharding = read_meta(folder), jnp.zeros(()).sharding
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _description(folder)
     )
