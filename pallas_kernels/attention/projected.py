@@ -25,9 +25,15 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.attention import Implementation, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
+from pallas_kernels.fp8.conversion import E5M2, Fp8Rows, rows_of, scale_for
+from pallas_kernels.fp8.own_scale import GROUP, SAMPLED, Scale, Scaled
 from pallas_kernels.matmul import checked_linear, weight_gradient
 from pallas_kernels.matmul import reference as linear_reference
+
+QKV_HEADROOM = 1024.0
+"""With dqkv stored in FP8: largest supported ratio of max |dqkv| to the largest |dO| of the sampled
+columns. |dV| ≤ T · max |dO|, since Σ_t P_ts ≤ T. Numbers down to 2⁻¹⁹ of max |dO| are normal in
+e5m2."""
 
 
 def projected_attention(
@@ -131,21 +137,23 @@ def _projected_forward(x_BTC, w_CO, b_O, options):
 
 
 def _projected_backward(options, saved, dout_BTHD):
-    operands, like, b_O, qkv_BT3HD, out_BTHD, lse_BHT = saved
-    dqkv_BT3HD, dq_HD, dout_HD = _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
-    db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
-    dqkv_NO = dqkv_BT3HD.reshape(-1, b_O.size)
+    operands, like, b_O, *tensors = saved
+    qkv_BT3HD, out_BTHD, lse_BHT = tensors
+    arrays = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
     if options.fp8:
         from pallas_kernels.fp8 import layers
 
-        dx_NC, dw_CO = layers.linear_backward(operands[0], dqkv_NO)
+        dx_NC, dw_CO, dq_HD, dout_HD = _fp8_backward(operands[0], *arrays)
         dx_BTC = layers.cotangent(dx_NC.reshape(*qkv_BT3HD.shape[:2], -1), operands[1])
     else:
+        (dqkv_BT3HD,), dq_HD, dout_HD = _attention_backward(*arrays)
+        dqkv_NO = dqkv_BT3HD.reshape(-1, b_O.size)
         x_BTC, w_CO = operands
         dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=options.precision)
         x_NC = x_BTC.reshape(-1, x_BTC.shape[2])
         dw_CO = weight_gradient(x_NC, dqkv_NO, precision=options.precision)
         dx_BTC = dx_NC.reshape(x_BTC.shape)
+    db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
     return (
         dx_BTC,
         dw_CO.astype(like.dtype),
@@ -156,11 +164,48 @@ def _projected_backward(options, saved, dout_BTHD):
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
-def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
-    """Return (dqkv, Σ dq, Σ dO)."""
+def _fp8_backward(operands, qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
+    """Return (dx, dW, Σ dq, Σ dO) with FP8 matmuls.
+
+    Args:
+        operands: saved by `layers.linear_forward`.
+    """
+    from pallas_kernels.attention import mosaic_backward
+    from pallas_kernels.fp8 import layers
+
+    batch, length, _, heads, head_dim = qkv_BT3HD.shape
+    arrays, dtype = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD), qkv_BT3HD.dtype
+    if not mosaic_backward.stores_fp8(batch, length, heads):
+        (dqkv_BT3HD,), *sums = _attention_backward(*arrays)
+        dqkv_NO = dqkv_BT3HD.reshape(batch * length, 3 * heads * head_dim)
+        return *layers.linear_backward(operands, dqkv_NO), *sums
+    scale = _scale_of_gradient(dout_BTHD.reshape(batch * length, heads * head_dim))
+    (rows, transposed), *sums = _attention_backward(*arrays, scale.value)
+    shape = batch * length, 3 * heads * head_dim
+    dqkv = Scaled(rows.reshape(shape), transposed.reshape(shape[::-1]), scale)
+    return *layers.linear_gradients(operands, dqkv, dtype), *sums
+
+
+def _scale_of_gradient(dout_NC):
+    """Return the scale of dqkv."""
+    from pallas_kernels.fp8.layers import ACTIVATION_SCALE
+
+    n, c = dout_NC.shape
+    sample = dout_NC.reshape(n, c // GROUP, GROUP)[:, :, :SAMPLED] if c % GROUP == 0 else dout_NC
+    scale = scale_for(jnp.abs(sample).max(), E5M2, QKV_HEADROOM)
+    return Scale(scale, 1 / scale, 1 / (ACTIVATION_SCALE * scale))
+
+
+def _attention_backward(*arrays):
+    """Return (dqkv, Σ dq, Σ dO), with dqkv as `mosaic_backward.backward` returns it.
+
+    Args:
+        arrays: qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD, and the scale of dqkv if dqkv is stored in
+            FP8.
+    """
     from pallas_kernels.attention import mosaic_backward
 
-    def kernel(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
+    def kernel(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD, fp8_scale=None):
         return mosaic_backward.backward(
             (qkv_BT3HD,),
             None,
@@ -174,12 +219,10 @@ def _attention_backward(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
             deterministic=False,
             true_fp32=False,
             bias=True,
+            fp8_scale=fp8_scale,
         )
 
-    (dqkv_BT3HD,), dq_HD, dout_HD = _calls.looped("projected_attention", kernel)(
-        qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD
-    )
-    return dqkv_BT3HD, dq_HD, dout_HD
+    return _calls.looped("projected_attention", kernel)(*arrays)
 
 
 # ----------------------------------------------------------------------------------------- examples

@@ -156,8 +156,8 @@ def _xla_matmul(a, b, scale, out_dtype, fast_accumulation):
     # XLA lowers a dot of FP8 operands to cuBLASLt, and the multiplication of the dot's result by a
     # scalar to cuBLASLt's scale of a. There must be no conversion between dot and multiplication.
     # With a precision of HIGHEST, XLA disables cuBLASLt's fast accumulation.
-    # Without the barrier, XLA computes the broadcast of a scale once for several matmuls of a shape,
-    # and multiplies each result in a pass of its own (3.3 GB for the logits of 16,384 tokens).
+    # Without the barrier, XLA computes one broadcast of a scale for several matmuls, and multiplies
+    # each result in a pass of its own (3.3 GB for the logits of 16,384 tokens).
     a, scale = jax.lax.optimization_barrier((a, scale))
     precision = jax.lax.Precision.DEFAULT if fast_accumulation else jax.lax.Precision.HIGHEST
     axes = (((1,), (1,)), ((), ()))
