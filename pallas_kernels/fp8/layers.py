@@ -27,7 +27,7 @@ reads the derivative of GELU, in e4m3. Sums of more than `FAST` terms use cuBLAS
 accurate accumulation.
 
 Shapes: N rows, I inputs, O outputs of the first layer, C outputs of the MLP. A weight W is (I, O),
-or (O, I) where a function has the option `output_major`; its gradient has the same shape.
+or (O, I) with the option `output_major`; its gradient has the same shape.
 """
 
 import dataclasses
@@ -55,8 +55,8 @@ from pallas_kernels.fp8 import (
 )
 from pallas_kernels.fp8.activations import GELU, RELU_SQUARED
 from pallas_kernels.fp8.own_scale import Scale, Scaled, quantize_by_largest
-from pallas_kernels.matmul import joined, sum_rows
 from pallas_kernels.matmul import linear as plain_linear
+from pallas_kernels.matmul import sum_rows
 
 ACTIVATION_SCALE = 8.0
 """The outputs of norms, attention and GELU are near 1. With this scale, e4m3 represents 0.002 … 56
@@ -157,12 +157,10 @@ def activations(x: Array | Fp8Rows) -> Quantized | Fp8Rows:
     return quantize(x, ACTIVATION_SCALE, E4M3, transposed=True)
 
 
-def linear_forward(
-    x_NI, w, b_O=None, output_major: bool = False
-) -> tuple[Float[Array, "N O"], Saved]:
+def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
     """Return x w + b in x's dtype, and the `Saved` arrays for the backward pass."""
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
-    w8 = quantized_weights(w, output_major)
+    w8 = quantized_weights(w_IO)
     saved = Saved(x.transposed, w8.io, w8.scale)
     if b_O is not None and _bias_in_kernel(x.rows, w8.oi):
         from pallas_kernels.fp8 import mosaic
@@ -170,7 +168,7 @@ def linear_forward(
         kernel = functools.partial(mosaic.matmul, out_dtype=dtype)
         kernel = _calls.looped("linear", kernel)
         return kernel(x.rows, w8.oi, w8.scale.over_factor, bias_N=b_O), saved
-    y_NO = _matmul(x.rows, w8.oi, w8.scale.over_factor, dtype)
+    y_NO = matmul(x.rows, w8.oi, w8.scale.over_factor, dtype)
     if b_O is not None:  # XLA adds b in cuBLASLt's epilogue
         y_NO = y_NO + b_O.astype(y_NO.dtype)[None]
     return y_NO, saved
@@ -182,75 +180,55 @@ def _bias_in_kernel(x_NI, w_OI) -> bool:
     return _why_not_mosaic(Facts(x_NI.shape[0], x_NI.shape[1], w_OI.shape[0])) is None
 
 
-def linear_backward(
-    saved: Saved, dy_NO, output_major: bool = False
-) -> tuple[Float[Array, "N I"], Float[Array, "I O"]]:
+def linear_backward(saved: Saved, dy_NO) -> tuple[Float[Array, "N I"], Float[Array, "I O"]]:
     """Return dx in dy's dtype, and dw in fp32."""
     dy, _ = quantized_gradient(dy_NO)
-    return linear_gradients(saved, dy, dy_NO.dtype, output_major)
+    return linear_gradients(saved, dy, dy_NO.dtype)
 
 
-def linear_gradients(saved: Saved, dy: Scaled, dtype, output_major: bool = False):
+def linear_gradients(saved: Saved, dy: Scaled, dtype):
     """Return dx in `dtype`, and dw in fp32.
 
     Args:
         dy: both copies of the gradient in e5m2; the factor of its `Scale` is `ACTIVATION_SCALE`.
     """
-    dx_NI = _matmul(dy.rows, saved.w_IO, dy.scale.inverse * saved.w_scale.inverse, dtype)
-    return dx_NI, weight_gradient(saved.x_IN, dy.transposed, dy.scale.over_factor, output_major)
+    dx_NI = matmul(dy.rows, saved.w_IO, dy.scale.inverse * saved.w_scale.inverse, dtype)
+    return dx_NI, weight_gradient(saved.x_IN, dy.transposed, dy.scale.over_factor)
 
 
 def weight_gradient(x_IN, dy_ON, scale, output_major: bool = False):
     """Return scale · x dyᵀ in fp32, or its transpose."""
     pair = (dy_ON, x_IN) if output_major else (x_IN, dy_ON)
-    return _matmul(*pair, scale, jnp.float32)
+    return matmul(*pair, scale, jnp.float32)
 
 
-def _over(scale: Scale, factor: float):
+def over(scale: Scale, factor: float):
     """Return 1 / (factor · scale), without a launch for the factors in use."""
     if factor == ACTIVATION_SCALE:
         return scale.over_factor
     return scale.inverse if factor == 1.0 else scale.inverse / factor
 
 
-def _matmul(a, b, scale, dtype):
+def matmul(a, b, scale, dtype):
     return scaled_matmul(a, b, scale, out_dtype=dtype, fast_accumulation=a.shape[1] <= FAST)
 
 
-def projection(
-    x: Float[Array, "*B I"] | Fp8Rows,
-    w: Float[Array, "I O"] | tuple[Float[Array, "I _"], ...],
-    b: Float[Array, " O"] | None = None,
-    *,
-    output_major: bool = False,
-) -> Float[Array, "*B O"]:
-    """Return x w + b in x's dtype, as `pallas_kernels.linear` with fp8, also of `Fp8Rows`.
-
-    Args:
-        w: a tuple of matrices is one matmul with the matrices concatenated along the columns.
-        output_major: whether w is (O, I).
-    """
-    w = joined(w, jnp.result_type(*jax.tree.leaves(w)))
-    y_NO = _calls.differentiable("linear", linear, flat(x), w, b, output_major)
-    return y_NO.reshape(*rows_of(x).shape[:-1], y_NO.shape[1])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def linear(x_NI, w, b_O, output_major: bool = False):
+@jax.custom_vjp
+def linear(x_NI, w_IO, b_O):
     """Return x w + b in x's dtype; b may be None."""
-    return plain_linear(rows_of(x_NI), w.T if output_major else w, b_O)
+    return plain_linear(rows_of(x_NI), w_IO, b_O)
 
 
-def _linear_forward(x_NI, w, b_O, output_major):
-    y_NO, saved = linear_forward(x_NI, w, b_O, output_major)
-    return y_NO, (saved, jnp.zeros((), w.dtype), b_O, kind_of(x_NI))
+def _linear_forward(x_NI, w_IO, b_O):
+    y_NO, saved = linear_forward(x_NI, w_IO, b_O)
+    return y_NO, (saved, jnp.zeros((), w_IO.dtype), b_O, kind_of(x_NI))
 
 
-def _linear_backward(output_major, residuals, dy_NO):
+def _linear_backward(residuals, dy_NO):
     saved, like, b_O, kind = residuals
-    dx_NI, dw = linear_backward(saved, dy_NO, output_major)
+    dx_NI, dw_IO = linear_backward(saved, dy_NO)
     db_O = None if b_O is None else sum_rows(dy_NO).astype(b_O.dtype)
-    return cotangent(dx_NI, kind), dw.astype(like.dtype), db_O
+    return cotangent(dx_NI, kind), dw_IO.astype(like.dtype), db_O
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -271,7 +249,7 @@ class Options:
 
 def activated_mlp(
     x: Float[Array, "*B I"] | Fp8Rows,
-    w: Float[Array, "I O"],
+    w: Float[Array, "_ _"],
     b: Float[Array, " O"] | None,
     w2: Float[Array, "O C"],
     *,
@@ -312,7 +290,7 @@ def _mlp_forward(x_NI, w, b_O, w2_OC, options):
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w8, w2 = quantized_weights(w, options.output_major), quantized_weights(w2_OC)
     y, y_ON, saved_NO = _activated(options, x.rows, w8.oi, b_O, w8.scale.over_factor, dtype)
-    y_NC = _matmul(y, w2.oi, _over(w2.scale, ACTIVATIONS[options.activation].scale), dtype)
+    y_NC = matmul(y, w2.oi, over(w2.scale, ACTIVATIONS[options.activation].scale), dtype)
     like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (w, b_O, w2_OC))
     saved = x.transposed, w8.io, w8.scale, y_ON, w2.io, w2.scale, saved_NO, like
     return y_NC, (saved, kind_of(x_NI))
@@ -326,10 +304,10 @@ def _mlp_backward(options, residuals, dy_NC):
     du_NO, du_ON, db_O = _activated_backward(
         options, dy.rows, w2_OC, saved_NO, factors, dy.scale.value, dy_NC.dtype, has_bias
     )
-    dx_NI = _matmul(du_NO, w_IO, dy.scale.inverse * w_scale.inverse, dy_NC.dtype)
+    dx_NI = matmul(du_NO, w_IO, dy.scale.inverse * w_scale.inverse, dy_NC.dtype)
     dw = weight_gradient(x_IN, du_ON, dy.scale.over_factor, options.output_major)
     y_scale = ACTIVATIONS[options.activation].scale
-    dw2_OC = weight_gradient(y_ON, dy.transposed, _over(dy.scale, y_scale))
+    dw2_OC = weight_gradient(y_ON, dy.transposed, over(dy.scale, y_scale))
     grads = (dw, db_O, dw2_OC)
     return cotangent(dx_NI, kind), *jax.tree.map(lambda g, like: g.astype(like.dtype), grads, like)
 
@@ -348,7 +326,7 @@ def _activated(options, x_NI, w_OI, b_O, scale, dtype):
         kernel = _calls.looped(f"fp8_linear_{activation.name}", kernel)
         y_NO, y_ON, derivative_NO = kernel(x_NI, w_OI, b_O, scale)
         return y_NO, y_ON, y_NO if derivative_NO is None else derivative_NO
-    u_NO = _matmul(x_NI, w_OI, scale, dtype).astype(jnp.float32)
+    u_NO = matmul(x_NI, w_OI, scale, dtype).astype(jnp.float32)
     y_NO, derivative_NO = activation(u_NO if b_O is None else u_NO + b_O.astype(jnp.float32)[None])
     y = quantize(y_NO.astype(dtype), activation.scale, E4M3, transposed=True)
     if activation.derivative_dtype is None:
@@ -370,7 +348,7 @@ def _activated_backward(options, dy_NC, w2_OC, saved_NO, factors, du_scale, dtyp
         kernel = functools.partial(mosaic.activated_backward, activation=activation, bias=has_bias)
         kernel = _calls.looped(f"fp8_linear_{activation.name}", kernel)
         return kernel(dy_NC, w2_OC, saved_NO, factors, du_scale)
-    dh_NO = _matmul(dy_NC, w2_OC, math.prod(factors), dtype).astype(jnp.float32)
+    dh_NO = matmul(dy_NC, w2_OC, math.prod(factors), dtype).astype(jnp.float32)
     derivative_NO = activation.derivative(saved_NO.astype(jnp.float32))
     du_NO = (dh_NO * (derivative_NO / activation.derivative_scale)).astype(dtype)
     du = quantize(du_NO, du_scale, E5M2, transposed=True)

@@ -35,20 +35,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
-from pallas_kernels.matmul import joined, split_like, weight_gradient, xla_matmul
+from pallas_kernels._dispatch import TRITON, XLA, BackEnd
+from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
+from pallas_kernels.matmul import (
+    Facts,
+    joined,
+    split_like,
+    weight_gradient,
+    why_not_fp8,
+    xla_matmul,
+)
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
-_dispatch.register("swiglu", back_ends=[TRITON, XLA, REFERENCE])
+_dispatch.register(
+    "swiglu", back_ends=[TRITON, XLA, BackEnd("reference", why_not_fp8)], facts=Facts
+)
 
 
 def swiglu(
-    x: Float[Array, "*B I"],
+    x: Float[Array, "*B I"] | Fp8Rows,
     w_gate: Float[Array, "I F"],
     w_up: Float[Array, "I F"],
     w_down: Float[Array, "F C"],
     *,
+    fp8: bool = False,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
@@ -58,6 +69,9 @@ def swiglu(
         x: fp32, bf16 or fp16.
         w_gate, w_up, w_down: of x's dtype, or fp32, which is rounded to x's dtype. The gradients
             have the dtypes of the weights and are summed in fp32.
+        fp8: whether the matmuls are in FP8 where the call is differentiated
+            (pallas_kernels/fp8/gated.py); not with "reference". x may then be the `Fp8Rows` of
+            `rms_norm(fp8_scale=ACTIVATION_SCALE)`.
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
@@ -65,7 +79,12 @@ def swiglu(
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run here.
     """
+    given, x = x, rows_of(x)
     _check(x, w_gate, w_up, w_down)
+    if fp8:
+        from pallas_kernels.fp8 import gated
+
+        return gated.swiglu(given, w_gate, w_up, w_down, implementation=implementation)
     backend = _dispatch.select("swiglu", implementation, arrays=(x, w_gate, w_up, w_down))
     x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if backend == "reference":

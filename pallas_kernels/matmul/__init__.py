@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import XLA, BackEnd
+from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
 from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
 
 FEW = 8192
@@ -128,7 +129,7 @@ def split_like(dw_IO, w):
 
 
 def linear(
-    x: Float[Array, "*B I"],
+    x: Float[Array, "*B I"] | Fp8Rows,
     w: Float[Array, "I O"] | tuple[Float[Array, "I _"], ...],
     b: Float[Array, " O"] | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -148,7 +149,8 @@ def linear(
             only the separate matrices.
         precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
         fp8: whether the matmuls are in FP8 where the call is differentiated
-            (pallas_kernels/fp8/layers.py), with "auto" or "xla".
+            (pallas_kernels/fp8/layers.py), with "auto" or "xla". x may then be the `Fp8Rows` of
+            a norm with fp8_scale=ACTIVATION_SCALE.
         implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
             with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
 
@@ -168,6 +170,7 @@ def checked_linear(
     fp8: bool = False,
 ):
     """Compute `linear`. `kernel` is the name of the public function in error messages."""
+    given, x = x, rows_of(x)
     ws = jax.tree.leaves(w)
     outputs = sum(w.shape[-1] for w in ws if w.ndim)
     if not (x.ndim >= 1 and all(w.ndim == 2 and x.shape[-1] == w.shape[0] for w in ws)) or (
@@ -193,7 +196,7 @@ def checked_linear(
         from pallas_kernels.fp8 import layers
 
         w_IO = joined(w, jnp.result_type(*ws))
-        y_NO = _calls.differentiable(kernel, layers.linear, x_NI, w_IO, b)
+        y_NO = _calls.differentiable(kernel, layers.linear, layers.flat(given), w_IO, b)
     else:
         y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)
     return y_NO.reshape(*x.shape[:-1], outputs)

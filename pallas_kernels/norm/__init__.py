@@ -141,8 +141,9 @@ def rms_norm(
     residual: Float[Array, "*N C"] | None = None,
     eps: float = 1e-6,
     out_dtype: jax.typing.DTypeLike | None = None,
+    fp8_scale: float | None = None,
     implementation: Implementation | str = "auto",
-) -> Float[Array, "*N C"] | tuple[Float[Array, "*N C"], Float[Array, "*N C"]]:
+) -> Float[Array, "*N C"] | Fp8Rows | tuple[Float[Array, "*N C"] | Fp8Rows, Float[Array, "*N C"]]:
     """Divide each row by the root mean square of the row, then multiply by `scale` if given.
 
     Args:
@@ -154,10 +155,11 @@ def rms_norm(
     out_dtype = _check(
         "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype
     )
-    backend = _dispatch.select(
-        "rms_norm", implementation, arrays=(x, residual, scale), channels=x.shape[-1]
+    facts = {"channels": x.shape[-1], "fp8": fp8_scale is not None}
+    backend = _dispatch.select("rms_norm", implementation, arrays=(x, residual, scale), **facts)
+    return _apply(
+        Options(eps, False, out_dtype, backend, fp8_scale), x, residual, scale, None, None
     )
-    return _apply(Options(eps, False, out_dtype, backend), x, residual, scale, None, None)
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):

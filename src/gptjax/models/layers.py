@@ -136,6 +136,18 @@ def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..
     return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(dtype)
 
 
+def pair_heads(x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B 2*T H/2 D"]:
+    """Interleave heads 2j and 2j + 1 along time: position 2t is head 2j of token t."""
+    b, t, h, d = x_BTHD.shape
+    return x_BTHD.reshape(b, t, h // 2, 2, d).swapaxes(2, 3).reshape(b, 2 * t, h // 2, d)
+
+
+def unpair_heads(x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B T/2 2*H D"]:
+    """Return the inverse of `pair_heads`."""
+    b, t, h, d = x_BTHD.shape
+    return x_BTHD.reshape(b, t // 2, 2, h, d).swapaxes(2, 3).reshape(b, t // 2, 2 * h, d)
+
+
 def rotary_angles(
     frequency_E: np.ndarray, times: int
 ) -> tuple[Float[Array, "1 T E"], Float[Array, "1 T E"]]:

@@ -22,6 +22,8 @@ from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal, s
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
 from pallas_kernels import flash_attention, linear, rms_norm, rotary_qkv, select, swiglu
+from pallas_kernels.fp8 import Fp8Rows
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE
 
 INIT_STD = 0.02
 # Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor.
@@ -41,6 +43,7 @@ class Llama3Config(ModelConfig):
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
     supports_segment_ids: ClassVar[bool] = True
+    supports_fp8: ClassVar[bool] = True
 
     n_kv_head: int | None = None
     """Key and value heads; must divide n_head. None: n_head; this number is stored."""
@@ -80,6 +83,7 @@ class Llama3Config(ModelConfig):
     def kernels(
         self, sequence_length: int, batch: int = 1, segments: bool = False
     ) -> dict[str, str]:
+        fp8 = self.precision.fp8_blocks
         return {
             "attention": select(
                 "flash_attention",
@@ -90,8 +94,8 @@ class Llama3Config(ModelConfig):
                 segments=segments,
                 precision=self.precision.matmul,
             ),
-            "norm": select("rms_norm", self.norm, channels=self.n_embd),
-            "mlp": select("swiglu", self.mlp),
+            "norm": select("rms_norm", self.norm, channels=self.n_embd, fp8=fp8),
+            "mlp": select("swiglu", self.mlp, fp8=fp8),
             **super().kernels(sequence_length, batch),
         }
 
@@ -189,17 +193,18 @@ def rotation(config: Llama3Config, position_BT: Integer[Array, "#B T"]) -> Rotat
 class RMSNorm(nnx.Module):
     """RMSNorm over the last axis: y = x / √(mean(x²) + eps) · scale, in the compute dtype."""
 
-    def __init__(self, config: Llama3Config):
+    def __init__(self, config: Llama3Config, *, fp8: bool = False):
         self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
         self.eps, self.out_dtype = config.norm_eps, config.precision.compute_dtype
         self.implementation = config.norm
+        self.fp8_scale = ACTIVATION_SCALE if fp8 else None
 
-    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"] | Fp8Rows:
         return self.norm(x_BTC)
 
     def add_norm(
         self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
+    ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
         """Return the normalised sum of x and the pending residual, and the sum, from one pass."""
         if pending_BTC is None:
             return self(x_BTC), x_BTC
@@ -208,6 +213,7 @@ class RMSNorm(nnx.Module):
     @jax.named_scope("norm")
     def norm(self, x, **residual):
         how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
+        how["fp8_scale"] = self.fp8_scale
         return rms_norm(x, self.scale[...], **how, **residual)
 
 
@@ -233,7 +239,7 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(
         self,
-        x_BTC: Float[Array, "B T C"],
+        x_BTC: Float[Array, "B T C"] | Fp8Rows,
         rotate: Rotation,
         cache: KVCache | PromptCache | None = None,
         segment_ids_BT: Integer[Array, "B T"] | None = None,
@@ -242,6 +248,7 @@ class Attention(nnx.Module):
         qkv_BTO = linear(
             x_BTC,
             (self.q.kernel[...], self.k.kernel[...], self.v.kernel[...]),
+            fp8=c.precision.fp8_blocks,
             implementation=self.implementation,
             precision=precision,
         )
@@ -264,7 +271,7 @@ class Attention(nnx.Module):
             )
         else:
             y_BTHD = cache.attend(q_BTHD, k_BTKD, v_BTKD, precision=precision)
-        return self.o(y_BTHD.reshape(x_BTC.shape))
+        return self.o(y_BTHD.reshape(*y_BTHD.shape[:2], c.n_embd))
 
 
 class MLP(nnx.Module):
@@ -278,12 +285,13 @@ class MLP(nnx.Module):
         self.implementation, self.precision = config.mlp, config.precision
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+    def __call__(self, x_BTC: Float[Array, "B T C"] | Fp8Rows) -> Float[Array, "B T C"]:
         return swiglu(
             x_BTC,
             self.gate.kernel[...],
             self.up.kernel[...],
             self.down.kernel[...],
+            fp8=self.precision.fp8_blocks,
             implementation=self.implementation,
             precision=self.precision.matmul,
         )
@@ -298,8 +306,9 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
-        self.norm_1, self.attn = RMSNorm(config), Attention(config, rngs=rngs)
-        self.norm_2, self.mlp = RMSNorm(config), MLP(config, rngs=rngs)
+        fp8 = config.precision.fp8_blocks
+        self.norm_1, self.attn = RMSNorm(config, fp8=fp8), Attention(config, rngs=rngs)
+        self.norm_2, self.mlp = RMSNorm(config, fp8=fp8), MLP(config, rngs=rngs)
 
     def __call__(
         self,

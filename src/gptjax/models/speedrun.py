@@ -49,8 +49,7 @@ from gptjax.models.layers import (
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, to_int32
-from pallas_kernels.fp8 import Fp8Rows, rows_of
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE, activated_mlp, projection
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE, Fp8Rows, activated_mlp, rows_of
 from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.rotary import rotary_qkv
 
@@ -163,10 +162,9 @@ class SpeedrunConfig(ModelConfig):
         return {"token_weights": first_K + progress * (last_K - first_K)}
 
     def kernels(self, sequence_length, batch=1, segments=False):
-        dtype, precision = self.precision.compute_dtype, self.precision.matmul
-        fp8 = self.precision.fp8_blocks
-        shape = {"length": sequence_length, "head_dim": self.head_dim, "precision": precision}
-        shape |= {"segments": segments, "window": self.stage.short_window + 1}
+        dtype, fp8 = self.precision.compute_dtype, self.precision.fp8_blocks
+        shape = {"length": sequence_length, "head_dim": self.head_dim, "segments": segments}
+        shape |= {"window": self.stage.short_window + 1, "precision": self.precision.matmul}
         mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": self.n_inner}
         operation = "fp8_linear_relu_squared" if fp8 else "linear_relu_squared"
         return {
@@ -299,19 +297,15 @@ class Layer(NamedTuple):
 def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_BT, segments_BT):
     """Return layer i's attention of the normalised lane."""
     c, stage, fp8 = config, config.stage, config.precision.fp8_blocks
-    given = norm(c, x_BTC, fp8=fp8)
-    x_BTC = rows_of(given)
+    x_BTC = rows_of(given := norm(c, x_BTC, fp8=fp8))
     paired, long = i in c.paired_layers, i in c.long_layers
     precision = {"precision": c.precision.matmul}
     matmul = {"implementation": "reference" if c.attention == "reference" else "auto"} | precision
-    *qkv, o_CC = layer.qkvo
-    if fp8:
-        qkv_BTO = projection(given, jnp.concatenate(qkv), output_major=True)
-    else:
-        qkv_BTO = linear(x_BTC, tuple(w_CC.T for w_CC in qkv), **matmul)
+    *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
     (b, t), (frequency_E, scale) = tokens_BT.shape, rotary(c)
     angles = rotary_angles(frequency_E, 2 * t if paired else t)
     how = {"eps": EPS, "pair_heads": paired, "implementation": matmul["implementation"]}
+    qkv_BTO = linear(given, tuple(qkv), fp8=fp8, **matmul)
     q, k, v = rotary_qkv(qkv_BTO, *angles, heads=c.n_head, **how)
     if layer.value_PC is not None:
         value_BTC = lookup(layer.value_PC, tokens_BT, vocab_size=c.vocab_size).astype(x_BTC.dtype)
@@ -330,7 +324,7 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     y = flash_attention(q, k, v, scale=scale, **how, **precision)
     y = unpair_heads(y) if paired else y
     y = weighted_sum(y.dtype, (gate(c, x_BTC, layer.gate_HG)[..., None], y))
-    return linear(y.reshape(x_BTC.shape), o_CC.T, **matmul)
+    return linear(y.reshape(x_BTC.shape), o_CC, **matmul)
 
 
 @jax.named_scope("mlp")
