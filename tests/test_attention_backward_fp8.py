@@ -84,9 +84,9 @@ def projected_gradients(batch, time, heads):
 
 
 def check_projected(monkeypatch, batch, time, heads):
-    """Compare with dqkv in 16 bits that another pass converts. Scales of powers of two do not change
-    the rounding to e5m2. Rounding to bf16 first moves one of 64 numbers by a step of e5m2, a fifth
-    of the number: 0.2/√64 = 0.025."""
+    """Compare with dqkv in 16 bits that another pass converts. Scales are powers of two and do not
+    change the rounding to e5m2. Rounding to bf16 first moves one of 64 numbers by a step of e5m2, a
+    fifth of the number: 0.2/√64 = 0.025."""
     monkeypatch.setattr(mosaic_backward, "stores_fp8", lambda *sizes: True)
     found = projected_gradients(batch, time, heads)
     monkeypatch.setattr(mosaic_backward, "stores_fp8", lambda *sizes: False)
