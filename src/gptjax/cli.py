@@ -52,7 +52,7 @@ def from_command_line(argv: list[str] | None = None) -> Config:
         _CommandLine,
         prog="train.py",
         description="Train a language model."
-        + ("" if given.config else " Defaults shown: no config file."),
+        + ("" if given.config else " With --config, the defaults are the file's."),
         args=argv,
         default=_CommandLine(file, config.optimizer.name, config),
         registry=_registry,

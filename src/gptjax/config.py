@@ -90,8 +90,8 @@ class Config:
     """The optimizer, its learning-rate schedule, and when an update is skipped."""
 
     dataset: str = "auto"
-    """auto (prepared FineWeb, else the embedded corpus), stdlib, the name of a prepared dataset, or
-    a folder of .bin shards."""
+    """auto (prepared FineWeb, else stdlib), stdlib (the source files of Python's standard library),
+    the name of a prepared dataset, or a folder of .bin shards."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets that `python -m gptjax.data` prepares."""
     tokenizer: Literal["auto", "gpt2", "byte"] = "auto"
@@ -391,7 +391,7 @@ def model_from_json(
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known):
         raise ConfigError(
-            f"{kind.__name__} has no fields {unknown}: they are of another version of its file"
+            f"{kind.__name__} has no fields {unknown}: another version of its file saved the config"
         )
     try:
         fields["precision"] = Precision(fields.get("precision", "fp32"))

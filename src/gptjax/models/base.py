@@ -75,8 +75,8 @@ class ModelConfig(abc.ABC):
     """Number of tokens whose logits are in memory at a time; must divide a micro-batch's tokens.
     None: about 16,384 with fused, all tokens with xla."""
     recompute: Literal["none", "block", "sublayer"] = "none"
-    """Activations recomputed in the backward pass: none; all except the input of each block; all
-    except the input of each attention and MLP."""
+    """Activations recomputed in the backward pass. block: all except the input of each block.
+    sublayer: all except the input of each attention and MLP."""
 
     @abc.abstractmethod
     def build(self, rngs: nnx.Rngs) -> "Model":
