@@ -17,7 +17,7 @@ from gptjax import config as configuration
 from gptjax.cli import from_command_line, load
 from gptjax.config import Config, ConfigError, to_json
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.optim import ALGORITHMS, NorMuonConfig, switch_algorithm
+from gptjax.optim import ALGORITHMS, NorMuonConfig, OptimizerConfig, switch_algorithm
 from gptjax.ranges import ranges
 from gptjax.training.step import init_state
 
@@ -257,8 +257,37 @@ def test_differences_are_found_and_operational_ones_are_not():
     longer = dataclasses.replace(config, max_steps=2 * config.max_steps)
     assert "--optimizer.schedule-steps" in configuration.differences(saved, longer)[0]
     # … and not one whose end is given.
-    fixed = dataclasses.replace(longer.optimizer, schedule_steps=config.max_steps)
+    fixed = dataclasses.replace(longer.optimizer, schedule_steps=longer.max_steps)
+    saved |= {"optimizer.schedule_steps": longer.max_steps}
     assert configuration.differences(saved, dataclasses.replace(longer, optimizer=fixed)) == []
+    assert configuration.differences(saved, dataclasses.replace(config, optimizer=fixed)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "zero_from"),
+    [
+        ({"schedule_steps": 1000}, "--optimizer.schedule-steps 1000", 1000),
+        ({"final_steps": 20}, "--optimizer.final-steps 20", 990),
+        (
+            {"schedule_steps": 1005, "final_steps": 5, "cooldown_steps": 9},
+            "--optimizer.schedule-steps 1005 and --optimizer.final-steps 5",
+            1000,
+        ),
+    ],
+)
+def test_steps_with_learning_rate_0_are_refused(options, cause, zero_from):
+    choice = f"--max-steps {zero_from}" if "schedule_steps" in options else "--optimizer.final-s"
+    message = (
+        f"--max-steps 1010 with {cause} trains with learning rate 0 from step {zero_from} on; "
+        f"choose {choice}"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Config(max_steps=1010, optimizer=OptimizerConfig(**options))
+    # The last step of a schedule that decays to 0 has a learning rate above 0.
+    config = Config(max_steps=zero_from, optimizer=OptimizerConfig(**options | {"final_steps": 0}))
+    assert config.learning_rate_schedule()(zero_from - 1) > 0
+    for kept in ({"final_fraction": 0.1}, {"schedule": "constant", "cooldown_steps": None}):
+        Config(max_steps=1010, optimizer=OptimizerConfig(**options | kept))
 
 
 def other_optimizer(config: Config, **optimizer) -> Config:

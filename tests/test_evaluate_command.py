@@ -96,6 +96,25 @@ def test_texts(command, folder, both, tmp_path):
     assert bits["value"] == pytest.approx(nats / np.log(2), rel=1e-5)
 
 
+def test_progress_without_a_terminal(command, monkeypatch, folder):
+    """A line after each batch, because no time passes between lines."""
+    text, arguments = folder / "text.txt", ("--batch-tokens", 1)
+    monkeypatch.setattr(evaluate, "LINE_SECONDS", 0)
+    _, shown, _ = command(
+        "--task", "loss", "--file", text, *arguments, "--stride", 8, "--limit", 20
+    )
+    assert [line for line in shown.splitlines() if line.startswith("loss: ")] == [
+        "loss: 1 of 3",
+        "loss: 2 of 3",
+        "loss: 3 of 3",
+    ]
+    monkeypatch.setattr(evaluate, "LINE_SECONDS", 60)
+    _, shown, _ = command(
+        "--task", "loss", "--file", text, *arguments, "--stride", 8, "--limit", 20
+    )
+    assert "loss: " not in shown
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

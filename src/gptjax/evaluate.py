@@ -37,6 +37,8 @@ from gptjax.user_folders import cache_folder, data_folder
 
 Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
 TEXT_TASKS = ("loss", "bits-per-byte")
+# Seconds between lines of progress without a terminal.
+LINE_SECONDS = 10
 USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError, OSError)
 
 
@@ -241,11 +243,28 @@ def _harness(options: Evaluate, model: Any, tokenizer: Any, used: list) -> list[
 
 @contextlib.contextmanager
 def _progress(console: Console, task: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal; yield a function of the newly scored items and the total."""
-    columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        number = bar.add_task(task, total=None)
-        yield lambda scored, total: bar.update(number, advance=scored, total=total)
+    """Yield a function of the number of newly scored items and the total, which reports progress.
+
+    Show a bar on a terminal; otherwise, print a line every ten seconds.
+    """
+    if console.is_terminal:
+        columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as bar:
+            number = bar.add_task(task, total=None)
+            yield lambda scored, total: bar.update(number, advance=scored, total=total)
+        return
+
+    printed, total_scored = time.monotonic(), 0
+
+    def advance(scored: int, total: int) -> None:
+        nonlocal printed, total_scored
+        total_scored += scored
+        if time.monotonic() - printed >= LINE_SECONDS:
+            printed = time.monotonic()
+            console.print(f"{task}: {total_scored:,} of {total:,}", markup=False)
+            console.file.flush()
+
+    yield advance
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -172,9 +172,11 @@ def check(config: "Config") -> None:
 
     Raises:
         ValueError: the stages do not follow each other, do not cover the run, or have options that
-            do not fit the config; a schedule does not fit into the run.
+            do not fit the config; a schedule does not fit into the run, or reaches learning rate 0
+            before the run ends.
     """
     schedules(config)
+    _check_rates(config)
     if not config.stages:
         return
     if config.overfit_one_batch:
@@ -196,6 +198,25 @@ def check(config: "Config") -> None:
             f"the last stage ends at step {begin}, before --max-steps {config.max_steps}; leave "
             "its until out, or add a stage"
         )
+
+
+def _check_rates(config: "Config") -> None:
+    """Raise ValueError if steps at the end of the run have the learning rate 0."""
+    optimizer, steps = config.optimizer, config.max_steps
+    zero_from = optimizer.zero_from(steps)
+    if zero_from is None or zero_from >= steps:
+        return
+    given, choice = [], "--optimizer.final-steps 0"
+    if optimizer.schedule_steps is not None:
+        given = [f"--optimizer.schedule-steps {optimizer.schedule_steps}"]
+        choice = f"--max-steps {zero_from}"
+    if optimizer.final_steps:
+        given.append(f"--optimizer.final-steps {optimizer.final_steps}")
+    raise ValueError(
+        f"--max-steps {steps} with {' and '.join(given)} trains with learning rate 0 from step "
+        f"{zero_from} on; choose {choice}, or an --optimizer.final-fraction above 0; a run whose "
+        "schedule has ended continues as a new run with --init-from"
+    )
 
 
 def schedules(config: "Config") -> dict[str, optax.Schedule]:

@@ -322,6 +322,16 @@ class OptimizerConfig:
         """
         return {"learning_rate": self._learning_rate(self.learning_rate, total_steps)}
 
+    def zero_from(self, total_steps: int) -> int | None:
+        """Return the index of the first update with learning rate 0, or None.
+
+        Args:
+            total_steps: as in `schedules`.
+        """
+        if self.final_fraction > 0 or self.schedule == "constant":
+            return None
+        return (self.schedule_steps or total_steps) - self.final_steps
+
     def build(
         self,
         *,
