@@ -1,98 +1,264 @@
-"""Loss of GPT-2 124M in several precisions: the same initial weights and the same tokens.
+"""Does FP8 learn as bf16 does? Train GPT-2 124M in both with the same tokens, and with NorMuon.
 
-    python benchmarks/experiments/fp8_losses.py --out losses.json
+    python benchmarks/experiments/fp8_losses.py --out runs/fp8_losses --data-dir data
+    python benchmarks/experiments/fp8_losses.py --out runs/fp8_losses --report
 
-The text is the Python standard library of the running interpreter, in random order of its files. A
-seed is one initialisation and one order of the windows. The learning rate is that of 124M.
+Every run is a command of train.py on docs_corpus, printed before it starts: 1,000 steps of 65,536
+tokens, 3.9 epochs. A seed determines the initial weights and the order of the data.
+
+adamw      configs/gpt2_124m_docs.py in bf16 and in fp8, three seeds
+normuon    configs/gpt2_124m_normuon_docs.py in bf16, three seeds
+twice      the first, with twice its learning rate, seed 0
+medium     configs/gpt2_350m.py with 300 of these steps, seed 0
+spike      a step whose gradient is multiplied by 100 (gradient_spike.py), seed 0
+
+A finished run is a line of OUT/runs_I.jsonl and is not trained again: a command that was stopped
+continues when it is repeated. `--part 0/2` and `--part 1/2` divide the runs over two processes. The
+runs of a pair are in one part, so on one GPU.
+
+`--report` trains nothing and needs no GPU. It writes benchmarks/results/fp8_losses.json and the
+picture of docs/fp8.md, and states time and loss in the configs; then run
+benchmarks/tools/result_tables.py.
 """
 
 import dataclasses
 import json
-import sysconfig
+import math
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import tiktoken
 import tyro
+from _fp8_losses_report import final, report
 
-from gptjax import GPT2Config, Precision, optim
-from gptjax.models.base import graph
-from gptjax.training.compilation import compiler_options
-from gptjax.training.step import init_state, make_eval_step, make_train_step
+from gptjax.bench import results
+from gptjax.config import ConfigError
+from gptjax.user_folders import data_folder
+
+STARTED = time.perf_counter()
+ROOT = Path(__file__).parents[2]
+DOCS, NORMUON = "configs/gpt2_124m_docs.py", "configs/gpt2_124m_normuon_docs.py"
+MEDIUM = (
+    "configs/gpt2_350m.py --dataset docs_corpus --batch-tokens 65536 --max-steps 300 "
+    "--optimizer.warmup-steps 100 --val-every 100 --val-tokens 655360 --sample-every 0"
+)
+SPIKE = "benchmarks/experiments/gradient_spike.py"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Compare precisions by their losses."""
+    """Compare the losses of precisions and optimizers."""
 
-    precisions: tuple[str, ...] = ("bf16", "fp8", "fp8_head")
-    steps: int = 300
-    seeds: int = 2
-    batch: int = 32
-    sequence_length: int = 1024
-    layers: int = 12
-    out: Path | None = None
-    """JSON file of all losses."""
-
-
-def standard_library(characters: int) -> np.ndarray:
-    """Return the tokens of the standard library's larger files, each after an end-of-text token."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    files = [file for file in files if 2000 < file.stat().st_size < 200_000]
-    np.random.default_rng(0).shuffle(files)
-    texts, total = [], 0
-    for file in files:
-        texts.append(file.read_text(encoding="utf-8", errors="ignore"))
-        total += len(texts[-1])
-        if total > characters:
-            break
-    encoded = tiktoken.get_encoding("gpt2").encode_ordinary_batch(texts)
-    return np.concatenate([np.array([50256, *tokens], np.int32) for tokens in encoded])
+    out: Path
+    """Folder for the records and the logs. Created if absent."""
+    part: str = "0/1"
+    """I/N: train part I of N of the runs."""
+    data_dir: Path = dataclasses.field(default_factory=data_folder)
+    """Folder of prepared datasets, with docs_corpus."""
+    limit_s: float = math.inf
+    """Start no run that might not end within this many seconds of the command's start."""
+    groups: tuple[str, ...] = ("adamw", "normuon", "twice", "medium", "spike")
+    """Groups of runs to train."""
+    train_options: str = ""
+    """Further options of each train.py command, for a trial with a small model."""
+    report: bool = False
+    """Train nothing: report the records of all parts."""
+    commit: str | None = None
+    """With --report: commit of the runs that were trained outside a checkout."""
 
 
-def main() -> None:
-    """Train each precision with each seed, and print a line for each run."""
-    options, started, rows = tyro.cli(Options, description=__doc__), time.time(), []
-    width, tokens = options.sequence_length + 1, standard_library(40_000_000)
-    validation, train = tokens[: 64 * width].reshape(64, width), tokens[64 * width :]
-    starts = np.arange(0, len(train) - width, options.sequence_length)
-    print(f"{len(tokens):,} tokens", flush=True)
-    rate = optim.schedule("cosine", peak=6e-4, warmup_steps=60, total_steps=options.steps)
-    tx = optim.adamw(rate)
-    windows = jax.ShapeDtypeStruct((1, options.batch, width), jnp.int32)
-    for name in options.precisions:
-        config = GPT2Config(n_layer=options.layers, precision=Precision(name))
-        state = jax.eval_shape(lambda c=config: init_state(c, tx, 0))
-        step = jax.jit(make_train_step(graph(config), tx, rate), donate_argnums=0)
-        step = step.lower(state, windows).compile(compiler_options=compiler_options())
-        evaluate = jax.jit(make_eval_step(graph(config)))
-        for seed in range(options.seeds):
-            rng, order = np.random.default_rng(seed), []
-            while len(order) < options.steps * options.batch:
-                order.extend(rng.permutation(starts))
-            state, losses, norms = init_state(config, tx, seed), [], []
-            for i in range(options.steps):
-                chosen = order[i * options.batch : (i + 1) * options.batch]
-                batch = np.stack([train[start : start + width] for start in chosen])
-                state, metrics = step(state, jnp.asarray(batch[None]))
-                losses.append(metrics["loss"])
-                norms.append(metrics["grad_norm"])
-            losses, norms = (np.array(jax.device_get(values)) for values in (losses, norms))
-            parts = [evaluate(state.params, jnp.asarray(part)) for part in np.split(validation, 4)]
-            row = {"precision": name, "seed": seed, "validation": float(np.mean(parts))}
-            rows.append(row | {"losses": losses.tolist(), "grad_norms": norms.tolist()})
-            print(
-                f"{name} seed {seed}: validation {row['validation']:.4f}, last 50 steps "
-                f"{losses[-50:].mean():.4f}, gradient norm {norms[-50:].mean():.3f}, "
-                f"{time.time() - started:.0f} s",
-                flush=True,
-            )
-            if options.out is not None:
-                options.out.write_text(json.dumps(rows))
+class Run(NamedTuple):
+    """A run: its place in the report, its command, and the expected seconds on an H200."""
+
+    group: str
+    optimizer: str
+    precision: str
+    seed: int
+    options: str
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}_{self.precision}_{self.seed}"
+
+    def command(self, o: Options) -> list[str]:
+        """Return the command that a user types for this run."""
+        precision = f"--seed {self.seed} --model.precision {self.precision}"
+        text = f"train.py --config {self.options} {precision} {o.train_options}"
+        return ["python", *shlex.split(text)]
+
+
+def plan() -> list[list[Run]]:
+    """Return the runs in the order of their importance, in units that stay on one GPU."""
+
+    def pair(group: str, options: str, seed: int, bf16: float, fp8: float) -> list[Run]:
+        return [
+            Run(group, "adamw", "bf16", seed, options, bf16),
+            Run(group, "adamw", "fp8", seed, options, fp8),
+        ]
+
+    def normuon(*seeds: int) -> list[Run]:
+        return [Run("normuon", "normuon", "bf16", seed, NORMUON, 140) for seed in seeds]
+
+    adamw = [pair("adamw", DOCS, seed, 130, 115) for seed in range(3)]
+    twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 130, 115)
+    medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 65, 62)
+    return [*adamw, normuon(0, 1), twice, medium, spike, normuon(2)]
+
+
+def share(units: Sequence[list[Run]], parts: int) -> list[list[Run]]:
+    """Divide the units over the parts in order, each to the part with the least time so far."""
+    shares: list[list[Run]] = [[] for _ in range(parts)]
+    for unit in units:
+        least = min(shares, key=lambda runs: sum(run.seconds for run in runs))
+        least += unit
+    return shares
+
+
+def part_of(o: Options) -> tuple[int, int]:
+    """Return I and N of the option --part.
+
+    Raises:
+        ConfigError: it is not I/N with I < N.
+    """
+    matched = re.fullmatch(r"(\d+)/(\d+)", o.part)
+    part, parts = map(int, matched.groups()) if matched else (0, 0)
+    if part >= parts:
+        raise ConfigError(f"--part {o.part}: expected I/N with I below N, such as 0/2")
+    return part, parts
+
+
+def read_records(folder: Path) -> list[dict]:
+    """Return the records of all parts."""
+    files = sorted(folder.glob("runs_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def elapsed_s() -> float:
+    return time.perf_counter() - STARTED
+
+
+def train(run: Run, o: Options) -> dict | None:
+    """Train a run; return its record, or None if it failed or did not end in time.
+
+    A run that NaN or infinity ended is recorded.
+    """
+    command, folder = run.command(o), o.out / "runs"
+    shutil.rmtree(folder / run.name, ignore_errors=True)
+    where = ["--name", run.name, "--runs-dir", str(folder), "--data-dir", str(o.data_dir)]
+    print(f"{run.name}: {shlex.join(command)}, at {elapsed_s():.0f} s", flush=True)
+    began = time.perf_counter()
+    # No checkpoints: a run that was stopped is repeated.
+    options = [*where, "--checkpoint-every", "0", "--log-every", "50"]
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        [sys.executable, "-u", *command[1:], *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    limit = o.limit_s - elapsed_s()
+    timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), process.terminate)
+    timer.start()
+    last = ""
+    with (o.out / f"{run.name}.log").open("w") as log:
+        for line in process.stdout or ():
+            log.write(line)
+            last = line.strip() or last
+            if line.startswith("step ") and "validation loss" in line:
+                print(f"  {run.name}: {line.rstrip()[:120]}, at {elapsed_s():.0f} s", flush=True)
+    code = process.wait()
+    timer.cancel()
+    found = read_log(folder / run.name / "log.jsonl")
+    ended = code == 0 or (found is not None and found["not_finite"])
+    if found is None or not ended:
+        print(f"{run.name}: no result, exit code {code}: {last[:300]}", flush=True)
+        return None
+    identity = {"name": run.name, **run._asdict(), "command": shlex.join(command)}
+    del identity["options"], identity["seconds"]
+    seconds = round(time.perf_counter() - began, 1)
+    return identity | found | {"command_seconds": seconds, "commit": results.commit()}
+
+
+def read_log(path: Path) -> dict | None:
+    """Return the part of a record that is in a run's log; None if no step was logged."""
+    if not path.exists():
+        return None
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    start = next((line for line in lines if line.get("event") == "start"), None)
+    steps = [line for line in lines if line["kind"] == "train"]
+    if start is None or not steps:
+        return None
+    times = [line["ms"] for line in steps if line["ms"] is not None]
+    ms = statistics.median(times) if times else None
+    batch = start["config"]["batch_tokens"]
+    return {
+        "steps": steps[-1]["step"],
+        "tokens": steps[-1]["tokens"],
+        "loss": [rounded(line["loss"]) for line in steps],
+        "grad_norm": [rounded(line["grad_norm"]) for line in steps],
+        "val": [[line["step"], rounded(line["loss"])] for line in lines if line["kind"] == "val"],
+        "not_finite": any(line.get("event") == "not finite" for line in lines),
+        "ms": ms,
+        "tokens_per_second": ms and round(batch / ms * 1e3),
+        "training_seconds": times and round(statistics.fmean(times) * len(steps) / 1e3, 1),
+        "spike_step": start["config"].get("model.spike_step"),
+        "kernels": start["kernels"],
+        "date": time.strftime("%Y-%m-%d"),
+        "device": start["device"],
+        "versions": start["versions"],
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
+
+
+def main(o: Options) -> int:
+    o = dataclasses.replace(o, out=o.out.resolve(), data_dir=o.data_dir.resolve())
+    part, parts = part_of(o)
+    if o.report:
+        return report(read_records(o.out), o.commit)
+    o.out.mkdir(parents=True, exist_ok=True)
+    known = {(record["name"], record["command"]) for record in read_records(o.out)}
+    missing = 0
+    for run in share([u for u in plan() if u[0].group in o.groups], parts)[part]:
+        if (run.name, shlex.join(run.command(o))) in known:
+            continue
+        if elapsed_s() + run.seconds > o.limit_s:
+            print(f"{run.name}: not started, at {elapsed_s():.0f} s", flush=True)
+            record = None
+        else:
+            record = train(run, o)
+        if record is None:
+            missing += 1
+            continue
+        with (o.out / f"runs_{part}.jsonl").open("a") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+        print(
+            f"{run.name}: validation loss {final(record)}, "
+            f"{record['tokens_per_second']} tokens/s, "
+            f"{record['command_seconds']} s",
+            flush=True,
+        )
+    if missing:
+        print(f"{missing} runs are missing: the same command continues")
+    return int(missing > 0)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main(tyro.cli(Options, description=__doc__)))
+    except (ConfigError, OSError) as error:
+        sys.exit(f"fp8_losses: {error}")

@@ -17,6 +17,7 @@ TOOLS = Path(__file__).parent
 # The modules of the tables, and the report of the scaling experiment.
 sys.path += [str(TOOLS), str(TOOLS.parent / "experiments")]
 
+import _result_fp8  # noqa: E402
 import _result_kernels  # noqa: E402
 import _result_runs  # noqa: E402
 import _result_steps  # noqa: E402
@@ -27,6 +28,7 @@ TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
     **_result_steps.TABLES,
     **_result_runs.TABLES,
     **_result_kernels.TABLES,
+    **_result_fp8.TABLES,
 }
 TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -35,8 +37,9 @@ def generate(name: str) -> str:
     """Return a table with its caption, between its markers."""
     page, table = TABLES[name]
     results = Results(ROOT / page)
-    text = table(results)
-    return f"<!-- table: {name} -->\n\n{text}\n\n{results.caption()}\n\n<!-- end -->"
+    # There is no caption without results.
+    parts = [f"<!-- table: {name} -->", table(results), results.caption(), "<!-- end -->"]
+    return "\n\n".join(filter(None, parts))
 
 
 def current(page: Path, text: str) -> str:

@@ -1,0 +1,124 @@
+"""Tables of FP8 and of the two recipes on docs_corpus."""
+
+from pathlib import Path
+
+from _result_files import FOLDER, Results, figure, markdown, ratio
+
+# Largest difference of the final loss from bf16's at which FP8 is as good.
+BAR = 0.003
+ABSENT = "Not measured yet."
+GROUPS = {
+    "adamw": "124M, AdamW",
+    "twice": "124M, AdamW, twice the learning rate",
+    "medium": "350M, AdamW, 300 steps",
+}
+CONFIGS = {
+    "adamw": "configs/gpt2_124m_docs.py",
+    "normuon": "configs/gpt2_124m_normuon_docs.py",
+}
+
+
+def losses_of(results: Results) -> dict | None:
+    """Return the numbers of fp8_losses.json; None if the runs are not there."""
+    if not (FOLDER / "fp8_losses.json").exists():
+        return None
+    return results["fp8_losses"]["result"]
+
+
+def loss(value: float | None, sign: str = "") -> str:
+    return "not finite" if value is None else f"{value:{sign}.4f}".replace("-", "−")
+
+
+def step_table(results: Results) -> str:
+    """The training step in FP8 and in bf16."""
+    names = {"bf16": "step/bf16_64_beside_fp8", "fp8": "step/fp8_64"}
+    rows = {precision: results[name]["rows"][0] for precision, name in names.items()}
+    lines = [
+        [
+            precision,
+            f"{row['ms']:.1f}",
+            figure(row["tokens/s"]),
+            f"{row['needed_gib']:.1f}",
+            "" if precision == "bf16" else ratio(rows["bf16"]["ms"] / row["ms"]),
+        ]
+        for precision, row in rows.items()
+    ]
+    head = ("precision", "ms", "tokens/s", "needed GiB", "speed compared with bf16")
+    return markdown(head, lines)
+
+
+def losses_table(results: Results) -> str:
+    """Final losses of FP8 and bf16 with the same tokens."""
+    found = losses_of(results)
+    if found is None:
+        return ABSENT
+    lines = []
+    for group, name in GROUPS.items():
+        for precision, runs in found.get(group, {}).items():
+            seeds = ", ".join(map(loss, runs["finals"]))
+            difference = error = share = ""
+            if "difference" in runs:
+                difference = loss(runs["difference"], "+")
+                error = "" if runs["standard_error"] is None else loss(runs["standard_error"])
+                within = runs["steps_within_spread"]
+                share = "" if within is None else f"{100 * within:.1f} %"
+            speed = f"{runs['tokens_per_second']:,}"
+            means = loss(runs["final"]), seeds, difference, error, share
+            lines.append([f"{name}, {precision}", *means, speed, f"{runs['training_seconds']:.0f}"])
+    head = ["run", "final loss, mean", "seeds", "fp8 − bf16", "standard error"]
+    head += ["steps within bf16's spread", "tokens/s", "seconds of training"]
+    picture = "\n\n![Losses of fp8 and bf16](images/fp8_losses.png)"
+    return markdown(head, lines) + verdict(found) + picture
+
+
+def verdict(found: dict) -> str:
+    """Return a paragraph on whether the first group is within the bar; empty without its runs."""
+    fp8 = found.get("adamw", {}).get("fp8", {})
+    if fp8.get("difference") is None:
+        return ""
+    within = "within" if abs(fp8["difference"]) <= BAR else "not within"
+    return (
+        f"\n\nWith AdamW and {len(fp8['seeds'])} seeds, fp8's mean final loss is {within} {BAR} of "
+        "bf16's."
+    )
+
+
+def spike_table(results: Results) -> str:
+    """Losses before and after a step with a gradient of 100 times its size."""
+    found = (losses_of(results) or {}).get("spike")
+    if found is None:
+        return ABSENT
+    lines = [
+        [
+            precision,
+            loss(runs["before"]),
+            loss(runs["greatest"]),
+            "never" if runs["recovered_after"] is None else runs["recovered_after"],
+            loss(runs["final"]),
+        ]
+        for precision, runs in found.items()
+    ]
+    head = ("precision", "training loss before", "greatest after", "steps to recover")
+    return markdown((*head, "validation loss, step 250"), lines)
+
+
+def recipes_table(results: Results) -> str:
+    """Loss and time of the configs for docs_corpus."""
+    found, lines = losses_of(results) or {}, []
+    for group, config in CONFIGS.items():
+        if (runs := found.get(group, {}).get("bf16")) is None:
+            continue
+        seeds = ", ".join(map(loss, runs["finals"]))
+        numbers = f"{runs['tokens_per_second']:,}", f"{runs['training_seconds']:.0f}"
+        lines.append([f"`{config}`", runs["steps"][0], loss(runs["final"]), seeds, *numbers])
+    head = ("config", "steps", "final loss, mean", "seeds", "tokens/s", "seconds of training")
+    return markdown(head, lines) if lines else ABSENT
+
+
+DOCS = Path("docs")
+TABLES = {
+    "fp8_step": (DOCS / "fp8.md", step_table),
+    "fp8_losses": (DOCS / "fp8.md", losses_table),
+    "fp8_spike": (DOCS / "fp8.md", spike_table),
+    "recipes": (DOCS / "measurements.md", recipes_table),
+}
