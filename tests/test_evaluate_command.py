@@ -217,8 +217,10 @@ def test_a_harness_task_from_files(command, folder, both, lm, monkeypatch, tmp_p
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "letters.yaml").write_text(TASK.format(file=folder / "hellaswag_val.jsonl"))
     out = tmp_path / "results.json"
-    code, _, errors = command("--harness", "letters", "--harness-path", tmp_path, "--out", out)
+    monkeypatch.setattr(evaluate, "LINE_SECONDS", 0)
+    code, shown, errors = command("--harness", "letters", "--harness-path", tmp_path, "--out", out)
     assert code == 0, errors
+    assert "log-probabilities: 36 of 36" in shown
     (row,) = json.loads(out.read_text())["rows"]
     right = []
     for item in hellaswag_items(9, seed=2):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shlex
 import sys
@@ -134,7 +135,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
         with _progress(console, task) as scored:
             rows += _score(options, task, scorer, tokenizer, items, scored)
     if options.harness:
-        rows += _harness(options, model, tokenizer, used)
+        rows += _harness(options, model, tokenizer, used, console)
     console.print(_table(rows))
     return _result(options, command, rows, used, model)
 
@@ -221,7 +222,9 @@ def _stream(options: Evaluate, tokenizer: Any) -> Any:
     return from_dataset(data.find_dataset(name, options.data_dir, tokenizer.name), tokenizer)
 
 
-def _harness(options: Evaluate, model: Any, tokenizer: Any, used: list) -> list[dict[str, Any]]:
+def _harness(
+    options: Evaluate, model: Any, tokenizer: Any, used: list, console: Console
+) -> list[dict[str, Any]]:
     """Return the rows of the tasks of lm-evaluation-harness."""
     from gptjax.evaluation.harness import LM, evaluate_tasks
 
@@ -230,7 +233,7 @@ def _harness(options: Evaluate, model: Any, tokenizer: Any, used: list) -> list[
         batch = max(1, options.batch_tokens // model.config.block_size)
     began = time.perf_counter()
     found = evaluate_tasks(
-        LM(model, tokenizer, batch, devices=used),
+        LM(model, tokenizer, batch, devices=used, progress=functools.partial(_progress, console)),
         options.harness,
         path=options.harness_path,
         shots=options.shots,

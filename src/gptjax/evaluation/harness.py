@@ -7,7 +7,8 @@ generated on one device, in batches of prompts of similar length.
 """
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ except ImportError as error:
 
 MAX_NEW_TOKENS = 256
 
+type Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
+
 
 class LM(TemplateLM):
     """A gptjax model for `lm_eval.simple_evaluate(model=…)`.
@@ -40,6 +43,8 @@ class LM(TemplateLM):
             of prompts in a batch. None: the default of `Scorer`, and 16 prompts.
         devices: devices for scoring; None for all. Generation uses one device.
         seed: seed of sampling, for tasks with a temperature above 0.
+        progress: function of a text; returns a context manager of a function, which is called with
+            the number of newly completed requests and the number of all requests.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class LM(TemplateLM):
         *,
         devices: list[jax.Device] | None = None,
         seed: int = 0,
+        progress: Progress = lambda text: contextlib.nullcontext(lambda done, total: None),
     ):
         super().__init__()
         if batch_size is not None and batch_size < 1:
@@ -58,6 +64,7 @@ class LM(TemplateLM):
         self._scorer = Scorer.of(model, devices, tokens)
         self._model, self._tokenizer = model, tokenizer
         self._prompts, self._key = batch_size or 16, jax.random.key(seed)
+        self._progress = progress
 
     @property
     def eot_token_id(self) -> int:
@@ -87,7 +94,9 @@ class LM(TemplateLM):
             Row(np.array(context + continuation, np.int32), len(context))
             for _, context, continuation in requests
         )
-        scores = self._scorer.score(rows, greedy=True)
+        with self._progress("log-probabilities") as scored:
+            total = len(requests)
+            scores = self._scorer.score(rows, greedy=True, scored=lambda n: scored(n, total))
         found = [(score.log_prob, bool(score.greedy)) for score in scores]
         for (texts, _, _), answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -108,7 +117,9 @@ class LM(TemplateLM):
                 rows.append(Row(ids, len(context)))
                 owners.append(index)
         totals = [0.0] * len(requests)
-        for index, score in zip(owners, self._scorer.score(rows), strict=True):
+        with self._progress("windows of texts") as scored:
+            scores = self._scorer.score(rows, scored=lambda n: scored(n, len(rows)))
+        for index, score in zip(owners, scores, strict=True):
             totals[index] += score.log_prob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -132,10 +143,13 @@ class LM(TemplateLM):
             ids = self.tok_encode(context)[options.length - self.max_length :]
             ids = ids or [self.prefix_token_id]
             groups[options.key].append((index, ids, options))
-        for group in groups.values():
-            group.sort(key=lambda each: -len(each[1]))
-            for begin in range(0, len(group), self._prompts):
-                texts |= self._continue(group[begin : begin + self._prompts])
+        with self._progress("continuations") as completed:
+            for group in groups.values():
+                group.sort(key=lambda each: -len(each[1]))
+                for begin in range(0, len(group), self._prompts):
+                    batch = group[begin : begin + self._prompts]
+                    texts |= self._continue(batch)
+                    completed(len(batch), len(requests))
         for index, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[index])
         return [texts[index] for index in range(len(requests))]
