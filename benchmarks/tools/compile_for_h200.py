@@ -1,0 +1,181 @@
+"""Compile training steps for H200s, without a GPU: memory, launches, and XLA's optimised program.
+
+    pip download --no-deps -d wheels "jax-cuda13-plugin==JAX_VERSION" "jax-cuda13-pjrt==JAX_VERSION"
+    for wheel in wheels/*.whl; do unzip -qo $wheel -d plugin; done
+    export JAX_PLATFORMS=cpu
+    python benchmarks/tools/compile_for_h200.py --plugin plugin --precision fp8 --keep texts
+    python benchmarks/tools/compile_for_h200.py --plugin plugin --preset gpt2-xl --batch 32 \\
+        --devices 8 --parallel fsdp
+
+XLA compiles for a topology of H200s. Mosaic's kernels are lowered as on a GPU. Triton's kernels are
+calls by name with the same operands and results: jax-triton compiles only beside a GPU. XLA selects
+no algorithms of cuBLAS. On an H200, the numbers of fusions and calls are the same, and a step needs
+0.1 GiB more for its code.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from jax._src.lib import xla_client
+
+from gptjax.bench import results
+from gptjax.bench.configs import ModelOptions
+from gptjax.bench.errors import BenchError
+from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.rows import describe, label
+from gptjax.bench.step import launches
+from gptjax.bench.table import Row, print_table
+from gptjax.config import Config, ConfigError
+from gptjax.parallel import Strategy
+from gptjax.training.memory import GIB, needed_bytes
+from pallas_kernels import _dispatch, _mosaic, _triton
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.19.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 19 }
+device_description_str: "NVIDIA H200"
+"""
+"""XLA's description of the GPU. Without the versions of CUDA, XLA uses no FP8 matmuls."""
+LIBRARY = "jax_plugins/xla_cuda13/xla_cuda_plugin.so"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """Compile training steps for H200s, without a GPU."""
+
+    plugin: Path
+    """Folder in which the wheels of jax-cuda13-plugin and jax-cuda13-pjrt were unpacked."""
+    batch: tuple[int, ...] = (64,)
+    """Sequences per step of each device, in one micro-batch."""
+    devices: tuple[int, ...] = (1,)
+    parallel: Strategy = "data"
+    recompute: str = "none"
+    keep: Path | None = None
+    """Folder for the text of each optimised program."""
+    out: Path | None = None
+    """JSON file for the table."""
+
+
+class Plugin:
+    """JAX's CUDA plugin, without a GPU.
+
+    Raises:
+        BenchError: the folder does not have the files of the wheels.
+    """
+
+    def __init__(self, folder: Path):
+        if not (folder / LIBRARY).is_file():
+            raise BenchError(f"{folder / LIBRARY} is not there; --help tells how to get it")
+        # Mosaic compiles its kernels while XLA compiles.
+        runtime = folder / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
+        os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime.absolute())
+        self._api = xla_client.load_pjrt_plugin_dynamically("cuda", str(folder / LIBRARY))
+        xla_client.initialize_pjrt_plugin("cuda")
+        self._extension = _module(folder, "cuda_plugin_extension")
+        # XLA refuses a call of an unknown name. This handler takes any operands when compiled.
+        (self._handler,) = _module(folder, "_prng").registrations().values()
+        self._names: set[str] = set()
+
+    def devices(self, count: int) -> list[Any]:
+        """Return so many H200s of one host, for which XLA only compiles."""
+        topology = xla_client.make_c_api_device_topology(
+            self._api, "h200", target_config=H200, topology=f"1x1x{count}"
+        )
+        return topology._make_compile_only_devices()
+
+    def call(self, kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+        """Replace `pallas_kernels._triton.call`: a call of the kernel's name."""
+        name = kernel.__name__
+        if name not in self._names:
+            self._names.add(name)
+            self._extension.register_custom_call_target(
+                self._api, name, self._handler, "CUDA", 1, 0
+            )
+        arrays = [arg for arg in args if hasattr(arg, "dtype")]
+        shapes = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place]
+        aliases = {
+            next(j for j, array in enumerate(arrays) if array is args[i]): k
+            for k, i in enumerate(in_place)
+        }
+        call = jax.ffi.ffi_call(name, [*shapes, *out], input_output_aliases=aliases)
+        return tuple(call(*arrays))
+
+
+def _module(folder: Path, name: str) -> Any:
+    """Import a module of the wheel. On sys.path, JAX would find the plugin and ask for a GPU."""
+    path = folder / "jax_cuda13_plugin" / f"{name}.so"
+    spec = importlib.util.spec_from_file_location(f"jax_cuda13_plugin.{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row_of(options: Options, config: Config, plugin: Plugin, count: int) -> dict[str, Any]:
+    """Compile a step, and return its row."""
+    devices = plugin.devices(count)
+    step = JaxStep(
+        config, devices[0], parallel=config.parallel_on(devices), forward=options.forward
+    )
+    row = describe(options.name, config, forward=options.forward, devices=count)
+    step.compile(xla_gpu_enable_triton_gemm=False)
+    text = step.compiled.as_text()
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        name = f"{options.name}_{config.model.precision.name}_{config.micro_batch}_{count}.txt"
+        (options.keep / name).write_text(text)
+    row |= {"needed_gib": needed_bytes(step.compiled) / GIB, "program": launches(text)}
+    return row | {"compile_s": step.compile_s, "kernels": config.kernels()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return 1 after a user's error."""
+    options = tyro.cli(Options, args=arguments, description=__doc__)
+    rows = []
+    try:
+        plugin = Plugin(options.plugin)
+        _dispatch.platform, _dispatch.capability = lambda: "gpu", lambda: (9, 0)
+        _dispatch.why_not_triton = lambda: None
+        _mosaic.num_sms, _triton.call = lambda: 132, plugin.call
+        base = options.base()
+        for batch in options.batch:
+            config = options.with_options(base, batch=batch, recompute=options.recompute)
+            config = dataclasses.replace(config, parallel=options.parallel)
+            for count in options.devices:
+                print(f"compiling batch {batch} on {count} devices", file=sys.stderr, flush=True)
+                rows.append(row_of(options, config, plugin, count))
+    except (BenchError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    table = []
+    for row in rows:
+        calls = row["program"]["custom_calls"]
+        texts = f"{row['needed_gib']:.2f}", str(row["program"]["fusions"]), f"{sum(calls.values())}"
+        names = ", ".join(f"{count} {name}" for name, count in sorted(calls.items()))
+        table.append(Row(label(row), texts, names))
+    print_table("NVIDIA H200, without a GPU", ("needs GiB", "fusions", "calls"), table)
+    if options.out:
+        command = results.script_command("benchmarks/tools/compile_for_h200.py", arguments)
+        device = "NVIDIA H200, compiled for without a GPU"
+        results.write(options.out, results.new(command, rows, device=device))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
