@@ -6,8 +6,8 @@ Data:      FineWeb: python -m gptjax.data fineweb10B --shards 18. Without FineWe
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
 Time:      about three quarters of an hour on one H200, at AdamW's 643,700 tokens/s. A NorMuon
            update takes 2.5 ms more than AdamW's, in steps of 0.8 s.
-Loss:      not measured. modded-nanogpt's optimizer track reaches a validation loss of 3.28 on
-           FineWeb with this learning rate, decay and number of steps. With AdamW, the same loss
+Loss:      not run to its end. modded-nanogpt's optimizer track reaches a validation loss of 3.28
+           on FineWeb with this learning rate, decay and number of steps. With AdamW, the same loss
            needs some 19,500 steps.
 """
 

@@ -4,9 +4,11 @@ Command:   python train.py --config configs/gpt2_124m_normuon_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
-Time:      not measured
-Loss:      not measured. docs/normuon.md lists the learning rates that were compared on this corpus.
-           The config uses the best of these learning rates.
+Time:      not run to its end
+Loss:      not run to its end
+
+docs/normuon.md lists the learning rates that were compared on this corpus. The config uses the best
+of these learning rates.
 """
 
 from dataclasses import replace

@@ -4,9 +4,9 @@ Command:   python train.py --config configs/gpt2_350m.py
 Data:      FineWeb: python -m gptjax.data fineweb10B --shards 103. Without FineWeb the run uses the
            standard library's source files.
 Hardware:  one H200 or H100 (80 GB), or up to eight of them
-Time:      not measured. llm.c's run took 13.7 hours on eight A100 GPUs.
-Loss:      not measured. For more than 100 shards put other FineWeb shards into one folder and name
-           the folder with --dataset.
+Time:      not run to its end. llm.c's run took 13.7 hours on eight A100 GPUs.
+Loss:      not run to its end. For more than 100 shards put other FineWeb shards into one folder and
+           name the folder with --dataset.
 """
 
 from dataclasses import replace

@@ -5,10 +5,10 @@ Data:      FineWeb: python -m gptjax.data fineweb10B --shards 103. Without FineW
            standard library's source files. For more than 100 shards put other FineWeb shards into
            one folder and name the folder with --dataset.
 Hardware:  one H200, or up to eight of them
-Time:      not measured: this config was not run
-Loss:      not measured. The recipe is the recipe of configs/gpt2_1558m.py; the micro-batch is an
-           estimate from the activations of a layer. Llama 3.2 1B has a vocabulary of 128,256 and a
-           context of 131,072 tokens, and was not trained with this recipe.
+Time:      not run to its end
+Loss:      not run to its end. The recipe is the recipe of configs/gpt2_1558m.py; the micro-batch is
+           an estimate from the activations of a layer. Llama 3.2 1B has a vocabulary of 128,256 and
+           a context of 131,072 tokens, and was not trained with this recipe.
 """
 
 from dataclasses import replace

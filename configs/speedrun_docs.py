@@ -4,9 +4,11 @@ Command:   python train.py --config configs/speedrun_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 (141 GB). On two or four GPUs: --micro-batch 2 or 1.
-Time:      not measured
-Loss:      not measured. configs/gpt2_124m_docs.py and configs/gpt2_124m_normuon_docs.py train GPT-2
-           124M on as many tokens in as many steps.
+Time:      not run to its end
+Loss:      not run to its end
+
+configs/gpt2_124m_docs.py and configs/gpt2_124m_normuon_docs.py train GPT-2 124M on as many tokens
+in as many steps.
 
 1,000 steps of 65,536 tokens on average, in the record's proportions: a quarter of the tokens of the
 record's steps, the same windows and learning rates. Documents are not cut: cut to the record's

@@ -20,6 +20,7 @@ COMMAND = "python benchmarks/experiments/fp8_losses.py --out FOLDER --data-dir d
 CONFIGS = {
     "adamw": ROOT / "configs" / "gpt2_124m_docs.py",
     "normuon": ROOT / "configs" / "gpt2_124m_normuon_docs.py",
+    "speedrun": ROOT / "configs" / "speedrun_docs.py",
 }
 # Steps whose mean loss is compared before and after a spike.
 AROUND = 20
@@ -93,7 +94,7 @@ def compared(bf16: Sequence[dict], fp8: Sequence[dict]) -> dict[str, Any]:
         "difference": round(statistics.fmean(differences), 5) if whole else None,
         "standard_error": None if error is None else round(error, 5),
         "steps_within_spread": round(float(within.mean()), 4) if several else None,
-        "paired_rms": round(rms, 5) if math.isfinite(rms) else None,
+        "paired_rms": finite(rms),
     }
 
 
@@ -101,21 +102,26 @@ def recovery(record: dict) -> dict[str, Any]:
     """Return the losses around the step with the spike.
 
     Returns:
-        before: mean of the losses of `AROUND` steps before.
+        before: mean of the losses of the `AROUND` steps before; None if one was not finite.
         greatest: greatest loss after the step; None if a loss was not finite.
         recovered_after: steps after which the mean of the last `AROUND` losses is at most `before`;
             None if never.
     """
     losses, at = losses_of([record])[0], record["spike_step"]
-    before, after = float(losses[at - AROUND : at].mean()), losses[at + 1 :]
+    before, after = losses[max(0, at - AROUND) : at].tolist(), losses[at + 1 :]
+    mean = statistics.fmean(before) if before else math.nan
     means = np.convolve(after, np.ones(AROUND) / AROUND, "valid") if len(after) >= AROUND else []
-    back = np.flatnonzero(np.asarray(means) <= before)
+    back = np.flatnonzero(np.asarray(means) <= mean)
     greatest = float(after.max()) if len(after) else math.nan
     return {
-        "before": round(before, 4),
-        "greatest": round(greatest, 4) if math.isfinite(greatest) else None,
+        "before": finite(mean),
+        "greatest": finite(greatest),
         "recovered_after": int(back[0]) + AROUND if len(back) else None,
     }
+
+
+def finite(value: float) -> float | None:
+    return round(value, 5) if math.isfinite(value) else None
 
 
 def summary(records: Sequence[dict]) -> dict[str, dict]:
@@ -179,7 +185,7 @@ def state_result(path: Path, records: Sequence[dict], commit: str | None) -> Non
     """Write time and loss of the runs into the docstring of a config.
 
     Raises:
-        ConfigError: the docstring has no lines Time and Loss at its end.
+        ConfigError: the docstring has no paragraph that ends with Time and Loss.
     """
     runs, first = of_runs(records), records[0]
     each = ", ".join("not finite" if loss is None else f"{loss:.4f}" for loss in runs["finals"])
@@ -195,10 +201,10 @@ def state_result(path: Path, records: Sequence[dict], commit: str | None) -> Non
         textwrap.fill(text, 100, initial_indent=f"{name + ':':<11}", subsequent_indent=" " * 11)
         for name, text in texts.items()
     ]
-    pattern = re.compile(r'^Time: .*?(?=^""")', re.MULTILINE | re.DOTALL)
+    pattern = re.compile(r'^Time: .*?\n(?=\n|""")', re.MULTILINE | re.DOTALL)
     new, count = pattern.subn(lambda _: "\n".join(lines) + "\n", path.read_text(), count=1)
     if count != 1:
-        raise ConfigError(f"{path}: expected a docstring that ends with Time and Loss")
+        raise ConfigError(f"{path}: expected a docstring with Time and Loss")
     path.write_text(new)
 
 

@@ -11,6 +11,7 @@ normuon    configs/gpt2_124m_normuon_docs.py in bf16, three seeds
 twice      the first, with twice its learning rate, seed 0
 medium     configs/gpt2_350m.py with 300 of these steps, seed 0
 spike      a step whose gradient is multiplied by 100 (gradient_spike.py), seed 0
+speedrun   configs/speedrun_docs.py in bf16, seed 0
 
 A finished run is a line of OUT/runs_I.jsonl and is not trained again: a command that was stopped
 continues when it is repeated. `--part 0/2` and `--part 1/2` divide the runs over two processes. The
@@ -66,7 +67,7 @@ class Options:
     """Folder of prepared datasets, with docs_corpus."""
     limit_s: float = math.inf
     """Start no run that might not end within this many seconds of the command's start."""
-    groups: tuple[str, ...] = ("adamw", "normuon", "twice", "medium", "spike")
+    groups: tuple[str, ...] = ("adamw", "normuon", "twice", "medium", "spike", "speedrun")
     """Groups of runs to train."""
     train_options: str = ""
     """Further options of each train.py command, for a trial with a small model."""
@@ -112,7 +113,8 @@ def plan() -> list[list[Run]]:
     adamw = [pair("adamw", DOCS, seed, 130, 115) for seed in range(3)]
     twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 130, 115)
     medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 65, 62)
-    return [*adamw, normuon(0, 1), twice, medium, spike, normuon(2)]
+    speedrun = [Run("speedrun", "normuon", "bf16", 0, "configs/speedrun_docs.py", 230)]
+    return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, normuon(2)]
 
 
 def share(units: Sequence[list[Run]], parts: int) -> list[list[Run]]:
@@ -202,7 +204,10 @@ def read_log(path: Path) -> dict | None:
         return None
     times = [line["ms"] for line in steps if line["ms"] is not None]
     ms = statistics.median(times) if times else None
-    batch = start["config"]["batch_tokens"]
+    seconds = statistics.fmean(times) * len(steps) / 1e3 if times else None
+    speed = ms and start["config"]["batch_tokens"] / ms * 1e3
+    if seconds and start["config"].get("stages"):
+        speed = steps[-1]["tokens"] / seconds
     return {
         "steps": steps[-1]["step"],
         "tokens": steps[-1]["tokens"],
@@ -211,8 +216,8 @@ def read_log(path: Path) -> dict | None:
         "val": [[line["step"], rounded(line["loss"])] for line in lines if line["kind"] == "val"],
         "not_finite": any(line.get("event") == "not finite" for line in lines),
         "ms": ms,
-        "tokens_per_second": ms and round(batch / ms * 1e3),
-        "training_seconds": times and round(statistics.fmean(times) * len(steps) / 1e3, 1),
+        "tokens_per_second": speed and round(speed),
+        "training_seconds": seconds and round(seconds, 1),
         "spike_step": start["config"].get("model.spike_step"),
         "kernels": start["kernels"],
         "date": time.strftime("%Y-%m-%d"),
