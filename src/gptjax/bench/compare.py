@@ -71,7 +71,7 @@ def compare(before: list[dict], after: list[dict]) -> list[dict]:
 
 
 def key(row: dict) -> tuple:
-    """Return what identifies a row among those of its result."""
+    """Return the key that identifies a row in its result."""
     return tuple(json.dumps(_identity(row).get(field, ""), sort_keys=True) for field in KEYS)
 
 

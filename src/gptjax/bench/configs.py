@@ -25,7 +25,7 @@ class ModelName:
 
     config: Annotated[Path | None, OWN_DEFAULT] = None
     """Config file: its model, sequence length, micro-batch and optimizer. The options below
-    override it."""
+    override the config."""
     preset: Annotated[Preset | None, OWN_DEFAULT] = None
     """The model's shape if there is no --config (default: gpt2)."""
 
@@ -97,7 +97,7 @@ class ModelOptions(BaseOptions):
     def with_options(
         self, base: Config, *, batch: int | None = None, recompute: str | None = None
     ) -> Config:
-        """Return the base config with these options, one micro-batch a step.
+        """Return the base config with these options and one micro-batch per step.
 
         Raises:
             BenchError: the model does not have one of the options, or options contradict each

@@ -113,7 +113,7 @@ class Generate(ModelName):
         return dataclasses.replace(base.model, precision=precision)
 
     def _of_batch(self, model: Model, batch: int, device: jax.Device):
-        """Yield gptjax's rows, then those of transformers. A failure is a row with its error."""
+        """Yield gptjax's rows, then transformers' rows. A failure is a row with its error."""
         prompt_BT = np.random.default_rng(0).integers(
             0, model.config.vocab_size, (batch, self.prompt), np.int32
         )
@@ -140,7 +140,7 @@ class Generate(ModelName):
             theirs.free()
 
     def _rows(self, system: str, model: Model, batch: int) -> list[dict]:
-        """Return the part of the rows that says what is measured, one for each temperature."""
+        """Return the fields that describe each row, a dict for each temperature."""
         return [
             {
                 "system": system,
@@ -302,7 +302,7 @@ def progress(row: dict) -> str:
 
 
 def label(row: dict) -> str:
-    """Return what a row measures, in words."""
+    """Return the description of a row's measurement."""
     asked = row.get("asked", {}).get("implementation", "auto")
     parts = [row["system"], row["model"], row["precision"], f"batch {row['batch']}", row["case"]]
     return " · ".join(parts + [asked] * (asked != "auto"))

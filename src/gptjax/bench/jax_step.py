@@ -27,7 +27,7 @@ class JaxStep:
     """A training step, or the forward pass alone, on random tokens.
 
     Args:
-        config: one micro-batch a step.
+        config: with one micro-batch per step.
         forward: the loss alone, without gradients.
         parallel: devices that share the step, with `device` among them; None for `device` alone.
         jit: False runs the same function operation by operation. Functions to which JAX itself
@@ -58,7 +58,7 @@ class JaxStep:
         """Compile the step, once.
 
         Args:
-            options: for XLA, in addition to those of a training run.
+            options: XLA's options, in addition to a training run's.
 
         Raises:
             ConfigError: a named back end cannot run here.

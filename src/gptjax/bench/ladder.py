@@ -57,7 +57,7 @@ class Ladder(BaseOptions):
     """Sequences per step. Without jit, in fp32 and with all scores of attention in memory, 16
     sequences of 1024 tokens need about 60 GiB."""
     torch: bool = True
-    """Measure PyTorch's ladder too, if it can run; it compiles for minutes."""
+    """Also measure PyTorch's ladder, if PyTorch can run; compilation takes minutes."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
     picture: Annotated[Path | None, OWN_DEFAULT] = None
@@ -99,8 +99,7 @@ class Ladder(BaseOptions):
         print(f"wrote {self.picture}")
 
     def _with_torch(self, base: Config, device: jax.Device) -> bool:
-        """Return whether PyTorch's ladder is measured; if it was asked for and cannot be, say
-        why."""
+        """Return whether PyTorch's ladder is measured. If PyTorch cannot run, print why."""
         if not self.torch:
             return False
         if why := why_no_step(base):
@@ -186,7 +185,7 @@ def climb(name: str, base: Config, device: jax.Device, *, torch: bool) -> Iterat
 
     Args:
         name: of the model, for the rows.
-        base: its config, one micro-batch a step.
+        base: the model's config, with one micro-batch per step.
         torch: measure PyTorch's ladder too, on the same kind of device.
     """
     ours = []

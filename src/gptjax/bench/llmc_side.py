@@ -116,11 +116,11 @@ def descriptor(model: GPT2Config) -> str | None:
 class LlmcStep:
     """llm.c's training step, with the options that reproduce the step of a config.
 
-    Each run is a process: between two turns it holds no memory.
+    Each run is a process, which holds no memory between two turns.
 
     Args:
         program: the executable, as an absolute path.
-        config: one micro-batch a step, for which `why_no_llmc` is None.
+        config: with one micro-batch per step; `why_no_llmc` of the config is None.
 
     Attributes:
         peak: bytes that llm.c allocated, as it prints them; None before the first run.

@@ -50,7 +50,7 @@ def take_turns(
         sides: name → `JaxStep`, `TorchStep`, `TorchSeveral` or `LlmcStep`, in the order of their
             turns.
         seconds: measured in each turn.
-        turns: of each; `TURNS` if None, or one if there is one side.
+        turns: turns of each side; if None, `TURNS`, or 1 if there is only one side.
     """
     times: dict[str, list[float] | Exception] = {name: [] for name in sides}
     turns = turns or (TURNS if len(sides) > 1 else 1)

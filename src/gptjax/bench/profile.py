@@ -80,7 +80,7 @@ class Profile(ModelOptions):
 
 
 def trace(step: JaxStep, folder: Path) -> dict:
-    """Compile and warm up a step and trace one.
+    """Compile a step, warm up, and trace one step.
 
     Returns:
         The step's `summary`, with "untraced_ms" and "trace", the file for Perfetto.

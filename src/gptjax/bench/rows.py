@@ -1,4 +1,4 @@
-"""Rows of results: what was measured, the figures or the error, and both in words."""
+"""Rows of results: the description of the measurement, its figures or error, and their text."""
 
 import dataclasses
 import statistics
@@ -12,7 +12,7 @@ from gptjax.training.memory import GIB
 
 
 def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> dict:
-    """Return the part of a row that says what is measured.
+    """Return the fields of a row that describe the measurement.
 
     Args:
         name: of the model.
@@ -73,7 +73,7 @@ def complete(row: dict, config: Config, side, seconds: list[float] | Exception |
 
 
 def label(row: dict) -> str:
-    """Return what a row measures, in words; defaults are left out."""
+    """Return the description of a row's measurement; defaults are left out."""
     parts = [
         row["system"],
         row.get("rung", ""),
