@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import triton_kernels
+from kernel_tools import lower_for_h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
 from test_fp8_layers import fake, own_scale, power_of_two
 
 from pallas_kernels import linear, linear_relu_squared, rms_norm, swiglu
-from pallas_kernels.fp8 import E4M3, E5M2
+from pallas_kernels.fp8 import E4M3, E5M2, layers
 from pallas_kernels.fp8.activations import RELU_SQUARED
 from pallas_kernels.fp8.gated import HIDDEN_SCALE
 from pallas_kernels.fp8.layers import (
@@ -138,6 +138,26 @@ def test_a_projection_reads_the_rows_of_a_norm():
     )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+def test_switches(monkeypatch):
+    """A constant scale of the weights gives nearly the same results; a projection with its bias in
+    one kernel."""
+    x, w, _, dy = arrays(N, C, F, 2)
+    call = functools.partial(linear, fp8=True)
+    dy = jnp.tile(dy, 3)[:, :F]
+    expected = with_gradients(call, dy, x, w, jnp.ones(F))
+    monkeypatch.setattr(layers, "WEIGHT_SCALE", 32.0)
+    for a, b in zip(with_gradients(call, dy, x, w, jnp.ones(F)), expected, strict=True):
+        a, b = fp64(a, b)
+        assert rms(a - b) < 0.01 * rms(b)
+
+    monkeypatch.setattr(layers, "BIAS_IN_KERNEL", True)
+    sizes = ((4096, 768), jnp.bfloat16), ((768, 2304), jnp.float32), ((2304,), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct(*size) for size in sizes]
+    f = lambda *args: jax.vjp(call, *args)[0]
+    text = lower_for_h200(f, *shapes)
+    assert text.count("custom_call @mosaic_gpu") == 1 and "dot_general" not in text
 
 
 def test_refusals():

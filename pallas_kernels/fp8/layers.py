@@ -67,6 +67,8 @@ max |dy|. The range of e5m2 suffices: 2⁻²⁴ times the sampled maximum is a n
 FAST = 4096
 """Number of terms up to which the error of a fast sum, 4e-4 of the result, is far below the error
 of rounding the terms."""
+WEIGHT_SCALE: float | None = None
+"""Scale of all weights; None: from the largest number of each."""
 BIAS_IN_KERNEL = False
 """Whether the Mosaic kernel computes a linear layer with a bias, where its tiles divide the sizes.
 Else XLA, which adds the bias in cuBLASLt's epilogue."""
@@ -111,7 +113,11 @@ class Weights(NamedTuple):
 def quantized_weights(w, output_major: bool = False) -> Weights:
     """Return both copies of a weight, with a scale from its largest number. The factor of its
     `Scale.over_factor` is `ACTIVATION_SCALE`."""
-    q = quantize_by_largest(w, E4M3, factor=ACTIVATION_SCALE)
+    if WEIGHT_SCALE is None:
+        q = quantize_by_largest(w, E4M3, factor=ACTIVATION_SCALE)
+    else:
+        scale = Scale.of(jnp.float32(WEIGHT_SCALE), ACTIVATION_SCALE)
+        q = Scaled(*quantize(w, WEIGHT_SCALE, E4M3, transposed=True)[:2], scale)
     io, oi = (q.transposed, q.rows) if output_major else (q.rows, q.transposed)
     return Weights(io, oi, q.scale)
 
@@ -165,9 +171,10 @@ def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
     if b_O is not None and _bias_in_kernel(x.rows, w8.oi):
         from pallas_kernels.fp8 import mosaic
 
-        kernel = functools.partial(mosaic.matmul, out_dtype=dtype)
-        kernel = _calls.looped("linear", kernel)
-        return kernel(x.rows, w8.oi, w8.scale.over_factor, bias_N=b_O), saved
+        def kernel(x_NI, w_OI, scale, b_O):
+            return mosaic.matmul(x_NI, w_OI, scale, dtype, b_O)
+
+        return _calls.looped("linear", kernel)(x.rows, w8.oi, w8.scale.over_factor, b_O), saved
     y_NO = matmul(x.rows, w8.oi, w8.scale.over_factor, dtype)
     if b_O is not None:  # XLA adds b in cuBLASLt's epilogue
         y_NO = y_NO + b_O.astype(y_NO.dtype)[None]

@@ -65,13 +65,18 @@ STEP_SECONDS, BYTE_SECONDS = 0.7e-6, 1 / 3.5e12
 MOST_SHARES = 16
 
 
+def column_tiles(n: int) -> Tiles:
+    """Return tiles whose columns divide n, if there are such tiles."""
+    return Tiles() if n % Tiles().columns == 0 else Tiles(columns=128, stages=5)
+
+
 def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
     """Return the tiles of `matmul`. Long sums over K are promoted, and K is split if the result has
     too few tiles for all SMs."""
     part_columns = 128 // jnp.dtype(out_dtype).itemsize
     if k <= FAST:
-        return Tiles(part_columns=part_columns)
-    tiles = Tiles(rows=64, cooperative=True, promote=4)
+        return dataclasses.replace(column_tiles(n), part_columns=part_columns)
+    tiles = dataclasses.replace(column_tiles(n), rows=64, cooperative=True, promote=4)
     pairs = m // (tiles.block_rows * tiles.cluster) * (n // tiles.columns)
     clusters = _mosaic.num_sms() // tiles.cluster
 
@@ -87,8 +92,11 @@ def matmul_tiles(m: int, n: int, k: int, out_dtype) -> Tiles:
 
 
 def why_not(m: int, n: int, k: int) -> str | None:
-    """Return None if `matmul` computes M×N results over K, else the reason."""
-    return Tiles().why_not(m, n, k)
+    """Return None if the kernels compute M×N results over K, else the reason."""
+    columns = Tiles().columns, column_tiles(1).columns
+    if all(n % number for number in columns):
+        return f"needs N a multiple of {columns[0]} or {columns[1]}, got N={n}"
+    return column_tiles(n).why_not(m, n, k)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tiles"))
@@ -101,8 +109,9 @@ def matmul(a_MK, b_NK, scale, out_dtype=jnp.bfloat16, bias_N=None, *, tiles: Til
         bias_N: fp32, or None.
     """
     m, n = a_MK.shape[0], b_NK.shape[0]
-    tiles = tiles or matmul_tiles(m, n, a_MK.shape[1], out_dtype)
-    _refuse("matmul", tiles.why_not(m, n, a_MK.shape[1]))
+    sizes = m, n, a_MK.shape[1]
+    _refuse("matmul", tiles.why_not(*sizes) if tiles else why_not(*sizes))
+    tiles = tiles or matmul_tiles(*sizes, out_dtype)
     split = tiles.split > 1
     bias_N = None if bias_N is None else bias_N.astype(jnp.float32)
     dtype = jnp.dtype(jnp.float32 if split else out_dtype)
@@ -172,8 +181,8 @@ def linear_activated(
         scale: see the top of this file.
     """
     (m, k), n = x_MK.shape, w_NK.shape[0]
-    tiles = tiles or Tiles()
-    _refuse("linear_activated", tiles.why_not(m, n, k))
+    _refuse("linear_activated", tiles.why_not(m, n, k) if tiles else why_not(m, n, k))
+    tiles = tiles or column_tiles(n)
     scales, bias = _scalars(scale), [] if b_N is None else [b_N.astype(jnp.float32)]
     dtype = activation.derivative_dtype
     stored = [] if dtype is None else [jnp.dtype(dtype)]
@@ -256,8 +265,8 @@ def activated_backward(
         out_dtype: e5m2 or e4m3fn.
     """
     (m, c), o = dy_MC.shape, w2_OC.shape[0]
-    tiles = tiles or Tiles()
-    _refuse("activated_backward", tiles.why_not(m, o, c))
+    _refuse("activated_backward", tiles.why_not(m, o, c) if tiles else why_not(m, o, c))
+    tiles = tiles or column_tiles(o)
     parts, slots = tiles.parts(), tiles.slots
     part_sums = tiles.rows // 64
     scales = _scalars(scale)

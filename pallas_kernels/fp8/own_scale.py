@@ -34,6 +34,10 @@ class Scale(NamedTuple):
     over_factor: Float[Array, ""]
     """1 / (factor · value)."""
 
+    @staticmethod
+    def of(value: Float[Array, ""], factor: float) -> "Scale":
+        return Scale(value, 1 / value, 1 / (factor * value))
+
 
 class Scaled(NamedTuple):
     """A matrix in FP8, and its scale."""
@@ -72,4 +76,4 @@ def quantize_by_largest(
     sample = x if group is None else x.reshape(x.shape[0], -1, group)[:, :, :SAMPLED]
     scale = scale_for(jnp.abs(sample).max(), dtype, headroom)
     q = quantize(x, scale, dtype, transposed=True)
-    return Scaled(q.rows, q.transposed, Scale(scale, 1 / scale, 1 / (factor * scale)))
+    return Scaled(q.rows, q.transposed, Scale.of(scale, factor))
