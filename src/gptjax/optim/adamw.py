@@ -90,8 +90,9 @@ def scale_by_adam(
     b − 1 is exact, and −expm1(t·log1p(b − 1)) is off by 1e-7.
 
     Args:
-        mu_dtype: dtype in which m is stored between updates, as in optax; None for the parameter's.
-            An update computes in the gradient's dtype and rounds m once, after its use.
+        mu_dtype: dtype in which m is stored between updates; None for the parameter's. An update
+            computes in the gradient's dtype and rounds m once, after its use. optax also rounds
+            b1·m.
     """
 
     def init(params):

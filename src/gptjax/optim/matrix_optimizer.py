@@ -82,7 +82,8 @@ def matrices_and_adamw(
 
     rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
     if every > 1:
-        # One `cond` for all groups: on a GPU, the host waits for each `cond`.
+        # MultiSteps' conditional has a constant predicate, and XLA removes it: the host never waits.
+        # AdamW computes in each update; all but every N-th result are discarded.
         summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
         rest = {"rest": summed.gradient_transformation()}
     parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
