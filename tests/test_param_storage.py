@@ -71,7 +71,7 @@ def test_losses_are_those_of_fp32_parameters_bit_for_bit(optimizer, layout, monk
 
 def test_a_run_resumes_bit_for_bit_and_is_loaded_with_all_bits(config, tmp_path):
     optimizer = dataclasses.replace(
-        config.optimizer, param_storage="bf16_mantissa", moment_dtype="bf16", schedule_steps=20
+        config.optimizer, param_storage="bf16_mantissa", first_moment_dtype="bf16", schedule_steps=20
     )
     model = dataclasses.replace(config.model, precision=BF16)
     config = dataclasses.replace(config, model=model, optimizer=optimizer, checkpoint_every=10)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from gptjax.optim.low_precision import with_mantissa
+from gptjax.optim.low_precision import round_stochastically, with_mantissa
 from gptjax.optim.matrices import flatten
 from gptjax.optim.partition import Group
 from gptjax.optim.schedules import schedule
@@ -81,7 +81,11 @@ def decay_mask(params: optax.Params) -> optax.Params:
 
 
 def scale_by_adam(
-    b1: ArrayLike, b2: ArrayLike, eps: ArrayLike, mu_dtype: jax.typing.DTypeLike | None = None
+    b1: ArrayLike,
+    b2: ArrayLike,
+    eps: ArrayLike,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Scale gradients to m̂/(√v̂ + eps), m̂ = m/(1 − b1ᵗ), v̂ = v/(1 − b2ᵗ), t = 1, 2, ….
 
@@ -89,15 +93,24 @@ def scale_by_adam(
     fp32: with b2 = 0.999 the first updates are off by 1e-5. Here b is rounded to fp32 once. Then
     b − 1 is exact, and −expm1(t·log1p(b − 1)) is off by 1e-7.
 
+    An update computes in the gradient's dtype, and rounds m and v once, after their use.
+
     Args:
-        mu_dtype: dtype in which m is stored between updates; None for the parameter's. An update
-            computes in the gradient's dtype and rounds m once, after its use. optax also rounds
-            b1·m.
+        mu_dtype: dtype in which m is stored between updates; None for the parameter's. optax also
+            rounds b1·m.
+        nu_dtype: bfloat16 stores v in bf16, with stochastic rounding; None for the parameter's
+            dtype. bf16 numbers are up to 2⁻⁷ apart. A change of v by less than half of that, such
+            as a decay with b2 = 0.999, would be lost by rounding to nearest.
+
+    Raises:
+        ValueError: another nu_dtype.
     """
+    if nu_dtype not in (None, jnp.bfloat16):
+        raise ValueError(f"scale_by_adam: nu_dtype must be None or bfloat16, got {nu_dtype}")
 
     def init(params):
-        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, optax.tree.zeros_like(params))
+        mu, nu = (optax.tree.zeros_like(params, dtype=dtype) for dtype in (mu_dtype, nu_dtype))
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def moment(b, old, new):
         def mean(m, x):
@@ -117,8 +130,10 @@ def scale_by_adam(
         def direction(m, v):
             return m / mu_part.astype(m.dtype) / (jnp.sqrt(v / nu_part.astype(v.dtype)) + eps)
 
-        stored = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
-        return jax.tree.map(direction, mu, nu), optax.ScaleByAdamState(count, stored, nu)
+        updates = jax.tree.map(direction, mu, nu)
+        mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
+        nu = nu if nu_dtype is None else round_stochastically(nu, count)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
 
@@ -182,12 +197,13 @@ def adam_with_decay(
     cautious_decay: bool = False,
     mask=None,
     mu_dtype: jax.typing.DTypeLike | None = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Return `adamw` without the clipping.
 
     Args:
         mask: function that maps the parameters to True if they decay; None: all decay.
-        mu_dtype: see `scale_by_adam`.
+        mu_dtype, nu_dtype: see `scale_by_adam`.
     """
     check_range("adamw", learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     # fp32 rounds numbers from 1 − 2⁻²⁵ on to 1.
@@ -204,7 +220,7 @@ def adam_with_decay(
     else:
         add_decay = optax.add_decayed_weights(decay, mask)
     return optax.chain(
-        scale_by_adam(b1, b2, eps, mu_dtype),
+        scale_by_adam(b1, b2, eps, mu_dtype, nu_dtype),
         add_decay,
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -226,6 +242,7 @@ def adamw(
     cautious_decay: bool = False,
     clip_norm: ArrayLike | None = 1.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Return AdamW: clip by global norm, Adam, decoupled decay of the tensors in `decay_mask`.
 
@@ -238,7 +255,7 @@ def adamw(
         decay_form: "lr_squared" for lr·weight_decay·p in place of weight_decay·p.
         cautious_decay: decay only elements whose m and p have the same sign.
         clip_norm: None for no clipping.
-        mu_dtype: dtype in which m is stored; None for the parameter's.
+        mu_dtype, nu_dtype: see `scale_by_adam`.
 
     Raises:
         ValueError: a number outside its range.
@@ -251,8 +268,9 @@ def adamw(
     """
     betas = {"b1": b1, "b2": b2}
     decay = {"weight_decay": weight_decay, "decay_form": decay_form}
-    decay |= {"cautious_decay": cautious_decay, "mask": decay_mask, "mu_dtype": mu_dtype}
-    adam = adam_with_decay(learning_rate, **betas, eps=eps, **decay)
+    decay |= {"cautious_decay": cautious_decay, "mask": decay_mask}
+    dtypes = {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}
+    adam = adam_with_decay(learning_rate, **betas, eps=eps, **decay, **dtypes)
     return optax.chain(clip_or_identity(clip_norm), adam)
 
 
@@ -308,8 +326,11 @@ class OptimizerConfig:
     skip_grad_norm_z: PositiveFloat | None = None
     """Skip an update if its gradient norm exceeds the mean of the last 128 norms by this many
     standard deviations. None: never skip."""
-    moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    first_moment_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which AdamW's first moment is stored. An update computes in fp32."""
+    second_moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which AdamW's second moment is stored; bf16 with stochastic rounding. An update
+    computes in fp32."""
     param_storage: Literal["fp32", "bf16_mantissa"] = "fp32"
     """Storage of the matrices inside the blocks. bf16_mantissa: the bf16 values that the model
     reads, and the other 16 bits of the fp32 values. An update reads both and computes in fp32.
@@ -381,9 +402,10 @@ class OptimizerConfig:
 
     def describe_storage(self) -> list[str]:
         """Describe the parameters and moments that are not stored in fp32, one line each."""
-        lines = []
-        if self.moment_dtype == "bf16":
-            lines.append("AdamW's first moment is stored in bf16")
+        names = {"first": self.first_moment_dtype, "second": self.second_moment_dtype}
+        lines = [
+            f"AdamW's {name} moment is stored in bf16" for name in names if names[name] == "bf16"
+        ]
         if self.param_storage == "bf16_mantissa":
             lines.append("matrices are stored as bf16 and the lower 16 bits of their fp32 values")
         return lines
@@ -415,5 +437,6 @@ class OptimizerConfig:
             "b2": self.b2,
             "eps": self.eps,
             "clip_norm": self.clip_norm,
-            "mu_dtype": jnp.bfloat16 if self.moment_dtype == "bf16" else None,
+            "mu_dtype": jnp.bfloat16 if self.first_moment_dtype == "bf16" else None,
+            "nu_dtype": jnp.bfloat16 if self.second_moment_dtype == "bf16" else None,
         }

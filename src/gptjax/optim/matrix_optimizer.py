@@ -31,6 +31,7 @@ def matrices_and_adamw(
     eps: float = 1e-8,
     clip_norm: float | None = 1.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
+    nu_dtype: jax.typing.DTypeLike | None = None,
     every: int = 1,
 ) -> optax.GradientTransformation:
     """Return clipping, then `matrix` for groups of matrices and AdamW for other groups.
@@ -38,8 +39,8 @@ def matrices_and_adamw(
     Args:
         groups: rules of `assign`, which `init` calls.
         matrix: transformation of the matrices, learning rate included.
-        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm, mu_dtype:
-            see `adamw`.
+        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm, mu_dtype,
+            nu_dtype: see `adamw`.
         every: period of AdamW in updates. AdamW steps at the end of a period with the sum of the
             period's clipped gradients. With a period of 2, AdamW steps in the updates with indices
             1, 3, ….
@@ -65,7 +66,8 @@ def matrices_and_adamw(
             "b2": b2 if group.b2 is None else group.b2,
         }
         own |= {"weight_decay": weight_decay * group.weight_decay, "decay_form": decay_form}
-        own |= {"cautious_decay": cautious_decay, "eps": eps, "mu_dtype": mu_dtype}
+        own |= {"cautious_decay": cautious_decay, "eps": eps}
+        own |= {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}
         return adam_with_decay(scaled(group.learning_rate), **own)
 
     def labels(params):
@@ -82,8 +84,8 @@ def matrices_and_adamw(
 
     rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
     if every > 1:
-        # MultiSteps' conditional has a constant predicate, and XLA removes it: the host never waits.
-        # AdamW computes in each update; all but every N-th result are discarded.
+        # AdamW computes in each update; only every N-th result is used. The predicate of MultiSteps'
+        # conditional is constant: XLA removes the conditional, for which the host would wait.
         summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
         rest = {"rest": summed.gradient_transformation()}
     parts = optax.partition({"matrix": matrix, **rest}, checked_labels)

@@ -73,8 +73,7 @@ def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
     ]
     if wrong:
         raise GroupError(
-            "expected each parameter to match exactly one rule, found:\n  "
-            + "\n  ".join(wrong)
+            "expected each parameter to match exactly one rule, found:\n  " + "\n  ".join(wrong)
         )
     return {path: matching[0] for path, matching in matches.items()}
 
