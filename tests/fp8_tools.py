@@ -19,9 +19,11 @@ class Matmul(NamedTuple):
     """cuBLASLt FP8, cuBLAS, or dot: a matmul that XLA compiles, with Triton on a GPU."""
     types: str
     """Dtypes of both operands, as HLO writes them."""
+    scaled: bool = False
+    """Whether cuBLASLt multiplies the result by a scale."""
 
     def __repr__(self) -> str:
-        return f"{self.kernel} of {self.types}"
+        return f"{'scaled ' * self.scaled}{self.kernel} of {self.types}"
 
     @property
     def fp8(self) -> bool:
@@ -30,42 +32,42 @@ class Matmul(NamedTuple):
 
 def matmuls(compiled: jax.stages.Compiled | str) -> list[Matmul]:
     """Return the matmuls of an executable, or of its text."""
-    found, types = [], {}
+    found, types, constants = [], {}, set()
     for line in (compiled if isinstance(compiled, str) else compiled.as_text()).splitlines():
         if _COMPUTATION.match(line):
-            types = {}
+            types, constants = {}, set()
         elif match := _INSTRUCTION.match(line):
             name, definition = match.groups()
             if type_ := _TYPE.match(definition):
                 types[name] = type_[1]
+            if " constant(" in definition:
+                constants.add(name)
             if call := _CALL.search(definition):
                 target = _TARGET.search(definition)
                 if call[1] == "custom-call" and not target:
                     continue
                 names = re.findall(r"%?([\w.\-]+)(?:,|$)", re.sub(r"[\[{].*?[\]}]", "", call[2]))
-                kernel = "dot" if not target else "cuBLAS"
+                operands = "×".join(types.get(name, "?") for name in names[:2])
                 if target and target[1] == "__cublas$lt$matmul$f8":
-                    kernel = "cuBLASLt FP8"
-                found.append(Matmul(kernel, "×".join(types.get(n, "?") for n in names[:2])))
+                    # After the operands come their scales. XLA's own are constants of 1.
+                    scaled = not constants.issuperset(names[2:4])
+                    found.append(Matmul("cuBLASLt FP8", operands, scaled))
+                else:
+                    found.append(Matmul("cuBLAS" if target else "dot", operands))
     return found
 
 
 def assert_fp8(compiled: jax.stages.Compiled, count: int, *, cublaslt: bool = True) -> None:
     """Fail unless all matmuls of an executable have FP8 operands, `count` of them.
 
-    XLA computes an FP8 dot that it cannot pass to cuBLASLt in fp16, without a warning.
+    XLA computes an FP8 dot that it cannot pass to cuBLASLt in fp16, and a scale that it cannot pass
+    in another pass over the result, without a warning.
 
     Args:
-        cublaslt: whether cuBLASLt has to compute them. With XLA's default options, a matmul may
-            also be one of Triton.
+        cublaslt: whether cuBLASLt has to compute and to scale them. With XLA's default options, a
+            matmul may also be one of Triton.
     """
     found = matmuls(compiled)
-    kernels = ("cuBLASLt FP8",) if cublaslt else ("cuBLASLt FP8", "dot")
-    good = [matmul for matmul in found if matmul.fp8 and matmul.kernel in kernels]
-    assert len(found) == len(good) == count, f"expected {count} FP8 by {kernels}, got {found}"
-
-
-def multiplications(compiled: jax.stages.Compiled) -> list[str]:
-    """Return the instructions that multiply arrays: a scale that is not part of a matmul."""
-    lines = (line.strip()[:90] for line in compiled.as_text().splitlines())
-    return [line for line in lines if re.search(r"\[\d[\d,]*\]\S* multiply\(", line)]
+    good = [matmul for matmul in found if matmul.fp8 and (matmul.scaled or not cublaslt)]
+    expected = f"{count} {'scaled cuBLASLt' if cublaslt else 'cuBLASLt or Triton'} FP8"
+    assert len(found) == len(good) == count, f"expected {expected}, got {found}"
