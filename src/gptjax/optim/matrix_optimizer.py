@@ -84,8 +84,8 @@ def matrices_and_adamw(
 
     rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
     if every > 1:
-        # AdamW computes in each update; only every N-th result is used. The predicate of MultiSteps'
-        # conditional is constant: XLA removes the conditional, for which the host would wait.
+        # AdamW computes in each update; only every N-th result is used. XLA removes MultiSteps'
+        # conditional, whose predicate is constant. For another, the host would wait on a GPU.
         summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
         rest = {"rest": summed.gradient_transformation()}
     parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
