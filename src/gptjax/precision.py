@@ -32,7 +32,7 @@ class Precision:
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
     in the training step. In fp8, the matmuls of the q, k and v projection and of the MLP are also
-    in FP8 (pallas_kernels/fp8/layers.py). Evaluation and generation compute as bf16.
+    in FP8 (pallas_kernels/fp8). Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.
