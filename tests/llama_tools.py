@@ -155,9 +155,9 @@ def exact_logits(model: TorchLlama, tokens):
     """The logits of `exact`, which returns its loss alone."""
     found = []
 
-    def keep(x, scale, eps, head, targets):
+    def keep(x, scale, eps, head, *rest):
         found.append(functional.linear(functional.rms_norm(x, scale.shape, scale, eps), head))
-        return loss(x, scale, eps, head, targets)
+        return loss(x, scale, eps, head, *rest)
 
     loss, model.head_loss = model.head_loss, keep
     model(tokens, tokens)
