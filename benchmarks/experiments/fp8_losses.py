@@ -108,11 +108,11 @@ def plan() -> list[list[Run]]:
         ]
 
     def normuon(*seeds: int) -> list[Run]:
-        return [Run("normuon", "normuon", "bf16", seed, NORMUON, 140) for seed in seeds]
+        return [Run("normuon", "normuon", "bf16", seed, NORMUON, 130) for seed in seeds]
 
-    adamw = [pair("adamw", DOCS, seed, 130, 115) for seed in range(3)]
-    twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 130, 115)
-    medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 65, 62)
+    adamw = [pair("adamw", DOCS, seed, 125, 110) for seed in range(3)]
+    twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 125, 110)
+    medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
     speedrun = [Run("speedrun", "normuon", "bf16", 0, "configs/speedrun_docs.py", 230)]
     return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, normuon(2)]
 
