@@ -6,7 +6,8 @@ Every conversion is in plain JAX here, followed by a callback with the largest n
 the largest number of the format, and with the number of clipped numbers. The custom kernels convert
 with the same scales and do not count. A training step is therefore several times slower.
 
-The classifier's gradient, which is at most 1/112 of the largest e5m2 number, is not counted.
+Two gradients are not counted: the classifier's, which is at most 1/112 of the largest e5m2 number,
+and that of q, k and v with the scale that Mosaic's attention uses.
 """
 
 import contextlib
