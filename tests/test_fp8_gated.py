@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from kernel_tools import lower_for_h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
-from test_fp8_layers import fake, own_scale, power_of_two
+from test_fp8_layers import check_mlp, fake, own_scale, power_of_two
 
 from pallas_kernels import linear, linear_relu_squared, rms_norm, swiglu
 from pallas_kernels.fp8 import E4M3, E5M2, layers
-from pallas_kernels.fp8.activations import RELU_SQUARED
+from pallas_kernels.fp8.activations import GELU, RELU_SQUARED
 from pallas_kernels.fp8.gated import HIDDEN_SCALE
 from pallas_kernels.fp8.layers import (
     ACTIVATION_SCALE,
@@ -113,6 +113,15 @@ def test_relu_squared():
     check_relu_squared(N, C, F, "xla")
 
 
+# 80 rows: the last tile is partly out of bounds.
+def test_relu_squared_in_kernels(triton_on_cpu):
+    check_relu_squared(80, C, F, "triton")
+
+
+def test_gelu_in_kernels(triton_on_cpu):
+    check_mlp((80, C, 136), "triton")
+
+
 def test_not_differentiated():
     """The plain functions, on x as it is."""
     x, w, w2, _ = arrays(N, C, F, 2)
@@ -170,6 +179,7 @@ def test_refusals():
 
 def test_compiled_kernels():
     gu, dh = (jax.ShapeDtypeStruct((65536, f), jnp.bfloat16) for f in (4864, 2432))
+    from pallas_kernels.fp8 import triton_activation
     from pallas_kernels.gated_mlp import triton_fp8
 
     scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -178,9 +188,24 @@ def test_compiled_kernels():
     assert kernel.spill_bytes == 0 and kernel.registers <= 128
     (kernel,) = triton_kernels(functools.partial(triton_fp8.activated, scale=1.0), gu)
     assert kernel.spill_bytes == 0
+    u, b, q = (
+        jax.ShapeDtypeStruct(*s)
+        for s in (((65536, 6400), jnp.bfloat16), ((6400,), jnp.float32), ((65536, 6400), E4M3))
+    )
+    for activation in (GELU, RELU_SQUARED):
+        how = {"activation": activation}
+        forward = functools.partial(triton_activation.activated, **how)
+        backward = functools.partial(triton_activation.activated_backward, bias=True, **how)
+        kernels = triton_kernels(forward, u, b) + triton_kernels(backward, u, q, scale)
+        assert all(kernel.spill_bytes == 0 for kernel in kernels)
 
 
 # ---------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+def test_gelu_in_kernels_on_the_gpu():
+    check_mlp((4096, 1600, 6400), "triton")
 
 
 @pytest.mark.gpu
@@ -189,6 +214,6 @@ def test_swiglu_on_the_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["mosaic", "xla"])
+@pytest.mark.parametrize("backend", ["mosaic", "triton", "xla"])
 def test_relu_squared_on_the_gpu(backend):
     check_relu_squared(4096, 768, 3072, backend)

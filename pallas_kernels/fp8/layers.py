@@ -26,6 +26,12 @@ The FP8 copies are stored for the backward pass, half as many bytes as x. The ba
 reads the derivative of GELU, in e4m3. Sums of more than `FAST` terms use cuBLASLt's slower, more
 accurate accumulation.
 
+Back ends of the activation with its FP8 results, and of du:
+    mosaic: in the kernel of the matmul; Hopper, sizes that its tiles divide.
+    triton: in a kernel after the matmul; compute capability 8.9 (Ada) or later.
+    xla: plain JAX; any device.
+XLA (cuBLASLt) computes the other matmuls.
+
 Shapes: N rows, I inputs, O outputs of the first layer, C outputs of the MLP. A weight W is (I, O),
 or (O, I) with the option `output_major`; its gradient has the same shape.
 """
@@ -96,6 +102,7 @@ _dispatch.register(
     *(f"fp8_linear_{name}" for name in ACTIVATIONS),
     back_ends=[
         BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("triton", lambda call: _dispatch.why_not_triton() or why_not_fp8(), custom=True),
         BackEnd("xla", lambda call: why_not_fp8()),
     ],
     facts=Facts,
@@ -270,7 +277,7 @@ def activated_mlp(
         b: None only with relu_squared.
         activation: "gelu" or "relu_squared".
         output_major: whether w is (O, I). w2 is (O, C).
-        implementation: "auto", "mosaic" or "xla".
+        implementation: "auto", or a back end: "mosaic", "triton", "xla".
 
     Raises:
         ValueError: the named back end cannot run this call.
@@ -333,8 +340,15 @@ def _activated(options, x_NI, w_OI, b_O, scale, dtype):
         kernel = _calls.looped(f"fp8_linear_{activation.name}", kernel)
         y_NO, y_ON, derivative_NO = kernel(x_NI, w_OI, b_O, scale)
         return y_NO, y_ON, y_NO if derivative_NO is None else derivative_NO
-    u_NO = matmul(x_NI, w_OI, scale, dtype).astype(jnp.float32)
-    y_NO, derivative_NO = activation(u_NO if b_O is None else u_NO + b_O.astype(jnp.float32)[None])
+    u_NO, b_O = matmul(x_NI, w_OI, scale, dtype), None if b_O is None else b_O.astype(jnp.float32)
+    if options.backend == "triton":
+        from pallas_kernels.fp8 import triton_activation
+
+        kernel = functools.partial(triton_activation.activated, activation=activation)
+        y_NO, y_ON, derivative_NO = _calls.looped("mlp", kernel)(u_NO, b_O)
+        return y_NO, y_ON, y_NO if derivative_NO is None else derivative_NO
+    u_NO = u_NO.astype(jnp.float32)
+    y_NO, derivative_NO = activation(u_NO if b_O is None else u_NO + b_O[None])
     y = quantize(y_NO.astype(dtype), activation.scale, E4M3, transposed=True)
     if activation.derivative_dtype is None:
         return y.rows, y.transposed, y.rows
@@ -355,8 +369,15 @@ def _activated_backward(options, dy_NC, w2_OC, saved_NO, factors, du_scale, dtyp
         kernel = functools.partial(mosaic.activated_backward, activation=activation, bias=has_bias)
         kernel = _calls.looped(f"fp8_linear_{activation.name}", kernel)
         return kernel(dy_NC, w2_OC, saved_NO, factors, du_scale)
-    dh_NO = matmul(dy_NC, w2_OC, math.prod(factors), dtype).astype(jnp.float32)
+    dh_NO = matmul(dy_NC, w2_OC, math.prod(factors), dtype)
+    if options.backend == "triton":
+        from pallas_kernels.fp8 import triton_activation
+
+        kernel = triton_activation.activated_backward
+        kernel = functools.partial(kernel, activation=activation, bias=has_bias)
+        return _calls.looped("mlp", kernel)(dh_NO, saved_NO, du_scale)
     derivative_NO = activation.derivative(saved_NO.astype(jnp.float32))
-    du_NO = (dh_NO * (derivative_NO / activation.derivative_scale)).astype(dtype)
+    derivative_NO = derivative_NO / activation.derivative_scale
+    du_NO = (dh_NO.astype(jnp.float32) * derivative_NO).astype(dtype)
     du = quantize(du_NO, du_scale, E5M2, transposed=True)
     return du.rows, du.transposed, sum_rows(du_NO) if has_bias else None

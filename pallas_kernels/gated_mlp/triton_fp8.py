@@ -10,17 +10,12 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
+from pallas_kernels.fp8.triton_activation import clipped
 from pallas_kernels.gated_mlp.triton import WARPS, M, P, tile
 
 # Tile of the backward pass, which transposes three arrays in shared memory. Not tuned.
 ROWS, COLS, BACKWARD_WARPS = 64, 64, 8
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-@triton.jit
-def clipped(x, LARGEST: tl.constexpr):
-    nan: tl.constexpr = tl.PropagateNan.ALL
-    return tl.minimum(tl.maximum(x, -LARGEST, propagate_nan=nan), LARGEST, propagate_nan=nan)
 
 
 @triton.jit
