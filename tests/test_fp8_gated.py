@@ -168,6 +168,13 @@ def test_switches(monkeypatch):
     text = lower_for_h200(f, *shapes)
     assert text.count("custom_call @mosaic_gpu") == 1 and "dot_general" not in text
 
+    # Only dW sums more than 4,096 terms.
+    monkeypatch.setattr(layers, "LONG_SUMS_IN_KERNEL", True)
+    f = lambda *args: jax.vjp(call, *args)[1](jnp.zeros((8192, 2304), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((8192, 768), jnp.bfloat16)
+    text = lower_for_h200(f, x, *shapes[1:])
+    assert text.count("custom_call @mosaic_gpu") == 1 and text.count("dot_general") == 1
+
 
 def test_refusals():
     x, w, w2, _ = arrays(N, C, F, 2)

@@ -78,6 +78,9 @@ WEIGHT_SCALE: float | None = None
 BIAS_IN_KERNEL = False
 """Whether the Mosaic kernel computes a linear layer with a bias, where its tiles divide the sizes.
 Else XLA, which adds the bias in cuBLASLt's epilogue."""
+LONG_SUMS_IN_KERNEL = False
+"""Whether the Mosaic kernel computes matmuls of more than `FAST` terms, where its tiles divide the
+sizes. Else cuBLASLt."""
 ACTIVATIONS = {activation.name: activation for activation in (GELU, RELU_SQUARED)}
 
 
@@ -175,7 +178,7 @@ def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w8 = quantized_weights(w_IO)
     saved = Saved(x.transposed, w8.io, w8.scale)
-    if b_O is not None and _bias_in_kernel(x.rows, w8.oi):
+    if BIAS_IN_KERNEL and b_O is not None and _kernel_runs(x.rows, w8.oi):
         from pallas_kernels.fp8 import mosaic
 
         def kernel(x_NI, w_OI, scale, b_O):
@@ -188,10 +191,10 @@ def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
     return y_NO, saved
 
 
-def _bias_in_kernel(x_NI, w_OI) -> bool:
-    if not BIAS_IN_KERNEL or _dispatch.partitioned(x_NI, w_OI):
-        return False
-    return _why_not_mosaic(Facts(x_NI.shape[0], x_NI.shape[1], w_OI.shape[0])) is None
+def _kernel_runs(a_MK, b_NK) -> bool:
+    """Return whether the Mosaic kernel can compute a bᵀ."""
+    (m, k), n = a_MK.shape, b_NK.shape[0]
+    return not _dispatch.partitioned(a_MK, b_NK) and _why_not_mosaic(Facts(m, k, n)) is None
 
 
 def linear_backward(saved: Saved, dy_NO) -> tuple[Float[Array, "N I"], Float[Array, "I O"]]:
@@ -224,7 +227,10 @@ def over(scale: Scale, factor: float):
 
 
 def matmul(a, b, scale, dtype):
-    return scaled_matmul(a, b, scale, out_dtype=dtype, fast_accumulation=a.shape[1] <= FAST)
+    fast = a.shape[1] <= FAST
+    in_kernel = LONG_SUMS_IN_KERNEL and not fast and _kernel_runs(a, b)
+    how = {"fast_accumulation": fast, "implementation": "mosaic" if in_kernel else "xla"}
+    return scaled_matmul(a, b, scale, out_dtype=dtype, **how)
 
 
 @jax.custom_vjp
