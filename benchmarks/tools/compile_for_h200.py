@@ -11,11 +11,17 @@ XLA compiles for a topology of H200s. Mosaic's kernels are lowered as on a GPU. 
 calls by name with the same operands and results: jax-triton compiles only beside a GPU. XLA selects
 no algorithms of cuBLAS. On an H200, the numbers of fusions and calls are the same, and a step needs
 0.1 GiB more for its code.
+
+The bytes of a launch are those of its operands and results: an operand that is read twice, or only
+in part, counts once.
 """
 
+import collections
 import dataclasses
 import importlib.util
+import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,7 @@ from jax._src.lib import xla_client
 from gptjax.bench import results
 from gptjax.bench.configs import ModelOptions
 from gptjax.bench.errors import BenchError
+from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.rows import describe, label
 from gptjax.bench.step import launches
@@ -67,6 +74,8 @@ class Options(ModelOptions):
     devices: tuple[int, ...] = (1,)
     parallel: Strategy = "data"
     recompute: str = "none"
+    top: int = 0
+    """Number of launches in the second table: those with the most bytes."""
     keep: Path | None = None
     """Folder for the text of each optimised program."""
     out: Path | None = None
@@ -127,6 +136,49 @@ def _module(folder: Path, name: str) -> Any:
     return module
 
 
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)(?= [a-z])|\S+) ([\w\-]+)\((.*)$")
+NO_LAUNCH = "parameter constant get-tuple-element tuple bitcast opt-barrier after-all".split()
+
+
+def launch_bytes(text: str) -> list[dict[str, Any]]:
+    """Return the launches of an executable, those with the most bytes first.
+
+    Equal launches of a part are one row: "launch", "part", "pass", "result", "calls", "bytes".
+    """
+    sizes: dict[str, int] = {}
+    found = places(text)
+    rows: collections.Counter = collections.Counter()
+    calls: collections.Counter = collections.Counter()
+    for line in text[text.index("\nENTRY ") :].splitlines():
+        if not (match := INSTRUCTION.match(line)):
+            continue
+        name, shape, opcode, rest = match.groups()
+        sizes[name] = size = _bytes(shape)
+        if opcode in NO_LAUNCH:
+            continue
+        operands = {*re.findall(r"%([\w.\-]+)", rest.partition("), ")[0])}
+        target = re.search(r'custom_call_target="([^"]+)"', rest)
+        launch = target[1] if target else re.sub(r"[.\d]+$", "", name)
+        shape = re.sub(r"\{[\d,]*\}|, s8\[\d+\]", "", shape)
+        key = launch, found[name].part, found[name].pass_, shape
+        rows[key] += size + sum(sizes.get(operand, 0) for operand in operands)
+        calls[key] += 1
+    names = ("launch", "part", "pass", "result")
+    return [
+        dict(zip(names, key, strict=True)) | {"calls": calls[key], "bytes": size}
+        for key, size in rows.most_common()
+    ]
+
+
+def _bytes(shape: str) -> int:
+    """Return the bytes of a shape such as (bf16[64,1024]{1,0}, f32[])."""
+    total = 0
+    for dtype, sizes in re.findall(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", shape):
+        bits = int(re.search(r"\d+", dtype)[0]) if dtype != "pred" else 8
+        total += bits // 8 * math.prod(map(int, filter(None, sizes.split(","))))
+    return total
+
+
 def row_of(options: Options, config: Config, plugin: Plugin, count: int) -> dict[str, Any]:
     """Compile a step, and return its row."""
     devices = plugin.devices(count)
@@ -135,13 +187,37 @@ def row_of(options: Options, config: Config, plugin: Plugin, count: int) -> dict
     )
     row = describe(options.name, config, forward=options.forward, devices=count)
     step.compile(xla_gpu_enable_triton_gemm=False)
-    text = step.compiled.as_text()
+    text = step.compiled.as_text() or ""
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
         name = f"{options.name}_{config.model.precision.name}_{config.micro_batch}_{count}.txt"
         (options.keep / name).write_text(text)
     row |= {"needed_gib": needed_bytes(step.compiled) / GIB, "program": launches(text)}
+    bytes_of = collections.Counter()
+    for launch in (of_launches := launch_bytes(text)):
+        bytes_of[launch["part"]] += launch["bytes"]
+    row |= {"bytes": {part: bytes_of[part] for part in ORDER if bytes_of[part]}}
+    row |= {"launches": of_launches[: options.top]}
     return row | {"compile_s": step.compile_s, "kernels": config.kernels()}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the tables."""
+    table, launch_table = [], []
+    for row in rows:
+        calls, sizes = row["program"]["custom_calls"], row["bytes"]
+        names = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items())
+        counts = str(row["program"]["fusions"]), str(sum(calls.values()))
+        texts = f"{row['needed_gib']:.2f}", *counts, f"{sum(sizes.values()) / 1e9:.1f}"
+        table.append(Row(label(row), texts, names))
+        for launch in row["launches"]:
+            note = f"{launch['part']}, {launch['pass']}: {launch['result'][:70]}"
+            figures = str(launch["calls"]), f"{launch['bytes'] / 1e9:.2f}"
+            launch_table.append(Row(launch["launch"][:40], figures, note))
+    columns = ("needs GiB", "fusions", "calls", "GB moved")
+    print_table("NVIDIA H200, compiled without a GPU", columns, table)
+    if launch_table:
+        print_table("launches with the most bytes", ("calls", "GB"), launch_table)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,13 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (BenchError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    table = []
-    for row in rows:
-        calls = row["program"]["custom_calls"]
-        texts = f"{row['needed_gib']:.2f}", str(row["program"]["fusions"]), f"{sum(calls.values())}"
-        names = ", ".join(f"{count} {name}" for name, count in sorted(calls.items()))
-        table.append(Row(label(row), texts, names))
-    print_table("NVIDIA H200, without a GPU", ("needs GiB", "fusions", "calls"), table)
+    show(rows)
     if options.out:
         command = results.script_command("benchmarks/tools/compile_for_h200.py", arguments)
         device = "NVIDIA H200, compiled for without a GPU"
