@@ -25,6 +25,7 @@ from jaxtyping import Array, BFloat16, Float, Integer, PyTree, UInt16, UInt32
 from gptjax.optim.matrices import flatten
 
 
+@functools.partial(jax.jit, static_argnames="rounding")
 def split(
     x: Float[Array, "*S"], *, rounding: str = "truncate"
 ) -> tuple[BFloat16[Array, "*S"], UInt16[Array, "*S"]]:
@@ -48,6 +49,7 @@ def split(
     return view, bits.astype(jnp.uint16)
 
 
+@functools.partial(jax.jit, static_argnames="rounding")
 def join(
     view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"], *, rounding: str = "truncate"
 ) -> Float[Array, "*S"]:

@@ -119,7 +119,7 @@ def _dotted(*key: str | int) -> str:
 
 
 # The rounding of `OptimizerConfig.with_storage`.
-_join = jax.jit(functools.partial(low_precision.join, rounding="nearest"))
+_join = functools.partial(low_precision.join, rounding="nearest")
 
 
 def params_like(folder: Path, meta: dict[str, Any]) -> dict:
