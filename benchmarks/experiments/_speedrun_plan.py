@@ -85,7 +85,7 @@ def config_of(o: Any, name: str, rate: float, seed: int, cut: bool = False) -> C
         optimizer = config.optimizer
         factor = rate / optimizer.matrix_learning_rate
         rates = {"learning_rate": optimizer.learning_rate * factor, "matrix_learning_rate": rate}
-        config = with_optimizer(config, **rates)
+        config = with_optimizer(config, **rates, param_storage="fp32")
         return config if cut else without_cuts(config)
     steps, rest = divmod(o.tokens, o.batch_tokens)
     if rest:

@@ -170,6 +170,10 @@ class Runs(RecordedRuns):
         flat, other = configuration.to_json(config), configuration.operational(config)
         kept = {name: flat[name] for name in flat if name not in other or name == "max_steps"}
         o = self.o
+        # Recorded runs are older than these options.
+        for name in ("param_storage", "first_moment_dtype", "second_moment_dtype"):
+            if kept[f"optimizer.{name}"] == "fp32":
+                del kept[f"optimizer.{name}"]
         kept |= {"idea": self.idea.name, "val_every": o.val_every, "val_tokens": o.val_tokens}
         return kept | {"data": self.data_settings()}
 
