@@ -297,7 +297,7 @@ def test_generation():
     likeliest = jax.jit(lambda tokens: model(tokens).argmax(-1))(out)
     np.testing.assert_array_equal(out[0, 5:], likeliest[0, 4:-1])
     np.testing.assert_array_equal(out[1, 3:9], likeliest[1, 2:8])
-    with pytest.raises(ValueError, match="no cache of keys and values"):
+    with pytest.raises(ValueError, match="the model has no KV cache"):
         model.hidden(prompts, cache=model.init_cache(2, 9))
 
 
