@@ -43,6 +43,11 @@ def own_scale(x, dtype, headroom=1):
     return fake(x, power_of_two(x * headroom, dtype), dtype)
 
 
+def weight(w):
+    """A weight in e4m3, which is rounded to bf16 first."""
+    return own_scale(np.asarray(w, np.float32).astype(jnp.bfloat16).astype(np.float64), E4M3)
+
+
 def gelu(u):
     """GELU and its derivative."""
     # Not 1/(1 + exp(-2z)): exp overflows at u = -20, and a warning fails a test.
@@ -57,7 +62,7 @@ def exact_linear(x, w, b, dy, rounded):
     if rounded:
         x, w, dy = (
             fake(x, ACTIVATION_SCALE, E4M3),
-            own_scale(w, E4M3),
+            weight(w),
             own_scale(dy, E5M2, GRADIENT_HEADROOM),
         )
     return x @ w + b, dy @ w.T, x.T @ dy, db
@@ -68,7 +73,7 @@ def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
     x, w, b, w2, dy = (np.asarray(a, np.float64) for a in (x, w, b, w2, dy))
     scale = power_of_two(dy * GRADIENT_HEADROOM, E5M2)
     if rounded:
-        x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), own_scale(w, E4M3), own_scale(w2, E4M3)
+        x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w2)
         dy = fake(dy, scale, E5M2)
     y, slope = gelu(x @ w + b)
     if rounded:

@@ -15,9 +15,10 @@ HOW = {"headroom": 4.0, "factor": 8.0}
 
 
 def check(x, dtype, sampled, expected_scale):
-    """Bits of `quantize` with the expected scale."""
+    """Bits of `quantize` with the expected scale, x rounded to bf16."""
     found = quantize_by_largest(x, dtype, sampled=sampled, **HOW)
-    expected = quantize(x, expected_scale, dtype, transposed=True, implementation="xla")
+    how = {"transposed": True, "implementation": "xla"}
+    expected = quantize(x.astype(jnp.bfloat16), expected_scale, dtype, **how)
     scale = float(expected_scale)
     assert found.scale.value.shape == ()
     assert [float(s) for s in found.scale] == [scale, 1 / scale, 1 / (8 * scale)]
@@ -51,8 +52,8 @@ def test_whole(backend, monkeypatch, shape, dtype, largest):
 
 
 def test_exact_ratios(backend):
-    """448/(4·7) = 16 exactly, and a number just above it."""
-    for largest, scale in ((7.0, 16.0), (7.0000005, 8.0)):
+    """448/(4·7) = 16 exactly, a number just above 7 in bf16, and one that bf16 rounds to 7."""
+    for largest, scale in ((7.0, 16.0), (7.03125, 8.0), (7.01, 16.0)):
         x = jnp.zeros((4, 16)).at[1, 2].set(largest)
         assert float(quantize_by_largest(x, E4M3, headroom=4.0).scale.value) == scale
 

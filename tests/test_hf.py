@@ -211,7 +211,8 @@ def test_a_failed_save_leaves_the_old_file(small, monkeypatch):
 
     monkeypatch.setattr("gptjax.weights.hf.save_file", half)
     with pytest.raises(
-        WeightsError, match=r"model\.safetensors: not written: disk full. An older file stays"
+        WeightsError,
+        match=r"model\.safetensors: not written: disk full. An older file is unchanged",
     ):
         gptjax.save_hf(model, small)
     assert (small / "model.safetensors").read_bytes() == before

@@ -106,3 +106,13 @@ def test_a_model_that_reads_32_bits_is_refused():
     ):
         model = dataclasses.replace(MODEL, precision=Precision("tf32"))
         Config(model=model, optimizer=optimizer, sequence_length=16)
+
+
+def test_models_without_groups_of_matrices_are_refused(monkeypatch):
+    monkeypatch.setattr(GPT2Config, "parameter_groups", lambda self: ())
+    for optimizer, option in (
+        (OptimizerConfig(param_storage="bf16_mantissa"), "--optimizer.param-storage bf16_mantissa"),
+        (NorMuonConfig(), "--optimizer normuon"),
+    ):
+        with pytest.raises(ConfigError, match=f"{option} needs a model with groups of matrices"):
+            Config(model=MODEL, optimizer=optimizer, sequence_length=16, micro_batch=4)

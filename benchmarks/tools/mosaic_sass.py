@@ -140,23 +140,38 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
 
 
 def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
+    from pallas_kernels.attention import mosaic_backward
     from pallas_kernels.fp8 import E4M3, E5M2, mosaic
+    from pallas_kernels.fp8.activations import RELU_SQUARED
 
     def array(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    scale, w = array(jnp.float32), array(E4M3, 3072, 768)
-    bias, derivative = array(jnp.float32, 3072), array(jnp.bfloat16, 65536, 3072)
+    x, w, scale = array(E4M3, 65536, 768), array(E4M3, 3072, 768), array(jnp.float32)
+    dy, bias, saved = array(E5M2, 65536, 768), array(jnp.float32, 3072), array(E4M3, 65536, 3072)
+    relu_squared = {"activation": RELU_SQUARED}
+    heads = array(jnp.bfloat16, 64, 1024, 12, 64)
+    tensors = (array(jnp.bfloat16, 64, 1024, 3, 12, 64), array(jnp.float32, 64, 12, 1024))
+
+    def attention(qkv, lse, dout, out, fp8_scale):
+        how = dict.fromkeys(("deterministic", "true_fp32"), False)
+        how |= {"causal": True, "scale": 0.125, "window": None, "bias": True}
+        operands = ((qkv,), None, lse, dout, out, None)
+        return mosaic_backward.backward(*operands, **how, fp8_scale=fp8_scale)
+
     return {
-        "fp8.matmul": (mosaic.matmul, (array(E4M3, 65536, 768), w, scale)),
-        "fp8.linear_gelu": (
-            mosaic.linear_gelu,
-            (array(E4M3, 65536, 768), w, bias, scale, scale),
+        "fp8.matmul": (mosaic.matmul, (x, w, scale)),
+        "fp8.gelu": (mosaic.linear_activated, (x, w, bias, scale)),
+        "fp8.gelu_backward": (mosaic.activated_backward, (dy, w, saved, scale, scale)),
+        "fp8.relu_squared": (
+            functools.partial(mosaic.linear_activated, **relu_squared),
+            (x, w, None, scale),
         ),
-        "fp8.gelu_backward": (
-            mosaic.gelu_backward,
-            (array(E5M2, 65536, 768), w, derivative, scale, scale),
+        "fp8.relu_squared_backward": (
+            functools.partial(mosaic.activated_backward, bias=False, **relu_squared),
+            (dy, w, saved, scale, scale),
         ),
+        "fp8.attention_backward": (attention, (*tensors, heads, heads, scale)),
     }
 
 

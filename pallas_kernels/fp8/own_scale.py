@@ -3,6 +3,9 @@
     scale = the largest power of two with scale · headroom · max |x| ≤ largest(dtype)
     q = round(x · scale)
 
+x in fp32 is first rounded to bf16. Strategies that shard the parameters gather them in bf16: with
+this rounding, all strategies convert the same numbers.
+
 Back ends: those of `quantize`. With triton, one kernel stores maxima of parts of x, and the kernel
 of the conversion computes the scale from them, its inverse, and a factor of the inverse: with XLA,
 each of these would be a launch.
@@ -73,6 +76,8 @@ def quantize_by_largest(
         kernel = functools.partial(triton_own_scale.quantize_by_largest, sampled=SAMPLED, **how)
         rows, transposed, *scale = _calls.looped("quantize", kernel)(x)
         return Scaled(rows, transposed, Scale(*scale))
+    if x.dtype == jnp.float32:
+        x = jax.lax.reduce_precision(x, 8, 7)
     sample = x if group is None else x.reshape(x.shape[0], -1, group)[:, :, :SAMPLED]
     scale = scale_for(jnp.abs(sample).max(), dtype, headroom)
     q = quantize(x, scale, dtype, transposed=True)

@@ -17,6 +17,12 @@ UNSAMPLED = 16
 
 
 @triton.jit
+def rounded(x):
+    """Convert x to fp32, rounded to bf16 if x is fp32."""
+    return (x.to(tl.bfloat16) if x.dtype == tl.float32 else x).to(tl.float32)
+
+
+@triton.jit
 def part_maxima(
     x_ptr,
     maxima_ptr,
@@ -32,7 +38,7 @@ def part_maxima(
     for first in range(tl.program_id(0) * PARTS, groups, tl.num_programs(0) * PARTS):
         group = (first + tl.arange(0, PARTS)).to(INDEX)
         offset = group[:, None] * GROUP + tl.arange(0, READ)[None, :]
-        x = tl.load(x_ptr + offset, mask=offset < SIZE, other=0.0).to(tl.float32)
+        x = rounded(tl.load(x_ptr + offset, mask=offset < SIZE, other=0.0))
         largest = tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
     tl.store(maxima_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
 
@@ -78,7 +84,7 @@ def quantize_own(
     offset = r.to(INDEX)[:, None] * C + c[None, :]
     inside = (r < R)[:, None] & (c < C)[None, :]
     # Issued before the maxima are read: one latency hides the other one.
-    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    x = rounded(tl.load(x_ptr + offset, mask=inside, other=0.0))
     scale = scale_of(maxima_ptr, MAXIMA, PADDED, RATIO)
     if program == 0:
         tl.store(scale_ptr, scale)

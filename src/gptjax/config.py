@@ -17,7 +17,7 @@ from gptjax import stages as staging
 from gptjax.fields import check_fields, flag
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
-from gptjax.optim import ALGORITHMS, OptimizerConfig
+from gptjax.optim import ALGORITHMS, MatrixOptimizerConfig, OptimizerConfig
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed
@@ -186,7 +186,7 @@ class Config:
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
         self._check_processes()
-        self._check_param_storage()
+        self._check_optimizer()
         self._check_eval_tasks()
         self._check_stages()
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -194,8 +194,14 @@ class Config:
         if (size := len(self.name.encode())) > 200:
             raise ConfigError(f"--name must have at most 200 bytes, got {size}")
 
-    def _check_param_storage(self) -> None:
+    def _check_optimizer(self) -> None:
         storage, precision = self.optimizer.param_storage, self.model.precision
+        has_matrices = any(group.matrices is not None for group in self.model.parameter_groups())
+        if isinstance(self.optimizer, MatrixOptimizerConfig) and not has_matrices:
+            raise ConfigError(
+                f"--optimizer {self.optimizer.name} needs a model with groups of matrices, and "
+                f"{type(self.model).__name__} has none; choose --optimizer adamw"
+            )
         if storage == "fp32":
             return
         if precision.compute_dtype != jnp.bfloat16:
@@ -204,7 +210,7 @@ class Config:
                 f"--model.precision {precision} reads all 32 bits of a matrix; choose "
                 "--model.precision bf16, or leave the option out"
             )
-        if all(group.matrices is None for group in self.model.parameter_groups()):
+        if not has_matrices:
             raise ConfigError(
                 f"--optimizer.param-storage {storage} needs a model with groups of matrices, and "
                 f"{type(self.model).__name__} has none; leave the option out"
