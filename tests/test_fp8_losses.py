@@ -51,7 +51,7 @@ def test_the_parts_have_all_runs_and_pairs_stay_together(losses):
     names = [run.name for unit in losses.plan() for run in unit]
     parts = losses.share(losses.plan(), 2)
     assert sorted(names) == sorted(run.name for part in parts for run in part)
-    assert len({*names}) == len(names) == 16
+    assert len({*names}) == len(names) == 17
     for part in parts:
         seeds = {
             p: {r.seed for r in part if r.group == "adamw" and r.precision == p}
@@ -62,6 +62,19 @@ def test_the_parts_have_all_runs_and_pairs_stay_together(losses):
     for wrong in ("2/2", "1", "a/b"):
         with pytest.raises(ConfigError, match="expected I/N with I below N"):
             losses.part_of(losses.Options(out=Path("x"), part=wrong))
+
+
+def test_patterns_choose_runs(losses):
+    chosen = losses.chosen(("twice_fp8_*", "adamw_bf16_1", "normuon_*"))
+    names = [[run.name for run in unit] for unit in chosen]
+    assert names == [
+        ["adamw_bf16_1"],
+        ["normuon_bf16_0", "normuon_bf16_1"],
+        ["twice_fp8_0"],
+        ["normuon_bf16_2"],
+    ]
+    with pytest.raises(ConfigError, match="--runs adam: expected names or patterns of adamw_"):
+        losses.chosen(("adam",))
 
 
 def test_the_config_of_every_run_exists(losses):

@@ -11,7 +11,7 @@ normuon    configs/gpt2_124m_normuon_docs.py in bf16, three seeds
 twice      the first, with twice its learning rate, seed 0
 medium     configs/gpt2_350m.py with 300 of these steps, seed 0
 spike      a step whose gradient is multiplied by 100 (gradient_spike.py), seed 0
-speedrun   configs/speedrun_docs.py in bf16, seed 0
+speedrun   configs/speedrun_docs.py in bf16 and in fp8, seed 0
 
 A finished run is a line of OUT/runs_I.jsonl and is not trained again: a command that was stopped
 continues when it is repeated. `--part 0/2` and `--part 1/2` divide the runs over two processes. The
@@ -23,6 +23,7 @@ benchmarks/tools/result_tables.py.
 """
 
 import dataclasses
+import fnmatch
 import json
 import math
 import os
@@ -67,8 +68,8 @@ class Options:
     """Folder of prepared datasets, with docs_corpus."""
     limit_s: float = math.inf
     """Start no run that might not end within this many seconds of the command's start."""
-    groups: tuple[str, ...] = ("adamw", "normuon", "twice", "medium", "spike", "speedrun")
-    """Groups of runs to train."""
+    runs: tuple[str, ...] = ("*",)
+    """Names of the runs to train, or patterns of names such as adamw_*."""
     train_options: str = ""
     """Further options of each train.py command, for a trial with a small model."""
     report: bool = False
@@ -113,8 +114,28 @@ def plan() -> list[list[Run]]:
     adamw = [pair("adamw", DOCS, seed, 125, 110) for seed in range(3)]
     twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 125, 110)
     medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
-    speedrun = [Run("speedrun", "normuon", "bf16", 0, "configs/speedrun_docs.py", 230)]
+    docs = "configs/speedrun_docs.py"
+    speedrun = [
+        Run("speedrun", "normuon", precision, 0, docs, 200) for precision in ("bf16", "fp8")
+    ]
     return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, normuon(2)]
+
+
+def chosen(patterns: Sequence[str]) -> list[list[Run]]:
+    """Return the units of the plan with the runs whose names match one of the patterns.
+
+    Raises:
+        ConfigError: a pattern matches no run.
+    """
+    names = [run.name for unit in plan() for run in unit]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"--runs {pattern}: expected names or patterns of {', '.join(names)}")
+
+    def matches(run: Run) -> bool:
+        return any(fnmatch.fnmatch(run.name, pattern) for pattern in patterns)
+
+    return [unit for each in plan() if (unit := [run for run in each if matches(run)])]
 
 
 def share(units: Sequence[list[Run]], parts: int) -> list[list[Run]]:
@@ -238,7 +259,7 @@ def main(o: Options) -> int:
     o.out.mkdir(parents=True, exist_ok=True)
     known = {(record["name"], record["command"]) for record in read_records(o.out)}
     missing = 0
-    for run in share([u for u in plan() if u[0].group in o.groups], parts)[part]:
+    for run in share(chosen(o.runs), parts)[part]:
         if (run.name, shlex.join(run.command(o))) in known:
             continue
         if elapsed_s() + run.seconds > o.limit_s:

@@ -24,14 +24,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import tyro
 from jax._src.lib import xla_client
 
 from gptjax.bench import results
-from gptjax.bench.configs import ModelOptions
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
 from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
@@ -71,6 +71,8 @@ class Options(ModelOptions):
     """Folder in which the wheels of jax-cuda13-plugin and jax-cuda13-pjrt were unpacked."""
     batch: tuple[int, ...] = (64,)
     """Sequences per step of each device, in one micro-batch."""
+    precision: Annotated[PrecisionName | None, OWN_DEFAULT] = None
+    """Default: the config's, or bf16."""
     devices: tuple[int, ...] = (1,)
     parallel: Strategy = "data"
     recompute: str = "none"
@@ -231,7 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
         _mosaic.num_sms, _triton.call = lambda: 132, plugin.call
         base = options.base()
         for batch in options.batch:
-            config = options.with_options(base, batch=batch, recompute=options.recompute)
+            config = options.with_options(
+                base, batch=batch, precision=options.precision, recompute=options.recompute
+            )
             config = dataclasses.replace(config, parallel=options.parallel)
             for count in options.devices:
                 print(f"compiling batch {batch} on {count} devices", file=sys.stderr, flush=True)

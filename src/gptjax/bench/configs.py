@@ -15,6 +15,8 @@ from gptjax.stages import stage_config
 
 Preset = Literal[*PRESETS]
 
+PrecisionName = Literal[*NAMES]
+
 # The help text itself says which value replaces an option that is not given.
 OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 
@@ -60,8 +62,6 @@ class ModelOptions(BaseOptions):
 
     stage: Annotated[int | None, OWN_DEFAULT] = None
     """Stage of the config, 1 for the first (default: the config's values outside its stages)."""
-    precision: Annotated[Literal[*NAMES] | None, OWN_DEFAULT] = None
-    """Default: the config's, or bf16."""
     attention: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of attention, as --model.attention of train.py (default: the config's, or auto)."""
     loss: Annotated[str | None, OWN_DEFAULT] = None
@@ -95,7 +95,12 @@ class ModelOptions(BaseOptions):
         return stage_config(config, self.stage)
 
     def with_options(
-        self, base: Config, *, batch: int | None = None, recompute: str | None = None
+        self,
+        base: Config,
+        *,
+        batch: int | None = None,
+        precision: str | None = None,
+        recompute: str | None = None,
     ) -> Config:
         """Return the base config with these options and one micro-batch per step.
 
@@ -114,7 +119,7 @@ class ModelOptions(BaseOptions):
             batch or base.micro_batch,
             self.sequence_length or base.sequence_length,
             optimizer=self.optimizer,
-            precision=Precision(self.precision) if self.precision else base.model.precision,
+            precision=Precision(precision) if precision else base.model.precision,
             recompute=recompute or base.model.recompute,
             **{part: name for part in parts if (name := getattr(self, part))},
         )

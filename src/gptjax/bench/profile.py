@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import jax
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
 from gptjax.bench.hlo import ORDER, PASSES, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.measuring import first_devices, one_device
@@ -35,6 +35,8 @@ class Profile(ModelOptions):
     """Folder for all files: profile.json, profile.png, and the trace in plugins/profile/."""
     batch: Annotated[int | None, OWN_DEFAULT] = None
     """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
+    precision: Annotated[PrecisionName | None, OWN_DEFAULT] = None
+    """Default: the config's, or bf16."""
     recompute: Annotated[Literal["none", "block", "sublayer"] | None, OWN_DEFAULT] = None
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
@@ -52,7 +54,9 @@ class Profile(ModelOptions):
     """Number of kernels printed for each part, the longest ones; profile.json has all."""
 
     def run(self) -> None:
-        config = self.with_options(self.base(), batch=self.batch, recompute=self.recompute)
+        config = self.with_options(
+            self.base(), batch=self.batch, precision=self.precision, recompute=self.recompute
+        )
         config = dataclasses.replace(
             config,
             parallel=self.parallel or config.parallel,

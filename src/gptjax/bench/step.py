@@ -10,7 +10,7 @@ import jax
 
 from gptjax.bench import results
 from gptjax.bench.batch_size import largest_batch
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName, one_micro_batch
 from gptjax.bench.errors import BenchError
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.llmc_side import LlmcStep, find_program, require_gpu, why_no_llmc
@@ -42,10 +42,12 @@ from gptjax.training.memory import GIB, available_bytes, needed_bytes
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(ModelOptions):
     """Measure time, memory and MFU of one config's training step; with several --devices,
-    --parallel, --reduce-dtype, --batch or --recompute, print a row for each."""
+    --parallel, --reduce-dtype, --batch, --precision or --recompute, print a row for each."""
 
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
+    precision: Annotated[tuple[PrecisionName, ...], OWN_DEFAULT] = ()
+    """Precisions of the model (default: the config's, or bf16)."""
     recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
@@ -95,7 +97,7 @@ class Step(ModelOptions):
         raise_failures(rows)
 
     def configs(self) -> list[Config]:
-        """Return the configs to measure: every recomputation of every batch.
+        """Return the configs to measure: every recomputation and precision of every batch.
 
         Raises:
             BenchError: options that contradict each other, or that the model does not have.
@@ -107,8 +109,9 @@ class Step(ModelOptions):
         if self.torch and (why := why_no_step(base)):
             raise BenchError(why)
         configs = [
-            self.with_options(base, batch=batch, recompute=recompute)
+            self.with_options(base, batch=batch, precision=precision, recompute=recompute)
             for batch in self.batch or (None,)
+            for precision in self.precision or (None,)
             for recompute in self.recompute or (None,)
         ]
         for config in configs:
