@@ -19,7 +19,8 @@ OURS = ("mosaic", "triton", "fused", "auto")
 def case_of(row: dict) -> str:
     """Return the operation and the case; the benchmark of linear_gelu has several operations."""
     several = row["kernel"] in ("flash_attention", "linear_gelu", "fused_classifier", "softmax")
-    case = row["case"] if several else f"{row['kernel']} {row['case']}"
+    named = several or row["case"].startswith(row["kernel"])
+    case = row["case"] if named else f"{row['kernel']} {row['case']}"
     return case.replace("bfloat16", "bf16").replace("float32", "fp32")
 
 
@@ -131,8 +132,10 @@ TABLES = {
         kernel_table("feed_forward", "^linear_.* backward [0-9]"),
     ),
     "mlp": (KERNELS / "feed_forward.md", kernel_table("feed_forward", "^mlp")),
+    "gated_mlp": (KERNELS / "gated_mlp.md", kernel_table("gated_mlp")),
     "lm_head": (KERNELS / "lm_head.md", kernel_table("lm_head")),
     "norm": (KERNELS / "norm.md", kernel_table("norm")),
+    "rotary": (KERNELS / "rotary.md", kernel_table("rotary")),
     "row_softmax": (KERNELS / "row_softmax.md", kernel_table("row_softmax")),
     "symmetric": (KERNELS / "symmetric.md", kernel_table("symmetric")),
     "polar_express": (Path("docs/normuon.md"), kernel_table("polar_express")),
