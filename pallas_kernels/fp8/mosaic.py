@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import pl, plgpu, swizzled
+from pallas_kernels._mosaic import pl, plgpu, store_transposed, swizzled
 from pallas_kernels.fp8.activations import GELU, Activation
 from pallas_kernels.fp8.mosaic_tiles import DEPTH, Tiles, tiled
 
@@ -211,7 +211,7 @@ def linear_activated(
                 copies.append((smem, rest[0].at[at.rows, at.columns].at[rows, columns]))
             if transposed:
                 smem = scratch.transposed.at[at.wg, slot]
-                _store_transposed(smem, quantised)
+                store_transposed(smem, quantised)
                 copies.append((smem, rest[-1].at[at.columns, at.rows].at[columns, rows]))
             _copy_to_gmem(copies)
 
@@ -300,7 +300,7 @@ def activated_backward(
             quantised = (v * du_factor).astype(out_dtype)
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
             du_smem[...] = quantised
-            _store_transposed(transposed_smem, quantised)
+            store_transposed(transposed_smem, quantised)
             _copy_to_gmem(
                 [
                     (du_smem, du_gmem.at[at.rows, at.columns].at[rows, columns]),
@@ -377,16 +377,6 @@ def _add_bias(part, at, columns: slice, scratch):
         scratch.bias.at[at.wg, columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
     )
     return part + lax.broadcast_in_dim(bias_P, part.shape, [1])
-
-
-def _store_transposed(smem, quantised) -> None:
-    """Store a part of an FP8 array in the transposed order of `smem`.
-
-    A thread holds pairs of neighbours in a row, and needs pairs of neighbours in a column. Mosaic
-    exchanges only pairs of 16- and 32-bit numbers; fp16 represents every FP8 value.
-    """
-    pairs = plgpu.layout_cast(quantised.astype(jnp.float16), plgpu.Layout.WGMMA_TRANSPOSED)
-    smem.transpose((1, 0))[...] = pairs.astype(quantised.dtype)
 
 
 def _copy_to_gmem(copies) -> None:
