@@ -299,7 +299,7 @@ def main(args: list[str] | None = None) -> int:
     if options.out:
         command = results.script_command("benchmarks/tools/mosaic_sass.py", args)
         device = "NVIDIA H200, compiled for without a GPU"
-        results.write(options.out, results.new(command, rows, device=device))
+        results.write(options.out, results.new(command, rows, device=device, packages=("triton",)))
     return 0
 
 
