@@ -247,6 +247,8 @@ def test_matmul_on_a_gpu(m, n, k, dtypes):
     bias = jnp.linspace(-1, 1, n) if k < 1000 else None
     exact = fp8.reference(a, b, scale) + (0.0 if bias is None else bias[None])
     for name, tiles in TILES.items():
+        if tiles and n % tiles.columns:
+            continue
         found = mosaic.matmul(a, b, scale, bias_N=bias, tiles=tiles)
         if k < mosaic.FAST or name in ("default", "promoted"):
             check(f"a bᵀ, {name}", found, exact.astype(jnp.bfloat16), exact)
