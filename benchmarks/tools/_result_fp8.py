@@ -21,6 +21,8 @@ PLACES = {
     "lm_head/fp8: quantized_head": "weights of the head",
     "lm_head/fp8: chunk_gradients": "inputs of the head",
 }
+# Results of `bench step`, each with the rows that one command measured.
+STEPS = ("step/fp8_64_torch",)
 CONFIGS = {
     "adamw": "configs/gpt2_124m_docs.py",
     "normuon": "configs/gpt2_124m_normuon_docs.py",
@@ -40,20 +42,23 @@ def loss(value: float | None, sign: str = "") -> str:
 
 
 def step_table(results: Results) -> str:
-    """The training step in FP8 and in bf16."""
-    names = {"bf16": "step/bf16_64_beside_fp8", "fp8": "step/fp8_64"}
-    rows = {precision: results[name]["rows"][0] for precision, name in names.items()}
-    lines = [
-        [
-            precision,
-            f"{row['ms']:.1f}",
-            figure(row["tokens/s"]),
-            f"{row['needed_gib']:.1f}",
-            "" if precision == "bf16" else ratio(rows["bf16"]["ms"] / row["ms"]),
+    """Training steps in FP8. The first row of each file has the speed 1."""
+    lines = []
+    for name in STEPS:
+        rows = results[name]["rows"]
+        lines += [
+            [
+                f"{row['model']}, {row['system'].replace('torch', 'PyTorch')}",
+                f"{row['batch']} × {row['sequence_length']:,}",
+                row["precision"],
+                f"{row['ms']:.1f}",
+                figure(row["tokens/s"]),
+                f"{row.get('needed_gib', row['peak_gib']):.1f}",
+                ratio(rows[0]["ms"] / row["ms"]),
+            ]
+            for row in rows
         ]
-        for precision, row in rows.items()
-    ]
-    head = ("precision", "ms", "tokens/s", "needed GiB", "speed compared with bf16")
+    head = ("model", "tokens", "precision", "ms", "tokens/s", "GiB", "speed")
     return markdown(head, lines)
 
 
