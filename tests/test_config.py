@@ -240,6 +240,26 @@ def test_a_batch_that_does_not_divide_names_a_micro_batch_that_fits():
     assert dataclasses.replace(tiny, micro_batch=2).micro_batches(4) == 1
 
 
+@pytest.mark.parametrize(
+    "micro_batch, devices, choices",
+    [(8, 4, "1 device, or --micro-batch 2"), (2, 3, "2 devices"), (8, 3, "1 device")],
+)
+def test_a_resumed_run_gets_choices_that_keep_its_batch(micro_batch, devices, choices):
+    config = dataclasses.replace(
+        Config(), sequence_length=1024, batch_tokens=8192, micro_batch=micro_batch
+    )
+    with pytest.raises(
+        ConfigError, match=f"; a resumed run cannot change --batch-tokens: take {choices}$"
+    ):
+        config.micro_batches(devices, resumed=True)
+
+
+def test_a_resumed_run_without_a_number_of_devices_that_fits():
+    config = dataclasses.replace(Config(), sequence_length=1024, batch_tokens=8192, micro_batch=16)
+    with pytest.raises(ConfigError, match="another number of devices with another --micro-batch$"):
+        config.micro_batches(3, resumed=True)
+
+
 def test_differences_are_found_and_operational_ones_are_not():
     config = load(Path(TINY))
     saved = json.loads(json.dumps(to_json(config)))  # as a checkpoint gives it back
@@ -255,7 +275,23 @@ def test_differences_are_found_and_operational_ones_are_not():
     ]
     # More steps stretch a schedule that ends with the run …
     longer = dataclasses.replace(config, max_steps=2 * config.max_steps)
-    assert "--optimizer.schedule-steps" in configuration.differences(saved, longer)[0]
+    assert configuration.differences(saved, longer) == [
+        f"--max-steps {longer.max_steps}: the checkpoint's schedule ends at step "
+        f"{config.max_steps}; choose --max-steps {config.max_steps}, or start a new run: "
+        f"--name NEW --init-from {config.run_dir}"
+    ]
+    (line,) = configuration.differences(saved, dataclasses.replace(config, max_steps=1))
+    assert f"or add --optimizer.schedule-steps {config.max_steps}, or start" in line
+    floor = dataclasses.replace(longer.optimizer, final_fraction=0.1)
+    (line,) = configuration.differences(
+        saved | {"optimizer.final_fraction": 0.1}, dataclasses.replace(longer, optimizer=floor)
+    )
+    assert f"or add --optimizer.schedule-steps {config.max_steps}, or start" in line
+    # An end that was given is named by its option.
+    typed = dataclasses.replace(longer.optimizer, schedule_steps=longer.max_steps)
+    assert configuration.differences(saved, dataclasses.replace(longer, optimizer=typed)) == [
+        f"--optimizer.schedule-steps: the checkpoint has {config.max_steps}, now {longer.max_steps}"
+    ]
     # … and not one whose end is given.
     fixed = dataclasses.replace(longer.optimizer, schedule_steps=longer.max_steps)
     saved |= {"optimizer.schedule_steps": longer.max_steps}

@@ -93,6 +93,16 @@ def test_resume_never_and_a_config_that_disagrees(config):
         run(dataclasses.replace(config, max_steps=6, seed=5))
 
 
+def test_a_resumed_run_is_told_how_to_keep_its_batch(config):
+    run(dataclasses.replace(config, max_steps=6))
+    with pytest.raises(ConfigError, match="a resumed run cannot change --batch-tokens"):
+        run(dataclasses.replace(config, max_steps=6, micro_batch=3))
+    with pytest.raises(
+        ConfigError, match="--max-steps 7: the checkpoint's schedule .* step 6"
+    ):
+        run(dataclasses.replace(config, max_steps=7))
+
+
 def test_other_data_under_the_same_name_is_refused(config, tmp_path, words):
     run(dataclasses.replace(config, max_steps=6))
     other = tmp_path / "other"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import typing
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from gptjax import batches
 from gptjax import stages as staging
 from gptjax.fields import check_fields, flag
 from gptjax.models.base import ModelConfig
@@ -295,23 +295,24 @@ class Config:
         """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""
         return Parallel.of(devices, self.parallel, self.reduce_dtype, self.overlap_reduce)
 
-    def micro_batches(self, devices: int) -> int:
+    def micro_batches(self, devices: int, *, resumed: bool = False) -> int:
         """Return the number of micro-batches of a step on `devices` devices.
+
+        Args:
+            resumed: whether the run resumes from a checkpoint, whose batch_tokens cannot change.
 
         Raises:
             ConfigError: batch_tokens is not a multiple of a micro-batch's tokens; the message names
-                the nearest multiples, and a smaller micro-batch if one fits.
+                choices that are.
         """
         tokens = self.micro_batch * self.sequence_length * devices
         if self.batch_tokens % tokens:
-            below = self.batch_tokens // tokens * tokens
-            nearest = f"{below + tokens} or {below}" if below else f"{below + tokens}"
-            per_device, rest = divmod(self.batch_tokens, self.sequence_length * devices)
-            smaller = "" if rest else f", or --micro-batch {math.gcd(self.micro_batch, per_device)}"
+            choices = batches.resumed_run if resumed else batches.new_run
+            sizes = (self.batch_tokens, self.micro_batch, self.sequence_length, devices)
             raise ConfigError(
                 f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × "
                 f"sequence_length × devices = {self.micro_batch} × {self.sequence_length} × "
-                f"{devices} = {tokens}; take {nearest}{smaller}"
+                f"{devices} = {tokens}; {choices(*sizes)}"
             )
         return self.batch_tokens // tokens
 
@@ -448,13 +449,17 @@ def differences(saved: Any, config: Config) -> list[str]:
     """
     pairs, allowed = _differences(saved, config), changeable(config)
     refused = pairs.keys() - allowed if config.resume_with_changes else pairs.keys()
-    lines = [
-        printable(f"{_flag(name)}: the checkpoint has {pairs[name][0]}, now {pairs[name][1]}")
-        for name in sorted(refused)
-    ]
+    lines = [printable(_difference(name, *pairs[name], config)) for name in sorted(refused)]
     if refused and refused <= allowed:
         lines.append("--resume-with-changes allows such changes")
     return lines
+
+
+def _difference(name: str, old: Any, new: Any, config: Config) -> str:
+    """Describe a field that differs."""
+    if name == "optimizer.schedule_steps" and config.optimizer.schedule_steps is None:
+        return staging.other_schedule(config, old)
+    return f"{_flag(name)}: the checkpoint has {old}, now {new}"
 
 
 def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:

@@ -219,6 +219,20 @@ def _check_rates(config: "Config") -> None:
     )
 
 
+def other_schedule(config: "Config", end: Any) -> str:
+    """Describe --max-steps of a resumed run whose checkpoint has a schedule that ends at step
+    `end`, and name what to do."""
+    text = f"--max-steps {config.max_steps}: the checkpoint's schedule ends at step {end}; "
+    choices = [f"--max-steps {end}"]
+    if isinstance(end, int) and end > 0:
+        optimizer = dataclasses.replace(config.optimizer, schedule_steps=end)
+        zero_from = optimizer.zero_from(config.max_steps)
+        if zero_from is None or zero_from >= config.max_steps:
+            choices.append(f"add --optimizer.schedule-steps {end}")
+    choices.append(f"start a new run: --name NEW --init-from {config.run_dir}")
+    return text + "choose " + ", or ".join(choices)
+
+
 def schedules(config: "Config") -> dict[str, optax.Schedule]:
     """Return the optimizer's schedules with the learning-rate factors of the stages.
 

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.stages import Timeline
+from gptjax.weights import checkpoint_files
+from gptjax.weights.sources import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +46,13 @@ class Inputs:
             DataError: the dataset is missing or damaged, or does not fit the model.
         """
         timeline = Timeline(config)
+        folder = config.run_dir / CHECKPOINTS
+        resumed = folder.is_dir() and bool(checkpoint_files.steps(folder))
         lengths = [config.sequence_length]
         for span in timeline.spans:
             lengths.append(span.config.sequence_length)
             try:
-                span.config.micro_batches(mesh.size)
+                span.config.micro_batches(mesh.size, resumed=resumed)
             except ConfigError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
         dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
