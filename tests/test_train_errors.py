@@ -97,9 +97,7 @@ def test_a_resumed_run_is_told_how_to_keep_its_batch(config):
     run(dataclasses.replace(config, max_steps=6))
     with pytest.raises(ConfigError, match="a resumed run cannot change --batch-tokens"):
         run(dataclasses.replace(config, max_steps=6, micro_batch=3))
-    with pytest.raises(
-        ConfigError, match="--max-steps 7: the checkpoint's schedule .* step 6"
-    ):
+    with pytest.raises(ConfigError, match="--max-steps 7: the checkpoint's schedule .* step 6"):
         run(dataclasses.replace(config, max_steps=7))
 
 
