@@ -21,6 +21,7 @@ from pallas_kernels.fp8 import (
     reference,
     scale_for,
     scaled_matmul,
+    stochastic_e5m2,
     transposed,
 )
 
@@ -115,12 +116,29 @@ def operands(m, n, k, formats, seed=0):
     return jnp.asarray(a).astype(formats[0]), jnp.asarray(b).astype(formats[1])
 
 
+def test_stochastic_rounding():
+    every = np.arange(256, dtype=np.uint8).view(E5M2)
+    finite = every[np.isfinite(every.astype(np.float32))]
+    same = stochastic_e5m2(jnp.asarray(finite.astype(np.float32)))
+    np.testing.assert_array_equal(np.asarray(same).view(np.uint8), finite.view(np.uint8))
+    assert np.isnan(np.asarray(stochastic_e5m2(jnp.float32(np.nan))).astype(np.float32))
+    # One of the two neighbours, with the right mean: normal and subnormal numbers.
+    rng = np.random.default_rng(0)
+    for low, high in ((1.0, 1.25), (-3.5, -3.0), (2.0**-15, 1.5 * 2.0**-15)):
+        for x in low + (high - low) * np.array([0.1, 0.5, 0.8]):
+            near = np.float32(x * (1 + 1e-3 * rng.uniform(-1, 1, 10_000)))
+            found = np.asarray(stochastic_e5m2(jnp.asarray(near))).astype(np.float32)
+            assert {*found.tolist()} <= {low, high}
+            # Four standard deviations of the mean of independent roundings.
+            assert abs(found.mean() - near.mean()) < 4 * 0.5 * (high - low) / 100
+
+
 def sums_bound(a, b, promoted):
     """Return twice the bound of the errors of an FP8 tensor core's sums, elementwise.
 
     Each step adds 32 products to a sum that keeps about 14 bits, the first included (DeepSeek-V3
-    technical report, section 3.3.2): at most 2⁻¹³ of the largest term is lost. Steps start anew, and
-    add to an fp32 number, every `promoted` products.
+    technical report, section 3.3.2): at most 2⁻¹³ of the largest term is lost. Every `promoted`
+    products, the sum is added to an fp32 number, and a new sum begins.
     """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     bound = np.zeros((len(a), len(b)))

@@ -4,9 +4,10 @@
     python benchmarks/experiments/fp8_gradients.py --layers 2 --heads 2 --width 64 --batch 2 \
         --sequence-length 64
 
-The gradients of one batch, from the same weights. The exact gradients are PyTorch's in fp64. An
-error is |g - exact| / |exact| with the norm over all parameters of a group. A row "other tokens"
-is the exact gradient of another batch: what a step of stochastic gradient descent cannot know.
+The mean gradients of `--batches` batches, from the same weights. The exact gradients are PyTorch's
+in fp64. An error is |g - exact| / |exact| with the norm over all parameters of a group. Errors that
+are independent between tokens decrease with the number of batches. A row "other tokens" is the
+exact gradient of as many other batches: what a step of stochastic gradient descent cannot know.
 
 PyTorch's FP8 is src/gptjax/bench/torch_fp8.py: a dynamic scale of each tensor, all linear layers
 of the blocks and the head, `torch._scaled_mm`, which also runs on a CPU. Its other precisions are
@@ -19,6 +20,7 @@ import dataclasses
 import math
 import sysconfig
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -70,6 +72,8 @@ class Options:
     """Precisions of PyTorch."""
     steps: int = 0
     """Training steps in bf16 before the gradients are computed."""
+    batches: int = 1
+    """Batches of which the mean gradient is compared."""
     batch: int = 4
     sequence_length: int = 1024
     layers: int = 12
@@ -119,8 +123,19 @@ def trained(config: GPT2Config, windows: np.ndarray) -> dict:
     return state.params
 
 
-def gptjax_gradients(config: GPT2Config, params: dict, windows: np.ndarray, names):
-    """Yield name, loss and gradients of each precision. The executables compile concurrently."""
+def mean_of(results: Iterable[tuple[float, dict]]) -> tuple[float, dict]:
+    """Return the means of losses and gradients, in fp64."""
+    count, loss, gradients = 0, 0.0, {}
+    for each, found in results:
+        count, loss = count + 1, loss + each
+        for name, gradient in found.items():
+            gradients[name] = gradients.get(name, 0.0) + gradient.astype(np.float64)
+    return loss / count, {name: gradient / count for name, gradient in gradients.items()}
+
+
+def gptjax_gradients(config: GPT2Config, params: dict, batches: np.ndarray, names):
+    """Yield name, mean loss and mean gradients of each precision. The executables compile
+    concurrently."""
 
     def lowered(name):
         graphdef = graph(dataclasses.replace(config, precision=Precision(name)))
@@ -128,21 +143,22 @@ def gptjax_gradients(config: GPT2Config, params: dict, windows: np.ndarray, name
         def loss(params, windows):
             return loss_fn(nnx.merge(graphdef, params), windows[:, :-1], windows[:, 1:])
 
-        return jax.jit(jax.value_and_grad(loss)).lower(params, windows)
+        return jax.jit(jax.value_and_grad(loss)).lower(params, batches[0])
 
     with ThreadPoolExecutor() as pool:
         options = {"compiler_options": compiler_options()}
         waiting = [(name, pool.submit(lowered(name).compile, **options)) for name in names]
         for name, compiled in waiting:
-            loss, gradients = compiled.result()(params, windows)
-            yield f"gptjax {name}", float(loss), names_of(gradients)
+            step = compiled.result()
+            found = (step(params, windows) for windows in batches)
+            yield f"gptjax {name}", *mean_of((float(loss), names_of(g)) for loss, g in found)
 
 
 # ------------------------------------------------------------------------------------------ PyTorch
 
 
-def torch_gradients(config: GPT2Config, params: dict, windows: np.ndarray, precision: str):
-    """Return loss and gradients of PyTorch's model, with gptjax's names.
+def torch_gradients(config: GPT2Config, params: dict, batches: np.ndarray, precision: str):
+    """Return mean loss and mean gradients of PyTorch's model, with gptjax's names.
 
     Args:
         precision: fp64, or one of `How`.
@@ -161,18 +177,23 @@ def torch_gradients(config: GPT2Config, params: dict, windows: np.ndarray, preci
             value = torch.tensor(value)
             own[name].copy_(value.T if name.endswith(".kernel") else value)
     model.to(device, torch.float64 if precision == "fp64" else torch.float32)
-    tokens = torch.tensor(windows, device=device).long()
-    with torch.autocast(device, torch.bfloat16, enabled=how.autocast):
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    gradients = {}
-    for name in params:
-        gradient = own[name].grad.cpu().numpy()
-        gradients[name] = gradient.T if name.endswith(".kernel") else gradient
-    value = loss.item()
-    del model, own, loss
+
+    def of_batch(windows: np.ndarray) -> tuple[float, dict]:
+        model.zero_grad()
+        tokens = torch.tensor(windows, device=device).long()
+        with torch.autocast(device, torch.bfloat16, enabled=how.autocast):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        gradients = {}
+        for name in params:
+            gradient = own[name].grad.cpu().numpy()
+            gradients[name] = gradient.T if name.endswith(".kernel") else gradient
+        return loss.item(), gradients
+
+    found = mean_of(map(of_batch, batches))
+    del model, own
     free_torch()
-    return value, gradients
+    return found
 
 
 def head_loss(x_BTC, scale_C, bias_C, wte_VC, targets_BT, fp8: bool, *, vocabulary: int):
@@ -216,12 +237,14 @@ def main(options: Options) -> None:
         block_size=options.sequence_length,
     )
     size = options.batch * (options.sequence_length + 1)
-    batches = options.steps + 2
-    windows = standard_library(batches * size)[: batches * size]
-    windows = windows.reshape(batches, options.batch, options.sequence_length + 1)
-    params, (batch, other) = trained(config, windows[2:]), windows[:2]
+    compared = 2 * options.batches
+    count = options.steps + compared
+    windows = standard_library(count * size)[: count * size]
+    windows = windows.reshape(count, options.batch, options.sequence_length + 1)
+    params = trained(config, windows[compared:])
+    batches, others = windows[: options.batches], windows[options.batches : compared]
     host = names_of(params)
-    exact_loss, exact = torch_gradients(config, host, batch, "fp64")
+    exact_loss, exact = torch_gradients(config, host, batches, "fp64")
     print(f"{EXACT}: loss {exact_loss:.6f}, {time.time() - started:.0f} s", flush=True)
     rows = []
 
@@ -230,12 +253,12 @@ def main(options: Options) -> None:
         rows.append(row | errors(gradients, exact))
         print(f"{name}: {rows[-1]['all']:.3g}, {time.time() - started:.0f} s", flush=True)
 
-    for result in gptjax_gradients(config, params, batch, options.precisions):
+    for result in gptjax_gradients(config, params, batches, options.precisions):
         add(*result)
     del params
     for precision in options.torch_precisions:
-        add(f"torch {precision}", *torch_gradients(config, host, batch, precision))
-    add(OTHER, *torch_gradients(config, host, other, "fp64"))
+        add(f"torch {precision}", *torch_gradients(config, host, batches, precision))
+    add(OTHER, *torch_gradients(config, host, others, "fp64"))
     show(rows, f"loss {exact_loss:.4f} after {options.steps} steps")
     if options.out:
         command = results.script_command("benchmarks/experiments/fp8_gradients.py")

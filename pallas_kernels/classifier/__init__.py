@@ -39,6 +39,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels.fp8.conversion import stochastic_e5m2
 
 Number = float | int
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -227,7 +228,9 @@ def classify_to_fp8(
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
     """Return the losses, and dlogits · scale in float8_e5m2, clipped to the largest e5m2 number.
 
-    The kernel reads a row once from memory and converts in registers. The result has no derivative.
+    Rounding is stochastic (`fp8.stochastic_e5m2`): the probability of a token varies little between
+    rows, and the errors of rounding to the nearest would add up in the sums over rows. The kernel
+    reads a row once from memory and converts in registers. The result has no derivative.
 
     Args:
         targets, weights_M: from `checked_targets`.
@@ -241,7 +244,7 @@ def classify_to_fp8(
         return _in_triton(options, logits_NV, to_int32(targets), weights_M, fp8_scale=scale)
     losses_N, dlogits_NV = _in_xla(logits_NV, to_int32(targets), weights_M, **options.loss_options)
     largest = float(jnp.finfo(jnp.float8_e5m2).max)
-    return losses_N, (dlogits_NV * scale).clip(-largest, largest).astype(jnp.float8_e5m2)
+    return losses_N, stochastic_e5m2((dlogits_NV * scale).clip(-largest, largest))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

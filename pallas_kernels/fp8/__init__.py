@@ -46,6 +46,7 @@ from pallas_kernels.fp8.conversion import (
     quantize,
     rows_of,
     scale_for,
+    stochastic_e5m2,
     transposed,
     why_not_fp8,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "rows_of",
     "scale_for",
     "scaled_matmul",
+    "stochastic_e5m2",
     "transposed",
     "why_not_fp8",
 ]
