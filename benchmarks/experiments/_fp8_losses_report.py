@@ -131,6 +131,8 @@ def summary(records: Sequence[dict]) -> dict[str, dict]:
         result[group] = {precision: of_runs(each) for precision, each in runs.items()}
         if "bf16" in runs and "fp8" in runs:
             result[group]["fp8"] |= compared(runs["bf16"], runs["fp8"])
+        if group == "control" and (same := grouped(records).get("adamw", {}).get("bf16")):
+            result[group]["bf16"] |= compared(same, runs["bf16"])
         if group == "spike":
             for precision, each in runs.items():
                 result[group][precision] |= recovery(each[0])

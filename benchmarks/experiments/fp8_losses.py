@@ -7,6 +7,8 @@ Every run is a command of train.py on docs_corpus, printed before it starts: 1,0
 tokens, 3.9 epochs. A seed determines the initial weights and the order of the data.
 
 adamw      configs/gpt2_124m_docs.py in bf16 and in fp8, three seeds
+control    the same in bf16 with XLA's kernels of the MLP: how far runs differ that differ in the
+           order of sums alone, three seeds
 normuon    configs/gpt2_124m_normuon_docs.py in bf16, three seeds
 twice      the first, with twice its learning rate, seed 0
 medium     configs/gpt2_350m.py with 300 of these steps, seed 0
@@ -112,13 +114,15 @@ def plan() -> list[list[Run]]:
         return [Run("normuon", "normuon", "bf16", seed, NORMUON, 130) for seed in seeds]
 
     adamw = [pair("adamw", DOCS, seed, 125, 110) for seed in range(3)]
+    other = f"{DOCS} --model.mlp xla"
+    control = [[Run("control", "adamw", "bf16", seed, other, 130)] for seed in range(3)]
     twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 125, 110)
     medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
     docs = "configs/speedrun_docs.py"
     speedrun = [
         Run("speedrun", "normuon", precision, 0, docs, 200) for precision in ("bf16", "fp8")
     ]
-    return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, normuon(2)]
+    return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, normuon(2), *control]
 
 
 def chosen(patterns: Sequence[str]) -> list[list[Run]]:

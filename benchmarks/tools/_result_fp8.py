@@ -9,6 +9,7 @@ BAR = 0.003
 ABSENT = "Not measured yet."
 GROUPS = {
     "adamw": "124M, AdamW",
+    "control": "124M, AdamW, MLP by XLA",
     "twice": "124M, AdamW, twice the learning rate",
     "medium": "350M, AdamW, 300 steps",
 }
@@ -80,7 +81,7 @@ def losses_table(results: Results) -> str:
             speed = f"{runs['tokens_per_second']:,}"
             means = loss(runs["final"]), seeds, difference, error, share
             lines.append([f"{name}, {precision}", *means, speed, f"{runs['training_seconds']:.0f}"])
-    head = ["run", "final loss, mean", "seeds", "fp8 − bf16", "standard error"]
+    head = ["run", "final loss, mean", "seeds", "difference", "standard error"]
     head += ["steps within bf16's spread", "tokens/s", "seconds of training"]
     picture = "\n\n![Losses of fp8 and bf16](images/fp8_losses.png)"
     return markdown(head, lines) + verdict(found) + picture
