@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
 from pallas_kernels import fp8, linear, linear_cross_entropy, mlp, quantize
-from pallas_kernels.classifier import SigmoidCap
+from pallas_kernels.classifier import SigmoidCap, classify_to_fp8
 from pallas_kernels.fp8 import layers
 from pallas_kernels.lm_head.fp8 import HeadScales
 
@@ -141,8 +141,28 @@ def head_case(softcap: SigmoidCap | None) -> Case:
     )
 
 
+def classifier_case(softcap: SigmoidCap | None) -> Case:
+    def make(key):
+        targets = jax.random.randint(key, (CHUNK,), 0, VOCAB)
+        return *normal(key, ((CHUNK, V), 1.0, BF16)), targets
+
+    def run(logits, targets):
+        how = {"vocab_size": VOCAB, "softcap": softcap}
+        return classify_to_fp8(logits, targets, None, scale=HeadScales().gradient, **how)
+
+    return Case(
+        kernel="fused_classifier",
+        name=f"gradient in e5m2 {CHUNK}×{V} bf16{', capped' if softcap else ''}",
+        make=make,
+        run={"triton": run},
+        bytes=3 * CHUNK * V,
+    )
+
+
 def cases() -> list[Case]:
     return [
+        classifier_case(None),
+        classifier_case(SigmoidCap()),
         head_case(None),
         head_case(SigmoidCap()),
         mlp_case(),
