@@ -126,13 +126,14 @@ def finite(value: float) -> float | None:
 
 def summary(records: Sequence[dict]) -> dict[str, dict]:
     """Return the numbers of each group and precision that the tables show."""
-    result: dict[str, dict] = {}
-    for group, runs in grouped(records).items():
+    groups, result = grouped(records), {}
+    for group, runs in groups.items():
         result[group] = {precision: of_runs(each) for precision, each in runs.items()}
         if "bf16" in runs and "fp8" in runs:
             result[group]["fp8"] |= compared(runs["bf16"], runs["fp8"])
-        if group == "control" and (same := grouped(records).get("adamw", {}).get("bf16")):
-            result[group]["bf16"] |= compared(same, runs["bf16"])
+        if group in ("control", "finish") and "bf16" in (same := groups.get("adamw", {})):
+            for precision, each in runs.items():
+                result[group][precision] |= compared(same["bf16"], each)
         if group == "spike":
             for precision, each in runs.items():
                 result[group][precision] |= recovery(each[0])

@@ -9,6 +9,7 @@ tokens, 3.9 epochs. A seed determines the initial weights and the order of the d
 adamw      configs/gpt2_124m_docs.py in bf16 and in fp8, three seeds
 control    the same in bf16 with XLA's kernels of the MLP: how far runs differ that differ in the
            order of sums alone, three seeds
+finish     the same in fp8, with the last 100 steps in bf16, three seeds
 normuon    configs/gpt2_124m_normuon_docs.py in bf16, three seeds
 twice      the first, with twice its learning rate, seed 0
 medium     configs/gpt2_350m.py with 300 of these steps, seed 0
@@ -122,7 +123,10 @@ def plan() -> list[list[Run]]:
     speedrun = [
         Run("speedrun", "normuon", precision, 0, docs, 200) for precision in ("bf16", "fp8")
     ]
-    return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, normuon(2), *control]
+    switched = f"""{DOCS} --stages '{{"until": 900}}' '{{"model": {{"precision": "bf16"}}}}'"""
+    finish = [[Run("finish", "adamw", "fp8", seed, switched, 140)] for seed in range(3)]
+    last = [normuon(2), *control, *finish]
+    return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, *last]
 
 
 def chosen(patterns: Sequence[str]) -> list[list[Run]]:
