@@ -1,19 +1,22 @@
 """Errors of the gradients of GPT-2 in bf16 and FP8, of gptjax and of PyTorch.
 
     python benchmarks/experiments/fp8_gradients.py --steps 100 --out gradients.json
-    python benchmarks/experiments/fp8_gradients.py --layers 2 --heads 2 --width 64 --batch 2 \
-        --sequence-length 64
+    python benchmarks/experiments/fp8_gradients.py --layers 2 --heads 2 --width 64
 
-The mean gradients of `--batches` batches, from the same weights. The exact gradients are PyTorch's
-in fp64. An error is |g - exact| / |exact| with the norm over all parameters of a group. Errors that
-are independent between tokens decrease with the number of batches. A row "other tokens" is the
-exact gradient of as many other batches: what a step of stochastic gradient descent cannot know.
+All gradients are means over `--batches` batches, computed from the same weights. The exact gradient
+is PyTorch's in fp64. The error of a gradient g is |g - exact| / |exact|, with the norm over all
+parameters of a group. Errors that are independent between tokens decrease with more batches.
 
-PyTorch's FP8 is src/gptjax/bench/torch_fp8.py: a dynamic scale of each tensor, all linear layers
-of the blocks and the head, `torch._scaled_mm`, which also runs on a CPU. Its other precisions are
-by autocast. PyTorch runs without `torch.compile`.
+- Columns: the groups "fc" and "proj" are the matrices of the MLP. "loss" is the error of the loss.
+  "length" is the relative error of the length of g, measured along the exact gradient.
+- The row "other tokens" is the exact gradient of as many other batches. Its error is the noise of
+  stochastic gradient descent.
 
-The text is the Python standard library of the running interpreter.
+PyTorch's FP8 is src/gptjax/bench/torch_fp8.py: all linear layers of the blocks and the head use
+`torch._scaled_mm`, which also runs on a CPU, with a dynamic scale of each tensor. With fp8_head,
+only the head does. bf16 is autocast. PyTorch runs without `torch.compile`.
+
+The training text is the Python standard library of the running interpreter.
 """
 
 import dataclasses
@@ -73,12 +76,17 @@ class Options:
     steps: int = 0
     """Training steps in bf16 before the gradients are computed."""
     batches: int = 1
-    """Batches of which the mean gradient is compared."""
+    """Batches over which the gradient is averaged."""
     batch: int = 4
+    """Sequences of a batch."""
     sequence_length: int = 1024
+    """Tokens of a sequence."""
     layers: int = 12
+    """Layers of the model."""
     heads: int = 12
+    """Heads of attention."""
     width: int = 768
+    """Channels of the residual stream."""
     out: Path | None = None
     """JSON file for the results."""
 

@@ -1,27 +1,29 @@
-"""Does FP8 learn as bf16 does? Train GPT-2 124M in both with the same tokens, and with NorMuon.
+"""Train GPT-2 124M in bf16 and FP8 with the same tokens, and compare the losses.
 
     python benchmarks/experiments/fp8_losses.py --out runs/fp8_losses --data-dir data
     python benchmarks/experiments/fp8_losses.py --out runs/fp8_losses --report
 
-Every run is a command of train.py on docs_corpus, printed before it starts: 1,000 steps of 65,536
-tokens, 3.9 epochs. A seed determines the initial weights and the order of the data.
+Every run is a command of train.py on docs_corpus, printed before it starts. Without another number
+below, a run has 1,000 steps of 65,536 tokens, 3.9 epochs. A seed determines the initial weights and
+the order of the data.
 
-adamw      configs/gpt2_124m_docs.py in bf16 and in fp8, three seeds
-control    the same in bf16 with XLA's kernels of the MLP: how far runs differ that differ in the
-           order of sums alone, three seeds
-finish     the same in fp8, with the last 100 steps in bf16, three seeds
-normuon    configs/gpt2_124m_normuon_docs.py in bf16, three seeds
-twice      the first, with twice its learning rate, seed 0
-medium     configs/gpt2_350m.py with 300 of these steps, seed 0
-spike      a step whose gradient is multiplied by 100 (gradient_spike.py), seed 0
-speedrun   configs/speedrun_docs.py in bf16 and in fp8, seed 0
+Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
+- adamw: configs/gpt2_124m_docs.py in bf16 and in fp8.
+- control: adamw's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
+- finish: adamw's fp8 with the last 100 steps in bf16.
+- normuon: configs/gpt2_124m_normuon_docs.py in bf16, with NorMuon.
+- twice: adamw with twice the learning rate, in bf16 and in fp8, seed 0.
+- medium: configs/gpt2_350m.py in bf16 and in fp8, 300 steps, seed 0.
+- spike: 250 steps in bf16 and in fp8, one of them with a gradient multiplied by 100, seed 0
+    (gradient_spike.py).
+- speedrun: configs/speedrun_docs.py in bf16 and in fp8, with NorMuon, seed 0.
 
-A finished run is a line of OUT/runs_I.jsonl and is not trained again: a command that was stopped
-continues when it is repeated. `--part 0/2` and `--part 1/2` divide the runs over two processes. The
-runs of a pair are in one part, so on one GPU.
+A finished run is a line of OUT/runs_I.jsonl, and is not trained again: to continue a command that
+was stopped, repeat the command. `--part 0/2` and `--part 1/2` divide the runs over two processes.
+Both runs of a pair are in one part, and so on one GPU.
 
 `--report` trains nothing and needs no GPU. It writes benchmarks/results/fp8_losses.json and the
-picture of docs/fp8.md, and states time and loss in the configs; then run
+picture of docs/fp8.md, and writes time and loss into the docstrings of the configs. Afterwards, run
 benchmarks/tools/result_tables.py.
 """
 
@@ -70,13 +72,14 @@ class Options:
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of prepared datasets, with docs_corpus."""
     limit_s: float = math.inf
-    """Start no run that might not end within this many seconds of the command's start."""
+    """End after this many seconds: stop the run in progress, and do not start a run whose expected
+    time is longer than the time left."""
     runs: tuple[str, ...] = ("*",)
-    """Names of the runs to train, or patterns of names such as adamw_*."""
+    """Names of the runs to train, GROUP_PRECISION_SEED, or patterns such as adamw_*."""
     train_options: str = ""
     """Further options of each train.py command, for a trial with a small model."""
     report: bool = False
-    """Train nothing: report the records of all parts."""
+    """Train nothing: write the results of all parts."""
     commit: str | None = None
     """With --report: commit of the runs that were trained outside a checkout."""
 

@@ -226,15 +226,17 @@ def classify_to_fp8(
     softcap: Number | SigmoidCap | None = None,
     ignore_index: int | None = None,
 ) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
-    """Return the losses, and dlogits · scale in float8_e5m2, clipped to the largest e5m2 number.
+    """Return losses_N in fp32, and dlogits_NV · scale in float8_e5m2.
 
-    Rounding is stochastic (`fp8.stochastic_e5m2`): the probability of a token varies little between
-    rows, and the errors of rounding to the nearest would add up in the sums over rows. The kernel
-    reads a row once from memory and converts in registers. The result has no derivative.
+    dlogits · scale is clipped to the largest e5m2 number and rounded stochastically
+    (`fp8.stochastic_e5m2`). The probability of a vocabulary entry varies little between rows, so
+    errors of rounding to the nearest number would add up in sums over rows. The Triton kernel reads
+    each row once from memory and converts in registers. The results have no derivative.
 
     Args:
         targets, weights_M: from `checked_targets`.
-        scale: multiplies dlogits. The other arguments are as in `fused_classifier`.
+        scale: factor of dlogits.
+        vocab_size, softcap, ignore_index: as in `fused_classifier`.
     """
     if softcap is not None and not isinstance(softcap, SigmoidCap):
         softcap = float(softcap)

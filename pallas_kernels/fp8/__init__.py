@@ -2,7 +2,7 @@
 
     quantize:       q = round(clip(x · scale, ±largest)), to the nearest FP8 number, ties to even
                     amax = max |x|
-    scaled_matmul:  y = scale · a bᵀ, summed in fp32
+    scaled_matmul:  y = scale · a bᵀ
 
 e4m3 (float8_e4m3fn) has 4 bits of exponent and 3 bits of mantissa: 2⁻⁹ … 448. e5m2 (float8_e5m2)
 has 5 bits of exponent and 2 bits of mantissa: 2⁻¹⁶ … 57,344. At most one operand of a matmul is

@@ -43,12 +43,13 @@ def scale_for(
 
 
 def stochastic_e5m2(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Round fp32 numbers of at most 57,344 to e5m2 such that the mean error is zero.
+    """Round numbers of magnitude at most 57,344 to e5m2, stochastically: the mean error is zero.
 
-    Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): up with the
-    probability that is the distance from the lower neighbour in units of the interval. A hash of
-    the number takes the place of a random number, so equal numbers are rounded equally. Errors of
-    different numbers in one interval average out; those of rounding to the nearest do not.
+    Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551): a number between the
+    e5m2 magnitudes a < b is rounded to b with probability (|x| − a) / (b − a), else to a. A hash of
+    the bits of x replaces a random number, so equal numbers are rounded equally. The errors of
+    different numbers between a and b average out; the errors of rounding to the nearest number do
+    not. NaN remains NaN.
     """
     x = x.astype(jnp.float32)
     noise = (jax.lax.bitcast_convert_type(x, jnp.uint32) * jnp.uint32(0x9E3779B1)) >> 24

@@ -1,10 +1,15 @@
-"""Choices where a batch does not divide into micro-batches."""
+"""Texts for the error that batch_tokens is not a multiple of the micro-batch's tokens.
+
+One micro-batch on all devices has micro_batch × sequence_length × devices tokens. The functions
+return the corrections that the error message lists.
+"""
 
 import math
 
 
 def new_run(batch_tokens: int, micro_batch: int, sequence_length: int, devices: int) -> str:
-    """Return the nearest batches that divide, and a smaller micro-batch if one fits."""
+    """Return the nearest valid values of batch_tokens, and a smaller micro-batch if one divides the
+    batch."""
     tokens = micro_batch * sequence_length * devices
     below = batch_tokens // tokens * tokens
     nearest = f"{below + tokens} or {below}" if below else f"{below + tokens}"
@@ -13,7 +18,8 @@ def new_run(batch_tokens: int, micro_batch: int, sequence_length: int, devices: 
 
 
 def resumed_run(batch_tokens: int, micro_batch: int, sequence_length: int, devices: int) -> str:
-    """Return choices that leave the batch as it is: fewer devices, a smaller micro-batch."""
+    """Return corrections that do not change batch_tokens: fewer devices, or a smaller
+    micro-batch."""
     choices = []
     for fewer in range(devices - 1, 0, -1):
         if batch_tokens % (micro_batch * sequence_length * fewer) == 0:
@@ -26,6 +32,10 @@ def resumed_run(batch_tokens: int, micro_batch: int, sequence_length: int, devic
 
 
 def _fitting(batch_tokens: int, micro_batch: int, tokens: int) -> int | None:
-    """Return a divisor of the micro-batch that fits, with `tokens` = sequence length × devices."""
+    """Return the largest divisor of the micro-batch whose tokens divide the batch, or None.
+
+    Args:
+        tokens: sequence_length × devices.
+    """
     per_device, rest = divmod(batch_tokens, tokens)
     return None if rest else math.gcd(micro_batch, per_device)

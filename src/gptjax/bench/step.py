@@ -41,8 +41,10 @@ from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(ModelOptions):
-    """Measure time, memory and MFU of one config's training step; with several --devices,
-    --parallel, --reduce-dtype, --batch, --precision or --recompute, print a row for each."""
+    """Measure time, memory and MFU of one config's training step.
+
+    Print a row for each combination of --devices, --parallel, --reduce-dtype, --overlap-reduce,
+    --batch, --precision and --recompute."""
 
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
@@ -62,16 +64,16 @@ class Step(ModelOptions):
     """Whether gradients are summed during the backward pass, as --overlap-reduce of train.py
     (default: the config's)."""
     largest: bool = False
-    """Search for the largest batch that fits (1, 2, or a multiple of 4); not with --batch."""
+    """Search for the largest batch that fits: 1, 2 or a multiple of 4. Not with --batch."""
     torch: bool = False
-    """Also measure PyTorch for every row, with the same batch: compile (not on a CPU),
-    scaled_dot_product_attention, fused AdamW, padded vocabulary. On several devices, DDP is
-    measured for data, and FSDP2 for zero1 and fsdp."""
+    """Also measure PyTorch for every row, with the same batch: torch.compile (not on a CPU),
+    scaled_dot_product_attention, fused AdamW, padded vocabulary, and torch._scaled_mm for FP8. On
+    several devices, DDP is measured for data, and FSDP2 for zero1 and fsdp."""
     llmc: Annotated[Path | None, OWN_DEFAULT] = None
-    """Also measure llm.c for every row: its train_gpt2cu, or the folder of that file. One GPU,
-    GPT-2, AdamW and the precision of the build; not with --torch."""
+    """Path of llm.c's train_gpt2cu, or its folder: also measure llm.c for every row. Needs one GPU,
+    GPT-2, AdamW and the precision of llm.c's build. Not with --torch."""
     seconds: float = 3.0
-    """Duration of each measurement. With --torch or --llmc each side is measured twice."""
+    """Seconds of each measurement. With --torch or --llmc, each program is measured twice."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
 
