@@ -41,10 +41,9 @@ from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(ModelOptions):
-    """Measure time, memory and MFU of one config's training step.
-
-    Print a row for each combination of --devices, --parallel, --reduce-dtype, --overlap-reduce,
-    --batch, --precision and --recompute."""
+    """Measure time, memory and MFU of one config's training step. Print a row for each combination
+    of --devices, --parallel, --reduce-dtype, --overlap-reduce, --batch, --precision and
+    --recompute."""
 
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
