@@ -134,7 +134,7 @@ def test_stochastic_rounding():
 
 
 def sums_bound(a, b, promoted):
-    """Return twice the bound of the errors of an FP8 tensor core's sums, elementwise.
+    """Return the bound of the errors of an FP8 tensor core's sums, elementwise.
 
     Each step adds 32 products to a sum that keeps about 14 bits, the first included (DeepSeek-V3
     technical report, section 3.3.2): at most 2⁻¹³ of the largest term is lost. Every `promoted`
@@ -148,7 +148,7 @@ def sums_bound(a, b, promoted):
             columns = slice(step, min(step + 32, start + promoted))
             before, total = np.abs(total), total + a[:, columns] @ b[:, columns].T
             bound += 2.0**-13 * np.maximum(before, np.abs(total))
-    return 2 * bound
+    return bound
 
 
 def check_matmul(backend, m, n, k, formats, out_dtype, fast=True, options=None):
@@ -172,8 +172,10 @@ def check_matmul(backend, m, n, k, formats, out_dtype, fast=True, options=None):
     plain = reference(a, b, scale).astype(out_dtype)
     if out_dtype == jnp.float32:  # the error of the sums remains
         error = np.abs(np.asarray(y, np.float64) - exact).max()
-        # cuBLASLt's accurate sums are promoted every 128 products.
-        allowed = float(scale) * sums_bound(a, b, promoted=k if fast else 128).max()
+        if jax.default_backend() == "cpu":  # fp32 sums
+            allowed = 2.0**-16 * np.abs(exact).max()
+        else:  # cuBLASLt's accurate sums are promoted every 128 products
+            allowed = float(scale) * sums_bound(a, b, promoted=k if fast else 128).max()
         assert error <= allowed, f"y: error {error:.3g} > {allowed:.3g} by {matmuls(compiled)}"
     else:
         assert_within_twice(y, plain, exact, name=f"y by {matmuls(compiled)}")

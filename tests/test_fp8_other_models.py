@@ -23,9 +23,9 @@ def parameters(model):
     return jax.tree.map(noise, params)
 
 
-def step(model, name, params):
+def step(model, name, params, batch=2):
     g = graph(with_precision(model, name))
-    return jax.jit(lambda p: loss_and_grads(g, p, tokens()))(params)
+    return jax.jit(lambda p: loss_and_grads(g, p, tokens(batch)))(params)
 
 
 def norm(tree) -> float:
@@ -52,13 +52,14 @@ def test_matmuls(model):
 @pytest.mark.parametrize("model", MATMULS)
 def test_gradients_are_near_those_of_bf16(model):
     """The relative error of a sum of independently rounded terms is below that of a term: 1/8 for
-    e5m2, 1/16 for e4m3. A gradient passes through several such sums. The gradient of the logits is
-    rounded stochastically, with √2 times the RMS error of rounding to the nearest."""
+    e5m2, 1/16 for e4m3. A gradient passes through several such sums. Many tokens, since the errors
+    of the gradient of the logits, which is rounded stochastically, average out over tokens."""
     params = parameters(model)
-    (loss, grads), (expected, expected_grads) = (step(model, n, params) for n in ("fp8", "bf16"))
+    (loss, grads), (expected, expected_grads) = (
+        step(model, name, params, batch=128) for name in ("fp8", "bf16")
+    )
     assert 0 < abs(loss - expected) < 0.02 * expected
-    error = norm(jax.tree.map(jnp.subtract, grads, expected_grads))
-    assert 0 < error < 2**0.5 * 0.1 * norm(expected_grads)
+    assert 0 < norm(jax.tree.map(jnp.subtract, grads, expected_grads)) < 0.1 * norm(expected_grads)
     for name, a, b in groups(grads, expected_grads):
         assert norm(jax.tree.map(jnp.subtract, a, b)) < 0.25 * norm(b), name
 

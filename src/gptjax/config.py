@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from gptjax import batches
+from gptjax import batch_errors
 from gptjax import stages as staging
 from gptjax.fields import check_fields, flag
 from gptjax.models.base import ModelConfig
@@ -307,7 +307,7 @@ class Config:
         """
         tokens = self.micro_batch * self.sequence_length * devices
         if self.batch_tokens % tokens:
-            choices = batches.resumed_run if resumed else batches.new_run
+            choices = batch_errors.resumed_run if resumed else batch_errors.new_run
             sizes = (self.batch_tokens, self.micro_batch, self.sequence_length, devices)
             raise ConfigError(
                 f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × "

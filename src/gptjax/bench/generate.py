@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelName
+from gptjax.bench.configs import OWN_DEFAULT, ModelName, PrecisionName
 from gptjax.bench.errors import BenchError
 from gptjax.bench.measuring import one_device, sustained
 from gptjax.bench.rows import first_line, kernel_names, number, say
@@ -33,7 +33,7 @@ from gptjax.bench.torch_side import require_transformers, torch_generation, why_
 from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
-from gptjax.precision import NAMES, Precision
+from gptjax.precision import Precision
 from gptjax.training.flops import peak_bandwidth
 
 FIRST_TOKENS = 5
@@ -45,7 +45,7 @@ class Generate(ModelName):
     """Measure tokens/s, the time to the first token and the time of a decoding step, with random
     weights and prompts; print a row for each --batch, --temperature and --implementation."""
 
-    precision: Annotated[Literal[*NAMES] | None, OWN_DEFAULT] = None
+    precision: Annotated[PrecisionName | None, OWN_DEFAULT] = None
     """Default: the config's, or bf16."""
     batch: tuple[int, ...] = (1,)
     """Sequences that are generated at a time."""
