@@ -3,6 +3,7 @@ follow the softmax."""
 
 import inspect
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import pytest
 from flax import nnx
 
 from gptjax import GPT2, GPT2Config, Precision, generate, generation
+from gptjax.generation import prepared
+from gptjax.models import gpt2
 from gptjax.precision import NAMES
 from pallas_kernels import Filters, sample_token
 
@@ -248,6 +251,74 @@ def test_a_prompt_continues_as_by_itself(new):
         alone = generate(model, prompt_BT[row : row + 1, :length], **how)[0]
         np.testing.assert_array_equal(out[: length + new], alone)
         assert (out[length + new :] == 0).all()
+
+
+def replace_parameters(model):
+    nnx.update(model, nnx.state(make_model("bf16", seed=1, **ODD)))
+
+
+def replace_embedding(model):
+    model.wte[...] = -model.wte[...]
+
+
+def replace_module(model):
+    model.blocks[0].mlp = make_model("bf16", seed=2, **ODD).blocks[1].mlp
+
+
+def replace_option(model):
+    model.blocks[1].ln_1.eps = 50.0
+
+
+def test_arrays_of_an_unchanged_model_are_kept(monkeypatch):
+    model, prompt_BT, computed = make_model("bf16", **ODD), random_tokens(1, 4, 61), []
+    compute = prepared._compute
+    monkeypatch.setattr(prepared, "_compute", lambda *args: computed.append(1) or compute(*args))
+
+    def tokens(model):
+        return np.asarray(generate(model, prompt_BT, max_new_tokens=8, temperature=0, key=KEY))
+
+    before_BT = tokens(model)
+    for change in (replace_parameters, replace_embedding, replace_module, replace_option):
+        computed.clear()
+        np.testing.assert_array_equal(tokens(model), before_BT)
+        assert not computed
+        change(model)
+        after_BT = tokens(model)
+        assert (after_BT != before_BT).any() and len(computed) == 1, change.__name__
+        np.testing.assert_array_equal(after_BT, tokens(nnx.clone(model)))
+        before_BT = after_BT
+
+
+def test_kept_arrays_are_freed_when_a_parameter_changes():
+    model = make_model("bf16", **ODD)
+    params = prepared.prepare(model, "xla").params
+    own = {id(leaf) for leaf in jax.tree.leaves(model)}
+    cast = [weakref.ref(param) for param in params if id(param) not in own]
+    del params
+    assert len(cast) == 4 * ODD["n_layer"] and all(array() is not None for array in cast)
+    model.wte[...] = -model.wte[...]
+    assert all(array() is None for array in cast)
+
+
+def test_the_kept_weights_of_the_decoding_kernel_are_the_models(monkeypatch):
+    model, prompt_BT = make_model("bf16", **ODD), random_tokens(2, 4, 61)
+    how = dict(max_new_tokens=8, temperature=0, key=KEY)
+    expected_BT = generate(model, prompt_BT, **how)
+    weights = prepared.prepare(model, "triton").weights
+    assert weights.wte_VC is None and weights.qkv_LNC.dtype == jnp.bfloat16
+    step = gpt2.decode_step
+    # The path of a GPU with the kernel's definition in JAX.
+    monkeypatch.setattr(GPT2, "decode_kernel", lambda *_: "triton")
+    monkeypatch.setattr(
+        gpt2, "decode_step", lambda *args, **how: step(*args, **how | {"implementation": "xla"})
+    )
+    compute = prepared._compute
+    monkeypatch.setattr(prepared, "_compute", lambda *_: pytest.fail("computed again"))
+    out_BT = generate(model, prompt_BT, **how)
+    np.testing.assert_array_equal(out_BT, expected_BT)
+    monkeypatch.setattr(prepared, "_compute", compute)
+    model.wte[...] = -model.wte[...]
+    assert (np.asarray(generate(model, prompt_BT, **how)) != np.asarray(out_BT)).any()
 
 
 def test_a_model_spread_over_devices_gives_the_same_tokens():

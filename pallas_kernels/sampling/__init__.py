@@ -22,6 +22,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _dispatch
@@ -33,13 +34,13 @@ Implementation = Literal["auto", "triton", "xla", "reference"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """Options of a draw: scalar arrays. None disables an option."""
+    """Options of a draw: scalars of JAX or NumPy. None disables an option."""
 
-    temperature: Array | None = None
+    temperature: Array | np.generic | None = None
     """Positive, fp32. None: return the likeliest token; of equally likely tokens, the lowest id."""
-    top_k: Array | None = None
+    top_k: Array | np.generic | None = None
     """int32, at least 1."""
-    top_p: Array | None = None
+    top_p: Array | np.generic | None = None
     """fp32, in (0, 1]."""
 
 

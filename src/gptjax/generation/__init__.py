@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, Key, UInt32
 
+from gptjax.generation.prepared import prepare
 from gptjax.models.base import Model
-from pallas_kernels import DecoderCache, Filters, sample_token
+from pallas_kernels import DecoderCache, DecoderWeights, Filters, sample_token
 
 STEPS = 32
 """Number of tokens in one call of the compiled decoding loop."""
@@ -74,7 +75,7 @@ def generate(
     lengths_B = _check_lengths(prompt_BT, lengths_B)
     _check_length(model, prompt_BT.shape[1], max_new_tokens)
     _check_sampling(temperature, top_k, top_p, key)
-    new_BN = new_tokens(
+    chunks = new_tokens(
         model,
         prompt_BT,
         lengths_B,
@@ -85,9 +86,11 @@ def generate(
         implementation=implementation,
     )
     return _joined(
-        jnp.asarray(prompt_BT, jnp.int32),
-        lengths_B,
-        jnp.concatenate([*new_BN], 1)[:, :max_new_tokens],
+        prompt_BT.astype(np.int32),
+        lengths_B.astype(np.int32),
+        [*chunks],
+        new=int(max_new_tokens),
+        ragged=bool((lengths_B < prompt_BT.shape[1]).any()),
     )
 
 
@@ -111,21 +114,25 @@ def new_tokens(
     """
     (b, t), block_size = prompt_BT.shape, model.config.block_size
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
-    padded_BT = np.pad(prompt_BT, ((0, 0), (0, padded - t)))
+    # Arguments of NumPy: an eager JAX operation takes as long as a call of an executable.
+    padded_BT = np.zeros((b, padded), np.int32)
+    padded_BT[:, :t] = prompt_BT
     sampler = "xla" if implementation == "xla" else "auto"
     how = {"filters": filters, "key": key, "sampler": sampler}
-    # `nnx.split`, or passing the model itself to each call, takes several times as long.
-    params, structure = jax.tree.flatten(model)
-    weights, cache, token_B, length_B = _start(
+    kernel = model.decode_kernel(b, implementation)
+    structure, params, weights = prepare(model, kernel)
+    more_weights, cache, token_B, length_B, first_B1 = _start(
         structure,
         params,
-        jnp.asarray(padded_BT, jnp.int32),
-        jnp.asarray(lengths_B, jnp.int32),
+        weights,
+        padded_BT,
+        lengths_B.astype(np.int32),
         **how,
         positions=min(block_size, max(padded, _power_of_two(t + new))),
-        implementation=model.decode_kernel(b, implementation),
+        implementation=kernel,
     )
-    yield token_B[:, None]
+    weights = more_weights if weights is None else weights
+    yield first_B1
     steps = min(steps, _power_of_two(new - 1))
     for _ in range(1, new, steps):
         cache, token_B, length_B, more_BN = _advance(
@@ -138,17 +145,33 @@ def new_tokens(
     jax.jit, static_argnums=0, static_argnames=("positions", "implementation", "sampler")
 )
 def _start(
-    structure, params, prompt_BT, length_B, *, filters, key, sampler, positions, implementation
+    structure,
+    params,
+    weights,
+    prompt_BT,
+    length_B,
+    *,
+    filters,
+    key,
+    sampler,
+    positions,
+    implementation,
 ):
-    """Return the decoding weights, the cache, the first new tokens, and the cache's lengths."""
+    """Return the decoding weights, the cache, the first new tokens, the cache's lengths, and the
+    tokens as a column.
+
+    The decoding weights are None if the argument `weights` is not None.
+    """
     model = jax.tree.unflatten(structure, params)
-    x_BTC, weights, cache = model.start_decoding(prompt_BT, length_B, positions, implementation)
+    x_BTC, own, cache = model.start_decoding(prompt_BT, length_B, positions, implementation)
     last_B1C = jnp.take_along_axis(x_BTC, (length_B - 1)[:, None, None], axis=1)
-    logits_BV = model.logits(last_B1C)[:, 0]
+    # The head of the decoding weights is in the compute dtype; `logits` would cast the parameter.
+    head = {"head_VC": weights.head_VC} if isinstance(weights, DecoderWeights) else {}
+    logits_BV = model.logits(last_B1C, **head)[:, 0]
     token_B = sample_token(
         logits_BV, _uniforms(filters, key, length_B), filters, implementation=sampler
     )
-    return weights, cache, token_B, length_B
+    return own if weights is None else None, cache, token_B, length_B, token_B[:, None]
 
 
 @functools.partial(
@@ -190,9 +213,9 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
 def _filters(model: Model, temperature, top_k, top_p) -> Filters:
     """Return checked options as arrays: new values need no new executable, but None does."""
     return Filters(
-        None if temperature == 0 else jnp.float32(temperature),
-        None if top_k is None else jnp.int32(min(top_k, model.config.vocab_size)),
-        None if top_p in (None, 1) else jnp.float32(top_p),
+        None if temperature == 0 else np.float32(temperature),
+        None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
+        None if top_p in (None, 1) else np.float32(top_p),
     )
 
 
@@ -206,15 +229,16 @@ def _uniforms(filters, key, position_B):
     return jax.vmap(jax.random.uniform)(keys_B)
 
 
-def _joined(prompt_BT, lengths_B, new_BN):
-    """Return each prompt followed by its new tokens and by zeros."""
-    t, n = prompt_BT.shape[1], new_BN.shape[1]
-    if (lengths_B == t).all():
+@functools.partial(jax.jit, static_argnames=("new", "ragged"))
+def _joined(prompt_BT, length_B, chunks, *, new, ragged):
+    """Return each prompt followed by its `new` new tokens and by zeros."""
+    t, new_BN = prompt_BT.shape[1], jnp.concatenate(chunks, axis=1)[:, :new]
+    if not ragged:
         return jnp.concatenate([prompt_BT, new_BN], axis=1)
     both_BT = jnp.concatenate([prompt_BT, new_BN, jnp.zeros_like(prompt_BT)], axis=1)
-    position_1T, length_B1 = np.arange(t + n)[None], np.asarray(lengths_B)[:, None]
-    source_BT = np.where(position_1T < length_B1, position_1T, position_1T - length_B1 + t)
-    return jnp.take_along_axis(both_BT, jnp.asarray(source_BT), axis=1)
+    position_1T, length_B1 = jnp.arange(t + new)[None], length_B[:, None]
+    source_BT = jnp.where(position_1T < length_B1, position_1T, position_1T - length_B1 + t)
+    return jnp.take_along_axis(both_BT, source_BT, axis=1)
 
 
 def _power_of_two(n: int) -> int:

@@ -36,7 +36,8 @@ def token_chunks(
 ) -> Iterator[np.ndarray]:
     """Return an iterator over the new tokens of `gptjax.generate`, `steps` at a time.
 
-    The device computes a chunk while the caller uses the previous chunk.
+    The device computes a chunk while the caller uses the previous chunk. Only the second chunk
+    starts when the caller asks for it, so that its launch does not delay the first token.
 
     Args:
         max_new_tokens: at least 1. Unlike in `gptjax.generate`, prompt and new tokens may exceed
@@ -79,11 +80,14 @@ def _on_host(
     """Yield chunks with a total of `new` tokens, and `NO_TOKEN` from block_size on."""
     done, chunk_BN = 0, next(chunks)
     while chunk_BN is not None:
-        following_BN = next(chunks, None)  # starts before the wait for `chunk_BN`
+        # The next chunk starts before the wait for this chunk. The host may need more time to
+        # launch a chunk than the device to read the prompts.
+        following_BN = next(chunks, None) if done else None
         tokens_BN = np.asarray(chunk_BN)[:, : new - done]
         position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
         yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
-        done, chunk_BN = done + tokens_BN.shape[1], following_BN
+        chunk_BN = following_BN if done else next(chunks, None)
+        done += tokens_BN.shape[1]
 
 
 class Completion:

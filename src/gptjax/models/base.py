@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
+from gptjax.models.checks import check_ids, check_size
 from gptjax.models.layers import KVCache, PromptCache
 from gptjax.optim import Group
 from gptjax.optim.partition import assign, paths_of
@@ -189,16 +190,6 @@ def _padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
-def check_size(config: str, name: str, value) -> None:
-    """Raise ValueError unless a field of a config is an int of at least 1."""
-    # bool is an int. NumPy's integers are not: a checkpoint stores the config as JSON.
-    if type(value) is not int or value < 1:
-        raise ValueError(
-            f"{config}: {name} must be an int of at least 1, got {value!r} of type "
-            f"{type(value).__name__}"
-        )
-
-
 class Model(nnx.Module):
     """A decoder-only language model.
 
@@ -273,6 +264,19 @@ class Model(nnx.Module):
             )
         return "xla"
 
+    def prepare_decoding(self) -> None:
+        """Change parameters to the dtypes in which generation reads them, in place.
+
+        Generation calls this method and `decoding_weights` once for the same parameters.
+        """
+
+    def decoding_weights(self, implementation: str) -> PyTree:
+        """Return the weights of `decode` for a back end of `decode_kernel`, or None.
+
+        With None, `decode` receives the weights of `start_decoding`, computed for each prompt.
+        """
+        return None
+
     def start_decoding(
         self,
         tokens_BT: Integer[Array, "B T"],
@@ -303,15 +307,23 @@ class Model(nnx.Module):
         """Return the logits after one more token of each sequence, and the new cache.
 
         Args:
-            weights, cache: from `start_decoding`, or the cache from the previous call.
+            weights: from `decoding_weights`; if that is None, from `start_decoding`.
+            cache: from `start_decoding` or the previous call.
             length_B: tokens in the cache.
         """
         cache = [dataclasses.replace(of_block, length_B=length_B) for of_block in cache]
         return self.logits(self.hidden(token_B[:, None], cache))[:, 0], cache
 
-    def logits(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T V"]:
-        """Return the logits over the real vocabulary, in the compute dtype."""
-        head_VC = self.head()[: self.config.vocab_size].astype(x_BTC.dtype)
+    def logits(
+        self, x_BTC: Float[Array, "B T C"], head_VC: Float[Array, "V C"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Return the logits over the real vocabulary, in the compute dtype.
+
+        Args:
+            head_VC: real rows of `head` in x's dtype. None: compute them.
+        """
+        if head_VC is None:
+            head_VC = self.head()[: self.config.vocab_size].astype(x_BTC.dtype)
         return jnp.einsum("btc,vc->btv", x_BTC, head_VC, precision=self.config.precision.matmul)
 
     def __call__(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T V"]:
@@ -433,20 +445,6 @@ def _segments(segment_ids_BT: Integer[Array, "B T"] | None) -> dict[str, Array]:
 def count_targets(targets: Integer[Array, "..."], ignore_index: int = IGNORED) -> Float[Array, ""]:
     """Return the number of targets that are not `ignore_index`, fp32."""
     return (to_int32(targets) != ignore_index).sum().astype(jnp.float32)
-
-
-def check_ids(name: str, ids) -> None:
-    """Check that `ids` is a two-dimensional array of integers.
-
-    Raises:
-        ValueError: `ids` has another shape or dtype; the message begins with `name`.
-    """
-    if getattr(ids, "ndim", None) != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        got = f"{ids.shape} in {ids.dtype}" if hasattr(ids, "shape") else f"a {type(ids).__name__}"
-        raise ValueError(
-            f"{name}: expected an array of integer ids of shape (batch, time), such as "
-            f"jnp.array([[1, 2]]), got {got}"
-        )
 
 
 @functools.lru_cache(maxsize=32)

@@ -393,6 +393,23 @@ class GPT2(Model):
             precision=c.precision.matmul,
         )
 
+    def prepare_decoding(self) -> None:
+        """See `Model.prepare_decoding`: the matrices of the blocks, in the compute dtype."""
+        if type(self) is not GPT2:  # a subclass may read the matrices in fp32
+            return
+        dtype = self.config.precision.compute_dtype
+        for block in self.blocks:
+            attention, mlp = block.attn, block.mlp
+            for layer in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj):
+                if (kernel_IO := layer.kernel[...]).dtype != dtype:
+                    layer.kernel.set_value(kernel_IO.astype(dtype))
+
+    def decoding_weights(self, implementation):
+        if implementation != "triton":
+            return None
+        # `decode` adds the embeddings: a jitted function copies an argument that it returns.
+        return dataclasses.replace(self.decoder_weights(), wte_VC=None, wpe_SC=None)
+
     def start_decoding(self, tokens_BT, length_B, positions, implementation="auto"):
         x_BTC, _, caches = super().start_decoding(tokens_BT, length_B, positions, "xla")
         if self.decode_kernel(len(tokens_BT), implementation) != "triton":
@@ -407,7 +424,7 @@ class GPT2(Model):
 
         k_LBSHD = stacked([cache.k_BSHD for cache in caches])
         v_LBSHD = stacked([cache.v_BSHD for cache in caches])
-        return x_BTC, self.decoder_weights(), DecoderCache.of(k_LBSHD, v_LBSHD)
+        return x_BTC, self.decoding_weights("triton"), DecoderCache.of(k_LBSHD, v_LBSHD)
 
     def decode(self, weights, cache, token_B, length_B, likeliest=False):
         """See `Model.decode`. With weights and `likeliest`, return the likeliest tokens instead."""
@@ -415,7 +432,7 @@ class GPT2(Model):
             return super().decode(weights, cache, token_B, length_B)
         c = self.config
         return decode_step(
-            weights,
+            dataclasses.replace(weights, wte_VC=self.wte[...], wpe_SC=self.wpe[...]),
             cache,
             token_B,
             length_B,
