@@ -4,9 +4,10 @@ Command:   python train.py --config configs/gpt2_124m_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
-Time:      138 s on one NVIDIA H200, from the command to its end, at 654,725 tokens/s (runs without
+Time:      136 s on one NVIDIA H200, from the command to its end, at 649,349 tokens/s (runs without
            checkpoints)
-Loss:      3.5649 at step 1,000, the mean of 2 seeds (3.5567, 3.5732); 2026-11-23, commit 1c04753
+Loss:      3.5625 at step 1,000, the mean of 3 seeds (3.5567, 3.5732, 3.5575); 2026-11-23, commit
+           185c88d
 """
 
 from dataclasses import replace

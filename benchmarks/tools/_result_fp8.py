@@ -24,7 +24,13 @@ PLACES = {
     "lm_head/fp8: chunk_gradients": "inputs of the head",
 }
 # Results of `bench step`, each with the rows that one command measured.
-STEPS = ("step/fp8_64_torch",)
+STEPS = (
+    "step/fp8_and_bf16_64",
+    "step/fp8_64_torch",
+    "step/fp8_gpt2_large_64",
+    "step/fp8_gpt2_xl_36",
+    "step/fp8_speedrun_stage_5",
+)
 CONFIGS = {
     "adamw": "configs/gpt2_124m_docs.py",
     "normuon": "configs/gpt2_124m_normuon_docs.py",
