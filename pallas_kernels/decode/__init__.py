@@ -96,9 +96,9 @@ class DecoderCache:
         blocks, b, _, heads, head_dim = k_LBSHD.shape
         if b > 1:
             return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((1,), jnp.int32))
-        # Values of each block: x, qkv, attention to 4 parts of the keys, log-sum-exps, x, hidden.
-        # Then the final x, and the highest logits of at most 256 programs.
-        half = blocks * (13 * heads * head_dim + 4 * heads) + heads * head_dim + 4 * 256
+        # Values of each block: x, qkv, attention, x, hidden. Then the final x, and the highest
+        # logits of at most 256 programs.
+        half = (10 * blocks + 1) * heads * head_dim + 4 * 256
         exchange = jnp.full((2 * half + 1,), -1, jnp.int32).at[-1].set(0)
         return DecoderCache(k_LBSHD, v_LBSHD, exchange)
 

@@ -24,8 +24,8 @@ class One:
     R: int = 8
     """Rows of a tile of weights: one row per warp."""
     R_HEAD: int = 32
-    KEYS: int = 64
-    """Keys of a tile of attention to a part of the keys."""
+    KEYS: int = 256
+    """Keys of a tile of attention."""
     ELEMENTS: int = 128
     """Largest number of 16-bit weights that a thread loads at once."""
 

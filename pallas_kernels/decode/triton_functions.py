@@ -74,10 +74,8 @@ POLL_1, POLL_1_OPERANDS = tl.constexpr(_polling(1)), tl.constexpr(_constraints(1
 POLL_2, POLL_2_OPERANDS = tl.constexpr(_polling(2)), tl.constexpr(_constraints(2))
 POLL_3, POLL_3_OPERANDS = tl.constexpr(_polling(3)), tl.constexpr(_constraints(3))
 POLL_4, POLL_4_OPERANDS = tl.constexpr(_polling(4)), tl.constexpr(_constraints(4))
-POLL_5, POLL_5_OPERANDS = tl.constexpr(_polling(5)), tl.constexpr(_constraints(5))
 INT_4 = tl.constexpr((tl.int32,) * 4)
 INT_12 = tl.constexpr((tl.int32,) * 12)
-INT_20 = tl.constexpr((tl.int32,) * 20)
 
 
 @triton.jit
@@ -226,62 +224,6 @@ def receive_qkv(ptr, C: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
     )
 
 
-@triton.jit
-def receive_attended(
-    ptr, lse_ptr, C: tl.constexpr, D: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr
-):
-    """Wait for the attention over 4 parts of the keys (H, 4, D), and the log-sum-exps (H, 4).
-
-    Returns:
-        The attention over all keys as words (KP / 4,), with zeros out of bounds.
-    """
-    chunk = tl.arange(0, KP // 4)
-    head, inside = 4 * chunk // D, chunk < C // 4
-    part_ptr, lse_ptr = ptr + head * 4 * D + 4 * chunk % D, lse_ptr + 4 * head
-    if PROGRAMS == 1:
-        ya, yb, yc, yd = load_words(part_ptr, inside)
-        za, zb, zc, zd = load_words(part_ptr + D, inside)
-        ua, ub, uc, ud = load_words(part_ptr + 2 * D, inside)
-        wa, wb, wc, wd = load_words(part_ptr + 3 * D, inside)
-        ly, lz, lu, lw = load_words(lse_ptr, inside)
-    else:
-        absent = tl.zeros((KP // 4,), tl.int32)
-        ya, za, ua, wa, ly = absent, absent, absent, absent, absent
-        yb, zb, ub, wb, lz = absent, absent, absent, absent, absent
-        yc, zc, uc, wc, lu = absent, absent, absent, absent, absent
-        yd, zd, ud, wd, lw = absent, absent, absent, absent, absent
-        again = opaque(1, PROGRAMS)
-        while again > 0:
-            (ya, za, ua, wa, ly, yb, zb, ub, wb, lz, yc, zc, uc, wc, lu, yd, zd, ud, wd, lw) = (
-                tl.inline_asm_elementwise(
-                    POLL_5,
-                    POLL_5_OPERANDS,
-                    [
-                        address(part_ptr, inside),
-                        address(part_ptr + D, inside),
-                        address(part_ptr + 2 * D, inside),
-                        address(part_ptr + 3 * D, inside),
-                        address(lse_ptr, inside),
-                    ],
-                    dtype=INT_20,
-                    is_pure=False,
-                    pack=1,
-                )
-            )
-            again -= 1
-    ly, lz, lu, lw = tuple4(ly, lz, lu, lw, tl.float32, True)
-    highest = tl.maximum(tl.maximum(ly, lz), tl.maximum(lu, lw))
-    ly, lz = tl.exp2(ly - highest), tl.exp2(lz - highest)
-    lu, lw = tl.exp2(lu - highest), tl.exp2(lw - highest)
-    total = ly + lz + lu + lw
-    y, z = tuple4(ya, yb, yc, yd, tl.float32, True), tuple4(za, zb, zc, zd, tl.float32, True)
-    u, w = tuple4(ua, ub, uc, ud, tl.float32, True), tuple4(wa, wb, wc, wd, tl.float32, True)
-    words = ()
-    for i in tl.static_range(4):
-        words = words + ((y[i] * ly + z[i] * lz + u[i] * lu + w[i] * lw) / total,)
-    return words
-
-
 # ------------------------------------------------------------------------------------------- tiles
 
 
@@ -426,49 +368,45 @@ def online_softmax(score_S, v_SD, max_S, sum_S, y_SD):
 
 
 @triton.jit
-def attend_to_part(
-    qkv_ptr,
-    k_ptr,
-    v_ptr,
-    part,
-    position,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    S: tl.constexpr,
-    PARTS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    """Return a head's attention (D,) over keys part, part + PARTS, … and its log-sum-exp in base 2.
+def add_keys(k_SD, v_SD, inside_S, q_D, highest, total, y_D):
+    """Add a tile of keys to a softmax: highest score, sum of weights, weighted sum of values (D,).
 
-    k and v of the new token are in the exchange. Part 0 includes the new token, and stores k and v
-    in the cache.
+    q is scaled for exp2.
     """
-    key_S = tl.arange(0, S) * PARTS + part
+    score_S = tl.sum(k_SD.to(tl.float32) * q_D[None, :], 1)
+    score_S = tl.where(inside_S, score_S, float("-inf"))
+    next_highest = tl.maximum(tl.max(score_S, 0), highest)
+    weight_S, scale = tl.exp2(score_S - next_highest), tl.exp2(highest - next_highest)
+    total = total * scale + tl.sum(weight_S, 0)
+    y_D = y_D * scale + tl.sum(weight_S[:, None] * v_SD.to(tl.float32), 0)
+    return next_highest, total, y_D
+
+
+@triton.jit
+def attend(
+    qkv_ptr, k_ptr, v_ptr, sent_ptr, head, position, C: tl.constexpr, D: tl.constexpr,
+    S: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Send a head's attention (D,) to the keys of the cache and to the new key.
+
+    q and the new k and v are in the exchange; k and v are stored in the cache. A tile has S keys.
+    """
+    k_ptr += head * D
+    v_ptr += head * D
+    key_S, channel_D = tl.arange(0, S), tl.arange(0, D)
+    # The first tile is loaded before q arrives. Cached keys before `position` are from earlier
+    # launches.
     k_SD, v_SD = load_keys(k_ptr, key_S, position, C, D), load_keys(v_ptr, key_S, position, C, D)
-    q_D, new_k_D, new_v_D = receive_qkv(qkv_ptr, C, D, PROGRAMS)
+    q_D, new_k_D, new_v_D = receive_qkv(qkv_ptr + head * D, C, D, PROGRAMS)
     q_D *= LOG2E / D**0.5
-    max_S = tl.full((S,), LOWEST, tl.float32)
-    sum_S = tl.zeros((S,), tl.float32)
-    y_SD = tl.zeros((S, D), tl.float32)
-    for start in range(0, position, S * PARTS):
-        score_S = tl.sum(k_SD.to(tl.float32) * q_D[None, :], 1)
-        score_S = tl.where(start + key_S < position, score_S, float("-inf"))
-        next_S = start + S * PARTS + key_S
-        next_k_SD = load_keys(k_ptr, next_S, position, C, D)
-        next_v_SD = load_keys(v_ptr, next_S, position, C, D)
-        max_S, sum_S, y_SD = online_softmax(score_S, v_SD, max_S, sum_S, y_SD)
-        k_SD, v_SD = next_k_SD, next_v_SD
-    channel_D = tl.arange(0, D)
-    store_D = channel_D < tl.where(part == 0, D, 0)
-    tl.store(k_ptr + position * C + channel_D, new_k_D, mask=store_D)
-    tl.store(v_ptr + position * C + channel_D, new_v_D, mask=store_D)
-    new_score = tl.where(part == 0, tl.sum(q_D * new_k_D, 0), LOWEST)
-    highest = tl.maximum(tl.max(max_S, 0), new_score)
-    weight_S = tl.exp2(max_S - highest)
-    new_weight = tl.where(part == 0, tl.exp2(new_score - highest), 0.0)
-    total = tl.sum(sum_S * weight_S, 0) + new_weight
-    y_D = tl.sum(y_SD * weight_S[:, None], 0) + new_weight * new_v_D
-    # A part may be empty.
-    any_keys = total > 0
-    lse = tl.where(any_keys, highest + tl.log2(tl.where(any_keys, total, 1.0)), LOWEST)
-    return y_D / tl.where(any_keys, total, 1.0), lse
+    # The new key's weight is 1.
+    softmax = tl.sum(q_D * new_k_D, 0), tl.full((), 1.0, tl.float32), new_v_D
+    highest, total, y_D = add_keys(k_SD, v_SD, key_S < position, q_D, *softmax)
+    for start in range(S, position, S):
+        key_S = opaque(start, PROGRAMS) + tl.arange(0, S)
+        k_SD = load_keys(k_ptr, key_S, position, C, D)
+        v_SD = load_keys(v_ptr, key_S, position, C, D)
+        highest, total, y_D = add_keys(k_SD, v_SD, key_S < position, q_D, highest, total, y_D)
+    send(sent_ptr + head * D + channel_D, y_D / total, channel_D < D, PROGRAMS)
+    tl.store(k_ptr + position * C + channel_D, new_k_D)
+    tl.store(v_ptr + position * C + channel_D, new_v_D)

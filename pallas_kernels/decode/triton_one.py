@@ -3,13 +3,13 @@
 Phases of a block:
 
 1. LayerNorm, QKV projection.
-2. Attention of one head to a part of the keys; stores k and v in the cache.
-3. Sum over the parts, output projection, residual sum.
+2. Attention of one head; stores k and v in the cache. Programs without a head skip this phase.
+3. Output projection, residual sum.
 4. LayerNorm, first matmul of the MLP, GELU.
 5. Second matmul of the MLP, residual sum.
 
 A program computes a strip of neighbouring columns in phases 1, 3, 4 and 5. Each program repeats the
-norms and the sum over the parts of the keys. Afterwards: final LayerNorm and the logits.
+norms. Afterwards: final LayerNorm and the logits.
 
 Shapes: L blocks, C channels, H heads, D = C/H, F = 4·C, V vocabulary, S cache positions, R rows of
 a tile of weights.
@@ -21,7 +21,7 @@ import triton.language as tl
 from pallas_kernels.decode.triton_functions import (
     ABSENT,
     MOST_PROGRAMS,
-    attend_to_part,
+    attend,
     gelu,
     layer_norm,
     load_biases,
@@ -33,7 +33,6 @@ from pallas_kernels.decode.triton_functions import (
     prefetch,
     prefetch_strip,
     receive,
-    receive_attended,
     rounded,
     send,
 )
@@ -138,9 +137,8 @@ def decode_one_kernel(
     # Distance of the L2 prefetch of the head ahead of the loads, in rows per program: 32 MB in
     # total for GPT-2 124M on 132 SMs.
     HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 160)
-    # Contents of the exchange, by block: x, qkv, attention to each part, log-sum-exps, x, hidden.
-    PARTS: tl.constexpr = 4
-    BLOCK: tl.constexpr = (9 + PARTS) * C + PARTS * H
+    # Contents of the exchange, by block: x, qkv, attention, x, hidden.
+    BLOCK: tl.constexpr = 10 * C
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     RESIDUAL: tl.constexpr = tl.float32 if FP32_RESIDUAL else DTYPE
     program = tl.program_id(0)
@@ -160,9 +158,8 @@ def decode_one_kernel(
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
         sent_qkv_ptr = x_ptr + C
-        part_ptr = sent_qkv_ptr + 3 * C
-        lse_ptr = part_ptr + PARTS * C
-        middle_ptr = lse_ptr + PARTS * H
+        attended_ptr = sent_qkv_ptr + 3 * C
+        middle_ptr = attended_ptr + C
         hidden_ptr = middle_ptr + C
 
         # -------------------------------------------------------------- 1. norm, QKV projection
@@ -195,36 +192,38 @@ def decode_one_kernel(
                 qkv_N = (matvec(w[i], y_T1K) + b[i]).to(DTYPE)
                 send(sent_qkv_ptr + column_N, qkv_N, column_N < stop, PROGRAMS)
 
-        # ---------------------------------------------------------- 2. attention to parts of keys
+        # ----------------------------------------------------------------------- 2. attention
         pid = opaque(program, PROGRAMS)
-        stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
-        proj = load_tiles(proj_ptr + layer * C * C, pid * STRIP_C, stop, 1, R, C, CK)
-        if layer_32 + 1 < L:
-            prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_C, PROGRAMS)
-        for item in range(pid, H * PARTS, PROGRAMS):
-            head, part = item // PARTS, item % PARTS
-            rows = layer * S * C + head * D
-            y_D, lse = attend_to_part(
-                sent_qkv_ptr + head * D, k_ptr + rows, v_ptr + rows, part, position,
-                C, D, KEYS, PARTS, PROGRAMS,
-            )  # fmt: skip
-            channel_D = tl.arange(0, D)
-            send(part_ptr + item * D + channel_D, y_D, channel_D < D, PROGRAMS)
-            send(lse_ptr + item, lse, item < H * PARTS, PROGRAMS)
+        cached = layer * S * C
+        if H <= PROGRAMS:
+            # Not a loop: LLVM would copy its body.
+            if pid < H:
+                attend(
+                    sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, pid, position,
+                    C, D, KEYS, PROGRAMS,
+                )  # fmt: skip
+        else:
+            for head in range(pid, H, PROGRAMS):
+                attend(
+                    sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, head, position,
+                    C, D, KEYS, PROGRAMS,
+                )  # fmt: skip
 
         # --------------------------------------------------- 3. output projection, residual sum
+        stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
         for t in tl.static_range((STRIP_C + R - 1) // R):
             first = pid * STRIP_C + t * R
-            if t > 0:
-                proj = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
+            # Not loaded before phase 2, whose keys and values need the registers.
+            w = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
             column_N = first + tl.arange(0, R)
             inside_N = column_N < stop
             b_N = tl.load(proj_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
             x_N = own(x_ptr + column_N, inside_N)
             if t == 0:
-                y = receive_attended(part_ptr, lse_ptr, C, D, CP, PROGRAMS)
-                y_T1K = rounded(y, CK, DTYPE)
-            x_N += matvec(proj[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+                if layer_32 + 1 < L:
+                    prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_C, PROGRAMS)
+                y_T1K = rounded(receive(attended_ptr, C, CP, PROGRAMS), CK, DTYPE)
+            x_N += matvec(w[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
             send(middle_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
 
         # ----------------------------------------------------------- 4. norm, first matmul, GELU
