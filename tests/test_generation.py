@@ -261,6 +261,10 @@ def replace_embedding(model):
     model.wte[...] = -model.wte[...]
 
 
+def replace_parameter(model):
+    model.wte = nnx.Param(3 * model.wte[...])
+
+
 def replace_module(model):
     model.blocks[0].mlp = make_model("bf16", seed=2, **ODD).blocks[1].mlp
 
@@ -278,7 +282,14 @@ def test_arrays_of_an_unchanged_model_are_kept(monkeypatch):
         return np.asarray(generate(model, prompt_BT, max_new_tokens=8, temperature=0, key=KEY))
 
     before_BT = tokens(model)
-    for change in (replace_parameters, replace_embedding, replace_module, replace_option):
+    changes = (
+        replace_parameters,
+        replace_embedding,
+        replace_parameter,
+        replace_module,
+        replace_option,
+    )
+    for change in changes:
         computed.clear()
         np.testing.assert_array_equal(tokens(model), before_BT)
         assert not computed

@@ -48,9 +48,11 @@ class _Content(NamedTuple):
 
         The arrays must be alive: another array may have the id of a dead array.
         """
-        return all(now == before for now, before in self.modules) and self.ids == [
-            id(parameter.get_raw_value()) for parameter in self.parameters
-        ]
+        for now, before in self.modules:
+            # Not `==`: parameters compare their arrays.
+            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
+                return False
+        return self.ids == [id(parameter.get_raw_value()) for parameter in self.parameters]
 
 
 class _Kept(NamedTuple):
