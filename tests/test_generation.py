@@ -295,7 +295,7 @@ def test_arrays_of_an_unchanged_model_are_kept(monkeypatch):
         assert not computed
         change(model)
         after_BT = tokens(model)
-        assert (after_BT != before_BT).any() and len(computed) == 1, change.__name__
+        assert len(computed) == 1, change.__name__
         np.testing.assert_array_equal(after_BT, tokens(nnx.clone(model)))
         before_BT = after_BT
 
