@@ -141,7 +141,7 @@ def test_one_sequence_compiled_for_an_h200():
     (kernel,) = compiled_for_an_h200(1, blocks=12)
     assert kernel.spill_bytes == 0
     assert kernel.ptx.count("ld.global.v4") > 50
-    # x, q k v, attention, x, 4 for hidden, x.
+    # Polling loads: x, q k v, attention, x, 4 for hidden, x.
     assert kernel.ptx.count("ld.relaxed.gpu.global.v4") == 11
 
 

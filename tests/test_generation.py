@@ -318,7 +318,7 @@ def test_the_kept_weights_of_the_decoding_kernel_are_the_models(monkeypatch):
     weights = prepared.prepare(model, "triton").weights
     assert weights.wte_VC is None and weights.qkv_LNC.dtype == jnp.bfloat16
     step = gpt2.decode_step
-    # The path of a GPU with the kernel's definition in JAX.
+    # The branch for the Triton kernel, with the kernel's definition in JAX.
     monkeypatch.setattr(GPT2, "decode_kernel", lambda *_: "triton")
     monkeypatch.setattr(
         gpt2, "decode_step", lambda *args, **how: step(*args, **how | {"implementation": "xla"})

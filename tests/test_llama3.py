@@ -297,8 +297,8 @@ def test_a_step_lowers_for_an_h200_with_every_kernel():
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=["D = 64", "D = 128"])
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 def test_the_default_kernels_on_the_gpu(precision, heads):
-    """The loss of each token and each gradient by the 2× rule: against fp32 references, compared
-    with XLA's back ends."""
+    """The 2× rule for the loss of each token and for each gradient: errors against fp32 references,
+    compared with those of XLA's back ends."""
     sizes = {"n_head": heads[0], "n_kv_head": heads[1], "n_embd": 384, "n_inner": 1024}
     config = dataclasses.replace(
         ODD, **sizes, vocab_size=509, padded_vocab_size=512, block_size=256, rope_scaling=1.0
@@ -315,7 +315,7 @@ def test_the_default_kernels_on_the_gpu(precision, heads):
         "xla": dataclasses.replace(near, **dict.fromkeys(kernels, "xla")),
         "exact": dataclasses.replace(config, **dict.fromkeys(kernels, "reference")),
     }.items():
-        # Not their mean, in which errors of tokens cancel each other by chance.
+        # Not the mean loss, in which errors of tokens cancel each other by chance.
         losses_N = jax.jit(nnx.merge(graph(form), params).losses)(*tokens_and_targets)
         _, found = gradient(form, params, windows)
         grads[name] = flatten(jax.device_get(found)) | {"losses": jax.device_get(losses_N)}

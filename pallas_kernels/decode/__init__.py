@@ -96,8 +96,9 @@ class DecoderCache:
         blocks, b, _, heads, head_dim = k_LBSHD.shape
         if b > 1:
             return DecoderCache(k_LBSHD, v_LBSHD, jnp.zeros((1,), jnp.int32))
-        # Values of each block: x, qkv, attention, x, hidden. Then the final x, and the highest
-        # logits of at most 256 programs.
+        # Values of each block: x (C), qkv (3·C), attention (C), x after attention (C), hidden
+        # (4·C). Then the final x, and 4 words for each of at most 256 programs, in which
+        # `store_likeliest` sends the highest logits.
         half = (10 * blocks + 1) * heads * head_dim + 4 * 256
         exchange = jnp.full((2 * half + 1,), -1, jnp.int32).at[-1].set(0)
         return DecoderCache(k_LBSHD, v_LBSHD, exchange)

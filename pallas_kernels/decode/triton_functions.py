@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Below every score and above −∞: −∞ − LOWEST is −∞, and no lane computes ∞ − ∞.
+# Initial maximum of a softmax, finite so that no lane computes −∞ − (−∞), which is NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 ABSENT = tl.constexpr(-1)
 # Row numbers up to 2²⁴ are exact in fp32.
@@ -369,9 +369,10 @@ def online_softmax(score_S, v_SD, max_S, sum_S, y_SD):
 
 @triton.jit
 def add_keys(k_SD, v_SD, inside_S, q_D, highest, total, y_D):
-    """Add a tile of keys to a softmax: highest score, sum of weights, weighted sum of values (D,).
+    """Add the keys with `inside_S` to a softmax: highest score, sum of weights, weighted sum of
+    values (D,). Return the three updated.
 
-    q is scaled for exp2.
+    q has the factor log2(e)/√D, so the weight of a key is exp2(score − highest).
     """
     score_S = tl.sum(k_SD.to(tl.float32) * q_D[None, :], 1)
     score_S = tl.where(inside_S, score_S, float("-inf"))
@@ -387,19 +388,19 @@ def attend(
     qkv_ptr, k_ptr, v_ptr, sent_ptr, head, position, C: tl.constexpr, D: tl.constexpr,
     S: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Send a head's attention (D,) to the keys of the cache and to the new key.
+    """Compute a head's attention (D,) over the cached keys and the new key, and send the result.
 
-    q and the new k and v are in the exchange; k and v are stored in the cache. A tile has S keys.
+    Receive q and the new k and v from the exchange, and store the new k and v in the cache. A tile
+    has S keys.
     """
     k_ptr += head * D
     v_ptr += head * D
     key_S, channel_D = tl.arange(0, S), tl.arange(0, D)
-    # The first tile is loaded before q arrives. Cached keys before `position` are from earlier
-    # launches.
+    # The first tile is loaded before q arrives: earlier launches stored the keys before `position`.
     k_SD, v_SD = load_keys(k_ptr, key_S, position, C, D), load_keys(v_ptr, key_S, position, C, D)
     q_D, new_k_D, new_v_D = receive_qkv(qkv_ptr + head * D, C, D, PROGRAMS)
     q_D *= LOG2E / D**0.5
-    # The new key's weight is 1.
+    # A softmax over the new key alone: its score is the highest, and its weight is 1.
     softmax = tl.sum(q_D * new_k_D, 0), tl.full((), 1.0, tl.float32), new_v_D
     highest, total, y_D = add_keys(k_SD, v_SD, key_S < position, q_D, *softmax)
     for start in range(S, position, S):

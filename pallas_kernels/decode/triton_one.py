@@ -1,9 +1,10 @@
-"""Triton kernel of `decode_step` for one sequence. The loads of the weights bound the time.
+"""Triton kernel of `decode_step` for one sequence.
 
 Phases of a block:
 
 1. LayerNorm, QKV projection.
-2. Attention of one head; stores k and v in the cache. Programs without a head skip this phase.
+2. Attention, with a program for each head, which also stores the new k and v in the cache. The
+   other programs skip this phase.
 3. Output projection, residual sum.
 4. LayerNorm, first matmul of the MLP, GELU.
 5. Second matmul of the MLP, residual sum.
@@ -137,7 +138,7 @@ def decode_one_kernel(
     # Distance of the L2 prefetch of the head ahead of the loads, in rows per program: 32 MB in
     # total for GPT-2 124M on 132 SMs.
     HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 160)
-    # Contents of the exchange, by block: x, qkv, attention, x, hidden.
+    # Contents of the exchange, by block: x, qkv, attention, x after attention, hidden.
     BLOCK: tl.constexpr = 10 * C
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     RESIDUAL: tl.constexpr = tl.float32 if FP32_RESIDUAL else DTYPE
@@ -196,7 +197,7 @@ def decode_one_kernel(
         pid = opaque(program, PROGRAMS)
         cached = layer * S * C
         if H <= PROGRAMS:
-            # Not a loop: LLVM would copy its body.
+            # An `if` in place of the loop, whose body LLVM would duplicate.
             if pid < H:
                 attend(
                     sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, pid, position,
@@ -213,7 +214,7 @@ def decode_one_kernel(
         stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
         for t in tl.static_range((STRIP_C + R - 1) // R):
             first = pid * STRIP_C + t * R
-            # Not loaded before phase 2, whose keys and values need the registers.
+            # These loads follow phase 2, in which keys and values need the registers.
             w = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
             column_N = first + tl.arange(0, R)
             inside_N = column_N < stop
@@ -268,7 +269,7 @@ def decode_one_kernel(
     scale, bias = load_vector(ln_f_scale_ptr, C, CP), load_vector(ln_f_bias_ptr, C, CP)
     first = pid * STRIP_HEAD
     stop = tl.minimum(first + STRIP_HEAD, V)
-    # One tile is loaded while another tile is multiplied. Both tiles are in registers.
+    # The load of the next tile precedes the matmul of a tile. Both tiles are in registers.
     (head_w,) = load_tiles(head_ptr, first, stop, 1, R_HEAD, C, CK)
     x = receive(x_ptr, C, CP, PROGRAMS)
     y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)

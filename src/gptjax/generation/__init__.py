@@ -47,7 +47,11 @@ def generate(
 
     The computation is compiled once for each model shape, batch size, and power of two of the
     prompt's length and of the final length. Turning greedy decoding, `top_k` or `top_p` on or off
-    also compiles. New values of the options, weights or key do not.
+    also compiles. New values of the options, weights or key do not. The function that joins prompts
+    and new tokens is compiled for each exact length.
+
+    Cast and transposed copies of the weights are kept for later calls, as
+    `gptjax.generation.prepared` describes.
 
     Args:
         model: weights and shape; not changed.
@@ -114,7 +118,7 @@ def new_tokens(
     """
     (b, t), block_size = prompt_BT.shape, model.config.block_size
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
-    # Arguments of NumPy: an eager JAX operation takes as long as a call of an executable.
+    # NumPy arrays: each eager JAX operation would call an executable.
     padded_BT = np.zeros((b, padded), np.int32)
     padded_BT[:, :t] = prompt_BT
     sampler = "xla" if implementation == "xla" else "auto"
@@ -160,12 +164,13 @@ def _start(
     """Return the decoding weights, the cache, the first new tokens, the cache's lengths, and the
     tokens as a column.
 
-    The decoding weights are None if the argument `weights` is not None.
+    The decoding weights are those of `start_decoding`, or None if the argument `weights` is not
+    None.
     """
     model = jax.tree.unflatten(structure, params)
     x_BTC, own, cache = model.start_decoding(prompt_BT, length_B, positions, implementation)
     last_B1C = jnp.take_along_axis(x_BTC, (length_B - 1)[:, None, None], axis=1)
-    # The head of the decoding weights is in the compute dtype; `logits` would cast the parameter.
+    # `logits` would cast the head: the decoding weights have the head in the compute dtype.
     head = {"head_VC": weights.head_VC} if isinstance(weights, DecoderWeights) else {}
     logits_BV = model.logits(last_B1C, **head)[:, 0]
     token_B = sample_token(

@@ -36,8 +36,9 @@ def token_chunks(
 ) -> Iterator[np.ndarray]:
     """Return an iterator over the new tokens of `gptjax.generate`, `steps` at a time.
 
-    The device computes a chunk while the caller uses the previous chunk. Only the second chunk
-    starts when the caller asks for it, so that its launch does not delay the first token.
+    The device computes a chunk while the caller uses the previous chunk. The second chunk is the
+    exception: its launch would delay the first token, and therefore waits until the caller requests
+    the second chunk.
 
     Args:
         max_new_tokens: at least 1. Unlike in `gptjax.generate`, prompt and new tokens may exceed
@@ -80,8 +81,8 @@ def _on_host(
     """Yield chunks with a total of `new` tokens, and `NO_TOKEN` from block_size on."""
     done, chunk_BN = 0, next(chunks)
     while chunk_BN is not None:
-        # The next chunk starts before the wait for this chunk. The host may need more time to
-        # launch a chunk than the device to read the prompts.
+        # The next chunk is launched before the wait for this chunk, except for the first chunk: the
+        # launch may take longer than the device needs for the prompts.
         following_BN = next(chunks, None) if done else None
         tokens_BN = np.asarray(chunk_BN)[:, : new - done]
         position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]

@@ -265,15 +265,16 @@ class Model(nnx.Module):
         return "xla"
 
     def prepare_decoding(self) -> None:
-        """Change parameters to the dtypes in which generation reads them, in place.
+        """Cast parameters to the dtypes in which generation reads them, in place.
 
-        Generation calls this method and `decoding_weights` once for the same parameters.
+        Generation calls `decoding_weights` and then this method on a traced copy of the model, and
+        uses the results until the model changes. The method must not add or remove parameters.
         """
 
     def decoding_weights(self, implementation: str) -> PyTree:
         """Return the weights of `decode` for a back end of `decode_kernel`, or None.
 
-        With None, `decode` receives the weights of `start_decoding`, computed for each prompt.
+        With None, `decode` receives the weights that `start_decoding` computes in each call.
         """
         return None
 

@@ -407,7 +407,7 @@ class GPT2(Model):
     def decoding_weights(self, implementation):
         if implementation != "triton":
             return None
-        # `decode` adds the embeddings: a jitted function copies an argument that it returns.
+        # `decode` adds the embeddings: `jax.jit` would return copies of them.
         return dataclasses.replace(self.decoder_weights(), wte_VC=None, wpe_SC=None)
 
     def start_decoding(self, tokens_BT, length_B, positions, implementation="auto"):
