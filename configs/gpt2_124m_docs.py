@@ -6,8 +6,8 @@ Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder o
 Hardware:  one H200 or H100 (80 GB)
 Time:      136 s on one NVIDIA H200, from the command to its end, at 649,349 tokens/s (runs without
            checkpoints)
-Loss:      3.5625 at step 1,000, the mean of 3 seeds (3.5567, 3.5732, 3.5575); 2026-11-23, commit
-           185c88d
+Loss:      3.5625 at step 1,000, the mean of 3 seeds (3.5567, 3.5732, 3.5575); 2026-11-23, commits
+           185c88d, 1c04753
 """
 
 from dataclasses import replace

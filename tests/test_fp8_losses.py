@@ -136,6 +136,10 @@ def test_the_report_writes_the_result_the_picture_and_the_config(losses, tmp_pat
     text = " ".join(config.read_text().split())
     assert "Loss: 3.5000 at step 40, the mean of 2 seeds (3.0000, 4.0000)" in text
     assert "2026-01-02, commit abcdef0 B." in text and text.endswith('"""')
+    records[0]["commit"] = "1234567890"
+    report.report(records, "abcdef01", *paths, {"adamw": config})
+    assert json.loads(paths[0].read_text())["commit"] == "1234567890, abcdef01"
+    assert "commits 1234567, abcdef0" in " ".join(config.read_text().split())
     for path in report.CONFIGS.values():
         copy = tmp_path / path.name
         copy.write_text(path.read_text())

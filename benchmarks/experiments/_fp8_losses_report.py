@@ -184,6 +184,12 @@ def _draw_differences(runs: dict[str, list[dict]], axes: Any, window: int = 20) 
     axes.legend()
 
 
+def commits_of(records: Sequence[dict], commit: str | None) -> list[str]:
+    """Return the commits of the records; `commit` for records without one."""
+    found = {record["commit"] or commit for record in records}
+    return sorted(name for name in found if name)
+
+
 def state_result(path: Path, records: Sequence[dict], commit: str | None) -> None:
     """Write time and loss of the runs into the docstring of a config.
 
@@ -193,12 +199,13 @@ def state_result(path: Path, records: Sequence[dict], commit: str | None) -> Non
     runs, first = of_runs(records), records[0]
     each = ", ".join("not finite" if loss is None else f"{loss:.4f}" for loss in runs["finals"])
     mean = "not finite" if runs["final"] is None else f"{runs['final']:.4f}"
-    short = commit[:7] if commit else "not recorded"
+    commits = commits_of(records, commit)
+    named = ", ".join(name[:7] for name in commits) or "not recorded"
     texts = {
         "Time": f"{runs['command_seconds']:.0f} s on one {first['device']}, from the command to "
         f"its end, at {runs['tokens_per_second']:,} tokens/s (runs without checkpoints)",
         "Loss": f"{mean} at step {runs['steps'][0]:,}, the mean of {len(records)} seeds ({each}); "
-        f"{max(r['date'] for r in records)}, commit {short}",
+        f"{max(r['date'] for r in records)}, commit{'s' * (len(commits) > 1)} {named}",
     }
     lines = [
         textwrap.fill(text, 100, initial_indent=f"{name + ':':<11}", subsequent_indent=" " * 11)
@@ -233,10 +240,9 @@ def report(
         for row in each
     ]
     devices = ", ".join(sorted({row["device"] for row in rows}))
-    commits = sorted({row["commit"] for row in rows if row["commit"]})
-    commit = commit or ", ".join(commits) or None
+    commits = ", ".join(commits_of(rows, commit)) or None
     written = results.new(COMMAND, rows, device=devices, result=found)
-    written |= {"date": max(row["date"] for row in rows), "commit": commit}
+    written |= {"date": max(row["date"] for row in rows), "commit": commits}
     results.write(result, written | {"versions": rows[-1]["versions"]})
     draw(records, picture)
     for group, path in (CONFIGS if configs is None else configs).items():

@@ -81,7 +81,7 @@ class Options:
     report: bool = False
     """Train nothing: write the results of all parts."""
     commit: str | None = None
-    """With --report: commit of the runs that were trained outside a checkout."""
+    """With --report: commit of the runs without a recorded one, trained outside a checkout."""
 
 
 class Run(NamedTuple):

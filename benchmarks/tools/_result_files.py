@@ -72,14 +72,15 @@ class Results:
 def origin(name: str, result: dict) -> str:
     """Return command, date, hardware, versions and commit of a result, as its file has them."""
     versions = result["versions"]
-    commit = result.get("commit")
-    short = f"commit {commit[:7]}{'-dirty' * commit.endswith('-dirty')}" if commit else None
+    commits = [name for name in (result.get("commit") or "").split(", ") if name]
+    short = [name[:7] + "-dirty" * name.endswith("-dirty") for name in commits]
+    commit = f"commit{'s' * (len(short) > 1)} {', '.join(short) or 'not recorded'}"
     parts = [
         command(result["command"]) if "command" in result else "command not recorded",
         result.get("date", "date not recorded"),
         hardware(name, result),
         ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions),
-        short or "commit not recorded",
+        commit,
         *(f"{variable}={value}" for variable, value in result.get("environment", {}).items()),
     ]
     # The commit is in the caption already.
