@@ -300,6 +300,16 @@ def test_arrays_of_an_unchanged_model_are_kept(monkeypatch):
         before_BT = after_BT
 
 
+def test_a_model_with_other_arrays_is_not_kept():
+    """Only changes of modules and parameters are detected."""
+    model = make_model("bf16", **ODD)
+    prepared.prepare(model, "xla")
+    assert model in prepared._KEPT
+    model.tables = nnx.data({"offsets": jnp.ones(3)})
+    assert len(prepared.prepare(model, "xla").params) == len(jax.tree.leaves(model))
+    assert model not in prepared._KEPT
+
+
 def test_kept_arrays_are_freed_when_a_parameter_changes():
     model = make_model("bf16", **ODD)
     params = prepared.prepare(model, "xla").params

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
@@ -130,9 +131,7 @@ def _content(model: Model) -> _Content | None:
     for module in modules:  # The loop appends submodules to the list.
         attributes = vars(module)
         content.modules.append((attributes, dict(attributes)))
-        for name, value in attributes.items():
-            if name.startswith("_pytree__") or not module._pytree__nodes[name]:
-                continue
+        for value in attributes.values():
             if isinstance(value, nnx.Pytree):
                 modules.append(value)
             elif isinstance(value, nnx.Variable) and isinstance(
@@ -140,9 +139,13 @@ def _content(model: Model) -> _Content | None:
             ):
                 content.parameters.append(value)
                 content.ids.append(id(array))
-            else:
+            elif isinstance(value, nnx.Variable) or _has_arrays(value):
                 return None
     return content
+
+
+def _has_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(value))
 
 
 def _prepared(model: Model, kernel: str) -> Prepared:
