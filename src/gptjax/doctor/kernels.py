@@ -3,7 +3,9 @@
 The calls are the examples of the registry in pallas_kernels.
 """
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +25,18 @@ PLAIN = ("xla", "reference")
 
 
 def check_all() -> Iterator[Result]:
-    """Check each back end of each operation."""
-    for operation, entry in extend.OPERATIONS.items():
-        for back_end in entry.back_ends:
-            if entry.examples and back_end.name not in PLAIN:
-                yield check(operation, back_end.name)
+    """Check each back end of each operation, in threads: most of the time is compilation."""
+    pairs = [
+        (operation, back_end.name)
+        for operation, entry in extend.OPERATIONS.items()
+        for back_end in entry.back_ends
+        if entry.examples and back_end.name not in PLAIN
+    ]
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield from pool.map(lambda pair: check(*pair), pairs)
+    finally:  # an interrupted command does not wait for the other kernels
+        pool.shutdown(cancel_futures=True)
 
 
 def check(operation: str, back_end: str) -> Result:
