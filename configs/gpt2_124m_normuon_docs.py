@@ -4,8 +4,9 @@ Command:   python train.py --config configs/gpt2_124m_normuon_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
-Time:      not run to its end
-Loss:      not run to its end
+Time:      138 s on one NVIDIA H200, from the command to its end, at 627,188 tokens/s (runs without
+           checkpoints)
+Loss:      3.0971 at step 1,000, the mean of 2 seeds (3.0938, 3.1004); 2026-11-23, commit 914275c
 
 docs/normuon.md lists the learning rates that were compared on this corpus. The config uses the best
 of these learning rates.

@@ -305,7 +305,7 @@ def test_the_examples_are_right_in_xla():
     """Results and gradients of two examples; a GPU runs them all."""
     for operation in ("ba_plus_caa", "rms_norm"):
         (make,) = _dispatch.OPERATIONS[operation].examples
-        assert kernels.error(make(16, jnp.float32), "xla") < 1e-5
+        assert kernels.errors(make(16, jnp.float32), ["xla"])["xla"] < 1e-5
 
 
 @pytest.fixture

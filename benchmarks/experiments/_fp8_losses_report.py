@@ -131,7 +131,7 @@ def summary(records: Sequence[dict]) -> dict[str, dict]:
         result[group] = {precision: of_runs(each) for precision, each in runs.items()}
         if "bf16" in runs and "fp8" in runs:
             result[group]["fp8"] |= compared(runs["bf16"], runs["fp8"])
-        if group in ("control", "finish") and "bf16" in (same := groups.get("adamw", {})):
+        if group in ("control", "start", "finish") and "bf16" in (same := groups.get("adamw", {})):
             for precision, each in runs.items():
                 result[group][precision] |= compared(same["bf16"], each)
         if group == "spike":

@@ -10,6 +10,7 @@ the order of the data.
 Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
 - adamw: configs/gpt2_124m_docs.py in bf16 and in fp8.
 - control: adamw's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
+- start: adamw's fp8 with the first 150 steps in bf16.
 - finish: adamw's fp8 with the last 100 steps in bf16.
 - normuon: configs/gpt2_124m_normuon_docs.py in bf16, with NorMuon.
 - twice: adamw with twice the learning rate, in bf16 and in fp8, seed 0.
@@ -126,9 +127,15 @@ def plan() -> list[list[Run]]:
     speedrun = [
         Run("speedrun", "normuon", precision, 0, docs, 200) for precision in ("bf16", "fp8")
     ]
-    switched = f"""{DOCS} --stages '{{"until": 900}}' '{{"model": {{"precision": "bf16"}}}}'"""
-    finish = [[Run("finish", "adamw", "fp8", seed, switched, 140)] for seed in range(3)]
-    last = [normuon(2), *control, *finish]
+
+    def switched(group: str, *stages: str) -> list[list[Run]]:
+        options = shlex.join([*DOCS.split(), "--stages", *stages])
+        return [[Run(group, "adamw", "fp8", seed, options, 140)] for seed in range(3)]
+
+    bf16 = '"model": {"precision": "bf16"}'
+    start = switched("start", f'{{"until": 150, {bf16}}}', "{}")
+    finish = switched("finish", '{"until": 900}', f"{{{bf16}}}")
+    last = [normuon(2), *start, *control, *finish]
     return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, *last]
 
 

@@ -10,6 +10,7 @@ ABSENT = "Not measured yet."
 GROUPS = {
     "adamw": "124M, AdamW",
     "control": "124M, AdamW, MLP by XLA",
+    "start": "124M, AdamW, the first 150 steps in bf16",
     "finish": "124M, AdamW, the last 100 steps in bf16",
     "twice": "124M, AdamW, twice the learning rate",
     "medium": "350M, AdamW, 300 steps",

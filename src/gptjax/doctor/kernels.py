@@ -3,9 +3,11 @@
 The calls are the examples of the registry in pallas_kernels.
 """
 
+import functools
+import itertools
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import numpy as np
 
 import pallas_kernels  # noqa: F401  registers every operation
 from gptjax.doctor.checks import Result
+from gptjax.training.compilation import compiler_options
 from pallas_kernels import extend
 
 ROWS = 256
@@ -25,62 +28,79 @@ PLAIN = ("xla", "reference")
 
 
 def check_all() -> Iterator[Result]:
-    """Check each back end of each operation, in threads: most of the time is compilation."""
-    pairs = [
-        (operation, back_end.name)
-        for operation, entry in extend.OPERATIONS.items()
-        for back_end in entry.back_ends
-        if entry.examples and back_end.name not in PLAIN
-    ]
+    """Check each back end of each operation.
+
+    The examples run in threads: most of the time is compilation.
+    """
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        yield from pool.map(lambda pair: check(*pair), pairs)
-    finally:  # an interrupted command does not wait for the other kernels
+        runs: dict[tuple[str, str], dict[str, Future]] = {}
+        for operation, entry in extend.OPERATIONS.items():
+            custom = [back_end.name for back_end in entry.back_ends if back_end.name not in PLAIN]
+            for make, dtype in itertools.product(entry.examples, DTYPES):
+                if (example := make(ROWS, dtype)) is None:
+                    continue
+                run = pool.submit(errors, example, custom)
+                label = f"{extend.title(make)}, {jnp.dtype(dtype).name}"
+                for back_end in custom:
+                    runs.setdefault((operation, back_end), {})[label] = run
+        for (operation, back_end), by_label in runs.items():
+            found = {label: run.result()[back_end] for label, run in by_label.items()}
+            yield judge(operation, back_end, found)
+    finally:  # an interrupted command does not start the other examples
         pool.shutdown(cancel_futures=True)
 
 
-def check(operation: str, back_end: str) -> Result:
-    """Compare one back end of an operation with the definition, on all examples in all dtypes."""
-    name, errors, refusals = f"{operation}, {back_end}", {}, []
-    for make in extend.OPERATIONS[operation].examples:
-        for dtype in DTYPES:
-            example = make(ROWS, dtype)
-            if example is None:
-                continue
-            label = f"{extend.title(make)}, {jnp.dtype(dtype).name}"
-            try:
-                errors[label] = error(example, back_end)
-            except Exception as problem:  # every error of a kernel is a result here
-                text = str(problem).strip().splitlines() or ["no message"]
-                if isinstance(problem, ValueError) and f"implementation '{back_end}'" in text[0]:
-                    refusals.append(text[0].partition(f"'{back_end}' ")[2].partition(";")[0])
-                    continue
-                what = f"{label}: {type(problem).__name__}: {text[0]}"
-                return Result(name, "failed", what, _remedy(operation))
-    if not errors:
-        return Result(name, "ok", f"not run here: {refusals[0]}")
-    worst = max(errors, key=lambda label: np.nan_to_num(errors[label], nan=np.inf))
-    found = f"relative error {errors[worst]:.2%} ({worst})"
-    if not errors[worst] <= LIMIT:
-        return Result(name, "failed", f"{found}, expected {LIMIT:.0%} or less", _remedy(operation))
-    return Result(name, "ok", found)
+def judge(operation: str, back_end: str, found: dict[str, float | Exception]) -> Result:
+    """Return the result of one back end.
 
-
-def error(example: extend.Example, back_end: str) -> float:
-    """Return the largest relative error of the results and gradients of an example.
-
-    Raises:
-        ValueError: the back end does not support the example.
+    Args:
+        found: for each example in each dtype, what `errors` returns for the back end.
     """
-    keys = jax.random.split(jax.random.key(0), len(example.shapes))
-    shapes = zip(keys, example.shapes, strict=True)
-    arrays = [jax.random.normal(key, shape.shape, shape.dtype) for key, shape in shapes]
-    call = lambda *arrays: example.call(*arrays, implementation=back_end)  # noqa: E731
-    found = _with_gradients(call, arrays, example.differentiable)
-    exact = [array.astype(jnp.float32) for array in arrays]
-    expected = _with_gradients(example.reference, exact, example.differentiable)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(_relative(*pair) for pair in pairs)
+    name, measured, refusals = f"{operation}, {back_end}", {}, []
+    for label, error in found.items():
+        if not isinstance(error, Exception):
+            measured[label] = error
+            continue
+        text = (str(error).strip().splitlines() or ["no message"])[0]
+        if isinstance(error, ValueError) and f"implementation '{back_end}'" in text:
+            refusals.append(text.partition(f"'{back_end}' ")[2].partition(";")[0])
+            continue
+        what = f"{label}: {type(error).__name__}: {text}"
+        return Result(name, "failed", what, _remedy(operation))
+    if not measured:
+        return Result(name, "ok", f"not run here: {refusals[0]}")
+    worst = max(measured, key=lambda label: np.nan_to_num(measured[label], nan=np.inf))
+    what = f"relative error {measured[worst]:.2%} ({worst})"
+    if not measured[worst] <= LIMIT:
+        return Result(name, "failed", f"{what}, expected {LIMIT:.0%} or less", _remedy(operation))
+    return Result(name, "ok", what)
+
+
+def errors(example: extend.Example, back_ends: Sequence[str]) -> dict[str, float | Exception]:
+    """Return the largest relative error of the results and gradients of an example for each back
+    end, or the exception that the back end raised."""
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
+
+    @functools.cache
+    def expected():
+        exact = [array.astype(jnp.float32) for array in arrays]
+        return _with_gradients(example.reference, exact, example.differentiable)
+
+    def error(back_end: str) -> float:
+        call = functools.partial(example.call, implementation=back_end)
+        found = _with_gradients(call, arrays, example.differentiable)
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected()), strict=True)
+        return max(_relative(*pair) for pair in pairs)
+
+    found: dict[str, float | Exception] = {}
+    for back_end in back_ends:
+        try:
+            found[back_end] = error(back_end)
+        except Exception as problem:  # every error of a kernel is a result here
+            found[back_end] = problem
+    return found
 
 
 def _with_gradients(f, arrays, differentiable: bool):
@@ -100,7 +120,8 @@ def _with_gradients(f, arrays, differentiable: bool):
         out, pull = jax.vjp(f, *arrays)
         return out, pull(directions(out))
 
-    return jax.jit(with_gradients if differentiable else f)(*arrays)
+    options = compiler_options()  # without them, XLA times variants of every matmul
+    return jax.jit(with_gradients if differentiable else f, compiler_options=options)(*arrays)
 
 
 def _relative(found, expected) -> float:
