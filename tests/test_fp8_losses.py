@@ -51,7 +51,7 @@ def test_the_parts_have_all_runs_and_pairs_stay_together(losses):
     names = [run.name for unit in losses.plan() for run in unit]
     parts = losses.share(losses.plan(), 2)
     assert sorted(names) == sorted(run.name for part in parts for run in part)
-    assert len({*names}) == len(names) == 23
+    assert len({*names}) == len(names) == 26
     for part in parts:
         seeds = {
             p: {r.seed for r in part if r.group == "adamw" and r.precision == p}
