@@ -23,6 +23,8 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 # Relative error of a result or gradient in the 2-norm. Correct kernels in bf16 or TF32 are below
 # 1 %; a wrong tile, mask or barrier changes a larger part.
 LIMIT = 0.02
+# Most examples that compile at the same time. Each needs memory on the host and on the GPU.
+THREADS = 16
 # Back ends without custom kernels.
 PLAIN = ("xla", "reference")
 
@@ -32,7 +34,7 @@ def check_all() -> Iterator[Result]:
 
     The examples run in threads: most of the time is compilation.
     """
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     try:
         runs: dict[tuple[str, str], dict[str, Future]] = {}
         for operation, entry in extend.OPERATIONS.items():
