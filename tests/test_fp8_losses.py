@@ -96,6 +96,7 @@ def test_the_numbers_of_the_report(losses):
         record("adamw", "fp8", 1, 3.203, [*[6.1] * 8, 9.0, 9.0]),
         record("adamw", "fp8", 1, 3.205, [*[6.1] * 8, 9.0, 9.0]),  # repeated: the newest counts
         record("control", "bf16", 1, 3.3, flat),
+        record("start", "fp8", 0, 3.004, flat),
         record("finish", "fp8", 0, 3.002, flat),
         record("twice", "bf16", 0, 3.0, flat),
         record("twice", "fp8", 0, None, flat, not_finite=True),
@@ -106,6 +107,7 @@ def test_the_numbers_of_the_report(losses):
     assert fp8["standard_error"] == pytest.approx(0.002)
     assert fp8["steps_within_spread"] == 0.8
     assert found["control"]["bf16"]["difference"] == pytest.approx(0.1)
+    assert found["start"]["fp8"]["difference"] == pytest.approx(0.004)
     assert found["finish"]["fp8"]["difference"] == pytest.approx(0.002)
     assert found["twice"]["fp8"]["final"] is None and found["twice"]["fp8"]["difference"] is None
 

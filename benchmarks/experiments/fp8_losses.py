@@ -128,13 +128,13 @@ def plan() -> list[list[Run]]:
         Run("speedrun", "normuon", precision, 0, docs, 200) for precision in ("bf16", "fp8")
     ]
 
-    def switched(group: str, *stages: str) -> list[list[Run]]:
-        options = shlex.join([*DOCS.split(), "--stages", *stages])
+    def switched(group: str, *stages: dict) -> list[list[Run]]:
+        options = shlex.join([*DOCS.split(), "--stages", *map(json.dumps, stages)])
         return [[Run(group, "adamw", "fp8", seed, options, 140)] for seed in range(3)]
 
-    bf16 = '"model": {"precision": "bf16"}'
-    start = switched("start", f'{{"until": 150, {bf16}}}', "{}")
-    finish = switched("finish", '{"until": 900}', f"{{{bf16}}}")
+    bf16 = {"model": {"precision": "bf16"}}
+    start = switched("start", {"until": 150, **bf16}, {})
+    finish = switched("finish", {"until": 900}, bf16)
     last = [normuon(2), *start, *control, *finish]
     return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, *last]
 
