@@ -138,6 +138,12 @@ def test_the_report_writes_the_result_the_picture_and_the_config(losses, tmp_pat
     text = " ".join(config.read_text().split())
     assert "Loss: 3.5000 at step 40, the mean of 2 seeds (3.0000, 4.0000)" in text
     assert "2026-01-02, commit abcdef0 B." in text and text.endswith('"""')
+    shared = [records[0] | dict.fromkeys(losses.TIMES), records[1]]
+    assert report.of_runs(shared)["tokens_per_second"] == 1000
+    assert report.of_runs(shared[:1])["command_seconds"] is None
+    report.state_result(config, shared[:1], None)
+    text = " ".join(config.read_text().split())
+    assert "not measured on one NVIDIA H200: other processes used the GPU" in text
     records[0]["commit"] = "1234567890"
     report.report(records, "abcdef01", *paths, {"adamw": config})
     assert json.loads(paths[0].read_text())["commit"] == "1234567890, abcdef01"

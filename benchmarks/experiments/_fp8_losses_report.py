@@ -60,10 +60,16 @@ def of_runs(records: Sequence[dict]) -> dict[str, Any]:
         "final": round(statistics.fmean(known), 5) if len(known) == len(finals) else None,
         "finals": finals,
         "steps": [record["steps"] for record in records],
-        "tokens_per_second": round(statistics.fmean(r["tokens_per_second"] for r in records)),
-        "training_seconds": round(statistics.fmean(r["training_seconds"] for r in records), 1),
-        "command_seconds": round(statistics.fmean(r["command_seconds"] for r in records), 1),
+        "tokens_per_second": mean_of_known(records, "tokens_per_second", None),
+        "training_seconds": mean_of_known(records, "training_seconds", 1),
+        "command_seconds": mean_of_known(records, "command_seconds", 1),
     }
+
+
+def mean_of_known(records: Sequence[dict], name: str, digits: int | None) -> float | None:
+    """Return the rounded mean of the records that have a value; None if none has."""
+    known = [record[name] for record in records if record[name] is not None]
+    return round(statistics.fmean(known), digits) if known else None
 
 
 def compared(bf16: Sequence[dict], fp8: Sequence[dict]) -> dict[str, Any]:
@@ -201,9 +207,14 @@ def state_result(path: Path, records: Sequence[dict], commit: str | None) -> Non
     mean = "not finite" if runs["final"] is None else f"{runs['final']:.4f}"
     commits = commits_of(records, commit)
     named = ", ".join(name[:7] for name in commits) or "not recorded"
+    time = f"not measured on one {first['device']}: other processes used the GPU"
+    if runs["command_seconds"] is not None:
+        time = (
+            f"{runs['command_seconds']:.0f} s on one {first['device']}, from the command to its "
+            f"end, at {runs['tokens_per_second']:,} tokens/s (runs without checkpoints)"
+        )
     texts = {
-        "Time": f"{runs['command_seconds']:.0f} s on one {first['device']}, from the command to "
-        f"its end, at {runs['tokens_per_second']:,} tokens/s (runs without checkpoints)",
+        "Time": time,
         "Loss": f"{mean} at step {runs['steps'][0]:,}, the mean of {len(records)} seeds ({each}); "
         f"{max(r['date'] for r in records)}, commit{'s' * (len(commits) > 1)} {named}",
     }

@@ -60,6 +60,7 @@ MEDIUM = (
     "--optimizer.warmup-steps 100 --val-every 100 --val-tokens 655360 --sample-every 0"
 )
 SPIKE = "benchmarks/experiments/gradient_spike.py"
+TIMES = ("ms", "tokens_per_second", "training_seconds", "command_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Options:
     time is longer than the time left."""
     runs: tuple[str, ...] = ("*",)
     """Names of the runs to train, GROUP_PRECISION_SEED, or patterns such as adamw_*."""
+    shared_gpu: bool = False
+    """Other processes use the GPU at the same time: do not record times and speeds."""
     train_options: str = ""
     """Further options of each train.py command, for a trial with a small model."""
     report: bool = False
@@ -228,8 +231,10 @@ def train(run: Run, o: Options) -> dict | None:
         return None
     identity = {"name": run.name, **run._asdict(), "command": shlex.join(command)}
     del identity["options"], identity["seconds"]
-    seconds = round(time.perf_counter() - began, 1)
-    return identity | found | {"command_seconds": seconds, "commit": results.commit()}
+    found["command_seconds"] = round(time.perf_counter() - began, 1)
+    if o.shared_gpu:
+        found |= dict.fromkeys(TIMES)
+    return identity | found | {"commit": results.commit()}
 
 
 def read_log(path: Path) -> dict | None:
@@ -292,8 +297,7 @@ def main(o: Options) -> int:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         print(
             f"{run.name}: validation loss {final(record)}, "
-            f"{record['tokens_per_second']} tokens/s, "
-            f"{record['command_seconds']} s",
+            f"{record['tokens_per_second'] or '–'} tokens/s, at {elapsed_s():.0f} s",
             flush=True,
         )
     if missing:

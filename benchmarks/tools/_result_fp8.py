@@ -50,6 +50,13 @@ def loss(value: float | None, sign: str = "") -> str:
     return "not finite" if value is None else f"{value:{sign}.4f}".replace("-", "−")
 
 
+def times(runs: dict) -> tuple[str, str]:
+    """Return tokens/s and seconds of training; empty if other processes used the GPU."""
+    if runs["tokens_per_second"] is None:
+        return "", ""
+    return f"{runs['tokens_per_second']:,}", f"{runs['training_seconds']:.0f}"
+
+
 def step_table(results: Results) -> str:
     """Training steps in FP8. The first row of each file has the speed 1."""
     lines = []
@@ -86,9 +93,8 @@ def losses_table(results: Results) -> str:
                 error = "" if runs["standard_error"] is None else loss(runs["standard_error"])
                 within = runs["steps_within_spread"]
                 share = "" if within is None else f"{100 * within:.1f} %"
-            speed = f"{runs['tokens_per_second']:,}"
             means = loss(runs["final"]), seeds, difference, error, share
-            lines.append([f"{name}, {precision}", *means, speed, f"{runs['training_seconds']:.0f}"])
+            lines.append([f"{name}, {precision}", *means, *times(runs)])
     head = ["run", "final loss, mean", "seeds", "difference", "standard error"]
     head += ["steps within bf16's spread", "tokens/s", "seconds of training"]
     picture = "\n\n![Losses of fp8 and bf16](images/fp8_losses.png)"
@@ -154,8 +160,8 @@ def recipes_table(results: Results) -> str:
         if (runs := found.get(group, {}).get("bf16")) is None:
             continue
         seeds = ", ".join(map(loss, runs["finals"]))
-        numbers = f"{runs['tokens_per_second']:,}", f"{runs['training_seconds']:.0f}"
-        lines.append([f"`{config}`", runs["steps"][0], loss(runs["final"]), seeds, *numbers])
+        final = loss(runs["final"])
+        lines.append([f"`{config}`", runs["steps"][0], final, seeds, *times(runs)])
     head = ("config", "steps", "final loss, mean", "seeds", "tokens/s", "seconds of training")
     return markdown(head, lines) if lines else ABSENT
 

@@ -231,10 +231,10 @@ def compile_to_fit(
         if smaller * config.sequence_length % chunk:  # `Config` refuses such a chunk
             continue
         if (fits := needed_bytes(compile_step(smaller))) <= available:
-            raise ConfigError(message + f"--micro-batch {smaller} fits, with {fits / GIB:.1f} GiB.")
+            raise ConfigError(message + f"--micro-batch {smaller} fits, with {fits / GIB:.1f} GiB")
     raise ConfigError(
         message + "No micro-batch of this model and sequence length fits; "
-        "--model.recompute block and --model.loss-chunk 1024 need less, as does a smaller model."
+        "--model.recompute block and --model.loss-chunk 1024 need less, as does a smaller model"
     )
 
 
