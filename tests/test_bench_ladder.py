@@ -264,6 +264,17 @@ def test_a_step_beside_pytorch(card, tmp_path, capsys):
     assert main(["compare", str(out), str(out), "--fail-above", "1.0"]) == 0
 
 
+@pytest.mark.usefixtures("optax_promotion")
+def test_a_step_with_moments_in_16_bits_needs_less_memory(card, tmp_path, capsys):
+    out = tmp_path / "step.json"
+    command = ["step", "--config", card, "--batch", "1", "--seconds", "0.01"]
+    assert main([*command, "--moment-dtype", "fp32", "bf16", "--out", str(out)]) == 0
+    plain, halved = json.loads(out.read_text())["rows"]
+    assert "moments" not in plain and halved["moments"] == "bf16, bf16"
+    assert plain["needed_gib"] > halved["needed_gib"]
+    assert "moments bf16, bf16" in capsys.readouterr().out
+
+
 def test_our_step_trains(card):
     """The program that is timed is the training step: it updates its state, from call to call."""
     config = configs.one_micro_batch(configs.base_config(None, None), 2, 8)

@@ -22,6 +22,8 @@ CONFIGS = {
     "normuon": ROOT / "configs" / "gpt2_124m_normuon_docs.py",
     "speedrun": ROOT / "configs" / "speedrun_docs.py",
 }
+# Precision of the group adamw with whose runs a group is compared.
+COMPARED_WITH = {"control": "bf16", "start": "bf16", "finish": "bf16", "moments": "fp8"}
 # Steps whose mean loss is compared before and after a spike.
 AROUND = 20
 Runs = dict[str, dict[str, list[dict]]]
@@ -137,9 +139,9 @@ def summary(records: Sequence[dict]) -> dict[str, dict]:
         result[group] = {precision: of_runs(each) for precision, each in runs.items()}
         if "bf16" in runs and "fp8" in runs:
             result[group]["fp8"] |= compared(runs["bf16"], runs["fp8"])
-        if group in ("control", "start", "finish") and "bf16" in (same := groups.get("adamw", {})):
+        if same := groups.get("adamw", {}).get(COMPARED_WITH.get(group)):
             for precision, each in runs.items():
-                result[group][precision] |= compared(same["bf16"], each)
+                result[group][precision] |= compared(same, each)
         if group == "spike":
             for precision, each in runs.items():
                 result[group][precision] |= recovery(each[0])

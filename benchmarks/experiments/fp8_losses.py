@@ -13,6 +13,7 @@ Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
 - start: adamw's fp8 with the first 150 steps in bf16.
 - finish: adamw's fp8 with the last 100 steps in bf16.
 - normuon: configs/gpt2_124m_normuon_docs.py in bf16, with NorMuon.
+- moments: adamw's fp8 with both of AdamW's moments in bf16.
 - twice: adamw with twice the learning rate, in bf16 and in fp8, seed 0.
 - medium: configs/gpt2_350m.py in bf16 and in fp8, 300 steps, seed 0.
 - spike: 250 steps in bf16 and in fp8, one of them with a gradient multiplied by 100, seed 0
@@ -138,7 +139,9 @@ def plan() -> list[list[Run]]:
     bf16 = {"model": {"precision": "bf16"}}
     start = switched("start", {"until": 150, **bf16}, {})
     finish = switched("finish", {"until": 900}, bf16)
-    last = [normuon(2), *start, *control, *finish]
+    halved = f"{DOCS} --optimizer.first-moment-dtype bf16 --optimizer.second-moment-dtype bf16"
+    moments = [[Run("moments", "adamw", "fp8", seed, halved, 110)] for seed in range(3)]
+    last = [normuon(2), *start, *control, *finish, *moments]
     return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, *last]
 
 

@@ -12,6 +12,7 @@ GROUPS = {
     "control": "124M, AdamW, MLP by XLA",
     "start": "124M, AdamW, the first 150 steps in bf16",
     "finish": "124M, AdamW, the last 100 steps in bf16",
+    "moments": "124M, AdamW, moments in bf16",
     "twice": "124M, AdamW, twice the learning rate",
     "medium": "350M, AdamW, 300 steps",
 }

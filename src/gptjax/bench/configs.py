@@ -165,6 +165,14 @@ def one_micro_batch(
     )
 
 
+def with_moments(config: Config, dtype: Literal["fp32", "bf16"] | None) -> Config:
+    """Return the config with both of AdamW's moments in a dtype; None: the config itself."""
+    if dtype is None:
+        return config
+    moments = {"first_moment_dtype": dtype, "second_moment_dtype": dtype}
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **moments))
+
+
 def has_field(model: Any, name: str) -> bool:
     """Return whether a model's config has a field."""
     return any(field.name == name for field in dataclasses.fields(model))

@@ -37,7 +37,10 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
         "pass": "forward" if forward else "train",
     }
     if not forward:
-        row |= {"algorithm": config.optimizer.name, "recompute": model.recompute}
+        optimizer = config.optimizer
+        row |= {"algorithm": optimizer.name, "recompute": model.recompute}
+        moments = optimizer.first_moment_dtype, optimizer.second_moment_dtype
+        row |= {} if moments == ("fp32", "fp32") else {"moments": ", ".join(moments)}
     if devices > 1:
         row |= {"parallel": config.parallel, "reduce_dtype": config.reduce_dtype}
         row |= {} if config.overlap_reduce else {"overlap_reduce": False}
@@ -88,6 +91,7 @@ def label(row: dict) -> str:
         row["pass"] if row["pass"] == "forward" else "",
         row.get("algorithm", ""),
         row.get("recompute", ""),
+        f"moments {row['moments']}" if "moments" in row else "",
     ]
     return " · ".join(part for part in parts if part and part not in ("adamw", "none"))
 

@@ -10,7 +10,13 @@ import jax
 
 from gptjax.bench import results
 from gptjax.bench.batch_size import largest_batch
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName, one_micro_batch
+from gptjax.bench.configs import (
+    OWN_DEFAULT,
+    ModelOptions,
+    PrecisionName,
+    one_micro_batch,
+    with_moments,
+)
 from gptjax.bench.errors import BenchError
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.llmc_side import LlmcStep, find_program, require_gpu, why_no_llmc
@@ -42,8 +48,8 @@ from gptjax.training.memory import GIB, available_bytes, needed_bytes
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(ModelOptions):
     """Measure time, memory and MFU of one config's training step. Print a row for each combination
-    of --devices, --parallel, --reduce-dtype, --overlap-reduce, --batch, --precision and
-    --recompute."""
+    of --devices, --parallel, --reduce-dtype, --overlap-reduce, --batch, --precision, --recompute
+    and --moment-dtype."""
 
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
@@ -52,6 +58,9 @@ class Step(ModelOptions):
     recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
+    moment_dtype: Annotated[tuple[Literal["fp32", "bf16"], ...], OWN_DEFAULT] = ()
+    """Dtypes of both of AdamW's moments, as --optimizer.first-moment-dtype and
+    --optimizer.second-moment-dtype of train.py (default: the config's)."""
     devices: tuple[int, ...] = (1,)
     """Numbers of devices that share the step. --batch counts the sequences of each device."""
     parallel: Annotated[tuple[Strategy, ...], OWN_DEFAULT] = ()
@@ -98,7 +107,8 @@ class Step(ModelOptions):
         raise_failures(rows)
 
     def configs(self) -> list[Config]:
-        """Return the configs to measure: every recomputation and precision of every batch.
+        """Return the configs to measure: every dtype of the moments, recomputation and precision of
+        every batch.
 
         Raises:
             BenchError: options that contradict each other, or that the model does not have.
@@ -110,10 +120,14 @@ class Step(ModelOptions):
         if self.torch and (why := why_no_step(base)):
             raise BenchError(why)
         configs = [
-            self.with_options(base, batch=batch, precision=precision, recompute=recompute)
+            with_moments(
+                self.with_options(base, batch=batch, precision=precision, recompute=recompute),
+                moments,
+            )
             for batch in self.batch or (None,)
             for precision in self.precision or (None,)
             for recompute in self.recompute or (None,)
+            for moments in self.moment_dtype or (None,)
         ]
         for config in configs:
             if self.llmc and (why := why_no_llmc(config)):
@@ -267,6 +281,7 @@ def compare_with_one_device(rows: list[dict]) -> None:
     The row of one device has the same model, precision, batch and optimizer, in the same run.
     """
     same = ("system", "model", "precision", "batch", "sequence_length", "algorithm", "recompute")
+    same += ("moments",)
     one = {tuple(r.get(key) for key in same): r for r in rows if r.get("devices", 1) == 1}
     for row in rows:
         single = one.get(tuple(row.get(key) for key in same), {})
