@@ -27,6 +27,7 @@ def call(
     num_warps: int = 4,
     num_stages: int = 3,
     in_place: tuple[int, ...] = (),
+    max_registers: int | None = None,
     **constexprs: Any,
 ) -> tuple[jax.Array, ...]:
     """Launch a `@triton.jit` function on arrays. A launch has no derivative and no `jax.vmap`.
@@ -36,6 +37,7 @@ def call(
             `tl.constexpr` parameters.
         args: arrays become pointers; Python numbers become scalar arguments.
         in_place: indices of the arrays in `args` that the kernel overwrites.
+        max_registers: registers of a thread; with fewer than the kernel needs, it spills.
 
     Returns:
         The new values of the arrays in `in_place`, then the arrays in `out`.
@@ -49,7 +51,12 @@ def call(
         name=kernel.__name__,
         num_warps=num_warps,
         num_stages=num_stages,
-        backend_options=OPTIONS,
+        backend_options=options(max_registers),
         **constexprs,
     )
     return (*(jax.freeze(args[i]) for i in in_place), *new)
+
+
+def options(max_registers: int | None = None) -> dict[str, Any]:
+    """Return the options of Triton's compiler."""
+    return OPTIONS if max_registers is None else OPTIONS | {"maxnreg": max_registers}

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_tools import to_tf32
+from ptx_tools import to_tf32
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import flash_attention

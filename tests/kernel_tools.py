@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptx_tools
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -59,20 +60,12 @@ def _holds_triton_source(module: str, package: str) -> bool:
     return module.startswith(f"{package}.") and module.split(".")[-1].startswith("triton")
 
 
-def to_tf32(x: np.ndarray) -> np.ndarray:
-    """`cvt.rna.tf32.f32`: fp32 to the nearest of 10 bits of mantissa, ties away from zero."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), (bits + 0x1000) & 0xFFFFE000).view(
-        np.float32
-    )
-
-
 @contextlib.contextmanager
 def _interpreter() -> Iterator[None]:
     """While a kernel runs: `tl.max` and the like, compiled when Triton was imported, are
     interpreted too; bf16 is rounded.
 
-    Of assembly there is one instruction, the conversion to TF32.
+    Of assembly there are the instructions of ptx_tools.
     """
     import triton
     from triton.runtime import interpreter
@@ -89,10 +82,10 @@ def _interpreter() -> Iterator[None]:
         return truncating(data, source, target, mode)
 
     def inline_asm(self, asm, constraints, values, result_types, is_pure, pack):
-        assert asm == "cvt.rna.tf32.f32 $0, $1;", asm
-        (x,) = values
-        result = interpreter.TensorHandle(to_tf32(x.data), x.dtype)
-        return types.SimpleNamespace(get_result=lambda i: result)
+        (dtype,) = [result_type.scalar for result_type in result_types]
+        numbers = np.dtype(interpreter._get_np_dtype(dtype))
+        data = ptx_tools.run(asm, [value.data for value in values], numbers, pack)
+        return types.SimpleNamespace(get_result=lambda i: interpreter.TensorHandle(data, dtype))
 
     # Triton's own patches the language again at each call of a device function: a quarter of the
     # time of a kernel. The kernels see `tl`, and Triton's own functions see `core`.
@@ -143,7 +136,17 @@ def _poison(shape: jax.ShapeDtypeStruct):
     return _to_torch(np.full(shape.shape, value, shape.dtype))
 
 
-def interpret_call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+def interpret_call(
+    kernel,
+    *args,
+    out,
+    grid,
+    num_warps=4,
+    num_stages=3,
+    in_place=(),
+    max_registers=None,
+    **constexprs,
+):
     """`pallas_kernels._triton.call`, run by Triton's interpreter."""
     function = getattr(interpreted(kernel.fn.__module__), kernel.__name__)
     arrays = [i for i, arg in enumerate(args) if isinstance(arg, jax.Array | np.ndarray)]
@@ -339,8 +342,20 @@ def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compil
 
     found = []
 
-    def record(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
-        found.append(_compile(kernel, [*args, *out], num_warps, num_stages, constexprs, capability))
+    def record(
+        kernel,
+        *args,
+        out,
+        grid,
+        num_warps=4,
+        num_stages=3,
+        in_place=(),
+        max_registers=None,
+        **constexprs,
+    ):
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options |= _triton.options(max_registers)
+        found.append(_compile(kernel, [*args, *out], options, constexprs, capability))
         return tuple(jnp.zeros(a.shape, a.dtype) for a in [*(args[i] for i in in_place), *out])
 
     with pytest.MonkeyPatch.context() as patch:
@@ -352,12 +367,10 @@ def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compil
     return found
 
 
-def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Compiled:
+def _compile(kernel, args, options, constexprs, capability) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    from pallas_kernels import _triton
 
     pointers = {
         "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32",
@@ -384,7 +397,6 @@ def _compile(kernel, args, num_warps, num_stages, constexprs, capability) -> Com
             constants[parameter.name] = constexprs.get(parameter.name, parameter.default)
     signature = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages, **_triton.OPTIONS}
     with _INTERPRETER, triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _report_as_cubin
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -430,7 +442,7 @@ def h200() -> Iterator[None]:
     GPU's plugin, become calls by name."""
     from pallas_kernels import _triton
 
-    def call(kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
+    def call(kernel, *args, out, grid, in_place=(), **options):
         results = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
         arrays = [arg for arg in args if hasattr(arg, "dtype")]
         return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))

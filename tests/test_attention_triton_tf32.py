@@ -16,7 +16,7 @@ from attention_triton_tools import (
     tf32_product,
     with_gradients,
 )
-from kernel_tools import to_tf32
+from ptx_tools import to_tf32
 
 
 @pytest.fixture

@@ -129,9 +129,11 @@ def test_errors():
 
 @pytest.mark.parametrize("weights", [None, (1.0, 0.5)], ids=["one target", "two"])
 @pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
-def test_the_classifier_kernel(triton_on_cpu, softcap, weights):
-    """The gradient of the kernel that stores fp32, rounded once, stochastically; beyond the range,
+def test_the_classifier_kernel(triton_on_cpu, monkeypatch, softcap, weights):
+    """The gradient that the kernel stores in fp32, rounded once, stochastically; beyond the range,
     its end."""
+    from pallas_kernels import _triton
+
     rng = np.random.default_rng(0)
     logits = 6 * rng.standard_normal((5, 300))
     logits[:, 257:] = np.nan
@@ -145,15 +147,45 @@ def test_the_classifier_kernel(triton_on_cpu, softcap, weights):
         logits, targets, target_weights=weights, implementation="triton", **how
     )
     for scale in (512.0, 2.0**17):
-        found = jax.jit(functools.partial(classify_to_fp8, scale=scale, **how))(
-            logits, targets, weights_M
-        )
+        classify = functools.partial(classify_to_fp8, scale=scale, **how)
+        found = jax.jit(classify)(logits, targets, weights_M)
+        with monkeypatch.context() as patch:
+            patch.setattr(_triton, "call", in_fp32(_triton.call))
+            scaled = classify(logits, targets, weights_M)
         np.testing.assert_array_equal(found[0], losses)
-        expected = stochastic_e5m2((d * np.float32(scale)).clip(-57344, 57344))
+        # The exponents of exp2 are rounded differently.
+        np.testing.assert_allclose(scaled[1], d * np.float32(scale), rtol=2e-6, atol=2e-6 * scale)
+        expected = stochastic_e5m2(scaled[1].clip(-57344, 57344))
         np.testing.assert_array_equal(
             np.asarray(found[1]).astype(np.float32), expected.astype(np.float32)
         )
     assert np.isnan(losses[1]) and not np.asarray(found[1]).astype(np.float32)[0].any()
+    assert np.isnan(np.asarray(found[1]).astype(np.float32)[1, :257]).all()
+
+
+def test_the_classifier_kernel_with_large_logits(triton_on_cpu, monkeypatch):
+    """The documented error: 2⁻²³ of the largest logit."""
+    from pallas_kernels import _triton
+
+    monkeypatch.setattr(_triton, "call", in_fp32(_triton.call))
+    rng = np.random.default_rng(0)
+    logits = np.float32(rng.integers(-64, 64, (4, 300)) / 8)  # exact, also plus 4,000
+    targets = jnp.asarray(rng.integers(0, 300, 4), jnp.int32)
+    classify = functools.partial(classify_to_fp8, scale=512.0, vocab_size=300)
+    _, small = classify(jnp.asarray(logits), targets, None)
+    _, large = classify(jnp.asarray(logits + 4000), targets, None)
+    tolerance = 2.0**-23 * 4000
+    np.testing.assert_allclose(large, small, rtol=tolerance, atol=512 * 1e-6)
+    assert np.abs(np.asarray(large) / np.asarray(small) - 1).max() > tolerance / 100
+
+
+def in_fp32(call):
+    """`_triton.call` with fp32 results in place of FP8."""
+
+    def wide(*args, out, **options):
+        return call(*args, out=[jax.ShapeDtypeStruct(o.shape, jnp.float32) for o in out], **options)
+
+    return wide
 
 
 def test_errors_of_the_gradient_average_out():
@@ -169,18 +201,74 @@ def test_errors_of_the_gradient_average_out():
     assert rms(found - d.sum(0)) < 0.1 * rms(nearest - d.sum(0))
 
 
-def test_the_compiled_classifier():
-    f = functools.partial(classify_to_fp8, weights_M=None, scale=512.0, vocab_size=50257)
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+@pytest.mark.parametrize("columns", [50304, 50257], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+def test_the_compiled_classifier(softcap, columns, capability):
+    """Two numbers per conversion. On an SM with 64 warps, two programs of 32."""
+    f = functools.partial(
+        classify_to_fp8, weights_M=None, scale=512.0, vocab_size=50257, softcap=softcap
+    )
     shapes = (
-        jax.ShapeDtypeStruct((64, 50304), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, columns), jnp.bfloat16),
         jax.ShapeDtypeStruct((64,), jnp.int32),
     )
-    (kernel,) = triton_kernels(f, *shapes)
+    jax.clear_caches()  # a cached trace of another capability launches nothing
+    (kernel,) = triton_kernels(f, *shapes, capability=capability)
     assert kernel.name == "classifier_to_fp8" and kernel.spill_bytes == 0
-    assert "cvt.rn.f16" in kernel.ptx and "ld.global" in kernel.ptx
+    assert "cvt.rn.f16x2.f32" in kernel.ptx and "cvt.rn.f16.f32" not in kernel.ptx
+    limited = softcap is None and columns == 50304 and capability in (90, 100)
+    assert (".maxnreg 32" in kernel.ptx) == limited
+    assert kernel.registers <= 32 or not limited
+
+
+def test_the_limit_reaches_triton(monkeypatch):
+    from pallas_kernels import _dispatch, _triton
+
+    launched = []
+
+    def launch(*args, out_type, **options):
+        launched.append(options["backend_options"])
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in out_type]
+
+    monkeypatch.setattr(_triton.jax_triton, "triton_call", launch)
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+    monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
+    logits, targets = jnp.zeros((1, 16384), jnp.bfloat16), jnp.zeros(1, jnp.int32)
+    for softcap in (None, CAP):
+        classify_to_fp8(logits, targets, None, scale=1.0, vocab_size=16384, softcap=softcap)
+    assert launched == [_triton.OPTIONS | {"maxnreg": 32}, _triton.OPTIONS]
 
 
 # ---------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [None, (1.0, 0.5)], ids=["one target", "two"])
+@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+@pytest.mark.parametrize("columns", [50304, 50257], ids=["aligned", "unaligned"])
+def test_the_classifier_on_the_gpu(monkeypatch, columns, softcap, weights):
+    """The bits of `stochastic_e5m2`, by the GPU's instructions; NaN and clipped rows too."""
+    from pallas_kernels import _triton
+
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(4 * rng.standard_normal((64, columns)), jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, 50257, (64, 2)), jnp.int32)
+    targets = targets.at[0].set(-1).at[1].set(50300)  # ignored, and no column
+    weights_M = None if weights is None else jnp.asarray(weights, jnp.float32)
+    targets = targets[:, 0] if weights is None else targets
+    for scale in (512.0, 2.0**17):
+        how = {"vocab_size": 50257, "softcap": softcap, "ignore_index": -1, "scale": scale}
+        classify = functools.partial(classify_to_fp8, **how)
+        losses, found = jax.jit(classify)(logits, targets, weights_M)
+        with monkeypatch.context() as patch:
+            patch.setattr(_triton, "call", in_fp32(_triton.call))
+            expected_losses, scaled = jax.jit(classify)(logits, targets, weights_M)
+        expected = stochastic_e5m2(scaled.clip(-57344, 57344))
+        np.testing.assert_array_equal(losses, expected_losses)
+        found = np.asarray(found).astype(np.float32)
+        np.testing.assert_array_equal(found, np.asarray(expected).astype(np.float32))
+    assert np.isnan(found[1, :50257]).all() and not found[0].any()
 
 
 @pytest.mark.gpu
