@@ -18,7 +18,8 @@ Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
 - medium: configs/gpt2_350m.py in bf16 and in fp8, 300 steps, seed 0.
 - spike: 250 steps in bf16 and in fp8, one of them with a gradient multiplied by 100, seed 0
     (gradient_spike.py).
-- speedrun: configs/speedrun_docs.py in bf16 and in fp8, with NorMuon, seed 0.
+- speedrun: configs/speedrun_docs.py in bf16 and in fp8, with NorMuon, 512 steps of 32,768 tokens on
+    average, seed 0.
 
 A finished run is a line of OUT/runs_I.jsonl, and is not trained again: to continue a command that
 was stopped, repeat the command. `--part 0/2` and `--part 1/2` divide the runs over two processes.
