@@ -209,15 +209,18 @@ def state_result(path: Path, records: Sequence[dict], commit: str | None) -> Non
     mean = "not finite" if runs["final"] is None else f"{runs['final']:.4f}"
     commits = commits_of(records, commit)
     named = ", ".join(name[:7] for name in commits) or "not recorded"
-    time = f"not measured on one {first['device']}: other processes used the GPU"
+    time = f"not measured: other processes used the {first['device']}"
     if runs["command_seconds"] is not None:
         time = (
             f"{runs['command_seconds']:.0f} s on one {first['device']}, from the command to its "
             f"end, at {runs['tokens_per_second']:,} tokens/s (runs without checkpoints)"
         )
+    seeds = f"the mean of {len(records)} seeds ({each})"
+    if len(records) == 1:
+        seeds = f"seed {first['seed']}"
     texts = {
         "Time": time,
-        "Loss": f"{mean} at step {runs['steps'][0]:,}, the mean of {len(records)} seeds ({each}); "
+        "Loss": f"{mean} at step {runs['steps'][0]:,}, {seeds}; "
         f"{max(r['date'] for r in records)}, commit{'s' * (len(commits) > 1)} {named}",
     }
     lines = [
