@@ -36,7 +36,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.models.base import ModelConfig, graph
 from gptjax.parallel import put
 from gptjax.terminal import printable
-from gptjax.training import init_from, resume, samples
+from gptjax.training import init_from, memory, resume, samples
 from gptjax.training.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -49,7 +49,6 @@ from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.lock import LockedError, locked
-from gptjax.training.memory import GIB, available_bytes, needed_bytes, peak_bytes
 from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import LogError, NoLog, RunLog, check_wandb
 from gptjax.training.start_up_time import StartUpTime
@@ -159,8 +158,8 @@ def _train(
     say("compiled", compiler)
     for note in compiler.notes:
         say("", note)
-    needed, available = needed_bytes(steps.at(step)[0]), available_bytes(device)
-    say("memory", f"{needed / GIB:.2f} GiB for a step, of {available / GIB:.1f} GiB")
+    needed, available = memory.needed_bytes(steps.at(step)[0]), memory.available_bytes(device)
+    say("memory", f"{needed / memory.GIB:.2f} GiB for a step, of {available / memory.GIB:.1f} GiB")
 
     # -------------------------------------------------------------------------- state, batches, log
     if start.step is None:
@@ -290,6 +289,12 @@ def _train(
     except NotFiniteError as error:
         checkpoints.wait()
         raise progress.stop_not_finite(error, step, checkpoints.latest_step()) from error
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_full(error):
+            raise
+        checkpoints.wait()
+        kept = checkpoints.latest_step()
+        raise memory.full_error(step, needed, available, kept) from error
     except (OSError, data.DataError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StoppedError(f"stopped at step {step}: {reason}; {last_save()}") from error
@@ -300,8 +305,8 @@ def _train(
     say("log", log.path)
     if step and first:
         say(*draw_losses(config.run_dir))
-    if (peak := peak_bytes(device)) is not None:
-        say("memory", f"peak {peak / GIB:.2f} GiB")
+    if (peak := memory.peak_bytes(device)) is not None:
+        say("memory", f"peak {peak / memory.GIB:.2f} GiB")
     if stop.number:
         name = signal.Signals(stop.number).name
         console.print(f"stopped by {name} at step {step}; the same command resumes the run")
@@ -322,7 +327,7 @@ class PipeConsole(Console):
 # Errors that the user can correct are printed as one sentence. Other exceptions are bugs.
 USER_ERRORS = (ConfigError, devices.DeviceError, WeightsError, LockedError, LogError)
 USER_ERRORS += (NotFiniteError, StoppedError, data.DataError, OSError)
-USER_ERRORS += (distributed.DistributedError,)
+USER_ERRORS += (distributed.DistributedError, memory.MemoryFullError)
 
 if __name__ == "__main__":
     silence_orbax()

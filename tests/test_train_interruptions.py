@@ -272,6 +272,25 @@ def test_an_error_of_the_log_or_the_terminal_ends_in_a_sentence_after_a_last_sav
     )
 
 
+def test_full_memory_ends_in_a_sentence_and_keeps_the_checkpoint(config, monkeypatch):
+    real = train_py.Progress.submit
+
+    def submit(self, step, metrics):
+        if step == 9:
+            raise jax.errors.JaxRuntimeError(message)
+        real(self, step, metrics)
+
+    monkeypatch.setattr(train_py.Progress, "submit", submit)
+    message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 20.28GiB"
+    says = r"stopped at step 9: the device's memory is full.* GiB of .* the checkpoint of step 6$"
+    with pytest.raises(train_py.memory.MemoryFullError, match=says):
+        run(config)
+    assert steps_kept(config) == [6]
+    message = "INTERNAL: another error"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
+        run(config)
+
+
 def test_a_signal_while_compiling_ends_with_a_sentence(config, tmp_path):
     command = command_line(config, tmp_path, "--compilation-cache", "None")
     with subprocess.Popen(

@@ -24,14 +24,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
 from jax._src.lib import xla_client
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName, with_moments
 from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
@@ -76,6 +76,8 @@ class Options(ModelOptions):
     devices: tuple[int, ...] = (1,)
     parallel: Strategy = "data"
     recompute: str = "none"
+    moment_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
+    """Dtype of both of AdamW's moments. Default: the config's."""
     top: int = 0
     """Number of launches in the second table: those with the most bytes."""
     keep: Path | None = None
@@ -236,6 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
             config = options.with_options(
                 base, batch=batch, precision=options.precision, recompute=options.recompute
             )
+            config = with_moments(config, options.moment_dtype)
             config = dataclasses.replace(config, parallel=options.parallel)
             for count in options.devices:
                 print(f"compiling batch {batch} on {count} devices", file=sys.stderr, flush=True)

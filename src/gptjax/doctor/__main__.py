@@ -30,7 +30,7 @@ class Options:
     need_gpu: bool = False
     """Fail if JAX has no NVIDIA GPU."""
     kernels: bool = True
-    """Run the kernels: up to three minutes on a GPU, mostly compilation."""
+    """Run the kernels: about a minute on an H200, mostly compilation."""
 
 
 def run(options: Options) -> Iterator[Result]:
