@@ -3,17 +3,17 @@
 Command:   python train.py --config configs/speedrun_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
-Hardware:  one H200 (141 GB). On two or four GPUs: --micro-batch 2 or 1.
-Time:      not measured: other processes used the NVIDIA H200
+Hardware:  one H200; a step needs 29.1 GiB. On two or four GPUs: --micro-batch 2 or 1.
+Time:      not measured: other processes shared the NVIDIA H200
 Loss:      3.0569 at step 512, seed 0; 2026-11-23, commit 152f92d
 
 configs/gpt2_124m_docs.py and configs/gpt2_124m_normuon_docs.py train GPT-2 124M on 3.9 epochs. The
-speedrun's model would learn the corpus by heart: its embedding tables have 425 M parameters.
+speedrun's model would memorise the corpus: its embedding tables have 425 M parameters.
 
 512 steps of 32,768 tokens on average, in the record's proportions: an eighth of the tokens of the
-record's steps, the same windows. The learning rate of the matrices is the best of three on this
-corpus (docs/speedrun.md). Documents are not cut: cut to the record's lengths, the corpus has a
-quarter of its tokens.
+record's steps, the same windows. matrix_learning_rate is the best one of docs/speedrun.md, where
+the other learning rates have the same factor; here, they are the record's. Documents are not cut:
+cut to the record's lengths, the corpus has a quarter of its tokens.
 """
 
 from dataclasses import replace

@@ -37,7 +37,7 @@ def call(
             `tl.constexpr` parameters.
         args: arrays become pointers; Python numbers become scalar arguments.
         in_place: indices of the arrays in `args` that the kernel overwrites.
-        max_registers: registers of a thread; with fewer than the kernel needs, it spills.
+        max_registers: limit of a thread's registers. A kernel that needs more registers spills.
 
     Returns:
         The new values of the arrays in `in_place`, then the arrays in `out`.

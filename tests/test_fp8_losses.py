@@ -145,7 +145,7 @@ def test_the_report_writes_the_result_the_picture_and_the_config(losses, tmp_pat
     assert report.of_runs(shared[:1])["command_seconds"] is None
     report.state_result(config, shared[:1], None)
     text = " ".join(config.read_text().split())
-    assert "not measured: other processes used the NVIDIA H200" in text
+    assert "not measured: other processes shared the NVIDIA H200" in text
     assert "3.0000 at step 40, seed 0; 2026-01-02" in text
     records[0]["commit"] = "1234567890"
     report.report(records, "abcdef01", *paths, {"adamw": config})

@@ -282,7 +282,7 @@ def test_full_memory_ends_in_a_sentence_and_keeps_the_checkpoint(config, monkeyp
 
     monkeypatch.setattr(train_py.Progress, "submit", submit)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 20.28GiB"
-    says = r"stopped at step 9: the device's memory is full.* GiB of .* the checkpoint of step 6$"
+    says = r"stopped at step 9: out of device memory.* GiB, .* the checkpoint of step 6$"
     with pytest.raises(train_py.memory.MemoryFullError, match=says):
         run(config)
     assert steps_kept(config) == [6]

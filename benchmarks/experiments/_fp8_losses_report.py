@@ -22,7 +22,7 @@ CONFIGS = {
     "normuon": ROOT / "configs" / "gpt2_124m_normuon_docs.py",
     "speedrun": ROOT / "configs" / "speedrun_docs.py",
 }
-# Precision of the group adamw with whose runs a group is compared.
+# Baseline of a group: the runs of the group adamw with this precision.
 COMPARED_WITH = {"control": "bf16", "start": "bf16", "finish": "bf16", "moments": "fp8"}
 # Steps whose mean loss is compared before and after a spike.
 AROUND = 20
@@ -209,7 +209,7 @@ def state_result(path: Path, records: Sequence[dict], commit: str | None) -> Non
     mean = "not finite" if runs["final"] is None else f"{runs['final']:.4f}"
     commits = commits_of(records, commit)
     named = ", ".join(name[:7] for name in commits) or "not recorded"
-    time = f"not measured: other processes used the {first['device']}"
+    time = f"not measured: other processes shared the {first['device']}"
     if runs["command_seconds"] is not None:
         time = (
             f"{runs['command_seconds']:.0f} s on one {first['device']}, from the command to its "

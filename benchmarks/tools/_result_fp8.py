@@ -96,7 +96,7 @@ def losses_table(results: Results) -> str:
                 share = "" if within is None else f"{100 * within:.1f} %"
             means = loss(runs["final"]), seeds, difference, error, share
             lines.append([f"{name}, {precision}", *means, *times(runs)])
-    head = ["run", "final loss, mean", "seeds", "difference", "standard error"]
+    head = ["run", "final loss, mean", "of each seed", "difference", "standard error"]
     head += ["steps within bf16's spread", "tokens/s", "seconds of training"]
     picture = "\n\n![Losses of fp8 and bf16](images/fp8_losses.png)"
     return markdown(head, lines) + verdict(found) + picture

@@ -86,12 +86,13 @@ def classify(
 
 
 def _most_registers(warps, vectors):
-    """Return the most registers of a thread of an FP8 kernel, or None.
+    """Return the limit of registers per thread of an FP8 kernel, or None for no limit.
 
     Triton 3.6 compiles the kernel without a cap to 46 registers, and an SM has registers for two
     programs of 32 warps only if a thread has at most 32. With the limit, Triton 3.6 and 3.9 do not
-    spill if rows consist of vectors. 16,384×50,304 bf16 on an H200: 0.81 ms, and 1.09 ms without
-    the limit. GPUs of other compute capabilities with FP8 support 48 warps per SM: one program.
+    spill if the row length is a multiple of the vector length. 16,384×50,304 bf16 on an H200: 0.81
+    ms, and 1.09 ms without the limit. Other GPUs with FP8 have at most 48 warps per SM, so one
+    program.
     """
     major, _ = _dispatch.capability() or (0, 0)
     return 32 if vectors and warps == 32 and major in (9, 10) else None
@@ -397,7 +398,7 @@ def store_gradient(
     """Store the gradient of a row; `target`, `total` and FACTOR as in `gradient`."""
     BLOCK: tl.constexpr = R * K
     FULL: tl.constexpr = VOCAB // BLOCK * BLOCK
-    # A gradient is NaN only if the row's sum or the weights are not finite, and then the whole row.
+    # A gradient is NaN only if the row's sum or the weights are not finite. Then the row is NaN.
     mask = noise_mask(log2_s if total is None else log2_s + total)
     for start in range(FULL, V, BLOCK):
         x_RK = tl.load(logits_ptr + start + column_RK, mask=start + column_RK < V).to(tl.float32)
@@ -495,11 +496,11 @@ def scaled_gradient(
     WIDTH: tl.constexpr,
     SLOPE: tl.constexpr,
 ):
-    """Return FACTOR times dx of `gradient`, for SLOPE = FACTOR · (SCALE/WIDTH with a cap).
+    """Return FACTOR times dx of `gradient`. SLOPE is FACTOR, with a cap FACTOR · SCALE / WIDTH.
 
     The subtracted part of the exponent contains the maximum and the factor, and u is not exact with
-    a cap: two to five instructions less per column than in `gradient`. The relative error is at
-    most 2⁻²³ of the largest |logit|. For logits up to 4,000, rounding to fp16 has a larger error.
+    a cap: two to five instructions less per column than in `gradient`. Without a cap, the relative
+    error is at most 2⁻²³ · max |logit|. Up to 4,000, rounding to fp16 has a larger error.
     """
     shift = m * (SCALE * LOG2E) + log2_s
     if target is not None:
@@ -535,8 +536,8 @@ def squashed(x_RK, SHIFT: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
     is at least 1e-9.
 
     Args:
-        EXACT: False permits a relative error of 2⁻²¹, two instructions less. For c·tanh(x/c) with
-            c = 30, the relative error of exp(z) is then up to 3e-5; rounding to fp16 is 5e-4.
+        EXACT: False permits a relative error of 2⁻²¹ and saves two instructions. For c·tanh(x/c)
+            with c = 30, the relative error of exp(z) is then up to 3e-5; that of fp16 is 5e-4.
     """
     if WIDTH is None:
         return x_RK

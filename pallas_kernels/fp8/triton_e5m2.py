@@ -1,8 +1,8 @@
 """Stochastic rounding of fp32 to e5m2 in Triton kernels: `to_e5m2`, and `block_to_e5m2` in PTX.
 
-Both compute the bits of `stochastic_e5m2` (pallas_kernels/fp8/conversion.py) of x clipped to the
-largest e5m2 number. e5m2 is the first byte of fp16: the noise is added to the second byte, and a
-carry rounds the magnitude up.
+Both clip x to the largest e5m2 number and compute the bits of `stochastic_e5m2`
+(pallas_kernels/fp8/conversion.py), `block_to_e5m2` only where no x is NaN. e5m2 is the first byte
+of fp16: the noise is added to the second byte, and a carry rounds the magnitude up.
 """
 
 import triton
@@ -47,20 +47,22 @@ def to_e5m2(x):
 
 @triton.jit
 def noise_mask(scale):
-    """Return the last argument of `block_to_e5m2` for values that are NaN only if scale is not
-    finite."""
+    """Return the mask of `block_to_e5m2`: 0 if scale is not finite.
+
+    The values may be NaN only if scale is not finite.
+    """
     return tl.where(scale - scale == 0, 0x00FF00FF, 0).to(tl.uint32)
 
 
 @triton.jit
 def block_to_e5m2(x, mask):
-    """Return `to_e5m2(x)`, with half as many instructions.
+    """Clip x and round it to e5m2: as `to_e5m2`, or towards zero. Half as many instructions.
 
     Each thread must own a multiple of four values of x. Compute capability 8.6 or later.
 
     Args:
-        mask: scalar. With 0x00FF00FF, no x may be NaN: the noise would change the sign bit of NaN
-            and clear the other bits. With 0, NaN remains NaN, and numbers are rounded towards zero.
+        mask: scalar. 0x00FF00FF: as `to_e5m2`, but no x may be NaN, since the noise would change
+            the sign bit of NaN and clear the other bits. 0: towards zero, and NaN remains NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = tl.inline_asm_elementwise(

@@ -107,8 +107,8 @@ class Step(ModelOptions):
         raise_failures(rows)
 
     def configs(self) -> list[Config]:
-        """Return the configs to measure: every dtype of the moments, recomputation and precision of
-        every batch.
+        """Return the configs to measure: one for each combination of batch, precision,
+        recomputation and dtype of the moments.
 
         Raises:
             BenchError: options that contradict each other, or that the model does not have.

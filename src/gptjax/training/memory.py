@@ -46,9 +46,9 @@ def is_full(error: jax.errors.JaxRuntimeError) -> bool:
 
 
 def full_error(step: int, needed: int, available: int, kept: int | None) -> MemoryFullError:
-    """Return the error with advice.
+    """Return the error of a full memory, with advice.
 
-    The temporary arrays of a step are one piece of memory, and other arrays divide the free memory:
+    The temporary arrays of a step are one contiguous block, and the free memory may be fragmented:
     on an H200, a step that needed 21.36 of 30.8 GiB failed.
 
     Args:
@@ -60,7 +60,8 @@ def full_error(step: int, needed: int, available: int, kept: int | None) -> Memo
     if kept is not None:
         checkpoint = f"The same command resumes from the checkpoint of step {kept}"
     return MemoryFullError(
-        f"stopped at step {step}: the device's memory is full. A step needs {needed / GIB:.2f} GiB "
-        f"of {available / GIB:.1f}, most of it in one piece. Choose a smaller --micro-batch, or "
-        f"set the environment variable TF_GPU_ALLOCATOR=cuda_malloc_async. {checkpoint}"
+        f"stopped at step {step}: out of device memory. A step needs {needed / GIB:.2f} of "
+        f"{available / GIB:.1f} GiB, mostly as one contiguous block, and the free memory is "
+        "fragmented. Choose a smaller --micro-batch, or set the environment variable "
+        f"TF_GPU_ALLOCATOR=cuda_malloc_async. {checkpoint}"
     )
