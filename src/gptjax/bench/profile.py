@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import jax
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName, with_moments
 from gptjax.bench.hlo import ORDER, PASSES, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.measuring import first_devices, one_device
@@ -40,6 +40,9 @@ class Profile(ModelOptions):
     recompute: Annotated[Literal["none", "block", "sublayer"] | None, OWN_DEFAULT] = None
     """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
     none)."""
+    moment_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
+    """Dtype of both of AdamW's moments, as --optimizer.first-moment-dtype and
+    --optimizer.second-moment-dtype of train.py (default: the config's)."""
     devices: int = 1
     """Number of devices that share the step; the first one is traced. --batch counts the sequences
     of each device."""
@@ -57,6 +60,7 @@ class Profile(ModelOptions):
         config = self.with_options(
             self.base(), batch=self.batch, precision=self.precision, recompute=self.recompute
         )
+        config = with_moments(config, self.moment_dtype)
         config = dataclasses.replace(
             config,
             parallel=self.parallel or config.parallel,
