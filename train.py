@@ -293,7 +293,7 @@ def _train(
         if not memory.is_full(error):
             raise
         checkpoints.wait()
-        kept = checkpoints.latest_step()
+        needed, kept = memory.needed_bytes(train_step), checkpoints.latest_step()
         raise memory.full_error(step, needed, available, kept) from error
     except (OSError, data.DataError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
