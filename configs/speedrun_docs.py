@@ -8,7 +8,7 @@ Time:      not measured: other processes shared the NVIDIA H200
 Loss:      3.0569 at step 512, seed 0; 2026-11-23, commit 152f92d
 
 configs/gpt2_124m_docs.py and configs/gpt2_124m_normuon_docs.py train GPT-2 124M on 3.9 epochs. The
-speedrun's model would memorise the corpus: its embedding tables have 425 M parameters.
+speedrun's model would memorize the corpus: its embedding tables have 425 M parameters.
 
 512 steps of 32,768 tokens on average, in the record's proportions: an eighth of the tokens of the
 record's steps, the same windows. matrix_learning_rate is the best one of docs/speedrun.md, where

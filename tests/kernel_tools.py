@@ -328,7 +328,7 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    serialised: bool
+    serialized: bool
     """ptxas waits for each `wgmma` before it issues the next."""
 
 
@@ -407,7 +407,7 @@ def _compile(kernel, args, options, constexprs, capability) -> Compiled:
         registers=int(re.search(r"Used (\d+) registers", report)[1]),
         spill_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)),
         shared_bytes=built.metadata.shared,
-        serialised="are serialized" in report,
+        serialized="are serialized" in report,
     )
 
 

@@ -28,7 +28,7 @@ def inputs(batch, time, channels, heads, head_dim=64, dtype=jnp.bfloat16, seed=0
 
 
 def plain(x, w, b, *, heads):
-    """In the inputs' own dtype, the scores materialised."""
+    """In the inputs' own dtype, the scores materialized."""
     qkv = (jnp.matmul(x, w, precision=HIGHEST) + b[None, None]).reshape(*x.shape[:2], 3, heads, -1)
     return flash_attention_qkv(qkv, implementation="xla", precision=HIGHEST)
 

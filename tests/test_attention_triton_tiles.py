@@ -134,7 +134,7 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
     for kernel in kernels:
         assert kernel.spill_bytes == 0, (kernel.name, kernel.registers, kernel.spill_bytes)
         assert kernel.shared_bytes <= SHARED_KB[capability] * 1024
-        assert not kernel.serialised, kernel.name
+        assert not kernel.serialized, kernel.name
     names = ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
     if dtype == jnp.float32 and precision is None:
         # Copies of k and v; of q, k and v; and of dO, with delta.

@@ -126,12 +126,12 @@ def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys)
         "ceilings": {"bytes_per_s": 1e12, "flops_per_s": 1e14},
     }
     results = tmp_path / "results"
-    assert main(["draw", str(results), str(tmp_path / "bars.png")]) == 1
+    assert main(["draw", str(results), str(tmp_path / "pictures")]) == 1
     assert "no JSON files in" in capsys.readouterr().err
     results.mkdir()
     (results / "double.json").write_text(json.dumps(result))
-    assert main(["draw", str(results), str(tmp_path / "bars.png")]) == 0
-    assert (tmp_path / "bars.png").stat().st_size > 5000
+    assert main(["draw", str(results), str(tmp_path / "pictures")]) == 0
+    assert (tmp_path / "pictures" / "double.png").stat().st_size > 5000
     kernels.show(rows, LIMITS)
 
 

@@ -217,7 +217,7 @@ def test_a_result_that_is_no_file_is_refused(tmp_path, capsys, make):
     make(tmp_path / "x.json")
     for command in (
         ["compare", str(tmp_path / "x.json"), str(tmp_path / "x.json")],
-        ["draw", str(tmp_path), str(tmp_path / "bars.png")],
+        ["draw", str(tmp_path), str(tmp_path)],
         ["ladder", "--draw", str(tmp_path / "x.json"), "--picture", str(tmp_path / "bars.png")],
     ):
         assert main(command) == 1
@@ -229,14 +229,14 @@ def test_a_result_that_is_no_file_is_refused(tmp_path, capsys, make):
 def test_a_picture_needs_rows_of_its_own_kind(tmp_path, capsys):
     file = tmp_path / "step.json"
     file.write_text(json.dumps(GOOD))
-    assert main(["draw", str(tmp_path), str(tmp_path / "bars.png")]) == 1
+    assert main(["draw", str(tmp_path), str(tmp_path)]) == 1
     assert "row 0 has no kernel" in capsys.readouterr().err
     row = dict.fromkeys(("kernel", "case", "implementation", "bound", "bar"), "softmax") | {
         "ms": 1,
         "ceiling": 0.5,
     }
     file.write_text(json.dumps(GOOD | {"rows": [row]}))
-    assert main(["draw", str(tmp_path), str(tmp_path / "bars.png")]) == 1
+    assert main(["draw", str(tmp_path), str(tmp_path)]) == 1
     assert "expected results of bench kernels, with ceilings" in capsys.readouterr().err
     file.write_text(json.dumps(GOOD))
     assert main(["ladder", "--draw", str(file), "--picture", str(tmp_path / "bars.png")]) == 1

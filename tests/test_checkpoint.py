@@ -217,8 +217,8 @@ def test_every_file_is_durable_before_an_older_checkpoint_goes(tmp_path, monkeyp
     before = [name for name in order[:deleted] if isinstance(name, str)]
     files = {str(p.relative_to(tmp_path / "2")) for p in (tmp_path / "2").rglob("*")}
     temporary = [name for name in before if "orbax-checkpoint-tmp" in name]
-    synchronised = {name.partition("checkpoint-tmp/")[2] for name in temporary}
-    assert {name for name in files if "commit_success" not in name} <= synchronised
+    synchronized = {name.partition("checkpoint-tmp/")[2] for name in temporary}
+    assert {name for name in files if "commit_success" not in name} <= synchronized
     assert str(tmp_path / "2" / "commit_success.txt") in before
     # The rename itself, in the folder that holds the checkpoints.
     assert before.index(str(tmp_path)) > max(

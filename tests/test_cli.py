@@ -222,7 +222,7 @@ def test_the_command_line_switches_the_algorithm():
         (
             ["--optimizer.adam-every", "2"],
             "--optimizer.adam-every is an option of normuon and muon, but the optimizer is adamw; "
-            "give --optimizer normuon too",
+            "set --optimizer normuon too",
         ),
         (
             ["--optimizer", "muon", "--optimizer.neuron_b2=0.9"],

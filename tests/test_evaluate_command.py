@@ -136,7 +136,7 @@ def test_errors_are_one_sentence(arguments, message, command):
 
 def test_an_unknown_tokenizer_is_asked_for(command):
     code, _, errors = command("--task", "hellaswag", tokenizer="auto")
-    assert code == 1 and "give --tokenizer gpt2 or --tokenizer byte" in errors
+    assert code == 1 and "set --tokenizer gpt2 or --tokenizer byte" in errors
 
 
 # ------------------------------------------------------------------------- lm-evaluation-harness

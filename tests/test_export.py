@@ -191,4 +191,4 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys,
     monkeypatch.setattr(bpe_files, "_write_json", full)
     assert "not written: No space left" in refused(run, "hf", tmp_path / "hf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'gptjax[gguf]'" in refused(run, "gguf", tmp_path / "m.gguf")
+    assert "pip install -e '.[gguf]'" in refused(run, "gguf", tmp_path / "m.gguf")

@@ -141,7 +141,7 @@ def test_a_gpu_without_a_known_peak_gets_a_note_with_the_option():
     config = Config(model=GPT2Config(precision=precision.Precision("bf16")))
     device = mock.Mock(spec=jax.Device, device_kind="NVIDIA X1", platform="gpu")
     note = no_mfu_note(config, device)
-    assert "no peak rate of 'NVIDIA X1' in bf16 is known; --peak-tflops N gives it" in note
+    assert "no peak rate of 'NVIDIA X1' in bf16 is known; set it with --peak-tflops N" in note
     assert no_mfu_note(dataclasses.replace(config, peak_tflops=100.0), device) is None
     device.device_kind = "NVIDIA H200"
     assert no_mfu_note(config, device) is None

@@ -24,7 +24,7 @@ PAIRS = dataclasses.replace(SMALL, cluster=2, group=2)
 COOPERATIVE = dataclasses.replace(SMALL, cooperative=True)
 
 
-def quantised(x, scale, dtype):
+def quantized(x, scale, dtype):
     return (x * scale).clip(-fp8.largest(dtype), fp8.largest(dtype)).astype(dtype)
 
 
@@ -33,7 +33,7 @@ def operands(m, n, k, dtypes=(E4M3, E4M3), seed=0):
     rng = np.random.default_rng(seed)
     a = jnp.asarray(rng.standard_normal((m, k)), jnp.float32)
     b = jnp.asarray(rng.standard_normal((n, k)) * 1.5 / k**0.5, jnp.float32)
-    a, b = quantised(a, 64.0, dtypes[0]), quantised(b, 2048.0, dtypes[1])
+    a, b = quantized(a, 64.0, dtypes[0]), quantized(b, 2048.0, dtypes[1])
     return a, b, jnp.float32(1 / (64 * 2048))
 
 
@@ -60,8 +60,8 @@ def check(name, found, rounded, exact):
         assert wrong < allowed, f"{name}, {norm.__name__}: off by {wrong:.3g}, not {allowed:.3g}"
 
 
-def check_quantised(name, found, exact, scale, dtype):
-    check(name, found, quantised(exact, scale, dtype), exact * scale)
+def check_quantized(name, found, exact, scale, dtype):
+    check(name, found, quantized(exact, scale, dtype), exact * scale)
     clipped = jnp.abs(exact * scale) > 1.1 * fp8.largest(dtype)
     assert bool(jnp.all(jnp.abs(found.astype(jnp.float32)) == fp8.largest(dtype), where=clipped))
 
@@ -85,7 +85,7 @@ def check_forward(m, n, k, activation, *, bias=True, **options):
     )
     u = fp8.reference(x, w, scale) + (b[None] if bias else 0)
     exact, exact_derivative = jax.jvp(FUNCTIONS[activation.name], (u,), (jnp.ones_like(u),))
-    check_quantised("y", y, exact, activation.scale, E4M3)
+    check_quantized("y", y, exact, activation.scale, E4M3)
     check_transposed(y_transposed, y)
     if activation.derivative_dtype is None:
         assert derivative is None
@@ -98,7 +98,7 @@ def saved_for(activation, shape):
     """The array that the backward pass reads, and the derivative that it means, in fp32."""
     derivative = jnp.asarray(np.random.default_rng(1).uniform(-0.1, 1.1, shape), jnp.float32)
     if activation.derivative_dtype is None:
-        y = quantised(derivative * 4, activation.scale, E4M3).astype(jnp.float32).clip(0)
+        y = quantized(derivative * 4, activation.scale, E4M3).astype(jnp.float32).clip(0)
         return y.astype(E4M3), 2 * jnp.sqrt(y / activation.scale)
     saved = (derivative * activation.stored_scale).astype(activation.derivative_dtype)
     return saved, saved.astype(jnp.float32) / activation.stored_scale
@@ -113,7 +113,7 @@ def check_backward(m, o, c, activation, *, bias=True, out_dtype=E5M2, **options)
         activation=activation, bias=bias, out_dtype=out_dtype, **options
     )  # fmt: skip
     exact = fp8.reference(dy, w2, scale) * derivative
-    check_quantised("du", du, exact, du_scale, out_dtype)
+    check_quantized("du", du, exact, du_scale, out_dtype)
     check_transposed(du_transposed, du)
     if not bias:
         assert db is None

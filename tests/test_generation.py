@@ -183,7 +183,7 @@ def test_draws_follow_the_softmax(temperature):
     assert chi_square(second, probabilities([3, 1, common], temperature)) < limit
 
 
-def test_filtered_draws_follow_the_renormalised_softmax():
+def test_filtered_draws_follow_the_renormalized_softmax():
     model = make_model(gain=5.0, **SMALL)
     prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
     out = np.asarray(generate(model, prompt_BT, max_new_tokens=1, top_k=4, key=KEY))[:, 2]

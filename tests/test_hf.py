@@ -42,7 +42,7 @@ def theirs(vocab, positions, layers, heads, width, **kwargs):
         **kwargs,
     )
     model = transformers.GPT2LMHeadModel(config).eval()
-    # With the usual initialisation, attention is uniform and every bias is 0: a model that confuses
+    # With the usual initialization, attention is uniform and every bias is 0: a model that confuses
     # tensors would pass.
     with torch.no_grad():
         for name, parameter in model.named_parameters():

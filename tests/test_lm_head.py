@@ -60,7 +60,7 @@ def with_gradients(f, x, w, targets, weights):
     return (losses, *pull(weights))
 
 
-def materialised(x, w, targets, *, vocab_size):
+def materialized(x, w, targets, *, vocab_size):
     """The plain way in the inputs' own dtype, statistics in fp32."""
     logits = jnp.matmul(x, w[:vocab_size].T, precision="highest").astype(jnp.float32)
     return -jnp.take_along_axis(jax.nn.log_softmax(logits, -1), targets[:, None], -1)[:, 0]
@@ -71,7 +71,7 @@ def plain_and_exact(n, c, v, vocab, dtype):
     """The same for every back end and every chunk."""
     args = inputs(n, c, v, vocab, dtype)
     # Not under jit: XLA leaves out roundings to bf16 between the operations that it fuses.
-    plain = with_gradients(functools.partial(materialised, vocab_size=vocab), *args)
+    plain = with_gradients(functools.partial(materialized, vocab_size=vocab), *args)
     return plain, exact(*args, vocab)
 
 
@@ -122,7 +122,7 @@ def test_the_mean_of_the_fused_back_end(dtype):
     weights = jnp.full(n, 1 / n)
     losses, *true = exact(x, w, targets, weights, vocab)
     _, *plain = with_gradients(
-        functools.partial(materialised, vocab_size=vocab), x, w, targets, weights
+        functools.partial(materialized, vocab_size=vocab), x, w, targets, weights
     )
     np.testing.assert_allclose(
         loss, losses.mean(), rtol={"float32": 1e-6, "float16": 2e-3}.get(dtype.__name__, 1e-2)

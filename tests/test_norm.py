@@ -129,8 +129,8 @@ def test_reference_is_the_definition():
             np.testing.assert_allclose(ours, true, rtol=0, atol=2e-6)
 
 
-def test_total_is_rounded_once_and_normalised_as_rounded(backend):
-    """The next layer reads total: what is normalised must be the same number."""
+def test_total_is_rounded_once_and_normalized_as_rounded(backend):
+    """The next layer reads total: what is normalized must be the same number."""
     x, residual = (
         jnp.full((1, 4), 1.0, jnp.bfloat16),
         jnp.asarray([[2.0**-9, 2.0**-7, 2.0**-9, 2.0**-7]], jnp.bfloat16),

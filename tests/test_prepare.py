@@ -312,15 +312,15 @@ def test_progress_without_a_terminal_is_a_line_every_ten_seconds(monkeypatch):
     clock, lines = iter([0.0, 4.0, 11.0, 11.0, 12.0]), []
     monkeypatch.setattr(module.sys, "stderr", io.StringIO())
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    with module._progress("tokenising x", 9_000_000, lines.append) as advance:
+    with module._progress("tokenizing x", 9_000_000, lines.append) as advance:
         for _ in range(3):
             advance(3_000_000)
-    assert lines == ["tokenising x: 6 of 9 MB"]
+    assert lines == ["tokenizing x: 6 of 9 MB"]
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
-    with module._progress("tokenising x", 100, pytest.fail) as advance:
+    with module._progress("tokenizing x", 100, pytest.fail) as advance:
         advance(50)
 
 

@@ -384,7 +384,7 @@ def test_wrong_paths_and_files(command, model, tmp_path):
     assert code == 1 and "the path does not exist" in errors and errors.count("\n") == 1
     save_hf(model, tmp_path / "hf")
     code, _, errors = command("--prompt", "x", path=tmp_path / "hf")
-    assert code == 1 and "give --tokenizer gpt2 or --tokenizer byte" in errors
+    assert code == 1 and "set --tokenizer gpt2 or --tokenizer byte" in errors
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     code, _, errors = command("--prompt-file", tmp_path / "latin1.txt")
     assert code == 1 and "latin1.txt: expected UTF-8 text" in errors
@@ -406,7 +406,7 @@ def test_no_memory_for_a_batch(command, monkeypatch, arguments, message):
     code, shown, errors = command(*arguments, *SIX)
     assert code == 1 and shown == "" and "Traceback" not in errors
     assert errors.splitlines()[1].startswith(f"error: the device has no memory for {message}")
-    assert errors.endswith(", or give --device cpu\n") and len(errors.splitlines()) == 2
+    assert errors.endswith(", or set --device cpu\n") and len(errors.splitlines()) == 2
 
 
 def test_no_memory_for_the_model(command, monkeypatch):

@@ -161,8 +161,9 @@ def draw(records: Sequence[dict], path: Path) -> None:
             if not runs:
                 continue
             length = min(len(record["val"]) for record in runs)
-            steps = [step for step, _ in runs[0]["val"][:length]]
-            losses = np.array([[loss for _, loss in r["val"][:length]] for r in runs], float)
+            # The loss of step 0, about 11, would compress the rest of the curves.
+            steps = [step for step, _ in runs[0]["val"][1:length]]
+            losses = np.array([[loss for _, loss in r["val"][1:length]] for r in runs], float)
             left.plot(steps, losses.mean(0), color=colour, label=f"{label}, {len(runs)} seeds")
             left.fill_between(steps, losses.min(0), losses.max(0), color=colour, alpha=0.3)
         left.set(xlabel="steps", ylabel="validation loss (nats per token)", xlim=(0, None))

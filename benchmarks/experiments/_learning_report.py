@@ -122,7 +122,10 @@ def _draw_curves(o: Any, found: dict, result: dict, axes: Any) -> None:
         steps, mean, low, high = mean_curve(found["groups"][name])
         if not np.isfinite(mean).any():
             continue
-        axes.plot(steps, mean, color=colour, label=f"{name}: {mean[-1]:.4f}", linewidth=1.5)
+        label = (
+            f"{'AdamW' if name == 'adamw' else 'NorMuon'}, {steps[-1]:.0f} steps: {mean[-1]:.4f}"
+        )
+        axes.plot(steps, mean, color=colour, label=label, linewidth=1.5)
         axes.fill_between(steps, low, high, color=colour, alpha=0.3, linewidth=0)
         ends.append(mean[-1])
         at = result[name].get("step_of_adamw_final")
@@ -147,8 +150,8 @@ def _draw_curves(o: Any, found: dict, result: dict, axes: Any) -> None:
 
 def _draw_tuning(found: dict, axes: Any) -> None:
     groups = (
-        ("adamw, warm-up", found["adamw_tuning"], style.ORANGE),
-        ("normuon, rest", found["normuon_tuning"], style.BLUE),
+        ("AdamW, warm-up", found["adamw_tuning"], style.ORANGE),
+        ("NorMuon, other parameters", found["normuon_tuning"], style.BLUE),
     )
     for name, trials, colour in groups:
         for i, value in enumerate(sorted({other for _, other, _ in trials})):
@@ -157,9 +160,8 @@ def _draw_tuning(found: dict, axes: Any) -> None:
             )
             if points:
                 marker = "os^v"[i % 4] + "-"
-                axes.plot(
-                    *zip(*points, strict=True), marker, color=colour, label=f"{name} {value:g}"
-                )
+                label = f"{name} {value:g}"
+                axes.plot(*zip(*points, strict=True), marker, color=colour, mfc="none", label=label)
     axes.set_xscale("log")
     axes.set(xlabel="learning rate (NorMuon: of the matrices)", title="final loss, seed 0")
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))

@@ -148,7 +148,7 @@ def draw(result: dict, path: Path) -> None:
     """Draw the predicted scaling of each case over the number of GPUs, and the measured points."""
     cases = list(dict.fromkeys(case_of(row) for row in result["rows"]))
     counts = sorted({row["devices"] for row in result["rows"]})
-    with style.picture(path, (10, 3.8), 1, len(cases), sharey=True, squeeze=False) as (panels,):
+    with style.picture(path, (10, 3.8), 1, len(cases), squeeze=False) as (panels,):
         for axes, case in zip(panels, cases, strict=True):
             for strategy in LINES:
                 draw_strategy(axes, result, case, strategy)
@@ -158,7 +158,6 @@ def draw(result: dict, path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_xticks(counts, [str(n) for n in counts])
             axes.set(title=f"{case} per GPU", xlabel="GPUs (more than 8: several hosts)")
-        panels[0].set_ylim(35, 105)
         panels[0].set_ylabel("step of one GPU / step, %")
         panels[0].legend(loc="lower left")
 

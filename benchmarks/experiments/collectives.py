@@ -18,7 +18,7 @@ devices and a time t of one call:
 The bus bandwidth is comparable with the bandwidth of a link, for any collective and any n.
 
 For each collective, number of devices and dtype, the script fits t = latency + S/bandwidth. The
-fit minimises the sum of the squared relative errors: with absolute errors the largest sizes alone
+fit minimizes the sum of the squared relative errors: with absolute errors the largest sizes alone
 would determine it.
 """
 

@@ -26,7 +26,7 @@ VERY_LONG = (1, 65536, 12, 64)
 # The last stage of the modded-nanogpt speedrun.
 PACKED = (1, 49152, 6, 128)
 BACK_ENDS = ("mosaic", "triton", "cudnn", "xla")
-# The materialised scores S would not fit into memory.
+# The materialized scores S would not fit into memory.
 LINEAR = ("mosaic", "triton", "cudnn")
 
 

@@ -84,7 +84,7 @@ def _operands(key, *, m, k, n, a_dtype):
     return normal(key, ((m, k), a_dtype), ((n, k), E4M3))
 
 
-def quantised_twice(v, scale, dtype):
+def quantized_twice(v, scale, dtype):
     q = (v * scale).clip(-fp8.largest(dtype), fp8.largest(dtype)).astype(dtype)
     return q, q.T
 
@@ -99,7 +99,7 @@ def forward_case(activation: Activation, m, k, n) -> Case:
         u = fp8.scaled_matmul(x, w, scale, implementation="xla").astype(F32)
         y, derivative = activation(u + b[None] if bias else u)
         stored = (derivative * activation.stored_scale).astype(activation.derivative_dtype or E4M3)
-        return *quantised_twice(y, activation.scale, E4M3), stored if bias else None
+        return *quantized_twice(y, activation.scale, E4M3), stored if bias else None
 
     in_bf16 = functools.partial(fused, activation=STORES_BF16)
     return Case(
@@ -124,7 +124,7 @@ def backward_case(activation: Activation, m, c, o) -> Case:
         dh = fp8.scaled_matmul(dy, w2, scale, implementation="xla").astype(F32)
         derivative = activation.derivative(saved.astype(F32)) / activation.derivative_scale
         du = dh * derivative
-        return *quantised_twice(du, du_scale, E5M2), du.sum(0) if bias else None
+        return *quantized_twice(du, du_scale, E5M2), du.sum(0) if bias else None
 
     def make(key):
         dy, w2, saved = normal(key, ((m, c), E5M2), ((o, c), E4M3), ((m, o), BF16))

@@ -99,7 +99,7 @@ def targets_table(results: Results) -> str:
 def sass_table(results: Results) -> str:
     """Registers and spills of the Mosaic kernels, compiled for an H200."""
     rows = results["mosaic_sass"]["rows"]
-    head = ("kernel", "registers at launch", "spilled bytes", "serialised wgmma")
+    head = ("kernel", "registers at launch", "spilled bytes", "serialized wgmma")
     return markdown(
         head,
         [[r["kernel"], r["registers"], r["spilled bytes"], len(r["remarks"])] for r in rows],

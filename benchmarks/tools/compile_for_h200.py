@@ -1,4 +1,4 @@
-"""Compile training steps for H200s, without a GPU: memory, launches, and XLA's optimised program.
+"""Compile training steps for H200s, without a GPU: memory, launches, and XLA's optimized program.
 
     pip download --no-deps -d wheels "jax-cuda13-plugin==JAX_VERSION" "jax-cuda13-pjrt==JAX_VERSION"
     for wheel in wheels/*.whl; do unzip -qo $wheel -d plugin; done
@@ -81,7 +81,7 @@ class Options(ModelOptions):
     top: int = 0
     """Number of launches in the second table: those with the most bytes."""
     keep: Path | None = None
-    """Folder for the text of each optimised program."""
+    """Folder for the text of each optimized program."""
     out: Path | None = None
     """JSON file for the table."""
 

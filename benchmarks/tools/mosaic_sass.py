@@ -1,4 +1,4 @@
-"""Compile the Mosaic GPU kernels for an H200 with ptxas: registers, spills, serialised matmuls. No
+"""Compile the Mosaic GPU kernels for an H200 with ptxas: registers, spills, serialized matmuls. No
 GPU is needed.
 
     pip download --no-deps -d wheels "jax-cuda13-plugin==JAX_VERSION" "jax-cuda13-pjrt==JAX_VERSION"

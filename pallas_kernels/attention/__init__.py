@@ -151,7 +151,7 @@ def reference(
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
     bounds = None if segment_ids is None else document_bounds(segment_ids)
     options = Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
-    out_BTHD, lse_BHT = _materialised(options, q_BTHD, k_BTKD, v_BTKD, bounds)
+    out_BTHD, lse_BHT = _materialized(options, q_BTHD, k_BTKD, v_BTKD, bounds)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
 
 
@@ -326,7 +326,7 @@ def _attend(
     elif backend == "cudnn":
         return _in_cudnn(options, *_split(operands))
     else:
-        out_BTHD, lse_BHT = _materialised(options, *_split(operands), bounds)
+        out_BTHD, lse_BHT = _materialized(options, *_split(operands), bounds)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
 
 
@@ -393,7 +393,7 @@ def _in_cudnn(options, q_BTHD, k_BTKD, v_BTKD):
     )
 
 
-def _materialised(options, q_BTHD, k_BTKD, v_BTKD, bounds):
+def _materialized(options, q_BTHD, k_BTKD, v_BTKD, bounds):
     b, t, h, d = q_BTHD.shape
     groups = k_BTKD.shape[2]
     q_BTKGD = q_BTHD.reshape(b, t, groups, h // groups, d)

@@ -132,7 +132,7 @@ def load_words(ptr, mask):
 
 @triton.jit
 def load_vector(ptr, K: tl.constexpr, KP: tl.constexpr):
-    """Return K parameters as words (KP / 4,) in fp32, with zeros out of bounds."""
+    """Return K parameters as four fp32 arrays (KP / 4,), with zeros out of bounds."""
     chunk = tl.arange(0, KP // 4)
     return to_float(load_words(ptr + 4 * chunk, chunk < K // 4))
 

@@ -4,7 +4,7 @@ gradient.
 Operands and results are FP8 (e4m3fn or e5m2), K-major. If the next matmul reads a result by
 columns, a transposed copy is also stored.
 
-    quantise(v) = v · scale, clipped to the largest finite value, rounded to nearest even
+    quantize(v) = v · scale, clipped to the largest finite value, rounded to nearest even
 
 The scale of a matmul is an fp32 scalar, or a tuple of scalars whose product is the scale. XLA would
 launch a kernel to multiply two scalars.
@@ -172,7 +172,7 @@ def linear_activated(
 ):
     """Return (y, yᵀ, derivative) of the activation of u = scale · x wᵀ + b.
 
-    y is quantise(activation(u)) in e4m3, M×N, and yᵀ its transposed copy, or None without
+    y is quantize(activation(u)) in e4m3, M×N, and yᵀ its transposed copy, or None without
     `transposed`. The derivative times `activation.stored_scale` is M×N in
     `activation.derivative_dtype`; None if that is None.
 
@@ -203,15 +203,15 @@ def linear_activated(
             plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
             y_smem = scratch.y.at[at.wg, slot]
             copies = [(y_smem, y_gmem.at[at.rows, at.columns].at[rows, columns])]
-            quantised = (y * activation.scale).astype(E4M3)
-            y_smem[...] = quantised
+            quantized = (y * activation.scale).astype(E4M3)
+            y_smem[...] = quantized
             if stored:
                 smem = scratch.derivative.at[at.wg, slot]
                 smem[...] = (derivative * activation.stored_scale).astype(stored[0])
                 copies.append((smem, rest[0].at[at.rows, at.columns].at[rows, columns]))
             if transposed:
                 smem = scratch.transposed.at[at.wg, slot]
-                store_transposed(smem, quantised)
+                store_transposed(smem, quantized)
                 copies.append((smem, rest[-1].at[at.columns, at.rows].at[columns, rows]))
             _copy_to_gmem(copies)
 
@@ -255,7 +255,7 @@ def activated_backward(
 ):
     """Return (du, duᵀ, db) with v = (scale · dy w₂ᵀ) ∘ derivative.
 
-    du is quantise(v) in `out_dtype`, M×O, and duᵀ its transposed copy. db is the sum over M of
+    du is quantize(v) in `out_dtype`, M×O, and duᵀ its transposed copy. db is the sum over M of
     du / du_scale in fp32, or None without `bias`.
 
     Args:
@@ -297,10 +297,10 @@ def activated_backward(
             saved = plgpu.load(scratch.saved.at[at.wg, slot], layout=plgpu.Layout.WGMMA)
             derivative = activation.derivative(saved.astype(jnp.float32))
             v = acc_RP[rows, columns] * factor * derivative
-            quantised = (v * du_factor).astype(out_dtype)
+            quantized = (v * du_factor).astype(out_dtype)
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            du_smem[...] = quantised
-            store_transposed(transposed_smem, quantised)
+            du_smem[...] = quantized
+            store_transposed(transposed_smem, quantized)
             _copy_to_gmem(
                 [
                     (du_smem, du_gmem.at[at.rows, at.columns].at[rows, columns]),

@@ -56,7 +56,7 @@ def noise_mask(scale):
 
 @triton.jit
 def block_to_e5m2(x, mask):
-    """Clip x and round it to e5m2: as `to_e5m2`, or towards zero. Half as many instructions.
+    """Clip and round x to e5m2, as `to_e5m2` or towards zero, with half the instructions.
 
     Each thread must own a multiple of four values of x. Compute capability 8.6 or later.
 

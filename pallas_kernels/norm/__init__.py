@@ -97,7 +97,7 @@ def layer_norm(
     fp8_scale: float | None = None,
     implementation: Implementation | str = "auto",
 ) -> Float[Array, "*N C"] | Fp8Rows | tuple[Float[Array, "*N C"] | Fp8Rows, Float[Array, "*N C"]]:
-    """Normalise each row to mean 0 and variance 1, then scale and shift the row.
+    """Normalize each row to mean 0 and variance 1, then scale and shift the row.
 
     Args:
         x: rows of fp32, bf16 or fp16.

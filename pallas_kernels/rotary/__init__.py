@@ -1,4 +1,4 @@
-"""Rotary position embedding: split a packed projection, normalise and rotate queries and keys.
+"""Rotary position embedding: split a packed projection, normalize and rotate queries and keys.
 
 Each head of D channels, with E angles φ_i per token (Su et al., "RoFormer", 2021):
 
@@ -103,7 +103,7 @@ def rotary_qkv(
         heads: H.
         key_heads: G; H if None.
         pairs: channels that rotate together.
-        eps: added to the mean squares. None: queries and keys are not normalised.
+        eps: added to the mean squares. None: queries and keys are not normalized.
         pair_heads: interleave heads 2j and 2j + 1 of queries, keys and values along time. The
             results have 2·T times and half as many heads: time 2t + i is head 2j + i of token t.
         implementation: "auto", or a back end: "triton", "xla", "reference".

@@ -1,6 +1,6 @@
 """Sample a token of each sequence from the softmax of the logits, with top-k and top-p filters.
 
-    p = softmax(logits / temperature), restricted to the top_k likeliest tokens, renormalised, then
+    p = softmax(logits / temperature), restricted to the top_k likeliest tokens, renormalized, then
         restricted to the fewest likeliest tokens whose probabilities sum to at least top_p
     token = the least id i with p_0 + … + p_i > u·Σp
 

@@ -168,7 +168,7 @@ def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -
         if flag.startswith("--optimizer.") and having and optimizer.name not in having:
             raise ConfigError(
                 f"{flag} is an option of {' and '.join(having)}, but the optimizer is "
-                f"{optimizer.name}; give --optimizer {having[0]} too, or leave out {flag}"
+                f"{optimizer.name}; set --optimizer {having[0]} too, or leave out {flag}"
             )
 
 

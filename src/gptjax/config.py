@@ -54,7 +54,7 @@ class Config:
     """Allow learning rates, final_fraction, clip_norm and skip options that differ from the
     checkpoint's config; the log records the change."""
     init_from: Path | None = None
-    """Model with the initial parameters: a run, a checkpoint's folder, a Hugging Face GPT-2 or an
+    """Model with the initial parameters: a run, a checkpoint's folder, a Hugging Face folder or an
     llm.c file. The shape of this model replaces the defaults of --model. A run with a checkpoint
     resumes from the checkpoint instead."""
     device: Literal["auto", "gpu", "cpu"] = "gpu"

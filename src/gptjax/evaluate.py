@@ -90,7 +90,7 @@ class Evaluate:
             raise EvaluationError("expected --task or --harness, got neither")
         texts_only = all(task in TEXT_TASKS for task in self.task)
         if self.file is not None and not texts_only and len(self.task) > 1:
-            raise EvaluationError("--file is the file of one task; give --data-dir for several")
+            raise EvaluationError("--file is the file of one task; set --data-dir for several")
         for name in ("limit", "batch_tokens", "stride"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise EvaluationError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -150,7 +150,7 @@ def _load(options: Evaluate) -> tuple[Any, Any]:
     model, tokenizer = load(options.path, precision=precision, tokenizer=options.tokenizer)
     if tokenizer is None:
         raise EvaluationError(
-            f"{options.path}: the tokenizer is not known; give --tokenizer gpt2 or --tokenizer byte"
+            f"{options.path}: the tokenizer is not known; set --tokenizer gpt2 or --tokenizer byte"
         )
     return model, tokenizer
 

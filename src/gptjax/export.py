@@ -26,7 +26,7 @@ def main(
     Args:
         path: a run's folder, the folder of a checkpoint, a Hugging Face folder or an llm.c file.
         to: hf: a folder with config.json, safetensors and tokenizer; llmc: a .bin file; gguf: a
-            .gguf file, which needs `pip install 'gptjax[gguf]'`.
+            .gguf file, which needs `pip install -e '.[gguf]'`.
         out: the folder or file to create.
         step: step of a run's checkpoint. None: the newest.
         tokenizer: auto: the tokenizer of the run's data, or gpt2 for files with a vocabulary of

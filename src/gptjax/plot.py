@@ -65,7 +65,7 @@ def plot_runs(
     """
     out = Path(out)
     if not paths:
-        raise ValueError("nothing to plot: give at least one run folder or log.jsonl")
+        raise ValueError("nothing to plot: pass at least one run folder or log.jsonl")
     if not out.parent.is_dir():
         raise FileNotFoundError(
             f"no folder {out.parent} to write {out.name} into; create the folder first"
@@ -141,7 +141,7 @@ def _log_file(path: Path) -> Path:
         raise FileNotFoundError(f"no log.jsonl in {path}: is it a run folder?")
     if not log.is_file():
         raise ValueError(
-            f"{log}: expected a file, found a folder, a pipe or a device; give a run folder"
+            f"{log}: expected a file, found a folder, a pipe or a device; pass a run folder"
         )
     return log
 

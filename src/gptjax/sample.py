@@ -154,7 +154,7 @@ class Sampler:
             )
         if tokenizer is None:
             raise SampleError(
-                f"{options.path}: the tokenizer is not known; give --tokenizer gpt2 or "
+                f"{options.path}: the tokenizer is not known; set --tokenizer gpt2 or "
                 "--tokenizer byte"
             )
         self.tokenizer, self.options = tokenizer, options
@@ -298,7 +298,7 @@ def _memory_checked(tried: str, advice: str) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise SampleError(
-            f"the device has no memory for {tried}: {advice}, or give --device cpu"
+            f"the device has no memory for {tried}: {advice}, or set --device cpu"
         ) from error
 
 

@@ -7,7 +7,7 @@ Root is needed to mount a file as an ext4 disk. At a random moment the training 
 and the file copied: the copy has the contents of the disk, without the kernel's write cache. The
 copy is mounted (ext4 replays its journal), and the same command must resume on it and end with the
 arrays and losses of an undisturbed run. The file system is mounted without its own
-protections for programs that do not synchronise (data=writeback, noauto_da_alloc).
+protections for programs that do not synchronize (data=writeback, noauto_da_alloc).
 
 Outcomes: `resumed` (from a checkpoint, bit-exact), `began anew` (before the first checkpoint was
 complete). Failures: `lost` (a checkpoint had been reported complete, and none was left, or the run

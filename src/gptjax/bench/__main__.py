@@ -30,13 +30,14 @@ from gptjax.terminal import printable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Draw results of `kernels --out`: for every case with a target, each implementation as a share
-    of the GPU's ceiling, the rate of a device copy or of a large matmul."""
+    """Draw results of `kernels --out`, one picture for each file. A bar is the speed of an
+    implementation, as a share of the GPU's ceiling: the rate of a device copy or of a large matmul.
+    Cases without a target are left out."""
 
     results: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RESULTS")]]
     """Folder of the JSON files."""
-    picture: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PICTURE")]]
-    """Picture to write; the suffix selects the format (png, pdf, svg)."""
+    pictures: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PICTURES")]]
+    """Folder of the pictures: NAME.png for each file NAME.json."""
 
     def run(self) -> None:
         files = sorted(self.results.glob("*.json"))
@@ -46,12 +47,13 @@ class Draw:
                 f"{self.results}"
             )
         fields = ("kernel", "case", "implementation", "bound", "bar")
-        measured = [results.read_times(file, *fields) for file in files]
+        measured = {file.stem: results.read_times(file, *fields) for file in files}
         limits = {"bytes_per_s", "flops_per_s"}
-        if any(set(result.get("ceilings", ())) != limits for result in measured):
+        if any(set(result.get("ceilings", ())) != limits for result in measured.values()):
             raise BenchError(f"{self.results}: expected results of bench kernels, with ceilings")
-        draw_kernels(measured, self.picture)
-        print(f"wrote {self.picture}")
+        for name, result in measured.items():
+            draw_kernels(result, self.pictures / f"{name}.png")
+            print(f"wrote {self.pictures / name}.png")
 
 
 _COMMANDS = (

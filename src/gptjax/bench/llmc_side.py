@@ -90,9 +90,9 @@ def why_no_llmc(config: Config) -> str | None:
     if precision not in PRECISIONS:
         return f"llm.c has {', '.join(PRECISIONS)}, not {precision}: give another --precision"
     if config.optimizer.name != "adamw":
-        return f"llm.c has AdamW, not {config.optimizer.name}: give --optimizer adamw"
+        return f"llm.c has AdamW, not {config.optimizer.name}: set --optimizer adamw"
     if model.recompute != "none":
-        return f"llm.c does not recompute a {model.recompute}: give --recompute none"
+        return f"llm.c does not recompute a {model.recompute}: set --recompute none"
     if config.separate_documents:
         return "llm.c's step does not separate documents: leave out --llmc"
     if model.vocab_size > 2**16:

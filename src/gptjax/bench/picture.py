@@ -23,19 +23,19 @@ PASS_COLOURS = dict(zip(PASSES, (style.BLUE, style.VIOLET, style.ORANGE, style.G
 CEILINGS = {"memory": "copy rate", "bf16": "bf16 matmul"}
 
 
-def draw_kernels(results: list[dict], path: Path) -> None:
+def draw_kernels(result: dict, path: Path) -> None:
     """Draw a group of bars for each case with a target, a bar for each implementation; 100 % is the
     ceiling of the same run.
 
     Args:
-        results: the results of `python -m gptjax.bench kernels --out`, a dict for each file.
+        result: a result of `python -m gptjax.bench kernels --out`.
     """
     groups: dict[tuple, list[dict]] = {}
-    for row in (row for result in results for row in result["rows"] if row["bar"]):
+    for row in (row for row in result["rows"] if row["bar"]):
         groups.setdefault((row["kernel"], row["case"], row["bound"], row["bar"]), []).append(row)
     rows = sum(len(group) for group in groups.values())
     longest = max((row.get("ceiling", 0) for group in groups.values() for row in group), default=0)
-    height = 0.2 * rows + 0.3 * len(groups) + 1.4
+    height = 0.2 * rows + 0.3 * len(groups) + 1.5
     with style.picture(path, (10, height)) as axes:
         style.bars(axes)
         y, used = 0.0, {}
@@ -59,13 +59,14 @@ def draw_kernels(results: list[dict], path: Path) -> None:
         axes.axvline(100, color="black", linewidth=1, zorder=0)
         axes.set(ylim=(y, -1), xlim=(0, max(135, 135 * longest)), yticks=[])
         axes.set_xlabel("% of the ceiling measured in the same run (longer is faster)")
-        limits = results[0]["ceilings"]
+        limits = result["ceilings"]
         axes.set_title(
-            f"{results[0]['device']}, {max(result['date'] for result in results)}: copy "
+            f"{result['device']}, {result['date']}: copy "
             f"{limits['bytes_per_s'] / 1e12:.2f} TB/s, "
             f"bf16 matmul {limits['flops_per_s'] / 1e12:.0f} TFLOP/s"
         )
-        axes.legend(handles=[Patch(color=c, label=n) for n, c in used.items()], loc="lower right")
+        handles = [Patch(color=colour, label=name) for name, colour in used.items()]
+        axes.figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)))
 
 
 def draw_ladder(result: dict, path: Path) -> None:

@@ -155,4 +155,4 @@ def title(row: dict) -> str:
 
 
 def headline(row: dict) -> str:
-    return f"{row['untraced_ms']:.2f} ms a step without the trace, {row['span_ms']:.2f} in it"
+    return f"{row['untraced_ms']:.2f} ms a step untraced, {row['span_ms']:.2f} ms in the trace"

@@ -138,7 +138,7 @@ class Step(ModelOptions):
         for count in self.devices:
             first_devices(count)
         if max(self.devices) > 1 and self.largest:
-            raise BenchError("--largest measures one device: give --devices 1")
+            raise BenchError("--largest measures one device: set --devices 1")
 
     def _check_llmc(self, path: Path, device: jax.Device) -> None:
         if self.torch:
@@ -148,7 +148,7 @@ class Step(ModelOptions):
         if self.forward:
             raise BenchError("llm.c measures whole training steps: leave out --forward or --llmc")
         if max(self.devices) > 1:
-            raise BenchError("--llmc measures one device: give --devices 1")
+            raise BenchError("--llmc measures one device: set --devices 1")
         require_gpu(device)
         find_program(path)
 

@@ -38,7 +38,7 @@ class _Common:
     shard_tokens: int = 100_000_000
     """Tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many."""
     workers: int | None = None
-    """Tokenising threads. None: one for each CPU core."""
+    """Tokenizing threads. None: one for each CPU core."""
     seed: int = 0
     """Seed of the choice of validation documents."""
     overwrite: bool = False
@@ -114,14 +114,14 @@ class Jsonl(_Common):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineWeb:
-    """FineWeb 10B, tokenised with GPT-2's BPE: download of shards of 100 M tokens (200 MB)."""
+    """FineWeb 10B, tokenized with GPT-2's BPE: download of shards of 100 M tokens (200 MB)."""
 
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets, created if it does not exist."""
     name: str = "fineweb10B"
     """The dataset's folder in data-dir."""
     shards: int = 10
-    """Number of training shards, 1 to 103 (20 GB). Existing complete shards are not downloaded
+    """Number of training shards, 1 to 103 (21 GB). Existing complete shards are not downloaded
     again."""
 
     def run(self) -> None:

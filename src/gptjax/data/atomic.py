@@ -1,7 +1,7 @@
 """Atomic creation of dataset folders.
 
 A dataset is written to a hidden sibling folder (`data/.NAME.partial`) and renamed at the end, so a
-partial dataset is never visible. A lock file (`data/.NAME.lock`) serialises the processes that
+partial dataset is never visible. A lock file (`data/.NAME.lock`) serializes the processes that
 request the same dataset: one process prepares the dataset, and the other processes wait. The
 operating system releases the lock when a process ends.
 """

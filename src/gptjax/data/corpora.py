@@ -187,7 +187,7 @@ def jsonl(
         field: field of each line's object that holds the text.
         skip_bad_lines: skip lines without a text in the field; `measure` logs the number of skipped
             lines and the first skipped line. If False, `measure` raises CorpusError at the first
-            bad line, before tokenising.
+            bad line, before tokenizing.
         log: called with each message for the user.
     """
 

@@ -87,7 +87,7 @@ class Dataset:
         return eot if found else None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return a JSON-serialisable fingerprint of the data, for checkpoints.
+        """Return a JSON-serializable fingerprint of the data, for checkpoints.
 
         Equal data have equal fingerprints. The files are read only once, in `validate` or here.
         """

@@ -1,4 +1,4 @@
-"""FineWeb 10B, tokenised with GPT-2's BPE: 103 training shards and a validation shard.
+"""FineWeb 10B, tokenized with GPT-2's BPE: 103 training shards and a validation shard.
 
 A shard has 100 M tokens. The shards are downloaded one by one from the Hugging Face dataset
 repository that modded-nanogpt uses. Complete shards are not downloaded again, so an interrupted
@@ -41,7 +41,7 @@ def prepare_fineweb(
         import huggingface_hub
     except ImportError as error:
         raise PrepareError(
-            "fineweb10B needs huggingface_hub, found none; pip install 'gptjax[hub]'"
+            "fineweb10B needs huggingface_hub, found none; pip install -e '.[hub]'"
         ) from error
 
     final = dataset_folder(data_dir, name)

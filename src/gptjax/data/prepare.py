@@ -1,6 +1,6 @@
 """Preparation of a dataset from a corpus.
 
-The corpus is split by document, tokenised in parallel and written to shards in a temporary folder,
+The corpus is split by document, tokenized in parallel and written to shards in a temporary folder,
 which is renamed when the dataset is complete.
 """
 
@@ -35,7 +35,7 @@ _SPLIT_NAMES = ("train", "val")
 # as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin
 _FIRST_NUMBER = (1, 0)
 
-# Documents are cut into pieces of about this many characters, which the threads tokenise. A cut is
+# Documents are cut into pieces of about this many characters, which the threads tokenize. A cut is
 # made only after a newline between two characters that are not white space. GPT-2's BPE never
 # merges across such a newline, so the tokens equal the tokens of the complete document.
 _PIECE_CHARACTERS = 1 << 20
@@ -53,7 +53,7 @@ class Options:
         val_fraction: approximate fraction of the bytes in the validation split.
         shard_tokens: tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many,
             so that no shard is too short to train on.
-        workers: tokenising threads. None: one for each CPU core.
+        workers: tokenizing threads. None: one for each CPU core.
         seed: seed of the choice of validation documents.
         overwrite: prepare again if the dataset exists.
 
@@ -247,7 +247,7 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
     if sizes.size == 1 and corpus.masked:
         raise PrepareError(
             f"nothing prepared: expected at least two pairs in {corpus.source!r}, one for training "
-            "and one for validation, found one; give more pairs"
+            "and one for validation, found one; add more pairs"
         )
     if sizes.size == 1:
         texts = itertools.chain.from_iterable(
@@ -396,7 +396,7 @@ def _write_shards(
     options: Options,
     log: Callable[[str], object],
 ) -> tuple[dict[str, ShardInfo], dict[str, ShardInfo]]:
-    """Tokenise the corpus into `folder` and return the training and the validation shards."""
+    """Tokenize the corpus into `folder` and return the training and the validation shards."""
     sizes = corpus.measure()
     workers = options.workers or os.cpu_count() or 1
     masked = corpus.masked
@@ -407,7 +407,7 @@ def _write_shards(
     # two cores), and a caller's script needs no `if __name__ == "__main__"`.
     pool = ThreadPoolExecutor(workers, thread_name_prefix="gptjax-tokenize")
     try:
-        with _progress(f"tokenising {name}", int(sizes.sum()), log) as advance:
+        with _progress(f"tokenizing {name}", int(sizes.sum()), log) as advance:
             batches = _batches(_pieces(corpus, sizes, options))
             for train, val, done in _in_order(
                 pool, lambda batch: _encode(tokenizer, masked, batch), batches, 2 * workers
@@ -421,7 +421,7 @@ def _write_shards(
     if not train or not val:
         raise PrepareError(
             f"nothing prepared: expected text for training and for validation, found none for "
-            f"{'validation' if train else 'training'} in {corpus.source!r}; give more text or "
+            f"{'validation' if train else 'training'} in {corpus.source!r}; add more text or "
             "another --val-fraction"
         )
     return train, val

@@ -182,7 +182,7 @@ def _token_count(kind: type[Shard], path: Path, head: bytes, size: int) -> int:
             0,
             expected=f"magic {MAGIC} (uint16 tokens)",
             found=f"magic {magic}: llm.c's Llama 3 shards of uint32 tokens, which GPT-2 cannot use",
-            do="tokenise the text with GPT-2's tokenizer: "
+            do="tokenize the text with GPT-2's tokenizer: "
             "`python -m gptjax.data text PATH... --tokenizer gpt2`",
         )
     if magic != kind.magic:

@@ -25,7 +25,7 @@ try:
     from lm_eval.api.model import TemplateLM
 except ImportError as error:
     raise EvaluationError(
-        "lm-evaluation-harness is not installed: pip install 'gptjax[eval]'"
+        "lm-evaluation-harness is not installed: pip install -e '.[eval]'"
     ) from error
 
 MAX_NEW_TOKENS = 256

@@ -42,7 +42,7 @@ def generate(
     """Continue each prompt by `max_new_tokens` tokens.
 
     Each new token is drawn from softmax(logits / temperature), cut to the `top_k` likeliest tokens
-    and renormalised. The result is cut to the nucleus: the fewest likeliest tokens whose
+    and renormalized. The result is cut to the nucleus: the fewest likeliest tokens whose
     probabilities sum to at least `top_p`.
 
     The computation is compiled once for each model shape, batch size, and power of two of the
@@ -264,7 +264,7 @@ def _check_prompt(model: Model, prompt_BT) -> np.ndarray:
         )
     if not prompt_BT.size:
         raise ValueError(
-            f"generate: the prompt is empty, shape {prompt_BT.shape}; give at least one token a row"
+            f"generate: the prompt is empty, shape {prompt_BT.shape}; pass at least one token a row"
         )
     vocab_size = model.config.vocab_size
     low, high = prompt_BT.min(), prompt_BT.max()

@@ -152,7 +152,7 @@ class LayerNorm(nnx.Module):
     def add_layer_norm(
         self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
     ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
-        """Return the normalised sum of x and the pending residual, and the sum, from one pass."""
+        """Return the normalized sum of x and the pending residual, and the sum, from one pass."""
         if pending is None:
             return self(x_BTC), x_BTC
         matmul_BTC = pending.matmul_BTC.astype(x_BTC.dtype)

@@ -205,7 +205,7 @@ class RMSNorm(nnx.Module):
     def add_norm(
         self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
     ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
-        """Return the normalised sum of x and the pending residual, and the sum, from one pass."""
+        """Return the normalized sum of x and the pending residual, and the sum, from one pass."""
         if pending_BTC is None:
             return self(x_BTC), x_BTC
         return self.norm(x_BTC, residual=pending_BTC.astype(x_BTC.dtype))

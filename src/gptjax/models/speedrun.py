@@ -295,7 +295,7 @@ class Layer(NamedTuple):
 
 @jax.named_scope("attention")
 def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_BT, segments_BT):
-    """Return layer i's attention of the normalised lane."""
+    """Return layer i's attention of the normalized lane."""
     c, stage, fp8 = config, config.stage, config.precision.fp8_blocks
     x_BTC = rows_of(given := norm(c, x_BTC, fp8=fp8))
     paired, long = i in c.paired_layers, i in c.long_layers
@@ -329,7 +329,7 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
 
 @jax.named_scope("mlp")
 def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
-    """Return relu(x W_inᵀ)² W_out of the normalised lane."""
+    """Return relu(x W_inᵀ)² W_out of the normalized lane."""
     fp8, precision = config.precision.fp8_blocks, {"precision": config.precision.matmul}
     x_BTC = norm(config, x_BTC, fp8=fp8)
     if fp8:
@@ -346,8 +346,8 @@ class Speedrun(Model):
 
     Initial values: 0 for gates, bigram and mlp_out; a uniform distribution of standard deviation
     0.5/√C for attention_bank and mlp_in; N(0, 0.005) for lm_head, embed its transpose; N(0, 0.01)
-    for values. The parameters of a seed do not depend on the padding. Layer skip[1] does not read
-    its x0, bigram and attention's residual λ, nor layer 0 its x0 λ.
+    for values. The parameters of a seed do not depend on the padding. Unused: x0,
+    bigram and attention's residual λ of layer skip[1], and x0 λ of layer 0.
     """
 
     Config = SpeedrunConfig
@@ -426,7 +426,7 @@ class Speedrun(Model):
 
     @jax.named_scope("embedding")
     def inputs(self, tokens_BT):
-        """Return x0, the normalised smeared embedding, and the bigram embedding."""
+        """Return x0, the normalized smeared embedding, and the bigram embedding."""
         c, dtype = self.config, self.config.precision.residual_dtype
         x_BTC = lookup(self.embed[...], tokens_BT, vocab_size=c.vocab_size)
         x_BTC = smear(c, x_BTC, self.smear_gate[...], self.smear_lambda[...])

@@ -263,7 +263,7 @@ def _round(x: Float[Array, "*S"], noise: UInt16[Array, "*S"]) -> BFloat16[Array,
 
 
 def _hash(x: UInt32[Array, "*S"]) -> UInt32[Array, "*S"]:
-    """Return a bijective hash: the finaliser of MurmurHash3 (Appleby), after an addition."""
+    """Return a bijective hash: the finalizer of MurmurHash3 (Appleby), after an addition."""
     x = x + jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

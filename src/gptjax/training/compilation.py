@@ -67,7 +67,7 @@ class Compiler:
             # other processes would wait forever.
             if inputs is not None and jax.process_count() == 1:
                 self._stored = ExecutableCache(cache / "executables", inputs)
-            # XLA cannot serialise a loaded executable (on a CPU, functions are missing). Hence an
+            # XLA cannot serialize a loaded executable (on a CPU, functions are missing). Hence an
             # executable from JAX's cache could not be stored in the executable cache.
             of_jax = cache / "jax" if self._stored else cache
             jax.config.update("jax_compilation_cache_dir", str(of_jax.absolute()))

@@ -226,7 +226,7 @@ class ExecutableCache:
         """Store an executable under its key, atomically, and delete all but the `NEWEST`.
 
         Raises:
-            Exception: of any kind, if XLA cannot serialise the executable or the disk is full.
+            Exception: of any kind, if XLA cannot serialize the executable or the disk is full.
         """
         self._check_sources()  # again: lowering imported the kernels' modules
         devices = compiled.runtime_executable().local_devices()

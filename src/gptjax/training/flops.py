@@ -1,4 +1,4 @@
-"""Throughput and model FLOPs utilisation (MFU)."""
+"""Throughput and model FLOPs utilization (MFU)."""
 
 import collections
 import re
@@ -130,7 +130,7 @@ def mfu(
     device_count: int,
     peak: Number | None = None,
 ) -> float | None:
-    """Return the model FLOPs utilisation: tokens/s · FLOPs/token divided by the peak FLOP/s.
+    """Return the model FLOPs utilization: tokens/s · FLOPs/token divided by the peak FLOP/s.
 
     Args:
         tokens_per_second: throughput of all devices together.

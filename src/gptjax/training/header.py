@@ -147,5 +147,5 @@ def no_mfu_note(config: Config, device: jax.Device) -> str | None:
         return None
     return (
         f"MFU is unknown: no peak rate of {device.device_kind!r} in {config.model.precision.name} "
-        "is known; --peak-tflops N gives it, from the GPU's datasheet"
+        "is known; set it with --peak-tflops N, from the GPU's datasheet"
     )

@@ -100,7 +100,7 @@ def _refuse_conflicts(source: Source, found: ModelConfig, model: ModelConfig) ->
     if lines:
         raise ConfigError(
             f"--init-from {source} has another model:\n" + "\n".join(lines) + "\n"
-            "Give the values of that model; only --model.block-size may be smaller."
+            "Use the values of that model; only --model.block-size may be smaller."
         )
 
 

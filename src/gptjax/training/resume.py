@@ -116,7 +116,7 @@ def _refuse_another_run(
     if lines := configuration.differences(meta.get("config"), config):
         raise ConfigError(
             f"{config.run_dir} was begun with another config:\n  " + "\n  ".join(lines) + "\n"
-            "Give the old values to resume the run, or another --name for a new run."
+            "Use the old values to resume the run, or another --name for a new run."
         )
     place = meta.get("data") or {}
     if lines := dataset.differences(place.get("dataset")):

@@ -136,7 +136,7 @@ def _bits(x):
 
 
 def _mix(x):
-    """Apply the finaliser of MurmurHash3 (Appleby), a bijection of 32-bit integers."""
+    """Apply the finalizer of MurmurHash3 (Appleby), a bijection of 32-bit integers."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

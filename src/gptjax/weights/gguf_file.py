@@ -54,9 +54,7 @@ def save_gguf(
     try:
         import gguf
     except ModuleNotFoundError as error:
-        raise WeightsError(
-            "GGUF files need the package gguf: pip install 'gptjax[gguf]'"
-        ) from error
+        raise WeightsError("GGUF files need the package gguf: pip install -e '.[gguf]'") from error
     writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)

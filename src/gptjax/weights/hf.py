@@ -214,7 +214,7 @@ def _read_config(
 ) -> GPT2Config:
     found = read_json(
         file,
-        "Give the folder of a Hugging Face GPT-2 on disk, or a .safetensors file beside this file",
+        "Pass the folder of a Hugging Face GPT-2 on disk, or a .safetensors file beside this file",
     )
     for field, allowed in _REQUIRED.items():
         value = found.get(field, allowed[0])

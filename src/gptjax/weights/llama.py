@@ -98,7 +98,7 @@ def read_config(
     try:
         if not path.is_dir():
             file_size(path, missing="load_llama reads a folder or a .safetensors file on disk")
-        found = read_json(file, "Give the folder of a Hugging Face Llama on disk")
+        found = read_json(file, "Pass the folder of a Hugging Face Llama on disk")
     except OSError as error:
         raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
     for field, allowed in _REQUIRED.items():
