@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from gptjax import optim, parallel
+from gptjax.cli import from_command_line
 from gptjax.config import Config, ConfigError
 from gptjax.models.base import abstract_params, graph
 from gptjax.models.gpt2 import GPT2Config
@@ -83,6 +84,15 @@ def test_with_muon_the_rest_takes_adamw_as_the_header_says():
         jax.tree.map(np.testing.assert_array_equal, ours[part], wanted[part])
     kernel = ours["blocks"][0]["attn"]["c_proj"]["kernel"]
     assert not np.allclose(kernel, wanted["blocks"][0]["attn"]["c_proj"]["kernel"])
+
+
+def test_muon_refuses_layouts_that_it_would_ignore():
+    command = ["--config", "configs/speedrun_docs.py", "--optimizer", "muon"]
+    message = (
+        "--optimizer muon cannot train SpeedrunConfig: the group .* choose --optimizer normuon"
+    )
+    with pytest.raises(ConfigError, match=message):
+        from_command_line(command)
 
 
 def test_normuon_on_two_devices_is_normuon_on_one():

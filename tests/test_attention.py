@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel_tools import h200, unchecked
 from reference.torch_gpt2 import assert_within_twice, rms
 
-from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
+from pallas_kernels import _dispatch, attention, flash_attention, flash_attention_qkv
 from pallas_kernels.attention import reference
 
 # (batch, time, heads, head dimension)
@@ -261,17 +261,21 @@ def test_errors():
         flash_attention(q, k, v, implementation="cudnn")
     with pytest.raises(
         ValueError,
-        match="a window needs causal=True and a size of at least 1, got causal=False window=2",
+        match="needs causal=True and an integer size of at least 1, got causal=False window=2",
     ):
         flash_attention(q, k, v, causal=False, window=2)
     with pytest.raises(ValueError, match="got causal=True window=0"):
         flash_attention(q, k, v, window=0)
+    with pytest.raises(ValueError, match="got causal=True window=2.5"):
+        unchecked(flash_attention)(q, k, v, window=2.5)
     with pytest.raises(
         ValueError, match="expected one dtype for q, k, v, got bfloat16, float32, bfloat16"
     ):
         flash_attention(q, k.astype(jnp.float32), v)
     # jaxtyping refuses first under pytest; without it the function itself does.
-    for bad in ((q, k[:, :3], v), (q, k, v[..., :4]), (q[0], k[0], v[0])):
+    no_heads, no_channels = (q, k[:, :, :0], v[:, :, :0]), (q[..., :0], k[..., :0], v[..., :0])
+    shapes = ((q, k[:, :3], v), (q, k, v[..., :4]), (q[0], k[0], v[0]))
+    for bad in (*shapes, no_heads, no_channels):
         with pytest.raises((ValueError, TypeError)):
             flash_attention(*bad)
         with pytest.raises(ValueError, match="expected q of shape"):
@@ -293,6 +297,10 @@ def test_errors():
 
 def test_cudnn_says_what_it_cannot_take(monkeypatch):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(_dispatch, "capability", lambda: (7, 5))
+    with pytest.raises(ValueError, match=r"'cudnn' needs compute capability 8.0 .* not \(7, 5\)"):
+        selected("bfloat16", 128, 64, "cudnn")
+    monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="'cudnn' supports bfloat16 or float16, not float32"):
         selected("float32", 128, 64, "cudnn")
     with pytest.raises(ValueError, match="multiple of 8 and at most 128, not 20"):
@@ -319,6 +327,8 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
         ((9, 0), "float32", 1024, 64, {}, "triton"),
         ((9, 0), "float32", 1024, 64, {"precision": jax.lax.Precision.HIGHEST}, "triton"),
         ((9, 0), "float32", 1024, 128, {"precision": jax.lax.Precision.HIGHEST}, "xla"),
+        ((9, 0), "float32", 1024, 128, {"precision": ("highest", "highest")}, "xla"),
+        ((9, 0), "float32", 1024, 128, {"precision": "F32_F32_F32"}, "xla"),
         ((9, 0), "bfloat16", 1024, 128, {}, "mosaic"),
         ((9, 0), "bfloat16", 4096, 64, {"window": 256}, "triton"),
         ((9, 0), "bfloat16", 1024, 64, {"window": 256}, "mosaic"),
@@ -326,7 +336,7 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
         ((8, 0), "bfloat16", 1024, 64, {"deterministic": True}, "triton"),
         ((8, 0), "float32", 1024, 256, {}, "xla"),
         ((8, 0), "float32", 1024, 64, {"precision": jax.lax.Precision.HIGHEST}, "xla"),
-        ((7, 5), "bfloat16", 1023, 64, {}, "xla"),
+        ((7, 5), "bfloat16", 1024, 64, {}, "xla"),
     ],
 )
 def test_auto_takes_the_fastest_that_can_run(
@@ -335,6 +345,23 @@ def test_auto_takes_the_fastest_that_can_run(
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: capability)
     assert selected(dtype, length, head_dim, **how) == chosen
+
+
+def test_no_precision_is_the_default_precision_of_jax(triton_on_cpu, monkeypatch):
+    """Also in a backward pass that is traced where another default is set."""
+    seen = []
+    real = attention.Options.true_fp32.fget
+    watched = property(lambda options: seen.append(real(options)) or seen[-1])
+    monkeypatch.setattr(attention.Options, "true_fp32", watched)
+    q, k, v, *_ = inputs((1, 8, 2, 16), jnp.float32)
+    f = functools.partial(flash_attention, implementation="triton")
+    with jax.default_matmul_precision("highest"):
+        out, pull_back = jax.vjp(f, q, k, v)
+    pull_back(out)
+    assert len(seen) >= 2 and all(seen)
+    del seen[:]
+    f(q, k, v)
+    assert not any(seen) and seen
 
 
 def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import unchecked
+from kernel_tools import h200, unchecked
 
 import pallas_kernels as pk
 from pallas_kernels import _calls, _dispatch
@@ -353,6 +353,27 @@ def test_a_target_beyond_int32_does_not_wrap(implementation, dtype, target):
         targets = TARGETS.astype(dtype).at[3].set(target)
         losses = head(X, HEAD, targets, implementation=implementation, ignore_index=-100)
         np.testing.assert_array_equal(np.flatnonzero(np.isnan(losses)), [3])
+
+
+MOSAIC = [
+    name
+    for name, operation in _dispatch.OPERATIONS.items()
+    if operation.examples and "mosaic" in [back_end.name for back_end in operation.back_ends]
+]
+
+
+@pytest.mark.parametrize("name", MOSAIC)
+def test_mosaic_kernels_can_be_traced_with_x64(name):
+    """Forward and backward: with x64, JAX's Python integers are int64."""
+    with jax.enable_x64(True), h200():
+        for make in _dispatch.OPERATIONS[name].examples:
+            if (example := make(2048, jnp.bfloat16)) is None:
+                continue
+            call = functools.partial(example.call, implementation="mosaic")
+            loss = lambda *args, call=call: sum(
+                leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(call(*args))
+            )
+            jax.jit(jax.grad(loss) if example.differentiable else call).trace(*example.shapes)
 
 
 def test_targets_that_are_no_integers_are_refused():

@@ -301,6 +301,20 @@ def test_nothing_in_nothing_out(triton_on_cpu):
     assert losses.shape == (0,) and dlogits.shape == (0, 8)
 
 
+def test_a_large_tanh_cap_is_computed_by_xla(triton_on_cpu):
+    logits, targets, _ = inputs((5, 8, 8), jnp.float32)
+    select = functools.partial(_dispatch.select, "fused_classifier")
+    assert select(softcap=128.0) == "triton" and select(softcap=129.0) == "xla"
+    assert select(softcap=SigmoidCap(scale=1000.0)) == "triton"
+    with pytest.raises(ValueError, match="'triton' supports .* c of at most 128, not 10000"):
+        fused_classifier(logits, targets, softcap=1e4, implementation="triton")
+    found = fused_classifier(logits, targets, softcap=1e4)
+    expected = fused_classifier(logits, targets, softcap=1e4, implementation="reference")
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
 def test_errors():
     logits, targets, _ = inputs((5, 8, 8), jnp.float32)
     with pytest.raises(
@@ -313,8 +327,9 @@ def test_errors():
         fused_classifier(logits, targets, implementation="triton")
     with pytest.raises(ValueError, match=r"0 < vocab_size ≤ V, got \(5, 8\), \(5,\), 9"):
         fused_classifier(logits, targets, vocab_size=9)
-    with pytest.raises(ValueError, match="a softcap's scale and width are positive, got -1"):
-        fused_classifier(logits, targets, softcap=-1.0)
+    for implementation in ("auto", "reference"):
+        with pytest.raises(ValueError, match="a softcap's scale and width are positive, got -1"):
+            fused_classifier(logits, targets, softcap=-1.0, implementation=implementation)
     with pytest.raises(
         ValueError, match="expected float32, bfloat16 or float16 logits, got float8_e4m3fn"
     ):
@@ -322,6 +337,8 @@ def test_errors():
     # jaxtyping refuses first under pytest; without it the function itself does.
     for bad, message in (
         ((logits, targets[:4]), r"targets \(N,\)"),
+        ((logits[None], targets[None]), r"logits \(N, V\), .* got \(1, 5, 8\)"),
+        ((logits[0], targets), r"logits \(N, V\), .* got \(8,\)"),
         ((logits, targets.astype(jnp.float32)), "integer targets"),
     ):
         with pytest.raises((ValueError, TypeError)):

@@ -334,6 +334,9 @@ def test_errors():
         ValueError, match="and w in x's dtype or float32, got x in float32 and w in bfloat16"
     ):
         linear_cross_entropy(x, w.astype(jnp.bfloat16), targets)
+    for implementation in ("auto", "reference"):
+        with pytest.raises(ValueError, match="linear_cross_entropy: a softcap's scale .* got -3"):
+            linear_cross_entropy(x, w, targets, softcap=-3.0, implementation=implementation)
     with pytest.raises(ValueError, match="12 tokens are not a multiple of chunk=0"):
         linear_cross_entropy(x, w, targets, chunk=0)
     assert _dispatch.select("linear_cross_entropy") == "xla"
@@ -343,7 +346,12 @@ def test_errors():
         with pytest.raises(ValueError, match=rf"vocab_size ≤ V, got .* {vocab_size}"):
             linear_cross_entropy(x, w, targets, vocab_size=vocab_size)
     # jaxtyping refuses first under pytest; without it the function itself does.
-    for bad in ((x[:, :7], w, targets), (x, w, targets[:11])):
+    for bad in (
+        (x[:, :7], w, targets),
+        (x, w, targets[:11]),
+        (x[0], w, targets),
+        (x, w[0], targets),
+    ):
         with pytest.raises((ValueError, TypeError)):
             linear_cross_entropy(*bad)
         with pytest.raises(ValueError, match=r"expected x \(N, C\), w \(V, C\), targets \(N,\)"):

@@ -294,6 +294,8 @@ def test_errors():
         match=r"expected a residual like x, \(2, 8\) in bfloat16, got \(2, 8\) in float32",
     ):
         layer_norm(x, scale, bias, residual=residual.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"layer_norm: expected bias of shape \(8,\), got None"):
+        unchecked(layer_norm)(x, scale, None)
     with pytest.raises(
         ValueError,
         match="expected scale and bias in float32, or in x's bfloat16, got float32, bfloat16",

@@ -110,9 +110,10 @@ def test_a_model_that_reads_32_bits_is_refused():
 
 def test_models_without_groups_of_matrices_are_refused(monkeypatch):
     monkeypatch.setattr(GPT2Config, "parameter_groups", lambda self: ())
-    for optimizer, option in (
-        (OptimizerConfig(param_storage="bf16_mantissa"), "--optimizer.param-storage bf16_mantissa"),
-        (NorMuonConfig(), "--optimizer normuon"),
+    storage = "--optimizer.param-storage bf16_mantissa needs a model with groups of matrices"
+    for optimizer, message in (
+        (OptimizerConfig(param_storage="bf16_mantissa"), storage),
+        (NorMuonConfig(), "--optimizer normuon cannot train .* no groups of matrices"),
     ):
-        with pytest.raises(ConfigError, match=f"{option} needs a model with groups of matrices"):
+        with pytest.raises(ConfigError, match=message):
             Config(model=MODEL, optimizer=optimizer, sequence_length=16, micro_batch=4)

@@ -144,6 +144,7 @@ def test_errors(triton_on_cpu):
         ({"heads": 2, "cos": cos.astype(jnp.bfloat16)}, "bfloat16"),
         ({"heads": 2, "pairs": "both"}, "'both'"),
         ({"heads": 2, "eps": 0.0}, "eps > 0"),
+        ({"heads": 2, "cos": cos[0]}, r"cos and sin \(B or 1, T, E\), got"),
         (
             {"heads": 4, "key_heads": 1, "pair_heads": True}
             | {"cos": jnp.tile(cos, (1, 2, 1)), "sin": jnp.tile(sin, (1, 2, 1))},

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gptjax.optim import SCHEDULES, schedule
@@ -52,6 +52,7 @@ def test_reaches_the_floor_exactly_and_stays(name):
     final=st.floats(0, 1),
 )
 def test_stays_between_zero_and_the_peak(name, warmup, total, step, final):
+    assume(name != "wsd" or warmup <= 0.8 * total)
     lr = float(
         schedule(name, peak=2.0, warmup_steps=warmup, total_steps=total, final_fraction=final)(step)
     )
@@ -72,6 +73,22 @@ def test_a_cooldown_between_constants(name):
         schedule(
             name, peak=1.0, warmup_steps=9, total_steps=1000, cooldown_steps=982, final_steps=10
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("wsd", {"warmup_steps": 900}),
+        ("cosine", {"warmup_steps": 900, "final_steps": 200}),
+        ("linear", {"warmup_steps": 0, "final_steps": 1001}),
+    ],
+)
+def test_a_cooldown_that_begins_during_the_warm_up_is_refused(name, steps):
+    with pytest.raises(ValueError, match=f"expected {steps['warmup_steps']} steps of warm-up"):
+        schedule(name, peak=1.0, total_steps=1000, **steps)
+    # A short trial of a long schedule.
+    trial = schedule("cosine", peak=1.0, total_steps=10, warmup_steps=100)
+    assert float(trial(9)) == pytest.approx(0.1)
 
 
 def test_unknown_name_lists_the_choices():

@@ -194,15 +194,20 @@ def test_the_config_of_a_step_and_its_json(staged):
     assert configuration.differences(saved | {"stages": 3}, staged)
 
 
-def test_stages_on_the_command_line(capsys):
+def test_stages_on_the_command_line():
     command = ["--config", "configs/gpt2_tiny.py", "--stages"]
     stages = ['{"until": 5, "batch_tokens": 2048}', '{"learning_rate_factor": 0.5}']
     expected = (Stage(until=5, batch_tokens=2048), Stage(learning_rate_factor=0.5))
     assert from_command_line([*command, *stages]).stages == expected
-    with pytest.raises(SystemExit):
-        from_command_line([*command, '{"length": 5}'])
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "max_document_length, micro_batch, learning_rate_factor, model" in shown
+    for wrong in (['{"length": 5}'], ['{"untill": 5}', "{}"]):
+        with pytest.raises(ConfigError, match="--stages: .* micro_batch, learning_rate_factor, mo"):
+            from_command_line([*command, *wrong, "--max-steps", "12"])
+    with pytest.raises(ConfigError, match="--stages: expected a stage as a JSON object, got '{5'"):
+        from_command_line([*command, "{5"])
+    with pytest.raises(
+        ConfigError, match="stage 1: expected a value of .* attention, got {'a': 1}"
+    ):
+        from_command_line([*command, '{"model": {"attention": [{"a": 1}]}}'])
     with pytest.raises(ConfigError, match="--stages.until must be at least 1"):
         from_command_line([*command, '{"until": 0}'])
 

@@ -309,6 +309,31 @@ def test_an_empty_batch():
     assert xxt(a).shape == (0, 4, 4) and xtx(a).shape == (0, 3, 3)
 
 
+def test_64_bit_offsets(triton_on_cpu, monkeypatch):
+    """The code of matrices beyond 2³¹ elements, on one that fits here."""
+    import triton.language as tl
+
+    from pallas_kernels import _triton
+
+    call, seen = _triton.call, []
+
+    def with_64_bits(*args, **options):
+        seen.append(options["INDEX"])
+        return call(*args, **options | {"INDEX": tl.int64})
+
+    monkeypatch.setattr(_triton, "call", with_64_bits)
+    launch = functools.partial(xxt, implementation="triton")
+    for shape, index in (((1, 46340, 8), tl.int32), ((1, 46341, 8), tl.int64)):
+        jax.eval_shape(launch, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        assert seen.pop() == index
+    a = matrices("xxt", (2, 65, 33), jnp.float16)
+    for f in (xxt, xtx):
+        found, expected = (f(a, implementation=name) for name in ("triton", "xla"))
+        np.testing.assert_allclose(
+            *(np.float32(x) for x in (found, expected)), rtol=2e-3, atol=2e-3
+        )
+
+
 # ------------------------------------------------------------------------------------------- errors
 
 
@@ -332,6 +357,8 @@ def test_errors():
         match=r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)",
     ):
         unchecked(ba_plus_caa)(a, b=1.0, c=1.0)
+    with pytest.raises(ValueError, match=r"expected scalars b, c and d, got shapes \(\), \(2,\)"):
+        unchecked(ba_plus_caa)(a[:, :3], b=1.0, c=jnp.ones(2))
     for bad, said in (
         (a[0, 0], r"bfloat16 of shape \(3,\)"),
         (jnp.zeros((2, 2), jnp.int32), "int32 of shape"),

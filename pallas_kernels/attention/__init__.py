@@ -30,7 +30,7 @@ store the gradient of the projection as one array.
 import dataclasses
 import functools
 import importlib
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +72,8 @@ def flash_attention(
         deterministic: use only back ends whose gradients repeat bit for bit.
         implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
             Forward mode and second derivatives need "xla" or "reference".
-        precision: precision of fp32 matmuls, as in `jax.lax.dot`; None is TF32 on a GPU, "highest"
-            is true fp32.
+        precision: precision of fp32 matmuls, as in `jax.lax.dot`: "highest" is true fp32. None is
+            that of `jax.default_matmul_precision`, by default TF32 on a GPU.
 
     Returns:
         O, with the shape and dtype of `q_BTHD`; with `return_lse` (O, L). L is B·H·T in fp32 and
@@ -174,8 +174,10 @@ class Facts:
 
 
 def _why_not_cudnn(call: Facts) -> str | None:
-    if _dispatch.platform() not in ("gpu", "cuda"):
+    if _dispatch.capability() is None:
         return f"needs an NVIDIA GPU, and the default device is a {_dispatch.platform()}"
+    if _dispatch.capability() < (8, 0):
+        return f"needs compute capability 8.0 (Ampere) or later, not {_dispatch.capability()}"
     if (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
     if call.head_dim % 8 or call.head_dim > 128:
@@ -232,12 +234,22 @@ FASTEST = (
     _Fastest((9, 0), "fp32", 64, None, ("triton", "xla")),
     _Fastest(None, "fp32", None, None, ("xla",)),
 )
-TRUE_FP32 = (jax.lax.Precision.HIGHEST, "highest", "float32")
+TRUE_FP32 = (
+    *(jax.lax.Precision.HIGHEST, "highest", "float32"),
+    *(jax.lax.DotAlgorithmPreset.F32_F32_F32, "F32_F32_F32"),
+)
+
+
+def _is_true_fp32(precision: jax.lax.PrecisionLike) -> bool:
+    """Return whether fp32 matmuls with this precision are true fp32, not TF32."""
+    return any(
+        p in TRUE_FP32 for p in (precision if isinstance(precision, tuple) else (precision,))
+    )
 
 
 def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
     """Return the back ends of the first row of `FASTEST` that matches the call."""
-    fp32 = "fp32" if call.precision in TRUE_FP32 else "tf32"
+    fp32 = "fp32" if _is_true_fp32(call.precision) else "tf32"
     matmul = "16" if jnp.dtype(call.dtype).itemsize == 2 else fp32
     narrow = call.window is not None and 8 * call.window <= call.length
     return next(
@@ -279,7 +291,7 @@ class Options:
     @property
     def true_fp32(self) -> bool:
         """Whether fp32 matmuls are true fp32, not TF32."""
-        return self.precision in TRUE_FP32
+        return _is_true_fp32(self.precision)
 
 
 def _attend(
@@ -294,6 +306,8 @@ def _attend(
     precision,
 ):
     """Compute attention of operands (q, k, v) or (qkv,)."""
+    # Read here, because the backward pass may be traced where another default is set.
+    precision = jax.config.jax_default_matmul_precision if precision is None else precision
     length, head_dim = operands[0].shape[1], operands[0].shape[-1]
     backend = _dispatch.select(
         "flash_attention",
@@ -431,12 +445,13 @@ def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
         q_BTHD.ndim == k_BTKD.ndim == 4
         and k_BTKD.shape == v_BTKD.shape
         and (*q_BTHD.shape[:2], q_BTHD.shape[3]) == (*k_BTKD.shape[:2], k_BTKD.shape[3])
+        and min(*q_BTHD.shape[2:], *k_BTKD.shape[2:]) >= 1
     ):
         raise ValueError(
             "flash_attention: expected q of shape (batch, time, heads, head_dim), k and v of shape "
-            f"(batch, time, key heads, head_dim), got {shapes}"
+            f"(batch, time, key heads, head_dim), with heads and channels, got {shapes}"
         )
-    if q_BTHD.shape[2] % max(1, k_BTKD.shape[2]):
+    if q_BTHD.shape[2] % k_BTKD.shape[2]:
         raise ValueError(
             "flash_attention: expected a number of heads that is a multiple of that of key heads, "
             f"got {shapes}"
@@ -457,10 +472,10 @@ def _check(q_BTHD, k_BTKD, v_BTKD, segments_BT, *, causal, window):
             f"flash_attention: expected segment_ids of shape {q_BTHD.shape[:2]} in integers, "
             f"got {segments_BT.shape} in {segments_BT.dtype}"
         )
-    if window is not None and not (causal and window >= 1):
+    if window is not None and not (causal and isinstance(window, SupportsIndex) and window >= 1):
         raise ValueError(
-            f"flash_attention: a window needs causal=True and a size of at least 1, got {causal=} "
-            f"{window=}"
+            "flash_attention: a window needs causal=True and an integer size of at least 1, got "
+            f"{causal=} {window=}"
         )
 
 

@@ -38,13 +38,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels.fp8.conversion import stochastic_e5m2
 
 Number = float | int
 Implementation = Literal["auto", "triton", "xla", "reference"]
-
-_dispatch.register("fused_classifier", back_ends=[TRITON, XLA, REFERENCE])
 
 
 class SigmoidCap(NamedTuple):
@@ -56,6 +54,31 @@ class SigmoidCap(NamedTuple):
     scale: Number = 23.0
     shift: Number = 5.0
     width: Number = 7.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
+
+    softcap: Number | SigmoidCap | None = None
+
+
+# The Triton kernel computes c·tanh(x/c) as a sigmoid, with an error of about 2c·2⁻²⁴.
+LARGEST_TRITON_CAP = 128
+
+
+def _why_not_triton(call: Facts) -> str | None:
+    cap = call.softcap
+    if isinstance(cap, float | int) and cap > LARGEST_TRITON_CAP:
+        return f"supports c·tanh(x/c) with c of at most {LARGEST_TRITON_CAP}, not {cap}"
+    return _dispatch.why_not_triton()
+
+
+_dispatch.register(
+    "fused_classifier",
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    facts=Facts,
+)
 
 
 def fused_classifier(
@@ -79,7 +102,7 @@ def fused_classifier(
         targets_N: target column of each row, in [0, vocab_size), in any integer type; or M target
             columns of each row. Out of this range the loss and the gradient of the row are NaN.
         vocab_size: real columns; V when None.
-        softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`.
+        softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`. "triton" needs c of at most 128.
         target_weights: weights of the M targets of every row; 1 when None. An array may be traced.
         ignore_index: targets with this value do not contribute. A row whose targets are all ignored
             has a loss and a gradient of exactly 0.
@@ -92,13 +115,13 @@ def fused_classifier(
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
         NotImplementedError: differentiation through dlogits_NV, or with respect to target_weights.
     """
-    v = logits_NV.shape[1]
-    vocab_size = v if vocab_size is None else vocab_size
-    _check(logits_NV, targets_N, vocab_size, softcap)
+    vocab_size = logits_NV.shape[-1] if vocab_size is None else vocab_size
+    _check(logits_NV, targets_N, vocab_size)
     targets, weights_M = checked_targets("fused_classifier", targets_N, target_weights)
-    if softcap is not None and not isinstance(softcap, SigmoidCap):
-        softcap = float(softcap)
-    backend = _dispatch.select("fused_classifier", implementation, arrays=(logits_NV, targets_N))
+    softcap = checked_softcap("fused_classifier", softcap)
+    backend = _dispatch.select(
+        "fused_classifier", implementation, arrays=(logits_NV, targets_N), softcap=softcap
+    )
     options = Options(backend, vocab_size, softcap, ignore_index)
     if backend == "reference":
         losses_N, dlogits_NV = reference(
@@ -131,6 +154,24 @@ def checked_targets(operation: str, targets, target_weights):
             f"got {targets.shape} and {weights_M.shape}"
         )
     return targets, weights_M
+
+
+def checked_softcap(operation: str, softcap):
+    """Return None, a `SigmoidCap`, or the c of c·tanh(x/c) as a float.
+
+    Raises:
+        ValueError: a scale or width that is not positive. The message names `operation`.
+    """
+    match softcap:
+        case None:
+            return None
+        case SigmoidCap(scale, _, width):
+            widths, cap = (scale, width), softcap
+        case _:
+            widths = (cap := float(softcap),)
+    if not all(math.isfinite(width) and width > 0 for width in widths):
+        raise ValueError(f"{operation}: a softcap's scale and width are positive, got {softcap}")
+    return cap
 
 
 def constant(operation: str, target_weights):
@@ -238,9 +279,7 @@ def classify_to_fp8(
         scale: factor of dlogits.
         vocab_size, softcap, ignore_index: as in `fused_classifier`.
     """
-    if softcap is not None and not isinstance(softcap, SigmoidCap):
-        softcap = float(softcap)
-    backend = _dispatch.select("fused_classifier", arrays=(logits_NV, targets))
+    backend = _dispatch.select("fused_classifier", arrays=(logits_NV, targets), softcap=softcap)
     options = Options(backend, vocab_size, softcap, ignore_index)
     if backend == "triton":
         return _in_triton(options, logits_NV, to_int32(targets), weights_M, fp8_scale=scale)
@@ -334,9 +373,10 @@ def _slope(x, softcap):
             return 1 - jnp.tanh(x / c) ** 2
 
 
-def _check(logits_NV, targets_N, vocab_size, softcap):
-    n, v = logits_NV.shape
-    if targets_N.shape[:1] != (n,) or not 0 < vocab_size <= v:
+def _check(logits_NV, targets_N, vocab_size):
+    shape = logits_NV.shape
+    rows_match = len(shape) == 2 and targets_N.shape[:1] == shape[:1]
+    if not (rows_match and 0 < vocab_size <= shape[1]):
         raise ValueError(
             "fused_classifier: expected logits (N, V), targets (N,) or (N, M), and "
             f"0 < vocab_size ≤ V, got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
@@ -347,17 +387,6 @@ def _check(logits_NV, targets_N, vocab_size, softcap):
         )
     if not jnp.issubdtype(targets_N.dtype, jnp.integer):
         raise ValueError(f"fused_classifier: expected integer targets, got {targets_N.dtype}")
-    widths = (
-        [1.0]
-        if softcap is None
-        else [softcap.scale, softcap.width]
-        if isinstance(softcap, SigmoidCap)
-        else [softcap]
-    )
-    if not all(math.isfinite(width) and width > 0 for width in widths):
-        raise ValueError(
-            f"fused_classifier: a softcap's scale and width are positive, got {softcap}"
-        )
 
 
 # ----------------------------------------------------------------------------------------- examples

@@ -252,7 +252,7 @@ class _Block:
                 scratch.w.at[slot].transpose((1, 0)),
             )
 
-            @pl.when(lax.rem(k, jnp.int32(self.column_tiles)) == self.column)
+            @pl.when(lax.rem(jnp.int32(k), jnp.int32(self.column_tiles)) == self.column)
             def _share():
                 self.store_share(k, rows, du_MK, db_acc)
 
@@ -282,7 +282,9 @@ class _Block:
         plgpu.copy_smem_to_gmem(out.at[wg], self.du.at[rows, self.at(k)])
         if self.bias:
             row_MM = plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), 0, layout=plgpu.Layout.WGMMA)
-            ones_MM = (row_MM == lax.div(k, jnp.int32(self.column_tiles))).astype(self.dtype)
+            ones_MM = (row_MM == lax.div(jnp.int32(k), jnp.int32(self.column_tiles))).astype(
+                self.dtype
+            )
             smem = None if self.scratch.ones is None else self.scratch.ones.at[wg]
             plgpu.wgmma(db_acc, self.left_operand(ones_MM, smem), out.at[wg])
 

@@ -41,6 +41,7 @@ from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
 from pallas_kernels.classifier import (
     SigmoidCap,
+    checked_softcap,
     checked_targets,
     constant,
     fused_classifier,
@@ -141,9 +142,10 @@ def linear_cross_entropy(
         arrays=(x_NC, w_VC, targets_N),
         fp8=fp8 is not None,
     )
+    two_axes = x_NC.ndim == w_VC.ndim == 2
     n, v = x_NC.shape[0], w_VC.shape[0]
     vocab_size = v if vocab_size is None else vocab_size
-    same_sizes = x_NC.shape[1] == w_VC.shape[1] and targets_N.shape[:1] == (n,)
+    same_sizes = two_axes and x_NC.shape[1] == w_VC.shape[1] and targets_N.shape[:1] == (n,)
     if not same_sizes or not 0 < vocab_size <= v:
         raise ValueError(
             "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) or (N, M), and "
@@ -159,6 +161,7 @@ def linear_cross_entropy(
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
     targets, weights_M = checked_targets("linear_cross_entropy", targets_N, target_weights)
+    softcap = checked_softcap("linear_cross_entropy", softcap)
     loss = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
     if backend == "reference":
         return reference(x_NC, w_VC, targets, target_weights=weights_M, **loss)

@@ -356,10 +356,9 @@ def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
             f"in {residual.dtype}"
         )
     for name, parameter in parameters.items():
-        if parameter.shape != x.shape[-1:]:
-            raise ValueError(
-                f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {parameter.shape}"
-            )
+        shape = None if parameter is None else parameter.shape
+        if shape != x.shape[-1:]:
+            raise ValueError(f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {shape}")
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), x.dtype}:
         raise ValueError(

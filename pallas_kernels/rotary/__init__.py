@@ -180,6 +180,11 @@ _triton.defvjp(_forward, _backward)
 
 def _check(qkv, cos, sin, options: Options) -> int:
     """Check shapes and dtypes; return D."""
+    if not qkv.ndim == cos.ndim == sin.ndim == 3:
+        raise ValueError(
+            "rotary_qkv: expected qkv (B, T, O), cos and sin (B or 1, T, E), got "
+            f"{qkv.shape}, {cos.shape}, {sin.shape}"
+        )
     d, rest = divmod(qkv.shape[-1], max(options.packed_heads, 1))
     h, g = options.heads, options.key_heads
     shape = (qkv.shape[1] * (2 if options.pair_heads else 1), cos.shape[-1])

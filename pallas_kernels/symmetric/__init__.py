@@ -97,6 +97,11 @@ def ba_plus_caa(
     """
     _check("ba_plus_caa", a)
     bcd = [jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None]
+    if any(x.ndim for x in bcd):
+        raise ValueError(
+            "ba_plus_caa: expected scalars b, c and d, got shapes "
+            f"{', '.join(str(x.shape) for x in bcd)}"
+        )
     backend = _dispatch.select(
         "ba_plus_caa", implementation, arrays=(a, bcd), dtype=a.dtype, shape=a.shape
     )

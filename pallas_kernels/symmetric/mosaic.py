@@ -169,10 +169,8 @@ class _Block:
 
     def item(self, i):
         """Return work item i of this thread block: matrix, s, p, q, place of s."""
-        b, entry = (
-            lax.div(self.first + i * self.blocks, self.table_items),
-            lax.rem(self.first + i * self.blocks, self.table_items),
-        )
+        number, table_items = self.first + i * self.blocks, jnp.int32(self.table_items)
+        b, entry = lax.div(number, table_items), lax.rem(number, table_items)
         return b, *(self.table[entry, j] for j in range(4))
 
     def columns(self, p, q, j):

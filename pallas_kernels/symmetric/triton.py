@@ -22,6 +22,7 @@ def _tile(
     COEFFICIENTS: tl.constexpr,  # 2: b·a + c·a aᵀ; 3: and d on the diagonal
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    INDEX: tl.constexpr,  # integer type of the offsets in a matrix
 ):
     EVEN_M: tl.constexpr = m % TILE == 0
     EVEN_K: tl.constexpr = k % BLOCK_K == 0
@@ -38,8 +39,8 @@ def _tile(
 
     a_ptr += matrix * m * k
     out_ptr += matrix * m * m
-    rows = i * TILE + tl.arange(0, TILE)
-    columns = j * TILE + tl.arange(0, TILE)
+    rows = (i * TILE + tl.arange(0, TILE)).to(INDEX)
+    columns = (j * TILE + tl.arange(0, TILE)).to(INDEX)
     depth = tl.arange(0, BLOCK_K)
     if TRANSPOSED:
         left = a_ptr + depth[:, None] * m + rows[None, :]
@@ -131,5 +132,6 @@ def symmetric_matmul(
         COEFFICIENTS=0 if bcd is None else len(bcd),
         TILE=tile,
         BLOCK_K=block_k,
+        INDEX=tl.int64 if m * max(m, k) > 2**31 - 1 else tl.int32,
     )
     return out_BMM

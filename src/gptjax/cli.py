@@ -47,6 +47,7 @@ def from_command_line(argv: list[str] | None = None) -> Config:
     if given.optimizer:
         config = _with_optimizer(config, given.optimizer[0])
     _check_optimizer_options(config.optimizer, rest)
+    _check_stages(rest)
     file = given.config[0] if given.config else tyro.MISSING
     return tyro.cli(
         _CommandLine,
@@ -57,6 +58,19 @@ def from_command_line(argv: list[str] | None = None) -> Config:
         default=_CommandLine(file, config.optimizer.name, config),
         registry=_registry,
     ).options
+
+
+def _check_stages(argv: list[str]) -> None:
+    """Raise ConfigError if a stage is malformed: tyro's message does not have the reason."""
+    if "--stages" not in argv:
+        return
+    for text in argv[argv.index("--stages") + 1 :]:
+        if text.startswith("--"):
+            return
+        try:
+            stages.from_json(text)
+        except ValueError as error:
+            raise ConfigError(f"--stages: {error}") from error
 
 
 def given_for_model(argv: list[str] | None = None) -> frozenset[str]:

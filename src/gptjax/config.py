@@ -17,7 +17,7 @@ from gptjax import stages as staging
 from gptjax.fields import check_fields, flag
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
-from gptjax.optim import ALGORITHMS, MatrixOptimizerConfig, OptimizerConfig
+from gptjax.optim import ALGORITHMS, OptimizerConfig
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed
@@ -196,11 +196,10 @@ class Config:
 
     def _check_optimizer(self) -> None:
         storage, precision = self.optimizer.param_storage, self.model.precision
-        has_matrices = any(group.matrices is not None for group in self.model.parameter_groups())
-        if isinstance(self.optimizer, MatrixOptimizerConfig) and not has_matrices:
+        groups = self.model.parameter_groups()
+        if (why := self.optimizer.why_not(groups)) is not None:
             raise ConfigError(
-                f"--optimizer {self.optimizer.name} needs a model with groups of matrices, and "
-                f"{type(self.model).__name__} has none; choose --optimizer adamw"
+                f"--optimizer {self.optimizer.name} cannot train {type(self.model).__name__}: {why}"
             )
         if storage == "fp32":
             return
@@ -210,7 +209,7 @@ class Config:
                 f"--model.precision {precision} reads all 32 bits of a matrix; choose "
                 "--model.precision bf16, or leave the option out"
             )
-        if not has_matrices:
+        if all(group.matrices is None for group in groups):
             raise ConfigError(
                 f"--optimizer.param-storage {storage} needs a model with groups of matrices, and "
                 f"{type(self.model).__name__} has none; leave the option out"

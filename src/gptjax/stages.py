@@ -158,6 +158,7 @@ def _model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"{type(model).__name__} has no fields {', '.join(map(repr, unknown))}")
     if isinstance(name := changes.get("precision"), str):  # as in JSON
         changes = {**changes, "precision": Precision(name)}
+    changes = {name: _hashable(name, value) for name, value in changes.items()}
     result = dataclasses.replace(model, **changes)
     if changes and abstract_params(result) != abstract_params(model):
         raise ValueError(
@@ -165,6 +166,15 @@ def _model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
             f"{', '.join(changes)}"
         )
     return result
+
+
+def _hashable(name: str, value: Any) -> Any:
+    """Return the value with tuples in place of lists, as in a config file."""
+    if isinstance(value, list):
+        return tuple(_hashable(name, part) for part in value)
+    if isinstance(value, Mapping):
+        raise ValueError(f"expected a value of the model's field {name}, got {value}")
+    return value
 
 
 def check(config: "Config") -> None:

@@ -388,6 +388,12 @@ class OptimizerConfig:
 
         return with_mantissa(tx, rounding="nearest", select=is_matrix)
 
+    def why_not(self, groups: Sequence[Group]) -> str | None:
+        """Return None if the optimizer can train a model with these groups, else the reason why
+        not."""
+        del groups
+        return None
+
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
         """Describe the optimizer and the options of each group of parameters, one line each.
 

@@ -109,7 +109,8 @@ class MatrixOptimizerConfig(OptimizerConfig):
     momentum: DecayRate = 0.95
     """Momentum of the matrices."""
     adam_every: PositiveInt = 1
-    """Apply AdamW every N steps, using the sum of the N gradients."""
+    """Apply AdamW every N steps, using the sum of the N gradients. A step that an outlier skips
+    adds no gradient; if that step is the Nth, the sum is kept for the next N steps."""
     embedding_b1: DecayRate | None = None
     """b1 of the embeddings; None for the value of b1."""
     embedding_b2: DecayRate | None = None
@@ -118,6 +119,11 @@ class MatrixOptimizerConfig(OptimizerConfig):
     """b1 of norms and biases; None for the value of b1."""
     vector_b2: DecayRate | None = None
     """b2 of norms and biases; None for the value of b2."""
+
+    def why_not(self, groups: Sequence[Group]) -> str | None:
+        if all(group.matrices is None for group in groups):
+            return "the model has no groups of matrices; choose --optimizer adamw"
+        return None
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
         matrix_rate = self._learning_rate(self.matrix_learning_rate, total_steps)

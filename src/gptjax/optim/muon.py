@@ -23,6 +23,21 @@ class MuonConfig(MatrixOptimizerConfig):
 
     name: ClassVar[str] = "muon"
 
+    def why_not(self, groups: Sequence[Group]) -> str | None:
+        if (why := super().why_not(groups)) is not None:
+            return why
+        plain = Matrices(), 1.0, 1.0
+        for group in groups:
+            if group.matrices is None:
+                continue
+            layout = dataclasses.replace(group.matrices, packed=1)
+            if (layout, group.learning_rate, group.weight_decay) != plain:
+                return (
+                    f"the group {group.paths!r} is not one matrix of (inputs, outputs) with the "
+                    "optimizer's own learning rate and decay; choose --optimizer normuon"
+                )
+        return None
+
     def build(
         self,
         *,

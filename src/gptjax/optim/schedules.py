@@ -35,6 +35,7 @@ def schedule(
         cooldown_steps: steps of the cooldown. None: all steps after the warm-up; for wsd, the last
             20 %.
         final_steps: steps with the final learning rate, between the cooldown and `total_steps`.
+            The final learning rate of constant is the peak.
 
     Raises:
         ValueError: an unknown name (the message lists them); a number outside its range; a cooldown
@@ -48,14 +49,16 @@ def schedule(
         raise ValueError(f"unknown schedule {name!r}; choose one of {list(SCHEDULES)}")
 
     end = total_steps - final_steps
-    begin = (1 - WSD_DECAY_FRACTION) * end if name == "wsd" else warmup_steps
-    if cooldown_steps is not None:
-        begin = end - cooldown_steps
-        if begin < warmup_steps:
-            raise ValueError(
-                f"schedule: expected {warmup_steps} steps of warm-up, {cooldown_steps} of cooldown "
-                f"and {final_steps} final ones to fit into {total_steps}"
-            )
+    cooldown = cooldown_steps
+    if cooldown is None and name == "wsd":
+        cooldown = WSD_DECAY_FRACTION * end
+    begin = warmup_steps if cooldown is None else end - cooldown
+    # Without a cooldown of its own length, a warm-up may be longer than a short trial.
+    if begin < warmup_steps or (final_steps and begin > end):
+        raise ValueError(
+            f"schedule: expected {warmup_steps} steps of warm-up, {cooldown or 0:g} of cooldown "
+            f"and {final_steps} final ones to fit into {total_steps}"
+        )
 
     def decayed(step):
         if name == "constant":

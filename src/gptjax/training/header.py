@@ -83,6 +83,9 @@ def header(
     lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
     for i, line in enumerate([*lines, *config.optimizer.describe_storage()]):
         yield "" if i else "optimizer", line
+    if (warmup := config.optimizer.warmup_steps) > config.max_steps:
+        peak = f"the learning rate does not reach its peak: {warmup} steps of warm-up"
+        yield "", f"{peak}, {config.max_steps} of the run"
 
 
 def _packed(inputs: Inputs) -> Iterator[str]:
