@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import triton_kernels
+from kernel_tools import lower_for_h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import decode
@@ -124,6 +124,94 @@ def test_likeliest_token(one_program):
     args = (dataclasses.replace(args[0], head_VC=head_VC), *args[1:])
     check_likeliest(args)
     assert decode_step(*args, implementation="triton", likeliest=True)[0] == 7
+
+
+# A wrong shape of each kind: a vector of one element, an embedding with fewer columns or positions,
+# and a cache with fewer positions.
+SHAPES = {
+    "qkv_LNC": (2, 96, 31),
+    "qkv_bias_LN": (2, 1),
+    "ln_1_scale_LC": (2, 1),
+    "fc_bias_LF": (2, 32),
+    "ln_f_bias_C": (1,),
+    "wte_VC": (64, 33),
+    "wpe_SC": (23, 32),
+    "head_VC": (65, 32),
+    "v_LBSHD": (2, 1, 23, 2, 16),
+    "exchange": (100,),
+}
+
+
+def replaced(args, **changes):
+    """Arguments of `decode_step` with other fields in the weights and the cache."""
+    weights, cache, *rest = args
+    for name, value in changes.items():
+        if hasattr(weights, name):
+            weights = dataclasses.replace(weights, **{name: value})
+        else:
+            cache = dataclasses.replace(cache, **{name: value})
+    return weights, cache, *rest
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_inconsistent_shapes_are_refused(name, implementation, one_program):
+    args = inputs(jnp.float32, (5,), **TINY)
+    args = replaced(args, **{name: jnp.zeros(SHAPES[name], jnp.float32)})
+    # A head with more rows than the token embedding: the embedding is named.
+    named = "wte_VC" if name == "head_VC" else name
+    with pytest.raises(ValueError, match=f"decode_step: expected .*{named}.* of .*, got "):
+        decode_step(*args, implementation=implementation)
+
+
+@pytest.mark.parametrize("name", ["proj_LCC", "ln_2_bias_LC", "wpe_SC", "head_VC", "k_LBSHD"])
+def test_other_dtypes_are_refused(name):
+    args = inputs(jnp.float32, (5,), **TINY)
+    x = getattr(args[name == "k_LBSHD"], name)
+    args = replaced(args, **{name: x.astype(jnp.int32)})
+    with pytest.raises(ValueError, match=f"decode_step: expected {name} in .*, got int32"):
+        decode_step(*args, implementation="xla")
+
+
+def test_matrices_of_two_dtypes_are_refused():
+    args = inputs(jnp.float32, (5,), **TINY)
+    args = replaced(args, proj_LCC=args[0].proj_LCC.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="expected proj_LCC in head_VC's float32, got bfloat16"):
+        decode_step(*args, implementation="xla")
+
+
+@pytest.mark.parametrize("lengths", [(5,), (0, 7)], ids=str)
+def test_vmap(lengths, one_program):
+    """The weights are shared, and the other arguments are mapped."""
+    weights, *one = inputs(jnp.float32, lengths, **TINY)
+    other = inputs(jnp.float32, lengths, **TINY, seed=1)[1:]
+    both = jax.tree.map(lambda *x: jnp.stack(x), tuple(one), other)
+    step = functools.partial(decode_step, weights, implementation="triton")
+    logits_EBV, cache = jax.jit(jax.vmap(step))(*both)
+    for i, args in enumerate((one, other)):
+        expected_BV, expected = step(*args)
+        np.testing.assert_array_equal(logits_EBV[i], expected_BV)
+        np.testing.assert_array_equal(cache.v_LBSHD[i], expected.v_LBSHD)
+
+
+@pytest.mark.parametrize("batch, launches", [(1, 1), (2, 16)])
+def test_vmap_lowers_for_an_h200(batch, launches, monkeypatch):
+    """A Triton kernel has no rule for vmap."""
+    monkeypatch.setattr(decode, "programs", lambda: 132)
+    weights, *one = inputs(jnp.float32, (0,) * batch, **TINY)
+    both = jax.tree.map(lambda x: jnp.stack([x, x]), tuple(one))
+    step = functools.partial(decode_step, implementation="triton")
+    text = lower_for_h200(jax.vmap(step, (None, 0, 0, 0)), weights, *both)
+    assert text.count("custom_call @decode") == launches
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_no_derivative(implementation, one_program):
+    weights, *rest = inputs(jnp.float32, (5,), **TINY)
+    f = lambda weights: decode_step(weights, *rest, implementation=implementation)[0].sum()
+    with pytest.raises(NotImplementedError, match="decode_step: has no derivative.*stop_gradient"):
+        jax.grad(f)(weights)
+    jax.grad(lambda weights: f(jax.lax.stop_gradient(weights)))(weights)
 
 
 def compiled_for_an_h200(batch, blocks):

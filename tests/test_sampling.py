@@ -1,12 +1,13 @@
 """pallas_kernels.sample_token: the kernel draws the tokens of the definition."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import triton_kernels
+from kernel_tools import lower_for_h200, triton_kernels, unchecked
 
 from pallas_kernels.sampling import Filters, sample_token
 
@@ -43,6 +44,81 @@ def test_the_kernel_draws_the_tokens_of_the_definition(
         np.asarray(sample_token(*args, implementation=name)) for name in ("triton", "reference")
     )
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize(
+    "shape, dtype, uniform, got",
+    [
+        ((2, 5), "float32", (3,), r"\(2, 5\) in float32 and \(3,\) in float32"),
+        ((2, 5), "float32", (1,), r"\(2, 5\) in float32 and \(1,\) in float32"),
+        ((2, 0), "float32", (2,), r"\(2, 0\) in float32"),
+        ((5,), "float32", (5,), r"\(5,\) in float32"),
+        ((2, 5), "int32", (2,), r"\(2, 5\) in int32"),
+        ((2, 5), "float8_e4m3fn", (2,), r"\(2, 5\) in float8_e4m3fn"),
+    ],
+)
+def test_other_arrays_are_refused(shape, dtype, uniform, got, implementation, triton_on_cpu):
+    arrays = jnp.zeros(shape, dtype), jnp.zeros(uniform)
+    with pytest.raises(ValueError, match=f"sample_token: expected .*, got {got}"):
+        unchecked(sample_token)(*arrays, FILTERS["all"], implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("temperature", (0.0, -1.0, np.nan)),
+        ("top_k", (0, -3)),
+        ("top_p", (0.0, 1.5, np.nan)),
+    ],
+)
+def test_other_filters_are_refused(name, values):
+    """A NumPy scalar is known when the function is traced."""
+    dtype = np.int32 if name == "top_k" else np.float32
+    args = inputs(2, 5, jnp.float32)
+    for value in values:
+        filters = dataclasses.replace(Filters(np.float32(1)), **{name: dtype(value)})
+        with pytest.raises(ValueError, match=f"sample_token: expected .*{name}.*, got {value}"):
+            jax.jit(lambda *args, filters=filters: sample_token(*args, filters))(*args)
+    filters = dataclasses.replace(Filters(np.float32(1)), **{name: jnp.ones(1, dtype)})
+    with pytest.raises(ValueError, match=rf"expected .*{name} to be a scalar, got shape \(1,\)"):
+        sample_token(*args, filters)
+
+
+@pytest.mark.parametrize("name", ["greedy", "both"])
+def test_vmap(name, triton_on_cpu):
+    """Over the logits and uniforms, and over these and the temperature."""
+    logits_BV, uniform_B = inputs(6, 99, jnp.float32)
+    logits_EBV, uniform_EB = logits_BV.reshape(2, 3, 99), uniform_B.reshape(2, 3)
+    filters = FILTERS[name]
+    f = functools.partial(sample_token, implementation="triton")
+    out_EB = jax.jit(jax.vmap(f, (0, 0, None)))(logits_EBV, uniform_EB, filters)
+    np.testing.assert_array_equal(out_EB.reshape(-1), sample_token(logits_BV, uniform_B, filters))
+    if name == "both":
+        at = lambda *arrays: f(*arrays[:2], dataclasses.replace(filters, temperature=arrays[2]))
+        arrays = logits_EBV, uniform_EB, jnp.array([0.5, 2.0])
+        expected_EB = [at(*(x[i] for x in arrays)) for i in range(2)]
+        np.testing.assert_array_equal(jax.vmap(at)(*arrays), expected_EB)
+
+
+def test_vmap_lowers_for_an_h200():
+    """A Triton kernel has no rule for vmap."""
+    f = lambda *arrays: sample_token(*arrays, FILTERS["both"], implementation="triton")
+    args = jax.ShapeDtypeStruct((3, 2, 99), jnp.bfloat16), jax.ShapeDtypeStruct((3, 2), jnp.float32)
+    assert lower_for_h200(jax.vmap(f), *args).count("custom_call @sample_kernel") == 1
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_no_derivative(implementation, triton_on_cpu):
+    logits_BV, uniform_B = inputs(6, 99, jnp.float32)
+
+    def f(logits_BV):
+        token_B = sample_token(logits_BV, uniform_B, FILTERS["all"], implementation=implementation)
+        return token_B.astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match="sample_token: has no derivative.*stop_gradient"):
+        jax.grad(f)(logits_BV)
+    assert not jax.grad(lambda logits_BV: f(jax.lax.stop_gradient(logits_BV)))(logits_BV).any()
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -25,10 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
+NO_DERIVATIVE = "has no derivative: call jax.lax.stop_gradient on its arrays"
 
 
 @jax.tree_util.register_dataclass
@@ -57,20 +58,27 @@ def sample_token(
     """Draw a token of each row, int32.
 
     Args:
-        logits_BV: fp32, bf16 or fp16.
+        logits_BV: fp32, bf16 or fp16. Each logit is finite or −∞, and a row has at least one finite
+            logit. With NaN or +∞ the token is unspecified, and the back ends return different
+            tokens.
         uniform_B: uniform random numbers in [0, 1), fp32; not read without a temperature.
         filters: temperature, top-k and top-p.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
-        ValueError: the named back end cannot run here.
+        ValueError: wrong shapes or dtypes, a NumPy scalar of `filters` is out of bounds, or the
+            named back end cannot run here. The values of JAX scalars are not checked.
     """
-    arrays = (logits_BV, uniform_B)
-    if _dispatch.select("sample_token", implementation, arrays=arrays) == "triton":
+    _check(logits_BV, uniform_B, filters)
+    # Not `filters`: under jax.vmap, JAX builds pytrees of the arguments with placeholders.
+    args = (logits_BV, uniform_B, filters.temperature, filters.top_k, filters.top_p)
+    args = _calls.once("sample_token", args, NO_DERIVATIVE)
+    if _dispatch.select("sample_token", implementation, arrays=args[:2]) == "triton":
         from pallas_kernels.sampling import triton
 
-        return triton.sample_token(logits_BV, uniform_B, filters)
-    return _in_jax(logits_BV, uniform_B, filters)
+        return _calls.looped("sample_token", triton.sample_token)(*args)
+    logits_BV, uniform_B, *options = args
+    return _in_jax(logits_BV, uniform_B, Filters(*options))
 
 
 def _in_jax(logits_BV, uniform_B, filters):
@@ -108,6 +116,34 @@ def _kept(ranked_BV, filters):
         # empty set.
         keep_BV &= (likelier_BV < filters.top_p).at[:, 0].set(True)
     return keep_BV
+
+
+def _check(logits_BV, uniform_B, filters):
+    if (
+        logits_BV.ndim != 2
+        or logits_BV.shape[1] == 0
+        or logits_BV.dtype not in _dispatch.DTYPES
+        or uniform_B.shape != logits_BV.shape[:1]
+        or not jnp.issubdtype(uniform_B.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            "sample_token: expected logits (B, V) in float32, bfloat16 or float16, with V ≥ 1, and "
+            f"uniform numbers (B,) in float32, got {logits_BV.shape} in {logits_BV.dtype} and "
+            f"{uniform_B.shape} in {uniform_B.dtype}"
+        )
+    bounds = {
+        "temperature": ("positive", lambda x: x > 0),
+        "top_k": ("at least 1", lambda x: x >= 1),
+        "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
+    }
+    for name, (expected, inside) in bounds.items():
+        if (value := getattr(filters, name)) is None:
+            continue
+        if shape := jnp.shape(value):
+            raise ValueError(f"sample_token: expected {name} to be a scalar, got shape {shape}")
+        # Not the value of a JAX array: the read would wait for the device.
+        if not isinstance(value, jax.Array) and not inside(value):
+            raise ValueError(f"sample_token: expected {name} to be {expected}, got {value}")
 
 
 # ----------------------------------------------------------------------------------------- examples

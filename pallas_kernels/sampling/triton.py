@@ -29,7 +29,7 @@ ELEMENTS = 16
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def sample_token(logits_BV, uniform_B, filters):
+def sample_token(logits_BV, uniform_B, temperature, top_k, top_p):
     """Return the tokens (B,) int32."""
     b, v = logits_BV.shape
 
@@ -37,15 +37,14 @@ def sample_token(logits_BV, uniform_B, filters):
         return jnp.asarray(default if value is None else value, dtype).reshape(1)
 
     block = min(BLOCK, triton.next_power_of_2(v))
-    top_k = filters.top_k is not None
-    kept = max(v, 2 * FEW) if top_k else 1
+    kept = 1 if top_k is None else max(v, 2 * FEW)
     token_B, *_ = _triton.call(
         sample_kernel,
         logits_BV,
         uniform_B.astype(jnp.float32),
-        scalar(filters.temperature, 1, jnp.float32),
-        scalar(filters.top_k, v, jnp.int32),
-        scalar(filters.top_p, 1, jnp.float32),
+        scalar(temperature, 1, jnp.float32),
+        scalar(top_k, v, jnp.int32),
+        scalar(top_p, 1, jnp.float32),
         out=[
             jax.ShapeDtypeStruct((b,), jnp.int32),
             jax.ShapeDtypeStruct((b, kept), jnp.int32),
@@ -55,15 +54,15 @@ def sample_token(logits_BV, uniform_B, filters):
         V=v,
         B=b,
         BLOCK=block,
-        KEPT_BLOCK=min(KEPT_BLOCK if top_k else ROW_BLOCK, block),
+        KEPT_BLOCK=min(ROW_BLOCK if top_k is None else KEPT_BLOCK, block),
         KEPT=kept,
         FEW=FEW,
         # A row starts up to 7 elements before its tiles.
         TILES=triton.next_power_of_2(triton.cdiv(v + 7, block)),
         BITS=8 * logits_BV.dtype.itemsize,
-        DRAW=filters.temperature is not None,
-        TOP_K=top_k,
-        TOP_P=filters.top_p is not None,
+        DRAW=temperature is not None,
+        TOP_K=top_k is not None,
+        TOP_P=top_p is not None,
     )
     return token_B
 
