@@ -46,6 +46,19 @@ def test_an_intact_dataset_has_a_line_for_each_shard(folder, capsys):
         )
 
 
+def test_each_shard_of_a_name_with_a_split_is_read_once(tmp_path, capsys):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}\n" * 40)
+    options = Options(data_dir=tmp_path / "data", tokenizer="byte", name="a_train_and_val_set")
+    folder = prepare_corpus("text", corpora.text([tmp_path / "*.txt"]), options, log=str)
+    assert main(["check", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [
+        "a_train_and_val_set_train_000001.bin:",
+        "a_train_and_val_set_val_000000.bin:",
+    ]
+
+
 def flip(path, byte):
     content = bytearray(path.read_bytes())
     content[byte] ^= 1

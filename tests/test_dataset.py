@@ -96,6 +96,24 @@ def test_a_folder_of_llm_c_is_assumed_to_be_gpt2_with_a_note(tmp_path, names):
     )
 
 
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("wiki_train_small_train_000001.bin", "wiki_train_small_val_000000.bin"),
+        ("my_val_set_train_000001.bin", "my_val_set_val_000000.bin"),
+        ("a_val_train.bin", "a_train_val.bin"),
+        ("a_val_train_1.bin", "a_train_val_1.bin"),  # the underscore in the middle is shared
+        ("line\n_val_x_train_1.bin", "line\n_train_x_val_1.bin"),
+    ],
+)
+def test_the_last_split_in_a_file_name_decides(tmp_path, train, val):
+    for name in (train, val):
+        write_shard(tmp_path / name, np.arange(20, dtype=np.uint16))
+    dataset = find_dataset(str(tmp_path), tmp_path)
+    assert [path.name for path in dataset.train] == [train]
+    assert [path.name for path in dataset.val] == [val]
+
+
 def test_auto_is_fineweb_where_it_is_prepared(tmp_path, no_bpe, quick_stdlib):
     make_folder(tmp_path / "fineweb10B", tokenizer="gpt2")
     for tokenizer in ("auto", "gpt2"):

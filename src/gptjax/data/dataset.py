@@ -1,9 +1,9 @@
 """Datasets of runs: find by name, prepare the default corpus, check before training."""
 
 import dataclasses
-import fnmatch
 import math
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +24,9 @@ from gptjax.user_folders import data_folder
 _FINEWEB, _FINEWEB_SHARD_TOKENS = "fineweb10B", 100_000_000
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
 _MANY_EPOCHS = 8
+# The last split in a file name decides, because the name of a dataset may contain the name of a
+# split. The file names of llm.c's smallest datasets have no number.
+_SHARD_NAME = re.compile(r".*_(train|val)(_.*)?\.bin", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,13 +360,9 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
             "wait for it, or run its `python -m gptjax.data` command again"
         )
     names = sorted(os.listdir(folder))
-    # The file names of llm.c's smallest datasets have no number.
+    splits = {name: match[1] for name in names if (match := _SHARD_NAME.fullmatch(name))}
     train, val = (
-        tuple(
-            folder / name
-            for name in names
-            if fnmatch.fnmatchcase(name, f"*_{split}_*.bin") or name.endswith(f"_{split}.bin")
-        )
+        tuple(folder / name for name in splits if splits[name] == split)
         for split in ("train", "val")
     )
     if not train or not val:
