@@ -192,6 +192,29 @@ def test_a_single_document_with_few_lines_is_cut_all_the_same(tmp_path, text):
     assert documents_of(made, "train")[0] + documents_of(made, "val")[0] == text
 
 
+@pytest.mark.parametrize(
+    ("fraction", "lines", "validation"),
+    [
+        (0.05, ["title", "y" * 9993], 500),  # a newline far before the end of the training text
+        (0.05, ["y" * 9993, "title"], 500),  # a newline near the end of the text
+        (0.9, ["title", "y" * 9993], 9000),
+        (0.05, ["y" * 9199, "y" * 549, "y" * 249], 250),
+        (0.05, ["y" * 9249, "y" * 749], 750),
+        (0.05, ["y" * 9248, "y" * 750], 500),
+        (0.05, ["y" * 9749, "y" * 249], 250),
+        (0.05, ["y" * 9750, "y" * 248], 500),
+    ],
+)
+def test_a_distant_newline_does_not_change_the_size_of_the_validation_split(
+    tmp_path, fraction, lines, validation
+):
+    text = "\n".join(lines) + "\n"
+    (tmp_path / "a.txt").write_text(text)
+    made = prepare_texts(tmp_path / "a.txt", tmp_path / "data", val_fraction=fraction)
+    (train,), (val,) = documents_of(made, "train"), documents_of(made, "val")
+    assert train + val == text and len(val) == validation
+
+
 def test_a_text_too_small_to_split_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(

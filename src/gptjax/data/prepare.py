@@ -224,11 +224,14 @@ def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.n
 
 
 def _split_text(text: str, val_fraction: float) -> tuple[str, str]:
-    """Split one document into training text and validation text, after a newline if possible."""
-    wanted = round(len(text) * (1 - val_fraction))
-    cut = text.rfind("\n", 0, wanted) + 1 or text.find("\n", wanted) + 1
-    if not 0 < cut < len(text):
-        cut = wanted
+    """Split one document into training text and validation text.
+
+    The cut follows a newline if this changes the size of neither text by more than half.
+    """
+    wanted = max(1, min(round(len(text) * (1 - val_fraction)), len(text) - 1))
+    near = min(wanted, len(text) - wanted) // 2
+    before = text.rfind("\n", wanted - near - 1, wanted) + 1
+    cut = before or text.find("\n", wanted, wanted + near) + 1 or wanted
     return text[:cut], text[cut:]
 
 
