@@ -60,6 +60,7 @@ def test_the_manifest_describes_the_shards(texts, tmp_path):
         "vocab_size": 257,
         "eot": 256,
         "source": f"text: {texts[0]}",
+        "options": {"val_fraction": 0.05, "seed": 0, "shard_tokens": 10_000},
     }
     assert sorted(shards) == sorted(path.name for path in made.glob("*.bin"))
     for name, info in shards.items():
@@ -243,6 +244,46 @@ def test_a_prepared_dataset_is_not_prepared_again_unless_overwritten(texts, tmp_
     assert (made / "dataset.json").stat().st_mtime_ns == before
     prepare_texts(folder, tmp_path / "data", overwrite=True)
     assert "DOCUMENT 0" in "".join(documents_of(made, "train") + documents_of(made, "val"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"val_fraction": 0.5}, "expected --val-fraction 0.5, found --val-fraction 0.05"),
+        ({"seed": 3}, "expected --seed 3, found --seed 0"),
+        (
+            {"seed": 3, "shard_tokens": 9000},
+            "expected --seed 3 --shard-tokens 9000, found --seed 0 --shard-tokens 100000000",
+        ),
+    ],
+)
+def test_other_options_of_a_prepared_dataset_are_refused(texts, tmp_path, changed, says):
+    made = prepare_texts(texts[0], tmp_path / "data")
+    with pytest.raises(
+        PrepareError,
+        match=f"mine_byte was prepared with other options: {says}; .*--overwrite, or .*--name",
+    ):
+        prepare_texts(texts[0], tmp_path / "data", **changed)
+    # Threads and folders do not change the dataset.
+    prepare_texts(texts[0], tmp_path / "data", workers=1)
+    prepare_texts(texts[0], tmp_path / "data", overwrite=True, **changed)
+    prepare_texts(texts[0], tmp_path / "data", **changed)
+    said = json.loads((made / "dataset.json").read_text())
+    assert said["options"].items() >= changed.items()
+
+
+@pytest.mark.parametrize("options", [None, {}, {"seed": 0}, "absent"])
+def test_options_that_an_earlier_version_did_not_record_count_as_equal(texts, tmp_path, options):
+    made = prepare_texts(texts[0], tmp_path / "data")
+    said = json.loads((made / "dataset.json").read_text())
+    said["options"] = options
+    if options == "absent":
+        del said["options"]
+    (made / "dataset.json").write_text(json.dumps(said))
+    before = (made / "dataset.json").stat().st_mtime_ns
+    prepare_texts(texts[0], tmp_path / "data", val_fraction=0.5)
+    assert (made / "dataset.json").stat().st_mtime_ns == before
+    find_dataset("mine", tmp_path / "data").validate(257, 64)
 
 
 def test_a_dataset_without_a_digest_of_the_text_is_kept_with_a_note(texts, tmp_path):

@@ -3,7 +3,8 @@
     {"format": 2, "tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256,
      "source": "...", "source_digest": "...",
      "shards": {"NAME_train_000001.bin": {"tokens": 100000000, "max_token": 50256,
-                                          "sha256": "...", "sample": "..."}}}
+                                          "sha256": "...", "sample": "..."}},
+     "options": {"val_fraction": 0.05, "seed": 0, "shard_tokens": 100000000}}
 
 gptjax writes the manifest last, so a folder with a manifest is complete. Format 1 has no digests.
 In format 3 each shard has a loss mask (`gptjax.data.masks`):
@@ -116,6 +117,8 @@ class Manifest:
         source_digest: digest of the documents (`corpora.digest`). None for downloaded tokens and in
             format 1.
         shards: description of each shard, by file name.
+        options: options of the preparation that determine the shards. Empty for downloaded tokens
+            and for datasets of earlier versions.
     """
 
     tokenizer: str
@@ -124,6 +127,7 @@ class Manifest:
     source: str
     source_digest: str | None
     shards: dict[str, ShardInfo]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write dataset.json atomically."""
@@ -132,6 +136,8 @@ class Manifest:
         if not masked:
             for info in fields["shards"].values():
                 del info["mask"]
+        if not self.options:
+            del fields["options"]
         version = MASK_FORMAT if masked else FORMAT
         text = json.dumps({"format": version, **fields}, indent=1) + "\n"
         write_atomically(folder / MANIFEST, text.encode())
@@ -185,6 +191,9 @@ def _parse(fields: Any) -> Manifest:
             name: _shard_info(_object(info, f"shard {name!r:.60}"), version, vocab_size)
             for name, info in _object(fields.get("shards"), "shards").items()
         },
+        options={}
+        if fields.get("options") is None
+        else _object(fields["options"], "options"),
     )
 
 

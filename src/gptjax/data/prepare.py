@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,10 @@ class Options:
         if self.seed < 0:
             raise PrepareError(f"expected a seed of at least 0, found {self.seed}")
 
+    def recorded(self) -> dict[str, Any]:
+        """Return the options in dataset.json. Together with the text, they determine the shards."""
+        return {name: getattr(self, name) for name in ("val_fraction", "seed", "shard_tokens")}
+
 
 def prepare_stdlib(
     data_dir: str | os.PathLike,
@@ -130,7 +134,7 @@ def prepare_corpus(
     final = dataset_folder(options.data_dir, options.name or f"{corpus_name}_{tokenizer.name}")
     with locked(final, log):
         if final.exists() and (
-            ready := _already_prepared(final, corpus, tokenizer, options.overwrite)
+            ready := _already_prepared(final, corpus, tokenizer, options)
         ):
             log(printable(ready))
             return final
@@ -142,7 +146,8 @@ def prepare_corpus(
             )
             train, val = _write_shards(partial, final.name, hashed, tokenizer, options, log)
             kind = tokenizer.name, tokenizer.vocab_size, tokenizer.eot
-            Manifest(*kind, corpus.source, digest.hexdigest(), train | val).write(partial)
+            content = corpus.source, digest.hexdigest(), train | val, options.recorded()
+            Manifest(*kind, *content).write(partial)
     log(
         printable(
             f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_summary(train)} for "
@@ -160,25 +165,33 @@ def _summary(shards: dict[str, ShardInfo]) -> str:
 
 
 def _already_prepared(
-    final: Path, corpus: Corpus, tokenizer: Tokenizer, overwrite: bool
+    final: Path, corpus: Corpus, tokenizer: Tokenizer, options: Options
 ) -> str | None:
     """Return a message if `final` is the requested dataset, None with `overwrite`.
 
     Raises:
-        PrepareError: the folder holds something else, or the text has changed since.
+        PrepareError: the folder holds something else, or the text or the options have changed
+            since.
     """
     manifest = read_manifest(final)
     if manifest is None:
         raise PrepareError(
             f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another --name"
         )
-    if overwrite:
+    if options.overwrite:
         return None
     if (manifest.source, manifest.tokenizer) != (corpus.source, tokenizer.name):
         raise PrepareError(
             f"{final} holds something else: expected {corpus.source!r} with tokenizer "
             f"{tokenizer.name}, found {manifest.source!r} with {manifest.tokenizer}; choose "
             "another --name, or replace it with --overwrite"
+        )
+    recorded, found = options.recorded(), manifest.options
+    if changed := [name for name in recorded if found.get(name, recorded[name]) != recorded[name]]:
+        raise PrepareError(
+            f"{final} was prepared with other options: expected {_flags(recorded, changed)}, found "
+            f"{_flags(found, changed)}; replace the dataset with --overwrite, or choose another "
+            "--name"
         )
     if manifest.source_digest is None:
         return (
@@ -192,6 +205,10 @@ def _already_prepared(
             "choose another --name"
         )
     return f"{final} is already prepared from the same text; --overwrite makes it again"
+
+
+def _flags(values: dict[str, Any], names: list[str]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {values[name]!r:.60}" for name in names)
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
