@@ -160,6 +160,27 @@ def test_jsonl_without_lines_is_an_error(tmp_path):
         corpora.jsonl([tmp_path / "a.jsonl"]).measure()
 
 
+def test_an_empty_text_of_jsonl_has_no_size(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": ""}\n')
+    corpus = corpora.jsonl([tmp_path / "a.jsonl"])
+    assert corpus.measure().tolist() == [len('{"text": "one"}'), 0]
+    assert [*corpus.documents()] == ["one", ""]
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(
+        CorpusError, match="a.jsonl: expected lines of JSON, found only empty texts; .*--field"
+    ):
+        corpora.jsonl([tmp_path / "a.jsonl"]).measure()
+
+
+def test_an_empty_path_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    for corpus in (corpora.text, corpora.jsonl):
+        with pytest.raises(CorpusError, match="a folder or a glob, found an empty path; .*variable"):
+            corpus(["a.txt", ""])
+    assert texts(corpora.text([Path()])) == ["text"]
+
+
 def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch):
     play = b"First Citizen:\nSpeak.\n"
     (tmp_path / "input.txt").write_bytes(play)

@@ -216,6 +216,27 @@ def test_a_distant_newline_does_not_change_the_size_of_the_validation_split(
     assert train + val == text and len(val) == validation
 
 
+@pytest.mark.parametrize("rows", [["one " * 40, "two " * 40, ""], ["", "one\n" * 40, ""]])
+def test_an_empty_text_is_no_validation_split(tmp_path, rows):
+    lines = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    for seed in range(5):
+        options = Options(data_dir=tmp_path, name=f"d{seed}", tokenizer="byte", seed=seed)
+        made = prepare_corpus("jsonl", corpora.jsonl([tmp_path / "a.jsonl"]), options)
+        assert all(documents_of(made, "train") + documents_of(made, "val"))
+        assert tokens_of(made, "val").size > 5
+
+
+def test_empty_texts_are_in_the_digest_as_in_earlier_versions(tmp_path):
+    rows = ["one\n" * 99, "", "two\n" * 99]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    corpus = corpora.jsonl([tmp_path / "a.jsonl"])
+    made = prepare_corpus("jsonl", corpus, Options(data_dir=tmp_path, tokenizer="byte"))
+    digests = b"".join(hashlib.sha256(row.encode()).digest() for row in rows)
+    said = json.loads((made / "dataset.json").read_text())
+    assert said["source_digest"] == hashlib.sha256(digests).hexdigest()
+
+
 def test_a_text_too_small_to_split_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(
@@ -342,11 +363,28 @@ def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path, overwrite):
         ({"seed": -1}, "expected a seed of at least 0, found -1"),
         ({"name": "a/b"}, "expected a plain folder name .* found 'a/b'"),
         ({"name": ".hidden"}, "found '.hidden'"),
+        ({"name": ""}, "found ''"),
+        ({"name": "a\nb"}, r"without control characters as the dataset's name, found 'a\\nb'"),
+        ({"name": "a\x9bb"}, r"found 'a\\x9bb'"),
+        ({"name": "a\udcff"}, r"found 'a\\udcff'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(texts, tmp_path, options, says):
     with pytest.raises(PrepareError, match=says):
         prepare_texts(texts[0], tmp_path / "data", **options)
+
+
+@pytest.mark.parametrize("below", ["", "data"])
+def test_a_file_as_data_dir_is_an_error(texts, tmp_path, below):
+    (tmp_path / "file").write_text("x")
+    data_dir = tmp_path / "file" / below
+    with pytest.raises(
+        PrepareError,
+        match=f"{data_dir}: expected a folder, or a path where one can be created, found a file; "
+        "choose another --data-dir",
+    ):
+        prepare_texts(texts[0], data_dir)
+    assert (tmp_path / "file").read_text() == "x"
 
 
 def test_auto_without_bpe_uses_bytes_with_a_note(texts, tmp_path, monkeypatch):
@@ -445,10 +483,19 @@ def test_the_command_line_prepares_each_kind(texts, tmp_path, capsys):
 
 def test_the_command_line_says_errors_in_a_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 9)
     assert main(["text", "no.txt", "--tokenizer", "byte"]) == 1
     assert capsys.readouterr().err.startswith("error: no.txt: expected a file")
     assert main(["text", "--tokenizer", "byte"]) == 1
     assert "expected at least one PATH" in capsys.readouterr().err
+    for kind in ("text", "jsonl"):
+        assert main([kind, "", "--tokenizer", "byte"]) == 1
+        assert "expected a file, a folder or a glob, found an empty " in capsys.readouterr().err
+    arguments = ["jsonl", "a.jsonl", "--separator", "X", "--tokenizer", "byte"]
+    assert main(arguments) == 1
+    assert (
+        "expected --prompt-field and --answer-field with --separator" in capsys.readouterr().err
+    )
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -3,11 +3,11 @@
 import dataclasses
 import types
 import typing
-import unicodedata
 from pathlib import Path
 from typing import Any, Literal
 
 from gptjax.ranges import ranges
+from gptjax.terminal import has_control_characters
 
 
 def flag(field: str) -> str:
@@ -33,7 +33,7 @@ def check_fields(options: Any, prefix: str = "") -> None:
             raise ValueError(
                 f"{option} must be {_in_words(expected)}, got {value!r} ({type(value).__name__})"
             )
-        if _is_unprintable(value):
+        if isinstance(value, (str, Path)) and has_control_characters(str(value)):
             raise ValueError(
                 f"{option} must be valid UTF-8 without control characters, got {str(value)!r}"
             )
@@ -41,15 +41,6 @@ def check_fields(options: Any, prefix: str = "") -> None:
             interval = allowed[field.name]
             if not interval.low <= value <= interval.high:  # NaN too
                 raise ValueError(f"{option} must be {interval.text}, got {value}")
-
-
-def _is_unprintable(value: Any) -> bool:
-    """Return True for text or a path with control characters or surrogates.
-
-    Python decodes invalid UTF-8 to surrogates.
-    """
-    text = str(value) if isinstance(value, (str, Path)) else ""
-    return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
 
 
 def _has_type(value: Any, expected: Any) -> bool:

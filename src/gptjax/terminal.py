@@ -21,6 +21,14 @@ def _is_shown(character: str) -> bool:
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
 
 
+def has_control_characters(text: str) -> bool:
+    """Return True for text with control characters or surrogates.
+
+    Python decodes invalid UTF-8 to surrogates.
+    """
+    return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
+
+
 def exit_code(
     command: Callable[[], object],
     errors: tuple[type[Exception], ...],

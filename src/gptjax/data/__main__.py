@@ -103,6 +103,11 @@ class Jsonl(_Common):
         fields = self.prompt_field, self.answer_field
         if None not in fields:
             corpus = corpora.pairs(paths, *fields, separator=self.separator, **skip)
+        elif fields == (None, None) and self.separator != Jsonl.separator:
+            raise PrepareError(
+                "expected --prompt-field and --answer-field with --separator, found none of them; "
+                "name the fields, or leave out --separator"
+            )
         elif fields == (None, None):
             corpus = corpora.jsonl(paths, self.field, **skip)
         else:

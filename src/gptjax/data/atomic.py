@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gptjax.data.errors import DataError
 from gptjax.data.manifest import MANIFEST
+from gptjax.terminal import has_control_characters
 
 
 class PrepareError(DataError, ValueError):
@@ -22,11 +23,16 @@ class PrepareError(DataError, ValueError):
 
 
 def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
-    """Return `data_dir/name`. Raises PrepareError for a name that is a path or hidden."""
-    if not name or name.startswith(".") or Path(name).name != name:
+    """Return `data_dir/name`.
+
+    Raises:
+        PrepareError: the name is empty, hidden or a path, or has control characters.
+    """
+    plain = name and not name.startswith(".") and Path(name).name == name
+    if not plain or has_control_characters(name):
         raise PrepareError(
-            f"expected a plain folder name as the dataset's name, found {name!r}; put folders in "
-            "--data-dir"
+            "expected a plain folder name without control characters as the dataset's name, found "
+            f"{name!r}; put folders in --data-dir"
         )
     return Path(data_dir) / name
 
@@ -46,8 +52,17 @@ def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
     """Hold the lock of the dataset `final`, and roll back a `commit` that was killed.
 
     Waits while another process holds the lock.
+
+    Raises:
+        PrepareError: the folder of the datasets is a file.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise PrepareError(
+            f"{final.parent}: expected a folder, or a path where one can be created, found a file; "
+            "choose another --data-dir"
+        ) from error
     with final.with_name(f".{final.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -63,7 +63,7 @@ class Corpus:
     Attributes:
         source: description of the origin, for dataset.json.
         measure: returns the size of each document in bytes, int64 of shape (documents,): at least
-            one document, all sizes above 0.
+            one size above 0. The size of an empty document is 0.
         documents: returns a new iterator over the documents that `measure` counts: texts or, with
             `masked`, pairs.
         digest: `digest` of the documents if known without reading them, else None.
@@ -256,7 +256,8 @@ def _json_lines(
                 if not skip_bad_lines:
                     raise
                 document = error
-            yield len(line), document
+            # An empty text has no tokens, and would fill the validation split with nothing.
+            yield len(line) if document else 0, document
 
     def measure() -> np.ndarray:
         sizes, bad, first_bad = array.array("q"), 0, None
@@ -267,11 +268,11 @@ def _json_lines(
                 sizes.append(size)
         if bad:
             log(f"NOTE: skipped {bad:,} bad lines, kept {len(sizes):,}; the first: {first_bad}")
-        if not sizes:
-            raise CorpusError(
-                f"{shown}: expected lines of JSON, found only "
-                f"{'bad lines' if bad else 'empty files'}"
-            )
+        if not any(sizes):
+            found = "bad lines" if bad else "empty files"
+            if sizes:
+                found = "empty texts; name another field with --field NAME"
+            raise CorpusError(f"{shown}: expected lines of JSON, found only {found}")
         return np.array(sizes)
 
     def documents() -> Iterator[Document]:
@@ -300,6 +301,11 @@ def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
 
 def _expand(given: str | os.PathLike) -> list[Path]:
     """Return the files that match one PATH of the command line, sorted."""
+    if not os.fspath(given):  # Path("") is the current folder
+        raise CorpusError(
+            "expected a file, a folder or a glob, found an empty path; check that the variables of "
+            "the command are set"
+        )
     path = Path(given)
     if path.is_file():
         return [path]

@@ -131,7 +131,8 @@ def prepare_corpus(
     tokenizer, note = choose_tokenizer(options.tokenizer)
     if note:
         log(note)
-    final = dataset_folder(options.data_dir, options.name or f"{corpus_name}_{tokenizer.name}")
+    name = f"{corpus_name}_{tokenizer.name}" if options.name is None else options.name
+    final = dataset_folder(options.data_dir, name)
     with locked(final, log):
         if final.exists() and (
             ready := _already_prepared(final, corpus, tokenizer, options)
@@ -269,11 +270,13 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
             f"nothing prepared: expected at least two pairs in {corpus.source!r}, one for training "
             "and one for validation, found one; add more pairs"
         )
-    if sizes.size == 1:
+    if np.count_nonzero(sizes) == 1:
         texts = itertools.chain.from_iterable(
-            _split_text(text, options.val_fraction) for text in texts if isinstance(text, str)
+            _split_text(text, options.val_fraction)
+            for text in texts
+            if text and isinstance(text, str)
         )
-        sizes, splits = np.repeat(sizes // 2, 2), np.array([False, True])
+        sizes, splits = np.repeat(sizes[sizes > 0] // 2, 2), np.array([False, True])
     else:
         splits = choose_validation(sizes, options.val_fraction, options.seed)
     for text, size, is_val in itertools.zip_longest(texts, sizes, splits):
