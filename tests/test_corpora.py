@@ -176,7 +176,9 @@ def test_an_empty_path_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     for corpus in (corpora.text, corpora.jsonl):
-        with pytest.raises(CorpusError, match="a folder or a glob, found an empty path; .*variable"):
+        with pytest.raises(
+            CorpusError, match="a folder or a glob, found an empty path; .*variable"
+        ):
             corpus(["a.txt", ""])
     assert texts(corpora.text([Path()])) == ["text"]
 

@@ -237,6 +237,23 @@ def test_empty_texts_are_in_the_digest_as_in_earlier_versions(tmp_path):
     assert said["source_digest"] == hashlib.sha256(digests).hexdigest()
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_byte_order_marks_are_not_tokenized_and_stay_in_the_digest(tmp_path, count):
+    contents = [f"text {number} \ufeff\n" * 99 for number in range(count)]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_text("\ufeff" + content, encoding="utf-8")
+    made = prepare_texts(tmp_path / "*.txt", tmp_path / "data")
+    train, val = documents_of(made, "train"), documents_of(made, "val")
+    if count == 1:
+        assert train[0] + val[0] == contents[0]
+    else:
+        assert sorted(train + val) == contents
+    # Earlier versions tokenized the marks: the same text is still the same.
+    digests = [hashlib.sha256(f"\ufeff{content}".encode()).digest() for content in contents]
+    said = json.loads((made / "dataset.json").read_text())
+    assert said["source_digest"] == hashlib.sha256(b"".join(digests)).hexdigest()
+
+
 def test_a_text_too_small_to_split_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(
@@ -493,9 +510,7 @@ def test_the_command_line_says_errors_in_a_line(tmp_path, capsys, monkeypatch):
         assert "expected a file, a folder or a glob, found an empty " in capsys.readouterr().err
     arguments = ["jsonl", "a.jsonl", "--separator", "X", "--tokenizer", "byte"]
     assert main(arguments) == 1
-    assert (
-        "expected --prompt-field and --answer-field with --separator" in capsys.readouterr().err
-    )
+    assert "expected --prompt-field and --answer-field with --separator" in capsys.readouterr().err
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -191,9 +191,7 @@ def _parse(fields: Any) -> Manifest:
             name: _shard_info(_object(info, f"shard {name!r:.60}"), version, vocab_size)
             for name, info in _object(fields.get("shards"), "shards").items()
         },
-        options={}
-        if fields.get("options") is None
-        else _object(fields["options"], "options"),
+        options={} if fields.get("options") is None else _object(fields["options"], "options"),
     )
 
 

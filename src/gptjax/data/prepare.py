@@ -134,9 +134,7 @@ def prepare_corpus(
     name = f"{corpus_name}_{tokenizer.name}" if options.name is None else options.name
     final = dataset_folder(options.data_dir, name)
     with locked(final, log):
-        if final.exists() and (
-            ready := _already_prepared(final, corpus, tokenizer, options)
-        ):
+        if final.exists() and (ready := _already_prepared(final, corpus, tokenizer, options)):
             log(printable(ready))
             return final
         start = time.perf_counter()
@@ -264,7 +262,11 @@ class _Piece:
 
 def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Piece]:
     """Yield the corpus in order, long documents in several pieces."""
-    texts = corpus.documents()
+    # The digest of the text includes byte order marks, as in earlier versions. The tokens do not.
+    texts = (
+        text.removeprefix("\ufeff") if isinstance(text, str) else text
+        for text in corpus.documents()
+    )
     if sizes.size == 1 and corpus.masked:
         raise PrepareError(
             f"nothing prepared: expected at least two pairs in {corpus.source!r}, one for training "
