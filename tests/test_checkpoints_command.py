@@ -1,7 +1,12 @@
 """python -m gptjax.checkpoints: list, average and delete."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,11 +17,13 @@ import gptjax
 from gptjax import GPT2Config, checkpoints
 from gptjax.models.base import params_of
 from gptjax.training.lock import locked
+from gptjax.weights import checkpoint_files
 
 MODEL = GPT2Config(
     vocab_size=257, padded_vocab_size=264, block_size=16, n_layer=1, n_head=2, n_embd=8
 )
 STEPS = {10: 1, 20: 2, 30: 3}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +67,39 @@ def test_list(run, capsys):
     assert "damaged: " in lines[1] and [line.split()[3] for line in lines[2:]] == ["intact"] * 2
     assert all(float(line.split()[2]) > 0 for line in lines[1:])
     assert "intact metadata" in command(capsys, run, "list", "--no-verify").splitlines()[1]
+
+
+@pytest.mark.parametrize("moment", ["before", "size", "state"])
+def test_list_skips_a_checkpoint_that_is_deleted_meanwhile(run, capsys, monkeypatch, moment):
+    """A training run deletes step 20 before or while the command reads the files of the step."""
+    folder = run / "checkpoints" / "20"
+    steps, verify_all, is_file = checkpoint_files.steps, checkpoint_files.verify_all, Path.is_file
+
+    def steps_before_deletion(path):
+        known = steps(path)
+        shutil.rmtree(path / "20")
+        return known
+
+    def is_file_before_deletion(path):
+        found = is_file(path)
+        if found and folder in path.parents:
+            shutil.rmtree(folder)
+        return found
+
+    def verify_during_deletion(path):
+        if path == folder:
+            (path / checkpoint_files.METADATA).unlink()
+        return verify_all(path)
+
+    if moment == "before":
+        monkeypatch.setattr(checkpoint_files, "steps", steps_before_deletion)
+    elif moment == "size":
+        monkeypatch.setattr(Path, "is_file", is_file_before_deletion)
+    else:
+        monkeypatch.setattr(checkpoint_files, "verify_all", verify_during_deletion)
+    lines = command(capsys, run, "list").splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "30", "10"]
+    assert [line.split()[3] for line in lines[1:]] == ["intact"] * 2
 
 
 @pytest.mark.parametrize("which", [["--steps", 10, 30], ["--last", 2]])
@@ -112,3 +152,56 @@ def test_a_run_in_use_keeps_its_checkpoints(run, tmp_path, capsys):
     assert steps(run) == ["10", "20", "30"]
     assert "expected a run's folder" in command(capsys, tmp_path / "no", "list", code=1)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(("args", "code"), [((), 130), ((signal.SIGTERM,), 143)])
+def test_ctrl_c_and_sigterm_end_the_command_without_a_traceback(
+    run, capsys, monkeypatch, args, code
+):
+    def interrupted(folder):
+        raise KeyboardInterrupt(*args)
+
+    monkeypatch.setattr(checkpoint_files, "steps", interrupted)
+    assert checkpoints.main([str(run), "list"]) == code
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_closed_output_ends_the_command_without_a_message(run):
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "gptjax.checkpoints", str(run), "list", "--no-verify"]
+    done = subprocess.run(
+        line, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+# The command line with a slow save: a thread of Orbax creates files for a second.
+SLOW = """
+import runpy, sys, time
+from gptjax.training import checkpoint
+synchronize = checkpoint._synchronize
+def slow(paths):
+    print("saving", flush=True)
+    for number in range(20):
+        time.sleep(0.05)
+        paths[0].mkdir(parents=True, exist_ok=True)
+        (paths[0] / f"late{number}").touch()
+    synchronize(paths)
+checkpoint._synchronize = slow
+sys.argv[0] = "gptjax.checkpoints"
+runpy.run_module("gptjax.checkpoints", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_average_leaves_nothing(run, tmp_path, number, code):
+    args = [str(run), "average", "--last", "2", "--out", str(tmp_path / "mean")]
+    line, pipes = [sys.executable, "-c", SLOW, *args], {"stdout": subprocess.PIPE}
+    with subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, **pipes) as process:
+        assert process.stdout.readline() == b"saving\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (code, b"interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

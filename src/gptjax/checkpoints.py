@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import tyro
 
-from gptjax.terminal import printable
+from gptjax.terminal import exit_code, interrupt, printable
 from gptjax.training.checkpoint import Checkpoints, NotFiniteError, silence_orbax
 from gptjax.training.lock import LockedError, locked
 from gptjax.training.run_log import LogError, read_log
@@ -35,10 +36,16 @@ class List:
         print(f"{'step':>10}  {'val loss':>8}  {'MiB':>9}  state")
         for step in checkpoint_files.steps(folder):
             path = folder / str(step)
-            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            try:
+                size = _size(path)
+                state = _state(path, self.verify)
+                deleted = not path.exists() or _size(path) < size
+            except FileNotFoundError:
+                deleted = True
+            if deleted:  # by the training run, in the meantime
+                continue
             loss = losses.get(step)
             shown = "-" if loss is None else f"{loss:.4f}"
-            state = _state(path, self.verify)
             print(f"{step:>10}  {shown:>8}  {size / 2**20:>9.2f}  {printable(state)}")
 
 
@@ -122,10 +129,14 @@ def average(folder: Path, steps: list[int], out: Path) -> None:
     meta = {name: metas[newest][name] for name in ("config", "data") if name in metas[newest]}
     with created(out) as temporary:
         checkpoints = Checkpoints(temporary / CHECKPOINTS)
-        checkpoints.save(
-            newest, {checkpoint_files.PARAMS: mean}, meta | {"averaged": sorted(steps)}
-        )
-        checkpoints.close()
+        try:
+            checkpoints.save(
+                newest, {checkpoint_files.PARAMS: mean}, meta | {"averaged": sorted(steps)}
+            )
+            checkpoints.wait()
+        finally:
+            # Also after Ctrl-C: threads of Orbax would write to the removed folder again.
+            checkpoints.close()
 
 
 def _folder(run: Path) -> Path:
@@ -133,6 +144,11 @@ def _folder(run: Path) -> Path:
     if folder is None or folder == run:
         raise WeightsError(f"{run}: expected a run's folder, with checkpoints in {CHECKPOINTS}/")
     return folder
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of all files. Raise FileNotFoundError if a file is deleted meanwhile."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _check_steps(steps: tuple[int, ...], known: list[int]) -> list[int]:
@@ -193,21 +209,21 @@ class _CommandLine:
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     description = "List, average or delete the checkpoints of a run."
-    line = tyro.cli(
-        _CommandLine,
-        prog="python -m gptjax.checkpoints",
-        description=description,
-        args=args,
-        config=(tyro.conf.OmitSubcommandPrefixes,),
-    )
-    try:
+
+    def command() -> None:
+        line = tyro.cli(
+            _CommandLine,
+            prog="python -m gptjax.checkpoints",
+            description=description,
+            args=args,
+            config=(tyro.conf.OmitSubcommandPrefixes,),
+        )
         line.command.run(line.run)
-    except (WeightsError, LockedError, LogError, NotFiniteError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    return 0
+
+    return exit_code(command, (WeightsError, LockedError, LogError, NotFiniteError, OSError))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     silence_orbax()
     sys.exit(main())

@@ -29,6 +29,14 @@ def has_control_characters(text: str) -> bool:
     return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
 
 
+def interrupt(number: int, frame: object = None) -> None:
+    """Raise KeyboardInterrupt, so that partial files are removed. Handler of SIGTERM.
+
+    `exit_code` returns 128 plus the number of the signal.
+    """
+    raise KeyboardInterrupt(number)
+
+
 def exit_code(
     command: Callable[[], object],
     errors: tuple[type[Exception], ...],

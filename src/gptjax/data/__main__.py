@@ -16,7 +16,7 @@ from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.tokenizers import TokenizerChoice
-from gptjax.terminal import exit_code, printable
+from gptjax.terminal import exit_code, interrupt, printable
 from gptjax.user_folders import data_folder
 
 _PATHS = tyro.conf.arg(metavar="PATH...", help_behavior_hint="(at least one)")
@@ -180,11 +180,6 @@ def main(args: list[str] | None = None) -> int:
     return exit_code(prepare, (DataError, OSError), "interrupted; no partial dataset is left")
 
 
-def _terminate(number: int, _: object) -> None:
-    """Raise KeyboardInterrupt, so that partial files are removed."""
-    raise KeyboardInterrupt(number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())
