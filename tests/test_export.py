@@ -14,7 +14,7 @@ import gptjax
 from gptjax import export as command
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 from gptjax.models.base import graph, params_of
-from gptjax.weights import bpe_files
+from gptjax.weights import WeightsError, bpe_files
 from gptjax.weights.export import export
 
 with warnings.catch_warnings():
@@ -165,6 +165,18 @@ def test_gguf_has_gpt2s_tokenizer(gpt2, gpt2_model, tmp_path):
     assert tokens == ["Ġthe", "<|endoftext|>", "[PAD50257]", "[PAD50276]"]
     assert [kinds[id] for id in (262, 50256, 50257, -1)] == [1, 3, 5, 5]
     assert [part("merges", i) for i in (0, 1, 49999)] == ["Ġ t", "Ġ a", "Ġg azed"]
+
+
+@pytest.mark.parametrize("to", ["hf", "llmc", "gguf"])
+def test_a_subclass_is_not_exported(to, tmp_path):
+    class Changed(gptjax.GPT2):
+        pass
+
+    if to == "gguf":
+        pytest.importorskip("gguf", reason="the package gguf is in the extra `gguf`")
+    with pytest.raises(WeightsError, match="expected a GPT2, found a Changed"):
+        export(Changed(BYTES, rngs=nnx.Rngs(0)), tmp_path / "m.bin", to, tokenizer=None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys, monkeypatch):

@@ -205,3 +205,19 @@ def test_saving_into_a_file_names_the_folder(tiny):
         WeightsError, match=r"config\.json: the folder cannot be created: File exists"
     ):
         gptjax.save_hf(model, tiny / "config.json")
+
+
+class Changed(gptjax.GPT2):
+    """A subclass with GPT-2's config."""
+
+
+@pytest.mark.parametrize("save", [gptjax.save_hf, gptjax.save_llmc], ids=["hf", "llmc"])
+def test_only_a_gpt2_is_saved(save, tmp_path):
+    sizes = {"vocab_size": 11, "block_size": 5, "n_layer": 1, "n_head": 2, "n_embd": 4}
+    changed = Changed(gptjax.GPT2Config(**sizes), rngs=nnx.Rngs(0))
+    llama = gptjax.Llama3(gptjax.Llama3Config(**sizes), rngs=nnx.Rngs(0))
+    for model in (changed, llama):
+        message = f"{save.__name__}: expected a GPT2, found a {type(model).__name__}"
+        with pytest.raises(WeightsError, match=message):
+            inspect.unwrap(save)(model, tmp_path / "new")
+    assert not list(tmp_path.iterdir())

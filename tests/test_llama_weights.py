@@ -1,6 +1,7 @@
 """gptjax.weights.llama: the folders of transformers' Llama, both ways."""
 
 import dataclasses
+import inspect
 import json
 import warnings
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from hf_tools import edit_config, edit_tensors
 from llama_tools import ODD, batch_of, build, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
@@ -202,3 +204,17 @@ def test_missing_and_unexpected_tensors(folder):
         load_llama(folder, n_inner=3)
     with pytest.raises(WeightsError, match="not there"):
         load_llama(folder / "nothing.safetensors")
+
+
+class Changed(gptjax.Llama3):
+    """A subclass with Llama 3's config."""
+
+
+def test_only_a_llama3_is_saved(tmp_path):
+    sizes = {"vocab_size": 11, "block_size": 5, "n_layer": 1, "n_head": 2, "n_embd": 4}
+    gpt2 = gptjax.GPT2(gptjax.GPT2Config(**sizes), rngs=nnx.Rngs(0))
+    for model in (Changed(ODD, rngs=nnx.Rngs(0)), gpt2):
+        message = f"save_llama: expected a Llama3, found a {type(model).__name__}"
+        with pytest.raises(WeightsError, match=message):
+            inspect.unwrap(save_llama)(model, tmp_path / "new")
+    assert not list(tmp_path.iterdir())

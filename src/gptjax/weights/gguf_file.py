@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
+from gptjax.models import gpt2
 from gptjax.models.base import Model
-from gptjax.models.llama3 import Llama3Config, frequencies
+from gptjax.models.llama3 import Llama3, Llama3Config, frequencies
 from gptjax.weights.bpe_files import merges, text_of
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.gpt2 import GGUF_BLOCK_NAMES, GGUF_NAMES, tensor_kinds
 from gptjax.weights.llama import tensors_in
-from gptjax.weights.params import Key, host_arrays
+from gptjax.weights.params import Key, check_model, host_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Architecture:
 
     Attributes:
         name: value of general.architecture.
+        model: class of the models.
         metadata: function of the model's config: keys without the architecture's name, and values.
         tensors: function of the model: names and fp32 arrays.
     """
 
     name: str
+    model: type[Model]
     metadata: Callable[[Any], dict[str, int | float]]
     tensors: Callable[[Any], Iterator[tuple[str, np.ndarray]]]
 
@@ -47,10 +50,11 @@ def save_gguf(
         name: value of general.name.
 
     Raises:
-        WeightsError: the package gguf is missing.
+        WeightsError: the package gguf is missing, or the model is of another class.
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
         OSError: the file cannot be written.
     """
+    check_model("save_gguf", model, architecture.model)
     try:
         import gguf
     except ModuleNotFoundError as error:
@@ -124,7 +128,7 @@ def _gpt2_name(name: str) -> str:
     return f"blk.{layer}.{GGUF_BLOCK_NAMES[module]}.{kind}"
 
 
-GPT2 = Architecture("gpt2", _gpt2_metadata, _gpt2_tensors)
+GPT2 = Architecture("gpt2", gpt2.GPT2, _gpt2_metadata, _gpt2_tensors)
 
 
 LLAMA_NAMES: dict[Key, str] = {
@@ -180,4 +184,4 @@ def _interleaved(rows_OC: np.ndarray, head_dim: int) -> np.ndarray:
     return rows_HPEC.swapaxes(1, 2).reshape(rows_OC.shape)
 
 
-LLAMA = Architecture("llama", _llama_metadata, _llama_tensors)
+LLAMA = Architecture("llama", Llama3, _llama_metadata, _llama_tensors)

@@ -25,7 +25,15 @@ from gptjax.terminal import printable
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import file_size, reason, replacing, shown
 from gptjax.weights.gpt2 import SIZES, tensor_kinds
-from gptjax.weights.params import FP32, Key, check_options, few, host_arrays, model_from_tensors
+from gptjax.weights.params import (
+    FP32,
+    Key,
+    check_model,
+    check_options,
+    few,
+    host_arrays,
+    model_from_tensors,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -128,8 +136,10 @@ def save_hf(model: GPT2, path: str | os.PathLike) -> None:
         path: the folder, created if it does not exist.
 
     Raises:
-        WeightsError: the folder or a file cannot be written, for example because the disk is full.
+        WeightsError: the model is a subclass of GPT2; the folder or a file cannot be written, for
+            example because the disk is full.
     """
+    check_model("save_hf", model, GPT2)
     folder, config = Path(path), model.config
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,15 @@ from gptjax.precision import Precision
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import file_size, reason, replacing, shown
 from gptjax.weights.hf import HEAD, WEIGHTS, Stored, find_tensors, read_json
-from gptjax.weights.params import FP32, Key, check_options, few, host_arrays, model_from_tensors
+from gptjax.weights.params import (
+    FP32,
+    Key,
+    check_model,
+    check_options,
+    few,
+    host_arrays,
+    model_from_tensors,
+)
 
 # Field of the config, field of config.json.
 SIZES = {
@@ -250,8 +258,10 @@ def save_llama(model: Llama3, path: str | os.PathLike) -> None:
         path: the folder, created if it does not exist.
 
     Raises:
-        WeightsError: the folder or a file cannot be written, for example because the disk is full.
+        WeightsError: the model is a subclass of Llama3; the folder or a file cannot be written, for
+            example because the disk is full.
     """
+    check_model("save_llama", model, Llama3)
     folder, config = Path(path), cast(Llama3Config, model.config)
     try:
         folder.mkdir(parents=True, exist_ok=True)

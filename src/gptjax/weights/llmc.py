@@ -26,7 +26,14 @@ from gptjax.precision import Precision
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import file_size, reason, replacing, shown
 from gptjax.weights.gpt2 import SIZES, TensorKind, tensor_kinds
-from gptjax.weights.params import FP32, Key, check_options, host_arrays, model_from_tensors
+from gptjax.weights.params import (
+    FP32,
+    Key,
+    check_model,
+    check_options,
+    host_arrays,
+    model_from_tensors,
+)
 
 MAGIC = 20240326
 HEADER_INTS = 256
@@ -98,9 +105,10 @@ def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> N
 
     Raises:
         ValueError: an unknown dtype.
-        WeightsError: the file cannot be written, for example because the folder does not exist or
-            the disk is full.
+        WeightsError: the model is a subclass of GPT2; the file cannot be written, for example
+            because the folder does not exist or the disk is full.
     """
+    check_model("save_llmc", model, GPT2)
     if dtype not in VERSIONS:
         raise ValueError(f"save_llmc: unknown dtype {dtype!r}; choose one of {list(VERSIONS)}")
     config, params = model.config, host_arrays(model)

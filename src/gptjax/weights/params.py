@@ -25,6 +25,23 @@ def host_arrays(model: Model) -> dict[Key, np.ndarray]:
     return {key: np.asarray(leaf) for key, leaf in params.items()}
 
 
+def check_model(function: str, model: Any, expected: type[Model]) -> None:
+    """Raise WeightsError if a model is not of a class, or is of a subclass.
+
+    A subclass may compute something else than the files describe.
+
+    Args:
+        function: the writer's name, the first word of the error message.
+    """
+    if type(model) is not expected:
+        name = expected.__name__
+        raise WeightsError(
+            f"{function}: expected a {name}, found a {type(model).__name__}, which the file would "
+            f"not describe. Copy the parameters to a {name} with "
+            "gptjax.weights.model_from_params, or see the formats of python -m gptjax.export"
+        )
+
+
 def model_from_tensors(config: ModelConfig, tensors: Iterable[tuple[Key, np.ndarray]]) -> Model:
     """Return a model with the parameters that an iterator reads from a file.
 
