@@ -13,6 +13,7 @@ from flax import nnx
 
 from gptjax import GPT2, GPT2Config, Precision, generate, generation
 from gptjax.generation import prepared
+from gptjax.generation.stream import token_chunks
 from gptjax.models import gpt2
 from gptjax.precision import NAMES
 from pallas_kernels import Filters, sample_token
@@ -209,6 +210,31 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
     np.testing.assert_array_equal(longer[:, :14], one)
     assert (one[:, 4:] != other[:, 4:]).any() and (one[0] != one[1]).any()
     np.testing.assert_array_equal(one[:, :4], prompt_BT)
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-39, 1e-60])
+def test_a_small_temperature_equals_greedy(temperature):
+    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
+    greedy_BT, drawn_BT = (
+        generate(model, prompt_BT, max_new_tokens=9, temperature=t, key=KEY)
+        for t in (0, temperature)
+    )
+    np.testing.assert_array_equal(drawn_BT, greedy_BT)
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+def test_a_draw_depends_on_key_row_and_position_for_any_key(implementation):
+    model, prompt_BT = make_model(**ODD), random_tokens(3, 4, ODD["vocab_size"])
+    key = jax.random.key(1, impl=implementation)
+    one = np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=key))
+    longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=key))
+    np.testing.assert_array_equal(longer[:, :14], one)
+    fewer_rows = np.asarray(generate(model, prompt_BT[:2], max_new_tokens=10, key=key))
+    np.testing.assert_array_equal(fewer_rows, one[:2])
+    chunks = token_chunks(model, np.asarray(prompt_BT), max_new_tokens=10, key=key, steps=3)
+    np.testing.assert_array_equal(np.concatenate([*chunks], axis=1), one[:, 4:])
+    other = jax.random.fold_in(key, 1)
+    assert (np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=other)) != one).any()
 
 
 def test_padded_ids_are_never_produced():

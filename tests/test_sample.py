@@ -183,6 +183,14 @@ def test_one_prompt_is_streamed(command, model, monkeypatch):
     assert len(written) > 3  # the text came in parts
 
 
+def test_the_texts_of_a_seed_do_not_depend_on_the_default_of_jax(command, model):
+    (ids,) = drawn(model, [b"hello"], 6)
+    with jax.default_prng_impl("rbg"):
+        code, shown, errors = command("--prompt", "hello", "--json", *SIX)
+    assert code == 0, errors
+    assert json.loads(shown)["tokens"] == ids
+
+
 def test_control_characters_are_replaced(command, monkeypatch):
     monkeypatch.setattr(BYTES.__class__, "decode", lambda self, ids: "\x1b[2J" * len(ids))
     code, shown, _ = command("--prompt", "x", *SIX)

@@ -121,6 +121,18 @@ def test_no_derivative(implementation, triton_on_cpu):
     assert not jax.grad(lambda logits_BV: f(jax.lax.stop_gradient(logits_BV)))(logits_BV).any()
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1.2e-38])
+@pytest.mark.parametrize("how", [(), (np.int32(2),), (None, np.float32(0.9))], ids=str)
+def test_a_small_temperature_draws_the_likeliest_token(temperature, how):
+    logits_BV = jax.random.normal(jax.random.key(0), (5, 99)) * 30 + 100
+    logits_BV = logits_BV.at[1, ::2].set(-jnp.inf)
+    filters = Filters(jnp.float32(temperature), *how)
+    # Compiled: XLA may then contract multiplications and subtractions.
+    draw = jax.jit(functools.partial(sample_token, implementation="xla"))
+    found = draw(logits_BV, jnp.full((5,), 0.5), filters)
+    np.testing.assert_array_equal(found, logits_BV.argmax(axis=-1))
+
+
 @pytest.mark.parametrize("rows", [1, 64])
 def test_compiled_for_an_h200(rows):
     """Loads of the row are 16 bytes wide in both passes, where a row starts at an odd id, too."""

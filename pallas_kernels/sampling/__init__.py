@@ -84,7 +84,9 @@ def sample_token(
 def _in_jax(logits_BV, uniform_B, filters):
     if filters.temperature is None:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV.astype(jnp.float32) / filters.temperature
+    logits_BV = logits_BV.astype(jnp.float32)
+    # Subtract first: rounding errors of logits / temperature are large at a small temperature.
+    logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / filters.temperature
     probs_BV = jax.nn.softmax(logits_BV, axis=-1)
     if filters.top_k is not None or filters.top_p is not None:
         # Compare ranks, not thresholds: bf16 logits are often equal, and a threshold would keep all

@@ -229,7 +229,8 @@ class Sampler:
 
         from gptjax.generation.stream import complete
 
-        options, key = self.options, jax.random.key(self.options.seed)
+        options = self.options
+        key = jax.random.key(options.seed, impl="threefry2x32")  # not JAX's configured default
         if number:  # no position: `generate` folds positions into the key
             key = jax.random.fold_in(key, self.model.config.block_size + number)
         return complete(

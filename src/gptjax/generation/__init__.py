@@ -122,7 +122,7 @@ def new_tokens(
     padded_BT = np.zeros((b, padded), np.int32)
     padded_BT[:, :t] = prompt_BT
     sampler = "xla" if implementation == "xla" else "auto"
-    how = {"filters": filters, "key": key, "sampler": sampler}
+    how = {"filters": filters, "key": _threefry(key), "sampler": sampler}
     kernel = model.decode_kernel(b, implementation)
     structure, params, weights = prepare(model, kernel)
     more_weights, cache, token_B, length_B, first_B1 = _start(
@@ -217,11 +217,21 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
 
 def _filters(model: Model, temperature, top_k, top_p) -> Filters:
     """Return checked options as arrays: new values need no new executable, but None does."""
+    # Dividing by a number below fp32's normal range results in NaN.
+    greedy = temperature < float(np.finfo(np.float32).tiny)
     return Filters(
-        None if temperature == 0 else np.float32(temperature),
+        None if greedy else np.float32(temperature),
         None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else np.float32(top_p),
     )
+
+
+def _threefry(key):
+    """Return a threefry key: under `jax.vmap`, the draws of other implementations depend on the
+    number of keys."""
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    return jax.random.wrap_key_data(jax.random.key_data(key).reshape(-1)[:2], impl="threefry2x32")
 
 
 def _uniforms(filters, key, position_B):
