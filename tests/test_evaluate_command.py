@@ -2,11 +2,13 @@
 
 import functools
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
 import torch
+from dataset_tools import make_folder
 from evaluation_tools import (
     BYTES,
     CONFIG,
@@ -86,14 +88,26 @@ def test_all_tasks(command, folder, both, tmp_path):
 
 def test_texts(command, folder, both, tmp_path):
     text, out = folder / "text.txt", tmp_path / "results.json"
-    code, _, errors = command("--task", "loss", "bits-per-byte", "--file", text, "--out", out)
+    code, shown, errors = command("--task", "loss", "bits-per-byte", "--file", text, "--out", out)
     assert (code, errors) == (0, "")
     ids = [256, *text.read_bytes()]
     assert len(ids) <= BLOCK
     nats = -float(torch_log_probs(both[1], ids, 1)[0].mean())
+    assert f"text: {text}" in shown
     loss, bits = json.loads(out.read_text())["rows"]
+    assert loss["dataset"] == bits["dataset"] == str(text)
     assert loss["value"] == pytest.approx(nats, rel=1e-5) and loss["tokens"] == len(ids) - 1
     assert bits["value"] == pytest.approx(nats / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("option", ["--dataset", "--file"])
+def test_the_scored_dataset_is_named(command, option, tmp_path):
+    words, out = make_folder(tmp_path / "words"), tmp_path / "results.json"
+    code, shown, errors = command("--task", "loss", option, words, "--out", out)
+    assert code == 0, errors
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["dataset"] == str(words)
+    assert shown.count(f"text: {words}") == 1
 
 
 def test_progress_without_a_terminal(command, monkeypatch, folder):
@@ -121,6 +135,17 @@ def test_progress_without_a_terminal(command, monkeypatch, folder):
         ([], "expected --task or --harness, got neither"),
         (["--task", "mmlu", "core", "--file", "x"], "--file is the file of one task"),
         (["--task", "loss", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--task", "hellaswag", "--stride", "8"], "--stride needs --task loss or bits-per-byte"),
+        (["--task", "mmlu", "--dataset", "x"], "--dataset needs --task loss or bits-per-byte"),
+        (["--harness", "x", "--dataset", "x"], "--dataset needs --task loss or bits-per-byte"),
+        (["--task", "loss", "--shots", "0"], "--shots needs --harness"),
+        (["--task", "loss", "--harness-path", "x"], "--harness-path needs --harness"),
+        (["--harness", "x", "--file", "x"], "--file needs --task"),
+        (
+            ["--task", "loss", "--file", "x", "--dataset", "y"],
+            "expected --file or --dataset, got both",
+        ),
+        (["--task", "loss", "mmlu", "loss"], "expected each task once, got loss mmlu loss"),
         (["--task", "loss", "--precision", "fp7"], "--precision must be one of fp32, "),
         (["--task", "loss", "--out", "none/x.json"], "must be a file in a folder that exists"),
         (["--task", "loss", "--file", "none.txt"], "none.txt: expected a text file, found no file"),
@@ -140,6 +165,16 @@ def test_an_unknown_tokenizer_is_asked_for(command):
 
 
 # ------------------------------------------------------------------------- lm-evaluation-harness
+def test_the_package_is_imported_without_lm_eval(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "gptjax.evaluation.harness", raising=False)
+    names = {}
+    exec("from gptjax.evaluation import *", names)
+    assert "Scorer" in names
+    with pytest.raises(EvaluationError, match=r"pip install -e '\.\[eval\]'"):
+        exec("from gptjax.evaluation import LM", names)
+
+
 TASK = """
 task: letters
 dataset_path: json

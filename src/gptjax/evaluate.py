@@ -23,6 +23,7 @@ from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.evaluation import (
     EvaluationError,
     Scorer,
+    Stream,
     core_metric,
     evenly_spaced,
     from_dataset,
@@ -88,6 +89,23 @@ class Evaluate:
         """Raise EvaluationError for options that contradict each other or are out of range."""
         if not self.task and not self.harness:
             raise EvaluationError("expected --task or --harness, got neither")
+        if len({*self.task}) < len(self.task):
+            raise EvaluationError(f"expected each task once, got {' '.join(self.task)}")
+        texts = any(task in TEXT_TASKS for task in self.task)
+        dataset = None if self.dataset == "auto" else self.dataset
+        for option, value, needed, given in (
+            ("--stride", self.stride, "--task loss or bits-per-byte", texts),
+            ("--dataset", dataset, "--task loss or bits-per-byte", texts),
+            ("--file", self.file, "--task", self.task),
+            ("--shots", self.shots, "--harness", self.harness),
+            ("--harness-path", self.harness_path, "--harness", self.harness),
+        ):
+            if value is not None and not given:
+                raise EvaluationError(f"{option} needs {needed}, got none")
+        if self.file is not None and dataset is not None:
+            raise EvaluationError(
+                f"expected --file or --dataset, got both, {self.file} and {dataset}; leave one out"
+            )
         texts_only = all(task in TEXT_TASKS for task in self.task)
         if self.file is not None and not texts_only and len(self.task) > 1:
             raise EvaluationError("--file is the file of one task; set --data-dir for several")
@@ -130,7 +148,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     texts = [task for task in options.task if task in TEXT_TASKS]
     if texts:  # one pass for both metrics
         with _progress(console, " and ".join(texts)) as scored:
-            rows += _score_text(options, texts, scorer, tokenizer, scored)
+            rows += _score_text(options, texts, scorer, tokenizer, console, scored)
     for task, items in inputs.items():
         with _progress(console, task) as scored:
             rows += _score(options, task, scorer, tokenizer, items, scored)
@@ -160,11 +178,13 @@ def _score_text(
     tasks: list[str],
     scorer: Scorer,
     tokenizer: Any,
+    console: Console,
     scored: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    """Return one row for loss and one for bits-per-byte."""
+    """Print the path of the text; return one row for loss and one for bits-per-byte."""
     began = time.perf_counter()
-    stream = _stream(options, tokenizer)
+    path, stream = _stream(options, tokenizer)
+    console.print(printable(f"text: {path}"), markup=False)
     tokens = min(stream.tokens, options.limit or stream.tokens)
     windows = -(-tokens // (options.stride or scorer.max_length))
     found = score_text(
@@ -175,7 +195,8 @@ def _score_text(
         scored=lambda n: scored(n, windows),
     )
     values = {"loss": found.loss, "bits-per-byte": found.bits_per_byte}
-    about = {"tokens": found.tokens, "bytes": found.bytes, "seconds": _since(began)}
+    about = {"dataset": str(path), "tokens": found.tokens, "bytes": found.bytes}
+    about["seconds"] = _since(began)
     return [{"task": task, "value": values[task]} | about for task in tasks]
 
 
@@ -213,13 +234,14 @@ def _since(began: float) -> float:
     return round(time.perf_counter() - began, 3)
 
 
-def _stream(options: Evaluate, tokenizer: Any) -> Any:
-    """Return the text that loss and bits-per-byte score: --file, or the validation shards of a
-    dataset."""
+def _stream(options: Evaluate, tokenizer: Any) -> tuple[Path, Stream]:
+    """Return path and content of the text that loss and bits-per-byte score: --file, or the
+    validation shards of a dataset."""
     if options.file is not None and not options.file.is_dir():
-        return from_file(options.file, tokenizer)
+        return options.file, from_file(options.file, tokenizer)
     name = str(options.dataset if options.file is None else options.file.absolute())
-    return from_dataset(data.find_dataset(name, options.data_dir, tokenizer.name), tokenizer)
+    dataset = data.find_dataset(name, options.data_dir, tokenizer.name)
+    return dataset.path, from_dataset(dataset, tokenizer)
 
 
 def _harness(

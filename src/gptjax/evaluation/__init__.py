@@ -20,10 +20,9 @@ from gptjax.evaluation.scoring import Row, Score, Scorer
 from gptjax.evaluation.text import Stream, TextScore, from_dataset, from_file, score_text
 
 if TYPE_CHECKING:
-    from gptjax.evaluation.harness import LM
+    from gptjax.evaluation.harness import LM as LM
 
 __all__ = [
-    "LM",
     "Choices",
     "CoreTask",
     "EvaluationError",
@@ -47,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # Only LM needs lm_eval.
+    # Only LM needs lm_eval. LM is not in `__all__`: `import *` must work without lm_eval.
     if name == "LM":
         from gptjax.evaluation.harness import LM
 
