@@ -1,5 +1,6 @@
 """python -m gptjax.sample: the tokens of `generate`, streamed text, stop texts, prompts, errors."""
 
+import inspect
 import io
 import json
 import signal
@@ -25,6 +26,7 @@ from gptjax import (
     save_hf,
 )
 from gptjax.data import get_tokenizer
+from gptjax.generation import stream
 from gptjax.generation.stream import NO_TOKEN, Completion, complete, token_chunks
 
 CONFIG = GPT2Config(
@@ -156,6 +158,45 @@ def test_ends(ids, how, text, tokens, stopped):
     completion, _ = grown(ids, limit=len(ids), **how)
     found = completion.text, len(completion.tokens), completion.stopped
     assert found == (text, tokens, stopped)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"stop": "END"}, r"complete: stop must be a list of texts, got 'END'"),
+        ({"stop": ["END", ""]}, "complete: stop must .* of at least one character, got ''"),
+        ({"stop": [b"END"]}, "complete: stop must .*, got b'END'"),
+        ({"max_new_tokens": "5"}, "max_new_tokens must be an integer of at least 1, got '5'"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer of at least 1, got 2.0"),
+        ({"steps": 2.5}, "steps must be an integer of at least 1, got 2.5"),
+        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
+        ({"prompts": ["hello"]}, "complete: expected prompts of token ids, got 'hello'"),
+        ({"prompts": "hello"}, "complete: expected prompts of token ids, got 'h'"),
+        ({"prompts": [[1.5]]}, r"complete: expected prompts of token ids, got \[1.5\]"),
+        ({"prompts": [5]}, "complete: expected prompts of token ids, got 5"),
+        ({"prompts": [[1, 2], np.array([2**32 + 65])]}, "prompt ids must lie in .*4294967361"),
+        ({"prompts": [[1, 2], [-1]]}, "prompt ids must lie in .* got -1"),
+        ({"prompts": [[1], []]}, "prompt is empty|lengths_B"),
+        ({"prompts": []}, "prompt is empty"),
+    ],
+    ids=repr,
+)
+def test_wrong_arguments_of_complete_are_named(model, change, message, monkeypatch):
+    monkeypatch.setattr(generation, "_start", lambda *_, **__: pytest.fail("compiled"))
+    unchecked = inspect.unwrap(complete)  # outside pytest, no annotation is checked
+    monkeypatch.setattr(stream, "token_chunks", inspect.unwrap(token_chunks))
+    monkeypatch.setattr(stream, "Completion", inspect.unwrap(Completion))
+    options = {"prompts": [[1, 2]], "max_new_tokens": 4, "key": KEY} | change
+    with pytest.raises(ValueError, match=message):
+        next(unchecked(model, BYTES, **options))
+
+
+def test_prompts_of_any_integer_type_are_completed(model):
+    how = {"max_new_tokens": 5, "key": KEY, "stop": ("never",)}
+    prompts = [[1, 2, 3], np.uint8([4]), np.uint64([5, 6]), (7, 8), np.int64([9])]
+    *_, found = complete(model, BYTES, prompts, **how)
+    *_, expected = complete(model, BYTES, [[*map(int, prompt)] for prompt in prompts], **how)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
 
 
 def test_the_begin_of_a_stop_text_is_held_back():

@@ -59,12 +59,13 @@ def generate(
         max_new_tokens: at least 1; prompt and new tokens together fit into block_size.
         lengths_B: length of each prompt; later tokens of the row are ignored. None: T for each. The
             other prompts of a batch do not affect a prompt's continuation.
-        temperature: at least 0. With 0, select the likeliest token, the lowest id of equals, for
-            any filters and key.
+        temperature: at least 0. With 0, or below fp32's normal range, select the likeliest token,
+            the lowest id of equals, for any filters and key.
         top_k: at least 1; None, or a number ≥ vocab_size, keeps every token.
         top_p: in (0, 1]; None or 1 keeps every token.
         key: `jax.random.key(seed)`. The random draw at a position depends on key, row and position
-            only, so a longer generation begins with the shorter generation.
+            only, so a longer generation begins with the shorter generation. Keys of other
+            implementations than threefry2x32 are converted.
         implementation: back end of the decoding step, of `model.decode_kernel`: "auto", "triton"
             (kernels, GPT-2 only) or "xla".
 
@@ -304,11 +305,15 @@ def _check_lengths(prompt_BT: np.ndarray, lengths_B) -> np.ndarray:
     return lengths_B
 
 
-def _check_length(model: Model, t: int, max_new_tokens) -> None:
+def _check_count(max_new_tokens) -> None:
     if not _is_scalar(max_new_tokens, np.integer) or max_new_tokens < 1:
         raise ValueError(
             f"generate: max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
         )
+
+
+def _check_length(model: Model, t: int, max_new_tokens) -> None:
+    _check_count(max_new_tokens)
     if t + max_new_tokens > (block_size := model.config.block_size):
         raise ValueError(
             f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, "

@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens of the longest prompt, N new tokens.
 """
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -54,12 +55,13 @@ def token_chunks(
     """
     prompt_BT = generation._check_prompt(model, prompt_BT)
     lengths_B = generation._check_lengths(prompt_BT, lengths_B)
+    generation._check_count(max_new_tokens)
     generation._check_length(model, prompt_BT.shape[1], 1)
     generation._check_sampling(temperature, top_k, top_p, key)
-    if steps < 1:
-        raise ValueError(f"token_chunks: steps must be at least 1, got {steps}")
+    if not generation._is_scalar(steps, np.integer) or steps < 1:
+        raise ValueError(f"token_chunks: steps must be an integer of at least 1, got {steps!r}")
     block_size = model.config.block_size
-    new = min(max_new_tokens, block_size - int(lengths_B.min()))
+    new = min(int(max_new_tokens), block_size - int(lengths_B.min()))
     # The longest prompt has the fewest positions left.
     generation._check_length(model, int(lengths_B.min()), new)
     chunks = generation.new_tokens(
@@ -67,7 +69,7 @@ def token_chunks(
         prompt_BT,
         lengths_B,
         new=new,
-        steps=steps,
+        steps=int(steps),
         filters=generation._filters(model, temperature, top_k, top_p),
         key=key,
         implementation=implementation,
@@ -181,12 +183,16 @@ def complete(
         The completions of all prompts, always the same list, after each chunk of tokens.
 
     Raises:
-        ValueError: the errors of `token_chunks`.
+        ValueError: the errors of `token_chunks`, prompts that are no ids, or a stop text that is
+            empty or no text.
     """
-    lengths_B = np.array([len(prompt) for prompt in prompts])
-    prompt_BT = np.zeros((len(prompts), lengths_B.max(initial=0)), np.int32)
-    for row_T, prompt in zip(prompt_BT, prompts, strict=True):
-        row_T[: len(prompt)] = prompt
+    _check_stop(stop)
+    rows = [_ids(prompt) for prompt in prompts]
+    lengths_B = np.array([len(row_T) for row_T in rows], np.int64)
+    # int64: `token_chunks` checks the ids.
+    prompt_BT = np.zeros((len(rows), lengths_B.max(initial=0)), np.int64)
+    for padded_T, row_T in zip(prompt_BT, rows, strict=True):
+        padded_T[: len(row_T)] = row_T
     options |= {"max_new_tokens": max_new_tokens, "lengths_B": lengths_B}
     chunks = token_chunks(model, prompt_BT, **options)
     rooms = [model.config.block_size - int(length) for length in lengths_B]
@@ -203,3 +209,24 @@ def complete(
         yield completions
         if all(completion.stopped for completion in completions):
             return
+
+
+def _check_stop(stop) -> None:
+    if isinstance(stop, str):
+        raise ValueError(f"complete: stop must be a list of texts, got {stop!r}; pass [{stop!r}]")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise ValueError(
+                f"complete: stop must have texts of at least one character, got {text!r}"
+            )
+
+
+def _ids(prompt) -> np.ndarray:
+    """Return the ids of a prompt, in any integer dtype."""
+    ids_T = np.asarray(prompt)
+    if ids_T.ndim != 1 or (ids_T.size and not np.issubdtype(ids_T.dtype, np.integer)):
+        raise ValueError(
+            f"complete: expected prompts of token ids, got {reprlib.repr(prompt)}; encode texts "
+            "with the tokenizer"
+        )
+    return ids_T
