@@ -167,15 +167,15 @@ def test_gguf_has_gpt2s_tokenizer(gpt2, gpt2_model, tmp_path):
     assert [part("merges", i) for i in (0, 1, 49999)] == ["Ġ t", "Ġ a", "Ġg azed"]
 
 
-@pytest.mark.parametrize("to", ["hf", "llmc", "gguf"])
-def test_a_subclass_is_not_exported(to, tmp_path):
+@pytest.mark.parametrize("to, suffix", [("hf", ""), ("llmc", "bin"), ("gguf", "gguf")])
+def test_a_subclass_is_not_exported(to, suffix, tmp_path):
     class Changed(gptjax.GPT2):
         pass
 
     if to == "gguf":
         pytest.importorskip("gguf", reason="the package gguf is in the extra `gguf`")
     with pytest.raises(WeightsError, match="expected a GPT2, found a Changed"):
-        export(Changed(BYTES, rngs=nnx.Rngs(0)), tmp_path / "m.bin", to, tokenizer=None)
+        export(Changed(BYTES, rngs=nnx.Rngs(0)), tmp_path / f"m.{suffix}", to, tokenizer=None)
     assert not list(tmp_path.iterdir())
 
 
@@ -192,9 +192,13 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys,
     assert "does not exist" in refused(run, "hf", tmp_path / "no" / "hf")
     assert "found step=4" in refused(run, "hf", tmp_path / "hf", step=4)
     assert "does not exist" in refused(tmp_path / "no", "hf", tmp_path / "hf")
+    assert "expected a name that ends in .bin" in refused(run, "llmc", tmp_path / "model")
+    assert "expected a name that ends in .gguf" in refused(run, "gguf", tmp_path / "model.bin")
+    with pytest.raises(WeightsError, match=r"ends in \.bin"):
+        export(model_of(BYTES), tmp_path / "model", "llmc", tokenizer=None)
     changes = {"model": "MineConfig"}
     other = save_run(tmp_path / "other", {1: random_params(BYTES)}, model=BYTES, changes=changes)
-    found = refused(other, "gguf", tmp_path / "m")
+    found = refused(other, "gguf", tmp_path / "m.gguf")
     assert "architectures GPT2Config, Llama3Config, found MineConfig" in found
 
     def full(*_, **__):

@@ -11,7 +11,7 @@ from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.terminal import printable
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, sources
-from gptjax.weights.export import Format, check_architecture, check_new, export
+from gptjax.weights.export import Format, check_architecture, check_new, check_suffix, export
 
 
 def main(
@@ -34,6 +34,7 @@ def main(
     """
     try:
         check_new(out)
+        check_suffix(out, to)
         source = sources.find(path, step=step)
         check_architecture(source.architecture, to)
         model, found = load(source.path, tokenizer=tokenizer)

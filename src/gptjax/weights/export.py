@@ -20,6 +20,8 @@ from gptjax.weights.llmc import save_llmc
 
 Format = Literal["hf", "llmc", "gguf"]
 
+SUFFIXES: dict[Format, str] = {"llmc": ".bin", "gguf": ".gguf"}
+
 Writer = Callable[[Model, Path, str | None, str], None]
 """Function of a model, a new path, a tokenizer's name or None, and the model's name."""
 
@@ -67,24 +69,37 @@ def check_architecture(architecture: str, to: Format) -> None:
         )
 
 
+def check_suffix(path: Path, to: Format) -> None:
+    """Raise WeightsError if a file's name lacks the suffix by which programs detect its format."""
+    suffix = SUFFIXES.get(to, path.suffix)
+    if path.suffix != suffix:
+        raise WeightsError(
+            f"{shown(path)}: expected a name that ends in {suffix} for the format {to}, such as "
+            f"{shown(path.with_suffix(suffix))}"
+        )
+
+
 def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str | None) -> str:
     """Write a model in another program's format, and return a sentence about its tokenizer.
 
     The path appears when all files are complete and on disk.
 
     Args:
-        path: a folder for hf, else a file. The path must not exist; its parent folder must.
+        path: a folder for hf, else a file: .bin for llmc, .gguf for gguf. The path must not exist;
+            its parent folder must.
         to: "hf", "llmc" or "gguf".
         tokenizer: "gpt2", "byte" or None. hf folders store both tokenizers, GGUF files store gpt2
             only, and llm.c's files store no tokenizer.
 
     Raises:
-        WeightsError: no export of this architecture, the path exists, or writing fails.
+        WeightsError: no export of this architecture, the path exists or lacks the suffix, or
+            writing fails.
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
     """
     path, architecture = Path(path), type(model.config).__name__
     check_architecture(architecture, to)
     check_new(path)
+    check_suffix(path, to)
     with created(path) as temporary:
         WRITERS[to][architecture](model, temporary, tokenizer, path.stem)
     return _about_tokenizer(to, tokenizer)
