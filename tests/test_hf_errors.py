@@ -221,3 +221,10 @@ def test_only_a_gpt2_is_saved(save, tmp_path):
         with pytest.raises(WeightsError, match=message):
             inspect.unwrap(save)(model, tmp_path / "new")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_llama_is_not_read_as_a_gpt2(tiny):
+    edit_config(tiny, model_type="llama")
+    with pytest.raises(WeightsError, match=r"found 'llama'.*gptjax\.load") as caught:
+        gptjax.load_hf(tiny)
+    assert "does not compute" not in str(caught.value)

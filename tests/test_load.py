@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -92,6 +93,15 @@ def test_options_replace_defaults_and_the_shape_is_the_runs(run):
     for wrong in ({"n_layer": 2}, {"speed": 3}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             gptjax.load(run, **wrong)
+
+
+@pytest.mark.parametrize("options", [{"attention": "flash9"}, {"mlp": "x", "attention": "mosaic"}])
+def test_an_unknown_kernel_is_refused(run, options):
+    """Generation would not use it. A kernel of another device is loaded."""
+    assert gptjax.load(run, attention="mosaic").model.config.attention == "mosaic"
+    message = f"load: .*: unknown implementation '{next(iter(options.values()))}'; choose one of "
+    with pytest.raises(ValueError, match=message):
+        gptjax.load(run, **options)
 
 
 def test_a_damaged_array_is_named_with_the_steps_to_use(copy):
@@ -215,7 +225,7 @@ def test_a_vocabulary_of_gpt2s_size_has_gpt2s_tokenizer(tmp_path):
                 path.mkdir(),
                 (path / "config.json").write_text('{"model_type": "bert"}'),
             ),
-            "expected model_type to be 'gpt2', found 'bert'",
+            "expected model_type to be 'gpt2' or 'llama', found 'bert'",
         ),
     ],
 )
@@ -226,6 +236,22 @@ def test_a_path_without_a_model_is_refused_in_a_sentence(tmp_path, make, message
     assert "\n" not in str(error.value)
 
 
+def test_the_folder_of_a_step_may_be_renamed_but_not_to_another_number(copy):
+    step = (copy / "checkpoints" / "5").rename(copy / "checkpoints" / "7")
+    with pytest.raises(DamagedError, match="7 is damaged: it was saved as step 5.*rename .* to 5"):
+        gptjax.load(step)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", ["gpt2"]])
+def test_the_architectures_of_hugging_face_are_listed(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    message = f"config.json: expected model_type to be 'gpt2' or 'llama', found {kind!r}"
+    with pytest.raises(WeightsError, match=re.escape(message)):
+        gptjax.load(tmp_path)
+
+
 def test_a_step_that_is_not_there_is_refused_with_the_steps(run):
+    with pytest.raises(WeightsError, match=r"expected one of the steps \[10, 5\], found step='5'"):
+        inspect.unwrap(sources._step_folder)(run / "checkpoints", run, "5")
     with pytest.raises(WeightsError, match=r"expected one of the steps \[10, 5\], found step=7"):
         gptjax.load(run, step=7)

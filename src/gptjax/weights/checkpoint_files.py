@@ -68,7 +68,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
             f"expected {FORMAT!r}, found {meta.get('format')!r}"
         )
     if folder.name.isdecimal() and meta["step"] != int(folder.name):
-        raise damaged(folder, f"it was saved as step {meta['step']}")
+        step = meta["step"]
+        raise damaged(folder, f"it was saved as step {step}; rename the folder to {step}")
     return meta
 
 

@@ -226,13 +226,16 @@ def _read_config(
         file,
         "Pass the folder of a Hugging Face GPT-2 on disk, or a .safetensors file beside this file",
     )
+    other = "load_hf reads GPT-2 only. For a Llama, call gptjax.load"
+    differs = (
+        "gptjax's GPT-2 does not compute this model. Use a model of the original GPT-2 architecture"
+    )
     for field, allowed in _REQUIRED.items():
         value = found.get(field, allowed[0])
         if not any(value == choice and type(value) is type(choice) for choice in allowed):
             raise WeightsError(
                 f"{shown(file)}: expected {field} to be {' or '.join(map(repr, allowed))}, found "
-                f"{reprlib.repr(value)}: gptjax does not compute this model. Use a model of the "
-                "original GPT-2 architecture"
+                f"{reprlib.repr(value)}: {other if field == 'model_type' else differs}"
             )
     sizes = _sizes(file, found)
     try:

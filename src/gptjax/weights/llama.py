@@ -154,8 +154,8 @@ def _expect(file: Path, field: str, value: Any, allowed: tuple) -> None:
     if not any(value == choice and type(value) is type(choice) for choice in allowed):
         raise WeightsError(
             f"{shown(file)}: expected {field} to be {' or '.join(map(repr, allowed))}, found "
-            f"{reprlib.repr(value)}: gptjax does not compute this model. Use a model of Llama 3's "
-            "architecture"
+            f"{reprlib.repr(value)}: gptjax's Llama 3 does not compute this model. Use a model of "
+            "Llama 3's architecture"
         )
 
 

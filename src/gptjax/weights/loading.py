@@ -1,5 +1,6 @@
 """`gptjax.load`: a model and its tokenizer from a run, a checkpoint or a file."""
 
+import dataclasses
 import os
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from gptjax.data.tokenizers import (
     TokenizerUnavailable,
     get_tokenizer,
 )
-from gptjax.models.base import Model, abstract_params
+from gptjax.models.base import Model, ModelConfig, abstract_params
 from gptjax.precision import Precision
 from gptjax.weights import sources
 from gptjax.weights.errors import DamagedError, WeightsError
@@ -68,6 +69,7 @@ def load(
         )
     source = sources.find(path, step=step)
     config = source.config(precision=precision, **options).for_evaluation()
+    _check_kernels(config, options)
     chosen = _tokenizer(source.tokenizer if tokenizer == "auto" else tokenizer, config.vocab_size)
     like = sources.on_default_device(abstract_params(config))
     try:
@@ -75,6 +77,19 @@ def load(
     except DamagedError as error:
         raise DamagedError(f"{error}{sources.other_steps(source.path)}") from error
     return Loaded(model_from_params(config, params), chosen)
+
+
+def _check_kernels(config: ModelConfig, options: dict[str, Any]) -> None:
+    """Raise ValueError for the name of an unknown back end, which generation might not use."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name in options}
+    for name in options:
+        alone = dataclasses.replace(config, **defaults | {name: options[name]})
+        try:
+            alone.kernels(config.block_size)
+        except ValueError as error:
+            # A known back end that cannot run here raises an error when it is called.
+            if "unknown implementation" in str(error):
+                raise ValueError(f"load: {error}") from error
 
 
 def _tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:

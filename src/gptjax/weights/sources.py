@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def _check_gpt2_options(options: dict[str, Any], source: str) -> None:
 
 
 # The source of each model_type in a config.json, with the name of the architecture.
-HUGGING_FACE: dict[Any, tuple[type[Source], str]] = {
+HUGGING_FACE: dict[str, tuple[type[Source], str]] = {
     "gpt2": (HuggingFaceGPT2, "GPT2Config"),
     "llama": (HuggingFaceLlama, "Llama3Config"),
 }
@@ -225,7 +226,7 @@ def _step_folder(folder: Path, path: Path, step: int | None) -> Path:
     if not steps:
         raise WeightsError(f"{shown(path)}: expected a checkpoint, found a run without one")
     if step is not None and step not in steps:
-        raise WeightsError(f"{shown(path)}: expected one of the steps {steps}, found step={step}")
+        raise WeightsError(f"{shown(path)}: expected one of the steps {steps}, found step={step!r}")
     return folder / str(steps[0] if step is None else step)
 
 
@@ -271,10 +272,15 @@ def _hugging_face(path: Path, config: Path) -> Source:
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
         kind = found.get("model_type", "gpt2")
-        reader, architecture = HUGGING_FACE[kind]
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-        # For another model or invalid JSON, reading as a GPT-2 raises an error with the reason.
-        reader, architecture = HUGGING_FACE["gpt2"]
+    except (ValueError, RecursionError, AttributeError):
+        kind = "gpt2"  # For invalid JSON, reading as a GPT-2 raises an error with the reason.
+    if not isinstance(kind, str) or kind not in HUGGING_FACE:
+        raise WeightsError(
+            f"{shown(config)}: expected model_type to be {' or '.join(map(repr, HUGGING_FACE))}, "
+            f"found {reprlib.repr(kind)}: gptjax does not compute this model. Use a model of one "
+            "of these types"
+        )
+    reader, architecture = HUGGING_FACE[kind]
     source = reader(path, architecture, None)
     tokenizer = _tokenizer_of(source.config().vocab_size)
     if tokenizer is None and is_byte_tokenizer(config.with_name("tokenizer.json")):
