@@ -170,6 +170,14 @@ def test_a_batch_that_the_devices_cannot_share_names_its_stage(staged):
         Inputs.find(dataclasses.replace(staged, stages=stages), mesh)
 
 
+def test_a_loss_chunk_that_does_not_divide_a_validation_batch_names_its_stage(staged):
+    stages = (Stage(until=6), Stage(micro_batch=3, batch_tokens=384, model={"loss_chunk": 48}))
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    expected = "stage 2 of 2: --model.loss-chunk 48 must divide the 4 × 32 = 128 tokens"
+    with pytest.raises(ConfigError, match=expected):
+        Inputs.find(dataclasses.replace(staged, stages=stages), mesh)
+
+
 def test_the_config_of_a_step_and_its_json(staged):
     for step, expected in ((0, (512, 32, 4)), (8, (256, 32, 4)), (9, (512, 16, 8))):
         at = staged.at(step)
@@ -261,6 +269,43 @@ def test_a_stage_that_does_not_fit_stops_the_run_before_it_begins(staged, monkey
         run(staged)
     if isinstance(caught.value, train_py.StoppedError):
         assert "the same command resumes from it" in str(caught.value)
+
+
+def test_a_later_stage_that_cannot_be_compiled_stops_the_run_after_a_save(staged, monkeypatch):
+    def compile_to_fit(compile_step, config, device):
+        if config.sequence_length == 16:
+            assert may_fail.wait(60)
+            raise ValueError("expected a multiple of 96\nDetails")
+        return real(compile_step, config, device)
+
+    def write(self, kind, step, tokens, **fields):
+        if step == 7:
+            may_fail.set()
+
+    real, may_fail = train_py.compile_to_fit, threading.Event()
+    monkeypatch.setattr(train_py, "compile_to_fit", compile_to_fit)
+    monkeypatch.setattr(train_py.RunLog, "write", write)
+    expected = (
+        r"stopped at step (8|9): stage 3 of 3: ValueError: expected a multiple of 96; the state of "
+        r"step \1 is saved: the same command resumes from it"
+    )
+    with pytest.raises(train_py.StoppedError, match=expected):
+        run(staged)
+
+
+def test_an_error_of_one_process_in_a_stage_stops_all_processes(staged, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(compilation.distributed, "exchange", lambda value: [value, others])
+    timeline = staging.Timeline(staged)
+    compiled = jax.jit(lambda x: x).lower(0).compile(), max
+    steps = compilation.StagedStep(lambda config: compiled, timeline, 0, lambda *line: None)
+    steps._thread.shutdown()  # after all stages
+    others = None
+    assert steps.at(5) == steps.at(6) == compiled
+    others = "a step needs more"
+    assert steps.at(8) == compiled
+    with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):
+        steps.at(9)
 
 
 def test_later_stages_are_compiled_while_the_first_runs(staged):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src import config as jax_config
 
+from gptjax import distributed
 from gptjax.config import Config, ConfigError
 from gptjax.stages import Timeline
 from gptjax.training.executable_cache import ExecutableCache, NoKey, check_private
@@ -245,7 +246,7 @@ class StagedStep:
     this thread ignores `with` statements around the class.
 
     Args:
-        compile_stage: returns both executables for the config of a stage, or raises ConfigError.
+        compile_stage: returns both executables for the config of a stage, or raises an error.
         timeline: the stages of the run.
         step: first step of the run.
         say: prints a name and a text.
@@ -275,8 +276,9 @@ class StagedStep:
         """Return the executables of a step, after waiting for them at a stage's first step.
 
         Raises:
-            ConfigError: the step of a later stage does not fit. The error is raised after the
-                compilation; with several processes, at the stage's first step.
+            ConfigError: a later stage cannot be compiled, or its step does not fit. The error is
+                raised after the compilation; with several processes, at the stage's first step
+                and in all processes.
         """
         span = self._timeline.at(step)
         # Several processes must stop at the same step, but compile at different speeds.
@@ -297,11 +299,13 @@ class StagedStep:
         self._thread.shutdown(cancel_futures=True)
 
     def _check(self, number: int, compiled: Future) -> None:
-        try:
-            compiled.result()
-        except ConfigError as error:
-            raise ConfigError(f"stage {number} of {self._timeline.total}: {error}") from error
+        """Raise ConfigError in all processes if a stage cannot be compiled in one of them."""
+        error = compiled.exception()
+        # The state is saved after a ConfigError, therefore any other error becomes a ConfigError.
+        reason = error and (str(error) if isinstance(error, ConfigError) else _first_line(error))
+        if reasons := [reason for reason in distributed.exchange(reason) if reason]:
+            raise ConfigError(f"stage {number} of {self._timeline.total}: {reasons[0]}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]

@@ -63,7 +63,7 @@ class Inputs:
             raise ConfigError(
                 f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
             ) from error
-        val_batch = _val_batch(config, dataset, mesh.size)
+        val_batch = _val_batch(timeline, dataset, mesh.size)
         eot = _eot(config, dataset)
         packed = _packed_windows(timeline, dataset, eot)
         return cls(config, dataset, tokenizer, mesh, val_batch, eot, packed)
@@ -230,7 +230,8 @@ def _packed_windows(timeline: Timeline, dataset: data.Dataset, eot: int | None) 
     return counts
 
 
-def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:
+def _val_batch(timeline: Timeline, dataset: data.Dataset, device_count: int) -> int:
+    config = timeline.config
     length = config.sequence_length
     most = (dataset.val_tokens - 1) // length // device_count * device_count
     batch = min(config.micro_batch * device_count, most)
@@ -239,10 +240,11 @@ def _val_batch(config: Config, dataset: data.Dataset, device_count: int) -> int:
             f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence "
             f"of {length} on each of {device_count} devices"
         )
-    chunk = config.model.loss_chunk
-    if chunk and batch * length % chunk:
-        raise ConfigError(
-            f"--model.loss-chunk {chunk} must divide the {batch} × {length} = {batch * length} "
-            "tokens of a validation batch: this dataset's validation split is small"
-        )
+    for span in timeline.spans:
+        chunk = span.config.model.loss_chunk
+        if chunk and batch * length % chunk:
+            raise ConfigError(
+                f"{timeline.name(span)}--model.loss-chunk {chunk} must divide the {batch} × "
+                f"{length} = {batch * length} tokens of a validation batch; choose a divisor"
+            )
     return batch
