@@ -52,3 +52,15 @@ def test_handlers_come_back_and_nohup_is_respected():
             assert stop.number == 0
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+
+
+def test_after_training_a_signal_ends_the_process_with_another_sentence():
+    done = run(
+        "signals.install(signals.end_at_once)\nwith signals.StopRequest():\n    pass\n"
+        f"os.kill(os.getpid(), {int(signal.SIGINT)})"
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr.strip() == (
+        "stopped by SIGINT after the end of training; the saved checkpoints are complete. The same "
+        "command resumes a run that has steps left."
+    )

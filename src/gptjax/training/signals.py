@@ -22,6 +22,16 @@ def end_at_once(number: int, frame: object = None) -> None:
     os._exit(128 + number)
 
 
+def end_after_training(number: int, frame: object = None) -> None:
+    """Print one sentence and end the process. Handler of signals after the last checkpoint."""
+    name = signal.Signals(number).name
+    _tell(
+        f"stopped by {name} after the end of training; the saved checkpoints are complete. The "
+        "same command resumes a run that has steps left."
+    )
+    os._exit(128 + number)
+
+
 def install(handler) -> dict[int, object]:
     """Set the handler of SIGTERM, SIGINT and SIGHUP, and return the previous handlers.
 
@@ -36,6 +46,8 @@ class StopRequest:
 
     The first signal sets `number`. The second signal prints that the checkpoint is being saved. The
     third signal ends the process without the new checkpoint; earlier checkpoints stay complete.
+    After the context, the previous handlers are restored, but `end_after_training` replaces
+    `end_at_once`.
 
     Attributes:
         number: number of the first signal; 0 before a signal.
@@ -65,7 +77,7 @@ class StopRequest:
 
     def __exit__(self, *exc_info):
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, end_after_training if handler is end_at_once else handler)
 
 
 def _tell(sentence: str) -> None:
