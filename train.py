@@ -19,7 +19,6 @@ if __name__ == "__main__":
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import contextlib
-import errno
 import functools
 import math
 import signal
@@ -52,6 +51,7 @@ from gptjax.training.lock import LockedError, locked
 from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import LogError, NoLog, RunLog, check_wandb
 from gptjax.training.start_up_time import StartUpTime
+from gptjax.training.status_line import PipeConsole
 from gptjax.training.step import init_state, make_eval_step, make_train_step
 from gptjax.weights.digests import compile_digests
 from gptjax.weights.errors import WeightsError
@@ -237,14 +237,21 @@ def _train(
         log.sync()
         checkpoints.save(step, state, resume.meta(config, inputs.dataset, step))
 
-    def last_save() -> str:
+    def last_save(cause: Exception) -> str:
         """Save the state after an error; return the sentence that is printed."""
         try:
-            save()
-            checkpoints.wait()
-        except (CheckpointError, NotFiniteError) as error:
+            # All processes save together. Only a ConfigError is raised in all of them.
+            if jax.process_count() == 1 or isinstance(cause, ConfigError):
+                with contextlib.suppress(OSError):  # the cause may be the log or the terminal
+                    if progress.step < step:
+                        progress.submit(step, metrics)
+                    read_metrics()
+                save()
+        except CheckpointError as error:
             return str(error)
-        return f"the state of step {step} is saved: the same command resumes from it"
+        except (NotFiniteError, OSError) as error:
+            return f"{error}; {checkpoints.outcome(step)}"
+        return checkpoints.outcome(step)
 
     def due(every: int | None, last: bool) -> bool:
         return bool(every) and (last or step % every == 0)
@@ -297,7 +304,7 @@ def _train(
         raise memory.full_error(step, needed, available, kept) from error
     except (OSError, data.DataError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise StoppedError(f"stopped at step {step}: {reason}; {last_save()}") from error
+        raise StoppedError(f"stopped at step {step}: {reason}; {last_save(error)}") from error
 
     # -------------------------------------------------------------------------------------- results
     checkpoints.close()
@@ -307,21 +314,13 @@ def _train(
         say(*draw_losses(config.run_dir))
     if (peak := memory.peak_bytes(device)) is not None:
         say("memory", f"peak {peak / memory.GIB:.2f} GiB")
-    if stop.number:
+    if stop.number and step < config.max_steps:
         name = signal.Signals(stop.number).name
         console.print(f"stopped by {name} at step {step}; the same command resumes the run")
         return 128 + stop.number
     if progress.val_loss is not None:
         say("done", f"{step} steps, validation loss {progress.val_loss:.4f}")
     return 0
-
-
-class PipeConsole(Console):
-    """Console that raises BrokenPipeError instead of ending the process without a save."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
 
 
 # Errors that the user can correct are printed as one sentence. Other exceptions are bugs.

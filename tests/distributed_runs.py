@@ -4,6 +4,7 @@ Command line: scenario, config file, process index, process count, coordinator.
 """
 
 import dataclasses
+import errno
 import importlib.util
 import io
 import json
@@ -18,9 +19,9 @@ from rich.console import Console
 
 from gptjax import distributed, parallel
 from gptjax.config import Config, ConfigError
-from gptjax.data import write_shard
+from gptjax.data import ShardError, write_shard
 from gptjax.optim import NorMuonConfig
-from gptjax.training import run_log
+from gptjax.training import inputs, run_log
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 spec = importlib.util.spec_from_file_location("train", TRAIN)
@@ -31,6 +32,7 @@ spec.loader.exec_module(train)
 parallel.SMALLEST_SHARDED = 64
 
 KILLED_AT, STOPPED_AT = 8, 3
+FAILED_AT = 5
 
 
 def run(config: Config) -> str:
@@ -90,6 +92,30 @@ def interrupt(step: int, number: int) -> None:
     run_log.NoLog.write = write
 
 
+def fail_log() -> None:
+    """Raise an error when the log line of a step is written."""
+    append = run_log.RunLog._append
+
+    def fail(self, line):
+        if b'"train", "step": %d,' % FAILED_AT in line:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, line)
+
+    run_log.RunLog._append = fail
+
+
+def fail_shard() -> None:
+    """Raise an error when the batch of a step is read."""
+    read = inputs.Batches.__next__
+
+    def fail(self):
+        if self._step == FAILED_AT:
+            raise ShardError("the shard changed")
+        return read(self)
+
+    inputs.Batches.__next__ = fail
+
+
 def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> None:
     """Run a scenario; the results are written as JSON beside the config file."""
     group = {"coordinator": coordinator, "process_count": count, "process_index": index}
@@ -97,8 +123,14 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
     results = {}
     if scenario == "killed":  # the command itself, for what it prints and how it ends
         interrupt(KILLED_AT, signal.SIGKILL)
-    if scenario in ("killed", "command"):
+    if scenario == "failed log" and index == 0:
+        fail_log()
+    if scenario == "failed shard" and index == 1:
+        fail_shard()
+    if scenario in ("killed", "command", "failed log", "failed shard"):
         options = [f"--{name.replace('_', '-')}={value}" for name, value in group.items()]
+        if scenario.startswith("failed"):
+            options.append(f"--name={scenario}")
         sys.argv = ["train.py", "--config", file, *options]
         runpy.run_path(str(TRAIN), run_name="__main__")
         return

@@ -143,8 +143,22 @@ def test_a_signal_to_one_stops_all_and_a_killed_one_ends_all_and_the_run_resumes
     assert losses(file, "interrupted") == losses(file, "data 2")
 
 
-def newest(file: Path) -> int:
-    folder = file.parent / "interrupted" / "checkpoints"
+@pytest.mark.parametrize(
+    ("scenario", "failed", "reason"),
+    [("failed log", 0, "No space left on device"), ("failed shard", 1, "the shard changed")],
+)
+def test_an_error_of_one_process_ends_all(file, scenario, failed, reason):
+    ended = group(scenario, file, 2)
+    assert [code for code, _ in ended] == [1, 1]
+    assert newest(file, scenario) == 4
+    newest_is = "the newest complete checkpoint is of step 4: the same command resumes from it"
+    message = f"error: stopped at step 5: {reason}; {newest_is}\n"
+    assert message in ended[failed][1] and "Traceback" not in ended[failed][1]
+    assert f"error: {distributed.ENDED}" in ended[1 - failed][1]
+
+
+def newest(file: Path, name: str = "interrupted") -> int:
+    folder = file.parent / name / "checkpoints"
     return max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 

@@ -15,8 +15,9 @@ import pytest
 from train_tools import ROOT, command_line, last_state, losses, run, steps_kept, train_py
 
 from gptjax.config import ConfigError
+from gptjax.data import ShardError
 from gptjax.optim import OptimizerConfig
-from gptjax.training import progress
+from gptjax.training import progress, status_line
 from gptjax.training import step as step_module
 
 # The fixture `config`.
@@ -270,6 +271,96 @@ def test_an_error_of_the_log_or_the_terminal_ends_in_a_sentence_after_a_last_sav
     assert all(
         np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True)
     )
+
+
+def stopped_by(error, config, monkeypatch, owner, name, says):
+    """Run until the call `name` of `owner` with the step 5 raises `error`; check the message."""
+    real = getattr(owner, name)
+
+    def fail(self, *args, **kwargs):
+        if 5 in (getattr(self, "_step", None), *args):
+            raise error
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(train_py.StoppedError, match=says):
+            run(config)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "stopped_at"),
+    [
+        (train_py.Batches, "__next__", ShardError("the shard changed"), 5),
+        (status_line.StatusLine, "update", BrokenPipeError(32, "Broken pipe"), 6),
+    ],
+)
+def test_the_log_of_a_run_that_resumes_after_an_error_has_every_step(
+    config, monkeypatch, owner, name, error, stopped_at
+):
+    config = dataclasses.replace(config, max_steps=8, val_every=0, sample_every=0)
+    says = f"^stopped at step {stopped_at}: .*; the state of step {stopped_at} is saved"
+    stopped_by(error, config, monkeypatch, owner, name, says)
+    assert run(config)[0] == 0
+    assert list(losses(config)) == list(range(1, 9))
+
+
+def test_errors_of_the_last_save_become_part_of_the_message(config, monkeypatch):
+    config = dataclasses.replace(
+        config, max_steps=8, val_every=0, sample_every=0, checkpoint_every=3, keep_last=9
+    )
+    newest = "the newest complete checkpoint is of step 3: the same command resumes from it$"
+
+    def sync(self):
+        raise OSError(5, "Input/output error")
+
+    def stopped(reason):
+        says = f"^stopped at step 5: the shard changed; {reason}; {newest}"
+        error = ShardError("the shard changed")
+        stopped_by(error, config, monkeypatch, train_py.Batches, "__next__", says)
+
+    # The first run saves step 3 before the log fails.
+    with monkeypatch.context() as patch:
+        real = train_py.RunLog.write
+
+        def write(self, kind, step, tokens, **fields):
+            real(self, kind, step, tokens, **fields)
+            if kind == "train" and step == 4:
+                patch.setattr(train_py.RunLog, "sync", sync)
+
+        patch.setattr(train_py.RunLog, "write", write)
+        stopped(r"\[Errno 5\] Input/output error")
+    assert steps_kept(config) == [3]
+    # The metrics of step 5 are read before the save.
+    with monkeypatch.context() as patch:
+        poisoned(patch, [5])
+        config = dataclasses.replace(config, compilation_cache=None)
+        stopped("step 5: loss nan, gradient norm nan")
+    assert steps_kept(config) == [3]
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_a_signal_while_the_picture_is_drawn(config, monkeypatch, step):
+    def draw(run_dir):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "picture", "loss.png"
+
+    def write(self, kind, at, tokens, **fields):
+        real(self, kind, at, tokens, **fields)
+        if kind == "train" and at == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    real = train_py.RunLog.write
+    monkeypatch.setattr(train_py, "draw_losses", draw)
+    config = dataclasses.replace(config, max_steps=3, val_every=0, sample_every=0)
+    if step < 3:
+        monkeypatch.setattr(train_py.RunLog, "write", write)
+    code, shown = run(config)
+    if step == 3:
+        assert code == 0 and "stopped by" not in shown
+    else:
+        assert code == 128 + signal.SIGTERM
+        assert "stopped by SIGTERM at step 2; the same command resumes the run" in shown
 
 
 def test_full_memory_ends_in_a_sentence_and_keeps_the_checkpoint(config, monkeypatch):

@@ -128,6 +128,16 @@ class Checkpoints:
         """Wait until every save is complete. Raise CheckpointError if a save failed."""
         self._translate(self._manager.wait_until_finished)
 
+    def outcome(self, step: int) -> str:
+        """Wait until every save is complete; return a sentence for a run that stops at a step."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            return str(error)
+        last = self.latest_step()
+        text = f"the state of step {step} is saved" if last == step else self._newest_text()
+        return text if last is None else f"{text}: the same command resumes from it"
+
     def close(self) -> None:
         """Wait for every save and release Orbax's threads. Raise the errors of `wait`."""
         self._translate(self._manager.close)
@@ -139,14 +149,16 @@ class Checkpoints:
         except Exception as error:
             # Orbax's list of steps includes the step whose save has just failed.
             self._manager.reload()
-            last = self.latest_step()
-            newest = "there is no complete checkpoint yet"
-            if last is not None:
-                newest = f"the newest complete checkpoint is of step {last}"
             raise CheckpointError(
-                f"saving to {self.folder} failed: {first_line(error)}; {newest}. "
+                f"saving to {self.folder} failed: {first_line(error)}; {self._newest_text()}. "
                 "Free some space, then run the same command again to resume."
             ) from error
+
+    def _newest_text(self) -> str:
+        last = self.latest_step()
+        if last is None:
+            return "there is no complete checkpoint yet"
+        return f"the newest complete checkpoint is of step {last}"
 
     def meta(self, step: int) -> dict[str, Any]:
         """Return the metadata of a checkpoint after verifying the checksum.

@@ -1,5 +1,6 @@
-"""Live status line of a run."""
+"""Console and live status line of a run."""
 
+import errno
 import math
 import time
 from collections.abc import Callable
@@ -9,6 +10,15 @@ from rich.live import Live
 from rich.text import Text
 
 from gptjax.training.flops import Number
+
+
+class PipeConsole(Console):
+    """Console that raises BrokenPipeError instead of ending the process without a save."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError; print nothing afterwards."""
+        self.quiet = True
+        raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
 
 
 class StatusLine:
