@@ -86,7 +86,10 @@ def fast_and_plain_table(results: Results) -> str:
     found = results["fast_and_plain/fast_and_plain"]["result"]["comparison"]
     training, validation = found["training"], found["validation"]
     lines = [
-        ["difference of the means over the seeds, largest of all steps", f"{found['means_apart_of_spread']:.2f}"],
+        [
+            "difference of the means over the seeds, largest of all steps",
+            f"{found['means_apart_of_spread']:.2f}",
+        ],
         ["same seed, training loss, RMS over the steps", f"{training['apart_of_spread']:.2f}"],
         ["the same, largest seed", f"{training['apart_largest_of_spread']:.2f}"],
         ["same seed, final validation loss, RMS", f"{validation['apart_of_spread']:.2f}"],
