@@ -196,6 +196,23 @@ def test_no_rows():
     assert y.shape == (0, 2) and not pull(y)[1].any() and not pull(y)[2].any()
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_no_inputs(implementation):
+    """x w is 0: the results are those of the bias."""
+    x, w, b, w2 = mlp_inputs(6, 0, 3, 4)
+    x = x.reshape(2, 3, 0)
+    how = {"implementation": implementation}
+    for f, expected in (
+        (linear_gelu, jax.nn.gelu(b)),
+        (linear_relu_squared, jax.nn.relu(b) ** 2),
+        (lambda x, w, b, **how: mlp(x, w, b, w2, **how), jax.nn.gelu(b) @ w2),
+    ):
+        y, pull = jax.vjp(functools.partial(f, **how), x, w, b)
+        np.testing.assert_allclose(y, jnp.broadcast_to(expected, y.shape), rtol=1e-5, atol=1e-6)
+        assert y.shape == (2, 3, expected.size)
+        assert [g.shape for g in pull(y)] == [x.shape, w.shape, b.shape]
+
+
 # ------------------------------------------------------------------------------------------- choice
 
 

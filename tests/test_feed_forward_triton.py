@@ -25,7 +25,7 @@ from feed_forward_tools import (
 from kernel_tools import h200, lower_for_h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
-from pallas_kernels.feed_forward import linear_gelu, mlp
+from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp
 
 
 # Triton's interpreter multiplies the bits of bf16 as integers in `tl.dot`: fp16 here, bf16 on the
@@ -100,6 +100,16 @@ def test_triton_in_the_tails(triton_on_cpu, u):
     )
     np.testing.assert_allclose(y, jnp.maximum(u, 0).reshape(1, 1), rtol=1e-6)
     np.testing.assert_allclose(pull(w)[2], [np.heaviside(u, 0.5)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("f", [linear_gelu, linear_relu_squared])
+def test_nan_propagates(triton_on_cpu, f, dtype):
+    """To the row of y that reads the NaN, and to its derivative."""
+    x, w = jnp.asarray([[np.nan, 1], [1, 1]], dtype), jnp.ones((2, 2), dtype)
+    y, pull = jax.vjp(lambda x: f(x, w, w[0] * 0, implementation="triton"), x)
+    np.testing.assert_array_equal(jnp.isnan(y), [[True] * 2, [False] * 2])
+    np.testing.assert_array_equal(jnp.isnan(pull(w)[0]), jnp.isnan(y))
 
 
 def test_triton_vmap_in_fp32(triton_on_cpu):

@@ -88,6 +88,22 @@ def test_what_is_not_finite(backend):
         np.testing.assert_array_equal(out, [[np.nan, largest(dtype), -largest(dtype), 0]])
 
 
+def test_nan_in_amax(backend):
+    """NaN anywhere in x, in the last tile too."""
+    # On a CPU, the maximum of XLA 0.12.0 ignores NaN in larger arrays.
+    shape = (66, 130) if backend == "triton" else (2, 3)
+    for place in ((0, 0), (-1, -1)):
+        x = jnp.ones(shape).at[place].set(-jnp.nan)
+        assert jnp.isnan(quantize(x, 1.0, implementation=backend).amax)
+    assert quantize(-jnp.inf * x[:1, :2], 1.0, implementation=backend).amax == jnp.inf
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0)], ids=str)
+def test_quantize_of_an_empty_array(backend, shape):
+    out = quantize(jnp.zeros(shape), 1.0, transposed=True, implementation=backend)
+    assert (out.rows.shape, out.transposed.shape, out.amax) == (shape, shape[::-1], 0)
+
+
 def test_64_bit_offsets(triton_on_cpu, monkeypatch):
     import triton.language as tl
 
@@ -108,6 +124,15 @@ def test_scales_are_the_largest_powers_of_two():
     assert scale_for(jnp.float32(1.0), E4M3, 2.0) == 128
     for odd in (0.0, np.nan, np.inf):
         assert scale_for(jnp.float32(odd), E4M3) == 1
+
+
+def test_scales_of_the_smallest_and_largest_numbers():
+    """Where headroom · amax, or the largest FP8 number over amax, is infinite in fp32."""
+    assert scale_for(jnp.float32(3e38), E4M3, 1024.0) == 2.0**-60
+    assert scale_for(jnp.float32(3e38), E4M3) == 2.0**-60
+    for dtype in FORMATS:
+        for amax in (1e-36, 2e-38):
+            assert scale_for(jnp.float32(amax), dtype) == 2.0**60
 
 
 def operands(m, n, k, formats, seed=0):

@@ -11,10 +11,15 @@ from fp8_tools import assert_fp8, matmuls
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from gptjax.training.compilation import compiler_options
-from pallas_kernels import linear, mlp, projected_attention
+from pallas_kernels import _dispatch, linear, mlp, projected_attention, swiglu
 from pallas_kernels.fp8 import E4M3, E5M2, largest
 from pallas_kernels.fp8.activations import DERIVATIVE_SCALE
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE, GRADIENT_HEADROOM, quantized_gradient
+from pallas_kernels.fp8.layers import (
+    ACTIVATION_SCALE,
+    GRADIENT_HEADROOM,
+    activated_mlp,
+    quantized_gradient,
+)
 
 N, I, O = 48, 32, 64  # noqa: E741  the names of the shapes
 GELU = 2 * (2 / np.pi) ** 0.5
@@ -150,6 +155,59 @@ def test_a_call_without_a_gradient_is_not_rounded():
     for f, args in ((linear, (x, w, b)), (mlp, (x, w, b, w2))):
         np.testing.assert_array_equal(f(*args, fp8=True), f(*args))
         assert (jax.vjp(functools.partial(f, fp8=True), *args)[0] != f(*args)).any()
+
+
+def normal(*shapes):
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+PLAIN_CALLS = {
+    "linear": (linear, (4, 16), (16, 32), (32,)),
+    "mlp": (mlp, (4, 16), (16, 32), (32,), (32, 16)),
+    "swiglu": (swiglu, (4, 16), (16, 32), (16, 32), (32, 16)),
+    "relu_squared": (
+        functools.partial(activated_mlp, activation="relu_squared"),
+        *((4, 16), (16, 32), (32,), (32, 16)),
+    ),
+    "projected_attention": (
+        functools.partial(projected_attention, heads=2),
+        *((2, 4, 16), (16, 48), (48,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_a_call_without_a_gradient_has_the_precision_of_the_call(name):
+    f, *shapes = PLAIN_CALLS[name]
+    f = f if name == "relu_squared" else functools.partial(f, fp8=True)
+    jaxpr = jax.make_jaxpr(functools.partial(f, precision="highest"))(*normal(*shapes))
+    text = str(jaxpr)
+    assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST") > 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "swiglu", "relu_squared"])
+def test_a_call_without_a_gradient_uses_the_named_back_end(name, monkeypatch):
+    asked, select = [], _dispatch.select
+
+    def watched(operation, implementation="auto", **facts):
+        asked.append((operation, implementation))
+        return select(operation, implementation, **facts)
+
+    monkeypatch.setattr(_dispatch, "select", watched)
+    f, *shapes = PLAIN_CALLS[name]
+    f = f if name == "relu_squared" else functools.partial(f, fp8=True)
+    f(*normal(*shapes), implementation="xla")
+    chosen = {implementation for operation, implementation in asked if operation != "linear"}
+    assert chosen == {"xla"}
+
+
+def test_the_choice_depends_on_all_arrays(monkeypatch):
+    """The compiler may shard x and not the weights."""
+    seen = []
+    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: seen.append(arrays) or False)
+    args = normal((4, 16), (16, 32), (32,), (32, 16))
+    mlp(*args, fp8=True, implementation="xla")
+    assert len(jax.tree.leaves(seen[0])) == len(args)
 
 
 def test_several_matrices_side_by_side():

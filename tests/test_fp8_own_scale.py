@@ -65,6 +65,29 @@ def test_sampled(backend):
     check(x[:, 256:511], E5M2, True, scale_for(jnp.abs(x).max(), E5M2, 4.0))
 
 
+@pytest.mark.parametrize("largest", [1e-36, 3e38])
+def test_limits_of_the_scale(backend, largest):
+    x = jnp.full((4, 16), largest, jnp.bfloat16)
+    check(x, E5M2, False, jnp.float32(2.0**60 if largest < 1 else 2.0**-60))
+
+
+def test_nan(backend, monkeypatch):
+    """The scale of numbers that are not all finite is 1, and NaN stays NaN."""
+    shape = (2, 3)  # on a CPU, the maximum of XLA 0.12.0 ignores NaN in larger arrays
+    if backend == "triton":
+        shape = (70, 130)
+        monkeypatch.setattr("pallas_kernels.fp8.triton_own_scale.MOST_MAXIMA", 2)
+    for place in ((0, 0), (-1, -1)):
+        for odd in (-jnp.nan, jnp.inf):
+            check(jnp.ones(shape).at[place].set(odd), E4M3, False, jnp.float32(1))
+
+
+@pytest.mark.parametrize("shape", [(0, 512), (4, 0)], ids=str)
+def test_empty(backend, shape):
+    for sampled in (False, True):
+        check(jnp.zeros(shape), E5M2, sampled, jnp.float32(1))
+
+
 def test_compiled_code():
     """The sizes of GPT-2's gradients and weights."""
     for x, sampled in (((65536, 2304), True), ((768, 3072), False)):

@@ -69,6 +69,12 @@ def test_rows(backend):
     check(backend, 36, 48)
 
 
+def test_no_rows(backend):
+    args = [a[:, :0] if a.ndim > 1 else a for a in inputs()]
+    y, _ = norm(*args, fp8_scale=SCALE, implementation=backend)
+    assert (y.y.shape, y.rows.shape, y.transposed.shape) == ((2, 0, 48), (0, 48), (48, 0))
+
+
 def test_a_layer_reads_the_rows():
     """As it would convert y itself."""
     x, _, scale, bias, _ = inputs()

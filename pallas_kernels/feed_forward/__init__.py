@@ -137,8 +137,9 @@ def mlp(
     if fp8:
         from pallas_kernels.fp8 import layers
 
-        return layers.activated_mlp(given, w, b, w2, implementation=implementation)
-    n = x.size // x.shape[-1] if x.size else 0
+        how = {"implementation": implementation, "precision": precision}
+        return layers.activated_mlp(given, w, b, w2, **how)
+    n = math.prod(x.shape[:-1])
     x_NI = x.reshape(n, x.shape[-1])
     backend = _select("mlp", implementation, (x, w, b, w2))
     options = Options("gelu", backend, precision)
@@ -273,7 +274,7 @@ class Options:
 
 def _linear(kernel, activation, x, w, b, implementation, precision):
     _check(kernel, x, w, b)
-    n = x.size // x.shape[-1] if x.size else 0
+    n = math.prod(x.shape[:-1])
     backend = _select(kernel, implementation, (x, w, b))
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)

@@ -30,7 +30,7 @@ def activate(u, ACTIVATION: tl.constexpr):
         # Compute 1 − s as e·s: the difference loses digits if s is near 1. If s is 0, e may be
         # infinite.
         return y, (y * (u2 * (3 * CUBIC) + LINEAR) * tl.minimum(e, 2.0**126) + 1.0) * s
-    r = tl.maximum(u, 0.0)
+    r = tl.maximum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return r * r, 2.0 * r
 
 

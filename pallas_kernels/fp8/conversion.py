@@ -36,10 +36,11 @@ def scale_for(
 
     The scale is 1 if amax is 0 or not finite, and between 2⁻⁶⁰ and 2⁶⁰.
     """
-    # frexp is exact; log2 of a power of two may be inexact.
-    exponent = jnp.frexp(largest(dtype) / (amax.astype(jnp.float32) * headroom))[1] - 1
+    # The quotient may be infinite or 0. frexp is exact; log2 of a power of two may be inexact.
+    ratio = (largest(dtype) / (amax.astype(jnp.float32) * headroom)).clip(2.0**-60, 2.0**60)
+    exponent = jnp.frexp(ratio)[1] - 1
     valid = (amax > 0) & jnp.isfinite(amax)
-    return jnp.ldexp(jnp.ones((), jnp.float32), jnp.where(valid, exponent.clip(-60, 60), 0))
+    return jnp.ldexp(jnp.ones((), jnp.float32), jnp.where(valid, exponent, 0))
 
 
 def stochastic_e5m2(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -149,7 +150,8 @@ def _quantize_in_xla(x, scale, dtype, rows, transposed) -> Quantized:
     x = x.astype(jnp.float32)
     # Without clipping, the conversion of a number out of range is NaN (e4m3) or infinity (e5m2).
     q = (x * scale).clip(-largest(dtype), largest(dtype)).astype(dtype)
-    return Quantized(q if rows else None, q.T if transposed else None, jnp.abs(x).max())
+    amax = jnp.abs(x).max(initial=0.0)
+    return Quantized(q if rows else None, q.T if transposed else None, amax)
 
 
 def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:

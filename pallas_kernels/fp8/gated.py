@@ -46,28 +46,32 @@ def swiglu(
     w_down: Float[Array, "F C"],
     *,
     implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
     """Return (silu(x w_gate) · (x w_up)) w_down in x's dtype.
 
     Args:
         implementation: "auto", "triton" or "xla".
+        precision: precision of fp32 matmuls in a call that is not differentiated.
 
     Raises:
         ValueError: the named back end cannot run here.
     """
     arrays = (rows_of(x), w_gate, w_up, w_down)
     backend = _dispatch.select("swiglu", implementation, arrays=arrays, fp8=True)
-    weights = (w_gate, w_up), w_down
-    y_NC = _calls.differentiable("swiglu", _swiglu, flat(x), *weights, backend)
+    args = flat(x), (w_gate, w_up), w_down, backend, precision
+    y_NC = _calls.differentiable("swiglu", _swiglu, *args)
     return y_NC.reshape(*rows_of(x).shape[:-1], w_down.shape[1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _swiglu(x_NI, w_gate_up, w_down_FC, backend):
-    return plain_swiglu(rows_of(x_NI), *w_gate_up, w_down_FC)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _swiglu(x_NI, w_gate_up, w_down_FC, backend, precision):
+    how = {"implementation": backend, "precision": precision}
+    return plain_swiglu(rows_of(x_NI), *w_gate_up, w_down_FC, **how)
 
 
-def _forward(x_NI, w_gate_up, w_down_FC, backend):
+def _forward(x_NI, w_gate_up, w_down_FC, backend, precision):
+    del precision
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w8 = quantized_weights(joined(w_gate_up, jnp.result_type(*w_gate_up)))
     w_down = quantized_weights(w_down_FC)
@@ -78,7 +82,8 @@ def _forward(x_NI, w_gate_up, w_down_FC, backend):
     return y_NC, (saved, kind_of(x_NI))
 
 
-def _backward(backend, residuals, dy_NC):
+def _backward(backend, precision, residuals, dy_NC):
+    del precision
     saved, kind = residuals
     x_IN, w_I2F, w_scale, gu_N2F, w_down_FC, w_down_scale, (like, like_down) = saved
     dy, dtype = quantized_gradient(dy_NC)[0], dy_NC.dtype

@@ -233,18 +233,21 @@ def matmul(a, b, scale, dtype):
     return scaled_matmul(a, b, scale, out_dtype=dtype, **how)
 
 
-@jax.custom_vjp
-def linear(x_NI, w_IO, b_O):
-    """Return x w + b in x's dtype; b may be None."""
-    return plain_linear(rows_of(x_NI), w_IO, b_O)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def linear(x_NI, w_IO, b_O, precision: jax.lax.PrecisionLike):
+    """Return x w + b in x's dtype; b may be None. `precision` is that of fp32 matmuls in a call
+    that is not differentiated."""
+    return plain_linear(rows_of(x_NI), w_IO, b_O, precision=precision)
 
 
-def _linear_forward(x_NI, w_IO, b_O):
+def _linear_forward(x_NI, w_IO, b_O, precision):
+    del precision
     y_NO, saved = linear_forward(x_NI, w_IO, b_O)
     return y_NO, (saved, jnp.zeros((), w_IO.dtype), b_O, kind_of(x_NI))
 
 
-def _linear_backward(residuals, dy_NO):
+def _linear_backward(precision, residuals, dy_NO):
+    del precision
     saved, like, b_O, kind = residuals
     dx_NI, dw_IO = linear_backward(saved, dy_NO)
     db_O = None if b_O is None else sum_rows(dy_NO).astype(b_O.dtype)
@@ -265,6 +268,9 @@ class Options:
     """A name in `ACTIVATIONS`."""
     backend: str
     output_major: bool
+    implementation: str
+    """Of a call that is not differentiated, as `precision`."""
+    precision: jax.lax.PrecisionLike
 
 
 def activated_mlp(
@@ -276,6 +282,7 @@ def activated_mlp(
     activation: str = "gelu",
     output_major: bool = False,
     implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
     """Return a(x w + b) w2 in x's dtype.
 
@@ -284,6 +291,7 @@ def activated_mlp(
         activation: "gelu" or "relu_squared".
         output_major: whether w is (O, I). w2 is (O, C).
         implementation: "auto", or a back end: "mosaic", "triton", "xla".
+        precision: precision of fp32 matmuls in a call that is not differentiated.
 
     Raises:
         ValueError: the named back end cannot run this call.
@@ -291,8 +299,9 @@ def activated_mlp(
     x_NI = flat(x)
     rows, (outputs, inputs) = rows_of(x_NI).shape[0], w.shape if output_major else w.shape[::-1]
     facts = {"rows": rows, "inputs": inputs, "outputs": outputs}
-    backend = _dispatch.select(f"fp8_linear_{activation}", implementation, arrays=w, **facts)
-    options = Options(activation, backend, output_major)
+    arrays = (rows_of(x), w, b, w2)
+    backend = _dispatch.select(f"fp8_linear_{activation}", implementation, arrays=arrays, **facts)
+    options = Options(activation, backend, output_major, implementation, precision)
     y_NC = _calls.differentiable("mlp", mlp, x_NI, w, b, w2, options)
     return y_NC.reshape(*rows_of(x).shape[:-1], w2.shape[1])
 
@@ -301,9 +310,11 @@ def activated_mlp(
 def mlp(x_NI, w, b_O, w2_OC, options: Options):
     """Return a(x w + b) w2 in x's dtype."""
     x_NI, w_IO = rows_of(x_NI), w.T if options.output_major else w
+    precision = {"precision": options.precision}
+    how = {"implementation": options.implementation} | precision
     if options.activation == "gelu":
-        return plain_mlp(x_NI, w_IO, b_O, w2_OC)
-    return plain_linear(linear_relu_squared(x_NI, w_IO, b_O), w2_OC)
+        return plain_mlp(x_NI, w_IO, b_O, w2_OC, **how)
+    return plain_linear(linear_relu_squared(x_NI, w_IO, b_O, **how), w2_OC, **precision)
 
 
 def _mlp_forward(x_NI, w, b_O, w2_OC, options):

@@ -78,7 +78,9 @@ def quantize_by_largest(
         return Scaled(rows, transposed, Scale(*scale))
     if x.dtype == jnp.float32:
         x = jax.lax.reduce_precision(x, 8, 7)
-    sample = x if group is None else x.reshape(x.shape[0], -1, group)[:, :, :SAMPLED]
-    scale = scale_for(jnp.abs(sample).max(), dtype, headroom)
+    sample = (
+        x if group is None else x.reshape(x.shape[0], x.shape[1] // group, group)[:, :, :SAMPLED]
+    )
+    scale = scale_for(jnp.abs(sample).max(initial=0.0), dtype, headroom)
     q = quantize(x, scale, dtype, transposed=True)
     return Scaled(q.rows, q.transposed, Scale.of(scale, factor))

@@ -15,6 +15,18 @@ TRANSPOSED_ROWS, TRANSPOSED_COLS, TRANSPOSED_WARPS = 128, 128, 8
 
 
 @triton.jit
+def larger(a, b):
+    """Return the larger number; NaN if one is NaN. `tl.max` would ignore NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(x):
+    """Return the largest number of a tile."""
+    return tl.reduce(tl.reduce(x, 1, larger), 0, larger)
+
+
+@triton.jit
 def quantize_tile(
     x_ptr,
     scale_ptr,
@@ -39,7 +51,7 @@ def quantize_tile(
     offset = r.to(INDEX)[:, None] * C + c[None, :]
     inside = (r < R)[:, None] & (c < C)[None, :]
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(amax_ptr + program, tl.max(tl.max(tl.abs(x), 1), 0))
+    tl.store(amax_ptr + program, largest_of(tl.abs(x)))
     nan: tl.constexpr = tl.PropagateNan.ALL
     q = tl.maximum(x * tl.load(scale_ptr), -LARGEST, propagate_nan=nan)
     q = tl.minimum(q, LARGEST, propagate_nan=nan)

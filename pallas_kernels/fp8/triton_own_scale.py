@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.fp8.triton import COLS, ROWS, WARPS
+from pallas_kernels.fp8.triton import COLS, ROWS, WARPS, larger, largest_of
 
 # Not tuned. A program of `part_maxima` reads PARTS groups at a time. All programs of the conversion
 # read all maxima, at most MOST_MAXIMA.
@@ -39,15 +39,15 @@ def part_maxima(
         group = (first + tl.arange(0, PARTS)).to(INDEX)
         offset = group[:, None] * GROUP + tl.arange(0, READ)[None, :]
         x = rounded(tl.load(x_ptr + offset, mask=offset < SIZE, other=0.0))
-        largest = tl.maximum(largest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(maxima_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+        largest = larger(largest, tl.abs(x))
+    tl.store(maxima_ptr + tl.program_id(0), largest_of(largest))
 
 
 @triton.jit
 def scale_of(maxima_ptr, MAXIMA: tl.constexpr, PADDED: tl.constexpr, RATIO: tl.constexpr):
     """Return the scale of the largest of the maxima, as `scale_for`."""
     i = tl.arange(0, PADDED)
-    amax = tl.max(tl.load(maxima_ptr + i, mask=i < MAXIMA, other=0.0), 0)
+    amax = tl.reduce(tl.load(maxima_ptr + i, mask=i < MAXIMA, other=0.0), 0, larger)
     # The exponent of a quotient: its bits without those of the mantissa. No sign.
     bits = tl.div_rn(tl.full((), RATIO, tl.float32), amax).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((bits >> 23) - 127, -60), 60)

@@ -84,7 +84,8 @@ def swiglu(
     if fp8:
         from pallas_kernels.fp8 import gated
 
-        return gated.swiglu(given, w_gate, w_up, w_down, implementation=implementation)
+        how = {"implementation": implementation, "precision": precision}
+        return gated.swiglu(given, w_gate, w_up, w_down, **how)
     backend = _dispatch.select("swiglu", implementation, arrays=(x, w_gate, w_up, w_down))
     x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if backend == "reference":

@@ -196,7 +196,8 @@ def checked_linear(
         from pallas_kernels.fp8 import layers
 
         w_IO = joined(w, jnp.result_type(*ws))
-        y_NO = _calls.differentiable(kernel, layers.linear, layers.flat(given), w_IO, b)
+        args = layers.flat(given), w_IO, b, precision
+        y_NO = _calls.differentiable(kernel, layers.linear, *args)
     else:
         y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)
     return y_NO.reshape(*x.shape[:-1], outputs)

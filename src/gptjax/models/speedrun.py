@@ -334,7 +334,7 @@ def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
     x_BTC = norm(config, x_BTC, fp8=fp8)
     if fp8:
         how = {"activation": "relu_squared", "output_major": True, "implementation": config.mlp}
-        return activated_mlp(x_BTC, layer.mlp_in_FC, None, layer.mlp_out_FC, **how)
+        return activated_mlp(x_BTC, layer.mlp_in_FC, None, layer.mlp_out_FC, **how, **precision)
     back_end = "reference" if config.mlp == "reference" else "auto"
     how = {"implementation": config.mlp} | precision
     y_BTF = linear_relu_squared(x_BTC, layer.mlp_in_FC.T, **how)
