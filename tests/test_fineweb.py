@@ -159,6 +159,6 @@ def test_a_number_of_shards_that_there_are_not_is_refused(tmp_path, shards):
 def test_without_huggingface_hub_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
-        PrepareError, match=r"needs huggingface_hub, found none; pip install 'gptjax\[hub\]'"
+        PrepareError, match=r"needs huggingface_hub, found none; pip install -e '.\[hub\]'"
     ):
         fetch(tmp_path, 1)

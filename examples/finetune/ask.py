@@ -1,6 +1,6 @@
 """Ask a fine-tuned model questions: python examples/finetune/ask.py runs/facts "Which …?" …"""
 
-import sys
+import argparse
 
 import jax
 import numpy as np
@@ -36,4 +36,8 @@ def main(path: str, *questions: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", help="run, checkpoint or other path that gptjax.load reads")
+    parser.add_argument("questions", nargs="+", help="questions as in the training data")
+    options = parser.parse_args()
+    main(options.path, *options.questions)
