@@ -87,17 +87,22 @@ def fast_and_plain_table(results: Results) -> str:
     training, validation = found["training"], found["validation"]
     lines = [
         [
-            "difference of the means over the seeds, largest of all steps",
+            "means over the seeds: largest difference of all steps",
             f"{found['means_apart_of_spread']:.2f}",
         ],
-        ["same seed, training loss, RMS over the steps", f"{training['apart_of_spread']:.2f}"],
-        ["the same, largest seed", f"{training['apart_largest_of_spread']:.2f}"],
-        ["same seed, final validation loss, RMS", f"{validation['apart_of_spread']:.2f}"],
-        ["the same, largest seed", f"{validation['apart_largest_of_spread']:.2f}"],
+        ["training loss, same seed: RMS difference", f"{training['apart_of_spread']:.2f}"],
+        ["the same: largest difference", f"{training['apart_largest_of_spread']:.2f}"],
+        [
+            "final validation loss, same seed: RMS difference",
+            f"{validation['apart_of_spread']:.2f}",
+        ],
+        ["the same: largest difference", f"{validation['apart_largest_of_spread']:.2f}"],
         ["final validation losses, fast", ", ".join(f"{x:.3f}" for x in validation["fast"])],
         ["final validation losses, plain", ", ".join(f"{x:.3f}" for x in validation["plain"])],
     ]
-    return markdown(("difference in units of the spread, or loss", "value"), lines)
+    return markdown(
+        ("quantity (differences between fast and plain, divided by the spread)", "value"), lines
+    )
 
 
 def sizes_table(results: Results) -> str:
