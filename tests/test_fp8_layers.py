@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8_tools import assert_fp8, matmuls
+from kernel_tools import h200
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from gptjax.training.compilation import compiler_options
@@ -199,6 +200,15 @@ def test_a_call_without_a_gradient_uses_the_named_back_end(name, monkeypatch):
     f(*normal(*shapes), implementation="xla")
     chosen = {implementation for operation, implementation in asked if operation != "linear"}
     assert chosen == {"xla"}
+
+
+def test_mosaic_without_a_gradient():
+    """JAX also traces the call without a gradient for the gradient of a jitted function."""
+    shapes = ((256, 256), (256, 256), (256,), (256, 256))
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    loss = jax.jit(lambda *args: mlp(*args, fp8=True, implementation="mosaic").sum())
+    with h200():
+        jax.jit(jax.grad(loss)).trace(*args)
 
 
 def test_the_choice_depends_on_all_arrays(monkeypatch):

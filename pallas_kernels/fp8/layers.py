@@ -268,9 +268,9 @@ class Options:
     """A name in `ACTIVATIONS`."""
     backend: str
     output_major: bool
-    implementation: str
+    implementation: str = "auto"
     """Of a call that is not differentiated, as `precision`."""
-    precision: jax.lax.PrecisionLike
+    precision: jax.lax.PrecisionLike = None
 
 
 def activated_mlp(
@@ -301,7 +301,9 @@ def activated_mlp(
     facts = {"rows": rows, "inputs": inputs, "outputs": outputs}
     arrays = (rows_of(x), w, b, w2)
     backend = _dispatch.select(f"fp8_linear_{activation}", implementation, arrays=arrays, **facts)
-    options = Options(activation, backend, output_major, implementation, precision)
+    # The Mosaic kernel of a call without FP8 does not support fp32. "auto" tries it first.
+    plain = "auto" if implementation == "mosaic" else implementation
+    options = Options(activation, backend, output_major, plain, precision)
     y_NC = _calls.differentiable("mlp", mlp, x_NI, w, b, w2, options)
     return y_NC.reshape(*rows_of(x).shape[:-1], w2.shape[1])
 
