@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from gptjax.config import Config, ConfigError
 from gptjax.models.gpt2 import GPT2Config
@@ -30,7 +31,8 @@ def config(micro_batch):
 
 @pytest.fixture
 def cache_settings():
-    """JAX's own settings again afterwards."""
+    """No folder of other tests, and JAX's own settings again afterwards."""
+    compilation_cache.reset_cache()  # JAX reads the folder's name once per process
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
