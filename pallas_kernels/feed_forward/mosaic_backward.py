@@ -282,9 +282,8 @@ class _Block:
         plgpu.copy_smem_to_gmem(out.at[wg], self.du.at[rows, self.at(k)])
         if self.bias:
             row_MM = plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), 0, layout=plgpu.Layout.WGMMA)
-            ones_MM = (row_MM == lax.div(jnp.int32(k), jnp.int32(self.column_tiles))).astype(
-                self.dtype
-            )
+            row = lax.div(jnp.int32(k), jnp.int32(self.column_tiles))
+            ones_MM = (row_MM == row).astype(self.dtype)
             smem = None if self.scratch.ones is None else self.scratch.ones.at[wg]
             plgpu.wgmma(db_acc, self.left_operand(ones_MM, smem), out.at[wg])
 

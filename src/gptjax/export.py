@@ -24,13 +24,13 @@ def main(
     """Export a model to Hugging Face's transformers, llm.c or llama.cpp.
 
     Args:
-        path: a run's folder, the folder of a checkpoint, a Hugging Face folder or an llm.c file.
-        to: hf: a folder with config.json, safetensors and tokenizer; llmc: a .bin file; gguf: a
-            .gguf file, which needs `pip install -e '.[gguf]'`.
-        out: the folder or file to create.
-        step: step of a run's checkpoint. None: the newest.
-        tokenizer: auto: the tokenizer of the run's data, or gpt2 for files with a vocabulary of
-            50,257.
+        path: Run's folder, the folder of a checkpoint, a Hugging Face folder or an llm.c file.
+        to: Format. hf: a folder with config.json, safetensors and tokenizer; llmc: a .bin file;
+            gguf: a .gguf file, which needs `pip install -e '.[gguf]'`.
+        out: Folder or file to create.
+        step: Step of a run's checkpoint. None: the newest.
+        tokenizer: Tokenizer of the export. auto: the tokenizer of the run's data, or gpt2 for files
+            with a vocabulary of 50,257.
     """
     try:
         check_new(out)
