@@ -51,7 +51,7 @@ def test_the_parts_have_all_runs_and_pairs_stay_together(losses):
     names = [run.name for unit in losses.plan() for run in unit]
     parts = losses.share(losses.plan(), 2)
     assert sorted(names) == sorted(run.name for part in parts for run in part)
-    assert len({*names}) == len(names) == 29
+    assert len({*names}) == len(names) == 38
     for part in parts:
         seeds = {
             p: {r.seed for r in part if r.group == "adamw" and r.precision == p}
@@ -65,13 +65,13 @@ def test_the_parts_have_all_runs_and_pairs_stay_together(losses):
 
 
 def test_patterns_choose_runs(losses):
-    chosen = losses.chosen(("twice_fp8_*", "adamw_bf16_1", "normuon_*"))
+    chosen = losses.chosen(("twice_fp8_*", "adamw_bf16_1", "normuon_*_[01]"))
     names = [[run.name for run in unit] for unit in chosen]
     assert names == [
         ["adamw_bf16_1"],
-        ["normuon_bf16_0", "normuon_bf16_1"],
+        ["normuon_bf16_0", "normuon_fp8_0"],
+        ["normuon_bf16_1", "normuon_fp8_1"],
         ["twice_fp8_0"],
-        ["normuon_bf16_2"],
     ]
     with pytest.raises(ConfigError, match="--runs adam: expected names or patterns of adamw_"):
         losses.chosen(("adam",))

@@ -12,7 +12,8 @@ Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
 - control: adamw's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
 - start: adamw's fp8 with the first 150 steps in bf16.
 - finish: adamw's fp8 with the last 100 steps in bf16.
-- normuon: configs/gpt2_124m_normuon_docs.py in bf16, with NorMuon.
+- normuon: configs/gpt2_124m_normuon_docs.py in bf16 and in fp8, with NorMuon.
+- warmup: adamw with 300 steps of warm-up in place of 100, in bf16 and in fp8.
 - moments: adamw's fp8 with both of AdamW's moments in bf16.
 - twice: adamw with twice the learning rate, in bf16 and in fp8, seed 0.
 - medium: configs/gpt2_350m.py in bf16 and in fp8, 300 steps, seed 0.
@@ -114,24 +115,23 @@ class Run(NamedTuple):
 def plan() -> list[list[Run]]:
     """Return the runs in the order of their importance, in units that stay on one GPU."""
 
-    def pair(group: str, options: str, seed: int, bf16: float, fp8: float) -> list[Run]:
+    def pair(
+        group: str, options: str, seed: int, bf16: float, fp8: float, optimizer: str = "adamw"
+    ) -> list[Run]:
         return [
-            Run(group, "adamw", "bf16", seed, options, bf16),
-            Run(group, "adamw", "fp8", seed, options, fp8),
+            Run(group, optimizer, "bf16", seed, options, bf16),
+            Run(group, optimizer, "fp8", seed, options, fp8),
         ]
-
-    def normuon(*seeds: int) -> list[Run]:
-        return [Run("normuon", "normuon", "bf16", seed, NORMUON, 130) for seed in seeds]
 
     adamw = [pair("adamw", DOCS, seed, 125, 110) for seed in range(3)]
     other = f"{DOCS} --model.mlp xla"
     control = [[Run("control", "adamw", "bf16", seed, other, 130)] for seed in range(3)]
     twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 125, 110)
     medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
-    docs = "configs/speedrun_docs.py"
-    speedrun = [
-        Run("speedrun", "normuon", precision, 0, docs, 200) for precision in ("bf16", "fp8")
-    ]
+    speedrun = pair("speedrun", "configs/speedrun_docs.py", 0, 200, 200, "normuon")
+    normuon = [pair("normuon", NORMUON, seed, 130, 110, "normuon") for seed in range(3)]
+    longer = f"{DOCS} --optimizer.warmup-steps 300"
+    warmup = [pair("warmup", longer, seed, 125, 110) for seed in range(3)]
 
     def switched(group: str, *stages: dict) -> list[list[Run]]:
         options = shlex.join([*DOCS.split(), "--stages", *map(json.dumps, stages)])
@@ -142,8 +142,8 @@ def plan() -> list[list[Run]]:
     finish = switched("finish", {"until": 900}, bf16)
     halved = f"{DOCS} --optimizer.first-moment-dtype bf16 --optimizer.second-moment-dtype bf16"
     moments = [[Run("moments", "adamw", "fp8", seed, halved, 110)] for seed in range(3)]
-    last = [normuon(2), *start, *control, *finish, *moments]
-    return [*adamw, normuon(0, 1), twice, medium, spike, speedrun, *last]
+    last = [*warmup, *start, *control, *finish, *moments]
+    return [*adamw, *normuon, twice, medium, spike, speedrun, *last]
 
 
 def chosen(patterns: Sequence[str]) -> list[list[Run]]:
