@@ -17,7 +17,7 @@ from gpt2_124m import config as gpt2_124m
 config = replace(
     gpt2_124m,
     name="gpt2_124m_docs",
-    optimizer=replace(gpt2_124m.optimizer, learning_rate=1e-3, warmup_steps=100),
+    optimizer=replace(gpt2_124m.optimizer, learning_rate=1e-3, warmup_steps=300),
     dataset="docs_corpus",
     batch_tokens=65_536,
     max_steps=1_000,

@@ -23,7 +23,7 @@ CONFIGS = {
     "speedrun": ROOT / "configs" / "speedrun_docs.py",
 }
 # Baseline of a group: the runs of the group adamw with this precision.
-COMPARED_WITH = {"control": "bf16", "start": "bf16", "finish": "bf16", "moments": "fp8"}
+COMPARED_WITH = {"control": "bf16", "finish": "bf16", "moments": "fp8"}
 # Steps whose mean loss is compared before and after a spike.
 AROUND = 20
 Runs = dict[str, dict[str, list[dict]]]

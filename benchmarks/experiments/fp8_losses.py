@@ -9,11 +9,9 @@ the order of the data.
 
 Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
 - adamw: configs/gpt2_124m_docs.py in bf16 and in fp8.
-- control: adamw's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
-- start: adamw's fp8 with the first 150 steps in bf16.
 - finish: adamw's fp8 with the last 100 steps in bf16.
 - normuon: configs/gpt2_124m_normuon_docs.py in bf16 and in fp8, with NorMuon.
-- warmup: adamw with 300 steps of warm-up in place of 100, in bf16 and in fp8.
+- control: adamw's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
 - moments: adamw's fp8 with both of AdamW's moments in bf16.
 - twice: adamw with twice the learning rate, in bf16 and in fp8, seed 0.
 - medium: configs/gpt2_350m.py in bf16 and in fp8, 300 steps, seed 0.
@@ -130,20 +128,13 @@ def plan() -> list[list[Run]]:
     medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
     speedrun = pair("speedrun", "configs/speedrun_docs.py", 0, 200, 200, "normuon")
     normuon = [pair("normuon", NORMUON, seed, 130, 110, "normuon") for seed in range(3)]
-    longer = f"{DOCS} --optimizer.warmup-steps 300"
-    warmup = [pair("warmup", longer, seed, 125, 110) for seed in range(3)]
 
-    def switched(group: str, *stages: dict) -> list[list[Run]]:
-        options = shlex.join([*DOCS.split(), "--stages", *map(json.dumps, stages)])
-        return [[Run(group, "adamw", "fp8", seed, options, 140)] for seed in range(3)]
-
-    bf16 = {"model": {"precision": "bf16"}}
-    start = switched("start", {"until": 150, **bf16}, {})
-    finish = switched("finish", {"until": 900}, bf16)
+    stages = {"until": 900}, {"model": {"precision": "bf16"}}
+    switched = shlex.join([DOCS, "--stages", *map(json.dumps, stages)])
+    finish = [[Run("finish", "adamw", "fp8", seed, switched, 120)] for seed in range(3)]
     halved = f"{DOCS} --optimizer.first-moment-dtype bf16 --optimizer.second-moment-dtype bf16"
     moments = [[Run("moments", "adamw", "fp8", seed, halved, 110)] for seed in range(3)]
-    last = [*warmup, *start, *control, *finish, *moments]
-    return [*adamw, *normuon, twice, medium, spike, speedrun, *last]
+    return [*adamw, *finish, *normuon, twice, medium, spike, speedrun, *control, *moments]
 
 
 def chosen(patterns: Sequence[str]) -> list[list[Run]]:

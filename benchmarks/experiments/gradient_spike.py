@@ -53,7 +53,9 @@ config = dataclasses.replace(
     gpt2_124m_docs,
     name="gradient_spike",
     model=SpikeConfig(precision=gpt2_124m_docs.model.precision),
-    optimizer=dataclasses.replace(gpt2_124m_docs.optimizer, clip_norm=None, schedule_steps=1_000),
+    optimizer=dataclasses.replace(
+        gpt2_124m_docs.optimizer, warmup_steps=100, clip_norm=None, schedule_steps=1_000
+    ),
     max_steps=250,
     val_every=50,
 )
