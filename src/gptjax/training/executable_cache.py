@@ -343,10 +343,10 @@ def _process_began() -> float:
     If the operating system does not provide it, return the time when this module was imported.
     """
     try:
-        after_boot = int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        ) / os.sysconf("SC_CLK_TCK")
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        # Linux rounds down to ticks of 10 ms. A file that was written in this tick, before the
+        # process began, is not a changed file: Python needs longer to start.
+        return boot + (ticks + 1) / os.sysconf("SC_CLK_TCK") if ticks else _IMPORTED
     except (OSError, AttributeError):  # not Linux
         return _IMPORTED
-    return boot + after_boot if after_boot else _IMPORTED
