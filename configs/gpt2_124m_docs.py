@@ -4,10 +4,12 @@ Command:   python train.py --config configs/gpt2_124m_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
-Time:      136 s on one NVIDIA H200, from the command to its end, at 649,349 tokens/s (runs without
+Time:      134 s on one NVIDIA H200, from the command to its end, at 650,024 tokens/s (runs without
            checkpoints)
-Loss:      3.5625 at step 1,000, the mean of 3 seeds (3.5567, 3.5732, 3.5575); 2026-11-23, commits
-           185c88d, 1c04753
+Loss:      3.4677 at step 1,000, the mean of 3 seeds (3.4602, 3.4713, 3.4715); 2026-11-24, commits
+           71ae0b1, b13d2ab
+
+With 100 steps of warm-up, the mean loss is 3.5625, and runs differ more (docs/fp8.md).
 """
 
 from dataclasses import replace

@@ -6,7 +6,8 @@ Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder o
 Hardware:  one H200 or H100 (80 GB)
 Time:      138 s on one NVIDIA H200, from the command to its end, at 627,188 tokens/s (runs without
            checkpoints)
-Loss:      3.0971 at step 1,000, the mean of 2 seeds (3.0938, 3.1004); 2026-11-23, commit 914275c
+Loss:      3.0963 at step 1,000, the mean of 3 seeds (3.0938, 3.1004, 3.0947); 2026-11-24, commits
+           71ae0b1, 914275c
 
 docs/normuon.md lists the learning rates that were compared on this corpus. The config uses the best
 of these learning rates.

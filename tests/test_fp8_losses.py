@@ -51,7 +51,7 @@ def test_the_parts_have_all_runs_and_pairs_stay_together(losses):
     names = [run.name for unit in losses.plan() for run in unit]
     parts = losses.share(losses.plan(), 2)
     assert sorted(names) == sorted(run.name for part in parts for run in part)
-    assert len({*names}) == len(names) == 29
+    assert len({*names}) == len(names) == 38
     for part in parts:
         seeds = {
             p: {r.seed for r in part if r.group == "adamw" and r.precision == p}
@@ -95,7 +95,10 @@ def test_the_numbers_of_the_report(losses):
         record("adamw", "fp8", 0, 3.001, [*[4.1] * 8, 9.0, 9.0]),
         record("adamw", "fp8", 1, 3.203, [*[6.1] * 8, 9.0, 9.0]),
         record("adamw", "fp8", 1, 3.205, [*[6.1] * 8, 9.0, 9.0]),  # repeated: the newest counts
+        record("short", "bf16", 0, 3.1, flat),
+        record("short", "bf16", 1, 3.1, flat),
         record("control", "bf16", 1, 3.3, flat),
+        record("start", "fp8", 0, 3.104, flat),
         record("finish", "fp8", 0, 3.002, flat),
         record("moments", "fp8", 0, 3.011, flat),
         record("twice", "bf16", 0, 3.0, flat),
@@ -106,7 +109,8 @@ def test_the_numbers_of_the_report(losses):
     assert fp8["finals"] == [3.001, 3.205] and fp8["difference"] == pytest.approx(0.003)
     assert fp8["standard_error"] == pytest.approx(0.002)
     assert fp8["steps_within_spread"] == 0.8
-    assert found["control"]["bf16"]["difference"] == pytest.approx(0.1)
+    assert found["control"]["bf16"]["difference"] == pytest.approx(0.2)
+    assert found["start"]["fp8"]["difference"] == pytest.approx(0.004)
     assert found["finish"]["fp8"]["difference"] == pytest.approx(0.002)
     assert found["moments"]["fp8"]["difference"] == pytest.approx(0.01)  # from adamw's fp8
     assert found["twice"]["fp8"]["final"] is None and found["twice"]["fp8"]["difference"] is None

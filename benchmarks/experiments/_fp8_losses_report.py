@@ -22,8 +22,13 @@ CONFIGS = {
     "normuon": ROOT / "configs" / "gpt2_124m_normuon_docs.py",
     "speedrun": ROOT / "configs" / "speedrun_docs.py",
 }
-# Baseline of a group: the runs of the group adamw with this precision.
-COMPARED_WITH = {"control": "bf16", "finish": "bf16", "moments": "fp8"}
+# Baseline of a group: the runs of this group and precision.
+COMPARED_WITH = {
+    "control": ("short", "bf16"),
+    "finish": ("adamw", "bf16"),
+    "moments": ("adamw", "fp8"),
+    "start": ("short", "bf16"),
+}
 # Steps whose mean loss is compared before and after a spike.
 AROUND = 20
 Runs = dict[str, dict[str, list[dict]]]
@@ -139,7 +144,8 @@ def summary(records: Sequence[dict]) -> dict[str, dict]:
         result[group] = {precision: of_runs(each) for precision, each in runs.items()}
         if "bf16" in runs and "fp8" in runs:
             result[group]["fp8"] |= compared(runs["bf16"], runs["fp8"])
-        if same := groups.get("adamw", {}).get(COMPARED_WITH.get(group)):
+        baseline, with_precision = COMPARED_WITH.get(group, (None, None))
+        if same := groups.get(baseline, {}).get(with_precision):
             for precision, each in runs.items():
                 result[group][precision] |= compared(same, each)
         if group == "spike":
@@ -152,19 +158,23 @@ def draw(records: Sequence[dict], path: Path) -> None:
     """Draw validation losses, and the difference of the training losses, with their ranges."""
     groups = grouped(records)
     curves = [
-        ("AdamW, bf16", groups.get("adamw", {}).get("bf16"), style.ORANGE),
-        ("AdamW, fp8", groups.get("adamw", {}).get("fp8"), style.GREEN),
-        ("NorMuon, bf16", groups.get("normuon", {}).get("bf16"), style.BLUE),
+        (f"{name}, {precision}", groups.get(group, {}).get(precision), colour, line)
+        for group, name, colours in (
+            ("adamw", "AdamW", (style.ORANGE, style.GREEN)),
+            ("normuon", "NorMuon", (style.BLUE, style.DARK_GREY)),
+        )
+        for precision, colour, line in zip(("bf16", "fp8"), colours, ("-", "--"), strict=True)
     ]
     with style.picture(path, (10, 4), 1, 2) as (left, right):
-        for label, runs, colour in curves:
+        for label, runs, colour, line in curves:
             if not runs:
                 continue
             length = min(len(record["val"]) for record in runs)
             # The loss of step 0, about 11, would compress the rest of the curves.
             steps = [step for step, _ in runs[0]["val"][1:length]]
             losses = np.array([[loss for _, loss in r["val"][1:length]] for r in runs], float)
-            left.plot(steps, losses.mean(0), color=colour, label=f"{label}, {len(runs)} seeds")
+            label = f"{label}, {len(runs)} seeds"
+            left.plot(steps, losses.mean(0), color=colour, linestyle=line, label=label)
             left.fill_between(steps, losses.min(0), losses.max(0), color=colour, alpha=0.3)
         left.set(xlabel="steps", ylabel="validation loss (nats per token)", xlim=(0, None))
         left.legend()
@@ -189,7 +199,7 @@ def _draw_differences(runs: dict[str, list[dict]], axes: Any, window: int = 20) 
         steps, spread.min(0), spread.max(0), color=style.ORANGE, alpha=0.3, label="bf16's seeds"
     )
     axes.plot(steps, difference, color=style.GREEN, label="fp8, mean of the seeds")
-    axes.set(xlabel="steps", ylabel=f"training loss − mean of bf16, {window} steps")
+    axes.set(xlabel="steps", ylabel=f"AdamW: training loss − mean of bf16, {window} steps")
     axes.legend()
 
 

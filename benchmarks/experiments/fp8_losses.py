@@ -11,9 +11,11 @@ Groups of runs, with AdamW and seeds 0, 1 and 2 unless stated otherwise:
 - adamw: configs/gpt2_124m_docs.py in bf16 and in fp8.
 - finish: adamw's fp8 with the last 100 steps in bf16.
 - normuon: configs/gpt2_124m_normuon_docs.py in bf16 and in fp8, with NorMuon.
-- control: adamw's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
 - moments: adamw's fp8 with both of AdamW's moments in bf16.
-- twice: adamw with twice the learning rate, in bf16 and in fp8, seed 0.
+- short: adamw with 100 steps of warm-up, in bf16 and in fp8.
+- control: short's bf16 with XLA's kernels of the MLP. Only the order of sums differs.
+- start: short's fp8 with the first 150 steps in bf16.
+- twice: short with twice the learning rate, in bf16 and in fp8, seed 0.
 - medium: configs/gpt2_350m.py in bf16 and in fp8, 300 steps, seed 0.
 - spike: 250 steps in bf16 and in fp8, one of them with a gradient multiplied by 100, seed 0
     (gradient_spike.py).
@@ -121,20 +123,26 @@ def plan() -> list[list[Run]]:
             Run(group, optimizer, "fp8", seed, options, fp8),
         ]
 
-    adamw = [pair("adamw", DOCS, seed, 125, 110) for seed in range(3)]
-    other = f"{DOCS} --model.mlp xla"
-    control = [[Run("control", "adamw", "bf16", seed, other, 130)] for seed in range(3)]
-    twice = pair("twice", f"{DOCS} --optimizer.learning-rate 2e-3", 0, 125, 110)
-    medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
-    speedrun = pair("speedrun", "configs/speedrun_docs.py", 0, 200, 200, "normuon")
-    normuon = [pair("normuon", NORMUON, seed, 130, 110, "normuon") for seed in range(3)]
+    def switched(group: str, options: str, *stages: dict) -> list[list[Run]]:
+        options = shlex.join([*options.split(), "--stages", *map(json.dumps, stages)])
+        return [[Run(group, "adamw", "fp8", seed, options, 120)] for seed in range(3)]
 
-    stages = {"until": 900}, {"model": {"precision": "bf16"}}
-    switched = shlex.join([DOCS, "--stages", *map(json.dumps, stages)])
-    finish = [[Run("finish", "adamw", "fp8", seed, switched, 120)] for seed in range(3)]
+    bf16 = {"model": {"precision": "bf16"}}
+    adamw = [pair("adamw", DOCS, seed, 125, 110) for seed in range(3)]
+    finish = switched("finish", DOCS, {"until": 900}, bf16)
+    normuon = [pair("normuon", NORMUON, seed, 130, 110, "normuon") for seed in range(3)]
     halved = f"{DOCS} --optimizer.first-moment-dtype bf16 --optimizer.second-moment-dtype bf16"
     moments = [[Run("moments", "adamw", "fp8", seed, halved, 110)] for seed in range(3)]
-    return [*adamw, *finish, *normuon, twice, medium, spike, speedrun, *control, *moments]
+    shorter = f"{DOCS} --optimizer.warmup-steps 100"
+    short = [pair("short", shorter, seed, 125, 110) for seed in range(3)]
+    other = f"{shorter} --model.mlp xla"
+    control = [[Run("control", "adamw", "bf16", seed, other, 130)] for seed in range(3)]
+    start = switched("start", shorter, {"until": 150, **bf16}, {})
+    twice = pair("twice", f"{shorter} --optimizer.learning-rate 2e-3", 0, 125, 110)
+    medium, spike = pair("medium", MEDIUM, 0, 150, 135), pair("spike", SPIKE, 0, 60, 60)
+    speedrun = pair("speedrun", "configs/speedrun_docs.py", 0, 200, 200, "normuon")
+    units = [*adamw, *finish, *normuon, *moments, *short, *control, *start]
+    return [*units, twice, medium, spike, speedrun]
 
 
 def chosen(patterns: Sequence[str]) -> list[list[Run]]:

@@ -9,11 +9,13 @@ BAR = 0.003
 ABSENT = "Not measured yet."
 GROUPS = {
     "adamw": "124M, AdamW",
-    "control": "124M, AdamW, MLP by XLA",
-    "start": "124M, AdamW, the first 150 steps in bf16",
     "finish": "124M, AdamW, the last 100 steps in bf16",
     "moments": "124M, AdamW, moments in bf16",
-    "twice": "124M, AdamW, twice the learning rate",
+    "normuon": "124M, NorMuon",
+    "short": "124M, AdamW, 100 steps of warm-up",
+    "control": "the same, MLP by XLA",
+    "start": "the same, the first 150 steps in bf16",
+    "twice": "the same, twice the learning rate",
     "medium": "350M, AdamW, 300 steps",
 }
 PLACES = {
@@ -103,15 +105,18 @@ def losses_table(results: Results) -> str:
 
 
 def verdict(found: dict) -> str:
-    """Return a paragraph on whether the first group is within the bar; empty without its runs."""
-    fp8 = found.get("adamw", {}).get("fp8", {})
-    if fp8.get("difference") is None:
-        return ""
-    within = "within" if abs(fp8["difference"]) <= BAR else "not within"
-    return (
-        f"\n\nWith AdamW and {len(fp8['seeds'])} seeds, fp8's mean final loss is {within} {BAR} of "
-        "bf16's."
-    )
+    """Return a paragraph on whether the recipes are within the bar; empty without their runs."""
+    sentences = []
+    for group, name in {"adamw": "AdamW", "normuon": "NorMuon"}.items():
+        fp8 = found.get(group, {}).get("fp8", {})
+        if fp8.get("difference") is None:
+            continue
+        within = "within" if abs(fp8["difference"]) <= BAR else "not within"
+        sentences.append(
+            f"With {name} and {len(fp8['seeds'])} seeds, fp8's mean final loss is {within} {BAR} "
+            "of bf16's."
+        )
+    return "\n\n" + "\n".join(sentences) if sentences else ""
 
 
 def spike_table(results: Results) -> str:
