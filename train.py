@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from gptjax import cli, data, devices, distributed
+from gptjax import cli, data, devices, distributed, provenance
 from gptjax import config as configuration
 from gptjax.config import Config, ConfigError
 from gptjax.models.base import ModelConfig, graph
@@ -41,7 +41,6 @@ from gptjax.training.checkpoint import (
     Checkpoints,
     NotFiniteError,
     silence_orbax,
-    versions,
 )
 from gptjax.training.compilation import Compiler, StagedStep, compile_to_fit
 from gptjax.training.evaluations import Evaluations
@@ -188,7 +187,7 @@ def _train(
         device=device.device_kind,
         devices=len(used),
         kernels=kernels,
-        versions=versions(),
+        **provenance.of_process(),
         config=configuration.to_json(config),
         changes=start.changes,
         init_from=source.identity() if source else None,

@@ -193,25 +193,6 @@ def test_a_result_without_the_schema_is_refused(tmp_path, change):
         results.read(tmp_path / "result.json")
 
 
-def test_the_commit_is_that_of_the_sources_or_unknown(tmp_path, monkeypatch):
-    """An installed package in somebody else's repository does not have that repository's commit."""
-    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
-    package = tmp_path / "site-packages" / "gptjax"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    monkeypatch.setattr(results.gptjax, "__file__", str(package / "__init__.py"))
-    assert results.commit() is None
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
-    assert results.commit() is None
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
-    assert head.stdout.startswith(results.commit())
-    (package / "__init__.py").write_text("changed")
-    assert results.commit() == f"{head.stdout[:12]}-dirty"
-
-
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_a_result_that_is_no_file_is_refused(tmp_path, capsys, make):
     make(tmp_path / "x.json")

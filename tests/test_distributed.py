@@ -185,6 +185,7 @@ def test_another_process_count_is_refused(file):
     [
         ({"process_count": 2}, "need --coordinator or --distributed auto"),
         ({"coordinator": "host"}, "must be HOST:PORT, got 'host'"),
+        ({"coordinator": "host:65536"}, "must be HOST:PORT, got 'host:65536'"),
         (
             {"coordinator": "host:1", "process_count": 2, "process_index": 2},
             "--process-index must be below --process-count 2, got 2",

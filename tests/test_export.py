@@ -1,5 +1,6 @@
 """python -m gptjax.export: transformers, llm.c and GGUF files with the logits of the model."""
 
+import signal
 import sys
 import warnings
 
@@ -15,6 +16,7 @@ from gptjax import export as command
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 from gptjax.models.base import graph, params_of
 from gptjax.weights import WeightsError, bpe_files
+from gptjax.weights import export as export_module
 from gptjax.weights.export import export
 
 with warnings.catch_warnings():
@@ -208,3 +210,16 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys,
     assert "not written: No space left" in refused(run, "hf", tmp_path / "hf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install -e '.[gguf]'" in refused(run, "gguf", tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("args", "code"), [((), 130), ((signal.SIGTERM,), 143)])
+def test_an_interrupted_export_leaves_nothing(run, tmp_path, capsys, monkeypatch, args, code):
+    def interrupted(model, path):
+        path.write_text("a part")
+        raise KeyboardInterrupt(*args)
+
+    monkeypatch.setattr(export_module, "save_llmc", interrupted)
+    assert command.main(run, "llmc", tmp_path / "model.bin") == code
+    assert list(tmp_path.glob("*")) == [] and list(tmp_path.glob(".*")) == []
+    out, error = capsys.readouterr()
+    assert error == f"interrupted; {tmp_path / 'model.bin'} is not written\n" and not out

@@ -1,6 +1,7 @@
 """train.py: a run from beginning to end."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -58,6 +59,9 @@ def test_a_run_from_beginning_to_end(config):
     assert steps_kept(config) == [18, 20]
     assert (config.run_dir / "loss.png").stat().st_size > 10_000
     assert list(config.run_dir.glob("events.out.tfevents.*"))
+    start = json.loads((config.run_dir / "log.jsonl").read_text().splitlines()[0])
+    assert start["event"] == "start"
+    assert start.keys() >= {"command", "date", "commit", "versions", "kernels", "config"}
     before = (config.run_dir / "log.jsonl").read_bytes()
     code, shown = run(config)
     assert (

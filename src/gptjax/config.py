@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -240,8 +239,10 @@ class Config:
             raise ConfigError(
                 "--process-count and --process-index need --coordinator or --distributed auto"
             )
-        if self.coordinator is not None and not re.fullmatch(r".+:\d{1,5}", self.coordinator):
-            raise ConfigError(f"--coordinator must be HOST:PORT, got {self.coordinator!r}")
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not (host and port.isdecimal() and 1 <= int(port) <= 65535):
+                raise ConfigError(f"--coordinator must be HOST:PORT, got {self.coordinator!r}")
         if count is not None and index is not None and index >= count:
             raise ConfigError(f"--process-index must be below --process-count {count}, got {index}")
 

@@ -1,5 +1,6 @@
 """Export a trained model to other programs: `python -m gptjax.export RUN --to hf --out FOLDER`."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import tyro
 
 from gptjax.data import DataError
 from gptjax.data.tokenizers import TokenizerChoice
-from gptjax.terminal import printable
+from gptjax.terminal import exit_code, interrupt, printable
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, sources
 from gptjax.weights.export import Format, check_architecture, check_new, check_suffix, export
@@ -32,20 +33,22 @@ def main(
         tokenizer: Tokenizer of the export. auto: the tokenizer of the run's data, or gpt2 for files
             with a vocabulary of 50,257.
     """
-    try:
+
+    def command() -> None:
         check_new(out)
         check_suffix(out, to)
         source = sources.find(path, step=step)
         check_architecture(source.architecture, to)
         model, found = load(source.path, tokenizer=tokenizer)
         note = export(model, out, to, tokenizer=None if found is None else found.name)
-    except (WeightsError, DataError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
-    return 0
+        print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
+
+    return exit_code(
+        command, (WeightsError, DataError, OSError), f"interrupted; {out} is not written"
+    )
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     silence_orbax()
     sys.exit(tyro.cli(main, prog="python -m gptjax.export"))

@@ -19,16 +19,14 @@ import importlib.util
 import json
 import math
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gptjax
 from gptjax.bench.errors import BenchError
-from gptjax.training.checkpoint import versions
+from gptjax.provenance import commit, versions
 
 # Options that name files to write: they do not change what is measured.
 OUTPUTS = ("out", "picture")
@@ -113,25 +111,6 @@ def read_times(path: Path, *fields: str) -> dict:
             _check_time(number, row, fields)
 
     return _read(path, "JSON of bench step, ladder or kernels", check)
-
-
-def commit() -> str | None:
-    """Return the Git commit of gptjax's sources, or None if Git does not track them."""
-    folder = Path(gptjax.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
-            )
-        except OSError:  # no git
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # An installed wheel may lie in somebody else's repository.
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def bench_command(name: str, options: Any) -> str:

@@ -5,7 +5,6 @@ when it is restored.
 """
 
 import errno
-import importlib.metadata
 import logging
 import os
 import sys
@@ -19,8 +18,8 @@ import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-import gptjax
 from gptjax import distributed
+from gptjax.provenance import versions
 from gptjax.weights.checkpoint_files import (
     FORMAT,
     checksum,
@@ -330,11 +329,3 @@ def silence_orbax() -> None:
             default(unraisable)
 
     sys.unraisablehook = hook
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of packages that affect the numbers of a run."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-    return {"gptjax": gptjax.__version__} | {
-        name: importlib.metadata.version(name) for name in packages
-    }
