@@ -135,6 +135,23 @@ def test_averages_that_are_refused_leave_nothing(run, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize("moment", ["read_meta", "read_params"])
+def test_an_average_names_a_checkpoint_that_is_deleted_meanwhile(
+    run, tmp_path, capsys, monkeypatch, moment
+):
+    folder, read = run / "checkpoints" / "20", getattr(checkpoint_files, moment)
+
+    def read_after_deletion(path, *args):
+        if path == folder:
+            shutil.rmtree(path)
+        return read(path, *args)
+
+    monkeypatch.setattr(checkpoint_files, moment, read_after_deletion)
+    said = command(capsys, run, "average", "--last", 2, "--out", tmp_path / "mean", code=1)
+    assert "steps [20] were deleted while they were read" in said and "damaged" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 def test_the_newest_intact_checkpoint_is_deleted_by_force_only(run, capsys):
     damage(run, 30)
     assert "20 is the newest intact" in command(capsys, run, "delete", "--steps", 20, 10, code=1)

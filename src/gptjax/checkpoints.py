@@ -114,17 +114,26 @@ def average(folder: Path, steps: list[int], out: Path) -> None:
 
     Raises:
         DamagedError: a checkpoint is damaged.
-        CheckpointError: the checkpoints have different parameters, or writing fails.
+        CheckpointError: the checkpoints have different parameters, one is deleted in the meantime,
+            or writing fails.
         WeightsError: `out` exists.
     """
-    metas = {step: checkpoint_files.read_meta(folder / str(step)) for step in steps}
     newest = max(steps)
-    like = checkpoint_files.params_like(folder / str(newest), metas[newest])
-    total: Any = None
-    for step in steps:
-        params = checkpoint_files.read_params(folder / str(step), like)
-        params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-        total = params if total is None else jax.tree.map(np.add, total, params)
+    try:
+        metas = {step: checkpoint_files.read_meta(folder / str(step)) for step in steps}
+        like = checkpoint_files.params_like(folder / str(newest), metas[newest])
+        total: Any = None
+        for step in steps:
+            params = checkpoint_files.read_params(folder / str(step), like)
+            params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+            total = params if total is None else jax.tree.map(np.add, total, params)
+    except CheckpointError as error:
+        if deleted := [step for step in steps if not (folder / str(step)).exists()]:
+            raise CheckpointError(
+                f"{folder}: steps {deleted} were deleted while they were read, for example by the "
+                "training run, which keeps --keep-last checkpoints; choose other steps"
+            ) from error
+        raise
     mean = jax.tree.map(lambda x, y: jax.numpy.asarray(x / len(steps), y.dtype), total, like)
     meta = {name: metas[newest][name] for name in ("config", "data") if name in metas[newest]}
     with created(out) as temporary:
