@@ -201,10 +201,11 @@ from gptjax.training import checkpoint
 synchronize = checkpoint._synchronize
 def slow(paths):
     print("saving", flush=True)
+    folder = paths[0].parent if paths[0].is_file() else paths[0]
     for number in range(20):
         time.sleep(0.05)
-        paths[0].mkdir(parents=True, exist_ok=True)
-        (paths[0] / f"late{number}").touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"late{number}").touch()
     synchronize(paths)
 checkpoint._synchronize = slow
 sys.argv[0] = "gptjax.checkpoints"
