@@ -188,6 +188,15 @@ def test_numbers_out_of_range_are_refused(options):
         adamw(**{"learning_rate": 1e-3} | options)
 
 
+def test_a_dtype_may_be_a_name():
+    params = {"w": jnp.ones(3)}
+    tx = adamw(1e-3, mu_dtype="bfloat16", nu_dtype="bfloat16")
+    moments = [x.dtype for x in jax.tree.leaves(tx.init(params)) if x.shape == (3,)]
+    assert moments == [jnp.bfloat16] * 2
+    with pytest.raises(ValueError, match="nu_dtype must be None or bfloat16, got float32"):
+        adamw(1e-3, nu_dtype="float32")
+
+
 def test_decay_mask_takes_matrices_and_embeddings_alone():
     params = {
         "wte": jnp.zeros((4, 2)),

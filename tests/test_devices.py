@@ -51,3 +51,18 @@ def test_auto_and_gpu_use_every_gpu():
     for kind in ("auto", "gpu"):
         found, idle = devices.select(kind)
         assert found == jax.devices("gpu") and idle is None
+
+
+def test_platforms_that_do_not_work_are_named(monkeypatch):
+    """With JAX_PLATFORMS=cuda and no GPU, JAX ends with an assertion without a text."""
+
+    def no_platform(backend=None):
+        raise AssertionError
+
+    monkeypatch.setattr(devices.jax, "devices", no_platform)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    for kind in ("auto", "gpu"):
+        with pytest.raises(
+            devices.DeviceError, match="^JAX_PLATFORMS=cuda: .* unset JAX_PLATFORMS"
+        ):
+            devices.select(kind)

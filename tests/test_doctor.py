@@ -191,7 +191,19 @@ def test_a_measurement_that_fails_is_a_failed_check(h200):
     assert only()[1:3] == ("failed", "RuntimeError: RESOURCE_EXHAUSTED: out of memory")
 
 
-def test_a_machine_without_a_gpu(h200, capsys):
+def test_platforms_that_do_not_work(h200, monkeypatch):
+    def fail():
+        raise RuntimeError("no platform of JAX_PLATFORMS works")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    h200.set(jax_gpus=fail)
+    status, what, remedy = bad()["GPUs"]
+    assert status == "failed" and what.startswith("JAX_PLATFORMS=cuda: RuntimeError: no platform")
+    assert "unset JAX_PLATFORMS" in remedy
+
+
+def test_a_machine_without_a_gpu(h200, capsys, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     h200.without_driver()
     found = bad()
     assert {name: status for name, (status, *_) in found.items()} == {

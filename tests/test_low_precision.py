@@ -14,7 +14,9 @@ from kernel_tools import OPTIMIZED
 
 from gptjax.optim import normuon
 from gptjax.optim.low_precision import (
+    apply_updates,
     join,
+    round_stochastically,
     split,
     view,
     whole,
@@ -56,6 +58,19 @@ def test_ties_round_to_even():
     joined = join(view, low, rounding="nearest")
     np.testing.assert_array_equal(bits(joined), bits(x) - np.uint32([1, 0, 1]))
     np.testing.assert_array_equal(joined.astype(jnp.bfloat16), view)
+
+
+NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF80FFFF, 0x7FC00000]
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_every_nan_stays_nan(rounding):
+    """0x7FFFFFFF is the result of arithmetic on NVIDIA GPUs."""
+    x = jax.lax.bitcast_convert_type(jnp.array(NANS, jnp.uint32), jnp.float32)
+    view, low = split(x, rounding=rounding)
+    assert jnp.isnan(view).all() and jnp.isnan(join(view, low, rounding=rounding)).all()
+    seed = jnp.array(0)
+    assert jnp.isnan(round_stochastically(x, seed)).all()
 
 
 def test_the_view_is_the_upper_half_or_the_nearest():
@@ -163,6 +178,31 @@ def test_normuon_on_views():
         optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16
         and state.low["w"].dtype == jnp.uint16
     )
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_optimizers_of_different_parameters(rounding):
+    """Inside optax.partition and optax.masked, which replace the other parameters by a node."""
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.standard_normal(5), jnp.float32) for name in "abc"}
+    grads = [
+        {name: jnp.asarray(rng.standard_normal(5), jnp.float32) for name in "abc"} for _ in range(3)
+    ]
+    split_tx = functools.partial(with_mantissa, rounding=rounding, select=lambda path: path != "c")
+    parts = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
+    labels = {"a": "adam", "b": "sgd", "c": "sgd"}
+    tx = optax.partition({name: split_tx(part) for name, part in parts.items()}, labels)
+    master = optax.partition(parts, labels)
+    state, of_master = tx.init(params), master.init(params)
+    views = view(params, rounding=rounding) | {"c": params["c"]}
+    for g in grads:
+        updates, state = jax.jit(tx.update)(g, state, views)
+        views = apply_updates(views, updates)
+        updates, of_master = jax.jit(master.update)(g, of_master, params)
+        params = optax.apply_updates(params, updates)
+    for name in "ab":
+        np.testing.assert_array_equal(views[name], split(params[name], rounding=rounding)[0])
+    np.testing.assert_array_equal(views["c"], params["c"])
 
 
 def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours():

@@ -40,6 +40,13 @@ def test_momentum_rises_and_falls_back():
     assert [round(float(momentum(step)), 6) for step in steps] == expected
 
 
+def test_momentum_without_warm_up_or_cooldown():
+    risen = momentum_schedule(100, warmup_steps=0)
+    assert [round(float(risen(step)), 6) for step in (0, 50, 100)] == [0.95, 0.95, 0.85]
+    constant = momentum_schedule(100, warmup_steps=0, cooldown_steps=0)
+    assert [round(float(constant(step)), 6) for step in (0, 99, 100, 200)] == [0.95] * 4
+
+
 @pytest.mark.parametrize("momentum", [0.9, lambda count: 0.5 + 0.1 * jnp.float32(count)])
 def test_nesterov(momentum):
     grads = [{"a": normal(3, 4, seed=i), "b": normal(2, seed=9 + i)} for i in range(4)]

@@ -161,6 +161,19 @@ def test_the_work_is_shared_by_devices():
         np.testing.assert_allclose(found[name], exact_polar_express(g), atol=FP32)
 
 
+def test_a_mesh_without_the_axis_is_refused():
+    mesh = jax.make_mesh((1,), ("model",))
+    with pytest.raises(ValueError, match=r"with the axis 'data', got the axes \('model',\)"):
+        distributed(in_fp32, mesh)
+
+
+def test_axes_may_be_lists():
+    layout = Matrices(inputs=(0,), outputs=(1, 2))
+    object.__setattr__(layout, "outputs", [1, 2])  # the test's type checks refuse it as an argument
+    layout.__post_init__()
+    assert layout == Matrices(inputs=(0,), outputs=(1, 2)) and isinstance(hash(layout), int)
+
+
 def test_gathering_in_bf16_loses_nothing():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x_NIO = jnp.asarray(normal(4, 16, 24), jnp.float32)

@@ -173,6 +173,10 @@ def test_a_groups_factors_are_checked():
         Group("wte", learning_rate=-1.0)
     with pytest.raises(ValueError, match=r"Group\('wte'\): b2 must be in \[0, 1\), got 1.0"):
         Group("wte", b2=1.0)
+    group = Group("wte")
+    object.__setattr__(group, "kind", "embeding")  # the test's type checks refuse it as an argument
+    with pytest.raises(ValueError, match=r"Group\('wte'\): unknown kind 'embeding'; choose one of"):
+        group.__post_init__()
 
 
 def test_the_table_shows_the_matrices_of_named_axes():

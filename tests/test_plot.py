@@ -191,6 +191,24 @@ def test_runs_of_the_same_name_have_distinct_labels(tmp_path, figures):
     assert names[0] != names[1]
 
 
+def test_copied_logs_of_one_name_and_folder_stay_apart(tmp_path, figures):
+    logs = []
+    for name in ("one/a", "two/a", "one/b"):
+        log = make_run(tmp_path / "runs" / name, steps=5) / "log.jsonl"
+        copy = tmp_path / f"{name}.jsonl"
+        copy.parent.mkdir(exist_ok=True)
+        logs.append(log.rename(copy))
+    plot_runs(logs, tmp_path / "loss.png", group=True)
+    names = [text.split(" · ")[0] for text in drawn(figures[0])[1][:3]]
+    assert [name[-6:] for name in names] == ["/one/a", "/two/a", "/one/b"]
+
+
+def test_runs_named_by_their_seed_only(tmp_path, figures):
+    runs = [make_run(tmp_path / name, steps=5) for name in ("seed0", "seed1")]
+    plot_runs(runs, tmp_path / "loss.png", group=True)
+    assert drawn(figures[0])[1][0].startswith("(2 seeds) · ")
+
+
 def test_a_run_of_any_name(tmp_path, figures):
     names = ["x[b]y", "x[b", "a\x1b[31mred", "W" * 200]
     plot_runs([make_run(tmp_path / name, steps=5) for name in names], tmp_path / "loss.png")

@@ -140,6 +140,15 @@ def test_works_under_vmap_and_on_two_devices():
     np.testing.assert_allclose(found, exact(x), atol=FP32)
 
 
+def test_the_name_of_fp32_selects_true_fp32():
+    x = jnp.ones((3, 4))
+    traces = [
+        str(jax.make_jaxpr(lambda x, dtype=dtype: polar_express(x, dtype=dtype))(x))
+        for dtype in ("float32", jnp.float32)
+    ]
+    assert traces[0] == traces[1] and "HIGHEST" in traces[0]
+
+
 def test_errors():
     with pytest.raises(
         ValueError, match=r"expected matrices \(..., M, N\) of floating-point numbers, got \(3,\)"

@@ -26,13 +26,18 @@ def select(kind: str) -> tuple[list[jax.Device], str | None]:
         The devices, and a sentence for the user if the machine has a GPU that is not used.
 
     Raises:
-        DeviceError: `kind` is "gpu" and JAX has no GPU. The message says what is missing.
+        DeviceError: `kind` is "gpu" and JAX has no GPU, or no platform of JAX_PLATFORMS works. The
+            message says what is missing.
     """
     if kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return jax.devices(), None
     try:
         gpus = jax.devices("gpu")
+    except AssertionError as error:  # jax's, if no platform of JAX_PLATFORMS works
+        named = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
+        missing = _missing_part(f"no platform of {named} works")
+        raise DeviceError(f"{named}: {missing} Without a GPU, unset JAX_PLATFORMS.") from error
     except RuntimeError as error:
         missing = _missing_part(str(error))
         if kind == "gpu":

@@ -73,7 +73,8 @@ def plot_runs(
     logs = [_log_file(Path(path)) for path in paths]
     names = [_run_name(log) for log in logs]
     if len(set(names)) < len(names):
-        names = [str(log.parent) for log in logs]
+        paths = [log.parent if log.name == "log.jsonl" else log.with_suffix("") for log in logs]
+        names = [str(path) for path in paths]
     names = [printable(name) for name in names]
     runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
     groups = _grouped(runs) if group else [[run] for run in runs]
@@ -202,7 +203,7 @@ def _grouped(runs: list[_Curves]) -> list[list[_Curves]]:
 def _group_name(runs: list[_Curves]) -> str:
     name = runs[0].name
     if len(runs) > 1:
-        name = f"{_SEED.sub('', name)} ({len(runs)} seeds)"
+        name = f"{_SEED.sub('', name)} ({len(runs)} seeds)".strip()
     return _shortened(name, 60)
 
 

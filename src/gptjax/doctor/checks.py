@@ -1,6 +1,7 @@
 """Checks of the machine. Each check returns the value found, a status, and a remedy."""
 
 import dataclasses
+import os
 import platform
 from typing import TYPE_CHECKING, Literal
 
@@ -168,6 +169,11 @@ def gpus() -> Result:
     try:
         found = machine.jax_gpus()
     except (RuntimeError, ImportError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        if platforms and "cpu" not in platforms.split(","):
+            what = f"JAX_PLATFORMS={platforms}: {_first_line(error)}"
+            remedy = "unset JAX_PLATFORMS; without a GPU: JAX_PLATFORMS=cpu"
+            return Result("GPUs", "failed", what, remedy)
         if machine.cuda_version() is None:
             what, remedy = "no NVIDIA GPU", "on a machine without a GPU: train.py --device cpu"
             return Result("GPUs", "warning", f"{what}: training runs on the CPU", remedy)

@@ -122,7 +122,11 @@ def jax_gpus() -> "list[Device]":
     """
     import jax
 
-    return [device for device in jax.devices("gpu") if device.platform == "gpu"]
+    try:
+        devices = jax.devices("gpu")
+    except AssertionError as error:  # if JAX_PLATFORMS names platforms that do not work
+        raise RuntimeError("no platform of JAX_PLATFORMS works") from error
+    return [device for device in devices if device.platform == "gpu"]
 
 
 def copy_rate(device: "Device") -> float:

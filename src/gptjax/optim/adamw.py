@@ -105,7 +105,7 @@ def scale_by_adam(
     Raises:
         ValueError: another nu_dtype.
     """
-    if nu_dtype not in (None, jnp.bfloat16):
+    if nu_dtype is not None and jnp.dtype(nu_dtype) != jnp.bfloat16:
         raise ValueError(f"scale_by_adam: nu_dtype must be None or bfloat16, got {nu_dtype}")
 
     def init(params):
@@ -404,7 +404,7 @@ class OptimizerConfig:
         del params, groups
         rates = f"lr {self.learning_rate:g}, decay {self.weight_decay:g}"
         form = f"; {text}" if (text := self._decay_in_words()) else ""
-        return [f"adamw: {rates} (of tensors with two or more axes){form}"]
+        return [f"{self.name}: {rates} (of tensors with two or more axes){form}"]
 
     def describe_storage(self) -> list[str]:
         """Describe the parameters and moments that are not stored in fp32, one line each."""

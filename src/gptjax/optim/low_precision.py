@@ -35,11 +35,12 @@ def split(
         rounding: "truncate", or "nearest" with ties to even, as in `x.astype(jnp.bfloat16)`. Two
             ties round to one view, and 16 bits cannot distinguish them: with "nearest", a tie that
             rounds towards zero becomes the next smaller fp32 number. These are 1 of 2¹⁷ numbers.
+            A NaN becomes the NaN 0x7FC00000, with its sign.
 
     Raises:
         ValueError: another `rounding`.
     """
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits = _without_payload(jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32))
     half = _half(rounding)
     if half:
         # A tie with an even upper half rounds down: make it less than a tie.
@@ -53,7 +54,7 @@ def split(
 def join(
     view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"], *, rounding: str = "truncate"
 ) -> Float[Array, "*S"]:
-    """Return the fp32 array that `split` received, bit for bit except for the ties of `split`."""
+    """Return the fp32 array that `split` received, bit for bit except for its ties and NaN."""
     high = jax.lax.bitcast_convert_type(view, jnp.uint16).astype(jnp.uint32) << 16
     low = low.astype(jnp.uint32)
     if _half(rounding):
@@ -62,11 +63,28 @@ def join(
     return jax.lax.bitcast_convert_type(high | low, jnp.float32)
 
 
+def _without_payload(bits: UInt32[Array, "*S"]) -> UInt32[Array, "*S"]:
+    """Return fp32 bits with 0x7FC00000 and the sign in place of each NaN.
+
+    The sum of the NaN 0x7FFFFFFF and a rounding offset is −0. The upper half of 0x7F800001 is
+    infinity.
+    """
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return jnp.where(is_nan, (bits & jnp.uint32(0x80000000)) | 0x7FC00000, bits)
+
+
 def _half(rounding: str) -> int:
     """Return the rounding offset that is added before the truncation."""
     if rounding not in ("truncate", "nearest"):
         raise ValueError(f"unknown rounding {rounding!r}; choose one of ['truncate', 'nearest']")
     return 0x8000 if rounding == "nearest" else 0
+
+
+class InFP32(NamedTuple):
+    """Empty node in place of a low half.
+
+    `optax.MaskedNode` would not differ from the parameters that `optax.partition` masks.
+    """
 
 
 @functools.partial(
@@ -77,8 +95,8 @@ class MantissaState:
     """State of `with_mantissa`.
 
     Attributes:
-        low: low halves of the parameters, uint16 of the same shapes; `optax.MaskedNode` for a
-            parameter that is stored in fp32.
+        low: low halves of the parameters, uint16 of the same shapes; `InFP32` for a parameter that
+            is stored in fp32.
         inner: state of the optimizer.
         rounding: rounding of the views, see `split`.
     """
@@ -121,7 +139,7 @@ def with_mantissa(
                 )
             leaves[i] = p.astype(jnp.float32)
             is_split = select(name)
-            lows.append(split(leaves[i], rounding=rounding)[1] if is_split else optax.MaskedNode())
+            lows.append(split(leaves[i], rounding=rounding)[1] if is_split else InFP32())
         inner = tx.init(jax.tree.unflatten(structure, leaves))
         return MantissaState(jax.tree.unflatten(structure, lows), inner, rounding)
 
@@ -133,7 +151,7 @@ def with_mantissa(
         )
 
         def apply(low, p, w, u):
-            if _is_masked(low):
+            if _is_in_fp32(low):
                 return u, low
             new, low = split(w + u.astype(jnp.float32), rounding=rounding)
             p = p.astype(jnp.float32)
@@ -143,7 +161,7 @@ def with_mantissa(
             # is 0.
             return step, jnp.where((p + step).astype(jnp.bfloat16) == new, low, jnp.uint16(0))
 
-        lows, structure = jax.tree.flatten(state.low, is_leaf=_is_masked)
+        lows, structure = jax.tree.flatten(state.low, is_leaf=_is_in_fp32)
         leaves = map(jax.tree.leaves, (params, fp32, updates))
         pairs = [apply(*x) for x in zip(lows, *leaves, strict=True)]
         steps, lows = zip(*pairs, strict=True)
@@ -178,16 +196,16 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     return jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
 
 
-def _is_masked(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)
+def _is_in_fp32(x: object) -> bool:
+    return isinstance(x, InFP32)
 
 
 def _map(f: Callable, state: MantissaState, params: optax.Params) -> optax.Params:
     """Return the parameters, with f(low half, parameter) for parameters that have a low half."""
-    lows = jax.tree.leaves(state.low, is_leaf=_is_masked)
+    lows = jax.tree.leaves(state.low, is_leaf=_is_in_fp32)
     leaves, structure = jax.tree.flatten(params)
     pairs = zip(lows, leaves, strict=True)
-    return jax.tree.unflatten(structure, [p if _is_masked(x) else f(x, p) for x, p in pairs])
+    return jax.tree.unflatten(structure, [p if _is_in_fp32(x) else f(x, p) for x, p in pairs])
 
 
 class StochasticRoundingState(NamedTuple):
@@ -256,7 +274,7 @@ def round_stochastically(tree: PyTree, seed: Integer[Array, ""]) -> PyTree:
 def _round(x: Float[Array, "*S"], noise: UInt16[Array, "*S"]) -> BFloat16[Array, "*S"]:
     """Return an fp32 array in bf16, rounded up in magnitude with the probability of the low half's
     fraction of 2¹⁶."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = _without_payload(jax.lax.bitcast_convert_type(x, jnp.uint32))
     # No noise for infinity, which a carry would change into NaN.
     noise = jnp.where(jnp.isfinite(x), noise.astype(jnp.uint32), 0)
     return jax.lax.bitcast_convert_type(((bits + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)

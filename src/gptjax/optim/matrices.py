@@ -46,6 +46,8 @@ class Matrices:
     outputs: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for name in ("inputs", "outputs"):  # hashable, also if given as lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         named = (*self.inputs, *self.outputs)
         if self.packed < 1:
             raise ValueError(f"Matrices: packed must be at least 1, got {self.packed}")

@@ -54,6 +54,8 @@ def momentum_schedule(
 ) -> optax.Schedule:
     """Return a momentum that rises from `low` to `high`, and falls to `low` over the last steps.
 
+    With no steps of warm-up, it begins with `high`; with no steps of cooldown, it ends with `high`.
+
     Raises:
         ValueError: low or high outside [0, 1); a negative number of steps.
     """
@@ -63,8 +65,10 @@ def momentum_schedule(
 
     def momentum(count):
         step = jnp.asarray(count, jnp.float32)
-        up = jnp.clip(step / max(warmup_steps, 1), 0.0, 1.0)
-        down = jnp.clip((total_steps - step) / max(cooldown_steps, 1), 0.0, 1.0)
+        up = jnp.clip(step / warmup_steps, 0.0, 1.0) if warmup_steps else 1.0
+        down = 1.0
+        if cooldown_steps:
+            down = jnp.clip((total_steps - step) / cooldown_steps, 0.0, 1.0)
         return low + (high - low) * jnp.minimum(up, down)
 
     return momentum
@@ -134,10 +138,15 @@ def distributed(
     Each device computes its share, and the results are gathered on all devices.
 
     Args:
-        axis: axis of the mesh.
+        axis: axis of the mesh. ValueError if the mesh has no such axis.
         dtype: dtype in which the results are gathered. The dtype of the method's matmuls represents
             every result exactly.
     """
+
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"normuon: expected a mesh with the axis {axis!r}, got the axes {mesh.axis_names}"
+        )
 
     def share_of(x_NIO):
         return method(x_NIO).astype(dtype)

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ import optax
 
 from gptjax.optim.matrices import Matrices, flatten
 from gptjax.ranges import check_range
+
+Kind = Literal["embedding", "vector"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +43,14 @@ class Group:
     weight_decay: float = 1.0
     b1: float | None = None
     b2: float | None = None
-    kind: Literal["embedding", "vector"] | None = None
+    kind: Kind | None = None
 
     def __post_init__(self):
         where = f"Group({self.paths!r})"
         check_range(where, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
         check_range(where, below=1, b1=self.b1, b2=self.b2)
+        if self.kind not in (None, *KINDS):
+            raise ValueError(f"{where}: unknown kind {self.kind!r}; choose one of {list(KINDS)}")
 
 
 class GroupError(ValueError):

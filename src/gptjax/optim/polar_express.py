@@ -35,7 +35,8 @@ def polar_express(
 ) -> Float[Array, "*B M N"]:
     """Return approximately U Vᵀ of each matrix U Σ Vᵀ.
 
-    Five steps map singular values in [1e-3, 1] times the norm to 0.859 … 1.141. A zero matrix stays
+    Five exact steps map singular values from 0.00102 to 1 times the norm to 0.859 … 1.141, and
+    0.001 to 0.847. Rounding to bf16 changes small singular values further. A zero matrix stays
     zero; a matrix with a NaN becomes NaN.
 
     Args:
@@ -63,8 +64,8 @@ def newton_schulz(
 ) -> Float[Array, "*B M N"]:
     """Return approximately U Vᵀ of each matrix, with the coefficients of Muon in every step.
 
-    Singular values of the result are between about 0.7 and 1.2. Args and errors: see
-    `polar_express`.
+    Five exact steps map singular values from 0.002 to 1 times the norm to 0.68 … 1.20. Args and
+    errors: see `polar_express`.
     """
     return _iterate(x, NEWTON_SCHULZ, steps, 1.0, dtype, implementation)
 
@@ -76,6 +77,7 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
         )
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")
+    dtype = jnp.dtype(dtype)
     options = {
         "implementation": implementation,
         "precision": "highest" if dtype == jnp.float32 else None,
