@@ -279,13 +279,13 @@ def _train(
                     read_metrics()  # raises if the loss is not finite: do not save such a state
                     if wants_val:
                         validate()
+                    if wants_save:
+                        save()  # before code of the model that may run for the first time
                     if wants_eval:
                         model = config.at(step - 1).model
                         progress.evaluated(step, evaluations.results(state.params, model))
                     if wants_sample:
                         sample()
-                    if wants_save:
-                        save()
                     progress.pause()
                 checkpoints.check()
             read_metrics()

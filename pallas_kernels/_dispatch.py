@@ -6,6 +6,7 @@ Each kernel folder calls `register` for the operations that it defines. Callers 
 import dataclasses
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,8 +85,20 @@ def register(
     facts: type = NoFacts,
     order: Callable[[Any, bool], Sequence[str]] | None = None,
 ) -> None:
-    """Add operations that share their back ends; the parameters are the fields of `Operation`."""
+    """Add operations that share their back ends; the parameters are the fields of `Operation`.
+
+    Raises:
+        ValueError: `pallas_kernels` has an operation of this name.
+        TypeError: a back end is not a `BackEnd`.
+    """
+    if wrong := [each for each in back_ends if not isinstance(each, BackEnd)]:
+        raise TypeError(f"register: expected BackEnd objects such as XLA, got {wrong}")
     for name in names:
+        # Another operation may be registered again: a cell of a notebook runs several times.
+        if name in OPERATIONS and name in sys.modules[__package__].__all__:
+            raise ValueError(
+                f"register: {name!r} is an operation of {__package__}; choose another name"
+            )
         OPERATIONS[name] = Operation(tuple(back_ends), facts, order)
 
 

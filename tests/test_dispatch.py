@@ -268,3 +268,12 @@ def test_the_back_ends_of_an_operation_are_those_of_its_type_and_docstring(name)
     ]
     stated = inspect.getdoc(function).partition("implementation: ")[2]
     assert [n for n in ("auto", *names) if f'"{n}"' not in stated] == []
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(ValueError, match="'layer_norm' is an operation of pallas_kernels"):
+        _dispatch.register("layer_norm", back_ends=[_dispatch.XLA])
+    assert _dispatch.OPERATIONS["layer_norm"].back_ends != (_dispatch.XLA,)
+    with pytest.raises(TypeError, match=r"expected BackEnd objects such as XLA, got \['xla'\]"):
+        unchecked(_dispatch.register)("mine", back_ends=["xla"])
+    assert "mine" not in _dispatch.OPERATIONS

@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import ROOT, command_line, run, train_py
+from train_tools import ROOT, command_line, run, steps_kept, train_py
 
 from gptjax.config import ConfigError
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
+from gptjax.models.layers import PromptCache
 from gptjax.training import compilation
 
 # The fixture `config`.
@@ -155,3 +157,16 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(config, monkeypatch
     )
     with pytest.raises(ConfigError, match=r"--micro-batch 4 needs .* GiB on each device"):
         run(config)
+
+
+def test_an_error_in_the_first_sample_loses_no_step(config, monkeypatch):
+    """A model of the user may generate for the first time after hours of training."""
+
+    def fail(*_):
+        PromptCache().extended(8, jnp.zeros(1, jnp.int32))
+
+    monkeypatch.setattr(train_py.samples, "draw", fail)
+    config = dataclasses.replace(config, max_steps=6, sample_every=6, checkpoint_every=6)
+    with pytest.raises(TypeError, match=r"hidden\(tokens, cache\) to call cache\[i\].attend"):
+        run(config)
+    assert steps_kept(config) == [6]

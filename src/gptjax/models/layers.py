@@ -252,6 +252,15 @@ class PromptCache:
         return flash_attention(q_BTHD, k_BTHD, v_BTHD, causal=True, precision=precision)
 
     def extended(self, s: int, length_B: Int[Array, " B"]) -> KVCache:
-        """Return a cache of S positions that begins with the prompt."""
+        """Return a cache of S positions that begins with the prompt.
+
+        Raises:
+            TypeError: `attend` was not called.
+        """
+        if not hasattr(self, "k_BTHD"):
+            raise TypeError(
+                "expected the model's hidden(tokens, cache) to call cache[i].attend in block i; a "
+                "model without a KV cache defines start_decoding and decode (docs/extending.md)"
+            )
         pad = ((0, 0), (0, s - self.k_BTHD.shape[1]), (0, 0), (0, 0))
         return KVCache(jnp.pad(self.k_BTHD, pad), jnp.pad(self.v_BTHD, pad), length_B)
