@@ -32,9 +32,13 @@ def test_layer_norm_ignores_the_scale_of_its_input(chapter):
     np.testing.assert_allclose(chapter.layer_norm(7 * x_BTC - 2, params), y_BTC, atol=1e-4)
 
 
-def test_layer_norm_keeps_the_dtype(chapter):
-    y_BTC = chapter.layer_norm(hidden().astype(jnp.bfloat16), norm_params())
+def test_layer_norm_of_bf16_computes_in_fp32(chapter):
+    x_BTC, params = hidden().astype(jnp.bfloat16), norm_params()
+    y_BTC = chapter.layer_norm(x_BTC, params)
     assert y_BTC.dtype == jnp.bfloat16
+    # Only the result is rounded to bf16.
+    exact_BTC = chapter.layer_norm(x_BTC.astype(jnp.float32), params)
+    np.testing.assert_array_equal(y_BTC, exact_BTC.astype(jnp.bfloat16))
 
 
 def test_gelu(chapter):
@@ -66,9 +70,26 @@ def test_init_has_the_parameters_of_gptjax(chapter):
 
 def test_init_has_the_standard_deviations_of_gpt2(chapter):
     params = jax.jit(chapter.init, static_argnums=1)(jax.random.key(0), CONFIG)
-    kernel, other = (block["attn"]["c_attn"]["kernel"] for block in params["blocks"])
-    assert not np.array_equal(kernel, other)
-    np.testing.assert_allclose(np.std(kernel), 0.02, rtol=0.1)
-    np.testing.assert_allclose(np.std(params["wte"]), 0.02, rtol=0.1)
+    kernel = params["blocks"][0]["attn"]["c_attn"]["kernel"]
+    for matrix in (kernel, params["wte"], params["wpe"]):
+        np.testing.assert_allclose(np.std(matrix), 0.02, rtol=0.1)
     projection = params["blocks"][0]["mlp"]["c_proj"]["kernel"]
     np.testing.assert_allclose(np.std(projection), 0.01, rtol=0.1)  # 0.02/√(2 · 2 layers)
+
+
+def test_init_uses_no_random_key_twice(chapter):
+    params = jax.jit(chapter.init, static_argnums=1)(jax.random.key(0), CONFIG)
+    matrices = [np.ravel(x)[:1000] for x in jax.tree.leaves(params) if x.ndim == 2]
+    correlations = np.corrcoef(matrices)
+    np.testing.assert_allclose(correlations, np.eye(len(matrices)), atol=0.2)
+
+
+def test_every_block_calls_attend(chapter):
+    params, calls = params_of(gptjax_model()), []
+
+    def attend(q, k, v):
+        calls.append(q.shape)
+        return v
+
+    chapter.gpt(params, jnp.asarray(read_windows(1, 8)), CONFIG.n_head, attend)
+    assert len(calls) == CONFIG.n_layer, "gpt or block does not pass `attend` on"

@@ -46,9 +46,26 @@ def test_the_gradient_by_hand_is_that_of_jax(chapter):
     np.testing.assert_allclose(by_hand_NV, grad_NV, atol=1e-6)
 
 
-def test_bf16_logits_have_a_loss_in_fp32(chapter):
+def test_bf16_logits_have_a_loss_and_a_gradient_in_fp32(chapter):
     logits_NV, targets_N = logits_and_targets()
-    assert chapter.cross_entropy(logits_NV.astype(jnp.bfloat16), targets_N).dtype == jnp.float32
+    logits_NV = logits_NV.astype(jnp.bfloat16)
+    for function in (chapter.cross_entropy, chapter.cross_entropy_gradient):
+        result = function(logits_NV, targets_N)
+        assert result.dtype == jnp.float32
+        exact = function(logits_NV.astype(jnp.float32), targets_N)
+        np.testing.assert_allclose(result, exact, rtol=1e-6)
+
+
+def test_the_loss_passes_attend_to_the_model(chapter):
+    calls = []
+
+    def attend(q, k, v):
+        calls.append(q.shape)
+        return v
+
+    windows_BT1 = jnp.asarray(read_windows(1, 8))
+    chapter.loss_fn(params_of(gptjax_model()), windows_BT1, CONFIG.n_head, attend)
+    assert len(calls) == CONFIG.n_layer, "loss_fn does not pass `attend` on"
 
 
 def test_the_loss_and_its_gradient_are_those_of_gptjax(chapter):
