@@ -54,6 +54,15 @@ def test_batches_read_every_window_once_in_an_epoch(chapter):
     np.testing.assert_array_equal(np.sort(firsts[10:]), np.arange(0, 100, 10))
 
 
+def test_batches_have_the_order_of_the_seed_and_the_epoch(chapter):
+    # Window w begins with token 10·w. The first five steps are two epochs.
+    steps = [chapter.batch(np.arange(101), step, 4, 10, seed=3) for step in range(5)]
+    windows = np.concatenate(steps)[:, 0] // 10
+    for epoch in (0, 1):
+        expected, name = chapter.order(3, epoch, 10), f"epoch {epoch}"
+        np.testing.assert_array_equal(windows[10 * epoch :][:10], expected, err_msg=name)
+
+
 def test_an_epoch_has_the_windows_of_gptjaxs_loader(chapter):
     tokens_N = chapter.encode(read_documents())
     count = chapter.count_windows(tokens_N, 32)

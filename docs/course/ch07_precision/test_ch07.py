@@ -22,9 +22,9 @@ def test_ties_go_to_even(chapter):
 
 
 def test_a_matmul_sums_in_fp32(chapter):
-    # In bf16 a sum of ones would stop at 256.
-    y_MN = chapter.matmul_bf16(jnp.ones((1, 4096)), jnp.ones((4096, 1)))
-    assert y_MN.dtype == jnp.float32 and y_MN[0, 0] == 4096
+    # In bf16 a sum of ones would stop at 256. An fp32 sum that is rounded to bf16 would be 4096.
+    y_MN = chapter.matmul_bf16(jnp.ones((1, 4097)), jnp.ones((4097, 1)))
+    assert y_MN.dtype == jnp.float32 and y_MN[0, 0] == 4097
 
 
 def test_the_inputs_of_the_matmul_are_rounded(chapter):

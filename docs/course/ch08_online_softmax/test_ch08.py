@@ -74,3 +74,11 @@ def test_tiled_attention_is_the_attention_of_chapter_2(chapter):
     for tile in (4, 10):
         tiled = jax.jit(chapter.tiled_attention, static_argnums=3)(q_TD, k_TD, v_TD, tile)
         np.testing.assert_allclose(tiled, whole, atol=1e-5)
+
+
+def test_tiled_attention_has_the_scores_of_one_tile_at_a_time(chapter):
+    arrays = normal((10, 3), (10, 3), (10, 3))
+    for tile in (4, 5):
+        jaxpr = str(jax.make_jaxpr(chapter.tiled_attention, static_argnums=3)(*arrays, tile))
+        assert f"[10,{tile}]" in jaxpr, f"no array has 10 queries and a tile of {tile} keys"
+        assert "[10,10]" not in jaxpr, "an array has all queries and all keys"

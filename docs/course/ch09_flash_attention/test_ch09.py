@@ -73,6 +73,30 @@ def test_no_array_has_a_score_for_each_query_and_key(chapter):
     assert f"{TIME},{TIME}]" not in jaxpr
 
 
+def test_the_kernels_read_no_hidden_tile(chapter):
+    """NaN in the last tile of keys, then in the first tile of queries.
+
+    The causal mask hides the last keys from the tiles before, and the tiles after from the first
+    queries. A program that reads a hidden tile stores NaN.
+    """
+    q, k, v, dout = arrays()
+    first, last = slice(0, chapter.TILE), slice(TIME - chapter.TILE, TIME)
+    before, after = slice(0, TIME - chapter.TILE), slice(chapter.TILE, TIME)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(chapter.flash_attention, q, k, v)
+        return out, *pull(dout)
+
+    out, dq, _, _ = run(q, *(x.at[:, last].set(jnp.nan) for x in (k, v)), dout)
+    assert jnp.isfinite(out[:, before]).all(), "forward_kernel reads later key tiles"
+    assert jnp.isfinite(dq[:, before]).all(), "dq_kernel reads later key tiles"
+    q, dout = (x.at[:, first].set(jnp.nan) for x in (q, dout))
+    _, _, dk, dv = run(q, k, v, dout)
+    assert jnp.isfinite(dk[:, after]).all(), "dkv_kernel reads earlier query tiles"
+    assert jnp.isfinite(dv[:, after]).all(), "dkv_kernel reads earlier query tiles"
+
+
 def test_the_model_has_the_same_logits(chapter):
     params, tokens_BT = params_of(gptjax_model()), jnp.asarray(read_windows(2, 31))
     run = jax.jit(gpt, static_argnums=(2, 3))
