@@ -60,31 +60,40 @@ def test_three_updates_of_one_matrix_are_those_of_gptjax(chapter):
         np.testing.assert_allclose(kernel, theirs, atol=2e-4)
 
 
-def test_an_update_of_the_model_is_that_of_gptjax(chapter):
+def test_two_updates_of_the_model_are_those_of_gptjax(chapter):
     params = params_of(gptjax_model())
-    grads = jax.tree.map(lambda p: jnp.flip(p) + 0.01, params)  # any numbers
+    # Any numbers. The norm of the first gradient is above 1, so it is clipped. The second is not.
+    first = jax.tree.map(lambda p: jnp.flip(p) + 0.01, params)
+    both = (first, jax.tree.map(lambda g: 0.02 * jnp.roll(g, 1), first))
     tx = gptjax.optim.normuon_and_adamw(
         CONFIG.parameter_groups(),
         matrix_learning_rate=MATRIX_LR,
+        matrix_weight_decay=0.5,
         learning_rate=3e-3,
         method=fp32_polar_express,
     )
 
     @jax.jit
-    def theirs(grads, params):
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates)
+    def theirs(both, params):
+        state = tx.init(params)
+        for grads in both:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
 
     @jax.jit
-    def ours(grads, params):
-        return chapter.normuon_and_adamw(
-            grads, chapter.init_state(params), params, lr=3e-3, matrix_lr=MATRIX_LR
-        )[0]
+    def ours(both, params):
+        state = chapter.init_state(params)
+        for grads in both:
+            params, state = chapter.normuon_and_adamw(
+                grads, state, params, lr=3e-3, matrix_lr=MATRIX_LR, matrix_weight_decay=0.5
+            )
+        return params
 
     with jax.numpy_dtype_promotion("standard"):
-        expected = theirs(grads, params)
+        expected = theirs(both, params)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), ours(grads, params), expected
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), ours(both, params), expected
     )
 
 

@@ -64,7 +64,7 @@ def test_twenty_steps_on_four_devices_have_the_losses_of_one(chapter):
     state = chapter.replicate(init_state(params), mesh)
     step = chapter.make_step(mesh, CONFIG.n_head, LR, MATRIX_LR)
     windows_BT1 = chapter.shard(read_windows(8, CONFIG.block_size), mesh)
-    first, losses = params["wte"], []
+    donated, losses = (params, state), []
     for _ in range(20):
         params, state, loss = step(params, state, windows_BT1)
         losses.append(float(loss))
@@ -72,4 +72,6 @@ def test_twenty_steps_on_four_devices_have_the_losses_of_one(chapter):
     print("losses of every fifth step, one device:  ", np.round(losses_on_one_device()[::5], 3))
     np.testing.assert_allclose(losses, losses_on_one_device(), rtol=2e-3)
     assert losses[-1] < 2.0
-    assert first.is_deleted(), "the step does not donate the parameters"
+    for name, tree in zip(("parameters", "state"), donated, strict=True):
+        deleted = all(x.is_deleted() for x in jax.tree.leaves(tree))
+        assert deleted, f"the step does not donate the {name}"
