@@ -5,11 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from ch04_loss.solution import cross_entropy, cross_entropy_gradient
 from tiny import normal
-from triton_on_cpu import compile_to_ptx, interpret
 
 import pallas_kernels
+
+pytest.importorskip("triton", reason="chapter 10 needs: pip install jax-triton torch (Linux)")
+pytest.importorskip("torch", reason="chapter 10 needs: pip install jax-triton torch (Linux)")
+
+from triton_on_cpu import compile_to_ptx, interpret
 
 ROWS, VOCAB = 4, 100
 
