@@ -296,14 +296,17 @@ def _train(
         checkpoints.wait()
         raise progress.stop_not_finite(error, step, checkpoints.latest_step()) from error
     except jax.errors.JaxRuntimeError as error:
+        checkpoints.wait()
         if not memory.is_full(error):
             raise
-        checkpoints.wait()
         needed, kept = memory.needed_bytes(train_step), checkpoints.latest_step()
         raise memory.full_error(step, needed, available, kept) from error
     except (OSError, data.DataError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StoppedError(f"stopped at step {step}: {reason}; {last_save(error)}") from error
+    except Exception:
+        checkpoints.wait()
+        raise
 
     # -------------------------------------------------------------------------------------- results
     checkpoints.close()
