@@ -177,6 +177,34 @@ def test_every_stored_result_has_the_schema(file):
     assert {"date", "device", "versions", "commit", "command", "rows"} <= stored.keys()
 
 
+def test_no_stored_result_has_two_rows_of_one_measurement():
+    for file in RESULTS.rglob("*.json"):
+        compare.check_distinct(file, results.read(file)["rows"])
+
+
+def test_two_rows_of_one_measurement_are_refused(tmp_path, capsys):
+    """PyTorch's rows repeat if --moment-dtype has two values."""
+    theirs = {"system": "torch", "ms": 1.0}
+    good, twice = tmp_path / "good.json", tmp_path / "twice.json"
+    good.write_text(json.dumps(GOOD | {"rows": [*GOOD["rows"], theirs, theirs]}))
+    twice.write_text(json.dumps(GOOD | {"rows": 2 * GOOD["rows"]}))
+    assert main(["compare", str(good), str(good)]) == 0
+    for pair in ((good, twice), (twice, good)):
+        assert main(["compare", *map(str, pair)]) == 1
+        assert "twice.json: expected each measurement once" in capsys.readouterr().err
+
+
+def test_rows_that_differ_in_the_moments_are_compared(tmp_path, capsys):
+    rows = [GOOD["rows"][0], GOOD["rows"][0] | {"moments": "bf16, bf16"}]
+    slower = [rows[0] | {"ms": 3.0}, rows[1]]
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(GOOD | {"rows": rows}))
+    after.write_text(json.dumps(GOOD | {"rows": slower}))
+    assert main(["compare", str(before), str(after), "--fail-above", "1.02"]) == 1
+    said = capsys.readouterr()
+    assert "gptjax: 3.000 ×" in said.err and "gptjax · moments bf16, bf16" in said.out
+
+
 def test_a_result_is_read_as_it_was_written(tmp_path):
     rows = [{"ms": 1.5, "asked": {}, "kernels": {"norm": "triton"}, "runs": [[1, None], []]}, {}]
     new = results.new("a command", rows, device="a GPU", packages=("pytest", "none"), note="µ")

@@ -17,7 +17,7 @@ from gptjax.terminal import printable
 KEYS = (
     *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
     *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
-    *("overlap_reduce", "reshard_after_forward", "asked"),
+    *("overlap_reduce", "reshard_after_forward", "moments", "asked"),
 )
 
 
@@ -34,6 +34,8 @@ class Compare:
 
     def run(self) -> None:
         before, after = (results.read_times(path) for path in (self.before, self.after))
+        check_distinct(self.before, before["rows"])
+        check_distinct(self.after, after["rows"])
         rows = compare(before["rows"], after["rows"])
         show(rows, before, after)
         if not any("ratio" in row for row in rows):
@@ -70,6 +72,22 @@ def compare(before: list[dict], after: list[dict]) -> list[dict]:
     return pairs
 
 
+def check_distinct(path: Path, rows: list[dict]) -> None:
+    """Raise BenchError if two rows of gptjax or of a kernel have the same key.
+
+    Rows of other systems may repeat: PyTorch's row is the same for every --recompute. Rows of
+    experiments may lack the fields of a key.
+    """
+    ours = [row for row in rows if row.get("system") == "gptjax" or "kernel" in row]
+    seen = set()
+    for row in ours:
+        if key(row) in seen:
+            raise BenchError(
+                f"{path}: expected each measurement once, found two rows {name(row)}: keep one"
+            )
+        seen.add(key(row))
+
+
 def key(row: dict) -> tuple:
     """Return the key that identifies a row in its result."""
     return tuple(json.dumps(_identity(row).get(field, ""), sort_keys=True) for field in KEYS)
@@ -83,6 +101,8 @@ def name(row: dict) -> str:
         row["devices"] = f"{row['devices']} devices"
     if "reshard_after_forward" in row:
         row["reshard_after_forward"] = "" if row["reshard_after_forward"] else "gathered once"
+    if "moments" in row:
+        row["moments"] = f"moments {row['moments']}"
     return " · ".join(
         [str(row[field]) for field in KEYS if row.get(field) and field != "asked"] + asked
     )
