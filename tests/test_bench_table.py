@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gptjax.bench import compare, kernels, ladder, profile, results, startup, step, table
+from gptjax.bench import compare, generate, kernels, ladder, profile, results, startup, step, table
 from gptjax.bench.__main__ import main
 from gptjax.bench.errors import BenchError
 from gptjax.bench.harness import Ceilings
@@ -284,6 +284,48 @@ def test_results_are_on_the_disk_before_the_table_is_printed(tmp_path, monkeypat
     with pytest.raises(BrokenPipeError):
         step.Step(out=tmp_path / "step.json").run()
     assert json.loads((tmp_path / "step.json").read_text())["rows"] == GOOD["rows"]
+
+
+def test_the_table_is_printed_if_the_results_cannot_be_written(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(step.Step, "configs", lambda self: [Config()])
+    monkeypatch.setattr(step.Step, "_measure", lambda *_: (tmp_path / "out").mkdir() or [{}])
+    monkeypatch.setattr(step, "show", lambda rows, device: shown.append(rows))
+    with pytest.raises(OSError, match="Is a directory"):
+        step.Step(out=tmp_path / "out").run()
+    assert shown == [[{}]] and [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "command, out",
+    [
+        (["step"], "folder"),
+        (["step"], "file/step.json"),
+        (["generate"], "folder"),
+        (["ladder"], "folder"),
+        (["ladder", "--picture"], "folder"),
+        (["startup", "--config", "none.py"], "folder"),
+        (["profile"], "file"),
+        (["profile"], "file/profile"),
+        (["kernels", str(RESULTS.parent / "kernels" / "norm.py")], "file"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_measurement(
+    command, out, tmp_path, monkeypatch, capsys
+):
+    def measure(*_):
+        raise AssertionError("measured")
+
+    for module in (generate, ladder, profile, step):
+        monkeypatch.setattr(module, "one_device", measure)
+    monkeypatch.setattr(startup, "starts", measure)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    option = [] if "--picture" in command else ["--out"]
+    assert main([*command, *option, str(tmp_path / out)]) == 1
+    told = capsys.readouterr().err
+    assert str(tmp_path / out).split("/step.json")[0] in told and "give another name" in told
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_a_stage_of_a_config_is_measured(tmp_path):

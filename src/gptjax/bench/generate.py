@@ -67,6 +67,8 @@ class Generate(ModelName):
     """JSON file for the results, written after each row."""
 
     def run(self) -> None:
+        if self.out:
+            results.check_file(self.out)
         device, config = one_device(), self.checked_config()
         if self.torch:
             require_transformers(device)

@@ -50,6 +50,9 @@ class Kernels:
             file: [case for case in load(file) if self.case in case.name]
             for file in benchmark_files(self.files)
         }
+        if self.out:
+            for file in cases:
+                results.check_file(self.out / f"{file.stem}.json")
         if not any(cases.values()):
             raise BenchError(f"no case of {sorted(map(str, cases))} has {self.case!r} in its name")
         if jax.default_backend() != "gpu":
@@ -74,16 +77,19 @@ class Kernels:
         """Measure, write and print the cases of one file; return a line for each failure."""
         limits = ceilings(torch=self.torch)
         rows = measure(cases, limits, torch=self.torch)
-        if self.out:
-            result = results.new(
-                f"python -m gptjax.bench kernels {file}" + ("" if self.torch else " --no-torch"),
-                rows,
-                device=jax.devices()[0].device_kind,
-                packages=("jax-triton", "triton") + ("torch",) * self.torch,
-                ceilings=dataclasses.asdict(limits),
-            )
-            results.write(self.out / f"{file.stem}.json", result)
-        show(rows, limits)
+        try:
+            if self.out:
+                command = f"python -m gptjax.bench kernels {file}"
+                result = results.new(
+                    command + ("" if self.torch else " --no-torch"),
+                    rows,
+                    device=jax.devices()[0].device_kind,
+                    packages=("jax-triton", "triton") + ("torch",) * self.torch,
+                    ceilings=dataclasses.asdict(limits),
+                )
+                results.write(self.out / f"{file.stem}.json", result)
+        finally:  # the table shows the measurement even if it cannot be written
+            show(rows, limits)
         if self.out:
             print(f"wrote {self.out / file.stem}.json")
         return [_line(row) for row in rows if "error" in row]

@@ -69,6 +69,9 @@ class Ladder(BaseOptions):
         if self.draw:
             self._draw_again(self.draw)
             return
+        for file in (self.out, self.picture):
+            if file:
+                results.check_file(file)
         base = self.base()
         base = one_micro_batch(base, self.batch, self.sequence_length or base.sequence_length)
         # Without jit each operation is compiled by itself, with XLA's own options: XLA would write

@@ -57,6 +57,7 @@ class Profile(ModelOptions):
     """Number of kernels printed for each part, the longest ones; profile.json has all."""
 
     def run(self) -> None:
+        results.check_folder(self.out)
         config = self.with_options(
             self.base(), batch=self.batch, precision=self.precision, recompute=self.recompute
         )

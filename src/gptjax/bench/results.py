@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.bench.errors import BenchError
+from gptjax.data.shards import write_atomically
 from gptjax.provenance import commit, versions
 
 # Options that name files to write: they do not change what is measured.
@@ -56,9 +58,32 @@ def new(
 def write(path: Path, result: dict) -> None:
     """Write a result, atomically; create the folder if it is absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(compact_json(result) + "\n")
-    partial.replace(path)
+    write_atomically(path, f"{compact_json(result)}\n".encode())
+
+
+def check_file(path: Path) -> None:
+    """Raise BenchError if `path` cannot be written. Called before a measurement."""
+    if path.exists() and not path.is_file():
+        raise BenchError(
+            f"{path}: expected the name of a file to write, found a folder or a device: give "
+            "another name"
+        )
+    check_folder(path.parent)
+
+
+def check_folder(path: Path) -> None:
+    """Raise BenchError if files cannot be written into the folder, or it cannot be created."""
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir():
+        raise BenchError(
+            f"{path}: expected a folder to write into, and {there} is not a folder: give another "
+            "name"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BenchError(
+            f"{path}: expected a folder to write into, and {there} does not permit it: give "
+            "another name"
+        )
 
 
 def compact_json(value: Any, depth: int = 0) -> str:

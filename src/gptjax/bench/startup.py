@@ -47,14 +47,18 @@ class Startup:
     """JSON file for the results."""
 
     def run(self) -> None:
-        rows = starts(self.train, self.config, shlex.split(self.options))
         if self.out:
-            command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
-            command += ["--train", str(self.train)] if self.train != Path("train.py") else []
-            command += [f"--options={self.options}"] if self.options else []
-            device = rows[0]["device"]
-            results.write(self.out, results.new(shlex.join(command), rows, device=device))
-        show(rows)
+            results.check_file(self.out)
+        rows = starts(self.train, self.config, shlex.split(self.options))
+        try:
+            if self.out:
+                command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
+                command += ["--train", str(self.train)] if self.train != Path("train.py") else []
+                command += [f"--options={self.options}"] if self.options else []
+                device = rows[0]["device"]
+                results.write(self.out, results.new(shlex.join(command), rows, device=device))
+        finally:  # the table shows the measurement even if it cannot be written
+            show(rows)
         if self.out:
             print(f"wrote {self.out}")
 

@@ -86,6 +86,8 @@ class Step(ModelOptions):
     """JSON file for the results."""
 
     def run(self) -> None:
+        if self.out:
+            results.check_file(self.out)
         device = one_device()
         if self.llmc:
             self._check_llmc(self.llmc, device)
@@ -98,10 +100,12 @@ class Step(ModelOptions):
                 for several in self._strategies(config, count):
                     rows += self._measure(several, device, count)
         compare_with_one_device(rows)
-        if self.out:  # before the table: standard output may be closed
-            command = results.bench_command("step", self)
-            results.write(self.out, timed_result(command, rows, device, torch=self.torch))
-        show(rows, device)
+        try:
+            if self.out:  # before the table: standard output may be closed
+                command = results.bench_command("step", self)
+                results.write(self.out, timed_result(command, rows, device, torch=self.torch))
+        finally:  # the table shows the measurement even if it cannot be written
+            show(rows, device)
         if self.out:
             print(f"wrote {self.out}")
         raise_failures(rows)
