@@ -328,6 +328,15 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_measurement(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
 
 
+@pytest.mark.parametrize("value", ["0", "-1"])
+@pytest.mark.parametrize("option", ["--batch", "--sequence-length"])
+@pytest.mark.parametrize("command", ["step", "ladder", "profile"])
+def test_a_size_below_1_is_refused(command, option, value, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    assert main([command, *out, option, value]) == 1
+    assert f"{option} must be at least 1, got {value}" in capsys.readouterr().err
+
+
 def test_a_stage_of_a_config_is_measured(tmp_path):
     file = tmp_path / "two.py"
     file.write_text(

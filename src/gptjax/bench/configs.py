@@ -105,8 +105,8 @@ class ModelOptions(BaseOptions):
         """Return the base config with these options and one micro-batch per step.
 
         Raises:
-            BenchError: the model does not have one of the options, or options contradict each
-                other.
+            BenchError: the model does not have one of the options, options contradict each other,
+                or a number is below 1.
             ConfigError: the config is invalid.
         """
         if self.forward and recompute:
@@ -116,13 +116,26 @@ class ModelOptions(BaseOptions):
         parts = ("attention", "loss", "norm", "mlp")
         return one_micro_batch(
             base,
-            batch or base.micro_batch,
-            self.sequence_length or base.sequence_length,
+            at_least_one("--batch", batch, base.micro_batch),
+            at_least_one("--sequence-length", self.sequence_length, base.sequence_length),
             optimizer=self.optimizer,
             precision=Precision(precision) if precision else base.model.precision,
             recompute=recompute or base.model.recompute,
             **{part: name for part in parts if (name := getattr(self, part))},
         )
+
+
+def at_least_one(option: str, value: int | None, default: int) -> int:
+    """Return the value of an option, or the default if the option is not given.
+
+    Raises:
+        BenchError: the value is below 1.
+    """
+    if value is None:
+        return default
+    if value < 1:
+        raise BenchError(f"{option} must be at least 1, got {value}")
+    return value
 
 
 def base_config(file: Path | None, preset: str | None) -> Config:

@@ -20,7 +20,13 @@ from typing import Annotated
 import jax
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, BaseOptions, has_field, one_micro_batch
+from gptjax.bench.configs import (
+    OWN_DEFAULT,
+    BaseOptions,
+    at_least_one,
+    has_field,
+    one_micro_batch,
+)
 from gptjax.bench.errors import BenchError
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.measuring import one_device, sustained
@@ -73,7 +79,11 @@ class Ladder(BaseOptions):
             if file:
                 results.check_file(file)
         base = self.base()
-        base = one_micro_batch(base, self.batch, self.sequence_length or base.sequence_length)
+        base = one_micro_batch(
+            base,
+            at_least_one("--batch", self.batch, base.micro_batch),
+            at_least_one("--sequence-length", self.sequence_length, base.sequence_length),
+        )
         # Without jit each operation is compiled by itself, with XLA's own options: XLA would write
         # every matmul in Triton too and time the variants, for minutes. The other rungs leave that
         # out as a training run does. JAX reads the flag at its first use.
