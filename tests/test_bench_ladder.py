@@ -455,7 +455,9 @@ def test_two_results_beside_each_other(tmp_path, capsys):
         and "breaks · gpt2 · 4: out of memory" in said
         and "came" not in said
     )
-    b.write_text(json.dumps(result(new[:1])))
+    assert "gone · gpt2 · 4: absent" in said
+    a.write_text(json.dumps(result(old[:1])))
+    b.write_text(json.dumps(result([new[0], new[2]])))
     assert main(["compare", str(a), str(b), "--fail-above", "1.07"]) == 0
     b.write_text(json.dumps(result([{"rung": "came", "ms": 2.0}])))
     assert main(["compare", str(a), str(b)]) == 1

@@ -30,7 +30,8 @@ class Compare:
     after: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="AFTER.json")]]
     """The newer result, of the same command."""
     fail_above: Annotated[float | None, OWN_DEFAULT] = None
-    """Exit code 1 if a row takes more than this many times as long as before, or no longer runs."""
+    """Exit code 1 if a row takes more than this many times as long as before, no longer runs, or is
+    absent from AFTER.json."""
 
     def run(self) -> None:
         before, after = (results.read_times(path) for path in (self.before, self.after))
@@ -57,17 +58,19 @@ def compare(before: list[dict], after: list[dict]) -> list[dict]:
     """Pair the rows of two results, in the order of `before`; rows of `after` alone come last.
 
     Returns:
-        For each row its name, both outcomes in words, and the ratio after/before of the times.
+        For each row its name, both outcomes in words, and the ratio after/before of the times. A
+        row that has a time in `before` alone is "broken".
     """
     old, new = ({key(row): row for row in rows} for rows in (before, after))
     pairs = []
     for k in [*old, *(k for k in new if k not in old)]:
         one, other = old.get(k), new.get(k)
         row = {"name": name(one or other), "before": _outcome(one), "after": _outcome(other)}
-        if one and other and "ms" in one and "ms" in other:
-            row["ratio"] = other["ms"] / one["ms"]
-        elif one and other and "ms" in one:
-            row["broken"] = True
+        if one and "ms" in one:
+            if other and "ms" in other:
+                row["ratio"] = other["ms"] / one["ms"]
+            else:
+                row["broken"] = True
         pairs.append(row)
     return pairs
 
