@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+import tyro
 
 from gptjax.bench import compare, generate, kernels, ladder, profile, results, startup, step, table
 from gptjax.bench.__main__ import main
@@ -212,6 +214,23 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
     results.write(file, new)
     assert results.read(file) == new and "µ" in file.read_text()
     assert "pytest" in new["versions"] and "none" not in new["versions"]
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("profile", profile.Profile(out=Path("out"), overlap_reduce=True, forward=True)),
+        ("profile", profile.Profile(out=Path("out"), overlap_reduce=False, top=2)),
+        ("step", step.Step(overlap_reduce=(True, False), batch=(1, 2), config=Path("a b.py"))),
+        ("ladder", ladder.Ladder(torch=False, batch=2)),
+        ("generate", generate.Generate(top_k=None, temperature=(0.5,), torch=True)),
+    ],
+)
+def test_the_command_of_a_result_repeats_its_options(name, options):
+    python, _, module, command, *arguments = shlex.split(results.bench_command(name, options))
+    assert (python, module, command) == ("python", "gptjax.bench", name)
+    out = ["--out", "out"] if name == "profile" else []
+    assert tyro.cli(type(options), args=[*arguments, *out]) == options
 
 
 @pytest.mark.parametrize("change", [{"rows": []}, {"rows": [1]}, {"commit": 7}, {"device": None}])

@@ -146,7 +146,8 @@ def bench_command(name: str, options: Any) -> str:
         value, flag = getattr(options, field.name), field.name.replace("_", "-")
         if value == field.default or field.name in OUTPUTS:
             continue
-        if isinstance(value, bool):
+        # An option without a default of its own, such as `bool | None`, has a value.
+        if isinstance(field.default, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             values = value if isinstance(value, tuple) else (value,)
