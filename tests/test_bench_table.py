@@ -271,6 +271,22 @@ def test_a_picture_needs_rows_of_its_own_kind(tmp_path, capsys):
     assert "row 0 has no rung" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["bars.foo", "bars", ".png"])
+@pytest.mark.parametrize("draw", [["--draw", str(RESULTS / "ladder.json")], []])
+def test_a_picture_of_no_format_is_refused_before_the_measurement(
+    name, draw, tmp_path, monkeypatch, capsys
+):
+    def measure(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(ladder, "one_device", measure)
+    assert main(["ladder", *draw, "--picture", str(tmp_path / name)]) == 1
+    told = capsys.readouterr().err
+    assert f"{name}: expected a picture's name that ends in one of ." in told
+    assert ".pdf" in told and ".png" in told and ".svg" in told
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_tells_the_two_files_apart(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])

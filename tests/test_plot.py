@@ -325,7 +325,8 @@ def test_the_command_draws_into_loss_png(tmp_path):
     [
         (["none"], "no run at none"),
         ([], "nothing to plot"),
-        (["run", "--out", "loss.xyz"], "xyz"),
+        (["run", "--out", "loss.xyz"], "loss.xyz: expected a picture's name that ends in one of"),
+        (["run", "--out", "curve"], "curve: expected a picture's name that ends in one of"),
         (["broken"], "broken/log.jsonl, line 1: expected a JSON object"),
         (["a\x1b[31mred"], "no run at a\ufffd[31mred"),
     ],

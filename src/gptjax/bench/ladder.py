@@ -42,6 +42,7 @@ from gptjax.bench.rows import (
     say,
 )
 from gptjax.bench.step import timed_result
+from gptjax.bench.style import check_picture
 from gptjax.bench.table import Row, print_table
 from gptjax.bench.torch_side import has_torch, torch_step, why_no_step
 from gptjax.config import Config
@@ -72,6 +73,8 @@ class Ladder(BaseOptions):
     """Draw the picture of this earlier result, and measure nothing."""
 
     def run(self) -> None:
+        if self.picture:
+            check_picture(self.picture)
         if self.draw:
             self._draw_again(self.draw)
             return

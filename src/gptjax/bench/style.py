@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
+
+from gptjax.bench.errors import BenchError
 
 STYLE = {
     "figure.dpi": 150,
@@ -36,6 +39,19 @@ BESIDE = {
 }
 
 
+def check_picture(path: Path) -> None:
+    """Raise BenchError if the suffix of a picture's name is not a supported format.
+
+    Called before a long measurement: `picture` itself checks the name when it draws.
+    """
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise BenchError(
+            f"{path}: expected a picture's name that ends in one of ."
+            f"{', .'.join(sorted(formats))}: add the suffix, such as {path.name}.png"
+        )
+
+
 @contextlib.contextmanager
 def picture(
     path: Path, size: tuple[float | int, float | int], *shape: int, **how: Any
@@ -45,10 +61,14 @@ def picture(
     The global state of pyplot is not touched.
 
     Args:
-        path: the suffix selects the format (png, pdf, svg). The folder is created if absent.
+        path: the suffix selects the format (png, pdf, svg, …). The folder is created if absent.
         size: width and height in inches.
         shape, how: arguments of `Figure.subplots`.
+
+    Raises:
+        BenchError: the suffix is not a supported format.
     """
+    check_picture(path)
     with matplotlib.rc_context(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure.subplots(*shape, **how)
