@@ -50,7 +50,7 @@ def test_a_row_for_each_system_back_end_and_draw(card, tmp_path, capsys):
         "--implementation triton auto --torch --seconds 0.0"
     )
     printed = capsys.readouterr()
-    assert "unknown memory bandwidth" in printed.out and "gptjax.bench: did not run:" in printed.err
+    assert "unknown memory bandwidth" in printed.out and "error: did not run:" in printed.err
     # A line of progress as soon as a row is complete.
     assert printed.err.count("tokens/s, step") == 4
 
@@ -127,7 +127,7 @@ def test_refusals(options, message, capsys, monkeypatch):
     model = type(PRESETS["gpt2"])
     monkeypatch.setattr(model, "build", lambda *_: pytest.fail("built a model"))
     assert main(["generate", *options]) == 1
-    assert f"gptjax.bench: {message}" in capsys.readouterr().err
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_torch_without_transformers(monkeypatch, capsys):

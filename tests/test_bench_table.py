@@ -4,13 +4,16 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
 import pytest
 import tyro
+from bench_tools import CARD
 
 from gptjax.bench import compare, generate, kernels, ladder, profile, results, startup, step, table
 from gptjax.bench.__main__ import main
@@ -166,7 +169,7 @@ def test_a_file_with_other_contents_is_refused(tmp_path, capsys, text, said):
     for pair in ((good, bad), (bad, good)):
         assert main(["compare", *map(str, pair)]) == 1
         told = capsys.readouterr().err
-        assert told.startswith("gptjax.bench: ") and len(told.splitlines()) == 1
+        assert told.startswith("error: ") and len(told.splitlines()) == 1
         assert (
             "bad\ufffd.json: expected JSON of bench step, ladder or kernels" in told
             and said in told
@@ -307,6 +310,36 @@ def test_a_reader_that_ends_early_ends_the_command_quietly(options):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (["step", "--devices"], "--devices must be numbers of at least 1"),
+        (["generate", "--implementation"], "--implementation must be auto, triton or xla"),
+        (["startup", "--config", "x.py", "--options=--device 'cpu"], "No closing quotation"),
+    ],
+)
+def test_an_option_without_a_value_is_refused(command, said, capsys):
+    assert main(command) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_ends_with_a_line(number, code, tmp_path):
+    train = tmp_path / "train.py"
+    train.write_text("import time; open('go', 'w'); time.sleep(600)")
+    (tmp_path / "tiny.py").write_text(CARD)
+    options = ["startup", "--train", str(train), "--config", str(tmp_path / "tiny.py")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gptjax.bench", *options], stderr=subprocess.PIPE
+    )
+    while not (tmp_path / "go").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate()
+    assert (process.returncode, error) == (code, b"interrupted\n")
+
+
 def test_results_are_on_the_disk_before_the_table_is_printed(tmp_path, monkeypatch):
     """The reader of the table may have ended, and the measurement took minutes."""
 
@@ -338,7 +371,7 @@ def test_the_table_is_printed_if_the_results_cannot_be_written(tmp_path, monkeyp
         (["step"], "file/step.json"),
         (["generate"], "folder"),
         (["ladder"], "folder"),
-        (["ladder", "--picture"], "folder"),
+        (["ladder", "--picture"], "folder.png"),
         (["startup", "--config", "none.py"], "folder"),
         (["profile"], "file"),
         (["profile"], "file/profile"),
@@ -355,12 +388,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_measurement(
         monkeypatch.setattr(module, "one_device", measure)
     monkeypatch.setattr(startup, "starts", measure)
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
+    for name in ("folder", "folder.png"):
+        (tmp_path / name).mkdir()
     option = [] if "--picture" in command else ["--out"]
     assert main([*command, *option, str(tmp_path / out)]) == 1
     told = capsys.readouterr().err
     assert str(tmp_path / out).split("/step.json")[0] in told and "give another name" in told
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [*("file", "folder", "folder.png")]
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])

@@ -25,7 +25,7 @@ from gptjax.bench.profile import Profile
 from gptjax.bench.startup import Startup
 from gptjax.bench.step import Step
 from gptjax.config import ConfigError
-from gptjax.terminal import printable
+from gptjax.terminal import exit_code, interrupt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,29 +69,15 @@ _COMMANDS = (
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    try:
-        try:
-            return _run(args)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as head, has ended. At its own end the interpreter would flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    """Run the command line and return the exit code."""
 
+    def command() -> None:
+        prog = "python -m gptjax.bench"
+        tyro.cli(_COMMANDS, prog=prog, description=__doc__, args=args).run()
 
-def _run(args: list[str] | None) -> int:
-    command = tyro.cli(_COMMANDS, prog="python -m gptjax.bench", description=__doc__, args=args)
-    try:
-        command.run()
-    except BrokenPipeError:
-        raise
-    except (BenchError, ConfigError, OSError) as error:
-        print(printable(f"gptjax.bench: {error}"), file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(command, (BenchError, ConfigError, OSError))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

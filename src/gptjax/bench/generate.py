@@ -103,6 +103,8 @@ class Generate(ModelName):
             raise BenchError(f"--new must be at least 2, to measure a step, got {self.new}")
         if not self.batch or min(self.batch) < 1:
             raise BenchError(f"--batch must be numbers of at least 1, got {self.batch}")
+        if not self.implementation:
+            raise BenchError("--implementation must be auto, triton or xla, got none")
         if not self.temperature or not all(0 <= t < math.inf for t in self.temperature):
             raise BenchError(f"--temperature must be at least 0 and finite, got {self.temperature}")
         total, most = self.prompt + self.new, base.model.block_size

@@ -49,7 +49,14 @@ class Startup:
     def run(self) -> None:
         if self.out:
             results.check_file(self.out)
-        rows = starts(self.train, self.config, shlex.split(self.options))
+        try:
+            options = shlex.split(self.options)
+        except ValueError as error:
+            raise BenchError(
+                f"--options={self.options}: expected options as in a shell ({error}): close the "
+                "quotation"
+            ) from error
+        rows = starts(self.train, self.config, options)
         try:
             if self.out:
                 command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]

@@ -89,11 +89,11 @@ class Step(ModelOptions):
         if self.out:
             results.check_file(self.out)
         device = one_device()
+        self._check_devices()
         if self.llmc:
             self._check_llmc(self.llmc, device)
         if self.torch:
             require_torch(device)
-        self._check_devices()
         rows = []
         for config in self.configs():
             for count in self.devices:
@@ -139,6 +139,8 @@ class Step(ModelOptions):
         return configs
 
     def _check_devices(self) -> None:
+        if not self.devices:
+            raise BenchError("--devices must be numbers of at least 1, got none")
         for count in self.devices:
             first_devices(count)
         if max(self.devices) > 1 and self.largest:
