@@ -99,6 +99,29 @@ def test_three_starts(tmp_path, capsys):
     assert "validation" in warm["parts"] and "validation" not in resumed["parts"]
 
 
+@pytest.mark.parametrize(
+    "options, steps",
+    [
+        ("max_steps=20", 1000),
+        ("max_steps=3000, optimizer=OptimizerConfig(cooldown_steps=2000)", 3000),
+        ("max_steps=2, optimizer=OptimizerConfig(cooldown_steps=2000, schedule_steps=4000)", 4000),
+    ],
+)
+def test_the_schedule_has_room_for_the_cooldown_of_the_config(
+    tmp_path, monkeypatch, options, steps
+):
+    card = tmp_path / "card.py"
+    of_run = CARD.replace("device=", f"{options}, device=")
+    card.write_text(f"from gptjax.optim import OptimizerConfig\n{of_run}")
+    given = []
+    monkeypatch.setattr(startup, "_write_random_tokens", lambda *_: None)
+    monkeypatch.setattr(startup, "_start", lambda *words: given.append(words[3]) or {})
+    startup.starts(Path(TRAIN), card, [])
+    for words in given:
+        assert words[words.index("--optimizer.schedule-steps") + 1] == str(steps)
+    assert len(given) == 3
+
+
 def test_without_the_repository(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["startup", "--config", "card.py"]) == 1

@@ -85,16 +85,18 @@ def starts(train: Path, config: Path, options: list[str]) -> list[dict]:
         raise BenchError(
             f"there is no {train}: give the path of the repository's train.py with --train"
         )
-    vocab_size = cli.load(config).model.vocab_size
+    loaded = cli.load(config)
+    schedule_steps = loaded.optimizer.schedule_steps or loaded.max_steps
     with tempfile.TemporaryDirectory(prefix="gptjax-startup-") as temporary:
         folder = Path(temporary)
-        _write_random_tokens(folder / "random", vocab_size)
+        _write_random_tokens(folder / "random", loaded.model.vocab_size)
         common = [
             *("--config", config.absolute(), "--dataset", folder / "random"),
             *("--runs-dir", folder / "runs", "--compilation-cache", folder / "cache"),
             *("--sample-every", 0, "--checkpoint-every", 0),
             # By default the schedule's length is max_steps: a longer run would not be the same run.
-            *("--optimizer.schedule-steps", 1000),
+            # The config's own length has room for its warm-up and cooldown.
+            *("--optimizer.schedule-steps", max(1000, schedule_steps)),
             *options,
         ]
 
