@@ -338,6 +338,11 @@ def test_the_largest_batch_is_found_in_few_compilations(limit, fixed):
     assert len(asked) <= 6
 
 
+def test_the_largest_batch_is_found_if_two_batches_need_the_same_bytes():
+    needs = lambda batch: 909 + 39 * (-(-batch // 16) * 16)
+    assert batch_size.largest_batch(needs, 2618) == 32
+
+
 def test_nothing_fits():
     with pytest.raises(BenchError, match="not one sequence fits"):
         batch_size.largest_batch(lambda batch: 10 * GIB * batch, GIB)

@@ -30,8 +30,10 @@ def largest_batch(needs: Callable[[int], int], available: int) -> int:
         least = _up(below[-1][0])
         if above and above[0] <= least:
             break
-        # Logits come in chunks: near sizes predict better than the first.
-        (n0, size0), (n1, size1) = (below[-1], above) if above else below[-2:]
+        # Logits come in chunks: near sizes predict better than the first. Two batches may need the
+        # same bytes.
+        n1, size1 = above or below[-1]
+        n0, size0 = [(n, size) for n, size in below if size < size1][-1]
         batch = n1 + int((available - size1) * (n1 - n0) / (size1 - size0))
         if above is None and len(below) == 2:
             batch = min(batch, 2 * n1)
