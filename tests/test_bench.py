@@ -174,6 +174,16 @@ def double(folder):
     return str(folder / "double.py")
 
 
+def test_two_files_that_write_the_same_result_are_refused(tmp_path, capsys):
+    files = [tmp_path / folder / "double.py" for folder in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("cases = lambda: []")
+    assert main(["kernels", *map(str, files), "--out", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert all(str(file) in told for file in files) and "out/double.json" in told
+
+
 def test_one_case_of_a_kernel(tmp_path, monkeypatch, capsys):
     cases = [
         dataclasses.replace(case(), name=name) for name in ("64×64 bf16", "64×64 fp32 as TF32")

@@ -51,8 +51,7 @@ class Kernels:
             for file in benchmark_files(self.files)
         }
         if self.out:
-            for file in cases:
-                results.check_file(self.out / f"{file.stem}.json")
+            self._check_out(self.out, list(cases))
         if not any(cases.values()):
             raise BenchError(f"no case of {sorted(map(str, cases))} has {self.case!r} in its name")
         if jax.default_backend() != "gpu":
@@ -72,6 +71,18 @@ class Kernels:
         ]
         if failed:
             raise BenchError("\n".join(["did not run:", *failed]))
+
+    def _check_out(self, folder: Path, files: list[Path]) -> None:
+        """Raise BenchError if two files have the same result file, or one cannot be written."""
+        first: dict[str, Path] = {}
+        for file in files:
+            if file.stem in first:
+                raise BenchError(
+                    f"expected one FILE for each result, and {first[file.stem]} and {file} both "
+                    f"write {folder / file.stem}.json: measure them with different --out"
+                )
+            first[file.stem] = file
+            results.check_file(folder / f"{file.stem}.json")
 
     def _measure(self, file: Path, cases: list[Case]) -> list[str]:
         """Measure, write and print the cases of one file; return a line for each failure."""
