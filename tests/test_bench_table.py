@@ -171,7 +171,7 @@ def test_a_file_with_other_contents_is_refused(tmp_path, capsys, text, said):
         told = capsys.readouterr().err
         assert told.startswith("error: ") and len(told.splitlines()) == 1
         assert (
-            "bad\ufffd.json: expected JSON of bench step, ladder or kernels" in told
+            "bad\ufffd.json: expected JSON of bench step, ladder, kernels or generate" in told
             and said in told
         )
 
@@ -294,6 +294,7 @@ def test_help_tells_the_two_files_apart(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     told = capsys.readouterr().out
+    assert "step, ladder, kernels or generate" in told
     assert "BEFORE.json AFTER.json" in told and "the reference" in told and "PATH" not in told
 
 

@@ -23,10 +23,11 @@ KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Compare two results of step, ladder or kernels: the time after over the time before."""
+    """Compare two results of step, ladder, kernels or generate: the time after over the time
+    before."""
 
     before: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="BEFORE.json")]]
-    """The older result, the reference: JSON that bench step, ladder or kernels wrote with --out."""
+    """The older result, the reference: JSON that one of these commands wrote with --out."""
     after: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="AFTER.json")]]
     """The newer result, of the same command."""
     fail_above: Annotated[float | None, OWN_DEFAULT] = None

@@ -120,7 +120,7 @@ def read(path: Path) -> dict:
 
 
 def read_times(path: Path, *fields: str) -> dict:
-    """Read a result of step, ladder or kernels, whose rows have a time or an error.
+    """Read a result of step, ladder, kernels or generate, whose rows have a time or an error.
 
     Args:
         fields: strings or numbers that every row must have.
@@ -135,7 +135,7 @@ def read_times(path: Path, *fields: str) -> dict:
         for number, row in enumerate(result["rows"]):
             _check_time(number, row, fields)
 
-    return _read(path, "JSON of bench step, ladder or kernels", check)
+    return _read(path, "JSON of bench step, ladder, kernels or generate", check)
 
 
 def bench_command(name: str, options: Any) -> str:
