@@ -32,8 +32,11 @@ import pytest
 pytest_plugins = ["kernel_tools"]
 # Before a test imports them.
 pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*_tools.py")))
-# `nohup pytest` ignores SIGHUP, and so would the processes that tests start.
+# `nohup pytest` ignores SIGHUP, and `pytest &` in a script SIGINT; processes that tests start would
+# inherit this.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _hook = jaxtyping.install_import_hook(["gptjax", "pallas_kernels"], "beartype.beartype").hook
 # Triton reads the source of its kernels, so nothing may be wrapped around them.
 _checked = _hook.should_instrument

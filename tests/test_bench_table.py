@@ -327,7 +327,7 @@ def test_an_option_without_a_value_is_refused(command, said, capsys):
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_ends_with_a_line(number, code, tmp_path):
     train = tmp_path / "train.py"
-    train.write_text("import time; open('go', 'w'); time.sleep(600)")
+    train.write_text("import time; open('go', 'w'); time.sleep(60)")
     (tmp_path / "tiny.py").write_text(CARD)
     options = ["startup", "--train", str(train), "--config", str(tmp_path / "tiny.py")]
     process = subprocess.Popen(
