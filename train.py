@@ -305,7 +305,7 @@ def _train(
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StoppedError(f"stopped at step {step}: {reason}; {last_save(error)}") from error
     except Exception:
-        checkpoints.wait()
+        checkpoints.wait()  # for a save in progress
         raise
 
     # -------------------------------------------------------------------------------------- results

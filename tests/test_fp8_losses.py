@@ -109,6 +109,8 @@ def test_the_numbers_of_the_report(losses):
     assert fp8["finals"] == [3.001, 3.205] and fp8["difference"] == pytest.approx(0.003)
     assert fp8["standard_error"] == pytest.approx(0.002)
     assert fp8["steps_within_spread"] == 0.8
+    # Eight steps 0.1 above bf16, and two 5 and 3 above.
+    assert fp8["training_difference"] == pytest.approx(0.08 + 0.8)
     assert found["control"]["bf16"]["difference"] == pytest.approx(0.2)
     assert found["start"]["fp8"]["difference"] == pytest.approx(0.004)
     assert found["finish"]["fp8"]["difference"] == pytest.approx(0.002)

@@ -31,6 +31,8 @@ COMPARED_WITH = {
 }
 # Steps whose mean loss is compared before and after a spike.
 AROUND = 20
+# Last steps over which the training losses are compared.
+LAST = 200
 Runs = dict[str, dict[str, list[dict]]]
 
 
@@ -87,6 +89,7 @@ def compared(bf16: Sequence[dict], fp8: Sequence[dict]) -> dict[str, Any]:
         standard_error: of this mean of paired differences; None for one seed.
         steps_within_spread: share of the steps at which the mean training loss of fp8 is between
             the least and the greatest of bf16's seeds; None for one seed.
+        training_difference: mean difference of the training losses over the last `LAST` steps.
         paired_rms: RMS difference of the training losses of a seed in the second half of the run.
     """
     both = {record["seed"] for record in bf16} & {record["seed"] for record in fp8}
@@ -107,6 +110,7 @@ def compared(bf16: Sequence[dict], fp8: Sequence[dict]) -> dict[str, Any]:
         "difference": round(statistics.fmean(differences), 5) if whole else None,
         "standard_error": None if error is None else round(error, 5),
         "steps_within_spread": round(float(within.mean()), 4) if several else None,
+        "training_difference": finite(float((b - a)[:, -LAST:].mean())),
         "paired_rms": finite(rms),
     }
 

@@ -90,15 +90,17 @@ def losses_table(results: Results) -> str:
     for group, name in GROUPS.items():
         for precision, runs in found.get(group, {}).items():
             seeds = ", ".join(map(loss, runs["finals"]))
-            difference = error = share = ""
+            difference = error = share = training = ""
             if "difference" in runs:
                 difference = loss(runs["difference"], "+")
                 error = "" if runs["standard_error"] is None else loss(runs["standard_error"])
                 within = runs["steps_within_spread"]
                 share = "" if within is None else f"{100 * within:.1f} %"
-            means = loss(runs["final"]), seeds, difference, error, share
+                training = loss(runs["training_difference"], "+")
+            means = loss(runs["final"]), seeds, difference, error, training, share
             lines.append([f"{name}, {precision}", *means, *times(runs)])
     head = ["run", "final loss, mean", "of each seed", "difference", "standard error"]
+    head += ["difference in training"]
     head += ["steps within bf16's spread", "tokens/s", "seconds of training"]
     picture = "\n\n![Losses of fp8 and bf16](images/fp8_losses.png)"
     return markdown(head, lines) + verdict(found) + picture

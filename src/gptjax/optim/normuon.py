@@ -138,11 +138,13 @@ def distributed(
     Each device computes its share, and the results are gathered on all devices.
 
     Args:
-        axis: axis of the mesh. ValueError if the mesh has no such axis.
+        axis: axis of the mesh.
         dtype: dtype in which the results are gathered. The dtype of the method's matmuls represents
             every result exactly.
-    """
 
+    Raises:
+        ValueError: the mesh has no such axis.
+    """
     if axis not in mesh.axis_names:
         raise ValueError(
             f"normuon: expected a mesh with the axis {axis!r}, got the axes {mesh.axis_names}"
