@@ -86,15 +86,17 @@ def test_reference_is_the_definition():
             for i, (result, head) in enumerate(
                 [(0, j) for j in range(h)] + [(1, j) for j in range(g)] + [(2, j) for j in range(g)]
             ):
-                x, place = rows[time, i].copy(), 2 * time + head % 2
+                # The angle is that of the head's parity, the place that of its half.
+                x, angle = rows[time, i].copy(), 2 * time + head % 2
+                half, slot = divmod(head, expected[result].shape[2])
                 if result < 2:
                     x /= np.sqrt((x**2).mean() + 0.5)
                     for pair in range(e):
                         at = (2 * pair, 2 * pair + 1) if pairs == "adjacent" else (pair, e + pair)
-                        turn = complex(cos[0, place, pair], sin[0, place, pair])
+                        turn = complex(cos[0, angle, pair], sin[0, angle, pair])
                         turned = complex(*x[list(at)]) * turn
                         x[list(at)] = turned.real, turned.imag
-                expected[result][0, place, head // 2] = x
+                expected[result][0, 2 * time + half, slot] = x
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 

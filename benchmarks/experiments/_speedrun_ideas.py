@@ -92,7 +92,7 @@ def one_lane(self, tokens_BT, cache=None, segment_ids_BT=None):
     c, layers = self.config, self.layers()
     add = functools.partial(speedrun.weighted_sum, c.precision.residual_dtype)
     x0, bigram = self.inputs(tokens_BT)
-    scalars = speedrun.scalars
+    scalars = functools.partial(speedrun.scalars, dtype=c.precision.compute_dtype)
     residual, to_lanes = scalars(self.residual_lambdas, 2), scalars(self.lane_lambdas, 4)
     x0_lambdas, bigram_lambdas = scalars(self.x0_lambdas, 1), scalars(self.bigram_lambdas, 1)
     (mlp_lambdas,) = scalars(self.mlp_lambdas, c.lanes_from)
@@ -101,7 +101,7 @@ def one_lane(self, tokens_BT, cache=None, segment_ids_BT=None):
 
     lane, skip, early = add((1, x0), (*bigram_lambdas[0], bigram)), None, None
     for i, (of_attention, of_mlp) in enumerate(weights):
-        injection = ((*x0_lambdas[i], x0), (*bigram_lambdas[i], bigram)) if i else ()
+        injection = ((*x0_lambdas[i], x0), *([(*bigram_lambdas[i], bigram)] if i else []))
         if i == c.skip[1]:
             lane = add((1, lane), (1, skip))
         else:

@@ -104,8 +104,9 @@ def rotary_qkv(
         key_heads: G; H if None.
         pairs: channels that rotate together.
         eps: added to the mean squares. None: queries and keys are not normalized.
-        pair_heads: interleave heads 2j and 2j + 1 of queries, keys and values along time. The
-            results have 2·T times and half as many heads: time 2t + i is head 2j + i of token t.
+        pair_heads: view the results as 2·T times of half as many heads (modded-nanogpt): head h of
+            token t is head h mod H/2 at time 2t + ⌊h / (H/2)⌋, so that heads h and h + H/2 attend
+            to each other. It is rotated by the angles of time 2t + (h mod 2).
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Raises:
@@ -128,28 +129,34 @@ def reference(qkv_BTO, cos_BTE, sin_BTE, options: Options):
     heads = qkv_BTO.reshape(b, t, options.packed_heads, o // options.packed_heads)
     parts = [options.heads, options.heads + options.key_heads]
     q, k, v = jnp.split(heads.astype(jnp.float32), parts, axis=2)
-    rotate = functools.partial(_rotated, cos_BTE=cos_BTE, sin_BTE=sin_BTE, pairs=options.pairs)
     if options.eps is not None:
         q, k = (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + options.eps) for x in (q, k))
+    rotate = functools.partial(_rotated, cos_BTE=cos_BTE, sin_BTE=sin_BTE, options=options)
+    q, k = rotate(q), rotate(k)
     if options.pair_heads:
-        q, k, v = map(_paired, (q, k, v))
-    return rotate(q), rotate(k), v
+        q, k, v = (x.reshape(b, 2 * t, x.shape[2] // 2, x.shape[3]) for x in (q, k, v))
+    return q, k, v
 
 
-def _rotated(x_BTHD, *, cos_BTE, sin_BTE, pairs: str):
+def _rotated(x_BTHD, *, cos_BTE, sin_BTE, options: Options):
     *bth, d = x_BTHD.shape
     e = cos_BTE.shape[-1]
-    axis = -1 if pairs == "adjacent" else -2
-    shape = (*bth, e, 2) if pairs == "adjacent" else (*bth, 2, e)
-    a, b = jnp.unstack(x_BTHD[..., : 2 * e].reshape(shape), axis=axis)
-    cos, sin = cos_BTE[:, :, None], sin_BTE[:, :, None]
-    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(*bth, 2 * e)
-    return jnp.concatenate([turned, x_BTHD[..., 2 * e :]], axis=-1) if d > 2 * e else turned
+    adjacent = options.pairs == "adjacent"
+    a, b = jnp.unstack(
+        x_BTHD[..., : 2 * e].reshape(*bth, *((e, 2) if adjacent else (2, e))),
+        axis=-1 if adjacent else -2,
+    )
+    cos, sin = (_of_heads(angle, bth[2], options.pair_heads) for angle in (cos_BTE, sin_BTE))
+    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1 if adjacent else -2)
+    return jnp.concatenate([turned.reshape(*bth, 2 * e), x_BTHD[..., 2 * e :]], axis=-1)
 
 
-def _paired(x_BTHD):
-    b, t, h, d = x_BTHD.shape
-    return x_BTHD.reshape(b, t, h // 2, 2, d).swapaxes(2, 3).reshape(b, 2 * t, h // 2, d)
+def _of_heads(angle_BTE, heads: int, pair_heads: bool):
+    """Return the angles of each head, (B, T, 1 or H, E). Even heads of a pair have those of 2t."""
+    if not pair_heads:
+        return angle_BTE[:, :, None]
+    b, times, e = angle_BTE.shape
+    return jnp.tile(angle_BTE.reshape(b, times // 2, 2, e), (1, 1, heads // 2, 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

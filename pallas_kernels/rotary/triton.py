@@ -135,14 +135,6 @@ def load_angle(
 
 
 @triton.jit
-def place(token, head, HEADS: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr):
-    """Return the offset of a head's row in an array of HEADS heads."""
-    if PAIR:
-        head = (head % 2) * (HEADS // 2) + head // 2
-    return (token * HEADS + head) * D
-
-
-@triton.jit
 def rotary_forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, N: tl.constexpr, TABLE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ADJACENT: tl.constexpr,
@@ -157,14 +149,10 @@ def rotary_forward_kernel(
         rstd = tl.where(turns, rstd, 1.0)[:, None]
         a, b, rest = a * rstd, b * rstd, rest * rstd
     a, b = a * cos - b * sin, b * cos + a * sin
+    store_row(q_ptr, (token * H + head) * D, inside & (head < H), a, b, rest, D, E, ADJACENT)
+    store_row(k_ptr, (token * G + head - H) * D, turns & (head >= H), a, b, rest, D, E, ADJACENT)
     store_row(
-        q_ptr, place(token, head, H, D, PAIR), inside & (head < H), a, b, rest, D, E, ADJACENT
-    )
-    store_row(
-        k_ptr, place(token, head - H, G, D, PAIR), turns & (head >= H), a, b, rest, D, E, ADJACENT
-    )
-    store_row(
-        v_ptr, place(token, head - H - G, G, D, PAIR), inside & (head >= H + G), a, b, rest, D, E,
+        v_ptr, (token * G + head - H - G) * D, inside & (head >= H + G), a, b, rest, D, E,
         ADJACENT,
     )  # fmt: skip
 
@@ -178,14 +166,10 @@ def rotary_backward_kernel(
     row, token, head, inside = row_of(N, H, G, ROWS)
     turns = inside & (head < H + G)
     # A row is in one of the three arrays. Masked loads from the other two arrays return zeros.
-    a, b, rest = load_row(
-        dq_ptr, place(token, head, H, D, PAIR), inside & (head < H), D, E, ADJACENT
-    )
-    ka, kb, kr = load_row(
-        dk_ptr, place(token, head - H, G, D, PAIR), turns & (head >= H), D, E, ADJACENT
-    )
+    a, b, rest = load_row(dq_ptr, (token * H + head) * D, inside & (head < H), D, E, ADJACENT)
+    ka, kb, kr = load_row(dk_ptr, (token * G + head - H) * D, turns & (head >= H), D, E, ADJACENT)
     va, vb, vr = load_row(
-        dv_ptr, place(token, head - H - G, G, D, PAIR), inside & (head >= H + G), D, E, ADJACENT
+        dv_ptr, (token * G + head - H - G) * D, inside & (head >= H + G), D, E, ADJACENT
     )
     a, b, rest = a + ka + va, b + kb + vb, rest + kr + vr
     cos, sin = load_angle(cos_ptr, sin_ptr, token, head, turns, TABLE, E, PAIR)

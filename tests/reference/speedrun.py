@@ -1,4 +1,4 @@
-"""The model of modded-nanogpt's pull request #233 in PyTorch, from its description, for the tests
+"""The model of modded-nanogpt's pull request #233 in PyTorch, after its train_gpt.py, for the tests
 to compare with. The code is written for reading, not for speed.
 
 One sequence at a time: nothing but the batch's mean connects two sequences. Shapes: T time, C
@@ -25,10 +25,11 @@ def norm(x):
 
 def bigram_index(tokens, rows):
     """The row of each bigram's embedding: a hash of the token and the one before, in int32, which
-    wraps. The last row belongs to the first token, which has none before."""
-    tokens = tokens.to(torch.int32)
-    index = torch.full_like(tokens, rows - 1)
-    index[1:] = torch.remainder((36313 * tokens[1:]) ^ (27191 * tokens[:-1]), rows - 1)
+    wraps. The index of the first token is the last row. The record writes it into the array of
+    tokens before it hashes the others, so it is also the predecessor of the second token."""
+    index = tokens.to(torch.int32).clone()
+    index[0] = rows - 1
+    index[1:] = torch.remainder((36313 * index[1:]) ^ (27191 * index[:-1]), rows - 1)
     return index.long()
 
 
@@ -47,29 +48,20 @@ def rotary(windows, head_dim):
     return frequencies, scale
 
 
-def rotate(x, frequencies):
-    """Rotate the channels (2i, 2i+1) of the first half of each head by position · frequency i."""
+def rotate(x, frequencies, paired):
+    """Rotate the channels (2i, 2i+1) of the first half of each head by −position · frequency i.
+
+    Of paired heads, the even ones have the position 2t, the odd ones 2t + 1."""
     x = _at_least_fp32(x)
-    half = x.shape[-1] // 2
-    angle = torch.arange(len(x))[:, None] * torch.tensor(frequencies, dtype=x.dtype)
-    turned = torch.complex(x[..., 0:half:2], x[..., 1:half:2])
-    turned = turned * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.cat([torch.view_as_real(turned).flatten(-2), x[..., half:]], -1)
-
-
-def interleaved(x):
-    """(T, H, D) → (2T, H/2, D): position 2t has head 2j of token t, position 2t + 1 head 2j + 1."""
-    t, h, d = x.shape
-    y = x.new_empty(2 * t, h // 2, d)
-    y[0::2], y[1::2] = x[:, 0::2], x[:, 1::2]
-    return y
-
-
-def separated(y):
-    """The inverse of `interleaved`."""
-    x = y.new_empty(len(y) // 2, 2 * y.shape[1], y.shape[2])
-    x[:, 0::2], x[:, 1::2] = y[0::2], y[1::2]
-    return x
+    half, (time, heads) = x.shape[-1] // 2, x.shape[:2]
+    position = torch.arange(time)[:, None].expand(time, heads)
+    if paired:
+        position = 2 * position + torch.arange(heads) % 2
+    angle = position[:, :, None] * torch.tensor(frequencies, dtype=x.dtype)
+    a, b = x[..., 0:half:2], x[..., 1:half:2]
+    cos, sin = angle.cos(), angle.sin()
+    rotated = torch.stack([cos * a + sin * b, cos * b - sin * a], -1).flatten(-2)
+    return torch.cat([rotated, x[..., half:]], -1)
 
 
 def attend(q, k, v, document, window, scale):
@@ -128,26 +120,25 @@ class TorchSpeedrun(nn.Module):
             for weight in self.attention_bank[bank, :3]
         )
         q, k = norm(q), norm(k)
+        paired = i in config.paired_layers
+        q, k = rotate(q, frequencies, paired), rotate(k, frequencies, paired)
         if i in config.value_layers:
             j = config.value_layers.index(i)
             value = self.values[j][tokens]
-            if i in config.paired_layers:
-                seen = x[:, :12]
-            else:
-                seen = torch.cat([x[:, :6], value[:, :6].to(x.dtype)], dim=-1)
+            seen = x[:, :12] if paired else torch.cat([x[:, :6], value[:, :6].to(x.dtype)], dim=-1)
             gate = 2 * torch.sigmoid(_at_least_fp32(linear(seen, self.value_gates[j])))
             v = _at_least_fp32(v) + gate[:, :, None] * value.view(v.shape)
-        if i in config.paired_layers:
-            q, k, v = interleaved(q), interleaved(k), interleaved(v)
+        if paired:
+            # (T, 3, 2, D) in memory becomes (2T, 3, D): heads 0 to 2, then 3 to 5 of each token.
+            q, k, v = (
+                y.reshape(2 * len(x), config.n_head // 2, config.head_dim) for y in (q, k, v)
+            )
             document = document.repeat_interleave(2)
-        q, k = rotate(q, frequencies), rotate(k, frequencies)
         if long:
             half = config.head_dim // 2
             before = torch.cat([k[:1], k[:-1]])
             k = torch.cat([k[..., :half], before[..., half:]], -1)
-        y = attend(q, k, v, document, window, scale)
-        if i in config.paired_layers:
-            y = separated(y)
+        y = attend(q, k, v, document, window, scale).reshape(len(x), config.n_head, config.head_dim)
         gate = torch.sigmoid(_at_least_fp32(linear(x[:, :12], self.attention_gates[bank])))
         y = (y * gate[:, :, None]).flatten(1)
         return linear(y, out_lambda * self.attention_bank[bank, 3])
@@ -168,7 +159,8 @@ class TorchSpeedrun(nn.Module):
         bigram = self.bigram[bigram_index(tokens, config.bigram_rows)].to(dtype)
 
         def injection(i):
-            return self.x0_lambdas[i] * x0 + self.bigram_lambdas[i] * bigram if i else 0
+            # The bigram of layer 0 is in lane 0 from the start.
+            return self.x0_lambdas[i] * x0 + (self.bigram_lambdas[i] * bigram if i else 0)
 
         lane0 = (x0 + self.bigram_lambdas[0] * bigram).to(dtype)
         for i in range(config.lanes_from):

@@ -126,26 +126,22 @@ def split_bank(bank: Float[Array, "L ..."]) -> list[Float[Array, "..."]]:
     return [part.squeeze(0) for part in jnp.split(bank, len(bank))]
 
 
-def scalars(lambdas: nnx.Param, each: int) -> list[tuple[Float[Array, ""], ...]]:
-    """Return the elements of a parameter in tuples of length `each`."""
-    return list(itertools.batched(split_bank(lambdas[...].reshape(-1)), each))
+def scalars(
+    lambdas: nnx.Param, each: int, dtype: jax.typing.DTypeLike
+) -> list[tuple[Float[Array, ""], ...]]:
+    """Return the elements of a parameter, rounded to `dtype`, in tuples of length `each`."""
+    return list(itertools.batched(split_bank(rounded(lambdas[...].reshape(-1), dtype)), each))
+
+
+def rounded(x: Float[Array, "*S"], dtype: jax.typing.DTypeLike) -> Float[Array, "*S"]:
+    """Return x rounded to a narrower dtype, in its own dtype. XLA may drop a pair of casts."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..."]:
     """Return Σ weight · x of pairs (weight, x), added in fp32 and rounded once."""
     return sum(weight * x.astype(jnp.float32) for weight, x in terms).astype(dtype)
-
-
-def pair_heads(x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B 2*T H/2 D"]:
-    """Interleave heads 2j and 2j + 1 along time: position 2t is head 2j of token t."""
-    b, t, h, d = x_BTHD.shape
-    return x_BTHD.reshape(b, t, h // 2, 2, d).swapaxes(2, 3).reshape(b, 2 * t, h // 2, d)
-
-
-def unpair_heads(x_BTHD: Float[Array, "B T H D"]) -> Float[Array, "B T/2 2*H D"]:
-    """Return the inverse of `pair_heads`."""
-    b, t, h, d = x_BTHD.shape
-    return x_BTHD.reshape(b, t // 2, 2, h, d).swapaxes(2, 3).reshape(b, t // 2, 2 * h, d)
 
 
 def rotary_angles(

@@ -38,12 +38,11 @@ from gptjax.models.layers import (
     lookup,
     next_targets,
     normal,
-    pair_heads,
     rotary_angles,
+    rounded,
     scalars,
     split_bank,
     uniform,
-    unpair_heads,
     weighted_sum,
 )
 from gptjax.optim import Group, Matrices
@@ -95,7 +94,7 @@ class SpeedrunConfig(ModelConfig):
     supports_segment_ids: ClassVar[bool] = True
     supports_fp8: ClassVar[bool] = True
 
-    block_size: int = 49_152
+    block_size: int = 262_144
     n_layer: int = 11
     n_head: int = 6
     n_inner: int = 3072
@@ -255,13 +254,18 @@ def smear(config: SpeedrunConfig, x_BTC: BTC, w_G: Float[Array, " G"], strength)
 
 
 def bigram_index(tokens_BT: Int[Array, "B T"], rows: int) -> Int[Array, "B T"]:
-    """Return (36313 · token XOR 27191 · predecessor) mod (rows − 1), and rows − 1 at time 0."""
-    hashed = jnp.mod((36313 * tokens_BT[:, 1:]) ^ (27191 * tokens_BT[:, :-1]), rows - 1)
+    """Return (36313 · token XOR 27191 · predecessor) mod (rows − 1), in int32 that wraps.
+
+    The index at time 0 is rows − 1, which the record writes over the first token before it hashes
+    the others: rows − 1 is the predecessor at time 1.
+    """
+    before_BT = tokens_BT[:, :-1].at[:, :1].set(rows - 1)
+    hashed = jnp.mod((36313 * tokens_BT[:, 1:]) ^ (27191 * before_BT), rows - 1)
     return jnp.pad(hashed, ((0, 0), (1, 0)), constant_values=rows - 1)
 
 
 def rotary(config: SpeedrunConfig) -> tuple[np.ndarray, float]:
-    """Return the angle per position of each pair of channels, (E,) in fp64, and the score's factor.
+    """Return the frequency of each pair of channels, (E,) in fp64, and the score's factor.
 
     Frequencies start as (1/1024)^linspace(0, 1, E), the factor as 0.1. When the long window grows
     from w to w/s, frequencies of less than one turn in w tokens are multiplied by s, and those of
@@ -303,7 +307,9 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     matmul = {"implementation": "reference" if c.attention == "reference" else "auto"} | precision
     *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
     (b, t), (frequency_E, scale) = tokens_BT.shape, rotary(c)
-    angles = rotary_angles(frequency_E, 2 * t if paired else t)
+    # Rotation by −θ, with tables in the compute dtype: as the record.
+    angles = rotary_angles(-frequency_E, 2 * t if paired else t)
+    angles = (rounded(x, c.precision.compute_dtype) for x in angles)
     how = {"eps": EPS, "pair_heads": paired, "implementation": matmul["implementation"]}
     qkv_BTO = linear(given, tuple(qkv), fp8=fp8, **matmul)
     q, k, v = rotary_qkv(qkv_BTO, *angles, heads=c.n_head, **how)
@@ -314,7 +320,7 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
         gate_BTH = 2 * gate(c, seen_BTC, layer.value_gate_HG)
         value_BTHD = value_BTC.reshape(b, t, c.n_head, c.head_dim)
         gated = weighted_sum(jnp.float32, (gate_BTH[..., None], value_BTHD))
-        v = weighted_sum(v.dtype, (1, v), (1, pair_heads(gated) if paired else gated))
+        v = weighted_sum(v.dtype, (1, v), (1, gated.reshape(v.shape)))
     if paired:
         segments_BT = None if segments_BT is None else jnp.repeat(segments_BT, 2, axis=1)
     if long:
@@ -322,7 +328,7 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     window = stage.long_window if long else stage.short_window
     how = {"window": window + 1, "segment_ids": segments_BT, "implementation": c.attention}
     y = flash_attention(q, k, v, scale=scale, **how, **precision)
-    y = unpair_heads(y) if paired else y
+    y = y.reshape(b, t, c.n_head, c.head_dim)
     y = weighted_sum(y.dtype, (gate(c, x_BTC, layer.gate_HG)[..., None], y))
     return linear(y.reshape(x_BTC.shape), o_CC, **matmul)
 
@@ -389,15 +395,17 @@ class Speedrun(Model):
         c, tokens_BT, layers = self.config, to_int32(tokens_BT), self.layers()
         add = functools.partial(weighted_sum, c.precision.residual_dtype)
         x0, bigram = self.inputs(tokens_BT)
-        residual, to_lanes = scalars(self.residual_lambdas, 2), scalars(self.lane_lambdas, 4)
-        x0_lambdas, bigram_lambdas = scalars(self.x0_lambdas, 1), scalars(self.bigram_lambdas, 1)
-        (mlp_lambdas,) = scalars(self.mlp_lambdas, c.lanes_from)
+        weights = functools.partial(scalars, dtype=c.precision.compute_dtype)  # as the record
+        residual, to_lanes = weights(self.residual_lambdas, 2), weights(self.lane_lambdas, 4)
+        x0_lambdas, bigram_lambdas = weights(self.x0_lambdas, 1), weights(self.bigram_lambdas, 1)
+        (mlp_lambdas,) = weights(self.mlp_lambdas, c.lanes_from)
 
         def attend(i: int, lane: BTC) -> BTC:
             return attention(c, i, lane, layers[i], tokens_BT, segment_ids_BT)
 
         def injection(i: int) -> tuple:
-            return ((*x0_lambdas[i], x0), (*bigram_lambdas[i], bigram)) if i else ()
+            # Lane 0 begins with the bigram of layer 0.
+            return ((*x0_lambdas[i], x0), *([(*bigram_lambdas[i], bigram)] if i else []))
 
         lane0, skip = add((1, x0), (*bigram_lambdas[0], bigram)), None
         for i in range(c.lanes_from):

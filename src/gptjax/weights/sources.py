@@ -1,7 +1,8 @@
 """Models on disk: detection of the format of a path, and reading of config and parameters.
 
 A path is a run's folder, a folder of checkpoints, the folder of one checkpoint, a Hugging Face
-folder or .safetensors file, or an llm.c .bin file. `find` reads no array.
+folder or .safetensors file, an llm.c .bin file, or a .pt file of modded-nanogpt. `find` reads no
+array.
 """
 
 import abc
@@ -24,7 +25,7 @@ from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
-from gptjax.weights import checkpoint_files, hf, llama, llmc
+from gptjax.weights import checkpoint_files, hf, llama, llmc, modded_nanogpt
 from gptjax.weights.bpe_files import is_byte_tokenizer
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
 from gptjax.weights.files import reason, shown
@@ -35,7 +36,7 @@ CHECKPOINTS = "checkpoints"
 HF_CONFIG = "config.json"
 EXPECTED = (
     "expected a run's folder, the folder of a checkpoint, a Hugging Face folder with config.json, "
-    "or an llm.c .bin file"
+    "an llm.c .bin file, or a .pt file of modded-nanogpt"
 )
 
 
@@ -169,6 +170,28 @@ class Llmc(Source):
         return _put_each(llmc.tensors_of(self.path, config), like)
 
 
+@dataclasses.dataclass(frozen=True)
+class ModdedNanoGPT(Source):
+    """A .pt file of modded-nanogpt's record of pull request #233.
+
+    Attributes:
+        tensors: from `modded_nanogpt.read_tensors`.
+    """
+
+    tensors: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+
+    def config(self, *, precision=None, kind=None, **options):
+        return modded_nanogpt.config_of(self.tensors, precision=precision or FP32, **options)
+
+    def read(self, config, like):
+        arrays = {name: x.float().numpy() for name, x in self.tensors.items()}
+        params = modded_nanogpt.params_of(arrays, config)
+        for name, x in params.items():
+            if x.shape != like[name].shape:
+                raise WeightsError(f"{self}: {name}: expected {like[name].shape}, found {x.shape}")
+        return _put_each((((name,), x) for name, x in params.items()), like)
+
+
 def _check_gpt2_options(options: dict[str, Any], source: str) -> None:
     check_options("load", GPT2Config, FP32, options, source=source, decided=SIZES)
 
@@ -238,6 +261,12 @@ def _find_model(path: Path) -> Source:
     if path.is_file() and path.suffix == ".bin":
         tokenizer = _tokenizer_of(llmc.read_config(path).vocab_size)
         return Llmc(path, "GPT2Config", tokenizer)
+    if path.is_file() and path.suffix == ".pt":
+        tensors = modded_nanogpt.read_tensors(path)
+        real = (
+            modded_nanogpt.config_of(tensors, precision=FP32).vocab_size >= VOCABULARIES["gpt2"][0]
+        )
+        return ModdedNanoGPT(path, "SpeedrunConfig", "gpt2" if real else None, tensors)
     config = (path if path.is_dir() else path.parent) / HF_CONFIG
     if config.is_file() and (path.is_dir() or path.suffix == ".safetensors"):
         return _hugging_face(path, config)
