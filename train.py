@@ -119,12 +119,13 @@ def _train(
         jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
     )
     schedule, how = config.learning_rate_schedule(), {"parallel": parallel, **windows_have}
-    skips = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
+    update = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
+    update["loss_reduction"] = config.loss_reduction
 
     @functools.cache
     def start_train_step(model: ModelConfig, windows: jax.ShapeDtypeStruct):
         function = jax.jit(
-            make_train_step(graph(model), tx, schedule, **how, **skips),
+            make_train_step(graph(model), tx, schedule, **how, **update),
             donate_argnums=0,
             out_shardings=(parallel.shardings(abstract_state), parallel.replicated),
         )

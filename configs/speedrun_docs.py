@@ -27,7 +27,6 @@ LENGTHS = tuple(tokens // 4 for tokens in TOKENS)
 config = replace(
     speedrun_pr233,
     name="speedrun_docs",
-    model=replace(speedrun_pr233.model, block_size=12_288),
     optimizer=replace(
         speedrun_pr233.optimizer,
         matrix_learning_rate=0.016,
@@ -38,7 +37,7 @@ config = replace(
     ),
     dataset="docs_corpus",
     batch_tokens=32_768,
-    sequence_length=4_096,  # of validation
+    sequence_length=32_768,  # of validation
     micro_batch=4,
     max_steps=512,
     stages=stages(STEPS, TOKENS, LENGTHS, (None,) * 4, untied_from=340),

@@ -2,6 +2,7 @@
 processes, and in runs that change their lengths and resume."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import tempfile
@@ -15,7 +16,15 @@ from hypothesis import given, settings
 from train_tools import last_state, losses, rows, run
 
 from gptjax.config import Config, ConfigError, Stage, executable_inputs
-from gptjax.data import Loader, Packing, ShardError, Windows, write_shard
+from gptjax.data import (
+    Loader,
+    Packing,
+    ShardError,
+    Stretch,
+    Windows,
+    fixed_batches,
+    write_shard,
+)
 from gptjax.data.masks import write_mask
 from gptjax.stages import Timeline
 from gptjax.training import header
@@ -190,7 +199,9 @@ def packed(config, books):
     jax.config.update("jax_numpy_dtype_promotion", promotion)
 
 
-def test_a_run_whose_lengths_change_resumes_bit_for_bit(packed, monkeypatch):
+@pytest.mark.parametrize("data_order", ["shuffled", "sequential"])
+def test_a_run_whose_lengths_change_resumes_bit_for_bit(data_order, packed, monkeypatch):
+    packed = dataclasses.replace(packed, data_order=data_order)
     whole = dataclasses.replace(packed, name="whole", checkpoint_every=3)
     read, load = [], Loader.__next__
     monkeypatch.setattr(Loader, "__next__", lambda self: read.append(load(self)) or read[-1])
@@ -213,6 +224,8 @@ def test_a_run_whose_lengths_change_resumes_bit_for_bit(packed, monkeypatch):
         assert all(row[0] == 256 for row in rows_)
         longest = max(np.diff([*np.flatnonzero(row == 256), len(row)]).max() for row in rows_)
         assert longest == min(maximum, 33)
+    if data_order == "sequential":
+        return
     for line in (
         "from step 0: sequences begin with a document, and documents are cut to 12 tokens: ",
         "from step 2: sequences begin with a document, and documents are cut to 40 tokens: ",
@@ -239,6 +252,103 @@ def test_orders_of_the_stages(packed):
     )
     read = {0: 2 * 16 + 8, 1: 16, 2: 2 * 32}
     assert inputs.epochs == pytest.approx(sum(read[i] / inputs.packed[i] for i in read))
+
+
+def in_order(shards, stretches):
+    """Return the windows of each stretch, one document after another, as modded-nanogpt does."""
+    result, number, at = [], 0, 0
+    documents = [np.split(shard, np.flatnonzero(shard == EOT))[1:] for shard in shards]
+    for stretch in stretches:
+        windows = []
+        for _ in range(stretch.steps):
+            while True:
+                if number == len(documents):
+                    return None
+                step, i = [], at
+                while len(step) < stretch.batch:
+                    window = np.zeros(0, np.uint16)
+                    while len(window) <= stretch.sequence_length and i < len(documents[number]):
+                        most = stretch.packing.max_document_length
+                        window = np.append(window, documents[number][i][:most])
+                        i += 1
+                    if len(window) <= stretch.sequence_length:
+                        break
+                    step.append(window[: stretch.sequence_length + 1].tolist())
+                if len(step) == stretch.batch:
+                    break
+                number, at = number + 1, 0
+            windows, at = windows + step, i
+        result.append(windows)
+    return result
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=5, max_size=60),
+    cuts=st.lists(st.integers(1, 600), max_size=3),
+    stretches=st.lists(
+        st.builds(
+            Stretch,
+            st.integers(1, 24),
+            st.integers(1, 3),
+            st.integers(1, 3),
+            st.builds(Packing, st.just(EOT), st.integers(1, 30)),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_windows_in_order_are_those_of_a_plain_packer(lengths, cuts, stretches):
+    with tempfile.TemporaryDirectory() as folder:
+        paths, _ = write_documents(folder, lengths, before=2, cuts=cuts)
+        shards = [np.fromfile(path, "<u2", offset=1024) for path in paths]
+        own = stretches[-1]
+        how = {"packing": own.packing, "sequential": stretches}
+        if (expected := in_order(shards, stretches)) is None or sum(map(len, shards)) <= (
+            own.sequence_length
+        ):
+            with pytest.raises(ShardError, match="found"):
+                Windows(paths, own.sequence_length, VOCAB, **how)
+            return
+        windows = Windows(paths, own.sequence_length, VOCAB, **how)
+        assert [windows[i].tolist() for i in range(len(windows))] == expected[-1]
+
+
+def test_contiguous_windows_in_order(tmp_path):
+    """Each token once, also where the sequence length changes."""
+    paths, tokens = write_documents(tmp_path, [100, 60], cuts=[70])
+    stretches = [Stretch(5, 4, 2, None), Stretch(11, 2, 3, None), Stretch(7, 1, 2, None)]
+    read = []
+    for i, own in enumerate(stretches, start=1):
+        how = {"sequence_length": own.sequence_length, "batch": own.batch, "packing": None}
+        read += [*take(paths, own.steps, sequential=stretches[:i], **how).reshape(-1)]
+        resumed = take(paths, 1, start=own.batch, sequential=stretches[:i], **how)
+        windows = take(paths, 2, sequential=stretches[:i], **how)
+        np.testing.assert_array_equal(resumed[0], windows[1])
+    ends = np.cumsum([0, *(n for s in stretches for n in [s.sequence_length] * s.batch * s.steps)])
+    expected = [tokens[a : b + 1] for a, b in itertools.pairwise(ends)]
+    np.testing.assert_array_equal(read, np.concatenate(expected))
+    with pytest.raises(ShardError, match="expected at least 163 tokens, .* found 160; train for"):
+        Windows(paths, 11, VOCAB, sequential=[Stretch(6, 5, 1, None), Stretch(11, 4, 3, None)])
+
+
+def test_validation_of_a_run_in_order_reads_the_first_tokens(tmp_path):
+    paths, tokens = write_documents(tmp_path, [100])
+    how = {"sequence_length": 5, "batch": 2, "count": 3}
+    read = np.stack(fixed_batches(paths, **how, first=True))
+    np.testing.assert_array_equal(read[..., :-1].reshape(-1), tokens[:30])
+    assert not np.array_equal(np.stack(fixed_batches(paths, **how)), read)
+
+
+def test_a_run_in_order_needs_its_tokens(packed):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
+    optimizer = dataclasses.replace(packed.optimizer, schedule_steps=3000)
+    how = {"data_order": "sequential", "max_steps": 3000, "optimizer": optimizer}
+    packed = dataclasses.replace(packed, **how)
+    with pytest.raises(ConfigError, match="^stage 3 of 3: expected training shards for all st"):
+        Inputs.find(packed, mesh)
+    with pytest.raises(ConfigError, match="stage 2: --data-order sequential needs max_document_l"):
+        dataclasses.replace(packed, max_document_length=None)
 
 
 def test_options(packed, words):

@@ -78,6 +78,7 @@ CONFIG = Config(
     batch_tokens=26,
     micro_batch=2,
     max_steps=10,
+    loss_reduction="sequence_sum",
 )
 
 
@@ -100,10 +101,10 @@ def theirs(params, seen, dtype):
         model.config = dataclasses.replace(TINY, stage=TIED if tied else UNTIED)
         weights = (1.0, 0.5 * (1 - k / 6)) if tied else (1.0,)
         logits = model(tokens, torch.zeros_like(tokens))
-        loss = model.losses(logits, windows[0, :, 1:], weights).mean()
+        loss = model.losses(logits, windows[0, :, 1:], weights).sum(1).mean()
         loss.backward()
         optimizer.step(k, rate(k), momentum(k), tied)
-        losses.append(loss.item())
+        losses.append(loss.item() / tokens.shape[1])
     return losses, {name: p.detach().double().numpy() for name, p in model.named_parameters()}
 
 
@@ -134,7 +135,14 @@ def test_ten_steps_in_two_stages(params, seen, monkeypatch):
     )
     tx = CONFIG.build_optimizer(parallel.data_mesh(jax.devices()[:1]))
     steps = {
-        k: jax.jit(make_train_step(graph(CONFIG.at(k).model), tx, CONFIG.learning_rate_schedule()))
+        k: jax.jit(
+            make_train_step(
+                graph(CONFIG.at(k).model),
+                tx,
+                CONFIG.learning_rate_schedule(),
+                loss_reduction=CONFIG.loss_reduction,
+            )
+        )
         for k in (0, 6)
     }
     state, losses = init_state(TINY, tx, 0, params=jax.tree.map(jnp.asarray, params)), []

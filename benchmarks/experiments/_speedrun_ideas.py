@@ -30,6 +30,7 @@ class Idea:
         stage: fields of the model's stage.
         values: parameter → value that it keeps.
         functions: name in `gptjax.models.speedrun` → function in its place.
+        rounded: names of the parameters that are rounded to bf16 after each update.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Idea:
     stage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     functions: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    rounded: Sequence[str] = ()
 
     def without(self, config: SpeedrunConfig) -> SpeedrunConfig:
         """Return the config without the idea."""
@@ -49,10 +51,14 @@ class Idea:
         return params | neutral
 
     def hold(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer, which then leaves the parameters of `values` unchanged."""
+        """Return the optimizer, which then leaves the parameters of `values` unchanged, and rounds
+        those of `rounded`."""
 
         def update(grads, state, params=None):
             updates, state = tx.update(grads, state, params)
+            for name in self.rounded:
+                new = jax.lax.reduce_precision(params[name] + updates[name], 8, 7)
+                updates = updates | {name: new - params[name]}
             return updates | {name: jnp.zeros_like(updates[name]) for name in self.values}, state
 
         return optax.GradientTransformation(tx.init, update)
@@ -143,4 +149,10 @@ IDEAS: Sequence[Idea] = (
     Idea("half rotary", functions={"rotary": _all_frequencies}),
     Idea("tying", stage={"tied": False}),
     Idea("x0 injection", values={"x0_lambdas": 0.0}),
+    # As the record stores them.
+    Idea(
+        "lower 16 bits of AdamW's parameters",
+        rounded=("embed", "lm_head", "values", "bigram", "attention_gates", "value_gates")
+        + ("smear_gate", "skip_gate"),
+    ),
 )

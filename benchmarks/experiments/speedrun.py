@@ -325,7 +325,8 @@ def train_step(config: Config, model: ModelConfig, idea: Idea, mesh: Any, eot: i
     def step(state, windows_ABT1, tables):
         changing = {name: functools.partial(looked_up, table) for name, table in tables.items()}
         tx = idea.hold(config.build_optimizer(mesh, changing))
-        run = make_train_step(graph(model), tx, changing["learning_rate"], eot=eot)
+        how = {"eot": eot, "loss_reduction": config.loss_reduction}
+        run = make_train_step(graph(model), tx, changing["learning_rate"], **how)
         with replaced(idea.functions):
             return run(state, windows_ABT1)
 

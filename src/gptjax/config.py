@@ -105,6 +105,14 @@ class Config:
     max_document_length: PositiveInt | None = None
     """Pack documents: each training sequence begins with a document, and each document is cut to
     this number of tokens. Needs separate_documents. None: contiguous text."""
+    data_order: Literal["shuffled", "sequential"] = "shuffled"
+    """shuffled: another random order of all training sequences in each epoch. sequential: each
+    token once, in the order of the shards, also across stages; validation reads the first
+    val_tokens. With max_document_length, the documents at the end of a shard that do not fill a
+    step are left out."""
+    loss_reduction: Literal["mean", "sequence_sum"] = "mean"
+    """mean: the gradient of the mean loss. sequence_sum: of the sum over the tokens of a sequence,
+    averaged over the sequences: the gradient grows with the sequence length of a stage."""
     micro_batch: PositiveInt = 64
     """Sequences on each device at a time; gradients are accumulated over the batch."""
     overfit_one_batch: bool = False
@@ -336,9 +344,9 @@ OPERATIONAL = frozenset(
 # `to_json` stores in optimizer.schedule_steps. An executable depends on val_tokens by a shape only.
 OUTSIDE_EXECUTABLES = frozenset(
     "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
-    "max_document_length overfit_one_batch val_every val_tokens eval_tasks eval_every eval_items "
-    "sample_every sample_tokens checkpoint_every keep_last keep_every log_every wandb peak_tflops "
-    "compilation_cache executable_cache".split()
+    "max_document_length data_order overfit_one_batch val_every val_tokens eval_tasks eval_every "
+    "eval_items sample_every sample_tokens checkpoint_every keep_last keep_every log_every wandb "
+    "peak_tflops compilation_cache executable_cache".split()
 )
 
 

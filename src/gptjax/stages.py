@@ -6,7 +6,7 @@ Data. A sequence length and a maximum document length define the training window
 (`gptjax.data.loader`). A stage with the same two lengths as the previous stage continues in the
 same order of windows, with another batch. A stage that changes a length begins a new order of all
 windows, and may read text of an earlier stage again. The first order equals that of a run without
-stages.
+stages. With the data order "sequential", each stage begins where the previous one ended.
 """
 
 import bisect
@@ -93,7 +93,10 @@ class Timeline:
             if begin >= config.max_steps:
                 break
             own = stage_config(config, number)
-            if self.spans and _windows(own) != _windows(self.spans[-1].config):
+            if self.spans and (
+                config.data_order == "sequential"
+                or _windows(own) != _windows(self.spans[-1].config)
+            ):
                 order, position = order + 1, 0
             end = min(stage.until or config.max_steps, config.max_steps)
             factor = stage.learning_rate_factor
@@ -193,6 +196,7 @@ def check(config: "Config") -> None:
         raise ValueError("--overfit-one-batch has one batch only: leave the stages out")
     begin: int | None = 0
     last = len(config.stages)
+    packs = stage_config(config, 1).max_document_length is not None
     for number, stage in enumerate(config.stages, start=1):
         if stage.until is None and number < last:
             raise ValueError(f"stage {number} of {last} needs until, the step at which it ends")
@@ -201,7 +205,12 @@ def check(config: "Config") -> None:
                 f"stage {number} begins at step {begin} and must end after it, got until "
                 f"{stage.until}"
             )
-        stage_config(config, number)
+        own = stage_config(config, number)
+        if config.data_order == "sequential" and packs != (own.max_document_length is not None):
+            raise ValueError(
+                f"stage {number}: --data-order sequential needs max_document_length in all stages, "
+                "or in none"
+            )
         begin = stage.until
     if begin is not None and begin < config.max_steps:
         raise ValueError(

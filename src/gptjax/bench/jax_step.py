@@ -164,4 +164,5 @@ class JaxStep:
         skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
         rate = self.config.learning_rate_schedule()
         how = {"parallel": self.parallel, "eot": self._eot}
+        how["loss_reduction"] = self.config.loss_reduction
         return make_train_step(graphdef, self._tx, rate, **how, **skip)

@@ -12,7 +12,7 @@ from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.loader import Loader, Windows, fixed_batches
 from gptjax.data.manifest import DatasetError
-from gptjax.data.packing import Packing
+from gptjax.data.packing import Packing, Stretch
 from gptjax.data.prepare import Options, prepare_corpus, prepare_stdlib
 from gptjax.data.shards import ShardError, open_shard, write_shard
 from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
@@ -27,6 +27,7 @@ __all__ = [
     "Packing",
     "PrepareError",
     "ShardError",
+    "Stretch",
     "Tokenizer",
     "TokenizerUnavailable",
     "Windows",

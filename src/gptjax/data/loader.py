@@ -15,6 +15,9 @@ sufficient to resume.
 In a dataset with loss masks, a window holds −1 − t for a token t that does not count as a target
 (`gptjax.data.masks`).
 
+With `sequential` stretches, nothing is shuffled or repeated: the windows of the last stretch are
+read in order, after those of the earlier stretches.
+
 Axes: B windows of a batch in one process, T + 1 tokens of a window.
 """
 
@@ -28,7 +31,14 @@ import numpy as np
 
 from gptjax.data.dataset import check_ids
 from gptjax.data.masks import Mask, hide
-from gptjax.data.packing import PackedSpans, Packing, document_bounds
+from gptjax.data.packing import (
+    PackedSpans,
+    Packing,
+    SequentialSpans,
+    Stretch,
+    document_bounds,
+    split_by_shard,
+)
 from gptjax.data.shards import Shard, ShardError
 
 # Number of prefetched batches, and of threads that read batches.
@@ -49,9 +59,11 @@ class Windows:
         vocab_size: exclusive upper bound of the ids; None not to check them.
         masked: read the loss mask of each shard.
         packing: None for contiguous windows.
+        sequential: stretches of a run that reads its data in order. The windows are those of the
+            last one, whose sequence length and packing are the arguments above.
 
     Raises:
-        ShardError: a shard or a mask is bad, or the shards hold no window.
+        ShardError: a shard or a mask is bad, or the shards do not hold the windows.
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class Windows:
         vocab_size: int | None = None,
         masked: bool = False,
         packing: Packing | None = None,
+        sequential: Sequence[Stretch] = (),
     ) -> None:
         if sequence_length < 1:
             raise ValueError(f"expected a sequence_length of at least 1, found {sequence_length}")
@@ -93,13 +106,14 @@ class Windows:
                 f"length {sequence_length}), found {tokens}; train with a shorter sequence or "
                 "prepare more text"
             )
-        self._count, self._packed = (tokens - 1) // sequence_length, None
+        self._first, self._count, self._packed = 0, (tokens - 1) // sequence_length, None
         if packing is not None:
-            self._packed = PackedSpans(
-                document_bounds(tuple(paths), stamps, packing.eot),
-                packing.max_document_length,
-                sequence_length + 1,
-            )
+            bounds = document_bounds(tuple(paths), stamps, packing.eot)
+            if sequential:
+                self._packed = SequentialSpans(split_by_shard(bounds, self._begins), sequential)
+            else:
+                length = packing.max_document_length
+                self._packed = PackedSpans(bounds, length, sequence_length + 1)
             self._count = len(self._packed)
             if not self._count:
                 raise ShardError(
@@ -107,6 +121,17 @@ class Windows:
                     f"sequence length {sequence_length}) in documents cut to "
                     f"{packing.max_document_length} tokens, found fewer; train with a shorter "
                     "sequence or a larger max_document_length, or prepare more text"
+                )
+        elif sequential:
+            *earlier, own = sequential
+            self._first = sum(s.steps * s.batch * s.sequence_length for s in earlier)
+            self._count = own.steps * own.batch
+            needed = self._first + self._count * sequence_length + 1
+            if needed > tokens:
+                raise ShardError(
+                    f"{where}: expected at least {needed} tokens, which the run reads once, found "
+                    f"{tokens}; train for fewer steps, prepare more text, or choose --data-order "
+                    "shuffled"
                 )
 
     def __len__(self) -> int:
@@ -122,7 +147,7 @@ class Windows:
             raise IndexError(f"expected a window in 0..{self._count - 1}, found {index}")
         window = np.empty(self._length + 1, dtype=np.int32)
         if self._packed is None:
-            self._read(int(index) * self._length, window)
+            self._read(self._first + int(index) * self._length, window)
             return window
         filled = 0
         for begin, end in self._packed[index]:
@@ -165,6 +190,8 @@ class Loader:
         masked: read the loss mask of each shard.
         order: index of a sequence of permutations; each index selects another sequence.
         packing: options of packed documents; None for contiguous windows.
+        sequential: stretches of a run that reads its data in order, see `Windows`. `start` then
+            counts the windows of the last stretch. Without stretches, windows are shuffled.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -186,6 +213,7 @@ class Loader:
         masked: bool = False,
         order: int = 0,
         packing: Packing | None = None,
+        sequential: Sequence[Stretch] = (),
     ) -> None:
         import grain  # imports JAX, which `python -m gptjax.data` does not need
 
@@ -197,14 +225,17 @@ class Loader:
             )
         if not 0 <= seed < 2**32:
             raise ValueError(f"expected a seed in 0..{2**32 - 1}, found {seed}")
-        windows = Windows(shards, sequence_length, vocab_size, masked, packing)
+        windows = Windows(shards, sequence_length, vocab_size, masked, packing, sequential)
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
 
-        # grain shuffles epoch e with seed + e: consecutive seeds would share all epochs but one.
-        # Hash the seed first.
-        hashed = np.random.SeedSequence(seed, spawn_key=(order,) if order else ()).generate_state(1)
-        epochs = grain.MapDataset.source(windows).shuffle(int(hashed[0])).repeat()
+        epochs = grain.MapDataset.source(windows)
+        if not sequential:
+            # grain shuffles epoch e with seed + e: consecutive seeds would share all epochs but
+            # one. Hash the seed first.
+            key = (order,) if order else ()
+            hashed = np.random.SeedSequence(seed, spawn_key=key).generate_state(1)
+            epochs = epochs.shuffle(int(hashed[0])).repeat()
         mine = epochs[start:][process_index::process_count]
         batches = mine.batch(rows, drop_remainder=True, batch_fn=np.stack)
         self._iterator = iter(
@@ -260,6 +291,7 @@ def fixed_batches(
     process_count: int = 1,
     vocab_size: int | None = None,
     masked: bool = False,
+    first: bool = False,
 ) -> list[np.ndarray]:
     """Return the validation set: `count` batches of windows spaced evenly over the split.
 
@@ -270,6 +302,7 @@ def fixed_batches(
         batch: windows of a batch, over all processes.
         count: maximum number of batches; a small split has fewer.
         masked: read the loss mask of each shard.
+        first: take the first windows of the split instead.
 
     Returns:
         At least one int32 array of shape (batch / process_count, sequence_length + 1).
@@ -296,7 +329,9 @@ def fixed_batches(
             )
         )
     # strictly increasing: no window twice
-    chosen = np.arange(count * batch) * len(windows) // (count * batch)
+    chosen = np.arange(count * batch)
+    if not first:
+        chosen = chosen * len(windows) // (count * batch)
     mine = chosen.reshape(count, batch)[:, process_index::process_count]
     return [np.stack([windows[int(index)] for index in row]) for row in mine]
 

@@ -15,7 +15,7 @@ modded-nanogpt packs the documents of a shard in the same way ("align_to_bos" in
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,19 +64,30 @@ class PackedSpans:
         # document following[i] − 1.
         ends = np.zeros_like(bounds)
         np.cumsum(np.minimum(np.diff(bounds), max_document_length), out=ends[1:])
-        following = memoryview(np.searchsorted(ends, ends + window))
-        first, firsts = 0, []
-        while first < len(bounds):
+        self._following = memoryview(np.searchsorted(ends, ends + window))
+        self._firsts = self.firsts(0, len(bounds))
+
+    def firsts(self, first: int, windows: int) -> list[int]:
+        """Return the first document of each window from document `first` on, then one more.
+
+        Args:
+            windows: largest number of windows.
+        """
+        firsts = []
+        while first < len(self._bounds) and len(firsts) <= windows:
             firsts.append(first)
-            first = following[first]
-        self._firsts = np.array(firsts)  # first document of each window, then one more
+            first = self._following[first]
+        return firsts
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
     def __getitem__(self, index: int) -> Iterator[tuple[int, int]]:
         """Return begin and end of each span of window `index`. A cut document ends a span."""
-        first, after = self._firsts[index : index + 2]
+        return self.spans(*self._firsts[index : index + 2])
+
+    def spans(self, first: int, after: int) -> Iterator[tuple[int, int]]:
+        """Return begin and end of each span of the window of documents first … after − 1."""
         bounds = self._bounds[first : after + 1]
         begins, ends = bounds[:-1], np.minimum(bounds[1:], bounds[:-1] + self._max_length)
         ends[-1] -= (ends - begins).sum() - self._window
@@ -84,6 +95,84 @@ class PackedSpans:
         return zip(
             begins[[0, *new + 1]].tolist(), ends[[*new, len(ends) - 1]].tolist(), strict=True
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps of a run that reads its data in order.
+
+    Attributes:
+        sequence_length: T.
+        batch: windows of a step, over all processes.
+        steps: number of steps.
+        packing: None for contiguous windows.
+    """
+
+    sequence_length: int
+    batch: int
+    steps: int
+    packing: Packing | None
+
+
+class SequentialSpans:
+    """Spans of tokens in each window of the last of several stretches of packed documents.
+
+    A step reads the documents that follow those of the step before, from one shard. The documents
+    at the end of a shard that do not fill a step are left out, as in modded-nanogpt.
+
+    Args:
+        shards: the `bounds` of the documents of each shard.
+        stretches: all stretches of the run up to the one that is read.
+
+    Raises:
+        ShardError: the shards end before the last stretch.
+    """
+
+    def __init__(self, shards: Sequence[np.ndarray], stretches: Sequence[Stretch]) -> None:
+        shard, first = 0, 0  # of the next window
+        for stretch in stretches:
+            self._windows: list[tuple[PackedSpans, int, int]] = []
+            spans = None
+            for step in range(stretch.steps):
+                while True:
+                    if shard == len(shards):
+                        raise ShardError(
+                            "expected training shards for all steps of the run, which reads them "
+                            f"once, found their end at step {step} of {stretch.steps} with batches "
+                            f"of {stretch.batch} × {stretch.sequence_length} tokens; train for "
+                            "fewer steps, prepare more shards, or choose --data-order shuffled"
+                        )
+                    if spans is None:
+                        length = stretch.packing.max_document_length
+                        spans = PackedSpans(shards[shard], length, stretch.sequence_length + 1)
+                    firsts = spans.firsts(first, stretch.batch)
+                    if len(firsts) > stretch.batch:
+                        break
+                    shard, first, spans = shard + 1, 0, None
+                self._windows += [(spans, *pair) for pair in itertools.pairwise(firsts)]
+                first = firsts[-1]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> Iterator[tuple[int, int]]:
+        """See `PackedSpans`."""
+        spans, first, after = self._windows[index]
+        return spans.spans(first, after)
+
+
+def split_by_shard(bounds: np.ndarray, begins: Sequence[int]) -> list[np.ndarray]:
+    """Return the `bounds` of the documents that begin in each shard, cut at the shard's end.
+
+    Args:
+        bounds: of all shards.
+        begins: position of each shard's first token, then the number of tokens.
+    """
+    cuts = np.searchsorted(bounds[:-1], begins)
+    return [
+        np.append(bounds[i:j], end)
+        for (i, j), end in zip(itertools.pairwise(cuts), begins[1:], strict=True)
+    ]
 
 
 @functools.lru_cache(1)  # the stages of a run read the same shards

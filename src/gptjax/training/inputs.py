@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
-from gptjax.stages import Timeline
+from gptjax.stages import Span, Timeline
 from gptjax.weights import checkpoint_files
 from gptjax.weights.sources import CHECKPOINTS
 
@@ -127,6 +127,7 @@ class Inputs:
             process_count=jax.process_count(),
             order=span.order,
             packing=_packing(span.config, self.eot),
+            sequential=_stretches(self.timeline, span, self.eot),
         )
 
     def val_windows(self) -> list[jax.Array]:
@@ -144,6 +145,7 @@ class Inputs:
             masked=self.dataset.masked,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            first=c.data_order == "sequential",
         )
         return [parallel.put(self.val_sharding, batch) for batch in windows]
 
@@ -213,20 +215,37 @@ def _packing(config: Config, eot: int | None) -> data.Packing | None:
     return data.Packing(eot, config.max_document_length)
 
 
+def _stretches(timeline: Timeline, span: Span, eot: int | None) -> list[data.Stretch]:
+    """Return the stretches of a run in order, up to the stage `span`; none if it shuffles."""
+    if timeline.config.data_order == "shuffled":
+        return []
+    until = [one for one in timeline.spans if one.begin <= span.begin]
+    return [
+        data.Stretch(c.sequence_length, c.batch, one.end - one.begin, _packing(c, eot))
+        for one in until
+        for c in [one.config]
+    ]
+
+
 def _packed_windows(timeline: Timeline, dataset: data.Dataset, eot: int | None) -> dict[int, int]:
     """Return `Inputs.packed`; the training shards are read.
 
     Raises:
-        ConfigError: the documents do not fill a window.
+        ConfigError: the documents do not fill a window, or the data of a run that reads its data in
+            order ends before the run.
     """
-    counts = {}
-    for span in timeline.spans:
+    counts, in_order = {}, timeline.config.data_order == "sequential"
+    # The last stage of a run in order reads the end of the data.
+    for span in timeline.spans[-1:] if in_order else timeline.spans:
         packing, length = _packing(span.config, eot), span.config.sequence_length
-        if packing is not None and span.order not in counts:
+        if in_order or packing is not None and span.order not in counts:
+            how = {"packing": packing, "sequential": _stretches(timeline, span, eot)}
             try:
-                counts[span.order] = len(data.Windows(dataset.train, length, packing=packing))
+                windows = data.Windows(dataset.train, length, **how)
             except data.ShardError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
+            if not in_order:
+                counts[span.order] = len(windows)
     return counts
 
 

@@ -16,7 +16,7 @@ Shapes: A micro-batches per step, B sequences per micro-batch over all devices, 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -257,6 +257,7 @@ def make_train_step(
     skip_grad_norm_z: float | None = None,
     masked: bool = False,
     eot: int | None = None,
+    loss_reduction: Literal["mean", "sequence_sum"] = "mean",
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
     """Return the training step: (state, windows_ABT1) → (state, metrics).
 
@@ -271,6 +272,9 @@ def make_train_step(
             skip no update.
         masked: whether the windows have a mask.
         eot: id that begins each document, to separate documents; None not to.
+        loss_reduction: "mean": the gradient is that of the mean loss. "sequence_sum": the gradient
+            is multiplied by T, as that of the sum over the tokens of a sequence, averaged over the
+            sequences. The metric `loss` is the mean in both.
 
     Returns:
         A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z,
@@ -284,6 +288,9 @@ def make_train_step(
         loss, grads = loss_and_grads(
             graphdef, state.params, windows_ABT1, parallel, masked, eot, state.step
         )
+        if loss_reduction == "sequence_sum":
+            length = windows_ABT1.shape[-1] - 1
+            grads = jax.tree.map(lambda g: g * length, grads)
         grads = tie_gradients(grads, tied)
         grad_norm = global_norm(grads)
         loss_window, loss_z = observe(state.loss_window, loss)
