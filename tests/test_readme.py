@@ -310,7 +310,9 @@ def test_a_config_states_the_tokens_that_it_needs(path):
     text, config = path.read_text(encoding="utf-8"), cli.load(path)
     tokens = config.max_steps * config.batch_tokens
     if shards := re.search(r"--shards (\d+)", text):
-        assert int(shards[1]) == min(103, -(-tokens // 100_000_000))
+        needed = min(103, -(-tokens // 100_000_000))
+        cut = any(stage.max_document_length for stage in config.stages)  # these need more
+        assert int(shards[1]) >= needed if cut else int(shards[1]) == needed
     if speed := re.search(
         r"([\d.]+) hours on one H200, at the ([\d,]+) tokens/s of (docs/\w+\.md)", text
     ):
