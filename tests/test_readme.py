@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gptjax import cli
+from gptjax.stages import Timeline
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 from gptjax.evaluation import EvaluationError
 
@@ -308,7 +309,7 @@ def test_a_table_has_one_header(page):
 def test_a_config_states_the_tokens_that_it_needs(path):
     """Shards of 100 M tokens for all steps, and the time that follows from the tokens/s named."""
     text, config = path.read_text(encoding="utf-8"), cli.load(path)
-    tokens = config.max_steps * config.batch_tokens
+    tokens = Timeline(config).tokens(config.max_steps)
     if shards := re.search(r"--shards (\d+)", text):
         needed = min(103, -(-tokens // 100_000_000))
         cut = any(stage.max_document_length for stage in config.stages)  # these need more
