@@ -360,7 +360,7 @@ def test_the_table_is_printed_if_the_results_cannot_be_written(tmp_path, monkeyp
     monkeypatch.setattr(step.Step, "configs", lambda self: [Config()])
     monkeypatch.setattr(step.Step, "_measure", lambda *_: (tmp_path / "out").mkdir() or [{}])
     monkeypatch.setattr(step, "show", lambda rows, device: shown.append(rows))
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(OSError, match="expected a regular file, found a directory"):
         step.Step(out=tmp_path / "out").run()
     assert shown == [[{}]] and [file.name for file in tmp_path.iterdir()] == ["out"]
 

@@ -263,6 +263,17 @@ def test_a_text_too_small_to_split_is_an_error(tmp_path):
     assert not [path for path in (tmp_path / "data").iterdir() if path.is_dir()]
 
 
+def test_a_link_to_a_dataset_is_followed(texts, tmp_path):
+    link, target = tmp_path / "data" / "mine_byte", tmp_path / "other" / "notes"
+    link.parent.mkdir()
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for _ in range(2):  # new, replaced
+        prepare_texts(texts[0], tmp_path / "data", overwrite=True)
+        assert link.is_symlink() and (target / "dataset.json").is_file()
+    assert [*link.parent.iterdir()] == [link]
+
+
 def test_a_prepared_dataset_is_not_prepared_again_unless_overwritten(texts, tmp_path):
     folder, _ = texts
     made = prepare_texts(folder, tmp_path / "data")

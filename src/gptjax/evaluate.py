@@ -18,7 +18,6 @@ from rich.table import Table
 
 from gptjax import data, devices
 from gptjax.config import ConfigError
-from gptjax.data.shards import write_atomically
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.evaluation import (
     EvaluationError,
@@ -33,6 +32,7 @@ from gptjax.evaluation import (
     score_text,
 )
 from gptjax.evaluation.places import place, read
+from gptjax.files import output, write_atomically
 from gptjax.precision import NAMES, Precision
 from gptjax.terminal import exit_code, printable
 from gptjax.user_folders import cache_folder, data_folder
@@ -116,8 +116,13 @@ class Evaluate:
             raise EvaluationError(
                 f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
             )
-        if self.out is not None and (self.out.is_dir() or not self.out.parent.is_dir()):
-            raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
+        if self.out is not None:
+            try:
+                folder = output(self.out).parent
+            except OSError as error:
+                raise EvaluationError(f"--out {error}") from error
+            if not folder.is_dir():
+                raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
 
 
 def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:

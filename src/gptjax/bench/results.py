@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.bench.errors import BenchError
-from gptjax.data.shards import write_atomically
+from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
 
 # Options that name files to write: they do not change what is measured.
@@ -63,12 +63,11 @@ def write(path: Path, result: dict) -> None:
 
 def check_file(path: Path) -> None:
     """Raise BenchError if `path` cannot be written. Called before a measurement."""
-    if path.exists() and not path.is_file():
-        raise BenchError(
-            f"{path}: expected the name of a file to write, found a folder or a device: give "
-            "another name"
-        )
-    check_folder(path.parent)
+    try:
+        target = output(path)
+    except OSError as error:
+        raise BenchError(str(error)) from error
+    check_folder(target.parent)
 
 
 def check_folder(path: Path) -> None:

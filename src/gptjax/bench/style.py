@@ -10,6 +10,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from gptjax.bench.errors import BenchError
+from gptjax.files import replacing
 
 STYLE = {
     "figure.dpi": 150,
@@ -73,7 +74,8 @@ def picture(
         figure = Figure(figsize=size, layout="constrained")
         yield figure.subplots(*shape, **how)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:].lower())
 
 
 def bars(axes: Any) -> None:

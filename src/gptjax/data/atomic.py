@@ -23,7 +23,7 @@ class PrepareError(DataError, ValueError):
 
 
 def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
-    """Return `data_dir/name`.
+    """Return `data_dir/name`, or the target of this path if it is a symbolic link.
 
     Raises:
         PrepareError: the name is empty, hidden or a path, or has control characters.
@@ -34,7 +34,8 @@ def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
             "expected a plain folder name without control characters as the dataset's name, found "
             f"{name!r}; put folders in --data-dir"
         )
-    return Path(data_dir) / name
+    folder = Path(data_dir) / name
+    return folder.resolve() if folder.is_symlink() else folder
 
 
 def partial_folder(final: Path) -> Path:

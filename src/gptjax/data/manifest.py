@@ -23,8 +23,9 @@ import numpy as np
 
 from gptjax.data.errors import DataError
 from gptjax.data.masks import Mask
-from gptjax.data.shards import HEADER_BYTES, MAX_TOKENS, Shard, open_regular, write_atomically
+from gptjax.data.shards import HEADER_BYTES, MAX_TOKENS, Shard
 from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.files import open_regular, write_atomically
 
 MANIFEST = "dataset.json"
 FORMAT, MASK_FORMAT = 2, 3

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from gptjax.data.shards import Shard, header, shard_error, token_offset, write_atomically
+from gptjax.data.shards import Shard, header, shard_error, token_offset
+from gptjax.files import write_atomically
 
 MAGIC = 20261122
 _DO = "restore the file, or prepare the dataset again with `python -m gptjax.data`"

@@ -8,9 +8,7 @@ atomically. A bad file raises `ShardError`, whose message names the file, the by
 expected, what was found, and what to do.
 """
 
-import errno
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from gptjax.data.errors import DataError
+from gptjax.files import open_regular, write_atomically
 
 MAGIC = 20240520
 VERSION = 1
@@ -46,22 +45,6 @@ def shard_error(
 def token_offset(index: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Return the offset in the file of token `index`, in bytes."""
     return HEADER_BYTES + token_bytes * index
-
-
-def open_regular(path: str | os.PathLike) -> int:
-    """Open a regular file for reading and return its descriptor.
-
-    Raises:
-        OSError: the file cannot be opened, or is a directory, FIFO or device. A plain `open` of a
-            FIFO waits for a writer.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return descriptor
-    os.close(descriptor)
-    kind = "a directory" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device"
-    raise OSError(errno.EINVAL, f"{kind} instead of a regular file", os.fspath(path))
 
 
 class Shard:
@@ -250,20 +233,3 @@ def header(magic: int, count: int) -> np.ndarray:
     fields = np.zeros(256, dtype="<i4")
     fields[:3] = magic, VERSION, count
     return fields
-
-
-def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:
-    """Write the concatenated `parts` to a temporary file, fsync it, and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(
-                    memoryview(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part
-                )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

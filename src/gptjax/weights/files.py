@@ -1,13 +1,13 @@
 """Checks of files before reading, and atomic writing."""
 
 import contextlib
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from gptjax import files
 from gptjax.terminal import printable
 from gptjax.weights.errors import WeightsError
 
@@ -30,14 +30,9 @@ def file_size(file: Path, *, missing: str = "Check the path") -> int:
         # a null byte in the name
         raise WeightsError(f"{shown(file)}: {reason(error)}") from error
     if not stat.S_ISREG(status.st_mode):
-        found = _file_type(status.st_mode)
+        found = files.file_type(status.st_mode)
         raise WeightsError(f"{shown(file)}: expected a regular file, found {found}")
     return status.st_size
-
-
-def _file_type(mode: int) -> str:
-    names = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-    return names.get(stat.S_IFMT(mode), "a device")
 
 
 def shown(path: Path) -> str:
@@ -52,33 +47,17 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file atomically: yield a temporary path, and rename it to `path` at the end.
-
-    Until the complete file is on disk, `path` stays unchanged.
+    """Write a file as `gptjax.files.replacing` does.
 
     Raises:
         WeightsError: the folder does not exist, `path` is not a regular file, or writing fails.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        if not path.parent.is_dir():
-            raise WeightsError(
-                f"{shown(path)}: the folder {shown(path.parent)} does not exist. Create it"
-            )
-        if path.exists():
-            # os.replace would also replace a device or a FIFO.
-            file_size(path)
-        temporary.touch()
-        mode = stat.S_IMODE(temporary.stat().st_mode)  # permissions of the umask
-        yield temporary
-        temporary.chmod(mode)  # safetensors creates files that only their owner can read
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with files.replacing(path) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # a sentence of gptjax.files
+            raise WeightsError(printable(str(error))) from error
         raise WeightsError(
             f"{shown(path)}: not written: {reason(error)}. An older file is unchanged"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -1,0 +1,88 @@
+"""Reading of regular files, and atomic writing."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+
+def file_type(mode: int) -> str:
+    """Return the type of a file that is not regular, from its `st_mode`, in words."""
+    names = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return names.get(stat.S_IFMT(mode), "a device")
+
+
+def open_regular(path: str | os.PathLike) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises:
+        OSError: the file cannot be opened, or is a directory, FIFO or device. A plain `open` of a
+            FIFO waits for a writer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    kind = file_type(mode)
+    raise OSError(errno.EINVAL, f"{kind} instead of a regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike) -> bytes:
+    """Return the contents of a regular file. Raise the errors of `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def output(path: Path) -> Path:
+    """Return the file that is replaced when `path` is written: the target of a symbolic link.
+
+    Raises:
+        OSError: the path exists and is not a regular file, such as /dev/null.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):  # also a link to a file that does not exist
+        mode = stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        raise OSError(
+            f"{path}: expected a regular file, found {file_type(mode)}; give another name"
+        )
+    return Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a file atomically: yield a temporary path, and rename it to `output(path)` at the end.
+
+    Until the complete file is on disk, `path` stays unchanged.
+
+    Raises:
+        OSError: the folder does not exist, `path` is not a regular file, or writing fails.
+    """
+    path = output(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist. Create it")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)  # permissions of the umask
+        yield temporary
+        temporary.chmod(mode)  # safetensors creates files that only their owner can read
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:
+    """Write the concatenated `parts` as `replacing` does."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for part in parts:
+            file.write(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
