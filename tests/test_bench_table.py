@@ -407,6 +407,21 @@ def test_a_size_below_1_is_refused(command, option, value, tmp_path, capsys):
     assert f"{option} must be at least 1, got {value}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        (["compare", str(RESULTS / "ladder.json"), str(RESULTS / "ladder.json")], "--fail-above"),
+        (["step"], "--seconds"),
+        (["generate"], "--seconds"),
+    ],
+    ids=lambda part: part[0],
+)
+def test_a_number_out_of_range_is_refused(command, option, value, capsys):
+    assert main([*command, option, value]) == 1
+    assert re.search(f"{option} must be .* and finite in fp32, got", capsys.readouterr().err)
+
+
 def test_a_stage_of_a_config_is_measured(tmp_path):
     file = tmp_path / "two.py"
     file.write_text(

@@ -25,7 +25,7 @@ def check_fields(options: Any, prefix: str = "") -> None:
     Raises:
         ValueError: the message names the option, the allowed values and the value.
     """
-    hints, allowed = typing.get_type_hints(type(options)), ranges(type(options))
+    hints = typing.get_type_hints(type(options))
     for field in dataclasses.fields(options):
         value, expected = getattr(options, field.name), hints[field.name]
         option = flag(prefix + field.name)
@@ -37,10 +37,15 @@ def check_fields(options: Any, prefix: str = "") -> None:
             raise ValueError(
                 f"{option} must be valid UTF-8 without control characters, got {str(value)!r}"
             )
-        if field.name in allowed and value is not None:
-            interval = allowed[field.name]
-            if not interval.low <= value <= interval.high:  # NaN too
-                raise ValueError(f"{option} must be {interval.text}, got {value}")
+    check_ranges(options, prefix)
+
+
+def check_ranges(options: Any, prefix: str = "") -> None:
+    """Check the range of each number. Args and errors are those of `check_fields`."""
+    for name, interval in ranges(type(options)).items():
+        value = getattr(options, name)
+        if value is not None and not interval.low <= value <= interval.high:  # NaN too
+            raise ValueError(f"{flag(prefix + name)} must be {interval.text}, got {value}")
 
 
 def _has_type(value: Any, expected: Any) -> bool:

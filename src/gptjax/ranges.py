@@ -46,12 +46,11 @@ def ranges(options: type) -> dict[str, Range]:
 
 
 def _range(hint: Any) -> Range | None:
-    """Return the range in an annotation, `Annotated[…]` or `Annotated[…] | None`."""
-    for part in (hint, *typing.get_args(hint)):
-        for extra in getattr(part, "__metadata__", ()):
-            if isinstance(extra, Range):
-                return extra
-    return None
+    """Return the first range in an annotation, such as `Annotated[…] | None`."""
+    if isinstance(hint, Range):
+        return hint
+    parts = (*typing.get_args(hint), *getattr(hint, "__metadata__", ()))
+    return next((found for part in parts if (found := _range(part))), None)
 
 
 def check_range(

@@ -25,6 +25,7 @@ from gptjax.bench.profile import Profile
 from gptjax.bench.startup import Startup
 from gptjax.bench.step import Step
 from gptjax.config import ConfigError
+from gptjax.fields import check_ranges
 from gptjax.terminal import exit_code, interrupt
 
 
@@ -73,7 +74,12 @@ def main(args: list[str] | None = None) -> int:
 
     def command() -> None:
         prog = "python -m gptjax.bench"
-        tyro.cli(_COMMANDS, prog=prog, description=__doc__, args=args).run()
+        options = tyro.cli(_COMMANDS, prog=prog, description=__doc__, args=args)
+        try:
+            check_ranges(options)
+        except ValueError as error:
+            raise BenchError(str(error)) from error
+        options.run()
 
     return exit_code(command, (BenchError, ConfigError, OSError))
 

@@ -11,6 +11,7 @@ from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT
 from gptjax.bench.errors import BenchError
 from gptjax.bench.table import Row, print_table
+from gptjax.ranges import PositiveFloat
 from gptjax.terminal import printable
 
 # Rows with equal values in these fields are the same measurement. A missing field counts as empty.
@@ -30,7 +31,7 @@ class Compare:
     """The older result, the reference: JSON that one of these commands wrote with --out."""
     after: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="AFTER.json")]]
     """The newer result, of the same command."""
-    fail_above: Annotated[float | None, OWN_DEFAULT] = None
+    fail_above: Annotated[PositiveFloat | None, OWN_DEFAULT] = None
     """Exit code 1 if a row takes more than this many times as long as before, no longer runs, or is
     absent from AFTER.json."""
 

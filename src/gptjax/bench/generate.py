@@ -34,6 +34,7 @@ from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
 from gptjax.precision import Precision
+from gptjax.ranges import NonNegativeFloat
 from gptjax.training.flops import peak_bandwidth
 
 FIRST_TOKENS = 5
@@ -61,7 +62,7 @@ class Generate(ModelName):
     """Back ends of the decoding step."""
     torch: bool = False
     """Also measure transformers: a static cache, and a compiled step (not on a CPU)."""
-    seconds: float = 1.0
+    seconds: NonNegativeFloat = 1.0
     """Duration of each measurement."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results, written after each row."""

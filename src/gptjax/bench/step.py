@@ -42,6 +42,7 @@ from gptjax.bench.torch_side import (
 )
 from gptjax.config import Config
 from gptjax.parallel import Strategy
+from gptjax.ranges import NonNegativeFloat
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
 
@@ -80,7 +81,7 @@ class Step(ModelOptions):
     llmc: Annotated[Path | None, OWN_DEFAULT] = None
     """Path of llm.c's train_gpt2cu, or its folder: also measure llm.c for every row. Needs one GPU,
     GPT-2, AdamW and the precision of llm.c's build. Not with --torch."""
-    seconds: float = 3.0
+    seconds: NonNegativeFloat = 3.0
     """Seconds of each measurement. With --torch or --llmc, each program is measured twice."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
