@@ -135,6 +135,9 @@ def test_resume_joins_two_runs_into_one_curve(tmp_path):
     ]
 
 
+STEP_1 = '{"kind": "train", "step": 1, "tokens": 2}\n'
+
+
 class FullDisk:
     """A file on a disk with `room` free bytes."""
 
@@ -239,9 +242,41 @@ def test_a_malformed_middle_line_is_named(tmp_path, bad):
     with pytest.raises(LogError, match="line 2"):
         RunLog(tmp_path, resume_step=2)
     assert path.read_text().splitlines()[1] == bad  # unchanged, for the user to correct
-    # Garbage of a power cut after the resumed step: these steps are repeated.
-    RunLog(tmp_path, resume_step=1).close()
-    assert path.read_text() == good + "\n"
+    # Garbage of a power cut after the resumed step: these steps are repeated. Valid lines stay.
+    notes = []
+    RunLog(tmp_path, resume_step=1, note=notes.append).close()
+    assert path.read_text() == f"{good}\n{good}\n"
+    assert notes == [f"{path}: 1 malformed line dropped, the first is line 2"]
+
+
+@pytest.mark.parametrize(
+    "text, found", [(None, "none"), ("", "none"), (STEP_1, "the last of step 1")]
+)
+def test_a_resumed_log_that_lost_lines_is_named(tmp_path, text, found):
+    path, notes = tmp_path / "log.jsonl", []
+    if text is not None:
+        path.write_text(text)
+    RunLog(tmp_path, resume_step=1 if text else -1, note=notes.append).close()
+    assert not notes
+    RunLog(tmp_path, resume_step=4, note=notes.append).close()
+    assert notes == [f"{path}: expected lines up to step 4, found {found}; later lines are lost"]
+
+
+def test_a_log_that_is_not_a_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "log.jsonl")
+    for read in (read_log, lambda path: RunLog(path.parent, resume_step=3)):
+        with pytest.raises(LogError, match=r"log\.jsonl: cannot be read: a FIFO instead"):
+            read(tmp_path / "log.jsonl")
+
+
+def test_a_linked_log_stays_a_link(tmp_path):
+    target = tmp_path / "target"
+    target.write_text(STEP_1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").symlink_to(target)
+    with RunLog(tmp_path / "run", resume_step=1) as log:
+        write_steps(log, [2])
+    assert log.path.is_symlink() and [row["step"] for row in read_log(target)][:2] == [1, 2]
 
 
 def test_a_missing_or_empty_log(tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gptjax.files import read_regular, write_atomically
 from gptjax.training.flops import Number
 from gptjax.training.wandb_log import WandbLog, is_installed
 
@@ -74,12 +75,14 @@ class RunLog:
         resume_step: step of the checkpoint from which the run resumes; -1 to restart in an existing
             folder. None for a new run.
         wandb: project of the run on Weights & Biases; None: do not use Weights & Biases.
-        note: called with a sentence if TensorBoard's events or Weights & Biases cannot be written
-            any more; log.jsonl is still written.
+        note: called with a sentence if lines are malformed or missing on resume. Also called if
+            TensorBoard's events or Weights & Biases cannot be written any more; log.jsonl is still
+            written.
 
     Raises:
         FileExistsError: `resume_step` is None and the folder already holds a log.
-        LogError: on resume, a malformed line in the log.
+        LogError: on resume, a malformed line before the lines of `resume_step`, or a log that is
+            not a regular file.
         OSError: the log cannot be opened.
     """
 
@@ -94,13 +97,13 @@ class RunLog:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "log.jsonl"
-        if self.path.exists():
-            if resume_step is None:
-                raise FileExistsError(
-                    f"{self.path} is the log of an earlier run; resume that run, or choose another "
-                    "folder for this one"
-                )
-            _drop_after(self.path, resume_step)
+        if resume_step is not None:
+            _drop_after(self.path, resume_step, note)
+        elif self.path.exists():
+            raise FileExistsError(
+                f"{self.path} is the log of an earlier run; resume that run, or choose another "
+                "folder for this one"
+            )
         # Unbuffered: on a full disk, `write` raises the error, not `close`.
         self._file = self.path.open("ab", buffering=0)
         self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
@@ -250,20 +253,27 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        LogError: a malformed line before the last one. The message has file and line number.
+        LogError: a malformed line before the last one (the message has file and line number), or
+            the file cannot be read.
     """
-    return _read(Path(path), complete_at=math.inf)
+    return _read(Path(path), complete_at=math.inf)[0]
 
 
-def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
-    """Return the lines of a log before the first malformed one.
+def _read(path: Path, complete_at: Number) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the lines of a log, and the numbers of malformed lines before the last line.
 
     Raises:
-        LogError: the malformed line is not the last line, and no earlier line has reached step
-            `complete_at`.
+        FileNotFoundError: the file does not exist.
+        LogError: the file cannot be read, or a line before the last line is malformed and no
+            earlier line has reached step `complete_at`.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
-    rows, lines = [], text.removesuffix("\n").split("\n")
+    try:
+        text = read_regular(path).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror}") from error
+    rows, malformed, lines = [], [], text.removesuffix("\n").split("\n")
     newest = -math.inf
     for number, line in enumerate(lines, start=1):
         try:
@@ -273,31 +283,32 @@ def _read(path: Path, complete_at: Number) -> list[dict[str, Any]]:
             if type(row["step"]) is not int:
                 raise ValueError(f"step is {row['step']!r}")
         except (ValueError, RecursionError) as error:
-            if number == len(lines) or newest >= complete_at:
-                break
-            raise LogError(
-                f"{path}, line {number}: expected a JSON object with kind, step and tokens, found "
-                f"{line[:60]!r} ({error}); correct or delete the line"
-            ) from error
+            if number < len(lines) and newest < complete_at:
+                raise LogError(
+                    f"{path}, line {number}: expected a JSON object with kind, step and tokens, "
+                    f"found {line[:60]!r} ({error}); correct or delete the line"
+                ) from error
+            if number < len(lines):
+                malformed.append(number)
+            continue
         rows.append(row)
         newest = max(newest, row["step"])
-    return rows
+    return rows, malformed
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int, note: Callable[[str], object]) -> None:
     # After a power cut, garbage may follow the lines that were durable before the checkpoint.
-    kept = [
-        row
-        for row in _read(path, complete_at=step)
-        if row["kind"] == "event" or row["step"] <= step
-    ]
-    # The rename is atomic: a killed process leaves the old log or the new one.
-    rewritten = path.with_name(path.name + ".tmp")
-    with rewritten.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    rewritten.replace(path)
+    rows, malformed = _read(path, complete_at=step) if path.exists() else ([], [])
+    if malformed:
+        lines = "1 malformed line" if len(malformed) == 1 else f"{len(malformed)} malformed lines"
+        note(f"{path}: {lines} dropped, the first is line {malformed[0]}")
+    # A checkpoint is saved after the lines of its step.
+    newest = max((row["step"] for row in rows), default=None)
+    if step > 0 and (newest is None or newest < step):
+        found = "none" if newest is None else f"the last of step {newest}"
+        note(f"{path}: expected lines up to step {step}, found {found}; later lines are lost")
+    kept = [row for row in rows if row["kind"] == "event" or row["step"] <= step]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
 
 def _plain(value: Any) -> Any:
