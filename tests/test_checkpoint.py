@@ -14,7 +14,7 @@ from gptjax import optim, parallel
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, DamagedError, NotFiniteError
 from gptjax.training.step import init_state
-from gptjax.weights.checkpoint_files import checksum
+from gptjax.weights.checkpoint_files import checksum, read_meta, verify_all
 
 CONFIG = GPT2Config(
     vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=11, n_head=2, n_embd=8
@@ -170,6 +170,37 @@ def test_a_changed_number_in_the_metadata_is_found(saved):
         with pytest.raises(DamagedError, match="the checksum of its metadata is wrong"):
             checkpoints.meta(7)
         checkpoints.close()
+
+
+def test_metadata_without_a_step_is_damaged(saved):
+    folder, _ = saved
+    path = folder / "7" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    del meta["step"]
+    path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
+    with pytest.raises(DamagedError, match="7 is damaged: its metadata has no step"):
+        read_meta(folder / "7")
+
+
+@pytest.mark.parametrize(
+    "name", ["_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA", "state/manifest.ocdbt"]
+)
+def test_a_fifo_in_a_checkpoint_is_refused(saved, name):
+    folder, _ = saved
+    os.mkfifo(folder / "9")  # not a checkpoint
+    (folder / "7" / name).unlink()
+    os.mkfifo(folder / "7" / name)
+    says = f"7 is damaged: expected a regular file as {name}, found a FIFO, a socket or a device"
+    with pytest.raises(DamagedError, match=says):
+        verify_all(folder / "7")
+    if name.startswith("_"):  # Orbax reads this file at once
+        with pytest.raises(DamagedError, match=says):
+            Checkpoints(folder)
+        return
+    checkpoints = Checkpoints(folder)
+    with pytest.raises(DamagedError, match=says):
+        checkpoints.restore(7, state_and_shape()[1])
+    checkpoints.close()
 
 
 def test_a_checkpoint_from_before_the_digests_is_restored(saved):

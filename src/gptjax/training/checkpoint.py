@@ -22,6 +22,7 @@ from gptjax import distributed
 from gptjax.provenance import versions
 from gptjax.weights.checkpoint_files import (
     FORMAT,
+    check_regular,
     checksum,
     compare,
     damaged,
@@ -29,6 +30,7 @@ from gptjax.weights.checkpoint_files import (
     first_line,
     read_meta,
     saved_arrays,
+    steps,
     verify,
 )
 from gptjax.weights.digests import digests, dtype_and_shape, leaves_by_path
@@ -56,6 +58,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: the folder cannot be used.
+        DamagedError: a file that Orbax would read at once is a FIFO or a device.
     """
 
     def __init__(self, folder: Path, *, keep_last: int = 1, keep_every: int | None = None):
@@ -66,6 +69,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"cannot save checkpoints in {self.folder}: choose a path without *, ? and ["
             )
+        for step in steps(self.folder) if self.folder.is_dir() else []:
+            check_regular(self.folder / str(step), "*")  # Orbax reads them at once
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             keep_period=keep_every,

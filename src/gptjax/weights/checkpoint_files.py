@@ -51,6 +51,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         DamagedError: the metadata cannot be read, or changed after the checkpoint was saved.
         CheckpointError: the checkpoint has another format.
     """
+    check_regular(folder)
     try:
         meta = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     # JSON nested too deeply is a RecursionError, another encoding a ValueError.
@@ -67,10 +68,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
             f"{folder} is not a checkpoint of this program: "
             f"expected {FORMAT!r}, found {meta.get('format')!r}"
         )
-    if folder.name.isdecimal() and meta["step"] != int(folder.name):
-        step = meta["step"]
+    if not isinstance(step := meta.get("step"), int):
+        raise damaged(folder, "its metadata has no step")
+    if folder.name.isdecimal() and step != int(folder.name):
         raise damaged(folder, f"it was saved as step {step}; rename the folder to {step}")
     return meta
+
+
+def check_regular(folder: Path, files: str = "**/*") -> None:
+    """Raise DamagedError if a file is a FIFO, a socket or a device: Orbax would wait for it.
+
+    Args:
+        folder: folder of the step.
+        files: pattern of the files to check.
+    """
+    for path in folder.glob(files):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            name = path.relative_to(folder)
+            found = "a FIFO, a socket or a device"
+            raise damaged(folder, f"expected a regular file as {name}, found {found}")
 
 
 def read_params(folder: Path, like: Mapping) -> dict:
