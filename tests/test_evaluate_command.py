@@ -135,6 +135,7 @@ def test_progress_without_a_terminal(command, monkeypatch, folder):
         ([], "expected --task or --harness, got neither"),
         (["--task", "mmlu", "core", "--file", "x"], "--file is the file of one task"),
         (["--task", "loss", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--task", "loss", "--batch-tokens", 10**12], "--batch-tokens must be at most 16777216"),
         (["--task", "hellaswag", "--stride", "8"], "--stride needs --task loss or bits-per-byte"),
         (["--task", "mmlu", "--dataset", "x"], "--dataset needs --task loss or bits-per-byte"),
         (["--harness", "x", "--dataset", "x"], "--dataset needs --task loss or bits-per-byte"),
@@ -157,6 +158,15 @@ def test_errors_are_one_sentence(arguments, message, command):
     code, shown, errors = command(*arguments)
     assert code == 1 and errors.startswith("error: ") and message in errors
     assert errors.count("\n") == 1 and "Traceback" not in errors
+
+
+def test_full_memory_is_a_sentence(command, folder, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(evaluate.Scorer, "rows_of_batch", full)
+    code, _, errors = command("--task", "loss", "--file", folder / "text.txt")
+    assert code == 1 and errors.startswith("error: the device has no memory for batches of 4,096 ")
 
 
 def test_an_unknown_tokenizer_is_asked_for(command):

@@ -355,13 +355,28 @@ def test_malformed_mmlu(tmp_path):
         ("eval_meta_data.csv", "choices,", "choice,", "no Random baseline of choices"),
         ("eval_data/some/choices.jsonl", '"gold"', '"gild"', "line 1: expected gold to be int"),
         ("eval_data/some/winograd.jsonl", '"gold": ', '"gold": 2', "expected gold to be the index"),
+        ("core.yaml", "[2]", "[" * 20_000, "core.yaml: expected YAML: maximum recursion depth"),
+        ("core.yaml", "[2]", "!!timestamp x", "core.yaml: expected YAML: "),
+        ("core.yaml", "schema", "[schema]", "task winograd: expected icl_task_type to be one of"),
+        ("core.yaml", "some/lambada.jsonl", r'"a\0b"', "dataset_uri to be texts without control"),
+        ("core.yaml", "some/lambada.jsonl", r'"\ud800"', "dataset_uri to be texts without control"),
+        ("core.yaml", "label: lambada", r'label: "\ud800"', "label and dataset_uri to be texts"),
+        ("eval_meta_data.csv", "lambada,x", "\udcff", "expected CSV in UTF-8: .* can't decode"),
+        (
+            "eval_meta_data.csv",
+            "choices,x",
+            "x" * 200_000,
+            "in UTF-8: field larger than",
+        ),
+        ("eval_data/some/choices.jsonl", '"choices": [', '"choices": [1, ', "to be texts, found"),
+        ("eval_data/some/winograd.jsonl", 'options": [', 'options": [null, ', "to be texts, found"),
     ],
 )
 def test_malformed_core(file, old, new, message, tmp_path):
     write_core(tmp_path, 16)
     text = (tmp_path / file).read_text()
     assert old in text
-    (tmp_path / file).write_text(text.replace(old, new))
+    (tmp_path / file).write_text(text.replace(old, new), errors="surrogateescape")
     with pytest.raises(EvaluationError, match=message):
         read_core(tmp_path)
 

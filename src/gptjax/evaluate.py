@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,6 +42,8 @@ Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
 TEXT_TASKS = ("loss", "bits-per-byte")
 # Seconds between lines of progress without a terminal.
 LINE_SECONDS = 10
+# 256 times the default on a GPU.
+MAX_BATCH_TOKENS = 2**24
 USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError, OSError)
 
 
@@ -112,6 +115,10 @@ class Evaluate:
         for name in ("limit", "batch_tokens", "stride"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise EvaluationError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.batch_tokens is not None and self.batch_tokens > MAX_BATCH_TOKENS:
+            raise EvaluationError(
+                f"--batch-tokens must be at most {MAX_BATCH_TOKENS}, got {self.batch_tokens}"
+            )
         if self.precision is not None and self.precision not in NAMES:
             raise EvaluationError(
                 f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
@@ -134,6 +141,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     options.check()
     used, note = devices.select(options.device)
     # Call after `select`, because JAX's caches depend on the platform.
+    from gptjax.training import memory
     from gptjax.training.compilation import Compiler
 
     compiler = Compiler(cache_folder())
@@ -151,14 +159,22 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     console.print(printable(f"{options.path}: {about}"), markup=False)
     rows = []
     texts = [task for task in options.task if task in TEXT_TASKS]
-    if texts:  # one pass for both metrics
-        with _progress(console, " and ".join(texts)) as scored:
-            rows += _score_text(options, texts, scorer, tokenizer, console, scored)
-    for task, items in inputs.items():
-        with _progress(console, task) as scored:
-            rows += _score(options, task, scorer, tokenizer, items, scored)
-    if options.harness:
-        rows += _harness(options, model, tokenizer, used, console)
+    try:
+        if texts:  # one pass for both metrics
+            with _progress(console, " and ".join(texts)) as scored:
+                rows += _score_text(options, texts, scorer, tokenizer, console, scored)
+        for task, items in inputs.items():
+            with _progress(console, task) as scored:
+                rows += _score(options, task, scorer, tokenizer, items, scored)
+        if options.harness:
+            rows += _harness(options, model, tokenizer, used, console)
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_full(error):
+            raise
+        raise EvaluationError(
+            f"the device has no memory for batches of {scorer.batch_tokens:,} tokens: set a "
+            "smaller --batch-tokens, or --device cpu"
+        ) from error
     console.print(_table(rows))
     return _result(options, command, rows, used, model)
 

@@ -16,6 +16,7 @@ The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.c
 
 import csv
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 from gptjax.evaluation.choices import check_file, encode_batch, read_jsonl
 from gptjax.evaluation.errors import EvaluationError
 from gptjax.evaluation.scoring import Row, Score, Scorer, ahead
+from gptjax.terminal import has_control_characters
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 SHUFFLE_SEED, FEW_SHOT_SEED = 1337, 1234
@@ -217,7 +219,9 @@ def read_core(folder: Path) -> list[CoreTask]:
     check_file(file, f"unpack {BUNDLE_URL} so that this file exists")
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML raises errors of many types
         raise EvaluationError(f"{file}: expected YAML: {' '.join(str(error).split())}") from None
     entries = config.get("icl_tasks") if isinstance(config, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -229,22 +233,26 @@ def read_core(folder: Path) -> list[CoreTask]:
 def _baselines(file: Path) -> dict[str, float]:
     """Return each task's accuracy of random guessing, read from the percentages in the file."""
     check_file(file, f"it is part of {BUNDLE_URL}")
-    baselines = {}
     with file.open(encoding="utf-8", newline="") as lines:
         records = csv.DictReader(lines)
-        for record in records:
-            label, percent = record.get("Eval Task"), record.get("Random baseline")
-            try:
-                baseline = float(percent or "") / 100
-                if not label or not 0 <= baseline < 1:
-                    raise ValueError
-            except ValueError:
-                raise EvaluationError(
-                    f"{file}, line {records.line_num}: expected the columns Eval Task and Random "
-                    f"baseline, a percentage below 100, found {label!r:.60} and {percent!r:.60}"
-                ) from None
-            baselines[label] = baseline
-    return baselines
+        try:
+            return dict(_baseline(record, f"{file}, line {records.line_num}") for record in records)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise EvaluationError(f"{file}: expected CSV in UTF-8: {error}") from None
+
+
+def _baseline(record: dict[str, Any], where: str) -> tuple[str, float]:
+    label, percent = record.get("Eval Task"), record.get("Random baseline")
+    try:
+        baseline = float(percent or "") / 100
+    except ValueError:
+        baseline = math.nan
+    if not label or not 0 <= baseline < 1:
+        raise EvaluationError(
+            f"{where}: expected the columns Eval Task and Random baseline, a percentage below 100, "
+            f"found {label!r:.60} and {percent!r:.60}"
+        )
+    return label, baseline
 
 
 def _task(folder: Path, file: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
@@ -257,7 +265,12 @@ def _task(folder: Path, file: Path, entry: Any, baselines: dict[str, float]) -> 
             f"{file}: expected label, dataset_uri and continuation_delimiter to be texts, found "
             f"{entry!r:.90}"
         )
-    if kind not in FIELDS:
+    if has_control_characters(label + uri):
+        raise EvaluationError(
+            f"{file}: expected label and dataset_uri to be texts without control characters and "
+            f"lone surrogates, found {label!r:.60} and {uri!r:.60}"
+        )
+    if not isinstance(kind, str) or kind not in FIELDS:
         raise EvaluationError(
             f"{file}: task {label}: expected icl_task_type to be one of {', '.join(FIELDS)}, found "
             f"{kind!r:.60}"
@@ -290,6 +303,8 @@ def _item(kind: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
             )
     options: Any = fields.get("choices" if kind == "multiple_choice" else "context_options")
     if kind != "language_modeling":
+        if not all(isinstance(option, str) for option in options):
+            raise EvaluationError(f"{where}: expected options to be texts, found {options!r:.60}")
         if len(options) < 2 or not 0 <= fields["gold"] < len(options):
             raise EvaluationError(
                 f"{where}: expected gold to be the index of one of several options, found "
