@@ -156,6 +156,10 @@ IMPORTS = (
         ),
         ("def f(): f()\nf()", "line 1: RecursionError"),
         ('{"max_steps": 3', "line 1: SyntaxError"),
+        (
+            "def __getattr__(name):\n    raise RuntimeError(name)",
+            "line 2: RuntimeError: config",
+        ),
         ("\0\1", "SyntaxError: source code string cannot contain null bytes"),
     ],
 )

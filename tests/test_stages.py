@@ -212,6 +212,12 @@ def test_stages_on_the_command_line():
             from_command_line([*command, *wrong, "--max-steps", "12"])
     with pytest.raises(ConfigError, match="--stages: expected a stage as a JSON object, got '{5'"):
         from_command_line([*command, "{5"])
+    for nested in ("[" * 100_000, '{"model": ' * 100_000):
+        with pytest.raises(ConfigError, match="--stages: .* maximum recursion depth") as error:
+            from_command_line([*command, nested])
+        assert len(str(error.value)) < 300
+    with pytest.raises(ConfigError, match="factor must be above 0 and finite in fp32, got nan"):
+        from_command_line([*command, '{"learning_rate_factor": NaN}'])
     with pytest.raises(
         ConfigError, match="stage 1: expected a value of .* attention, got {'a': 1}"
     ):

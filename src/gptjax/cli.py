@@ -100,12 +100,12 @@ def load(path: Path) -> Config:
     )
     try:
         spec.loader.exec_module(module)
+        config = getattr(module, "config", None)  # may call a `__getattr__` of the file
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         raise ConfigError(_why_not_loaded(path, error)) from error
     finally:
         sys.path.remove(folder)
-    config = getattr(module, "config", None)
     if not isinstance(config, Config):
         raise ConfigError(
             f"{path} must define `config = gptjax.config.Config(...)`; its `config` is "

@@ -43,9 +43,10 @@ def main(
         note = export(model, out, to, tokenizer=None if found is None else found.name)
         print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
 
-    return exit_code(
-        command, (WeightsError, DataError, OSError), f"interrupted; {out} is not written"
-    )
+    def interrupted() -> str:
+        return "interrupted" if out.exists() else f"interrupted; {out} is not written"
+
+    return exit_code(command, (WeightsError, DataError, OSError), interrupted)
 
 
 if __name__ == "__main__":

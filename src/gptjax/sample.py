@@ -400,7 +400,7 @@ def main(args: list[str] | None = None) -> int:
         )
         run(options)
 
-    return exit_code(command, (*USER_ERRORS, WeightsError), "\ninterrupted")
+    return exit_code(command, (*USER_ERRORS, WeightsError), lambda: "\ninterrupted")
 
 
 if __name__ == "__main__":

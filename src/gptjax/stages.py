@@ -315,8 +315,8 @@ def from_json(text: str) -> Stage:
     """
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a stage as a JSON object, got {text!r}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected a stage as a JSON object, got {text!r:.60}: {error}") from error
     known = [field.name for field in dataclasses.fields(Stage)]
     if not isinstance(fields, dict) or not fields.keys() <= set(known):
         raise ValueError(f"expected a JSON object with fields of {', '.join(known)}, got {text}")

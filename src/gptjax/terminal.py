@@ -40,20 +40,23 @@ def interrupt(number: int, frame: object = None) -> None:
 def exit_code(
     command: Callable[[], object],
     errors: tuple[type[Exception], ...],
-    interrupted: str = "interrupted",
+    interrupted: Callable[[], str] = lambda: "interrupted",
 ) -> int:
     """Run a command and return its exit code, with a line on standard error for a failure.
 
     Args:
         command: function to run. Errors of other classes are not caught.
         errors: errors of the user, whose text is the line. The exit code is 1.
-        interrupted: the line after Ctrl-C, or after a `KeyboardInterrupt` whose argument is the
-            number of a signal. The exit code is 128 plus this number.
+        interrupted: returns the line after Ctrl-C, or after a `KeyboardInterrupt` whose argument is
+            the number of a signal. The exit code is 128 plus this number.
     """
     try:
         try:
             command()
         finally:
+            # From here on, Python would ignore the exception with a traceback and exit with code 0.
+            if signal.getsignal(signal.SIGTERM) is interrupt:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sys.stdout.flush()
     # The reader, such as `head`, has ended. Avoid a second error in the flush at exit.
     except BrokenPipeError:
@@ -62,7 +65,7 @@ def exit_code(
     except errors as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as interrupt:
-        print(interrupted, file=sys.stderr)
-        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    except KeyboardInterrupt as error:
+        print(interrupted(), file=sys.stderr)
+        return 128 + (error.args[0] if error.args else signal.SIGINT)
     return 0

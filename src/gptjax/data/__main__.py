@@ -177,7 +177,8 @@ def main(args: list[str] | None = None) -> int:
         )
         command.run()
 
-    return exit_code(prepare, (DataError, OSError), "interrupted; no partial dataset is left")
+    said = "interrupted; no partial dataset is left"
+    return exit_code(prepare, (DataError, OSError), lambda: said)
 
 
 if __name__ == "__main__":
