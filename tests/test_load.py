@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from saved_run_tools import MODEL, random_params, save_run
 import gptjax
 from gptjax.models.base import graph, params_of
 from gptjax.weights import DamagedError, WeightsError, sources
+from gptjax.weights.bpe_files import is_byte_tokenizer
 from gptjax.weights.checkpoint_files import checksum
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "new_model"
@@ -211,6 +213,11 @@ def test_a_vocabulary_of_gpt2s_size_has_gpt2s_tokenizer(tmp_path):
     small = gptjax.GPT2Config(block_size=4, n_layer=1, n_head=1, n_embd=2)
     gptjax.save_hf(nnx.merge(graph(small), random_params(small)), tmp_path / "hf")
     assert sources.find(tmp_path / "hf").tokenizer == "gpt2"
+
+
+def test_a_fifo_as_tokenizer_json_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert not is_byte_tokenizer(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(

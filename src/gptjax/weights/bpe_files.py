@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
+from gptjax.files import read_regular
 
 BYTES = 256
 MAX_BYTE_TOKENIZER = 65_536
@@ -89,7 +90,7 @@ def is_byte_tokenizer(file: Path) -> bool:
     try:
         if file.stat().st_size > MAX_BYTE_TOKENIZER:
             return False
-        return json.loads(file.read_bytes()) == _byte_tokenizer(get_tokenizer("byte").eot)
+        return json.loads(read_regular(file)) == _byte_tokenizer(get_tokenizer("byte").eot)
     except (OSError, ValueError, RecursionError):  # no file, or not JSON
         return False
 
