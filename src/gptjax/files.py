@@ -10,6 +10,10 @@ from pathlib import Path
 import numpy as np
 
 
+class OutputError(OSError):
+    """A path that cannot be written: not a regular file, or in a folder that does not exist."""
+
+
 def file_type(mode: int) -> str:
     """Return the type of a file that is not regular, from its `st_mode`, in words."""
     names = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -42,14 +46,15 @@ def output(path: Path) -> Path:
     """Return the file that is replaced when `path` is written: the target of a symbolic link.
 
     Raises:
-        OSError: the path exists and is not a regular file, such as /dev/null.
+        OutputError: the path exists and is not a regular file, such as /dev/null.
+        OSError: the path cannot be read.
     """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):  # also a link to a file that does not exist
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode):
-        raise OSError(
+        raise OutputError(
             f"{path}: expected a regular file, found {file_type(mode)}; give another name"
         )
     return Path(os.path.realpath(path))
@@ -62,11 +67,12 @@ def replacing(path: Path) -> Iterator[Path]:
     Until the complete file is on disk, `path` stays unchanged.
 
     Raises:
-        OSError: the folder does not exist, `path` is not a regular file, or writing fails.
+        OutputError: the folder does not exist, or `path` is not a regular file.
+        OSError: writing fails.
     """
     path = output(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist. Create it")
+        raise OutputError(f"{path}: the folder {path.parent} does not exist. Create it")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.touch()

@@ -55,9 +55,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with files.replacing(path) as temporary:
             yield temporary
+    except files.OutputError as error:
+        raise WeightsError(printable(str(error))) from error
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno is None:  # a sentence of gptjax.files
-            raise WeightsError(printable(str(error))) from error
         raise WeightsError(
             f"{shown(path)}: not written: {reason(error)}. An older file is unchanged"
         ) from error
