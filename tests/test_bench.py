@@ -2,6 +2,7 @@
 it cannot measure."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -104,6 +105,24 @@ def test_an_implementation_is_given_what_it_prepared():
     (row,) = kernels.measure([prepared], LIMITS, torch=False)
     assert row["ms"] > 0
     assert len(forward) == 4  # once for each set of inputs, whatever the number of rounds
+
+
+def test_implementations_alternate():
+    ran = []
+
+    def note(name):
+        def f(x, one):
+            jax.debug.callback(lambda: ran.append(name))
+            return x + one
+
+        return f
+
+    run = {name: note(name) for name in "ab"}
+    rows = kernels.measure([case(run=run, alternate=True)], LIMITS, torch=False)
+    assert [row["implementation"] for row in rows] == ["a", "b"]
+    assert all(row["ms"] > 0 for row in rows)
+    changes = sum(left != right for left, right in itertools.pairwise(ran))
+    assert changes == 2 * (harness.ROUNDS + 2) - 1  # compilation, estimate, rounds
 
 
 def test_one_that_fails_does_not_cost_the_others_their_figures(tmp_path, capsys):

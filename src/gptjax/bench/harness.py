@@ -4,8 +4,9 @@ One executable (one CUDA graph in PyTorch) calls an implementation on several se
 call after the other, with separate memory for each result: neither the host nor the L2 cache is
 measured. The executable is long enough that its launch, 35 µs, does not count. It runs for about
 `SECONDS`, rests, and runs again, `ROUNDS` times. The result is the time of the median round divided
-by the number of calls. Without the rests an H200 that runs matmuls reaches its 700 W and slows from
-1980 to 1470 MHz: an 8192³ bf16 matmul then has 690 TFLOP/s, not 800.
+by the number of calls. With `Case.alternate` the rounds of the implementations alternate. Without
+the rests an H200 that runs matmuls reaches its 700 W and slows from 1980 to 1470 MHz: an 8192³ bf16
+matmul then has 690 TFLOP/s, not 800.
 """
 
 import dataclasses
@@ -52,6 +53,8 @@ class Case:
     """The ceiling: "memory", a device copy, or "bf16", a matmul."""
     in_place: bool = False
     """The first output replaces the first input."""
+    alternate: bool = False
+    """All implementations in JAX are in memory together, and their rounds alternate."""
     bar: str = ""
     """The target, in words."""
 
@@ -108,7 +111,7 @@ def _torch_copy_seconds(case: Case) -> float:
     (source,) = _to_torch(torch, case.make(jax.random.key(0)))
     target = torch.empty_like(source)
     # Not in a CUDA graph: there the driver copies with another engine, at two thirds of the rate.
-    return _median_seconds(_torch_runs(torch, lambda: target.copy_(source)))
+    return _median_seconds(_torch_runs(torch, lambda: target.copy_(source)))[0]
 
 
 def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
@@ -117,6 +120,25 @@ def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
     Args:
         prepare: one of `case.prepare`.
     """
+    run, calls = _jax_runs(f, case, prepare)
+    return _median_seconds(run)[0] / calls
+
+
+def alternating_seconds(case: Case) -> dict[str, float]:
+    """Return the device time of one call of each JAX implementation; their rounds alternate."""
+    made = [_jax_runs(f, case, case.prepare.get(name)) for name, f in case.run.items()]
+    medians = _median_seconds(*(run for run, _ in made))
+    return {
+        name: median / calls
+        for name, median, (_, calls) in zip(case.run, medians, made, strict=True)
+    }
+
+
+def _jax_runs(
+    f: Callable, case: Case, prepare: Callable | None
+) -> tuple[Callable[[int], float], int]:
+    """Return a function: number of executions of a program → their seconds, and the program's
+    number of calls of `f`."""
     sets = _input_sets(f, case, prepare)
     firsts, rests = [s[0] for s in sets], [s[1:] for s in sets]
     del sets
@@ -150,7 +172,14 @@ def seconds(f: Callable, case: Case, prepare: Callable | None = None) -> float:
             outputs = made
         return made
 
-    return _seconds_of_program(step, calls=len(rests))
+    def run(times: int) -> float:
+        started = time.perf_counter()
+        for _ in range(times):
+            out = step()
+        jax.block_until_ready(out)
+        return time.perf_counter() - started
+
+    return run, len(rests)
 
 
 def _input_sets(f: Callable, case: Case, prepare: Callable | None = None) -> list[tuple]:
@@ -167,26 +196,19 @@ def _nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _seconds_of_program(program: Callable, calls: int) -> float:
-    def run(times: int) -> float:
-        started = time.perf_counter()
-        for _ in range(times):
-            out = program()
-        jax.block_until_ready(out)
-        return time.perf_counter() - started
-
-    return _median_seconds(run) / calls
-
-
-def _median_seconds(run: Callable[[int], float]) -> float:
-    run(1)  # compiles
+def _median_seconds(*runs: Callable[[int], float]) -> list[float]:
+    """Return the seconds of one execution of each program in its median round."""
+    for run in runs:
+        run(1)  # compiles
     time.sleep(REST_SECONDS)
-    times = max(1, min(400, round(SECONDS / (run(2) / 2))))
+    times = [max(1, min(400, round(SECONDS / (run(2) / 2)))) for run in runs]
     rounds = []
     for _ in range(ROUNDS):
-        time.sleep(REST_SECONDS)
-        rounds.append(run(times) / times)
-    return statistics.median(rounds)
+        rounds.append([])
+        for run, count in zip(runs, times, strict=True):
+            time.sleep(REST_SECONDS)
+            rounds[-1].append(run(count) / count)
+    return [statistics.median(of_run) for of_run in zip(*rounds, strict=True)]
 
 
 def torch_seconds(make_f: Callable, case: Case) -> float:
@@ -205,7 +227,7 @@ def torch_seconds(make_f: Callable, case: Case) -> float:
     with torch.cuda.graph(graph, stream=stream):
         # Kept until the end of the capture: each result has separate memory, as in JAX.
         kept = [f(*inputs) for inputs in sets]
-    found = _median_seconds(_torch_runs(torch, graph.replay)) / len(sets)
+    found = _median_seconds(_torch_runs(torch, graph.replay))[0] / len(sets)
     del graph, sets, kept
     torch.cuda.empty_cache()
     return found

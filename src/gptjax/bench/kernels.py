@@ -4,6 +4,7 @@ A benchmark is a Python file with a function `cases()` that returns a list of `h
 """
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import sys
@@ -16,7 +17,14 @@ import tyro
 
 from gptjax.bench import results
 from gptjax.bench.errors import BenchError
-from gptjax.bench.harness import Case, Ceilings, ceilings, seconds, torch_seconds
+from gptjax.bench.harness import (
+    Case,
+    Ceilings,
+    alternating_seconds,
+    ceilings,
+    seconds,
+    torch_seconds,
+)
 from gptjax.bench.rows import first_line, say
 from gptjax.bench.table import Row, print_table
 
@@ -146,10 +154,14 @@ def measure(cases: list[Case], limits: Ceilings, *, torch: bool) -> list[dict]:
     """Return a row for each implementation of each case; a failure is a row with its error."""
     rows = []
     for case in cases:
-        runs = [
-            (name, lambda name=name, f=f, case=case: seconds(f, case, case.prepare.get(name)))
-            for name, f in case.run.items()
-        ]
+        if case.alternate:
+            together = functools.cache(functools.partial(alternating_seconds, case))
+            runs = [(name, lambda name=name, f=together: f()[name]) for name in case.run]
+        else:
+            runs = [
+                (name, lambda name=name, f=f, case=case: seconds(f, case, case.prepare.get(name)))
+                for name, f in case.run.items()
+            ]
         if torch and case.bar:
             runs += [
                 (name, lambda f=f, case=case: torch_seconds(f, case))
