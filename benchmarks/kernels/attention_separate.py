@@ -56,7 +56,7 @@ def _case(b, t, h, k, d, window, *, both):
         run={name: _both(f) if both else _forward(f) for name, f in attend.items()},
         flops=(3.5 if both else 1) * 4 * b * h * d * keys,
         bound="bf16",
-        bar="≥ 1.0× cuDNN",
+        bar="≥ 1.0× cuDNN" if both else "",
         alternate=True,
     )
 
