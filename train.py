@@ -42,7 +42,12 @@ from gptjax.training.checkpoint import (
     NotFiniteError,
     silence_orbax,
 )
-from gptjax.training.compilation import Compiler, StagedStep, compile_to_fit
+from gptjax.training.compilation import (
+    Compiler,
+    StagedStep,
+    compile_to_fit,
+    compiler_options,
+)
 from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
 from gptjax.training.inputs import Batches, Inputs
@@ -51,7 +56,12 @@ from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import LogError, NoLog, RunLog, check_wandb
 from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.status_line import PipeConsole
-from gptjax.training.step import init_state, make_eval_step, make_train_step
+from gptjax.training.step import (
+    init_state,
+    make_clipping_step,
+    make_eval_step,
+    make_train_step,
+)
 from gptjax.weights.digests import compile_digests
 from gptjax.weights.errors import WeightsError
 
@@ -138,6 +148,11 @@ def _train(
         arguments = abstract_state.params, inputs.abstract_val_windows()
         return compiler.start(function, *arguments, inputs=repr(model))
 
+    @functools.cache
+    def clipping_step(model: ModelConfig):  # compiles at its first call
+        counts = make_clipping_step(graph(model), **how)
+        return jax.jit(counts, compiler_options=compiler_options())
+
     def compile_stage(stage: Config):
         def compiled(size: int):
             return start_train_step(stage.model, inputs.abstract_train_windows(stage, size))()
@@ -216,6 +231,11 @@ def _train(
         losses = jax.device_get([eval_step(state.params, windows) for windows in val_windows])
         progress.validated(step, float(np.average(np.float64(losses), weights=val_weights)))
 
+    def count_clipped() -> None:
+        batch = put(inputs.train_sharding, windows)
+        shares = clipping_step(config.at(step - 1).model)(state.params, batch, state.step)
+        progress.clipped(step, {name: x.item() for name, x in jax.device_get(shares).items()})
+
     def sample() -> None:
         text = samples.draw(config.at(step - 1), inputs, parallel, state, step)
         if text is None:  # in all processes except the first
@@ -276,12 +296,16 @@ def _train(
                 wants_eval = due(config.eval_every, last)
                 wants_sample = due(config.sample_every, last)
                 wants_save = last or due(config.checkpoint_every, last)
-                if wants_val or wants_eval or wants_sample or wants_save:
+                fp8 = config.at(step - 1).model.precision.fp8_head
+                wants_clipped = fp8 and due(config.fp8_clipping_every, last=False)
+                if wants_val or wants_eval or wants_sample or wants_save or wants_clipped:
                     read_metrics()  # raises if the loss is not finite: do not save such a state
                     if wants_val:
                         validate()
                     if wants_save:
                         save()  # before code of the model that may run for the first time
+                    if wants_clipped:
+                        count_clipped()
                     if wants_eval:
                         model = config.at(step - 1).model
                         progress.evaluated(step, evaluations.results(state.params, model))

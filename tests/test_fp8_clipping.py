@@ -1,49 +1,132 @@
-"""benchmarks/experiments/fp8_clipping.py: counts at each conversion, and conversions as before
-afterwards."""
+"""Shares of the numbers that FP8 clips: counted in the right place, logged and shown, without an
+effect on training."""
 
-import importlib
-from pathlib import Path
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import pytest
+from test_fp8_models import CONFIGS, tokens, with_precision
+from train_tools import losses, rows, run
 
+from gptjax import Precision
+from gptjax import parallel as parallel_module
 from gptjax.models import gpt2
-from pallas_kernels.fp8 import conversion, layers
+from gptjax.models.base import graph, init_params
+from gptjax.parallel import Parallel
+from gptjax.training.step import make_clipping_step
+from pallas_kernels import linear
+from pallas_kernels.fp8 import clipping, layers
 
-ROOT = Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture
-def clipping(monkeypatch):
-    # As when it is run: the modules that it imports are in the same folder.
-    monkeypatch.syspath_prepend(ROOT / "experiments")
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    return importlib.import_module("fp8_clipping")
+# The fixture `config`.
+pytest_plugins = ["train_tools"]
 
 
-def test_counts(clipping):
-    before = conversion._quantize_in_xla, gpt2.ACTIVATION_SCALE
-    x = jnp.ones((4, 8)).at[1, 2].set(112.0)
+def nonzero(model, params, parallel=None, **changes):
+    config = dataclasses.replace(with_precision(model, "fp8"), **changes)
+    clipping_step = jax.jit(make_clipping_step(graph(config), parallel))
+    shares = clipping_step(params, tokens(), jnp.int32(0))
+    names = {name.rpartition(".")[0] for name in shares}
+    assert {"linear_cross_entropy.0", *NAMES[model]} <= names
+    return {name: float(x) for name, x in shares.items() if x}
 
-    def conversions(x):
-        return layers.activations(x).rows, layers.quantized_weights(x).io
 
-    expected = jax.jit(conversions)(x)
-    with clipping.counting() as counts:
-        found = jax.jit(lambda x: conversions(x))(x)
-        jax.effects_barrier()
-    assert (conversion._quantize_in_xla, gpt2.ACTIVATION_SCALE) == before
-    for a, b in zip(expected, found, strict=True):
-        assert (a == b).all()
-    activations, weights = counts.values()
-    assert activations == clipping.Counts(1, 2.0, 1, 32)
-    assert weights == clipping.Counts(1, 1.0, 0, 32)  # 112 · 4 of 448
-    # The names of the table.
-    places = importlib.import_module("_result_fp8").PLACES
-    assert {where for where, _ in counts} <= places.keys()
-    for where in places:
-        path, function = where.split(": ")
-        assert hasattr(
-            importlib.import_module(f"pallas_kernels.{path.replace('/', '.')}"), function
-        )
+NAMES = {
+    "gpt2": [f"{name}.{i}" for name in ("projected_attention", "mlp") for i in range(2)],
+    "llama3": ["linear.0", "swiglu.0"],
+    "speedrun": [*(f"mlp.{i}" for i in range(4)), *(f"linear.{i}" for i in range(3))],
+}
+# Parameter, index of the outlier, outlier, operand, and its largest share.
+PLANTED = {
+    "input": ("gpt2", ("blocks", 1, "ln_1", "bias"), 0, 100, "projected_attention.1.input", 1 / 32),
+    "hidden": ("gpt2", ("blocks", 0, "mlp", "c_fc", "bias"), 0, 100, "mlp.0.hidden", 1 / 128),
+    "gradient": (
+        "gpt2",
+        ("blocks", 1, "mlp", "c_proj", "kernel"),
+        0,
+        1e4,
+        "mlp.1.hidden_gradient",
+        1 / 128,
+    ),
+    "llama3": ("llama3", ("blocks", 0, "norm_2", "scale"), 0, 1e4, "swiglu.0.input", 1 / 32),
+    "speedrun": ("speedrun", ("mlp_in",), 2, 1e4, "mlp.2.hidden", 1),
+}
+
+
+def planted(name):
+    model, path, index, outlier, operand, largest = PLANTED[name]
+    params = init_params(CONFIGS[model], 0)
+    *path, last = path
+    parent = params
+    for key in path:
+        parent = parent[key]
+    parent[last] = parent[last].at[index].set(outlier)
+    return model, params, operand, largest
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_an_outlier_is_counted_in_its_place(name):
+    model, params, operand, largest = planted(name)
+    found = nonzero(model, params)
+    assert found.keys() == {operand}
+    assert 0 < found[operand] <= largest
+    if name in ("input", "hidden"):  # one number of each token
+        assert found[operand] == largest
+
+
+@pytest.mark.parametrize("changes", [{"recompute": "block"}, "data", "fsdp"])
+def test_with_recomputation_and_on_two_devices(monkeypatch, changes):
+    model, params, operand, largest = planted("hidden")
+    parallel = None
+    if isinstance(changes, str):
+        monkeypatch.setattr(parallel_module, "SMALLEST_SHARDED", 200)
+        parallel = Parallel.of(jax.devices("cpu")[:2], changes)
+        params, changes = jax.device_put(params, parallel.shardings(params)), {}
+    assert nonzero(model, params, parallel, **changes) == {operand: largest}
+
+
+def test_a_call_inside_a_call_is_no_call_of_its_own():
+    """As `projected_attention` on Hopper, which calls `linear` where it is not differentiated."""
+    x = jnp.ones((16, 16)).at[0, 0].set(100)
+
+    @jax.custom_vjp
+    def outer(x):
+        return linear(x, jnp.eye(16), fp8=True)
+
+    def forward(x):
+        clipping.count("input", layers.activations(x).rows)
+        return outer(x), None
+
+    outer.defvjp(forward, lambda _, dy: (dy,))
+
+    def loss():
+        f = jax.checkpoint(lambda x: clipping.counted("outer", outer)(x))
+        return f(f(x)).sum()
+
+    found = clipping.shares(loss)
+    assert {name: float(share) for name, share in found.items()} == {
+        "outer.0.input": 1 / 256,
+        "outer.1.input": 1 / 256,
+    }
+
+
+def test_log_and_status_line(config, monkeypatch):
+    """With a scale that clips the output of the norms. The losses are those of a run without
+    counts, bit for bit."""
+    monkeypatch.setattr(gpt2, "ACTIVATION_SCALE", 256.0)
+    model = dataclasses.replace(config.model, precision=Precision("fp8"))
+    on = dataclasses.replace(
+        config, model=model, max_steps=5, log_every=1, val_every=0, sample_every=0
+    )
+    on = dataclasses.replace(on, checkpoint_every=0, fp8_clipping_every=2)
+    code, shown = run(on)
+    assert code == 0 and list(counts := rows(on, "clipping")) == [2, 4]
+    assert 0 < counts[4]["mlp.0.input"] < 1 and counts[4]["linear_cross_entropy.0.input"] == 0
+    greatest = max(counts[4][f"{name}.0.input"] for name in ("mlp", "projected_attention"))
+    lines = [line for line in shown.splitlines() if line.startswith("step ") and "loss" in line]
+    assert "clips" not in lines[0] and f"FP8 clips {greatest:.1e} (" in lines[-1]
+
+    off = dataclasses.replace(on, name="off", fp8_clipping_every=0)
+    code, shown = run(off)
+    assert code == 0 and not rows(off, "clipping") and "clips" not in shown
+    assert losses(on) == losses(off)

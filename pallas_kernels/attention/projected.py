@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.attention import Implementation, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.fp8.clipping import count, counted
 from pallas_kernels.fp8.conversion import E5M2, Fp8Rows, rows_of, scale_for
 from pallas_kernels.fp8.own_scale import GROUP, SAMPLED, Scale, Scaled
 from pallas_kernels.matmul import checked_linear, weight_gradient
@@ -92,7 +93,8 @@ def projected_attention(
     )
     options = Options(heads, precision, fp8)
     if backend == "mosaic":
-        return _calls.differentiable("projected_attention", _projected, given, w_CO, b_O, options)
+        f = counted("projected_attention", _projected) if fp8 else _projected
+        return _calls.differentiable("projected_attention", f, given, w_CO, b_O, options)
     qkv_BT3HD = _projection(*arrays, options, "reference" if backend == "reference" else "xla")
     return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
 
@@ -182,6 +184,7 @@ def _fp8_backward(operands, qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
     scale = _scale_of_gradient(dout_BTHD.reshape(batch * length, heads * head_dim))
     (rows, transposed), *sums = _attention_backward(*arrays, scale.value)
     shape = batch * length, 3 * heads * head_dim
+    count("output_gradient", rows)
     dqkv = Scaled(rows.reshape(shape), transposed.reshape(shape[::-1]), scale)
     return *layers.linear_gradients(operands, dqkv, dtype), *sums
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.fp8 import E4M3, E5M2, Fp8Rows, quantize, rows_of
+from pallas_kernels.fp8.clipping import count, counted
 from pallas_kernels.fp8.layers import (
     activations,
     cotangent,
@@ -60,7 +61,7 @@ def swiglu(
     arrays = (rows_of(x), w_gate, w_up, w_down)
     backend = _dispatch.select("swiglu", implementation, arrays=arrays, fp8=True)
     args = flat(x), (w_gate, w_up), w_down, backend, precision
-    y_NC = _calls.differentiable("swiglu", _swiglu, *args)
+    y_NC = _calls.differentiable("swiglu", counted("swiglu", _swiglu), *args)
     return y_NC.reshape(*rows_of(x).shape[:-1], w_down.shape[1])
 
 
@@ -76,7 +77,9 @@ def _forward(x_NI, w_gate_up, w_down_FC, backend, precision):
     w8 = quantized_weights(joined(w_gate_up, jnp.result_type(*w_gate_up)))
     w_down = quantized_weights(w_down_FC)
     gu_N2F = matmul(x.rows, w8.oi, w8.scale.over_factor, dtype)
-    y_NC = matmul(_hidden(gu_N2F, backend), w_down.oi, over(w_down.scale, HIDDEN_SCALE), dtype)
+    h_NF = _hidden(gu_N2F, backend)
+    count("hidden", h_NF)
+    y_NC = matmul(h_NF, w_down.oi, over(w_down.scale, HIDDEN_SCALE), dtype)
     like = jax.tree.map(lambda a: jnp.zeros((0, a.shape[1]), a.dtype), (w_gate_up, w_down_FC))
     saved = x.transposed, w8.io, w8.scale, gu_N2F, w_down.io, w_down.scale, like
     return y_NC, (saved, kind_of(x_NI))
@@ -89,6 +92,7 @@ def _backward(backend, precision, residuals, dy_NC):
     dy, dtype = quantized_gradient(dy_NC)[0], dy_NC.dtype
     dh_NF = matmul(dy.rows, w_down_FC, dy.scale.inverse * w_down_scale.inverse, dtype)
     dgu_N2F, dgu_2FN, h_FN = _hidden_backward(gu_N2F, dh_NF, dy.scale.value, backend)
+    count("hidden_gradient", dgu_N2F)
     dx_NI = matmul(dgu_N2F, w_I2F, dy.scale.inverse * w_scale.inverse, dtype)
     dw_I2F = weight_gradient(x_IN, dgu_2FN, dy.scale.over_factor)
     dw_down_FC = weight_gradient(h_FN, dy.transposed, over(dy.scale, HIDDEN_SCALE))

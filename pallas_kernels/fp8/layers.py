@@ -60,6 +60,7 @@ from pallas_kernels.fp8 import (
     why_not_fp8,
 )
 from pallas_kernels.fp8.activations import GELU, RELU_SQUARED
+from pallas_kernels.fp8.clipping import count, counted
 from pallas_kernels.fp8.own_scale import Scale, Scaled, quantize_by_largest
 from pallas_kernels.matmul import linear as plain_linear
 from pallas_kernels.matmul import sum_rows
@@ -138,6 +139,7 @@ def quantized_gradient(dy_NO: Float[Array, "N O"]) -> tuple[Scaled, Float[Array,
     # third of the time of the conversion.
     how = {"headroom": GRADIENT_HEADROOM, "factor": ACTIVATION_SCALE, "sampled": True}
     dy = quantize_by_largest(dy_NO, E5M2, **how)
+    count("output_gradient", dy.rows)
     return dy, dy.scale.value
 
 
@@ -168,9 +170,9 @@ class Saved(NamedTuple):
 
 def activations(x: Array | Fp8Rows) -> Quantized | Fp8Rows:
     """Return two copies of x · `ACTIVATION_SCALE` in e4m3: the rows, and the transposed copy."""
-    if isinstance(x, Fp8Rows):
-        return x
-    return quantize(x, ACTIVATION_SCALE, E4M3, transposed=True)
+    q = x if isinstance(x, Fp8Rows) else quantize(x, ACTIVATION_SCALE, E4M3, transposed=True)
+    count("input", q.rows)
+    return q
 
 
 def linear_forward(x_NI, w_IO, b_O=None) -> tuple[Float[Array, "N O"], Saved]:
@@ -304,7 +306,7 @@ def activated_mlp(
     # The Mosaic kernel of a call without FP8 does not support fp32. "auto" tries it first.
     plain = "auto" if implementation == "mosaic" else implementation
     options = Options(activation, backend, output_major, plain, precision)
-    y_NC = _calls.differentiable("mlp", mlp, x_NI, w, b, w2, options)
+    y_NC = _calls.differentiable("mlp", counted("mlp", mlp), x_NI, w, b, w2, options)
     return y_NC.reshape(*rows_of(x).shape[:-1], w2.shape[1])
 
 
@@ -323,6 +325,7 @@ def _mlp_forward(x_NI, w, b_O, w2_OC, options):
     x, dtype = activations(x_NI), rows_of(x_NI).dtype
     w8, w2 = quantized_weights(w, options.output_major), quantized_weights(w2_OC)
     y, y_ON, saved_NO = _activated(options, x.rows, w8.oi, b_O, w8.scale.over_factor, dtype)
+    count("hidden", y)
     y_NC = matmul(y, w2.oi, over(w2.scale, ACTIVATIONS[options.activation].scale), dtype)
     like = jax.tree.map(lambda a: jnp.zeros((), a.dtype), (w, b_O, w2_OC))
     saved = x.transposed, w8.io, w8.scale, y_ON, w2.io, w2.scale, saved_NO, like
@@ -337,6 +340,7 @@ def _mlp_backward(options, residuals, dy_NC):
     du_NO, du_ON, db_O = _activated_backward(
         options, dy.rows, w2_OC, saved_NO, factors, dy.scale.value, dy_NC.dtype, has_bias
     )
+    count("hidden_gradient", du_NO)
     dx_NI = matmul(du_NO, w_IO, dy.scale.inverse * w_scale.inverse, dy_NC.dtype)
     dw = weight_gradient(x_IN, du_ON, dy.scale.over_factor, options.output_major)
     y_scale = ACTIVATIONS[options.activation].scale

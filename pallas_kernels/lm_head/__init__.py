@@ -49,6 +49,7 @@ from pallas_kernels.classifier import (
 )
 from pallas_kernels.classifier import reference as classifier_reference
 from pallas_kernels.fp8 import why_not_fp8
+from pallas_kernels.fp8.clipping import counted
 from pallas_kernels.lm_head.fp8 import HeadScales, chunk_gradients, quantized_head
 from pallas_kernels.transpose import transpose_copy
 
@@ -169,7 +170,8 @@ def linear_cross_entropy(
     arrays = (x_NC, w_VC, to_int32(targets), weights_M)
     if backend == "fused":
         options = Options(chunk or _even_chunk(n), precision, **loss, fp8=fp8)
-        return _calls.differentiable("linear_cross_entropy", _fused, options, *arrays)
+        f = _fused if fp8 is None else counted("linear_cross_entropy", _fused)
+        return _calls.differentiable("linear_cross_entropy", f, options, *arrays)
     options = Options(chunk or n, precision, **loss)
     return _calls.differentiable("linear_cross_entropy", _in_xla, options, *arrays)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.classifier import classify_to_fp8
 from pallas_kernels.fp8 import E4M3, quantize, scale_for, scaled_matmul, transposed
+from pallas_kernels.fp8.clipping import count
 
 
 class HeadScales(NamedTuple):
@@ -49,6 +50,8 @@ def chunk_gradients(scales: HeadScales, x_KC, head, targets, weights_M, **loss):
     x8 = quantize(x_KC, scales.x, E4M3, transposed=True)
     logits_KV = scaled_matmul(x8.rows, w8.rows, 1 / (scales.x * w_scale), out_dtype=x_KC.dtype)
     losses_K, d8_KV = classify_to_fp8(logits_KV, targets, weights_M, scale=scales.gradient, **loss)
+    count("input", x8.rows)
+    count("output_gradient", d8_KV)
     exact = {"fast_accumulation": False}
     dx_scale, dw_scale = 1 / (scales.gradient * w_scale), 1 / (scales.gradient * scales.x)
     dx_KC = scaled_matmul(d8_KV, w8.transposed, dx_scale, out_dtype=x_KC.dtype, **exact)

@@ -193,11 +193,12 @@ def checked_linear(
     if backend == "reference":
         y_NO = reference(x_NI, w, b).astype(x.dtype)
     elif fp8:
-        from pallas_kernels.fp8 import layers
+        from pallas_kernels.fp8 import clipping, layers
 
         w_IO = joined(w, jnp.result_type(*ws))
         args = layers.flat(given), w_IO, b, precision
-        y_NO = _calls.differentiable(kernel, layers.linear, *args)
+        f = clipping.counted(kernel, layers.linear)
+        y_NO = _calls.differentiable(kernel, f, *args)
     else:
         y_NO = _calls.differentiable(kernel, _linear, x_NI, w, b, precision)
     return y_NO.reshape(*x.shape[:-1], outputs)

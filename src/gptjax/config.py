@@ -152,6 +152,9 @@ class Config:
     """Dense peak of one device in TFLOP/s at the run's precision, for the MFU of a GPU that
     gptjax's table does not have."""
 
+    fp8_clipping_every: NonNegativeInt = 100
+    """Steps between counts of the numbers that FP8 clips, with model.precision fp8 or fp8_head; 0
+    for none. A count runs a micro-batch once more."""
     deterministic: bool = False
     """Make training on a GPU bitwise reproducible, through XLA's deterministic operations, which
     are slow. Refused if a kernel of the model is nondeterministic. A CPU is always
@@ -337,7 +340,7 @@ OPERATIONAL = frozenset(
     "overlap_reduce distributed coordinator process_count process_index connect_timeout max_steps "
     "micro_batch val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
     "checkpoint_every keep_last keep_every log_every wandb peak_tflops deterministic "
-    "compilation_cache executable_cache".split()
+    "fp8_clipping_every compilation_cache executable_cache".split()
 )
 
 # Fields that no compiled executable depends on. max_steps is the default end of a schedule, which
@@ -346,7 +349,7 @@ OUTSIDE_EXECUTABLES = frozenset(
     "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
     "max_document_length data_order overfit_one_batch val_every val_tokens eval_tasks eval_every "
     "eval_items sample_every sample_tokens checkpoint_every keep_last keep_every log_every wandb "
-    "peak_tflops compilation_cache executable_cache".split()
+    "peak_tflops fp8_clipping_every compilation_cache executable_cache".split()
 )
 
 

@@ -161,6 +161,15 @@ class Progress:
             {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
         )
 
+    def clipped(self, step: int, shares: dict[str, float]) -> None:
+        """Log the share of clipped numbers of each FP8 operand, and show the greatest if it is not
+        zero."""
+        self.write("clipping", step, **shares)
+        name = max(shares, key=shares.get, default="")
+        self._status.clipped(
+            f"FP8 clips {shares[name]:.1e} ({name})" if any(shares.values()) else ""
+        )
+
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput."""
         self._throughput.pause()

@@ -38,7 +38,7 @@ def check_wandb(project: str | None) -> None:
         )
 
 
-Kind = Literal["train", "val", "eval", "sample", "event"]
+Kind = Literal["train", "val", "eval", "sample", "clipping", "event"]
 
 # Interval of the flushes of TensorBoard's events, each with an fsync in the training loop.
 _FLUSH_SECONDS = 30
@@ -113,7 +113,7 @@ class RunLog:
         """Write one line to log.jsonl, and each number or text as `kind/name` to the other logs.
 
         Args:
-            kind: "train", "val", "eval", "sample" or "event".
+            kind: "train", "val", "eval", "sample", "clipping" or "event".
             step: completed optimizer steps.
             tokens: tokens trained on so far.
             fields: numbers, arrays of one element, text, booleans, None, or other JSON values.

@@ -58,6 +58,7 @@ class StatusLine:
         self._drawn_at = -math.inf
         self._val_loss: Number | None = None
         self._eval = ""
+        self._clipped = ""
         self._step = -1
         self._parts: dict[str, str] = {}
 
@@ -134,10 +135,16 @@ class StatusLine:
         """From the next update on, show the metric of each evaluation task."""
         self._eval = " · ".join(f"{task} {value:.4f}" for task, value in metrics.items())
 
+    def clipped(self, text: str) -> None:
+        """From the next update on, show this text about clipped numbers."""
+        self._clipped = text
+
     def _show(self, due: bool = True) -> None:
         parts = self._parts | {"val": f"val {_or_dash(self._val_loss, '.4f')}"}
         if self._eval:
             parts["eval"] = self._eval
+        if self._clipped:
+            parts["clipped"] = self._clipped
         if self._live is None:
             line = " · ".join(parts.values())
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -167,7 +174,7 @@ class StatusLine:
 
 
 # Parts of the status line that are omitted on a narrow terminal, in this order.
-_EXPENDABLE = ("stage", "lr", "mfu", "eval", "val", "eta", "speed", "ms", "loss")
+_EXPENDABLE = ("stage", "lr", "mfu", "eval", "val", "eta", "speed", "ms", "clipped", "loss")
 
 
 def _fitted(parts: dict[str, str], width: int) -> str:

@@ -38,6 +38,7 @@ from gptjax.optim.adamw import global_norm
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
 from gptjax.training.tying import tie, tie_gradients
+from pallas_kernels.fp8 import clipping
 
 
 @jax.tree_util.register_dataclass
@@ -357,11 +358,7 @@ def make_eval_step(
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
         if parallel is None or parallel.devices == 1:
             return mean_loss(params, windows_BT1, lambda _, x: x)
-        # Gather all parameters in every strategy: without a backward pass, nothing else is stored.
-        gathering = dataclasses.replace(
-            parallel, strategy="data" if parallel.strategy == "data" else "zero1"
-        )
-        placements = gathering.placements(read_dtypes(nnx.merge(graphdef, params).config))
+        gathering, placements = _gathering(graphdef, params, parallel)
 
         def on_one_device(params, windows_BT1):
             whole = gathering.gather(params, placements)
@@ -372,3 +369,54 @@ def make_eval_step(
         )
 
     return eval_step
+
+
+def make_clipping_step(
+    graphdef: nnx.GraphDef,
+    parallel: Parallel | None = None,
+    *,
+    masked: bool = False,
+    eot: int | None = None,
+) -> Callable[[PyTree, Any, Any], Any]:
+    """Return the function (params, windows_ABT1, step) → share of the clipped numbers of each FP8
+    operand, in the forward and backward pass of the first micro-batch.
+
+    Args:
+        graphdef, parallel, masked, eot: see `make_train_step`.
+    """
+
+    def shares(params: PyTree, windows_BT1: Int[Array, "B T1"], step) -> dict[str, Array]:
+        def loss():
+            model = nnx.merge(graphdef, params)
+            return (_masked_sum if masked else _mean)(model, windows_BT1, eot, step)
+
+        return clipping.shares(loss)
+
+    def clipping_step(params: PyTree, windows_ABT1: Int[Array, "A B T1"], step) -> dict[str, Array]:
+        if parallel is None or parallel.devices == 1:
+            return shares(params, windows_ABT1[0], step)
+        gathering, placements = _gathering(graphdef, params, parallel)
+
+        def on_one_device(params_and_step, windows_ABT1):
+            params, step = params_and_step
+            whole = gathering.gather(params, placements)
+            return jax.lax.pmean(shares(whole, windows_ABT1[0], step), AXIS)
+
+        both = params, step
+        return gathering.on_each_device(on_one_device, both, batch_axis=1, out=None)(
+            both, windows_ABT1
+        )
+
+    return clipping_step
+
+
+def _gathering(
+    graphdef: nnx.GraphDef, params: PyTree, parallel: Parallel
+) -> tuple[Parallel, PyTree]:
+    """Return the strategy that gathers all parameters at once, and their placements.
+
+    Without gradients of the parameters, nothing else is stored.
+    """
+    strategy = "data" if parallel.strategy == "data" else "zero1"
+    gathering = dataclasses.replace(parallel, strategy=strategy)
+    return gathering, gathering.placements(read_dtypes(nnx.merge(graphdef, params).config))

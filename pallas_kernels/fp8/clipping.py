@@ -1,0 +1,121 @@
+"""Share of the numbers that the FP8 operands of each call clip.
+
+    shares(loss) → {"mlp.3.hidden": 0.0, …}      # the fourth call of mlp in the loss
+
+A number counts as clipped if its magnitude in FP8 is the largest of the format: after the scale,
+above 432 (e4m3) or 53,248 (e5m2), 4 % and 7 % below the largest number. The numbers of the kernels
+themselves are counted, so the choice of back ends is that of training.
+
+Each call receives a row of zeros as a further input, and its backward pass returns the shares as
+the gradient of this row. Outside `shares`, nothing is traced for them.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+OPERANDS = ("input", "hidden", "output_gradient", "hidden_gradient")
+"""Operands of a call: x, the MLP's activation, the gradients of y and of the activation's input."""
+MOST_CALLS = 4096
+
+
+@dataclasses.dataclass
+class _Calls:
+    """The calls in a loss."""
+
+    zeros: Float[Array, "calls operands"]
+    names: list[str] = dataclasses.field(default_factory=list)
+    found: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """"call.operand" → row and column."""
+
+
+_calls: contextvars.ContextVar[_Calls | None] = contextvars.ContextVar("calls", default=None)
+_counts: contextvars.ContextVar[dict | None] = contextvars.ContextVar("counts", default=None)
+
+
+def shares(loss: Callable[[], Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
+    """Return the share of clipped numbers of each FP8 operand in the gradient of `loss`, fp32.
+
+    Args:
+        loss: a function that calls FP8 layers outside loops (`jax.lax.scan`, `jax.vmap`).
+    """
+    found = {}
+
+    def with_zeros(zeros):
+        token = _calls.set(_Calls(zeros, found=found))
+        try:
+            return loss()
+        finally:
+            _calls.reset(token)
+
+    clipped = jax.grad(with_zeros)(jnp.zeros((MOST_CALLS, len(OPERANDS)), jnp.float32))
+    return {name: clipped[place] for name, place in sorted(found.items())}
+
+
+def counted(operation: str, f: jax.custom_vjp) -> Callable:
+    """Return f, or inside `shares` f with the counts of its FP8 operands."""
+    calls = _calls.get()
+    if calls is None:
+        return f
+    row = len(calls.names)
+    call = f"{operation}.{sum(name.startswith(f'{operation}.') for name in calls.names)}"
+    calls.names.append(call)
+
+    @contextlib.contextmanager
+    def counting() -> Iterator[Callable[[], Array]]:
+        counts: dict[str, list] = {}
+        token = _counts.set(counts)
+        try:
+            yield lambda: _row(counts)
+        finally:
+            _counts.reset(token)
+        for operand in counts:
+            calls.found[f"{call}.{operand}"] = row, OPERANDS.index(operand)
+
+    def run(*args):
+        static = {i: args[i] for i in f.nondiff_argnums}
+
+        def whole(arrays):
+            rest = iter(arrays)
+            return [static[i] if i in static else next(rest) for i in range(len(args))]
+
+        def forward(zeros, *arrays):
+            del zeros
+            with counting() as clipped:
+                out, saved = f.fwd(*whole(arrays))
+                return out, (saved, clipped())
+
+        def backward(residuals, cotangents):
+            saved, before = residuals
+            with counting() as clipped:
+                gradients = f.bwd(*static.values(), saved, cotangents)
+                return before + clipped(), *gradients
+
+        call_f = jax.custom_vjp(lambda zeros, *arrays: f(*whole(arrays)))
+        call_f.defvjp(forward, backward)
+        return call_f(calls.zeros[row], *(x for i, x in enumerate(args) if i not in static))
+
+    return run
+
+
+def count(operand: str, q: Float[Array, "..."]) -> None:
+    """Count the clipped numbers of an FP8 array, in a rule of a call that `counted` wraps."""
+    counts = _counts.get()
+    if counts is not None:
+        largest = float(jnp.finfo(q.dtype).max)
+        clipped = (jnp.abs(q.astype(jnp.float32)) >= largest).sum(dtype=jnp.float32)
+        counts.setdefault(operand, []).append((clipped, q.size))
+
+
+def _row(counts: dict[str, list]) -> Float[Array, " operands"]:
+    def share(operand):
+        parts = counts.get(operand, [])
+        total = sum(size for _, size in parts)
+        return sum((clipped for clipped, _ in parts), jnp.float32(0)) / max(total, 1)
+
+    return jnp.stack([share(operand) for operand in OPERANDS])
