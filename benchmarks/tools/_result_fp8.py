@@ -18,15 +18,6 @@ GROUPS = {
     "twice": "the same, twice the learning rate",
     "medium": "350M, AdamW, 300 steps",
 }
-PLACES = {
-    "fp8/layers: activations": "outputs of LayerNorms",
-    "fp8/layers: _activated": "outputs of GELU",
-    "fp8/layers: quantized_weights": "weights of the blocks",
-    "fp8/layers: quantized_gradient": "gradients of the layers' outputs",
-    "fp8/layers: _activated_backward": "gradients of GELU's inputs",
-    "lm_head/fp8: quantized_head": "weights of the head",
-    "lm_head/fp8: chunk_gradients": "inputs of the head",
-}
 # Results of `bench step`, each with the rows that one command measured.
 STEPS = (
     "step/fp8_and_bf16_64",
@@ -140,27 +131,6 @@ def spike_table(results: Results) -> str:
     return markdown((*head, "validation loss, step 250"), lines)
 
 
-def clipping_table(results: Results) -> str:
-    """Largest numbers before the conversion to FP8, and clipped numbers."""
-    if not (FOLDER / "fp8_clipping.json").exists():
-        return ABSENT
-    result = results["fp8_clipping"]
-    lines = [
-        [
-            PLACES.get(row["place"], row["place"]),
-            row["format"].removeprefix("float8_"),
-            f"{row['largest']:.4f}",
-            f"{row['clipped']:,}",
-            f"{row['numbers']:.2e}",
-        ]
-        for row in result["rows"]
-    ]
-    table = markdown(("array", "format", "largest", "clipped", "numbers"), lines)
-    tokens = result["batch"] * result["sequence_length"]
-    losses = f"{loss(result['first_loss'])} to {loss(result['last_loss'])}"
-    return f"{result['steps']:,} steps of {tokens:,} tokens, loss {losses}.\n\n{table}"
-
-
 def recipes_table(results: Results) -> str:
     """Loss and time of the configs for docs_corpus."""
     found, lines = losses_of(results) or {}, []
@@ -179,6 +149,5 @@ TABLES = {
     "fp8_step": (DOCS / "fp8.md", step_table),
     "fp8_losses": (DOCS / "fp8.md", losses_table),
     "fp8_spike": (DOCS / "fp8.md", spike_table),
-    "fp8_clipping": (DOCS / "fp8.md", clipping_table),
     "recipes": (DOCS / "measurements.md", recipes_table),
 }

@@ -3,7 +3,7 @@
     shares(loss) → {"mlp.3.hidden": 0.0, …}      # the fourth call of mlp in the loss
 
 A number counts as clipped if its magnitude in FP8 is the largest of the format: after the scale,
-above 432 (e4m3) or 53,248 (e5m2), 4 % and 7 % below the largest number. The numbers of the kernels
+from 432 (e4m3) or 53,248 (e5m2), 4 % and 7 % below the largest number. The numbers of the kernels
 themselves are counted, so the choice of back ends is that of training.
 
 Each call receives a row of zeros as a further input, and its backward pass returns the shares as
@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,15 @@ _calls: contextvars.ContextVar[_Calls | None] = contextvars.ContextVar("calls", 
 _counts: contextvars.ContextVar[dict | None] = contextvars.ContextVar("counts", default=None)
 
 
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def shares(loss: Callable[[], Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
     """Return the share of clipped numbers of each FP8 operand in the gradient of `loss`, fp32.
 
@@ -47,11 +57,8 @@ def shares(loss: Callable[[], Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
     found = {}
 
     def with_zeros(zeros):
-        token = _calls.set(_Calls(zeros, found=found))
-        try:
+        with _set(_calls, _Calls(zeros, found=found)):
             return loss()
-        finally:
-            _calls.reset(token)
 
     clipped = jax.grad(with_zeros)(jnp.zeros((MOST_CALLS, len(OPERANDS)), jnp.float32))
     return {name: clipped[place] for name, place in sorted(found.items())}
@@ -69,11 +76,8 @@ def counted(operation: str, f: jax.custom_vjp) -> Callable:
     @contextlib.contextmanager
     def counting() -> Iterator[Callable[[], Array]]:
         counts: dict[str, list] = {}
-        token = _counts.set(counts)
-        try:
+        with _set(_counts, counts), _set(_calls, None):
             yield lambda: _row(counts)
-        finally:
-            _counts.reset(token)
         for operand in counts:
             calls.found[f"{call}.{operand}"] = row, OPERANDS.index(operand)
 
@@ -96,7 +100,12 @@ def counted(operation: str, f: jax.custom_vjp) -> Callable:
                 gradients = f.bwd(*static.values(), saved, cotangents)
                 return before + clipped(), *gradients
 
-        call_f = jax.custom_vjp(lambda zeros, *arrays: f(*whole(arrays)))
+        def undifferentiated(zeros, *arrays):
+            del zeros
+            with _set(_calls, None):  # f may call other FP8 layers here
+                return f(*whole(arrays))
+
+        call_f = jax.custom_vjp(undifferentiated)
         call_f.defvjp(forward, backward)
         return call_f(calls.zeros[row], *(x for i, x in enumerate(args) if i not in static))
 

@@ -154,7 +154,11 @@ class Config:
 
     fp8_clipping_every: NonNegativeInt = 100
     """Steps between counts of the numbers that FP8 clips, with model.precision fp8 or fp8_head; 0
-    for none. A count runs a micro-batch once more."""
+    for none. A count runs a micro-batch once more; the first one compiles. log.jsonl has the share
+    of each operand, such as mlp.3.hidden: operation, index of its call in the model, and input,
+    hidden (result of the MLP's activation), output_gradient or hidden_gradient. Counted are the
+    numbers that are stored as the largest of their format, at most 4 % (e4m3) or 7 % (e5m2) below
+    it. Shares are means over the devices."""
     deterministic: bool = False
     """Make training on a GPU bitwise reproducible, through XLA's deterministic operations, which
     are slow. Refused if a kernel of the model is nondeterministic. A CPU is always
