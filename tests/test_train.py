@@ -222,6 +222,7 @@ def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
         "sample_tokens": 4, "checkpoint_every": 2, "keep_last": 1, "keep_every": 2, "log_every": 1,
         "compilation_cache": config.compilation_cache, "resume_with_changes": True,
         "executable_cache": True, "eval_items": 3, "peak_tflops": 2.0, "fp8_clipping_every": 7,
+        "data_order": "sequential",
     }  # fmt: skip
     # These need files, a package or documents.
     others = {"init_from", "eval_tasks", "eval_every", "wandb", "max_document_length"}

@@ -152,7 +152,7 @@ class Config:
     """Dense peak of one device in TFLOP/s at the run's precision, for the MFU of a GPU that
     gptjax's table does not have."""
 
-    fp8_clipping_every: NonNegativeInt = 100
+    fp8_clipping_every: NonNegativeInt = 500
     """Steps between counts of the numbers that FP8 clips, with model.precision fp8 or fp8_head; 0
     for none. A count runs a micro-batch once more; the first one compiles. log.jsonl has the share
     of each operand, such as mlp.3.hidden: operation, index of its call in the model, and input,
