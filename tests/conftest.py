@@ -9,11 +9,15 @@ from pathlib import Path
 # Two CPU devices, before JAX starts: a test of sharding needs more than one. On a machine without a
 # GPU LLVM does not optimize unless a test requests it (kernel_tools.OPTIMIZED, for the parity
 # with PyTorch): half of the suite's time is compilation, of executables that run once.
+# On a GPU XLA compiles matmuls as in training (gptjax.training.compilation.compiler_options), or it
+# times Triton variants of every matmul of a reference.
 os.environ["XLA_FLAGS"] = " ".join(
     [
+        "--xla_gpu_enable_triton_gemm=false"
+        if Path("/proc/driver/nvidia").exists()
+        else "--xla_backend_optimization_level=0",
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=2 --xla_cpu_parallel_codegen_split_count=1",
-        "" if Path("/proc/driver/nvidia").exists() else "--xla_backend_optimization_level=0",
     ]
 )
 # XLA's threads: in the interpreter for Mosaic GPU each warpgroup that waits at a barrier holds one
@@ -48,13 +52,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """Return one process a core for whole folders, and none for named tests, `-s` and `-m gpu`.
+    """Return one process a core, at most 8, for whole folders, and none for named tests and `-s`.
 
-    A process takes four seconds to start and up to 4 GB; xdist hides the output of `-s`; the tests
-    of `-m gpu` share one GPU, for which `-n 8` is a choice of its user.
+    A process takes four seconds to start and up to 4 GB; xdist hides the output of `-s`. With
+    `-m gpu` the processes share a GPU, of whose memory they take up to 70 GB.
     """
     folders = all(Path(name).is_dir() for name in config.args)
-    if not folders or config.option.capture == "no" or "gpu" in config.option.markexpr:
+    if not folders or config.option.capture == "no":
         return 0
     return min(os.cpu_count() or 1, 8)
 

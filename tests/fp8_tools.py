@@ -12,6 +12,10 @@ _CALL = re.compile(r"\s(dot|convolution|scaled-dot|custom-call)\((.*?)\)[,\s]?")
 _TARGET = re.compile(r'custom_call_target="(__cublas[^"]*)"')
 
 
+# XLA's default on a GPU, which tests/conftest.py changes.
+XLAS_DEFAULT = {"xla_gpu_enable_triton_gemm": True}
+
+
 class Matmul(NamedTuple):
     """A matmul of an executable."""
 

@@ -103,6 +103,7 @@ def assert_parity(config, size, *, norm, device="cpu", time=None, seed=0):
         config, params, tokens, targets, precision=config.precision.name, device=device
     )
     exact = run_torch(config, params, tokens, targets, dtype=torch.float64, device=device)
+    torch.cuda.empty_cache()  # other tests use the same GPU
     assert exact[0].std() > 0.1, "logits this flat would agree with any model's"
     assert_within_twice(ours[0], theirs[0], exact[0], norm=norm, name="logits")
     assert ours[2].keys() == theirs[2].keys() == exact[2].keys()

@@ -103,7 +103,8 @@ def test_projected_on_a_cpu(mosaic_on_cpu, monkeypatch):
 
 @pytest.mark.gpu
 def test_projected_on_a_gpu(monkeypatch):
-    check_projected(monkeypatch, 64, 1024, 12)
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
+    check_projected(monkeypatch, 22, 1024, 12)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -138,6 +139,7 @@ def test_where_it_can_be_stored(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch, time, heads, head_dim", [(64, 1024, 12, 64), (32, 512, 8, 128)])
-def test_on_a_gpu(batch, time, heads, head_dim):
+@pytest.mark.parametrize("batch, time, heads, head_dim", [(22, 1024, 12, 64), (32, 512, 8, 128)])
+def test_on_a_gpu(monkeypatch, batch, time, heads, head_dim):
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
     check(batch, time, heads, head_dim, None)

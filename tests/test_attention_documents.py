@@ -237,7 +237,7 @@ def lengths_of_documents(time, most=2048, seed=0):
     return np.diff(np.unique(ends), prepend=0)
 
 
-def slices(ids, most=4096):
+def slices(ids, most=2048):
     """Whole documents, from one in the middle on and up to the last, of at most so many tokens."""
     edges = np.append(np.flatnonzero(np.diff(ids, prepend=ids[0] - 1)), len(ids))
     middle = int(edges[len(edges) // 2])
@@ -248,10 +248,10 @@ def slices(ids, most=4096):
 GPU_CASES = [
     # batch, time, heads, key heads, head dimension, mask
     (2, 2048, 6, 6, 128, {"window": 384}),
-    (4, 2048, 12, 12, 64, {}),
-    (2, 2001, 12, 4, 64, {"window": 128}),
-    (2, 2000, 8, 2, 128, {"causal": False}),
-    (2, 2048, 12, 12, 64, {"causal": False}),
+    (4, 2048, 6, 6, 64, {}),
+    (2, 2001, 6, 2, 64, {"window": 128}),
+    (2, 2000, 4, 1, 128, {"causal": False}),
+    (2, 2048, 6, 6, 64, {"causal": False}),
     (1, 49152, 6, 6, 128, {"window": 1408}),
     (1, 49152, 12, 12, 64, {}),
 ]

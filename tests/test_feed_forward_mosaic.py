@@ -144,7 +144,7 @@ def test_mosaic_mlp_on_a_gpu(n, i, o):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n, i, o", [(65536, 768, 3072), (16384, 1280, 5120)])
+@pytest.mark.parametrize("n, i, o", [(16384, 768, 3072), (8192, 1280, 5120)])
 def test_mosaic_mlp_over_many_tiles_and_again(n, i, o):
     """Every block has a dozen tiles or more, and what is left of a race shows as a difference
     between runs."""
@@ -169,7 +169,7 @@ def test_mosaic_mlp_over_many_tiles_and_again(n, i, o):
 @pytest.mark.parametrize("bias", [True, False])
 def test_mosaic_over_many_tiles(bias):
     """Every block has a dozen tiles: an operand overwritten too early shows in one of them."""
-    x, w, b = inputs((65536,), 768, 3072, jnp.bfloat16)
+    x, w, b = inputs((16384,), 768, 3072, jnp.bfloat16)
 
     def gradients(implementation):
         f = lambda x, w: linear_relu_squared(

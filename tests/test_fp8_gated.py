@@ -218,10 +218,10 @@ def test_gelu_in_kernels_on_the_gpu():
 
 @pytest.mark.gpu
 def test_swiglu_on_the_gpu():
-    check_swiglu(4096, 768, 2432, "triton")
+    check_swiglu(2048, 768, 2432, "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["mosaic", "triton", "xla"])
 def test_relu_squared_on_the_gpu(backend):
-    check_relu_squared(4096, 768, 3072, backend)
+    check_relu_squared(2048, 768, 3072, backend)

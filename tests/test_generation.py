@@ -464,7 +464,7 @@ def test_a_prompt_of_any_integer_type_gives_the_same_tokens(dtype, array):
 
 @pytest.mark.gpu
 def test_the_decoding_kernel_continues_as_the_uncached_model_on_a_gpu():
-    model = GPT2(GPT2Config(precision=Precision("fp32")), rngs=nnx.Rngs(0))
+    model = GPT2(GPT2Config(n_layer=3, precision=Precision("fp32")), rngs=nnx.Rngs(0))
     prompt_BT = random_tokens(2, 20, 50257)
     how = dict(max_new_tokens=40, temperature=0, key=KEY)
     for b in (1, 2):

@@ -75,11 +75,10 @@ def plain_and_exact(n, c, v, vocab, dtype):
     return plain, exact(*args, vocab)
 
 
-def check(f, n, c, v, vocab, dtype, norm):
+def check(f, n, c, v, vocab, dtype, norm, compiler_options=None):
     args = inputs(n, c, v, vocab, dtype)
-    found = jax.jit(functools.partial(with_gradients, functools.partial(f, vocab_size=vocab)))(
-        *args
-    )
+    f = functools.partial(with_gradients, functools.partial(f, vocab_size=vocab))
+    found = jax.jit(f, compiler_options=compiler_options)(*args)
     assert found[0].dtype == jnp.float32 and found[1].dtype == found[2].dtype == dtype
     for name, ours, theirs, true in zip(
         ("losses", "dx", "dw"), found, *plain_and_exact(n, c, v, vocab, dtype), strict=True
@@ -366,7 +365,10 @@ def test_gpt2s_own_head_on_the_gpu(dtype, chunk, implementation):
     f = functools.partial(
         linear_cross_entropy, implementation=implementation, chunk=chunk, precision="highest"
     )
-    check(f, 256, 768, 50304, 50257, dtype, rms)
+    # The algorithm that cuBLAS prefers. XLA times several, and while other tests use the GPU it may
+    # choose one that sums 50,304 products of dx in order, with three times the error.
+    options = {"xla_gpu_autotune_level": 0}
+    check(f, 256, 768, 50304, 50257, dtype, rms, options)
 
 
 @pytest.mark.gpu

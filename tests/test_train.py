@@ -239,7 +239,7 @@ def test_no_program_depends_on_what_is_left_out_of_its_key(config, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_deterministic_run_on_a_gpu_goes_on_bit_for_bit(config, tmp_path, precision):
-    def command(*more):
+    def start(*more):
         options = [
             "--device",
             "gpu",
@@ -253,11 +253,11 @@ def test_a_deterministic_run_on_a_gpu_goes_on_bit_for_bit(config, tmp_path, prec
         command = command_line(
             config, tmp_path, *options, "--optimizer.schedule-steps", "12", *more
         )
-        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": ""})
+        return subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": ""})
 
-    command("--name", "alone")
-    command("--max-steps", "6")
-    command()
+    for process in [start("--name", "alone"), start("--max-steps", "6")]:
+        assert process.wait() == 0
+    assert start().wait() == 0
     assert (
         losses(config) == losses(dataclasses.replace(config, name="alone"))
         and steps_kept(config)[-1] == 12
