@@ -4,8 +4,8 @@ Command:   python train.py --config configs/speedrun_docs.py
 Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200; a step needs 29.1 GiB. On two or four GPUs: --micro-batch 2 or 1.
-Time:      not measured: other processes shared the NVIDIA H200
-Loss:      3.0569 at step 512, seed 0; 2026-11-23, commit 152f92d
+Time:      not measured
+Loss:      not measured with the record's model; 3.0569 before, seed 0; 2026-11-23, commit 152f92d
 
 configs/gpt2_124m_docs.py and configs/gpt2_124m_normuon_docs.py train GPT-2 124M on 3.9 epochs. The
 speedrun's model would memorize the corpus: its embedding tables have 425 M parameters.
@@ -13,7 +13,8 @@ speedrun's model would memorize the corpus: its embedding tables have 425 M para
 512 steps of 32,768 tokens on average, in the record's proportions: an eighth of the tokens of the
 record's steps, the same windows. matrix_learning_rate is the best one of docs/speedrun.md, where
 the other learning rates have the same factor; here, they are the record's. Documents are not cut:
-cut to the record's lengths, the corpus has a quarter of its tokens.
+cut to the record's lengths, the corpus has a quarter of its tokens. Sequences are shuffled: the
+corpus has documents of up to 485,791 tokens, which in order would fill many steps one by one.
 """
 
 from dataclasses import replace
@@ -36,6 +37,7 @@ config = replace(
         momentum_cooldown_steps=18,
     ),
     dataset="docs_corpus",
+    data_order="shuffled",
     batch_tokens=32_768,
     sequence_length=32_768,  # of validation
     micro_batch=4,

@@ -86,6 +86,7 @@ def config_of(o: Any, name: str, rate: float, seed: int, cut: bool = False) -> C
         factor = rate / optimizer.matrix_learning_rate
         rates = {"learning_rate": optimizer.learning_rate * factor, "matrix_learning_rate": rate}
         config = with_optimizer(config, **rates, param_storage="fp32")
+        config = dataclasses.replace(config, data_order=o.data_order)
         return config if cut else without_cuts(config)
     steps, rest = divmod(o.tokens, o.batch_tokens)
     if rest:

@@ -135,7 +135,8 @@ def report_comparison(models: Mapping[str, dict], picture: Path) -> tuple[dict, 
 
 def ablation(records: Mapping[str, dict]) -> list[dict]:
     """Return a row for each idea: loss and milliseconds without the idea, and their differences to
-    those with all ideas. The milliseconds are compared with a run of the same part, if any."""
+    those with all ideas. The milliseconds are compared with a run of the same part, if any. They
+    are None in runs that shared their GPU."""
     whole, rows = final(records["all ideas"]), []
     ms = {r["part"]: r["ms"] for name, r in records.items() if name.startswith("all ideas")}
     for name, record in records.items():
@@ -154,14 +155,16 @@ def ablation(records: Mapping[str, dict]) -> list[dict]:
 
 
 def ablation_table(rows: Sequence[dict]) -> list[str]:
-    names = ("left out", "final loss", "difference", "ms a step", "difference in ms")
+    names = ["left out", "final loss", "difference"]
+    timed = any(row["ms"] is not None for row in rows)
+    names += ["ms a step", "difference in ms"] if timed else []
     cells = []
     for row in rows:
         loss = ("not finite", "") if row["loss"] is None else (f"{row['loss']:.4f}",)
         name = row["without"].replace("all ideas", "nothing")
         more = () if row["loss"] is None else (f"{row['more_loss']:+.4f}",)
         ms = "" if row["more_ms"] is None else f"{row['more_ms']:+.1f}"
-        cells.append((name, *loss, *more, f"{row['ms']:.1f}", ms))
+        cells.append((name, *loss, *more, *((f"{row['ms']:.1f}", ms) if timed else ())))
     return markdown(names, *cells)
 
 
@@ -170,10 +173,11 @@ def report_ablation(records: Mapping[str, dict], picture: Path) -> tuple[dict, l
     rows = ablation(records)
     drawn = [row for row in rows[1:] if row["loss"] is not None][::-1]
     names = [row["without"] for row in drawn]
-    with style.picture(picture, (9, 0.9 + 0.25 * len(rows)), 1, 2, sharey=True) as panels:
-        for axes, field, unit in zip(
-            panels, ("more_loss", "more_ms"), ("loss (nats per token)", "ms a step"), strict=True
-        ):
+    fields = {"more_loss": "loss (nats per token)", "more_ms": "ms a step"}
+    fields = {name: fields[name] for name in fields if any(row[name] is not None for row in drawn)}
+    size = 2 + 4 * len(fields), 0.9 + 0.25 * len(rows)
+    with style.picture(picture, size, 1, len(fields), sharey=True) as panels:
+        for axes, (field, unit) in zip(np.atleast_1d(panels), fields.items(), strict=True):
             known = [row for row in drawn if row[field] is not None]
             axes.barh(names, 0)  # all names, in order
             axes.barh([r["without"] for r in known], [r[field] for r in known], color=style.BLUE)

@@ -106,6 +106,10 @@ class Options:
     """Tokens between validations; one more at the end."""
     val_tokens: int = 262_144
     """Tokens of a validation, always the same."""
+    data_order: Literal["shuffled", "sequential"] = "shuffled"
+    """Order of the training data of the speedrun's model. GPT-2's is shuffled."""
+    shared: bool = False
+    """Other processes use the GPU: record no milliseconds."""
     page: Path | None = None
     """Page whose generated parts are replaced. The pictures are then in images/ beside it."""
     recorded_only: bool = False
@@ -208,7 +212,7 @@ class Runs(RecordedRuns):
                 if elapsed_s() > o.limit_s:
                     raise OutOfTime
                 began = time.perf_counter()
-        ms = round(1e3 * seconds / (step + 1), 2)
+        ms = None if o.shared else round(1e3 * seconds / (step + 1), 2)
         run = {"label": label, "val": val, "ms": ms, "part": self.part}
         return run | of_this_run(programs.mesh)
 

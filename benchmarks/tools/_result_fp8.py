@@ -29,7 +29,6 @@ STEPS = (
 CONFIGS = {
     "adamw": "configs/gpt2_124m_docs.py",
     "normuon": "configs/gpt2_124m_normuon_docs.py",
-    "speedrun": "configs/speedrun_docs.py",
 }
 
 
