@@ -95,9 +95,9 @@ def _train(
     first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
     console.quiet |= not first
     parallel = config.parallel_on(used)
-    devices.reserve_memory(used)
     start_up.mark("devices")
     inputs = Inputs.find(config, parallel.mesh)
+    devices.reserve_memory(used)  # after the checks of the data
     evaluations = Evaluations(config, inputs.dataset.tokenizer, parallel)
 
     # --------------------------------------------------------------------------------------- resume

@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         name, gpu = f"lr{rate:g}-seed{seed}", gpus.get()
         command = [sys.executable, TRAIN, *rest, "--runs-dir", options.out, "--name", name]
         command += ["--optimizer.learning-rate", f"{rate:g}", "--seed", f"{seed}"]
-        print(f"{name} on GPU {gpu}: {options.out / name}.txt", flush=True)
+        where = f"GPU {gpu}" if gpu else "the CPU"
+        print(f"{name} on {where}: {options.out / name}.txt", flush=True)
         with (options.out / f"{name}.txt").open("a") as file:
             env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             code = subprocess.run(list(map(str, command)), env=env, stdout=file, stderr=file)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from train_tools import ROOT, command_line, run, steps_kept, train_py
 
+import gptjax
 from gptjax.config import ConfigError
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
@@ -122,6 +123,34 @@ def test_tokens_beyond_the_vocabulary_are_refused_with_their_place(config, tmp_p
     write_shard(folder / "wide_train_000001.bin", tokens)
     with pytest.raises(ShardError, match=rf"wide_train_000001\.bin.*{1024 + 2 * 1234}.*257.*40000"):
         run(dataclasses.replace(config, dataset=str(folder), sample_every=0))
+
+
+@pytest.fixture
+def own_shards(config, tmp_path):
+    """A run on shards with 2,048 ids and no dataset.json."""
+    tokens = np.random.default_rng(0).integers(0, 2048, 20_000)
+    (tmp_path / "own").mkdir()
+    for split in ("train", "val"):
+        write_shard(tmp_path / "own" / f"own_{split}_000000.bin", tokens)
+    model = dataclasses.replace(config.model, vocab_size=2048, padded_vocab_size=2048)
+    return dataclasses.replace(config, dataset=str(tmp_path / "own"), model=model)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_first(own_shards, monkeypatch):
+    monkeypatch.setattr(train_py.devices, "reserve_memory", lambda _: pytest.fail("reserved"))
+    says = (
+        r"own: the model has 2,048 ids, and the tokenizer gpt2 has 50,257, which is assumed .* no "
+        r"dataset.json. .* --model.vocab-size 50257; otherwise .*: --sample-every 0$"
+    )
+    with pytest.raises(ConfigError, match=says):
+        run(own_shards)
+    assert not own_shards.run_dir.exists()
+
+
+def test_own_shards_of_another_tokenizer_train(own_shards):
+    code, text = run(dataclasses.replace(own_shards, sample_every=0, max_steps=1))
+    assert code == 0 and "20,000 tokens (unknown)" in text and "the tokenizer is unknown" in text
+    assert gptjax.load(own_shards.run_dir).tokenizer is None
 
 
 def test_a_data_position_that_is_not_the_steps_is_refused(config, monkeypatch):

@@ -38,7 +38,7 @@ class Dataset:
         path: the folder.
         train: training shards, at least one.
         val: validation shards, at least one.
-        tokenizer: name of the tokenizer.
+        tokenizer: name of the tokenizer; "unknown" for ids of another tokenizer (`Inputs.find`).
         note: message for the user, or None.
         listed: descriptions in dataset.json, by file name.
         masked: whether each shard has a loss mask.
@@ -83,6 +83,8 @@ class Dataset:
 
         The shards are read up to the first end-of-text token.
         """
+        if self.tokenizer not in VOCABULARIES:
+            return None
         eot = VOCABULARIES[self.tokenizer][1]
         found = any(
             (tokens == eot).any() for path in self.train for _, tokens in Shard(path).chunks()

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
+from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.stages import Span, Timeline
 from gptjax.weights import checkpoint_files
 from gptjax.weights.sources import CHECKPOINTS
@@ -56,6 +57,7 @@ class Inputs:
             except ConfigError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
         dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
+        dataset = _checked_tokenizer(config, dataset)
         dataset.validate(config.model.vocab_size, max(lengths))
         try:
             tokenizer = data.get_tokenizer(dataset.tokenizer) if config.sample_every else None
@@ -195,6 +197,32 @@ class Batches:
     def close(self) -> None:
         """End the loader's threads."""
         self._loader.close()
+
+
+def _checked_tokenizer(config: Config, dataset: data.Dataset) -> data.Dataset:
+    """Return the dataset, with the tokenizer "unknown" if it has no dataset.json and the model has
+    fewer ids than the assumed tokenizer.
+
+    Raises:
+        ConfigError: samples or evaluations need a tokenizer with more ids than the model.
+    """
+    name, model_ids = dataset.tokenizer, config.model.vocab_size
+    ids = VOCABULARIES[name][0]
+    if ids <= model_ids:
+        return dataset
+    fewer = f"the model has {model_ids:,} ids, and the tokenizer {name} has {ids:,}"
+    needing = [flag for flag in ("sample_every", "eval_every") if getattr(config, flag)]
+    if needing:
+        unset = " ".join(f"--{flag.replace('_', '-')} 0" for flag in needing)
+        assumed = "" if dataset.listed else ", which is assumed because there is no dataset.json"
+        raise ConfigError(
+            f"{dataset.path}: {fewer}{assumed}. If the shards have the ids of {name}, set "
+            f"--model.vocab-size {ids}; otherwise train without its texts: {unset}"
+        )
+    if dataset.listed:
+        return dataset
+    note = f"{dataset.path} has no dataset.json, and {fewer}: the tokenizer is unknown"
+    return dataclasses.replace(dataset, tokenizer="unknown", note=note)
 
 
 def _eot(config: Config, dataset: data.Dataset) -> int | None:
