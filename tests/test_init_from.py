@@ -155,7 +155,9 @@ def test_unsuitable_models_are_refused(saved, tmp_path, words):
     with pytest.raises(WeightsError, match="the path does not exist"):
         init_from.resolve(config_for(tmp_path / "no", tmp_path))
     config = dataclasses.replace(config_for(saved, tmp_path), sequence_length=20)
-    with pytest.raises(ConfigError, match="--sequence-length 20 is longer .* block size 16"):
+    # "raise --model.block-size" would be refused.
+    says = "with the model at --init-from: .* block size 16; set --sequence-length 16 or less$"
+    with pytest.raises(ConfigError, match=says):
         init_from.resolve(config)
     other = save_run(tmp_path / "other", {1: {}}, tokenizer="gpt2", changes={"model": "Mine"})
     with pytest.raises(ConfigError, match="a model of Mine, and the config has a GPT2Config"):

@@ -177,10 +177,12 @@ class Config:
             check_fields(self.optimizer, "optimizer.")
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if self.sequence_length > self.model.block_size:
+        if self.sequence_length > (longest := self.model.block_size):
+            # The block size of a model at --init-from cannot be raised.
+            other = "" if self.init_from else ", or raise --model.block-size"
             raise ConfigError(
                 f"--sequence-length {self.sequence_length} is longer than the model's block size "
-                f"{self.model.block_size}; shorten it or raise --model.block-size"
+                f"{longest}; set --sequence-length {longest} or less{other}"
             )
         chunk, tokens = self.model.loss_chunk, self.micro_batch * self.sequence_length
         if chunk is not None and (chunk < 1 or tokens % chunk):
