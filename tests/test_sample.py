@@ -220,7 +220,7 @@ def test_one_prompt_is_streamed(command, model, monkeypatch):
     monkeypatch.setattr(sample, "printable", lambda text: written.append(text) or text)
     monkeypatch.setattr(sample, "STREAMED", 2)
     code, shown, errors = command("--prompt", "hello", *SIX)
-    assert (code, shown) == (0, f"{BYTES.decode(ids)}\n") and "fp32" in errors
+    assert (code, shown) == (0, f"hello{BYTES.decode(ids)}\n") and "fp32" in errors
     assert len(written) > 3  # the text came in parts
 
 
@@ -235,7 +235,7 @@ def test_the_texts_of_a_seed_do_not_depend_on_the_default_of_jax(command, model)
 def test_control_characters_are_replaced(command, monkeypatch):
     monkeypatch.setattr(BYTES.__class__, "decode", lambda self, ids: "\x1b[2J" * len(ids))
     code, shown, _ = command("--prompt", "x", *SIX)
-    assert (code, shown) == (0, "\ufffd[2J" * 6 + "\n")
+    assert (code, shown) == (0, "x" + "\ufffd[2J" * 6 + "\n")
 
 
 def test_json_of_several_prompts_and_samples(command, model):
@@ -453,7 +453,7 @@ def test_wrong_paths_and_files(command, model, tmp_path):
 def test_no_memory_for_a_batch(command, monkeypatch, arguments, message):
     monkeypatch.setattr(generation, "_advance", fails("RESOURCE_EXHAUSTED: Out of memory"))
     code, shown, errors = command(*arguments, *SIX)
-    assert code == 1 and shown == "" and "Traceback" not in errors
+    assert code == 1 and shown in ("", arguments[1]) and "Traceback" not in errors
     assert errors.splitlines()[1].startswith(f"error: the device has no memory for {message}")
     assert errors.endswith(", or set --device cpu\n") and len(errors.splitlines()) == 2
 

@@ -314,7 +314,7 @@ def _progress(console: Console, task: str) -> Iterator[Callable[[int, int], None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("task", "metric", "value", "items")
+    table = Table("task", "metric", "value", "scored")
     for row in rows:
         for name, value in row.items():
             if isinstance(value, float) and name != "seconds" and "stderr" not in name:
@@ -322,9 +322,10 @@ def _table(rows: list[dict[str, Any]]) -> Table:
                 metric, comma, filter_name = name.partition(",")
                 stderr = row.get(f"{metric}_stderr{comma}{filter_name}")
                 plus = f" ± {stderr:.4f}" if isinstance(stderr, float) else ""
-                items = row.get("items", row.get("tokens", row.get("sample_len", "")))
+                items = row.get("items", row.get("sample_len", ""))
+                scored = f"{row['tokens']:,} tokens" if "tokens" in row else f"{items:,} items"
                 name = row["task"] if name == "value" else name
-                table.add_row(row["task"], name, f"{value:.4f}{plus}", f"{items:,}")
+                table.add_row(row["task"], name, f"{value:.4f}{plus}", scored)
     return table
 
 

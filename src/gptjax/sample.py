@@ -205,7 +205,9 @@ class Sampler:
             with _memory_checked(*self._tried(ids)):
                 completions = self._complete(ids, number, streamed)
                 if streamed:
-                    self._stream(completions, stopped)
+                    # With --interactive, the user has just typed the prompt.
+                    prompt = "" if self.options.interactive else prompts[0].text
+                    self._stream(prompt, completions, stopped)
                 else:
                     chosen = [(prompts[p], p + 1, s + 1) for p, s in batch if p < len(prompts)]
                     self._print_each(chosen, completions, stopped)
@@ -247,11 +249,14 @@ class Sampler:
             **({"steps": STREAMED} if streamed else {}),
         )
 
-    def _stream(self, completions: Iterator[list], stopped: Callable[[], bool]) -> None:
+    def _stream(
+        self, prompt: str, completions: Iterator[list], stopped: Callable[[], bool]
+    ) -> None:
         shown = 0
         for (completion,) in completions:
-            print(printable(completion.text[shown:]), end="", flush=True)
-            shown = len(completion.text)
+            text = prompt + completion.text
+            print(printable(text[shown:]), end="", flush=True)
+            shown = len(text)
             if stopped():
                 break
         print(flush=True)
@@ -394,7 +399,7 @@ def main(args: list[str] | None = None) -> int:
         options = tyro.cli(
             Sample,
             prog="python -m gptjax.sample",
-            description="Continue prompts with a model. The text of one sample is printed as "
+            description="Continue prompts with a model. One sample is printed after its prompt, as "
             "it is generated; several are printed in order, each when it is complete.",
             args=args,
         )
