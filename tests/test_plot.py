@@ -241,6 +241,21 @@ def test_the_ending_names_the_format(tmp_path, suffix):
     assert {"pdf": b"%PDF", "svg": b"<svg"}[suffix] in out.read_bytes()
 
 
+def test_all_curves_of_a_plot_are_smoothed_alike(tmp_path, figures):
+    """A long run, its first tenth, and the same losses with half the points."""
+    long = make_run(tmp_path / "long", val_every=0)
+    rows = (long / "log.jsonl").read_text().splitlines()
+    for name, kept in (("short", rows[:40]), ("sparse", rows[1::2])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text("\n".join(kept) + "\n")
+    plot_runs([long, tmp_path / "short", tmp_path / "sparse"], tmp_path / "loss.png")
+    whole, first, sparse = (line.get_ydata() for line in drawn(figures[0])[0][1::3])
+    np.testing.assert_array_equal(first[:21], whole[:21])  # their windows are in both runs
+    losses = np.array([json.loads(row)["loss"] for row in rows])
+    np.testing.assert_allclose(whole, smooth(losses, 8))
+    np.testing.assert_allclose(sparse, smooth(losses[1::2], 4))
+
+
 def test_smoothing_is_a_centred_mean():
     ramp = np.arange(9.0)
     # a centred mean does not change a straight line

@@ -37,8 +37,17 @@ class _Curves:
     val_loss: np.ndarray
 
     @property
-    def smoothed(self) -> np.ndarray:
-        return smooth(self.train_loss, half_width=max(1, len(self.train_loss) // 50))
+    def _spacing(self) -> float:
+        return float(np.ptp(self.train_x)) / max(1, len(self.train_x) - 1)
+
+    @property
+    def half_width(self) -> float:
+        """2 % of the curve, and at least the distance of two points, in units of x."""
+        return max(self._spacing, float(np.ptp(self.train_x)) / 50)
+
+    def smoothed(self, half_width: float) -> np.ndarray:
+        """Return the moving mean of the training loss over 2·half_width, in units of x."""
+        return smooth(self.train_loss, round(half_width / (self._spacing or 1)))
 
 
 def plot_runs(
@@ -79,9 +88,12 @@ def plot_runs(
     runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
     groups = _grouped(runs) if group else [[run] for run in runs]
 
+    half_width = max(run.half_width for run in runs)  # one for all curves, which are compared
+
     with style.picture(out, (9, 5.5)) as axes:
         colours = itertools.cycle(style.COLOURS)
-        handles = [_draw(axes, runs, color) for runs, color in zip(groups, colours, strict=False)]
+        pairs = zip(groups, colours, strict=False)
+        handles = [_draw(axes, runs, half_width, color) for runs, color in pairs]
         grey = {"color": "0.4", "linewidth": 1.6}
         handles.append(Line2D([], [], **grey, label="training, smoothed"))
         if any(len(runs) > 1 for runs in groups):
@@ -231,13 +243,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _draw(axes, runs: list[_Curves], color) -> Line2D:
+def _draw(axes, runs: list[_Curves], half_width: float, color) -> Line2D:
     """Draw one run, or the mean of several; return the legend's line."""
     # A dark edge separates the markers from the curve.
     marker = {"linestyle": "", "marker": "o", "markersize": 4, "mec": "black", "mew": 0.5}
     name = _group_name(runs)
     if len(runs) > 1:
-        x, mean, deviation = _mean([(run.train_x, run.smoothed) for run in runs], name)
+        x, mean, deviation = _mean([(run.train_x, run.smoothed(half_width)) for run in runs], name)
         axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.25, lw=0)
         axes.plot(x, mean, color=color, linewidth=1.6)
         val_x, val, val_deviation = _mean([(run.val_x, run.val_loss) for run in runs], name)
@@ -246,9 +258,10 @@ def _draw(axes, runs: list[_Curves], color) -> Line2D:
     else:
         (run,) = runs
         axes.plot(run.train_x, run.train_loss, color=color, linewidth=0.5, alpha=0.3)
-        axes.plot(run.train_x, run.smoothed, color=color, linewidth=1.6)
+        smoothed = run.smoothed(half_width)
+        axes.plot(run.train_x, smoothed, color=color, linewidth=1.6)
         axes.plot(run.val_x, run.val_loss, color=color, zorder=3, **marker)
-        mean = run.smoothed[np.isfinite(run.smoothed)]
+        mean = smoothed[np.isfinite(smoothed)]
         val, ends = run.val_loss[np.isfinite(run.val_loss)], ""
     final = f"val {val[-1]:.4f}{ends}" if len(val) else f"train {mean[-1]:.4f}{ends}, no val"
     return Line2D([], [], color=color, linewidth=3, label=f"{name} · {final}")
