@@ -55,7 +55,7 @@ from gptjax.training.lock import LockedError, locked
 from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import LogError, NoLog, RunLog, check_wandb
 from gptjax.training.start_up_time import StartUpTime
-from gptjax.training.status_line import PipeConsole
+from gptjax.training.status_line import PipeConsole, elapsed, fitted
 from gptjax.training.step import (
     init_state,
     make_clipping_step,
@@ -80,7 +80,8 @@ def _train(
     config: Config, console: Console, stack: contextlib.ExitStack, given: frozenset[str]
 ) -> int:
     def say(name: str, text: object) -> None:
-        console.print(printable(f"{name:<11} {text}"), markup=False)
+        line = fitted(console, printable(f"{name:<11} {text}"), indent=12)
+        console.print(line, markup=False)
 
     # -------------------------------------------------------------------------------- devices, data
     start_up = StartUpTime(BEGAN)
@@ -120,7 +121,7 @@ def _train(
     chosen = (parallel, idle_gpu, kernels, start.step, processes, source)
     for name, text in header(config, inputs, *chosen):
         say(name, text)
-    say("compiling", "…")
+    say("compiling", "… usually less than a minute")
     start_up.mark("data")
 
     # -------------------------------------------------------------------------------------- compile
@@ -161,13 +162,14 @@ def _train(
 
     step = start.step or 0
     stage = config.at(step)
-    start_train_step(stage.model, inputs.abstract_train_windows(stage))  # compiles in a thread
-    start_eval_step(stage.model)
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
-    digests = threads.submit(compile_digests, abstract_state)
-    if start.step is None:
-        first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
-    steps = StagedStep(compile_stage, inputs.timeline, step, say)
+    with elapsed(console):
+        start_train_step(stage.model, inputs.abstract_train_windows(stage))  # compiles in a thread
+        start_eval_step(stage.model)
+        digests = threads.submit(compile_digests, abstract_state)
+        if start.step is None:
+            first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
+        steps = StagedStep(compile_stage, inputs.timeline, step, say)
     stack.callback(steps.close)
     start_up.mark("compilation")
     say("compiled", compiler)

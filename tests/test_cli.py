@@ -1,6 +1,7 @@
 """The command line and config files: options, help, and every error's text."""
 
 import dataclasses
+import itertools
 import os
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from gptjax.cli import from_command_line, load
 from gptjax.config import Config, ConfigError, to_json
+from gptjax.data.__main__ import main as data_main
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import ALGORITHMS, MuonConfig, NorMuonConfig, OptimizerConfig
 
@@ -42,6 +44,22 @@ def test_every_field_can_be_overridden():
     assert config.optimizer.skip_loss_z == 3.0 and config.optimizer.clip_norm is None
     assert config.run_dir == Path("elsewhere/x") and config.max_steps == 7
     assert config.model.n_embd == load(Path(TINY)).model.n_embd  # what was not named stays
+
+
+@pytest.mark.parametrize(
+    "command", [from_command_line, data_main], ids=["train.py", "gptjax.data check"]
+)
+def test_help_is_wrapped_between_words_at_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        command([*(["--config", TINY] if command is from_command_line else ["check"]), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    texts = [line.replace("│", " ").rstrip() for line in lines]
+    for text, following in itertools.pairwise(texts):
+        if text.startswith(" " * 8) and following.startswith(" " * 8):
+            # The first word of the next line does not fit into this line.
+            assert len(text) + 1 + len(following.split()[0]) > 78
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -1,6 +1,7 @@
 """train.py: a run from beginning to end."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
 from train_tools import command_line, last_state, losses, rows, run, steps_kept, train_py
 
 from gptjax import devices, parallel
@@ -69,6 +71,17 @@ def test_a_run_from_beginning_to_end(config):
         and "is complete" in shown
         and (config.run_dir / "log.jsonl").read_bytes() == before
     )
+
+
+def test_the_header_fits_80_columns(config, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown, quiet = io.StringIO(), {"max_steps": 1, "val_every": 0, "sample_every": 0}
+    config = dataclasses.replace(config, **quiet)
+    assert train_py.train(config, Console(file=shown, width=80)) == 0
+    header, rest = shown.getvalue().split("compiling   … usually less than a minute\n")
+    # A path may be longer than the line.
+    assert all(len(line) <= 80 or len(line.split()) == 1 for line in header.splitlines())
+    assert re.search(r"^compiled    \d+\.\d s \(", rest)
 
 
 @pytest.mark.parametrize("algorithm", ["adamw", "normuon"])

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import tyro
 
-from gptjax.terminal import exit_code, interrupt, printable
+from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.training.checkpoint import Checkpoints, NotFiniteError, silence_orbax
 from gptjax.training.lock import LockedError, locked
 from gptjax.training.run_log import LogError, read_log
@@ -220,7 +220,7 @@ def main(args: list[str] | None = None) -> int:
     description = "List, average or delete the checkpoints of a run."
 
     def command() -> None:
-        line = tyro.cli(
+        line = command_line(
             _CommandLine,
             prog="python -m gptjax.checkpoints",
             description=description,

@@ -17,7 +17,7 @@ from gptjax.optim import ALGORITHMS, OptimizerConfig, switch_algorithm
 from gptjax.precision import NAMES as PRECISIONS
 from gptjax.precision import Precision
 from gptjax.stages import Stage
-from gptjax.terminal import printable
+from gptjax.terminal import command_line, printable
 
 
 def from_command_line(argv: list[str] | None = None) -> Config:
@@ -49,7 +49,7 @@ def from_command_line(argv: list[str] | None = None) -> Config:
     _check_optimizer_options(config.optimizer, rest)
     _check_stages(rest)
     file = given.config[0] if given.config else tyro.MISSING
-    return tyro.cli(
+    return command_line(
         _CommandLine,
         prog="train.py",
         description="Train a language model."

@@ -35,7 +35,7 @@ from gptjax.evaluation import (
 from gptjax.evaluation.places import place, read
 from gptjax.files import output, write_atomically
 from gptjax.precision import NAMES, Precision
-from gptjax.terminal import exit_code, printable
+from gptjax.terminal import command_line, exit_code, printable
 from gptjax.user_folders import cache_folder, data_folder
 
 Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
@@ -360,7 +360,7 @@ def main(args: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if args is None else args
 
     def command() -> None:
-        options = tyro.cli(
+        options = command_line(
             Evaluate,
             prog="python -m gptjax.evaluate",
             description="Score a model on texts, multiple choice, CORE, or tasks of "

@@ -9,7 +9,7 @@ import tyro
 
 from gptjax.data import DataError
 from gptjax.data.tokenizers import TokenizerChoice
-from gptjax.terminal import exit_code, interrupt, printable
+from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, sources
 from gptjax.weights.export import Format, check_architecture, check_new, check_suffix, export
@@ -52,4 +52,4 @@ def main(
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
     silence_orbax()
-    sys.exit(tyro.cli(main, prog="python -m gptjax.export"))
+    sys.exit(command_line(main, prog="python -m gptjax.export"))

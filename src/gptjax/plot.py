@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from gptjax.bench import style
-from gptjax.terminal import printable
+from gptjax.terminal import command_line, printable
 from gptjax.training.run_log import read_log
 
 X = Literal["tokens", "steps", "time"]
@@ -312,4 +312,4 @@ def main(
 if __name__ == "__main__":
     # End without a traceback if the reader, such as head, ends early.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    tyro.cli(main, prog="python -m gptjax.plot")
+    command_line(main, prog="python -m gptjax.plot")

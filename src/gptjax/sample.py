@@ -18,7 +18,7 @@ from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.precision import NAMES, Precision
-from gptjax.terminal import exit_code, printable
+from gptjax.terminal import command_line, exit_code, printable
 from gptjax.user_folders import cache_folder
 
 STREAMED = 8
@@ -396,7 +396,7 @@ def main(args: list[str] | None = None) -> int:
             stream.reconfigure(errors=errors)
 
     def command() -> None:
-        options = tyro.cli(
+        options = command_line(
             Sample,
             prog="python -m gptjax.sample",
             description="Continue prompts with a model. One sample is printed after its prompt, as "

@@ -1,10 +1,14 @@
-"""Printing of untrusted text on a terminal, and the exit code of a command."""
+"""Printing on a terminal, untrusted text, the command line, and the exit code of a command."""
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -27,6 +31,60 @@ def has_control_characters(text: str) -> bool:
     Python decodes invalid UTF-8 to surrogates.
     """
     return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
+
+
+def wrapped(text: str, width: int, indent: str = "") -> str:
+    """Break each line of `text` between words to fit `width`; a longer word stays whole."""
+    how = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
+    return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
+
+
+def command_line(kind: Any, **options: Any) -> Any:
+    """Call `tyro.cli`; its --help is wrapped between words to fit the terminal."""
+    import tyro
+
+    given = options.get("args")
+    if not {"-h", "--help"} & {*(sys.argv[1:] if given is None else given)}:
+        return tyro.cli(kind, **options)
+    with _joined_docstrings(), contextlib.redirect_stdout(_Wrapping(sys.stdout)):
+        return tyro.cli(kind, **options)
+
+
+class _Wrapping:
+    """Standard output of tyro, which fits boxes to the terminal, but not usage and description."""
+
+    def __init__(self, out: Any):
+        self._out, self._width = out, shutil.get_terminal_size().columns
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+    def write(self, text: str) -> int:
+        return self._out.write(text if "│" in text else wrapped(text, self._width))
+
+
+@contextlib.contextmanager
+def _joined_docstrings() -> Iterator[None]:
+    """Join the lines of each option's docstring: tyro keeps the breaks before indented lines."""
+    import docstring_parser
+
+    def joined(parse: Callable) -> Callable:
+        def parsed(*arguments: Any) -> Any:
+            found = parse(*arguments)
+            for param in found.params:
+                param.description = param.description and " ".join(param.description.split())
+            return found
+
+        return parsed
+
+    before = {name: getattr(docstring_parser, name) for name in ("parse", "parse_from_object")}
+    try:
+        for name, parse in before.items():
+            setattr(docstring_parser, name, joined(parse))
+        yield
+    finally:
+        for name, parse in before.items():
+            setattr(docstring_parser, name, parse)
 
 
 def interrupt(number: int, frame: object = None) -> None:

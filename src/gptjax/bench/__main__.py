@@ -26,7 +26,7 @@ from gptjax.bench.startup import Startup
 from gptjax.bench.step import Step
 from gptjax.config import ConfigError
 from gptjax.fields import check_ranges
-from gptjax.terminal import exit_code, interrupt
+from gptjax.terminal import command_line, exit_code, interrupt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def main(args: list[str] | None = None) -> int:
 
     def command() -> None:
         prog = "python -m gptjax.bench"
-        options = tyro.cli(_COMMANDS, prog=prog, description=__doc__, args=args)
+        options = command_line(_COMMANDS, prog=prog, description=__doc__, args=args)
         try:
             check_ranges(options)
         except ValueError as error:

@@ -16,7 +16,7 @@ from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.tokenizers import TokenizerChoice
-from gptjax.terminal import exit_code, interrupt, printable
+from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.user_folders import data_folder
 
 _PATHS = tyro.conf.arg(metavar="PATH...", help_behavior_hint="(at least one)")
@@ -168,7 +168,7 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
 
     def prepare() -> None:
-        command = tyro.cli(
+        command = command_line(
             _Command,
             prog="python -m gptjax.data",
             description="Prepare a text as token shards in llm.c's .bin format. "

@@ -11,14 +11,12 @@ import signal
 import sys
 from collections.abc import Iterator
 
-import tyro
-
 # The measurements need little memory, and other processes may use the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from gptjax.doctor import checks, machine
 from gptjax.doctor.checks import Result
-from gptjax.terminal import printable
+from gptjax.terminal import command_line, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,9 @@ def run(options: Options) -> Iterator[Result]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = tyro.cli(Options, prog="python -m gptjax.doctor", description=__doc__, args=arguments)
+    options = command_line(
+        Options, prog="python -m gptjax.doctor", description=__doc__, args=arguments
+    )
     versions = checks.versions()
     if not options.json:
         for name, version in versions.items():
