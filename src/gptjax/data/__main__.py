@@ -1,6 +1,7 @@
 """Prepare token shards: `python -m gptjax.data`."""
 
 import dataclasses
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ import tyro
 from gptjax.data import corpora
 from gptjax.data.atomic import PrepareError
 from gptjax.data.check import check_dataset
+from gptjax.data.corpora import Corpus
 from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
-from gptjax.data.manifest import DatasetError
+from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
-from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.data.tokenizers import TokenizerChoice, model_options
 from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.user_folders import data_folder
 
@@ -44,10 +46,19 @@ class _Common:
     overwrite: bool = False
     """Prepare the dataset again if it exists."""
 
-    def options(self) -> Options:
-        return Options(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}
-        )
+    def prepare(self, kind: str, corpus: Corpus) -> None:
+        """Prepare the corpus and print the command that trains a small model on it."""
+        names = [field.name for field in dataclasses.fields(Options)]
+        options = Options(**{name: getattr(self, name) for name in names})
+        folder = prepare_corpus(kind, corpus, options)
+        command = ["python", "train.py", "--config", "configs/gpt2_tiny.py"]
+        command += ["--name", folder.name, "--dataset", folder.name]
+        if self.data_dir != data_folder():
+            command += ["--data-dir", str(self.data_dir)]
+        manifest = read_manifest(folder)
+        if manifest and manifest.tokenizer != "byte":  # the config's
+            command += model_options(manifest.tokenizer).split()
+        print(printable(f"train a small model: {shlex.join(command)}"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +66,7 @@ class Stdlib(_Common):
     """Sources of the running Python's standard library: 10 MB on every machine, no download."""
 
     def run(self) -> None:
-        prepare_corpus("stdlib", corpora.stdlib(), self.options())
+        self.prepare("stdlib", corpora.stdlib())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +77,7 @@ class TinyShakespeare(_Common):
     """File with the text. None: download from karpathy/char-rnn on GitHub."""
 
     def run(self) -> None:
-        prepare_corpus("tinyshakespeare", corpora.tinyshakespeare(self.file), self.options())
+        self.prepare("tinyshakespeare", corpora.tinyshakespeare(self.file))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +88,7 @@ class Text(_Common):
     """Files, folders (all files in them, at any depth) and globs such as 'books/**/*.txt'."""
 
     def run(self) -> None:
-        prepare_corpus("text", corpora.text(_non_empty(self.paths)), self.options())
+        self.prepare("text", corpora.text(_non_empty(self.paths)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +125,7 @@ class Jsonl(_Common):
             raise PrepareError(
                 "expected --prompt-field and --answer-field together, found one of them"
             )
-        prepare_corpus("jsonl", corpus, self.options())
+        self.prepare("jsonl", corpus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from gptjax.data.manifest import MANIFEST, DatasetError, Manifest, ShardInfo, re
 from gptjax.data.masks import Mask, mask_path
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, shard_error, token_offset
-from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES, choose_tokenizer
+from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES, choose_tokenizer, model_options
 from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
 
@@ -385,10 +385,11 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
         )
     made_with = manifest.tokenizer if manifest else "gpt2"
     if tokenizer not in ("auto", made_with):
+        assumed = "" if manifest else f", which is assumed without {MANIFEST}"
         raise DatasetError(
-            f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}; "
-            f"ask for tokenizer 'auto' or {made_with!r}, or prepare the text again with "
-            f"--tokenizer {tokenizer}"
+            f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}"
+            f"{assumed}; train with {model_options(made_with)}, or prepare the text again with "
+            f"--tokenizer {tokenizer} and another --name"
         )
     notes = [
         *([note] if note else []),

@@ -120,6 +120,13 @@ class GPT2Tokenizer:
 VOCABULARIES = {kind.name: (kind.vocab_size, kind.eot) for kind in (GPT2Tokenizer, ByteTokenizer)}
 
 
+def model_options(name: str) -> str:
+    """Return the options of train.py for a model of the ids of a tokenizer, padded to 128."""
+    ids = VOCABULARIES[name][0]
+    padded = -(-ids // 128) * 128
+    return f"--tokenizer {name} --model.vocab-size {ids} --model.padded-vocab-size {padded}"
+
+
 def get_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer "gpt2" or "byte".
 

@@ -211,13 +211,18 @@ def _checked_tokenizer(config: Config, dataset: data.Dataset) -> data.Dataset:
     if ids <= model_ids:
         return dataset
     fewer = f"the model has {model_ids:,} ids, and the tokenizer {name} has {ids:,}"
+    larger = "" if config.init_from else f"set --model.vocab-size {ids}, or "
     needing = [flag for flag in ("sample_every", "eval_every") if getattr(config, flag)]
+    if needing and dataset.listed:
+        raise ConfigError(
+            f"{dataset.path}: {fewer}; {larger}prepare the text again with --tokenizer byte and "
+            "another --name"
+        )
     if needing:
         unset = " ".join(f"--{flag.replace('_', '-')} 0" for flag in needing)
-        assumed = "" if dataset.listed else ", which is assumed because there is no dataset.json"
         raise ConfigError(
-            f"{dataset.path}: {fewer}{assumed}. If the shards have the ids of {name}, set "
-            f"--model.vocab-size {ids}; otherwise train without its texts: {unset}"
+            f"{dataset.path}: {fewer}, which is assumed because there is no dataset.json; {larger}"
+            f"for ids of another tokenizer train without texts: {unset}"
         )
     if dataset.listed:
         return dataset
