@@ -4,10 +4,12 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from train_tools import losses, rows, run
 
 import gptjax
@@ -47,6 +49,73 @@ def prepare(tmp_path) -> str:
     return str(tmp_path / "facts")
 
 
+def load_ask(monkeypatch):
+    spec = importlib.util.spec_from_file_location("ask", FOLDER / "ask.py")
+    ask = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ask)
+    monkeypatch.setattr(ask, "NEW_TOKENS", 4)
+    return ask
+
+
+# Options of the config, which the pages and the data command do not set.
+SHORT = {"max_steps": 1, "val_every": 0, "sample_every": 1, "sample_tokens": 4}
+
+
+def follow(command, program_folder, monkeypatch):
+    """Run a command as printed, in this process; training has one step."""
+    script, *words = shlex.split(command)[1:]
+    if script == "-m":
+        assert words.pop(0) == "gptjax.data" and main(words) == 0
+    elif script == "train.py":
+        short = SHORT | {"compilation_cache": program_folder}
+        config = dataclasses.replace(cli.from_command_line(words), **short)
+        assert run(config, cli.given_for_model(words))[0] == 0
+    else:
+        assert script == "examples/finetune/ask.py"
+        load_ask(monkeypatch).main(*words)
+
+
+@pytest.fixture
+def newcomer(tmp_path, monkeypatch, one_device, program_cache, optax_promotion):
+    """A working directory with a checkout's files and own text, and an empty cache."""
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(FOLDER.parents[1] / name)
+    (tmp_path / "book.txt").write_text("A text of one's own.\n" * 500)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note.txt").write_text("Another text.\n" * 500)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("page, count", [("data.md", 2), ("finetuning.md", 6)])
+def test_the_commands_of_a_page_work(newcomer, program_folder, monkeypatch, page, count):
+    """Those before the list of corpora that need no GPU and no download."""
+    text = (FOLDER.parents[1] / "docs" / page).read_text().split("## Prepare a dataset")[0]
+    commands = re.findall(r"^    (python (?!.*(?:gpt2_124m|--tokenizer gpt2)).*)", text, re.M)
+    assert len(commands) == count
+    for command in commands:
+        follow(command, program_folder, monkeypatch)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_the_command_that_data_prints_works(
+    newcomer, program_folder, monkeypatch, capsys, tokenizer
+):
+    try:
+        gptjax.data.get_tokenizer(tokenizer)
+    except gptjax.data.TokenizerUnavailable as error:
+        pytest.skip(str(error))
+    options = ["--tokenizer", tokenizer, "--name", "own", "--data-dir", "my data"]
+    assert main(["text", "book.txt", "notes", *options]) == 0
+    shown = capsys.readouterr().out
+    follow(shown.split("train a small model: ")[1], program_folder, monkeypatch)
+    if tokenizer == "gpt2":  # the error of the config's tokenizer has the same options
+        plain = ["--config", "configs/gpt2_tiny.py", "--dataset", "own", "--data-dir", "my data"]
+        says = "found 'gpt2'; train with --tokenizer gpt2 --model.vocab-size 50257 --model.padded-"
+        with pytest.raises(gptjax.data.DatasetError, match=says):
+            run(cli.from_command_line(plain))
+
+
 def test_fine_tuning(config, tmp_path, monkeypatch, capsys):
     model = dataclasses.replace(config.model, n_layer=1)
     quiet = {"sample_every": 0, "checkpoint_every": 2, "val_every": 0}
@@ -83,10 +152,6 @@ def test_fine_tuning(config, tmp_path, monkeypatch, capsys):
     assert (targets == -1).mean() > 0.5
     np.testing.assert_allclose(val[2]["loss"], loss, rtol=1e-5)
 
-    spec = importlib.util.spec_from_file_location("ask", FOLDER / "ask.py")
-    ask = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ask)
-    monkeypatch.setattr(ask, "NEW_TOKENS", 4)
     capsys.readouterr()
-    ask.main(str(tuned.run_dir), "Who?")
+    load_ask(monkeypatch).main(str(tuned.run_dir), "Who?")
     assert capsys.readouterr().out.startswith("Who?  ")
