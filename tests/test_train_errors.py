@@ -139,8 +139,8 @@ def own_shards(config, tmp_path):
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_first(own_shards, monkeypatch):
     monkeypatch.setattr(train_py.devices, "reserve_memory", lambda _: pytest.fail("reserved"))
     says = (
-        r"own: the model has 2,048 ids, and the tokenizer gpt2 has 50,257, which is assumed .* no "
-        r"dataset.json. .* --model.vocab-size 50257; otherwise .*: --sample-every 0$"
+        "own: the model has 2,048 ids, and the tokenizer gpt2 has 50,257, which is assumed .* no "
+        "dataset.json; set --model.vocab-size 50257, or for ids of another .*: --sample-every 0$"
     )
     with pytest.raises(ConfigError, match=says):
         run(own_shards)

@@ -44,9 +44,11 @@ def command_line(kind: Any, **options: Any) -> Any:
     import tyro
 
     given = options.get("args")
-    if not {"-h", "--help"} & {*(sys.argv[1:] if given is None else given)}:
-        return tyro.cli(kind, **options)
-    with _joined_docstrings(), contextlib.redirect_stdout(_Wrapping(sys.stdout)):
+    helps = {"-h", "--help"} & {*(sys.argv[1:] if given is None else given)}
+    # Also without --help, because tyro caches docstrings.
+    with _joined_docstrings(), contextlib.ExitStack() as stack:
+        if helps:
+            stack.enter_context(contextlib.redirect_stdout(_Wrapping(sys.stdout)))
         return tyro.cli(kind, **options)
 
 
