@@ -337,6 +337,7 @@ def _train(
 
     # -------------------------------------------------------------------------------------- results
     checkpoints.close()
+    checkpoints.check_readable(step, abstract_state.params)
     say("checkpoint", f"{checkpoints.folder}/{step}")
     say("log", log.path)
     if step and first:

@@ -199,3 +199,31 @@ def test_an_error_in_the_first_sample_loses_no_step(config, monkeypatch):
     with pytest.raises(TypeError, match=r"hidden\(tokens, cache\) to call cache\[i\].attend"):
         run(config)
     assert steps_kept(config) == [6]
+
+
+LOSSES = {
+    # Orbax 0.11.20 ends without renaming the temporary folder.
+    "no checkpoint": "lost.rename(lost.with_suffix('.orbax-checkpoint-tmp'))",
+    "no metadata": "(lost / 'meta' / 'metadata').unlink()",
+    "no arrays": "[file.unlink() for file in lost.glob('state/**/d/*')]",
+    "no list of arrays": "(lost / 'state' / '_METADATA').unlink()",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_last_checkpoint_that_cannot_be_read_is_an_error(config, tmp_path, loss):
+    command = command_line(config, tmp_path, "--max-steps", "4", "--val-every", "4")
+    file = tmp_path / "config.py"
+    file.write_text(
+        file.read_text() + "from gptjax.training import checkpoint\n"
+        "close = checkpoint.Checkpoints.close\n"
+        "def close_and_lose(self):\n"
+        "    close(self)\n"
+        "    lost = self.folder / '4'\n"
+        f"    {LOSSES[loss]}\n"
+        "checkpoint.Checkpoints.close = close_and_lose\n"
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "\ndone " not in done.stdout
+    assert done.stderr.startswith("error: the checkpoint of step 4 was saved but cannot be read: ")
+    assert "python -m gptjax.doctor" in done.stderr and "Traceback" not in done.stderr

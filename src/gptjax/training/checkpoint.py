@@ -22,6 +22,7 @@ from gptjax import distributed
 from gptjax.provenance import versions
 from gptjax.weights.checkpoint_files import (
     FORMAT,
+    check_readable,
     check_regular,
     checksum,
     compare,
@@ -145,6 +146,21 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for every save and release Orbax's threads. Raise the errors of `wait`."""
         self._translate(self._manager.close)
+
+    def check_readable(self, step: int, params: PyTree) -> None:
+        """Raise CheckpointError if a saved checkpoint cannot be read, without reading all of it.
+
+        Args:
+            step: step of the checkpoint.
+            params: parameters of the state as `jax.ShapeDtypeStruct`s.
+        """
+        try:
+            check_readable(self.folder / str(step), params)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} was saved but cannot be read: {error}. "
+                "Check the installed versions: python -m gptjax.doctor"
+            ) from error
 
     def _translate(self, action) -> None:
         try:

@@ -180,6 +180,26 @@ def verify_all(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def check_readable(folder: Path, params: Mapping) -> None:
+    """Verify the metadata, the list of arrays, and the smallest parameter of a checkpoint.
+
+    The other arrays are not read: the time does not grow with their size.
+
+    Args:
+        folder: folder of the step.
+        params: parameters as nested dict of `jax.ShapeDtypeStruct`s, as they were saved.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    meta = read_meta(folder)
+    if lost := meta.get("digests", {}).keys() - _described(folder).keys():
+        raise damaged(folder, f"{few(sorted(lost))} are missing")
+    arrays: dict[tuple, Any] = traverse_util.flatten_dict({PARAMS: dict(params)})
+    key = min(arrays, key=lambda key: arrays[key].size)
+    verify(folder, meta, _restore(folder, traverse_util.unflatten_dict({key: arrays[key]})))
+
+
 def _description(folder: Path) -> PyTree:
     """Return Orbax's description of all arrays: a tree of objects with shape and dtype."""
     try:
