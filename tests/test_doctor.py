@@ -4,7 +4,9 @@ import functools
 import json
 import subprocess
 import sys
+import tomllib
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from gptjax.doctor import checks, kernels, machine
 from gptjax.doctor.machine import Gpu
 from pallas_kernels import _dispatch, extend
 
+ROOT = Path(__file__).parent.parent
 H200 = types.SimpleNamespace(
     id=0, device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0"
 )
@@ -124,6 +127,31 @@ def test_a_wrong_jaxlib(h200):
     assert remedy == "pip install --upgrade 'jax[cuda13]==0.12.0'"
 
 
+@pytest.mark.parametrize(
+    "package, old, floor",
+    [("orbax-checkpoint", "0.11.20", "0.11.24"), ("grain", "0.2.12", "0.2.15")],
+)
+def test_a_version_below_the_floor_of_pyproject(h200, package, old, floor):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [Requirement(line) for line in project["dependencies"]]
+    h200.set(requirements=lambda name, extra="": needed if (name, extra) == ("gptjax", "") else [])
+    h200.packages |= {r.name: next(iter(r.specifier)).version for r in needed} | {package: old}
+    assert bad()["packages"] == (
+        "failed",
+        f"needs {package}>={floor}, found {old}",
+        f"pip install '{package}>={floor}'",
+    )
+
+
+@pytest.mark.parametrize("cuda, extra", [((13, 0), 13), ((12, 8), 12), (None, 13)])
+def test_both_cuda_plugins(h200, cuda, extra):
+    h200.packages |= {f"jax-cuda12-{part}": "0.12.0" for part in ("plugin", "pjrt")}
+    h200.set(cuda_version=lambda: cuda)
+    status, found, remedy = bad()["CUDA plugin"]
+    assert status == "failed" and "jax-cuda12-plugin and jax-cuda13-plugin" in found
+    assert f"in a new environment: pip install -e '.[cuda{extra}]'" in remedy
+
+
 def test_no_jax_triton(h200):
     del h200.packages["jax-triton"]
     name, status, text, remedy = only()
@@ -171,7 +199,7 @@ def test_an_old_driver(h200):
     name, status, text, remedy = only()
     assert (name, status) == ("driver", "failed") and "version 580" in remedy
     assert text == "the driver supports CUDA 12.8, and the plugin needs 13"
-    assert "jax[cuda12]" in remedy
+    assert "pip install -e '.[cuda12]'" in remedy
 
 
 def test_an_unknown_gpu_and_one_that_jax_does_not_use(h200):

@@ -167,6 +167,7 @@ def test_a_step_is_dispatched_before_the_metrics_of_the_one_before_are_read(conf
         "read",
         "read",
         "read",  # the digests of the checkpoint
+        "read",  # the digest of the array that is read back
     ]
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "warning", "failed"]
 
-INSTALL = "pip install -e '.[cuda13]'"
+INSTALL, INSTALL_12 = "pip install -e '.[cuda13]'", "pip install -e '.[cuda12]'"
 # train.py reserves this part of a GPU's memory.
 RESERVED = 0.92
 # Fractions of the peak that every known card reaches without interference. An H200 copies at 89 %
@@ -73,9 +73,15 @@ def jaxlib() -> Result:
 
 
 def plugin() -> Result:
-    """Check that JAX's CUDA plugin is installed and fits jax and jaxlib. Without a driver, no
+    """Check that one CUDA plugin of JAX is installed and fits jax and jaxlib. Without a driver, no
     plugin is needed."""
-    if machine.cuda_version() is None:
+    cuda = machine.cuda_version()
+    if all(machine.installed(f"jax-cuda{n}-plugin") for n in (12, 13)):
+        what = "jax-cuda12-plugin and jax-cuda13-plugin are both installed, expected one"
+        install = INSTALL_12 if cuda is not None and cuda[0] == 12 else INSTALL
+        reason = "NVIDIA's libraries for CUDA 12 and 13 overwrite each other"
+        return Result("CUDA plugin", "failed", what, f"in a new environment: {install}; {reason}")
+    if cuda is None:
         return Result("CUDA plugin", "ok", "not needed: no NVIDIA driver")
     jax, extra = machine.installed("jax") or "", _cuda_extra()
     if extra is None:
@@ -104,7 +110,7 @@ def driver() -> Result:
     if extra is not None and cuda[0] < int(extra.removeprefix("cuda")):
         remedy = "install NVIDIA's driver, version 580 or later"
         if cuda[0] == 12:
-            remedy += ", or use CUDA 12: pip install 'jax[cuda12]' in place of jax[cuda13]"
+            remedy += f", or use CUDA 12, in a new environment: {INSTALL_12}"
         return Result("driver", "failed", f"{found}, and the plugin needs {extra[4:]}", remedy)
     return Result("driver", "ok", found)
 
