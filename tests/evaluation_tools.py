@@ -1,6 +1,5 @@
 """A small model with its PyTorch reference, and made-up files of the published forms."""
 
-import csv
 import json
 
 import numpy as np
@@ -88,20 +87,6 @@ def write_bin(path, items):
     header = np.zeros(256, "<i4")
     header[:3] = BIN_MAGIC, 1, len(items)
     path.write_bytes(header.tobytes() + np.array(stream, "<u2").tobytes())
-
-
-def write_mmlu(folder, counts, seed=0):
-    """A folder data/test with a subject for each count; return the records."""
-    rng, found = np.random.default_rng(seed), []
-    (folder / "data" / "test").mkdir(parents=True)
-    for subject, count in sorted(counts.items()):
-        with (folder / "data" / "test" / f"{subject}_test.csv").open("w", newline="") as file:
-            for _ in range(count):
-                record = [f'{words(rng, 3)},\n"{words(rng, 2)}"?', *(words(rng, 2) for _ in "ABCD")]
-                record.append("ABCD"[rng.integers(4)])
-                csv.writer(file).writerow(record)
-                found.append((subject, record))
-    return found
 
 
 CORE_YAML = """

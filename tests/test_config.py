@@ -264,6 +264,8 @@ def test_differences_are_found_and_operational_ones_are_not():
     config = load(Path(TINY))
     saved = json.loads(json.dumps(to_json(config)))  # as a checkpoint gives it back
     assert configuration.differences(saved, config) == []
+    # A task that an older version had.
+    assert configuration.differences(saved | {"eval_tasks": "mmlu"}, config) == []
     moved = dataclasses.replace(
         config, name="other", micro_batch=1, val_every=7, runs_dir=Path("x")
     )

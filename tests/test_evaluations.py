@@ -63,6 +63,7 @@ def test_a_missing_file_ends_the_run_before_it_starts(evaluating):
     "options, message",
     [
         ({"eval_tasks": "hellaswag,piqa"}, "must be names of hellaswag, .* got 'piqa'"),
+        ({"eval_tasks": "mmlu", "eval_every": 2}, "python -m gptjax.evaluate RUN --harness mmlu$"),
         ({"eval_tasks": "core", "eval_every": 0}, "--eval-tasks and --eval-every need each other"),
         ({"eval_tasks": "", "eval_every": 5}, "--eval-tasks and --eval-every need each other"),
     ],

@@ -25,7 +25,7 @@ from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
 
 # Evaluation tasks during training.
-EVAL_TASKS = ("hellaswag", "mmlu", "core")
+EVAL_TASKS = ("hellaswag", "core")
 
 
 class ConfigError(ValueError):
@@ -127,7 +127,7 @@ class Config:
     val_tokens: PositiveInt = 1_048_576
     """Approximate number of tokens in a validation. Every validation has the same tokens."""
     eval_tasks: str = ""
-    """Tasks of gptjax.evaluate, separated by commas: hellaswag, mmlu, core. Their files are in
+    """Tasks of gptjax.evaluate, separated by commas: hellaswag, core. Their files are in
     data_dir."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations of eval_tasks; 0 for none."""
@@ -236,7 +236,7 @@ class Config:
         if wrong := [task for task in tasks if task not in EVAL_TASKS]:
             raise ConfigError(
                 f"--eval-tasks must be names of {', '.join(EVAL_TASKS)}, separated by commas, got "
-                f"{wrong[0]!r}"
+                f"{wrong[0]!r}; other tasks: python -m gptjax.evaluate RUN --harness mmlu"
             )
         if bool(tasks) != bool(self.eval_every):
             raise ConfigError("--eval-tasks and --eval-every need each other")

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gptjax import data, devices
-from gptjax.config import ConfigError
+from gptjax.config import EVAL_TASKS, ConfigError
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.evaluation import (
     EvaluationError,
@@ -38,8 +38,8 @@ from gptjax.precision import NAMES, Precision
 from gptjax.terminal import command_line, exit_code, printable
 from gptjax.user_folders import cache_folder, data_folder
 
-Task = Literal["loss", "bits-per-byte", "hellaswag", "mmlu", "core"]
 TEXT_TASKS = ("loss", "bits-per-byte")
+TASKS = (*TEXT_TASKS, *EVAL_TASKS)
 # Seconds between lines of progress without a terminal.
 LINE_SECONDS = 10
 # 256 times the default on a GPU.
@@ -53,14 +53,15 @@ class Evaluate:
 
     path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
     """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
-    task: tuple[Task, ...] = ()
-    """One or several tasks. loss and bits-per-byte score every token of a text once."""
+    task: tuple[str, ...] = ()
+    """One or several of loss, bits-per-byte, hellaswag, core. loss and bits-per-byte score every
+    token of a text once."""
     file: Path | None = None
     """File or folder of the task: text or folder of .bin shards (loss, bits-per-byte);
-    hellaswag_val.jsonl or llm.c's hellaswag_val.bin; the folder with MMLU's test/*.csv; the folder
-    with core.yaml. None: in data-dir."""
+    hellaswag_val.jsonl or llm.c's hellaswag_val.bin; the folder with core.yaml. None: in
+    data-dir."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
-    """Folder of the prepared datasets, of hellaswag_val.jsonl, mmlu/ and eval_bundle/."""
+    """Folder of the prepared datasets, of hellaswag_val.jsonl and of eval_bundle/."""
     dataset: str = "auto"
     """Dataset whose validation shards loss and bits-per-byte score, as for train.py."""
     stride: int | None = None
@@ -92,6 +93,11 @@ class Evaluate:
         """Raise EvaluationError for options that contradict each other or are out of range."""
         if not self.task and not self.harness:
             raise EvaluationError("expected --task or --harness, got neither")
+        if wrong := [task for task in self.task if task not in TASKS]:
+            raise EvaluationError(
+                f"--task must be names of {', '.join(TASKS)}, got {wrong[0]!r}; other tasks: "
+                "python -m gptjax.evaluate RUN --harness mmlu"
+            )
         if len({*self.task}) < len(self.task):
             raise EvaluationError(f"expected each task once, got {' '.join(self.task)}")
         texts = any(task in TEXT_TASKS for task in self.task)
@@ -229,7 +235,7 @@ def _score(
     items: Any,
     scored: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    """Return the rows of hellaswag, mmlu or core."""
+    """Return the rows of hellaswag or core."""
     began = time.perf_counter()
     if task == "core":
         total = sum(min(len(each.items), options.limit or len(each.items)) for each in items)
@@ -364,7 +370,7 @@ def main(args: list[str] | None = None) -> int:
             Evaluate,
             prog="python -m gptjax.evaluate",
             description="Score a model on texts, multiple choice, CORE, or tasks of "
-            "lm-evaluation-harness. The files of hellaswag, mmlu and core are not downloaded: "
+            "lm-evaluation-harness. The files of hellaswag and core are not downloaded: "
             "an error names their address and the place for them.",
             args=args,
         )

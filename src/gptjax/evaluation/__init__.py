@@ -1,4 +1,4 @@
-"""Evaluation: loss and bits per byte of a text, HellaSwag, MMLU, CORE, lm-evaluation-harness.
+"""Evaluation: loss and bits per byte of a text, HellaSwag, CORE, lm-evaluation-harness.
 
 `python -m gptjax.evaluate` is the command. Every error that a user can correct is an
 `EvaluationError` or a `gptjax.data.DataError`.
@@ -11,7 +11,6 @@ from gptjax.evaluation.choices import (
     Question,
     evenly_spaced,
     read_hellaswag,
-    read_mmlu,
     score_choices,
 )
 from gptjax.evaluation.core import CoreTask, core_metric, read_core, score_core
@@ -38,7 +37,6 @@ __all__ = [
     "from_file",
     "read_core",
     "read_hellaswag",
-    "read_mmlu",
     "score_choices",
     "score_core",
     "score_text",

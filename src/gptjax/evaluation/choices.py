@@ -1,4 +1,4 @@
-"""Multiple choice by the likeliest ending: HellaSwag and MMLU, scored as llm.c scores them.
+"""Multiple choice by the likeliest ending: HellaSwag, scored as llm.c scores it.
 
 A row is the tokens of the context followed by the tokens of " " + ending. Both texts are encoded
 separately. No end-of-text token precedes the context. With ℓ the log-probabilities of an ending's
@@ -13,13 +13,8 @@ lm-evaluation-harness differs: it edits the text and divides by the characters o
 | --- | --- | --- | --- |
 | HellaSwag | hellaswag_val.jsonl of github.com/rowanz/hellaswag | ctx | 10,042 |
 | HellaSwag | hellaswag_val.bin of llm.c, which has the same tokens | | 10,042 |
-| MMLU | test/*.csv of Hendrycks's data.tar | "Question: " + question + "\n\nAnswer:" | 14,042 |
-
-Fields of MMLU are read as text, without conversion: llm.c reads them with pandas, which turns 0.50
-into 0.5 and None into nan.
 """
 
-import csv
 import dataclasses
 import itertools
 import json
@@ -34,7 +29,6 @@ from gptjax.evaluation.errors import EvaluationError
 from gptjax.evaluation.scoring import Row, Scorer, ahead
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-MMLU_URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
 # llm.c's .bin of questions: header of 256 int32, then uint16.
 BIN_MAGIC, BIN_VERSION, HEADER_INTS, START = 20240522, 1, 256, 65535
 # Number of questions that a thread tokenizes while the device scores earlier questions.
@@ -50,13 +44,11 @@ class Question:
     Attributes:
         endings: texts without the space that precedes them, or token ids.
         label: index of the correct ending.
-        subject: group of items that is also reported by itself, or None.
     """
 
     context: str | np.ndarray
     endings: tuple[str, ...] | tuple[np.ndarray, ...]
     label: int
-    subject: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +59,14 @@ class Choices:
         sums: log-probability of each ending, a tuple for each question.
         means: log-probability per token of each ending.
         labels: index of the correct ending of each question.
-        subjects: subject of each question, or None.
     """
 
     sums: list[tuple[float, ...]]
     means: list[tuple[float, ...]]
     labels: list[int]
-    subjects: list[str | None]
 
     def metrics(self) -> dict[str, Any]:
-        """Return items, acc, acc_norm, their standard errors, and acc of each subject."""
+        """Return items, acc, acc_norm and their standard errors."""
         right = [_best(s) == label for s, label in zip(self.sums, self.labels, strict=True)]
         normed = [_best(s) == label for s, label in zip(self.means, self.labels, strict=True)]
         found: dict[str, Any] = {"items": len(right)}
@@ -84,12 +74,6 @@ class Choices:
             share = sum(each) / len(each)
             found[name] = share
             found[f"{name}_stderr"] = math.sqrt(share * (1 - share) / max(1, len(each) - 1))
-        subjects: dict[str, list[bool]] = {}
-        for subject, is_right in zip(self.subjects, right, strict=True):
-            if subject is not None:
-                subjects.setdefault(subject, []).append(is_right)
-        if subjects:
-            found["subjects"] = {name: sum(v) / len(v) for name, v in subjects.items()}
         return found
 
 
@@ -118,7 +102,6 @@ def score_choices(
         [tuple(score.log_prob for score in each) for each in of_each],
         [tuple(score.mean for score in each) for each in of_each],
         [question.label for question in questions],
-        [question.subject for question in questions],
     )
 
 
@@ -238,45 +221,6 @@ def _bin_question(stream: np.ndarray, at: int) -> tuple[Question, int]:
     if 2 * (position - at) != size:
         raise ValueError(f"expected {size} bytes, found {2 * (position - at)}")
     return Question(parts[0], tuple(parts[1:]), label), position
-
-
-def read_mmlu(folder: Path) -> list[Question]:
-    """Read all subjects of MMLU's test split: `test/*.csv`, `data/test/*.csv` or `*.csv`.
-
-    A record has a question, four choices and the letter of the correct choice.
-
-    Raises:
-        EvaluationError: no CSV files, or a malformed record; the message has the line.
-    """
-    folders = [folder / "data" / "test", folder / "test", folder]
-    files = next((found for each in folders if (found := sorted(each.glob("*.csv")))), [])
-    if not files:
-        raise EvaluationError(f"{folder}: expected test/*.csv, found none; unpack {MMLU_URL} there")
-    questions = []
-    for file in files:
-        check_file(file, "")
-        subject = file.stem.removesuffix("_test")
-        with file.open(encoding="utf-8", newline="") as lines:
-            records = csv.reader(lines)
-            try:
-                for record in records:
-                    if record:  # not an empty line
-                        where = f"{file}, line {records.line_num}"
-                        questions.append(_mmlu(record, subject, where))
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise EvaluationError(f"{file}, line {records.line_num + 1}: {error}") from None
-    return questions
-
-
-def _mmlu(record: list[str], subject: str, where: str) -> Question:
-    if len(record) != 6 or record[5] not in ("A", "B", "C", "D"):
-        raise EvaluationError(
-            f"{where}: expected a question, four choices and A, B, C or D, found {len(record)} "
-            f"fields: {','.join(record)!r:.60}"
-        )
-    question, *endings, answer = record
-    context = f"Question: {question}\n\nAnswer:"
-    return Question(context, tuple(endings), "ABCD".index(answer), subject)
 
 
 def check_file(path: Path, hint: str) -> None:

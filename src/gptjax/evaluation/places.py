@@ -3,16 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from gptjax.evaluation.choices import read_hellaswag, read_mmlu
+from gptjax.evaluation.choices import read_hellaswag
 from gptjax.evaluation.core import read_core
 
 # Task → candidate names in the data folder; the first existing name is used.
 PLACES = {
     "hellaswag": ("hellaswag_val.jsonl", "hellaswag_val.bin"),
-    "mmlu": ("mmlu",),
     "core": ("eval_bundle",),
 }
-_READERS = {"hellaswag": read_hellaswag, "mmlu": read_mmlu, "core": read_core}
+_READERS = {"hellaswag": read_hellaswag, "core": read_core}
 
 
 def place(task: str, data_dir: Path) -> Path:

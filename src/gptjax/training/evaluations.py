@@ -1,4 +1,4 @@
-"""Evaluation tasks during training: HellaSwag, MMLU and CORE on the current parameters."""
+"""Evaluation tasks during training: HellaSwag and CORE on the current parameters."""
 
 from typing import Any
 

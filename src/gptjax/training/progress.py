@@ -19,7 +19,7 @@ from gptjax.training.status_line import StatusLine
 # Number of consecutive updates with NaN or infinity at which the run stops.
 MOST_NOT_FINITE = 50
 # The metric of each evaluation task on the status line.
-EVAL_METRICS = ("hellaswag_acc", "mmlu_acc", "core")
+EVAL_METRICS = ("hellaswag_acc", "core")
 
 
 class Progress:
