@@ -228,7 +228,7 @@ def check_file(path: Path, hint: str) -> None:
     try:
         if not path.is_file():
             found = "a folder" if path.is_dir() else "no file"
-            raise EvaluationError(f"{path}: expected a file, found {found}; {hint}".rstrip("; "))
+            raise EvaluationError(f"{path}: expected a file, found {found}; {hint}")
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise EvaluationError(f"{path}: expected at most {_MAX_BYTES} bytes, found {size}")
     except OSError as error:
