@@ -116,8 +116,7 @@ def _train(
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
     windows_have = {"masked": inputs.dataset.masked, "eot": inputs.eot}
-    executable_inputs = configuration.executable_inputs(config, **windows_have)
-    compiler = Compiler(config.compilation_cache, executable_inputs)
+    compiler = Compiler(config.compilation_cache)
     chosen = (parallel, idle_gpu, kernels, start.step, processes, source)
     for name, text in header(config, inputs, *chosen):
         say(name, text)
@@ -140,14 +139,14 @@ def _train(
             donate_argnums=0,
             out_shardings=(parallel.shardings(abstract_state), parallel.replicated),
         )
-        return compiler.start(function, abstract_state, windows, inputs=repr(model))
+        return compiler.start(function, abstract_state, windows)
 
     @functools.cache
     def start_eval_step(model: ModelConfig):
         evaluated = make_eval_step(graph(model.for_evaluation()), **how)
         function = jax.jit(evaluated, out_shardings=parallel.replicated)
         arguments = abstract_state.params, inputs.abstract_val_windows()
-        return compiler.start(function, *arguments, inputs=repr(model))
+        return compiler.start(function, *arguments)
 
     @functools.cache
     def clipping_step(model: ModelConfig):  # compiles at its first call

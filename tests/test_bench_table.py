@@ -45,7 +45,7 @@ SHOWS = {
     "ladder": lambda: ladder.show(result("ladder.json")["rows"], DEVICE),
     "step": lambda: step.show(result("step/gpt2_xl_36.json")["rows"], DEVICE),
     "profile": lambda: profile.show(result("profile/gpt2_xl_24.json")["rows"][0], 4),
-    "startup": lambda: startup.show(result("startup_executable_cache.json")["rows"]),
+    "startup": lambda: startup.show(result("startup.json")["rows"]),
     "kernels": show_kernels,
     "compare": show_compare,
 }

@@ -2,6 +2,8 @@
 memory."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -95,13 +97,63 @@ def test_a_cache_that_cannot_be_created_is_noted(tmp_path, monkeypatch):
         raise OSError(30, "Read-only file system", str(self))
 
     monkeypatch.setattr(compilation.Path, "mkdir", read_only)
-    compiler = compilation.Compiler(tmp_path / "cache", 1)
+    compiler = compilation.Compiler(tmp_path / "cache")
     (note,) = compiler.notes
     assert (
         note.startswith("no cache: OSError: [Errno 30] Read-only") and "--compilation-cache" in note
     )
     assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
     assert str(compiler).endswith("(no cache)") and jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_cache_is_created_for_its_user_alone(tmp_path, cache_settings):
+    folder, before = tmp_path / "parent" / "cache", os.umask(0o002)
+    try:
+        # the second reads what the first wrote with a umask that lets a group write
+        for _ in range(2):
+            compiler = compilation.Compiler(folder)
+            compiler(jax.jit(double), jnp.arange(4.0))
+            jax.clear_caches()
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert compiler.executables[0]["source"] == "JAX's cache" and not compiler.notes
+    assert any(file.stat().st_mode & 0o020 for file in folder.glob("jit_*"))
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("who", ["owner", "others can write"])
+def test_a_cache_that_another_user_could_have_written_is_refused(tmp_path, monkeypatch, what, who):
+    (tmp_path / "jit_x-cache").write_bytes(b"")
+    tmp_path.chmod(0o755)
+    path = {"folder": tmp_path, "file": tmp_path / "jit_x-cache"}[what]
+    if who == "owner":
+        stat, lstat = Path.stat, Path.lstat
+
+        def owned_by_another(real, self, **how):
+            status = list(real(self, **how))
+            status[4] += self == path
+            return os.stat_result(status)
+
+        monkeypatch.setattr(Path, "stat", lambda self, **how: owned_by_another(stat, self, **how))
+        monkeypatch.setattr(Path, "lstat", lambda self: owned_by_another(lstat, self))
+    else:
+        path.chmod(path.stat().st_mode | 0o020)
+    expected = "expected owner" if who == "owner" else "other users can write, mode"
+    with pytest.raises(
+        ConfigError, match=f"executables in {tmp_path} could run .*{expected}.*--compilation-cache"
+    ):
+        compilation.Compiler(tmp_path)
+
+
+def test_a_link_in_the_cache_is_refused(tmp_path, cache_settings):
+    folder, link = tmp_path / "cache", tmp_path / "link"
+    folder.mkdir(0o700)
+    link.symlink_to(folder)
+    assert compilation.Compiler(link).notes == []
+    (folder / "jit_x-cache").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="found a link"):
+        compilation.Compiler(folder)
 
 
 def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prepare_tools import EOT, tokens_of
 
-from gptjax.config import Config, ConfigError, executable_inputs
+from gptjax.config import Config, ConfigError
 from gptjax.data import DatasetError, Loader, ShardError, check_dataset, find_dataset, fixed_batches
 from gptjax.data.__main__ import main
 from gptjax.data.masks import Mask, write_mask
@@ -155,8 +155,6 @@ def test_validation_batches_weigh_their_targets(prepared, tmp_path):
         inputs.val_weights([~abs(batch) for batch in batches])
     plain = dataclasses.replace(inputs, dataset=dataclasses.replace(dataset, masked=False))
     assert plain.val_weights(batches).tolist() == [1.0] * len(batches)
-    with_cache = Config(executable_cache=True)
-    assert executable_inputs(with_cache, True) != executable_inputs(with_cache, False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from train_tools import last_state, losses, rows, run
 
-from gptjax.config import Config, ConfigError, Stage, executable_inputs
+from gptjax.config import Config, ConfigError, Stage
 from gptjax.data import (
     Loader,
     Packing,
@@ -358,9 +358,6 @@ def test_options(packed, words):
         Config(stages=(Stage(max_document_length=8),))
     with pytest.raises(ConfigError, match="--max-document-length must be at least 1"):
         Config(separate_documents=True, max_document_length=0)
-    plain = dataclasses.replace(packed, stages=(), executable_cache=True)
-    other = dataclasses.replace(plain, max_document_length=41)
-    assert executable_inputs(plain, False) == executable_inputs(other, False)
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
     with pytest.raises(ConfigError, match="expected documents that begin with the end-of-text"):
         Inputs.find(dataclasses.replace(packed, dataset=str(words)), mesh)

@@ -23,7 +23,6 @@ STEPS = [
 STARTS = [
     ("empty caches", "startup", "cold"),
     ("full caches", "startup", "warm"),
-    ("full caches, `--executable-cache`", "startup_executable_cache", "warm"),
     ("two GPUs, empty caches", "startup_devices_2", "cold"),
 ]
 

@@ -166,10 +166,6 @@ class Config:
     compilation_cache: Path | None = dataclasses.field(default_factory=cache_folder)
     """Folder of JAX's compilation cache. Loading an executable runs its code: no other user may own
     the folder or be able to write to the folder. None: compile at each start."""
-    executable_cache: bool = False
-    """Also cache the training and validation steps in compilation_cache. The key is a hash of all
-    inputs of the compilation, such as the source files. A cache hit skips tracing and lowering,
-    about 5 s of a start."""
 
     def __post_init__(self):
         try:
@@ -340,22 +336,14 @@ class Config:
 
 
 # Fields of Config that may differ between a checkpoint and the command that resumes it: these
-# fields do not change what the model learns. `operational` adds fields of the model.
+# fields do not change what the model learns. `operational` adds fields of the model. Checkpoints of
+# older versions also have executable_cache, an option that no longer exists.
 OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
     "overlap_reduce distributed coordinator process_count process_index connect_timeout max_steps "
     "micro_batch val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
     "checkpoint_every keep_last keep_every log_every wandb peak_tflops deterministic "
     "fp8_clipping_every compilation_cache executable_cache".split()
-)
-
-# Fields that no compiled executable depends on. max_steps is the default end of a schedule, which
-# `to_json` stores in optimizer.schedule_steps. An executable depends on val_tokens by a shape only.
-OUTSIDE_EXECUTABLES = frozenset(
-    "name runs_dir max_steps resume resume_with_changes init_from seed dataset data_dir tokenizer "
-    "max_document_length data_order overfit_one_batch val_every val_tokens eval_tasks eval_every "
-    "eval_items sample_every sample_tokens checkpoint_every keep_last keep_every log_every wandb "
-    "peak_tflops fp8_clipping_every compilation_cache executable_cache".split()
 )
 
 
@@ -367,24 +355,6 @@ def operational(config: Config) -> frozenset[str]:
 def changeable(config: Config) -> frozenset[str]:
     """Return the fields that may also differ with --resume-with-changes."""
     return frozenset(f"optimizer.{name}" for name in config.optimizer.changeable)
-
-
-def executable_inputs(
-    config: Config, masked: bool, eot: int | None = None
-) -> dict[str, Any] | None:
-    """Return the inputs of compilation: a part of `to_json`, and the arguments.
-
-    None without `executable_cache`.
-
-    Args:
-        masked: whether the data has loss masks.
-        eot: id of the end-of-text token, with separate_documents.
-    """
-    if not config.executable_cache:
-        return None
-    outside = OUTSIDE_EXECUTABLES if config.stages else OUTSIDE_EXECUTABLES | {"stages"}
-    kept = {name: value for name, value in to_json(config).items() if name not in outside}
-    return kept | {"masked": masked, "eot": eot}
 
 
 def to_json(config: Config) -> dict[str, Any]:

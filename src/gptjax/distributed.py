@@ -56,7 +56,7 @@ _XLA_FLAGS = {
 # Options that may differ between the processes of a run. The data are compared by content.
 PER_PROCESS = frozenset(
     "distributed coordinator process_count process_index connect_timeout data_dir dataset "
-    "compilation_cache executable_cache".split()
+    "compilation_cache".split()
 )
 _PREFIX, _ERRORS = "gptjax/", "gptjax/error/"
 

@@ -1,20 +1,19 @@
 """Ahead-of-time compilation with a cache on disk, and a check that the step fits into memory."""
 
-import math
+import contextlib
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax._src import config as jax_config
 
 from gptjax import distributed
 from gptjax.config import Config, ConfigError
 from gptjax.stages import Timeline
-from gptjax.training.executable_cache import ExecutableCache, NoKey, check_private
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 
 
@@ -28,30 +27,71 @@ def compiler_options() -> dict[str, bool]:
     return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
 
 
+def check_private(folder: Path) -> None:
+    """Create a cache folder with mode 700, or check that no other user owns it or can write to it.
+
+    Loading an executable runs its code. The files in `folder` are checked too.
+
+    Raises:
+        ConfigError: another user owns or can write to the folder or a file in it, or `folder` is
+            not a folder.
+        OSError: the folder cannot be created or read.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"--compilation-cache must be a folder, but {folder} is not") from error
+    whole = folder.stat()  # of the target of a symbolic link
+    refusal = f"executables in {folder} could run another user's code and are not loaded: "
+    if fault := _why_unsafe(whole):
+        raise ConfigError(
+            f"{refusal}{fault}. If the folder is yours: chmod go-w {folder}. "
+            "Otherwise choose another --compilation-cache, or None"
+        )
+    others_can_enter = bool(whole.st_mode & 0o011)
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process of this user removed it
+            if fault := _why_unsafe(path.lstat(), may_be_writable=not others_can_enter):
+                raise ConfigError(
+                    f"{refusal}{path}: {fault}. Delete that file, or choose another "
+                    "--compilation-cache, or None"
+                )
+
+
+def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | None:
+    """Return why a file or folder of a cache cannot be trusted, or None.
+
+    Args:
+        may_be_writable: other users cannot enter the folder, so its files may be writable. With a
+            umask of 002, files that JAX writes have mode 664.
+    """
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return "expected a regular file or a folder, found a link or a device"
+    if status.st_uid != os.geteuid():
+        return f"expected owner {os.geteuid()} (you), found {status.st_uid}"
+    if status.st_mode & 0o022 and not may_be_writable:
+        return f"other users can write, mode {stat.S_IMODE(status.st_mode):o}"
+    return None
+
+
 class Compiler:
     """Compile executables concurrently and cache them on disk.
 
-    JAX's own cache looks up an executable by its lowered text. With `inputs`, an `ExecutableCache`
-    stores the executables of `start` instead, and looks them up before tracing.
-
     Args:
         cache: folder of the caches, created with mode 700 if absent; None for no cache.
-        inputs: all values that the functions close over, or that their `jax.jit` options depend on;
-            JSON. None for JAX's cache alone.
 
     Raises:
         ConfigError: `cache` is not a folder, or another user owns or can write to the folder or a
             file in it.
 
     Attributes:
-        executables: one dict per executable: "name"; "source": "executable cache", "JAX's cache" or
-            "compiled"; and the seconds of "lower" (tracing, and the compilers of Triton and Mosaic;
-            0 for a hit in the executable cache) and "compile" (or loading), including storing.
-        notes: the reason why an executable was not loaded or stored; the reason why there is no
-            cache, if `cache` cannot be created.
+        executables: one dict per executable: "name"; "source": "JAX's cache" or "compiled"; and the
+            seconds of "lower" (tracing, and the compilers of Triton and Mosaic) and "compile" (or
+            loading), including storing.
+        notes: the reason why there is no cache, if `cache` cannot be created.
     """
 
-    def __init__(self, cache: Path | None, inputs: Any = None):
+    def __init__(self, cache: Path | None):
         self.executables: list[dict[str, str | float]] = []
         self.notes: list[str] = []
         if cache is not None:
@@ -60,25 +100,20 @@ class Compiler:
             except OSError as error:
                 self.notes.append(f"no cache: {_first_line(error)}; choose --compilation-cache")
                 cache = None
-        self._cache, self._events, self._stored = cache, [], None
+        self._cache, self._events = cache, []
         self._began = self._ended = None
         self._threads = ThreadPoolExecutor(max_workers=4)
         if cache is not None:
-            # Several processes compile an executable together: with a cache hit in one process, the
-            # other processes would wait forever.
-            if inputs is not None and jax.process_count() == 1:
-                self._stored = ExecutableCache(cache / "executables", inputs)
-            # XLA cannot serialize a loaded executable (on a CPU, functions are missing). Hence an
-            # executable from JAX's cache could not be stored in the executable cache.
-            of_jax = cache / "jax" if self._stored else cache
-            jax.config.update("jax_compilation_cache_dir", str(of_jax.absolute()))
+            jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
             # By default, JAX does not store the dozens of executables that compile in less than a
             # second.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             # Appending to a list is thread-safe, incrementing a counter is not. JAX calls the
             # listener in the thread that compiles.
             jax.monitoring.register_event_listener(
-                lambda event, **_: self._record(event.rpartition("/")[2])
+                lambda event, **_: self._events.append(
+                    (event.rpartition("/")[2], threading.get_ident())
+                )
             )
 
     @property
@@ -96,96 +131,40 @@ class Compiler:
         """Number of cache misses, including executables that JAX compiles by itself."""
         return [event for event, _ in self._events].count("cache_misses")
 
-    def _record(self, event: str) -> None:
-        self._events.append((event, threading.get_ident()))
-
     def start(
-        self, lowerable: jax.stages.Wrapped, *abstract: object, inputs: Any = None
+        self, lowerable: jax.stages.Wrapped, *abstract: object
     ) -> Callable[[], jax.stages.Compiled]:
-        """Start to load or compile the executable for these shapes, dtypes and shardings.
+        """Lower for these shapes, dtypes and shardings; start to load or compile the executable.
 
-        A cached executable is loaded in a thread. Otherwise `lowerable` is lowered in this thread
-        and compiled in another.
-
-        Args:
-            inputs: values that only this function closes over; JSON.
+        `lowerable` is lowered in this thread and compiled, or loaded, in another.
 
         Returns:
             A function that waits for the executable and returns it.
         """
         self._began = self._began or time.perf_counter()
-        key = None
-        if self._stored:
-            try:
-                key = self._stored.key(lowerable, abstract, compiler_options(), inputs)
-            except NoKey as error:
-                self.notes.append(f"{lowerable.__name__} is not stored: {error}")
-        hit = key is not None and key in self._stored
-        future = (
-            self._threads.submit(self._read, lowerable, key)
-            if hit
-            else self._compile(lowerable, abstract, key)
-        )
-
-        def wait() -> jax.stages.Compiled:
-            compiled = future.result()
-            if compiled is None:
-                # Lower in this thread: tracing depends on this thread's `with` statements, such as
-                # a matmul precision.
-                compiled = self._compile(lowerable, abstract, key).result()
-            self._ended = time.perf_counter()
-            return compiled
-
-        return wait
-
-    def _read(self, lowerable: jax.stages.Wrapped, key: str) -> jax.stages.Compiled | None:
-        """Load the executable; if this fails, add a note and return None."""
-        started, name = time.perf_counter(), lowerable.__name__
-        try:
-            compiled = self._stored.load(key)
-        except Exception as error:
-            self.notes.append(
-                f"{name} is compiled again, {self._stored.folder / key} cannot be read: "
-                f"{_first_line(error)}"
-            )
-            return None
-        self._record("cache_hits")
-        seconds = {"lower": 0.0, "compile": time.perf_counter() - started}
-        self.executables.append({"name": name, "source": "executable cache"} | seconds)
-        return compiled
-
-    def _compile(self, lowerable: jax.stages.Wrapped, abstract: tuple, key: str | None) -> Future:
-        """Lower in this thread; compile and store in another."""
         started, name = time.perf_counter(), lowerable.__name__
         lowered = lowerable.lower(*abstract)
         lowering = time.perf_counter() - started
 
         def compile_it() -> jax.stages.Compiled:
             started, before = time.perf_counter(), len(self._events)
-            # An executable is stored in one cache only, see `__init__`. JAX has no other way to set
-            # this option for one thread.
-            writes_from = 0.0 if key is None else math.inf
-            with jax_config.persistent_cache_min_compile_time_secs(writes_from):
-                compiled = lowered.compile(compiler_options=compiler_options())
+            compiled = lowered.compile(compiler_options=compiler_options())
             of_jax = [
                 event for event, thread in self._events[before:] if thread == threading.get_ident()
             ]
             source = "JAX's cache" if "cache_hits" in of_jax else "compiled"
-            if key is not None:
-                self._store(key, name, compiled)
-                if source == "compiled":
-                    self._record("cache_misses")  # JAX counts misses of its own cache
             seconds = {"lower": lowering, "compile": time.perf_counter() - started}
             self.executables.append({"name": name, "source": source} | seconds)
             return compiled
 
-        return self._threads.submit(compile_it)
+        future = self._threads.submit(compile_it)
 
-    def _store(self, key: str, name: str, compiled: jax.stages.Compiled) -> None:
-        try:
-            self._stored.store(key, compiled)
-        except Exception as error:
-            self.notes.append(f"{name} is not stored: {_first_line(error)}")
+        def wait() -> jax.stages.Compiled:
+            compiled = future.result()
+            self._ended = time.perf_counter()
+            return compiled
+
+        return wait
 
     def __call__(self, lowerable: jax.stages.Wrapped, *abstract: object) -> jax.stages.Compiled:
         """Call `start` and wait for the executable."""
@@ -195,10 +174,6 @@ class Compiler:
         if self._cache is None:
             return f"{self.seconds:.1f} s (no cache)"
         outcome = "hit" if self.hits and not self.misses else "miss"
-        if self._stored:
-            sources = [executable["source"] for executable in self.executables]
-            hits = f"{sources.count('executable cache')} of {len(sources)}"
-            outcome = f"{hits} from the executable cache, {outcome}"
         return f"{self.seconds:.1f} s ({outcome}, cache {self._cache})"
 
 
