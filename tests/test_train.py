@@ -201,20 +201,17 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(
 
 
 def test_a_checkpoint_with_an_option_that_no_longer_exists_resumes(config):
-    config = dataclasses.replace(config, max_steps=2, val_every=0, sample_every=0)
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=4)
+    how = {"max_steps": 2, "val_every": 0, "sample_every": 0, "optimizer": optimizer}
+    config = dataclasses.replace(config, **how)
     assert run(config)[0] == 0
     path = config.run_dir / "checkpoints" / "2" / "meta" / "metadata"
     meta = json.loads(path.read_text())
     del meta["checksum"]
     meta["config"]["executable_cache"] = True
     path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
-    optimizer = dataclasses.replace(
-        config.optimizer, schedule_steps=meta["config"]["optimizer.schedule_steps"]
-    )
-    longer = dataclasses.replace(config, resume="must", max_steps=4, optimizer=optimizer)
+    longer = dataclasses.replace(config, resume="must", max_steps=4)
     assert run(longer)[0] == 0 and steps_kept(config)[-1] == 4
-    with pytest.raises(TypeError, match="executable_cache"):
-        Config(executable_cache=True)
 
 
 @pytest.mark.gpu
