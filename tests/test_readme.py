@@ -23,8 +23,8 @@ PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src", "tests")
 # tests/test_manual.py compares this page with the dataclasses.
 OPTIONS_PAGE = ROOT / "docs" / "configuration.md"
-# Options of TensorBoard, ruff and Hugging Face's command.
-OTHERS = {"--logdir", "--check", "--local-dir"}
+# Options of TensorBoard, ruff and Hugging Face's command; a removed option in CHANGELOG.md.
+OTHERS = {"--logdir", "--check", "--local-dir", "--executable-cache"}
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
 GPT2_FILES = r"""(get_tokenizer|load)\("(my_)?gpt2"\)"""
