@@ -220,7 +220,7 @@ def test_activations_lower_for_an_h200(name, c, o):
 # ---------------------------------------------------------------------------------------------- GPU
 
 
-# Of the default tiles and of others that are measured in docs/notes/.
+# The default tiles, and others that were measured (docs/tried.md).
 TILES = {
     "default": None,
     "single thread blocks": Tiles(cluster=1),

@@ -4,7 +4,7 @@ saved.
     python benchmarks/experiments/fp8_derivative.py
 
 Relative RMS errors against the same gradients in fp32 of operands that are not rounded, of the back
-end xla. Runs on any device. docs/notes/2026-11-23-fp8.md has the results.
+end xla. Runs on any device.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 python benchmarks/tools/draw_speed.py
 
 gptjax and PyTorch are read from benchmarks/results/step. llm.c was measured in another run
-(docs/notes/2026-11-22-step-design.md), so its times are constants of this file.
+(docs/results.md), so its times are constants of this file.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
         # Use the smaller of X Xᵀ and Xᵀ X; no matrix is transposed.
         gram = _rounded(xxt(y, **options) if wide else xtx(y, **options), dtype)
         # a·1 + b·gram + c·gram²: the step is then one matmul. A separate addition of a·y would need
-        # another pass over fp32 results (docs/notes/2026-11-22-normuon.md).
+        # another pass over fp32 results (docs/tried.md).
         polynomial = _rounded(ba_plus_caa(gram, b=b, c=c, d=a, **options), dtype)
         left, right = (polynomial, y) if wide else (y, polynomial)
         y = _rounded(jnp.matmul(left, right, precision=options["precision"]), dtype)
