@@ -136,8 +136,8 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
         facts: dtype, shape and options of the call: fields of a dataclass of the kernel folder.
 
     Raises:
-        ValueError: no such operation or back end, or the named back end cannot run here; the
-            message lists the back ends that can.
+        ValueError: no such operation or back end, missing or unknown facts, or the named back end
+            cannot run here; the message lists the back ends that can.
 
     Example:
         >>> select("layer_norm", channels=768)
@@ -151,6 +151,14 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
         raise ValueError(
             f"{operation}: unknown implementation {implementation!r}; choose one of "
             f"{['auto', *back_ends]}"
+        )
+    fields = {field.name: field.default for field in dataclasses.fields(entry.facts)}
+    needed = [name for name, default in fields.items() if default is dataclasses.MISSING]
+    if not {*needed} <= {*facts} <= {*fields}:
+        optional = [name for name in fields if name not in needed]
+        needed, optional, got = (", ".join(x) or "none" for x in (needed, optional, facts))
+        raise ValueError(
+            f"{operation}: expected the facts {needed} and optionally {optional}, got {got}"
         )
     call = entry.facts(**facts)
     split = partitioned(arrays)

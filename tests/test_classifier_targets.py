@@ -216,6 +216,24 @@ def test_errors():
         linear_cross_entropy(jnp.ones((9, 4)), jnp.ones((8, 4)), targets_NM, target_weights=[1.0])
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("ignore_index", [2**31, 2**40, -(2**31) - 1])
+def test_an_ignore_index_that_is_no_int32_is_refused(ignore_index, implementation):
+    options = {"ignore_index": ignore_index, "implementation": implementation}
+    targets = jnp.zeros(3, jnp.int32)
+    calls = {
+        "fused_classifier": lambda: fused_classifier(jnp.ones((3, 7)), targets, **options),
+        "linear_cross_entropy": lambda: linear_cross_entropy(
+            jnp.ones((3, 4)), jnp.ones((7, 4)), targets, **options
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            ValueError, match=f"{name}: expected ignore_index .* got {ignore_index}"
+        ):
+            call()
+
+
 @functools.cache
 def head_results(implementation):
     """Losses and gradients of a head stored as (C, V), in chunks, for three cotangents.

@@ -233,8 +233,18 @@ def test_named(operation):
         ValueError, match=r"unknown operation 'tset'; choose one of \['ba_plus_caa'"
     ):
         select("tset")
-    with pytest.raises(TypeError, match="channels"):
+    with pytest.raises(
+        ValueError, match=r"test: expected the facts none and optionally size, got channels"
+    ):
         select("test", channels=3)
+
+
+def test_missing_facts_are_named():
+    expected = "dtype, length, head_dim and optionally window, .*precision"
+    for facts, got in (({}, "none"), ({"length": 8, "width": 1}, "length, width")):
+        message = f"flash_attention: expected the facts {expected}, got {got}"
+        with pytest.raises(ValueError, match=message):
+            select("flash_attention", **facts)
 
 
 def test_an_empty_array_is_left_to_xla(operation):

@@ -61,6 +61,17 @@ def test_every_form(backend, norm):
     check(norm, backend, (3, 4, 40), jnp.float32)
 
 
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(
+    "dtype, parameters",
+    [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "bfloat16")],
+)
+def test_parameters_of_another_dtype(backend, centred, dtype, parameters):
+    """y has x's dtype, each gradient the dtype of its array."""
+    norm = Norm(centred=centred, residual_bias=centred, parameters=jnp.dtype(parameters))
+    check(norm, backend, (3, 40), jnp.dtype(dtype))
+
+
 def test_an_fp32_residual_stream_with_bf16_output(backend):
     check(Norm(out_dtype=jnp.dtype(jnp.bfloat16)), backend, (5, 96), jnp.float32)
     check(
@@ -298,7 +309,7 @@ def test_errors():
         unchecked(layer_norm)(x, scale, None)
     with pytest.raises(
         ValueError,
-        match="expected scale and bias in float32, or in x's bfloat16, got float32, bfloat16",
+        match="expected scale and bias in one dtype, .*bfloat16 or float16, got float32, bfloat16",
     ):
         layer_norm(x, scale, bias.astype(jnp.bfloat16))
     with pytest.raises(
@@ -307,13 +318,13 @@ def test_errors():
         layer_norm(x, scale, bias, residual_bias=bias)
     with pytest.raises(
         ValueError,
-        match="expected scale and bias and residual_bias in float32, .* got .*, bfloat16",
+        match="expected scale and bias and residual_bias in one dtype, .* got .*, bfloat16",
     ):
         layer_norm(x, scale, bias, residual=residual, residual_bias=bias.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"expected residual_bias of shape \(8,\), got \(4,\)"):
         unchecked(layer_norm)(x, scale, bias, residual=residual, residual_bias=bias[:4])
-    with pytest.raises(ValueError, match="got float16, float16"):
-        layer_norm(x, scale.astype(jnp.float16), bias.astype(jnp.float16))
+    with pytest.raises(ValueError, match="got int32, int32"):
+        unchecked(layer_norm)(x, scale.astype(jnp.int32), bias.astype(jnp.int32))
     with pytest.raises(
         ValueError, match="expected out_dtype float32, bfloat16 or float16, got int8"
     ):

@@ -101,6 +101,15 @@ def test_axes_that_a_parameter_lacks_are_refused(inputs, outputs):
         Matrices(inputs=inputs, outputs=outputs).unpacked(jnp.zeros((2, 3, 4)), "w")
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 2), (0, 0)])
+def test_an_empty_parameter_stays_empty_and_others_beside_it_do_not_care(shape):
+    gradients = {"w": normal(4, 6), "empty": np.zeros(shape, np.float32)}
+    (found,) = run(normuon(0.1), [gradients])
+    (alone,) = run(normuon(0.1), [{"w": gradients["w"]}])
+    assert found["empty"].shape == shape
+    np.testing.assert_array_equal(found["w"], alone["w"])
+
+
 def test_matrices_of_one_shape_go_through_one_call():
     calls = []
 

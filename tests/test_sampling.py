@@ -133,6 +133,38 @@ def test_a_small_temperature_draws_the_likeliest_token(temperature, how):
     np.testing.assert_array_equal(found, logits_BV.argmax(axis=-1))
 
 
+@pytest.mark.parametrize(
+    "how, allowed",
+    [
+        ((), [0, 1, 3, 6]),
+        ((jnp.int32(2),), [3, 6]),
+        ((jnp.int32(7),), [0, 1, 3, 6]),
+        ((None, jnp.float32(0.7)), [1, 3, 6]),
+        ((jnp.int32(3), jnp.float32(0.6)), [3, 6]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "implementation, few", [("triton", 1), ("triton", 128), ("xla", 128), ("reference", 128)]
+)
+def test_an_infinite_temperature_draws_uniformly_from_the_tokens_that_the_filters_keep(
+    implementation, few, how, allowed, triton_on_cpu, monkeypatch
+):
+    """Never a token of probability 0, such as one with a logit of −∞. The filters keep the largest
+    logits."""
+    from pallas_kernels.sampling import triton
+
+    monkeypatch.setattr(triton, "FEW", few)
+    inf = np.inf
+    logits_BV = jnp.array([[-3e38, 2, -inf, 3e38, -inf, -inf, 2.5]] * 4, jnp.float32)
+    uniform_B = (jnp.arange(4, dtype=jnp.float32) + 0.5) / 4
+    expected = np.array(allowed)[np.floor(uniform_B * len(allowed)).astype(int)]
+    for temperature in (3e38, np.inf):
+        filters = Filters(jnp.float32(temperature), *how)
+        found = sample_token(logits_BV, uniform_B, filters, implementation=implementation)
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("rows", [1, 64])
 def test_compiled_for_an_h200(rows):
     """Loads of the row are 16 bytes wide in both passes, where a row starts at an odd id, too."""

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from kernel_tools import h200, lower_for_h200
+from kernel_tools import h200, lower_for_h200, unchecked
 
 from gptjax import Precision, optim, parallel
 from gptjax.models import gpt2, layers
@@ -125,6 +125,23 @@ def test_gradients_accumulate_in_fp32_whatever_the_precision():
         windows(4, 2),
     )
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    "shape, dtype", [((4, 17), "int32"), ((2, 4, 1), "int32"), ((0, 4, 17), "int32"),
+                     ((2, 4, 17), "float32")]
+)  # fmt: skip
+def test_other_windows_are_refused(shape, dtype):
+    """Such as the windows (B, T+1) of the evaluation step."""
+    tx, _ = adamw_step()
+    got = re.escape(f"got {shape} in {dtype}")
+    step = unchecked(make_train_step(graph(CONFIG), tx, RATE))
+    with pytest.raises(ValueError, match=rf"train_step: expected .*\(A, B, T \+ 1\).* {got}"):
+        jax.eval_shape(step, state_of(tx), jax.ShapeDtypeStruct(shape, dtype))
+    evaluate, windows = unchecked(make_eval_step(graph(CONFIG))), jax.ShapeDtypeStruct(shape, dtype)
+    if shape != (4, 17):
+        with pytest.raises(ValueError, match=rf"eval_step: expected .*\(B, T \+ 1\).* {got}"):
+            jax.eval_shape(evaluate, state_of(tx).params, windows)
 
 
 def test_two_devices_make_the_update_that_one_makes():

@@ -104,8 +104,8 @@ def fused_classifier(
         vocab_size: real columns; V when None.
         softcap: None, the c of c·tanh(x/c), or a `SigmoidCap`. "triton" needs c of at most 128.
         target_weights: weights of the M targets of every row; 1 when None. An array may be traced.
-        ignore_index: targets with this value do not contribute. A row whose targets are all ignored
-            has a loss and a gradient of exactly 0.
+        ignore_index: int32; targets with this value do not contribute. A row whose targets are all
+            ignored has a loss and a gradient of exactly 0.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
@@ -117,7 +117,9 @@ def fused_classifier(
     """
     vocab_size = logits_NV.shape[-1] if vocab_size is None else vocab_size
     _check(logits_NV, targets_N, vocab_size)
-    targets, weights_M = checked_targets("fused_classifier", targets_N, target_weights)
+    targets, weights_M = checked_targets(
+        "fused_classifier", targets_N, target_weights, ignore_index
+    )
     softcap = checked_softcap("fused_classifier", softcap)
     backend = _dispatch.select(
         "fused_classifier", implementation, arrays=(logits_NV, targets_N), softcap=softcap
@@ -134,13 +136,17 @@ def fused_classifier(
     )
 
 
-def checked_targets(operation: str, targets, target_weights):
+def checked_targets(operation: str, targets, target_weights, ignore_index: int | None = None):
     """Return (N,) targets and None, or (N, M) targets and fp32 weights of shape (M,).
 
     Raises:
-        ValueError: the number of weights is not the number of targets of a row. The message names
-            `operation`.
+        ValueError: the number of weights is not the number of targets of a row, or ignore_index is
+            out of the range of int32. The message names `operation`.
     """
+    if ignore_index is not None and not -(2**31) <= ignore_index < 2**31:
+        raise ValueError(
+            f"{operation}: expected ignore_index in the range of int32, got {ignore_index}"
+        )
     if targets.ndim == 2 and targets.shape[1] == 1 and target_weights is None:
         targets = targets[:, 0]
     if targets.ndim == 1 and target_weights is None:

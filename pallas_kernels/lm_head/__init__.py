@@ -125,8 +125,8 @@ def linear_cross_entropy(
         chunk: largest number of rows of logits that are alive at once; must divide N. None: about
             16,384 rows in "fused", all rows in the other back ends.
         softcap, target_weights: as in `fused_classifier`.
-        ignore_index: targets with this value do not contribute. A token whose targets are all
-            ignored has loss 0 and gradient 0.
+        ignore_index: int32; targets with this value do not contribute. A token whose targets are
+            all ignored has loss 0 and gradient 0.
         fp8: scales for FP8 matmuls in training, with "auto" or "fused"; None: in x's dtype.
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
@@ -161,7 +161,9 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
-    targets, weights_M = checked_targets("linear_cross_entropy", targets_N, target_weights)
+    targets, weights_M = checked_targets(
+        "linear_cross_entropy", targets_N, target_weights, ignore_index
+    )
     softcap = checked_softcap("linear_cross_entropy", softcap)
     loss = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
     if backend == "reference":

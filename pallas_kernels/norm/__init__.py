@@ -101,7 +101,7 @@ def layer_norm(
 
     Args:
         x: rows of fp32, bf16 or fp16.
-        scale, bias: both fp32, or both of x's dtype. The gradients have the same dtype.
+        scale, bias: both fp32, both bf16 or both fp16. The gradients have the same dtype.
         residual: added to x first; of x's shape and dtype.
         residual_bias: added to every row, together with a residual; of scale's dtype.
         eps: added to the biased variance.
@@ -360,10 +360,10 @@ def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
         if shape != x.shape[-1:]:
             raise ValueError(f"{kernel}: expected {name} of shape {x.shape[-1:]}, got {shape}")
     dtypes = {parameter.dtype for parameter in parameters.values()}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), x.dtype}:
+    if len(dtypes) > 1 or not all(dtype in DTYPES for dtype in dtypes):
         raise ValueError(
-            f"{kernel}: expected {' and '.join(parameters)} in float32, or in x's {x.dtype}, "
-            f"got {', '.join(str(parameter.dtype) for parameter in parameters.values())}"
+            f"{kernel}: expected {' and '.join(parameters)} in one dtype, float32, bfloat16 or "
+            f"float16, got {', '.join(str(parameter.dtype) for parameter in parameters.values())}"
         )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in DTYPES:

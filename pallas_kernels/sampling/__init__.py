@@ -4,7 +4,8 @@
         restricted to the fewest likeliest tokens whose probabilities sum to at least top_p
     token = the least id i with p_0 + … + p_i > u·Σp
 
-Of equally likely tokens, the filters keep the tokens with the lowest ids.
+The likeliest tokens are those of the largest logits; of equal logits, the filters keep the tokens
+with the lowest ids. A token with a logit of −∞ has probability 0 at every temperature.
 
 Shapes: B sequences, V vocabulary.
 
@@ -38,7 +39,8 @@ class Filters:
     """Options of a draw: scalars of JAX or NumPy. None disables an option."""
 
     temperature: Array | np.generic | None = None
-    """Positive, fp32. None: return the likeliest token; of equally likely tokens, the lowest id."""
+    """Positive, fp32. None: return the likeliest token; of equally likely tokens, the lowest id.
+    Infinity: draw uniformly from the tokens that the filters keep."""
     top_k: Array | np.generic | None = None
     """int32, at least 1."""
     top_p: Array | np.generic | None = None
@@ -86,13 +88,16 @@ def _in_jax(logits_BV, uniform_B, filters):
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV.astype(jnp.float32)
     # Subtract first: rounding errors of logits / temperature are large at a small temperature.
-    logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / filters.temperature
-    probs_BV = jax.nn.softmax(logits_BV, axis=-1)
+    # XLA divides by a large temperature as a multiplication by 0: not of infinities.
+    scaled_BV = logits_BV - logits_BV.max(-1, keepdims=True)
+    scaled_BV = jnp.maximum(scaled_BV, jnp.finfo(jnp.float32).min) / filters.temperature
+    scaled_BV = jnp.where(logits_BV == -jnp.inf, -jnp.inf, scaled_BV)
+    probs_BV = jax.nn.softmax(scaled_BV, axis=-1)
     if filters.top_k is not None or filters.top_p is not None:
         # Compare ranks, not thresholds: bf16 logits are often equal, and a threshold would keep all
         # equal logits.
         order_BV = jnp.argsort(logits_BV, axis=-1, descending=True, stable=True)
-        keep_BV = _kept(jnp.take_along_axis(logits_BV, order_BV, axis=-1), filters)
+        keep_BV = _kept(jnp.take_along_axis(scaled_BV, order_BV, axis=-1), filters)
         keep_BV = jnp.take_along_axis(keep_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
         probs_BV = jnp.where(keep_BV, probs_BV, 0)
     sum_BV = jnp.cumsum(probs_BV, axis=-1)

@@ -87,6 +87,14 @@ def float_of(key, DTYPE: tl.constexpr, BITS: tl.constexpr):
         return bits.to(tl.int32).to(DTYPE, bitcast=True).to(tl.float32)
 
 
+@triton.jit
+def weight_of(x, keep, highest, scale):
+    """Return the probabilities of kept logits, up to a factor, and 0 for others and for −∞."""
+    # With an infinite temperature `scale` is 0, and an infinite difference would become NaN.
+    weight = tl.exp2(tl.maximum(x - highest, -3.4e38) * scale)
+    return tl.where(keep & (x > float("-inf")), weight, 0.0)
+
+
 # -------------------------------------------------------------------------------------- first pass
 
 
@@ -201,7 +209,7 @@ def draw_from_list(
     likelier_FF = (x_1F > x_F1) | ((x_1F == x_F1) & (id_1F < id_F1))
     rank_F = tl.sum(likelier_FF.to(tl.int32), 1)
     keep_F = (slot_F < n) & (rank_F < k)
-    weight_F = tl.where(keep_F, tl.exp2((x_F - highest) * scale), 0.0)
+    weight_F = weight_of(x_F, keep_F, highest, scale)
     if TOP_P:
         likelier_F = tl.sum(tl.where(likelier_FF, weight_F[None, :], 0.0), 1)
         goal = tl.load(top_p_ptr) * tl.sum(weight_F, 0)
@@ -235,8 +243,9 @@ def keep_from(
     # Not unrolled: an unrolled loop keeps the row in registers from the first pass on, and spills.
     for start in range(0, FULL, BLOCK):
         kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, start, True, V, BLOCK)
-    if FULL < STOP:
-        kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, FULL, False, V, BLOCK)
+    # Two tiles where the row starts late in the first one.
+    for start in tl.static_range(FULL, STOP, BLOCK):
+        kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, start, False, V, BLOCK)
     tl.debug_barrier()
     return kept
 
@@ -263,7 +272,7 @@ def weigh(x_V, id_V, threshold, last, highest, scale, V: tl.constexpr):
     """Return the probabilities of the kept tokens, up to a factor. Kept logits are above the
     threshold, or equal to the threshold with an id of at most `last`."""
     keep_V = (id_V < V) & ((x_V > threshold) | ((x_V == threshold) & (id_V <= last)))
-    return tl.where(keep_V, tl.exp2((x_V - highest) * scale), 0.0)
+    return weight_of(x_V, keep_V, highest, scale)
 
 
 @triton.jit

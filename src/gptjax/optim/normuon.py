@@ -236,7 +236,7 @@ def scale_by_matrix_shape(
             x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaves[i])
             inputs, outputs = (x.shape[axis] for axis in layout(path).axes)
             leaves[i] = leaves[i] * (
-                math.sqrt(max(1.0, outputs / inputs)) * (factor(path) if factor else 1.0)
+                math.sqrt(max(1.0, outputs / max(inputs, 1))) * (factor(path) if factor else 1.0)
             )
         return jax.tree.unflatten(tree, leaves), state
 
@@ -408,7 +408,7 @@ def _batches(
     *,
     key: Callable[[str], Hashable] = lambda path: None,
 ) -> Iterator[tuple[list[int], list[tuple[int, ...]], jax.Array]]:
-    """Yield a batch for each shape of matrices.
+    """Yield a batch for each shape of matrices, except empty ones.
 
     A batch consists of indices of leaves, their unpacked shapes, and the matrices.
 
@@ -418,6 +418,8 @@ def _batches(
     by_shape: dict[tuple, list[tuple[int, jax.Array]]] = {}
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         matrices = layout(path).unpacked(leaf, path)
+        if matrices.size == 0:
+            continue
         by_shape.setdefault((matrices.shape[-2:], key(path)), []).append((i, matrices))
     for (shape, _), members in by_shape.items():
         batch = jnp.concatenate([matrices.reshape(-1, *shape) for _, matrices in members])

@@ -285,6 +285,7 @@ def make_train_step(
     def train_step(
         state: TrainState, windows_ABT1: Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
+        _check_windows("train_step", "(A, B, T + 1), A micro-batches of", windows_ABT1, 3)
         tied = nnx.merge(graphdef, state.params).config.tied_parameters()
         loss, grads = loss_and_grads(
             graphdef, state.params, windows_ABT1, parallel, masked, eot, state.step
@@ -334,6 +335,19 @@ def make_train_step(
     return train_step
 
 
+def _check_windows(step: str, expected: str, windows: Array, axes: int) -> None:
+    if (
+        windows.ndim != axes
+        or 0 in windows.shape
+        or windows.shape[-1] < 2
+        or (not jnp.issubdtype(windows.dtype, jnp.integer))
+    ):
+        raise ValueError(
+            f"{step}: expected integer windows of shape {expected} B sequences of T + 1 tokens "
+            f"each, got {windows.shape} in {windows.dtype}"
+        )
+
+
 def make_eval_step(
     graphdef: nnx.GraphDef,
     parallel: Parallel | None = None,
@@ -356,6 +370,7 @@ def make_eval_step(
         return total * _inverse(count)
 
     def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
+        _check_windows("eval_step", "(B, T + 1),", windows_BT1, 2)
         if parallel is None or parallel.devices == 1:
             return mean_loss(params, windows_BT1, lambda _, x: x)
         gathering, placements = _gathering(graphdef, params, parallel)
