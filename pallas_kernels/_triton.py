@@ -42,7 +42,10 @@ def call(
     Returns:
         The new values of the arrays in `in_place`, then the arrays in `out`.
     """
-    args = [jax.new_ref(arg) if i in in_place else arg for i, arg in enumerate(args)]
+    # XLA fuses a launch with a slice that produces an operand, or with the update of a slice by a
+    # result, as in `jax.lax.scan`, and then ignores that the kernel overwrites the operand.
+    kept = jax.lax.optimization_barrier
+    args = [jax.new_ref(kept(arg)) if i in in_place else arg for i, arg in enumerate(args)]
     new = jax_triton.triton_call(
         *args,
         kernel=kernel,
@@ -54,7 +57,8 @@ def call(
         backend_options=options(max_registers),
         **constexprs,
     )
-    return (*(jax.freeze(args[i]) for i in in_place), *new)
+    results = (*(jax.freeze(args[i]) for i in in_place), *new)
+    return kept(results) if in_place else results
 
 
 def options(max_registers: int | None = None) -> dict[str, Any]:
