@@ -187,3 +187,13 @@ def test_gpt2s_vocabulary_on_a_gpu(rows, filters):
     found = np.asarray(sample_token(*args, implementation="triton"))
     expected = np.asarray(sample_token(*args, implementation="reference"))
     assert (found != expected).sum() <= (1 if filters in ("all", "top_p") else 0) * rows // 8
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_tokens_are_the_same_with_x64(implementation):
+    """The ranks are int32, as `top_k` is, also where JAX's default integer is int64."""
+    arrays = inputs(4, 50, jnp.float32)
+    draw = functools.partial(sample_token, implementation=implementation)
+    expected = draw(*arrays, FILTERS["both"])
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(draw(*arrays, FILTERS["both"]), expected)

@@ -111,7 +111,8 @@ def _in_jax(logits_BV, uniform_B, filters):
 def _kept(ranked_BV, filters):
     """Return the mask of the logits, sorted likeliest first, that the filters keep."""
     if filters.top_k is not None:
-        inside_1V = jnp.arange(ranked_BV.shape[1])[None] < filters.top_k
+        rank_1V = jnp.arange(ranked_BV.shape[1], dtype=jnp.int32)[None]  # with x64, too
+        inside_1V = rank_1V < jnp.asarray(filters.top_k, jnp.int32)
         ranked_BV = jnp.where(inside_1V, ranked_BV, -jnp.inf)
         keep_BV = jnp.broadcast_to(inside_1V, ranked_BV.shape)
     else:
