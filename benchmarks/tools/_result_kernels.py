@@ -14,6 +14,7 @@ NAMES |= {"torch flash": "PyTorch, flash", "xla, nothing saved": "XLA, nothing s
 NAMES |= {"xla, rounded twice": "XLA, rounded twice"}
 # Back ends that are kernels of pallas_kernels.
 OURS = ("mosaic", "triton", "fused", "auto")
+RIVALS = ("cudnn", "xla", "torch.compile")
 
 
 def case_of(row: dict) -> str:
@@ -88,12 +89,33 @@ def targets_table(results: Results) -> str:
                 continue
             name = case_of(first)
             name = name if first["kernel"] in name or "linear_" in name else f"{case[0]} {name}"
-            rivals = [cell(found[n]) if n in found else "" for n in ("xla", "torch.compile")]
+            rivals = [cell(found[n]) if n in found else "" for n in RIVALS]
             best = min((row for row in of_case if row["implementation"] in OURS), key=time)
             ours = [best["implementation"], cell(best)]
             lines.append([name, target(first["bar"]), *ours, *rivals])
-    head = ("case", "target", "back end", "ms (rate)", "XLA", "PyTorch, compiled")
+    head = ("case", "target", "back end", "ms (rate)", *(NAMES[name] for name in RIVALS))
     return markdown(head, lines)
+
+
+def separate_ratios(results: Results) -> dict[str, float]:
+    """Return cuDNN's time / gptjax's time of each case with separate q, k and v."""
+    ms: dict[str, dict[str, float]] = {}
+    for row in results["kernels/attention_separate"]["rows"]:
+        ms.setdefault(row["case"], {})[row["implementation"]] = row["ms"]
+    return {case: found["cudnn"] / found["auto"] for case, found in ms.items()}
+
+
+def separate_table(results: Results) -> str:
+    """Attention of separate q, k and v: time and rate of gptjax and cuDNN, and their ratio."""
+    ratios = separate_ratios(results)
+    rows = results["kernels/attention_separate"]["rows"]
+    found = {(row["case"], row["implementation"]): cell(row) for row in rows}
+    lines = [
+        [case, found[case, "auto"], found[case, "cudnn"], f"{each:.2f}"]
+        for case, each in ratios.items()
+    ]
+    units = "Times in ms; in brackets TFLOP/s. Above 1, gptjax is faster."
+    return f"{units}\n\n{markdown(('case', 'gptjax', 'cuDNN', 'cuDNN / gptjax'), lines)}"
 
 
 def sass_table(results: Results) -> str:
@@ -124,6 +146,7 @@ TABLES = {
     "kernel_targets": (KERNELS / "README.md", targets_table),
     "mosaic_sass": (KERNELS / "README.md", sass_table),
     "attention": (KERNELS / "attention.md", kernel_table("attention")),
+    "attention_separate": (KERNELS / "attention.md", separate_table),
     "classifier": (KERNELS / "classifier.md", kernel_table("classifier")),
     "decode": (KERNELS / "decode.md", generate_table),
     "feed_forward": (KERNELS / "feed_forward.md", kernel_table("feed_forward", " forward [0-9]")),

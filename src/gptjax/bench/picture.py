@@ -10,6 +10,7 @@ from gptjax.bench.hlo import ORDER, PASSES
 
 IMPLEMENTATIONS = {
     "mosaic": style.BLUE,
+    "auto": style.BLUE,
     "triton": style.GREEN,
     "xla": style.GREY,
     "cudnn": style.DARK_GREY,
