@@ -55,7 +55,9 @@ FIGURE = re.compile(r"\d[\d.,]*%?")
 def shown(name, width, monkeypatch, capsys):
     """What a command prints on a terminal of this width, or into a file if None."""
     monkeypatch.setattr(table.sys.stdout, "isatty", lambda: width is not None, raising=False)
-    monkeypatch.setattr(table.shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
+    monkeypatch.setattr(
+        table.shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((width, 24))
+    )
     SHOWS[name]()
     return capsys.readouterr().out
 
