@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import forget_races, lower_for_h200
+from kernel_tools import forget_races, h200, lower_for_h200
 from reference.attention import at_once
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
@@ -51,6 +51,22 @@ def test_bounds(window):
     np.testing.assert_array_equal(bounds.last_BT, LENGTH - 1 - seen[:, ::-1].argmax(1))
     # Equal rows of an id that is its own successor in the next sequence are not one document.
     np.testing.assert_array_equal(document_bounds(ids[:, :1]).last_BT, 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "mosaic", "triton"])
+def test_x64_changes_no_bit(implementation):
+    """Kernels are traced only, forward and backward."""
+    q = jax.random.normal(jax.random.key(0), (2, LENGTH, 2, 64), jnp.bfloat16)
+    ids = jnp.asarray(ids_of(EDGES, OTHERS))
+    f = functools.partial(flash_attention, segment_ids=ids, implementation=implementation)
+    gradient = jax.jit(jax.grad(lambda q: f(q, q, q).astype(jnp.float32).sum()))
+    if implementation in ("mosaic", "triton"):
+        with jax.enable_x64(True), h200():
+            gradient.trace(q)
+        return
+    expected = gradient(q)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(gradient(q), expected)
 
 
 @pytest.mark.parametrize("causal, window", [(True, None), (True, 50), (False, None)])

@@ -126,6 +126,17 @@ def test_likeliest_token(one_program):
     assert decode_step(*args, implementation="triton", likeliest=True)[0] == 7
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_x64_changes_no_bit(implementation):
+    args = inputs(jnp.float32, (5, 0), **TINY)
+    f = functools.partial(decode_step, implementation=implementation)
+    expected = jax.jit(f)(*args)
+    with jax.enable_x64(True):
+        # Another function, whose trace is not cached.
+        found = jax.jit(lambda *args: f(*args))(*args)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 # A wrong shape of each kind: a vector of one element, an embedding with fewer columns or positions,
 # and a cache with fewer positions.
 SHAPES = {

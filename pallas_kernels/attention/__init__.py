@@ -433,7 +433,7 @@ def _visible(options, length, bounds):
         if options.window is not None:
             visible_BTS &= (s_1S > t_T1 - options.window)[None]
     if bounds is not None:
-        s_11S = jnp.arange(length)[None, None]
+        s_11S = jnp.arange(length, dtype=jnp.int32)[None, None]
         visible_BTS = visible_BTS & (bounds.first_BT[:, :, None] <= s_11S)
         visible_BTS = visible_BTS & (s_11S <= bounds.last_BT[:, :, None])
     return visible_BTS

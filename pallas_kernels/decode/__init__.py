@@ -266,7 +266,7 @@ def _in_jax(weights, cache, token_B, length_B, *, eps, residual_dtype, precision
         y_BC = norm(x_BC, w.ln_1_scale_LC, w.ln_1_bias_LC)
         qkv_BN = (matmul(y_BC, w.qkv_LNC) + w.qkv_bias_LN[None]).astype(dtype)
         q_BHD, k_BHD, v_BHD = jnp.unstack(qkv_BN.reshape(len(qkv_BN), 3, heads, -1), axis=1)
-        row_B = jnp.arange(len(position_B))
+        row_B = jnp.arange(len(position_B), dtype=jnp.int32)
         k_BSHD = k_BSHD.at[row_B, position_B].set(k_BHD.astype(k_BSHD.dtype))
         v_BSHD = v_BSHD.at[row_B, position_B].set(v_BHD.astype(v_BSHD.dtype))
         y_BC = _attend(q_BHD, k_BSHD, v_BSHD, position_B, precision).reshape(x_BC.shape)
@@ -288,7 +288,7 @@ def _attend(q_BHD, k_BSHD, v_BSHD, position_B, precision):
     how = {"precision": precision, "preferred_element_type": jnp.float32}
     k_BSHD, v_BSHD = k_BSHD.astype(q_BHD.dtype), v_BSHD.astype(q_BHD.dtype)
     score_BHS = jnp.einsum("bhd,bshd->bhs", q_BHD, k_BSHD, **how) * q_BHD.shape[-1] ** -0.5
-    visible_BS = jnp.arange(k_BSHD.shape[1])[None] <= position_B[:, None]
+    visible_BS = jnp.arange(k_BSHD.shape[1], dtype=jnp.int32)[None] <= position_B[:, None]
     weight_BHS = jax.nn.softmax(jnp.where(visible_BS[:, None], score_BHS, -jnp.inf), axis=-1)
     return jnp.einsum("bhs,bshd->bhd", weight_BHS.astype(v_BSHD.dtype), v_BSHD, **how)
 
