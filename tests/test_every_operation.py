@@ -59,7 +59,8 @@ NO_GRADIENT = {
     "sum_rows": ("triton",),
 }
 """Back ends that refuse differentiation: they are called in the functions of a `jax.custom_vjp`, or
-return an index. Every back end accepts all other transformations."""
+return an index. Every back end accepts the other transformations of this file, shard_map with
+check_vma=False."""
 OWN_DTYPE = {"sample_token"}
 """The definition is the public function, which refuses fp64; its result is an index, and exact."""
 FP8 = {"scaled_matmul"}
