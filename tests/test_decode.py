@@ -265,8 +265,8 @@ def test_tiny_on_a_gpu(lengths):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "lengths",
-    [(40,), (287,), (0, 160, 255), tuple(range(7, 263, 4)), (100,) * 128],
-    ids=["1", "1 long", "3", "64", "128"],
+    [(287,), (0, 160, 255), (100,) * 128],
+    ids=["1", "3", "128"],
 )
 def test_gpt2_124m_on_a_gpu(lengths, dtype):
     if dtype == "float32" and len(lengths) > 16:
