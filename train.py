@@ -115,7 +115,6 @@ def _train(
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
-    windows_have = {"masked": inputs.dataset.masked, "eot": inputs.eot}
     compiler = Compiler(config.compilation_cache)
     chosen = (parallel, idle_gpu, kernels, start.step, processes, source)
     for name, text in header(config, inputs, *chosen):
@@ -128,34 +127,33 @@ def _train(
     abstract_state = parallel.with_shardings(
         jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
     )
-    schedule, how = config.learning_rate_schedule(), {"parallel": parallel, **windows_have}
     update = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
     update["loss_reduction"] = config.loss_reduction
 
     @functools.cache
-    def start_train_step(model: ModelConfig, windows: jax.ShapeDtypeStruct):
+    def start_train_step(model: ModelConfig, batch: data.Batch):
         function = jax.jit(
-            make_train_step(graph(model), tx, schedule, **how, **update),
+            make_train_step(graph(model), tx, parallel=parallel, **update),
             donate_argnums=0,
             out_shardings=(parallel.shardings(abstract_state), parallel.replicated),
         )
-        return compiler.start(function, abstract_state, windows)
+        return compiler.start(function, abstract_state, batch)
 
     @functools.cache
     def start_eval_step(model: ModelConfig):
-        evaluated = make_eval_step(graph(model.for_evaluation()), **how)
+        evaluated = make_eval_step(graph(model.for_evaluation()), parallel)
         function = jax.jit(evaluated, out_shardings=parallel.replicated)
-        arguments = abstract_state.params, inputs.abstract_val_windows()
+        arguments = abstract_state.params, inputs.abstract_val_batch()
         return compiler.start(function, *arguments)
 
     @functools.cache
     def clipping_step(model: ModelConfig):  # compiles at its first call
-        counts = make_clipping_step(graph(model), **how)
+        counts = make_clipping_step(graph(model), parallel)
         return jax.jit(counts, compiler_options=compiler_options())
 
     def compile_stage(stage: Config):
         def compiled(size: int):
-            return start_train_step(stage.model, inputs.abstract_train_windows(stage, size))()
+            return start_train_step(stage.model, inputs.abstract_train_batch(stage, size))()
 
         return compile_to_fit(compiled, stage, device), start_eval_step(stage.model)()
 
@@ -163,7 +161,7 @@ def _train(
     stage = config.at(step)
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
     with elapsed(console):
-        start_train_step(stage.model, inputs.abstract_train_windows(stage))  # compiles in a thread
+        start_train_step(stage.model, inputs.abstract_train_batch(stage))  # compiles in a thread
         start_eval_step(stage.model)
         digests = threads.submit(compile_digests, abstract_state)
         if start.step is None:
@@ -188,9 +186,9 @@ def _train(
     train_step, eval_step = steps.at(step)
     start_up.mark("state")
 
-    batches, val_windows = Batches(inputs, step), inputs.val_windows()
+    batches, val_batches = Batches(inputs, step), inputs.val_batches()
     stack.callback(batches.close)
-    val_weights = inputs.val_weights(val_windows)
+    val_weights = inputs.val_weights(val_batches)
     resume_step = -1 if start.step is None else step
     warn = functools.partial(say, "WARNING")
     log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
@@ -229,12 +227,12 @@ def _train(
             say("first step", start_up)
 
     def validate() -> None:
-        losses = jax.device_get([eval_step(state.params, windows) for windows in val_windows])
+        losses = jax.device_get([eval_step(state.params, batch) for batch in val_batches])
         progress.validated(step, float(np.average(np.float64(losses), weights=val_weights)))
 
     def count_clipped() -> None:
-        batch = put(inputs.train_sharding, windows)
-        shares = clipping_step(config.at(step - 1).model)(state.params, batch, state.step)
+        counted = put(inputs.train_sharding, batch)
+        shares = clipping_step(config.at(step - 1).model)(state.params, counted, state.step)
         progress.clipped(step, {name: x.item() for name, x in jax.device_get(shares).items()})
 
     def sample() -> None:
@@ -250,7 +248,7 @@ def _train(
         if step == checkpoints.latest_step():
             return
         if progress.val_step != step:
-            loss = float(eval_step(state.params, val_windows[0]))
+            loss = float(eval_step(state.params, val_batches[0]))
             if not math.isfinite(loss):
                 raise NotFiniteError(
                     f"step {step}: validation loss {loss}; this state was not saved"
@@ -285,9 +283,9 @@ def _train(
                 validate()
                 start_up.mark("validation")
             while step < config.max_steps and not stop.number:
-                windows = next(batches) if one_batch is None else one_batch
+                batch = next(batches) if one_batch is None else one_batch
                 train_step, eval_step = steps.at(step)
-                state, metrics = train_step(state, put(inputs.train_sharding, windows))
+                state, metrics = train_step(state, put(inputs.train_sharding, batch))
                 step += 1
                 read_metrics()  # of the previous step, while the device computes the current step
                 progress.submit(step, metrics)

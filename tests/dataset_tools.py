@@ -10,6 +10,12 @@ from gptjax.data import write_shard
 KINDS = {"byte": {"vocab_size": 257, "eot": 256}, "gpt2": {"vocab_size": 50257, "eot": 50256}}
 
 
+def tokens_of(batch):
+    """Return the T + 1 tokens of each sequence of a batch without ignored targets."""
+    np.testing.assert_array_equal(batch.inputs[..., 1:], batch.targets[..., :-1])
+    return np.concatenate([batch.inputs, batch.targets[..., -1:]], axis=-1)
+
+
 def make_folder(
     folder, *, tokenizer="byte", train=(100, 60), val=(50,), manifest=True, version=2, **extra
 ):

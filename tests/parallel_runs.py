@@ -98,9 +98,7 @@ class Run:
             jax.eval_shape(lambda: init_state(self.config, self.tx, 0))
         )
         self.shardings = self.parallel.shardings(self.abstract_state)
-        step = make_train_step(
-            graph(self.config), self.tx, lambda step: RATE, parallel=self.parallel
-        )
+        step = make_train_step(graph(self.config), self.tx, parallel=self.parallel)
         self.step = jax.jit(step, out_shardings=(self.shardings, self.parallel.replicated))
 
     def first_state(self) -> Any:

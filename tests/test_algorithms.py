@@ -49,8 +49,8 @@ def mesh(devices=1):
 
 def losses(config, devices=1, steps=30):
     """Of learning one batch by heart."""
-    tx, schedule = config.build_optimizer(mesh(devices)), config.learning_rate_schedule()
-    step = jax.jit(make_train_step(graph(MODEL), tx, schedule))
+    tx = config.build_optimizer(mesh(devices))
+    step = jax.jit(make_train_step(graph(MODEL), tx))
     state = jax.device_put(init_state(MODEL, tx, 0), parallel.replicated(mesh(devices)))
     windows = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 4, 17)), jnp.int32)
     windows = jax.device_put(windows, parallel.over_batch(mesh(devices), axis=1))
@@ -71,7 +71,7 @@ def test_with_muon_the_rest_takes_adamw_as_the_header_says():
     """Decay for embeddings, none for norms and biases, and no Nesterov momentum."""
     params = init_state(MODEL, optax.identity(), 0).params
     config = config_of(algorithm="muon", weight_decay=0.5, eps=1e-3)
-    theirs = optim.adamw(config.learning_rate_schedule(), weight_decay=0.5, eps=1e-3)
+    theirs = optim.adamw(config.build_optimizer(mesh()).learning_rate, weight_decay=0.5, eps=1e-3)
     grads = jax.tree.map(lambda p: jnp.cos(100 * p), params)
     found = []
     for tx in (config.build_optimizer(mesh()), theirs):

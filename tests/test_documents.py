@@ -10,7 +10,6 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from dataset_tools import make_folder
 from flax import nnx
@@ -18,7 +17,7 @@ from kernel_tools import h200
 from rich.console import Console
 from train_tools import train_py
 
-from gptjax import loss_fn, parallel
+from gptjax import Batch, loss_fn, parallel
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.torch_side import why_no_step
 from gptjax.config import Config, ConfigError
@@ -29,9 +28,8 @@ from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.layers import segment_positions
 from gptjax.models.llama3 import Llama3Config
 from gptjax.parallel import Parallel, data_mesh
-from gptjax.training import step
 from gptjax.training.inputs import Inputs
-from gptjax.training.step import init_state, loss_and_grads, make_eval_step, make_train_step
+from gptjax.training.step import loss_and_grads, make_eval_step
 
 # The fixture `config`.
 pytest_plugins = ["train_tools"]
@@ -67,8 +65,9 @@ def losses(name: str, params, tokens, targets, ids=None):
 
 
 def test_ids_and_positions():
-    tokens = jnp.array([[5, EOT, 3, EOT, EOT, 2], [EOT, 1, 2, 3, 4, 5]])
-    ids = step._document_ids(tokens, EOT)
+    tokens = jnp.array([[5, EOT, 3, EOT, EOT, 2, 9], [EOT, 1, 2, 3, 4, 5, 9]])
+    ids = Batch.of(tokens, EOT).segments
+    np.testing.assert_array_equal(ids, Batch.of(np.asarray(tokens), EOT).segments)
     assert ids.tolist() == [[0, 1, 1, 2, 3, 3], [1] * 6]
     assert segment_positions(ids).tolist() == [[0, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
     reused = jnp.array([[7, 7, 0, 7, 7, 7]], jnp.uint8)  # a segment is a run
@@ -110,7 +109,8 @@ def one_by_one(name: str):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_packed_window_is_its_documents_one_by_one(name, recompute):
     config, window = dataclasses.replace(MODELS[name], recompute=recompute), jnp.asarray(windows(1))
-    packed = jax.jit(lambda params: loss_and_grads(graph(config), params, window[None], eot=EOT))
+    batch = Batch.of(window[None], EOT)
+    packed = jax.jit(lambda params: loss_and_grads(graph(config), params, batch))
     same(packed(params_of(name)), one_by_one(name))
 
 
@@ -130,7 +130,7 @@ def test_a_document_changes_no_loss_of_another(name):
     begin, end = BEGINS[2:4]
     after = before.copy()
     after[:, begin + 1 : end] = (after[:, begin + 1 : end] + 7) % EOT
-    ids = step._document_ids(jnp.asarray(before[:, :-1]), EOT)
+    ids = jnp.asarray(Batch.of(before, EOT).segments)
     changed = [
         np.asarray(f(params, *(jnp.asarray(x) for x in (w[:, :-1], w[:, 1:])), given))[0]
         for given in (ids, None)
@@ -163,10 +163,9 @@ def targets_of(masked: bool) -> np.ndarray:
     return targets
 
 
-def batch_of(masked: bool) -> np.ndarray:
-    batch = windows()
-    batch[:, 1:] = np.where(targets_of(masked) < 0, ~batch[:, 1:], batch[:, 1:])
-    return batch
+def batch_of(masked: bool, *shape: int) -> Batch:
+    batch = Batch.of(windows(), EOT)._replace(targets=targets_of(masked))
+    return Batch(*(x.reshape(*(shape or (-1,)), T) for x in batch))
 
 
 @pytest.mark.parametrize(
@@ -183,38 +182,33 @@ def test_two_devices_compute_one_batch(monkeypatch, micro_batches, strategy, mas
     params = jax.device_put(params_of("gpt2"), across.shardings(params_of("gpt2")))
     batch = parallel.put(
         parallel.over_batch(across.mesh, axis=1),
-        batch_of(masked).reshape(micro_batches, -1, T + 1),
+        batch_of(masked, micro_batches, -1),
     )
     config = dataclasses.replace(MODELS["gpt2"], recompute=recompute)
-    f = jax.jit(lambda p, batch: loss_and_grads(graph(config), p, batch, across, masked, EOT))
+    f = jax.jit(lambda p, batch: loss_and_grads(graph(config), p, batch, across))
     same(f(params, batch), one_batch(masked))
 
 
 @pytest.mark.parametrize("masked, devices", [(False, 1), (True, 2)])
 def test_evaluation(masked, devices):
     across = Parallel.of(jax.devices("cpu")[:devices])
-    evaluate = jax.jit(make_eval_step(graph(MODELS["gpt2"]), across, masked=masked, eot=EOT))
+    evaluate = jax.jit(make_eval_step(graph(MODELS["gpt2"]), across))
     batch = parallel.put(parallel.over_batch(across.mesh, axis=0), batch_of(masked))
     params = jax.device_put(params_of("gpt2"), across.replicated)
     np.testing.assert_allclose(evaluate(params, batch), one_batch(masked)[0], rtol=1e-6)
 
 
-def test_a_step_without_the_option_is_the_plain_one(monkeypatch):
-    """The lowered computation is that of the plain mean."""
-    batch, config = windows()[None], MODELS["gpt2"]
-    whole = make_train_step(graph(config), tx := optax.sgd(1.0), lambda count: count, eot=EOT)
-    assert "cumsum" in str(jax.make_jaxpr(whole)(init_state(config, tx, 0), jnp.asarray(batch)))
-    f = lambda eot: jax.jit(
-        lambda params, batch: loss_and_grads(graph(config), params, batch, eot=eot)
-    ).lower(params_of("gpt2"), batch)
-    found, separate = f(None).as_text(), f(EOT).as_text()
-    monkeypatch.setattr(step, "_mean", lambda model, x, *_: model.loss(x[:, :-1], x[:, 1:], None))
-    assert found == f(None).as_text() != separate
-    assert "cumsum" in separate and "cummax" in separate
-    assert "cumsum" not in found and "cummax" not in found
+def test_a_batch_without_segments_is_a_computation_without_segments():
+    config, windows_ABT1 = MODELS["gpt2"], windows()[None]
+    f = jax.jit(lambda params, batch: loss_and_grads(graph(config), params, batch))
+    found, separate = (
+        f.lower(params_of("gpt2"), batch).as_text()
+        for batch in (windows_ABT1, Batch.of(windows_ABT1, EOT))
+    )
+    assert "cummax" in separate and "cummax" not in found
 
 
-def test_train_py_gives_both_steps_the_id(config, words, tmp_path, monkeypatch):
+def test_train_py_compiles_both_steps_with_segments(config, words, tmp_path, monkeypatch):
     """And prints a line about it."""
 
     class Compiling(Exception):
@@ -222,24 +216,19 @@ def test_train_py_gives_both_steps_the_id(config, words, tmp_path, monkeypatch):
 
     given = []
 
-    def make_eval_step(*_, **how):
-        given.append(how["eot"])
-        raise Compiling
+    def start(compiler, function, state, batch):
+        given.append(batch)
+        if len(given) == 2:
+            raise Compiling
 
-    def make_train_step(*_, **how):
-        given.append(how["eot"])
-        return lambda state, windows: None
-
-    monkeypatch.setattr(train_py, "make_train_step", make_train_step)
-    monkeypatch.setattr(train_py.Compiler, "start", lambda *_, **__: None)
-    monkeypatch.setattr(train_py, "make_eval_step", make_eval_step)
+    monkeypatch.setattr(train_py.Compiler, "start", start)
     shutil.copytree(words, tmp_path / "copy")
     write_shard(tmp_path / "copy" / "words_train_000003.bin", np.array([256, *range(40)]))
     config = dataclasses.replace(config, dataset=str(tmp_path / "copy"), separate_documents=True)
     shown = io.StringIO()
     with pytest.raises(Compiling):
         train_py.train(config, Console(file=shown, width=200))
-    assert given == [256, 256]
+    assert [batch.segments.shape for batch in given] == [(4, 4, 32), (4, 32)]
     assert "documents do not see each other: each begins with token 256" in shown.getvalue()
 
 
@@ -269,7 +258,7 @@ def test_bench_measures_separate_documents():
     """Some documents in each sequence, and no rival that computes something else."""
     config = Config(separate_documents=True, micro_batch=8)
     measured = JaxStep(config, jax.devices("cpu")[0])
-    assert 4 <= (measured._windows() == 50256).sum() <= 30  # 8,200 tokens
+    assert 4 <= (measured._random_batch().inputs == 50256).sum() <= 30  # 8,200 tokens
     assert measured._eot == 50256
     assert JaxStep(Config(), jax.devices("cpu")[0])._eot is None
     assert "does not separate documents" in (why_no_step(config) or "")

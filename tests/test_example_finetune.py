@@ -138,16 +138,9 @@ def test_fine_tuning(config, tmp_path, monkeypatch, capsys):
 
     # The mean over the tokens with a loss of all validation batches, as from the model itself.
     model, tokenizer = gptjax.load(tuned.run_dir)
-    windows = np.concatenate(
-        gptjax.data.fixed_batches(
-            sorted(Path(tuned.dataset).glob("*_val_*.bin")),
-            sequence_length=32,
-            batch=2,
-            count=8,
-            masked=True,
-        )
-    )
-    tokens, targets = np.maximum(windows, ~windows)[:, :-1], np.maximum(windows, -1)[:, 1:]
+    shards = sorted(Path(tuned.dataset).glob("*_val_*.bin"))
+    batches = gptjax.data.fixed_batches(shards, sequence_length=32, batch=2, count=8)
+    tokens, targets = (np.concatenate(parts) for parts in [*zip(*batches, strict=True)][:2])
     loss = jax.jit(gptjax.loss_fn)(model, *map(jax.numpy.asarray, (tokens, targets)))
     assert (targets == -1).mean() > 0.5
     np.testing.assert_allclose(val[2]["loss"], loss, rtol=1e-5)

@@ -126,7 +126,7 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     # The losses are those of train.py's step.
     config = bench.config_of_seed(cli.load(options.config), options, "fast", 1)
     tx = config.build_optimizer(parallel.data_mesh(jax.devices("cpu")[:1]))
-    step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
+    step = jax.jit(make_train_step(graph(config.model), tx))
     state, dataset = (
         init_state(config.model, tx, 1),
         data.find_dataset(options.dataset, options.data_dir),
@@ -134,11 +134,12 @@ def test_trains_both_and_compares(bench, options, monkeypatch, capsys):
     losses = []
     with data.Loader(dataset.train, sequence_length=16, batch=4, seed=1, vocab_size=61) as loader:
         for _ in range(8):
-            state, metrics = step(state, next(loader)[None])
+            batch = jax.tree.map(lambda x: x[None], next(loader))
+            state, metrics = step(state, batch)
             losses.append(metrics["loss"].item())
     np.testing.assert_allclose(fast[1], losses, rtol=1e-6)
-    windows = data.fixed_batches(dataset.val, sequence_length=16, batch=32, count=1, vocab_size=61)
-    val = make_eval_step(graph(config.model))(state.params, jax.numpy.asarray(windows[0]))
+    (batch,) = data.fixed_batches(dataset.val, sequence_length=16, batch=32, count=1, vocab_size=61)
+    val = make_eval_step(graph(config.model))(state.params, batch)
     # the same 512 tokens; compiled, bf16 rounds elsewhere
     np.testing.assert_allclose(made[3]["val"], val, rtol=1e-3)
 

@@ -131,7 +131,7 @@ def test_a_spike_and_a_resume(spike):
     nothing saturates, and the loss falls after it as before. The state has no arrays that bf16 has
     not, and a copy of it continues bit for bit."""
     tx = adamw(1e-2, clip_norm=None)
-    train_step = jax.jit(make_train_step(graph(spike), tx, lambda count: jnp.float32(1e-2)))
+    train_step = jax.jit(make_train_step(graph(spike), tx))
     states, metrics = [init_state(spike, tx, 0)], []
 
     def step(state):

@@ -102,7 +102,7 @@ def test_trains_once_and_compares(learning, options, monkeypatch, capsys):
     )
     mesh = parallel.data_mesh(jax.devices("cpu")[:1])
     tx = config.build_optimizer(mesh)
-    step = jax.jit(make_train_step(graph(config.model), tx, config.learning_rate_schedule()))
+    step = jax.jit(make_train_step(graph(config.model), tx))
     state, dataset = (
         init_state(config.model, tx, 0),
         data.find_dataset(options.dataset, options.data_dir),
@@ -110,7 +110,8 @@ def test_trains_once_and_compares(learning, options, monkeypatch, capsys):
     losses = []
     with data.Loader(dataset.train, sequence_length=16, batch=4, seed=0, vocab_size=61) as loader:
         for _ in range(6):
-            state, metrics = step(state, next(loader)[None])
+            batch = jax.tree.map(lambda x: x[None], next(loader))
+            state, metrics = step(state, batch)
             losses.append(metrics["loss"].item())
     np.testing.assert_allclose(last["train"], losses, rtol=1e-6)
 

@@ -89,7 +89,7 @@ def test_ten_steps_of_adamw(optax_promotion):
     shape = (3, 1, 4, ODD.block_size + 1)
     batches = np.random.default_rng(0).integers(0, ODD.vocab_size, shape).astype(np.int32)
     tx = adamw(rate, weight_decay=1.0, clip_norm=0.5)
-    step = jax.jit(make_train_step(graph(ODD), tx, rate))
+    step = jax.jit(make_train_step(graph(ODD), tx))
     arrays = jax.tree.map(jnp.asarray, params)
     state = dataclasses.replace(init_state(ODD, tx, 0), params=arrays, opt_state=tx.init(arrays))
     losses = []

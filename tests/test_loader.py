@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from dataset_tools import tokens_of
 from hypothesis import given, settings
 
 from gptjax.data import Loader, ShardError, fixed_batches, write_shard
@@ -37,7 +38,7 @@ def make(paths, **options):
 
 def take(loader, steps):
     with loader:
-        return np.stack([next(loader) for _ in range(steps)])
+        return np.stack([tokens_of(next(loader)) for _ in range(steps)])
 
 
 def window_numbers(batches, length=4):
@@ -57,10 +58,11 @@ def stream(tmp_path):
     return write_stream(tmp_path, [30, 11, 60])
 
 
-def test_a_batch_is_int32_of_rows_and_one_more_column(stream):
+def test_a_batch_has_int32_inputs_and_targets(stream):
     with make(stream, batch=6, process_count=3, process_index=1) as loader:
         batch = next(loader)
-    assert batch.dtype == np.int32 and batch.shape == (2, 5)
+    assert batch.inputs.dtype == batch.targets.dtype == np.int32 and batch.segments is None
+    assert batch.inputs.shape == batch.targets.shape == (2, 4)
 
 
 @given(
@@ -233,7 +235,7 @@ def test_a_shard_that_is_opened_again_must_be_the_same(stream, monkeypatch):
     monkeypatch.setattr("gptjax.data.loader._OPEN_SHARDS", 1)
     os.utime(stream[0], ns=(0, 0))
     windows = Windows(stream, 4)
-    assert windows[0].tolist() == [0, 1, 2, 3, 4] and windows[24].tolist() == [96, 97, 98, 99, 100]
+    assert [tokens_of(windows[i]).tolist() for i in (0, 24)] == [[0, 1, 2, 3, 4], [*range(96, 101)]]
     write_shard(stream[0], np.zeros(30, dtype=np.uint16))
     with pytest.raises(
         ShardError, match="count_train_000001.bin: .*found a file of 1084 bytes that was written to"
@@ -243,9 +245,9 @@ def test_a_shard_that_is_opened_again_must_be_the_same(stream, monkeypatch):
 
 def test_a_shard_that_is_replaced_while_it_is_open_stays_as_it_was(stream):
     windows = Windows(stream, 4)
-    before = windows[0].tolist()
+    before = tokens_of(windows[0]).tolist()
     write_shard(stream[0], np.zeros(30, dtype=np.uint16))
-    assert windows[0].tolist() == before
+    assert tokens_of(windows[0]).tolist() == before
 
 
 def test_close_ends_the_threads(stream):
@@ -277,7 +279,8 @@ def test_the_data_package_starts_without_jax():
 
 
 def fixed(paths, **options):
-    return fixed_batches(paths, **({"sequence_length": 4, "batch": 4, "count": 3} | options))
+    options = {"sequence_length": 4, "batch": 4, "count": 3} | options
+    return [tokens_of(batch) for batch in fixed_batches(paths, **options)]
 
 
 def test_fixed_batches_are_spread_evenly_over_the_split_and_always_the_same(stream):

@@ -1,5 +1,5 @@
 """Targets without a loss: compared with PyTorch's ignore_index, over micro-batches and devices.
-Without a mask, the step is unchanged."""
+The factor of the losses costs no matmul."""
 
 import dataclasses
 import functools
@@ -13,11 +13,10 @@ import torch
 from gpt2_tools import SHAPES, assert_parity, build, config_of, random_of
 from reference.torch_gpt2 import TorchGPT2, max_abs
 
-from gptjax import loss_fn, parallel
+from gptjax import Batch, loss_fn, parallel
 from gptjax.models.base import graph, init_params
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.parallel import Parallel
-from gptjax.training import step
 from gptjax.training.step import loss_and_grads, make_eval_step
 
 CONFIG = GPT2Config(
@@ -53,20 +52,21 @@ def test_ignored_targets_are_pytorchs(monkeypatch, how):
     np.testing.assert_allclose(ours[1], exact[1], rtol=0, atol=2e-6)
 
 
-def windows(batch: int = 8) -> np.ndarray:
-    """Return sequences with a mask: the k-th has k tokens with a loss."""
-    shape = (batch, CONFIG.block_size + 1)
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape).astype(np.int32)
-    return np.where(
-        np.arange(shape[1])[None] > CONFIG.block_size - np.arange(batch)[:, None], tokens, ~tokens
-    )
+def masked(*shape: int) -> Batch:
+    """Return 8 sequences, of which the k-th has k targets with a loss."""
+    batch = 8
+    length = CONFIG.block_size
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (batch, length + 1))
+    inputs, targets, _ = Batch.of(tokens.astype(np.int32))
+    counts = np.arange(length)[None] >= length - np.arange(batch)[:, None]
+    targets = np.where(counts, targets, np.int32(-1))
+    return Batch(*(x.reshape(*(shape or (-1,)), length) for x in (inputs, targets)))
 
 
 @functools.cache
 def one_batch():
     """Return loss and gradients of the mean over all targets, by `loss_fn` on one big batch."""
-    tokens = jnp.asarray(np.maximum(windows(), ~windows())[:, :-1])
-    targets = jnp.asarray(np.maximum(windows(), -1)[:, 1:])
+    tokens, targets = map(jnp.asarray, masked()[:2])
     f = jax.value_and_grad(lambda params: loss_fn(build(CONFIG, params), tokens, targets))
     return jax.jit(f)(init_params(CONFIG, 0))
 
@@ -90,10 +90,8 @@ def test_any_split_of_an_uneven_mask_is_one_batch(monkeypatch, micro_batches, de
     across = Parallel.of(jax.devices("cpu")[:devices], strategy)
     params = init_params(CONFIG, 0)
     params = jax.device_put(params, across.shardings(params))
-    batch = parallel.put(
-        parallel.over_batch(across.mesh, axis=1), windows().reshape(micro_batches, -1, 9)
-    )
-    f = jax.jit(lambda params, batch: loss_and_grads(graph(CONFIG), params, batch, across, True))
+    batch = parallel.put(parallel.over_batch(across.mesh, axis=1), masked(micro_batches, -1))
+    f = jax.jit(lambda params, batch: loss_and_grads(graph(CONFIG), params, batch, across))
     found = f(params, batch)
     np.testing.assert_allclose(found[0], one_batch()[0], rtol=1e-6)
     same(found[1], one_batch()[1])
@@ -102,24 +100,20 @@ def test_any_split_of_an_uneven_mask_is_one_batch(monkeypatch, micro_batches, de
 @pytest.mark.parametrize("devices", [1, 2])
 def test_evaluation_is_the_mean_over_the_targets(devices):
     across = Parallel.of(jax.devices("cpu")[:devices])
-    evaluate = jax.jit(make_eval_step(graph(CONFIG), across, masked=True))
-    batch = parallel.put(parallel.over_batch(across.mesh, axis=0), windows())
+    evaluate = jax.jit(make_eval_step(graph(CONFIG), across))
+    batch = parallel.put(parallel.over_batch(across.mesh, axis=0), masked())
     params = jax.device_put(init_params(CONFIG, 0), across.replicated)
     np.testing.assert_allclose(evaluate(params, batch), one_batch()[0], rtol=1e-6)
 
 
-def test_masked_targets_change_nothing():
-    """The last token of a window is a target only."""
+def test_only_targets_with_a_loss_count():
     params = init_params(CONFIG, 0)
-    f = jax.jit(lambda batch: loss_and_grads(graph(CONFIG), params, batch, None, True))
-    batch, other = windows(), windows()
-    other[0, -1] = ~((~other[0, -1] + 7) % CONFIG.vocab_size)  # the first has no target
-    for a, b in zip(jax.tree.leaves(f(batch[None])), jax.tree.leaves(f(other[None])), strict=True):
-        np.testing.assert_array_equal(a, b)
-    same(f(batch[None]), one_batch())
-    other[7, -1] = (other[7, -1] + 7) % CONFIG.vocab_size
-    assert f(other[None])[0] != f(batch[None])[0]
-    loss, grads = f(np.minimum(batch, ~batch)[None])
+    f = jax.jit(lambda batch: loss_and_grads(graph(CONFIG), params, batch))
+    batch, other = masked(1, 8), masked(1, 8)
+    same(f(batch), one_batch())
+    other.targets[0, 7, -1] = (other.targets[0, 7, -1] + 7) % CONFIG.vocab_size
+    assert f(other)[0] != f(batch)[0]
+    loss, grads = f(batch._replace(targets=0 * batch.targets - 1))
     assert loss == 0 and not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
 
 
@@ -134,16 +128,9 @@ def test_only_minus_one_is_ignored(loss):
     assert value(model, tokens, jnp.full_like(tokens, -1), -1) == 0
 
 
-def test_a_step_without_a_mask_does_not_look_for_ignored_targets(monkeypatch):
-    """The lowered computation is that of the plain mean; with a mask, dW is computed once."""
-    config, batch = dataclasses.replace(CONFIG, loss="fused"), windows()[None]
-    f = lambda masked: jax.jit(
-        lambda params, batch: loss_and_grads(graph(config), params, batch, None, masked)
-    ).lower(init_params(config, 0), batch)
-    found = f(False).as_text()
-    monkeypatch.setattr(
-        step, "_mean", lambda model, x, *_: model.losses(x[:, :-1], x[:, 1:]).mean()
-    )
-    assert found == f(False).as_text() != f(True).as_text()
-    compiled = f(True).compile().as_text()
+def test_the_gradient_of_the_head_is_computed_once():
+    """XLA sees that all losses have one factor."""
+    config = dataclasses.replace(CONFIG, loss="fused")
+    f = jax.jit(lambda params, batch: loss_and_grads(graph(config), params, batch))
+    compiled = f.lower(init_params(config, 0), masked(1, 8)).compile().as_text()
     assert compiled and "conditional" not in compiled

@@ -1,6 +1,5 @@
 """Datasets of prompts and answers: their loss masks on disk, and windows of tokens with a mask."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -75,22 +74,25 @@ def test_windows_have_the_mask(prepared):
     """Over the boundaries of shards; a resumed loader continues bit for bit."""
     dataset = find_dataset(str(prepared), prepared.parent)
     tokens, length = stream(prepared, "train"), 16
+    inputs, targets = np.maximum(tokens, ~tokens)[:-1], np.maximum(tokens, -1)[1:]
     expected = {
-        tokens[i : i + length + 1].tobytes() for i in range(0, tokens.size - length, length)
+        np.concatenate([inputs[i : i + length], targets[i : i + length]]).tobytes()
+        for i in range(0, tokens.size - length, length)
     }
     how = {"sequence_length": length, "batch": 5, "seed": 3, "vocab_size": 257}
-    with Loader(dataset.train, **how, masked=True) as loader:
+    with Loader(dataset.train, **how) as loader:
         epoch = [next(loader) for _ in range(loader.windows_per_epoch // 5)]
         position, after = loader.position, next(loader)
-    rows = np.concatenate(epoch)
-    assert {row.tobytes() for row in rows} <= expected and (rows < 0).any()
-    with Loader(dataset.train, **how, start=position, masked=True) as loader:
-        np.testing.assert_array_equal(next(loader), after)
-    with Loader(dataset.train, **how) as loader:
-        np.testing.assert_array_equal(next(loader), np.maximum(epoch[0], ~epoch[0]))
+    inputs, targets, _ = map(np.concatenate, zip(*([*b[:2], [0]] for b in epoch), strict=True))
+    rows = np.concatenate([inputs, targets], axis=1)
+    assert {row.tobytes() for row in rows} <= expected and (targets == -1).any()
+    with Loader(dataset.train, **how, start=position) as loader:
+        np.testing.assert_array_equal(next(loader)[:2], after[:2])
     val = {"sequence_length": 8, "batch": 2, "count": 3}
-    (first, *_) = fixed_batches(dataset.val, **val, masked=True)
-    np.testing.assert_array_equal(first[0], stream(prepared, "val")[:9])
+    (first, *_) = fixed_batches(dataset.val, **val)
+    tokens = stream(prepared, "val")[:9]
+    np.testing.assert_array_equal(first.inputs[0], np.maximum(tokens, ~tokens)[:-1])
+    np.testing.assert_array_equal(first.targets[0], np.maximum(tokens, -1)[1:])
 
 
 def test_damaged_and_missing_masks_are_refused(copy):
@@ -147,14 +149,12 @@ def test_validation_batches_weigh_their_targets(prepared, tmp_path):
     config = Config(sequence_length=8, val_tokens=64, batch_tokens=16, micro_batch=1)
     dataset = find_dataset(str(prepared), prepared.parent)
     inputs = Inputs(config, dataset, None, mesh, 2)
-    batches = inputs.val_windows()
+    batches = inputs.val_batches()
     weights = inputs.val_weights(batches)
-    assert weights.tolist() == [(np.asarray(batch)[:, 1:] >= 0).sum() for batch in batches]
+    assert weights.tolist() == [(np.asarray(batch.targets) >= 0).sum() for batch in batches]
     assert len(set(weights.tolist())) > 1
     with pytest.raises(ConfigError, match="found prompts only"):
-        inputs.val_weights([~abs(batch) for batch in batches])
-    plain = dataclasses.replace(inputs, dataset=dataclasses.replace(dataset, masked=False))
-    assert plain.val_weights(batches).tolist() == [1.0] * len(batches)
+        inputs.val_weights([batch._replace(targets=0 * batch.targets - 1) for batch in batches])
 
 
 @pytest.mark.parametrize(

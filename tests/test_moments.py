@@ -63,7 +63,7 @@ def losses(optimizer, steps=40):
     """Losses of learning one batch by heart."""
     config = Config(model=MODEL, optimizer=optimizer, sequence_length=16, micro_batch=4)
     tx = config.build_optimizer(parallel.data_mesh(jax.devices()[:1]))
-    step = jax.jit(make_train_step(graph(MODEL), tx, config.learning_rate_schedule()))
+    step = jax.jit(make_train_step(graph(MODEL), tx))
     state, found = init_state(MODEL, tx, 0), []
     windows_ABT1 = np.random.default_rng(0).integers(0, 61, (1, 4, 17)).astype(np.int32)
     for _ in range(steps):

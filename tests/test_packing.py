@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+from dataset_tools import tokens_of
 from hypothesis import given, settings
 from train_tools import last_state, losses, rows, run
 
@@ -64,6 +65,15 @@ def pack(tokens, length, maximum, eot=EOT):
     return windows
 
 
+def check_windows(windows, expected):
+    """Check tokens and documents: a document begins at each EOT."""
+    found = [windows[i] for i in range(len(windows))]
+    assert [tokens_of(batch).tolist() for batch in found] == expected
+    for batch in found:
+        begins = np.flatnonzero(batch.inputs == EOT)
+        np.testing.assert_array_equal(np.flatnonzero(np.diff(batch.segments, prepend=0)), begins)
+
+
 @given(
     lengths=st.lists(
         st.one_of(st.just(1), st.integers(1, 6), st.integers(7, 40)), min_size=1, max_size=25
@@ -83,7 +93,7 @@ def test_windows_are_those_of_a_plain_packer(lengths, before, cuts, length, maxi
                 Windows(paths, length, VOCAB, packing=packing)
             return
         windows = Windows(paths, length, VOCAB, packing=packing)
-        assert [windows[i].tolist() for i in range(len(windows))] == expected
+        check_windows(windows, expected)
         with pytest.raises(IndexError):
             windows[len(windows)]
     assert all(window[0] == EOT for window in expected)
@@ -98,7 +108,7 @@ def test_shapes_of_corpora(tmp_path, lengths):
     paths, tokens = write_documents(tmp_path, lengths)
     windows = Windows(paths, 8, VOCAB, packing=Packing(EOT, 1000))
     assert len(windows) > 1
-    assert [windows[i].tolist() for i in range(len(windows))] == pack(tokens, 8, 1000)
+    check_windows(windows, pack(tokens, 8, 1000))
 
 
 def test_masks_of_packed_windows(tmp_path):
@@ -107,17 +117,18 @@ def test_masks_of_packed_windows(tmp_path):
     write_mask(paths[0].with_suffix(".mask"), counts[:11])
     write_mask(paths[1].with_suffix(".mask"), counts[11:])
     packing = Packing(EOT, 6)
-    masked = Windows(paths, 7, VOCAB, masked=True, packing=packing)[1]
-    plain = Windows(paths, 7, VOCAB, packing=packing)[1]
-    at = [14, 15, 16, 17, 18, 19, 20, 21]  # the third document, and five tokens of the last
-    assert plain.tolist() == tokens[at].tolist()
-    assert masked.tolist() == [t if counts[i] else -1 - t for i, t in zip(at, plain, strict=True)]
+    batch = Windows(paths, 7, VOCAB, packing=packing)[1]
+    at = np.array([14, 15, 16, 17, 18, 19, 20, 21])  # the third document, five tokens of the last
+    np.testing.assert_array_equal(batch.inputs, tokens[at[:-1]])
+    expected = np.where(counts[at[1:]], tokens[at[1:]].astype(np.int32), -1)
+    np.testing.assert_array_equal(batch.targets, expected)
+    assert (expected == -1).any() and (expected >= 0).any()
 
 
 def take(paths, steps, batch=4, **options):
     options = {"sequence_length": 10, "seed": 3, "packing": Packing(EOT, 7)} | options
     with Loader(paths, batch=batch, vocab_size=VOCAB, **options) as loader:
-        return np.stack([next(loader) for _ in range(steps)])
+        return np.stack([tokens_of(next(loader)) for _ in range(steps)])
 
 
 def test_processes_share_one_order_and_a_start_continues_it(tmp_path):
@@ -213,14 +224,14 @@ def test_a_run_whose_lengths_change_resumes_bit_for_bit(data_order, packed, monk
     code, resumed = run(packed)
     assert code == 0 and "resuming from step 3" in resumed  # in the second stage
     for ours, theirs in zip(read, batches[3:], strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert losses(packed) == losses(whole)
     both = zip(last_state(packed), last_state(whole), strict=True)
     assert all(np.array_equal(a, b) for a, b in both)
 
     expected = {12: batches[:2], 40: batches[2:]}
     for maximum, windows in expected.items():
-        rows_ = [row for batch in windows for row in batch]
+        rows_ = [row for batch in windows for row in tokens_of(batch)]
         assert all(row[0] == 256 for row in rows_)
         longest = max(np.diff([*np.flatnonzero(row == 256), len(row)]).max() for row in rows_)
         assert longest == min(maximum, 33)
@@ -311,7 +322,7 @@ def test_windows_in_order_are_those_of_a_plain_packer(lengths, cuts, stretches):
                 Windows(paths, own.sequence_length, VOCAB, **how)
             return
         windows = Windows(paths, own.sequence_length, VOCAB, **how)
-        assert [windows[i].tolist() for i in range(len(windows))] == expected[-1]
+        check_windows(windows, expected[-1])
 
 
 def test_contiguous_windows_in_order(tmp_path):
@@ -335,9 +346,10 @@ def test_contiguous_windows_in_order(tmp_path):
 def test_validation_of_a_run_in_order_reads_the_first_tokens(tmp_path):
     paths, tokens = write_documents(tmp_path, [100])
     how = {"sequence_length": 5, "batch": 2, "count": 3}
-    read = np.stack(fixed_batches(paths, **how, first=True))
+    read = np.stack([tokens_of(batch) for batch in fixed_batches(paths, **how, first=True)])
     np.testing.assert_array_equal(read[..., :-1].reshape(-1), tokens[:30])
-    assert not np.array_equal(np.stack(fixed_batches(paths, **how)), read)
+    other = np.stack([tokens_of(batch) for batch in fixed_batches(paths, **how)])
+    assert not np.array_equal(other, read)
 
 
 def test_a_run_in_order_needs_its_tokens(packed):

@@ -35,7 +35,7 @@ def trained(optimizer):
     p = Parallel.of(jax.devices()[:2], "fsdp")
     tx = config.build_optimizer(p.mesh)
     state = init_state(MODEL, tx, 0, p)
-    step = make_train_step(graph(MODEL), tx, config.learning_rate_schedule(), parallel=p)
+    step = make_train_step(graph(MODEL), tx, parallel=p)
     shardings = p.shardings(state), p.replicated
     step = jax.jit(step, out_shardings=shardings, compiler_options=OPTIMIZED)
     tokens_ABT1 = np.random.default_rng(0).integers(0, 61, (2, 4, 17), np.int32)

@@ -50,7 +50,7 @@ class Ours:
 
     def __init__(self, config, learning_rate, **how):
         self.config, self.tx = config, adamw(learning_rate, **how)
-        step = make_train_step(graph(config), self.tx, learning_rate)
+        step = make_train_step(graph(config), self.tx)
         self.step = jax.jit(step, compiler_options=OPTIMIZED)
 
     def __call__(self, params, batches):

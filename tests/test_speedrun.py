@@ -15,7 +15,7 @@ from kernel_tools import lower_for_h200
 from reference import speedrun as reference
 from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
 
-from gptjax import Precision, generate, loss_fn
+from gptjax import Batch, Precision, generate, loss_fn
 from gptjax.models.base import abstract_params, graph, init_params
 from gptjax.models.speedrun import SpeedrunConfig, Stage, rotary
 from gptjax.optim import NorMuonConfig
@@ -305,7 +305,7 @@ def test_a_step_lowers_for_an_h200():
     """The record's width and windows: no attention stores its scores."""
     config = SpeedrunConfig(**LAYERS, bigram_rows=100, precision=Precision("bf16"))
     windows = jax.ShapeDtypeStruct((1, 1, 1025), jnp.int32)
-    step = lambda params, windows: loss_and_grads(graph(config), params, windows, eot=50_256)
+    step = lambda params, windows: loss_and_grads(graph(config), params, Batch.of(windows, 50_256))
     text = lower_for_h200(step, abstract_params(config), windows)
     kernels = re.findall(r"custom_call @(\w+)", text)
     # Of two attentions, three MLPs, x0 and the output.
@@ -344,10 +344,9 @@ def test_the_default_kernels_on_the_gpu():
         "xla": dataclasses.replace(near, **dict.fromkeys(parts, "xla")),
         "exact": dataclasses.replace(config, **dict.fromkeys(parts, "reference")),
     }.items():
-        step = functools.partial(loss_and_grads, graph(form), eot=508)
-        loss, grads[name] = jax.device_get(
-            jax.jit(step)(jax.tree.map(jnp.asarray, params), windows)
-        )
+        step = jax.jit(functools.partial(loss_and_grads, graph(form)))
+        batch = Batch.of(windows, 508)
+        loss, grads[name] = jax.device_get(step(jax.tree.map(jnp.asarray, params), batch))
         assert np.isfinite(loss)
     for name, exact in grads["exact"].items():
         if "lambda" not in name:

@@ -139,7 +139,6 @@ def test_ten_steps_in_two_stages(params, seen, monkeypatch):
             make_train_step(
                 graph(CONFIG.at(k).model),
                 tx,
-                CONFIG.learning_rate_schedule(),
                 loss_reduction=CONFIG.loss_reduction,
             )
         )

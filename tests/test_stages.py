@@ -61,7 +61,7 @@ def test_a_run_in_stages(staged, whole):
     whole, shown = whole
     plain = dataclasses.replace(staged, name="plain", stages=(), max_steps=6)
     assert run(plain)[0] == 0
-    train, schedule = rows(whole, "train"), plain.learning_rate_schedule()
+    train, schedule = rows(whole, "train"), staging.schedules(plain)["learning_rate"]
     assert list(train) == list(range(1, 13))
     for step, row in train.items():
         stage = 1 if step <= 6 else 2 if step <= 9 else 3

@@ -29,14 +29,13 @@ CONFIG = GPT2Config(
 )
 # Compiled once for each shape of the windows.
 gradient = jax.jit(functools.partial(loss_and_grads, graph(CONFIG)))
-RATE = lambda count: jnp.float32(1e-2)  # noqa: E731
 
 
 @functools.cache
 def adamw_step(**skips):
     """Return AdamW's transformation, and a step that all tests share."""
     tx = optim.adamw(1e-2)
-    return tx, jax.jit(make_train_step(graph(CONFIG), tx, RATE, **skips))
+    return tx, jax.jit(make_train_step(graph(CONFIG), tx, **skips))
 
 
 def windows(*shape, seed=0):
@@ -135,7 +134,7 @@ def test_other_windows_are_refused(shape, dtype):
     """Such as the windows (B, T+1) of the evaluation step."""
     tx, _ = adamw_step()
     got = re.escape(f"got {shape} in {dtype}")
-    step = unchecked(make_train_step(graph(CONFIG), tx, RATE))
+    step = unchecked(make_train_step(graph(CONFIG), tx))
     with pytest.raises(ValueError, match=rf"train_step: expected .*\(A, B, T \+ 1\).* {got}"):
         jax.eval_shape(step, state_of(tx), jax.ShapeDtypeStruct(shape, dtype))
     evaluate, windows = unchecked(make_eval_step(graph(CONFIG))), jax.ShapeDtypeStruct(shape, dtype)
@@ -147,7 +146,7 @@ def test_other_windows_are_refused(shape, dtype):
 def test_two_devices_make_the_update_that_one_makes():
     schedule = optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10)
     tx = optim.adamw(schedule)
-    step = make_train_step(graph(CONFIG), tx, schedule)
+    step = make_train_step(graph(CONFIG), tx)
     one, one_metrics = jax.jit(step)(state_of(tx), windows(2, 4))
     mesh = parallel.data_mesh(jax.devices("cpu")[:2])
     state = jax.device_put(state_of(tx), parallel.replicated(mesh))
@@ -165,7 +164,7 @@ def test_two_devices_make_the_update_that_one_makes():
 def test_metrics_report_the_step_that_was_made():
     schedule = optim.schedule("linear", peak=1e-2, warmup_steps=2, total_steps=10)
     tx = optim.adamw(schedule)
-    step = jax.jit(make_train_step(graph(CONFIG), tx, schedule))
+    step = jax.jit(make_train_step(graph(CONFIG), tx))
     state, params = state_of(tx), state_of(tx).params
     loss, grads = gradient(params, windows(1, 8))
     state, metrics = step(state, windows(1, 8))
@@ -256,13 +255,10 @@ def large_operations(text, elements):
 
 def lowered_step(config, batch):
     """AdamW's step on so many sequences of 1,024 tokens."""
-    tx, rate = (
-        optim.adamw(6e-4),
-        optim.schedule("constant", peak=6e-4, warmup_steps=0, total_steps=9),
-    )
+    tx = optim.adamw(6e-4)
     state = jax.eval_shape(lambda: init_state(config, tx, 0))
     windows = jax.ShapeDtypeStruct((1, batch, 1025), jnp.int32)
-    return lower_for_h200(make_train_step(graph(config), tx, rate), state, windows)
+    return lower_for_h200(make_train_step(graph(config), tx), state, windows)
 
 
 def test_the_step_on_an_h200_is_its_kernels_and_products():
@@ -353,7 +349,7 @@ def test_recomputation_on_an_h200_runs_the_forward_kernels_again(recompute):
     )
     tx = optim.adamw(6e-4)
     state = jax.eval_shape(lambda: init_state(config, tx, 0))
-    step = make_train_step(graph(config), tx, lambda count: jnp.float32(6e-4))
+    step = make_train_step(graph(config), tx)
     text = lower_for_h200(step, state, jax.ShapeDtypeStruct((2, 64, 1025), jnp.int32))
     kernels = kernels_of(text)
     assert kernels["norm_forward"] == 2 * 2 * 2 + 1 and kernels["norm_backward"] == 2 * 2 + 1

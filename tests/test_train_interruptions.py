@@ -125,8 +125,8 @@ def poisoned(monkeypatch, steps):
     """Make the loss and gradients of the given steps NaN."""
     real = step_module.loss_and_grads
 
-    def make(graphdef, tx, learning_rate, **skips):
-        inner = step_module.make_train_step(graphdef, tx, learning_rate, **skips)
+    def make(graphdef, tx, **skips):
+        inner = step_module.make_train_step(graphdef, tx, **skips)
 
         def train_step(state, windows):
             bad = jnp.isin(state.step, jnp.asarray(steps) - 1)

@@ -89,7 +89,7 @@ def test_a_tied_run_and_the_first_untied_step():
     expected = {name: x for name, x in state.params.items() if name != "embed"}
     expected_state = tx.init(expected)
     gradient = jax.jit(jax.grad(shared))
-    step = jax.jit(make_train_step(graphdef, tx, rate))
+    step = jax.jit(make_train_step(graphdef, tx))
     for windows in seen:
         grads = gradient(expected, windows[0])
         updates, expected_state = tx.update(grads, expected_state, expected)
@@ -104,7 +104,7 @@ def test_a_tied_run_and_the_first_untied_step():
     for name, x in expected.items():
         np.testing.assert_allclose(state.params[name], x, rtol=1e-4, atol=2e-6, err_msg=name)
 
-    untied = jax.jit(make_train_step(graph(UNTIED), tx, rate))
+    untied = jax.jit(make_train_step(graph(UNTIED), tx))
     after, _ = untied(state, seen[0])
     assert (after.params["embed"] != after.params["lm_head"].T).any()
 

@@ -208,7 +208,7 @@ class Runs(RecordedRuns):
             return jax.ShapeDtypeStruct((*shape, config.sequence_length + 1), np.int32, sharding=at)
 
         state = abstract(jax.eval_shape(lambda: init_state(config.model, tx, 0)), replicated)
-        step = make_train_step(graphdef, tx, config.learning_rate_schedule())
+        step = make_train_step(graphdef, tx)
         step, evaluate = jax.jit(step, donate_argnums=0, out_shardings=replicated), None
         if config.val_every:
             evaluate = compiler.start(

@@ -124,7 +124,7 @@ def trained(config: GPT2Config, windows: np.ndarray) -> dict:
     if len(windows) == 0:
         return state.params
     shape = jax.ShapeDtypeStruct((1, *windows.shape[1:]), jnp.int32)
-    step = jax.jit(make_train_step(graph(config), tx, rate), donate_argnums=0)
+    step = jax.jit(make_train_step(graph(config), tx), donate_argnums=0)
     step = step.lower(state, shape).compile(compiler_options=compiler_options())
     for batch in windows:
         state, _ = step(state, jnp.asarray(batch[None]))

@@ -194,7 +194,7 @@ class Runs(RecordedRuns):
         def step(state, windows_ABT1, tables):
             changing = {name: functools.partial(looked_up, table) for name, table in tables.items()}
             tx = config.build_optimizer(mesh, changing)
-            return make_train_step(graphdef, tx, changing["learning_rate"])(state, windows_ABT1)
+            return make_train_step(graphdef, tx)(state, windows_ABT1)
 
         return mesh, step, jax.jit(make_eval_step(graphdef)), self.windows_of_val(config, mesh)
 

@@ -229,7 +229,9 @@ class Runs(RecordedRuns):
             self._ran.add(self.key(config))
             state = start()
             for step, windows in zip(programs.train, programs.shapes, strict=True):
-                zeros = jax.device_put(jnp.zeros(windows.shape, jnp.int32), windows.sharding)
+                zeros = jax.tree.map(
+                    lambda x: jax.device_put(jnp.zeros(x.shape, jnp.int32), x.sharding), windows
+                )
                 state, _ = step(state, zeros, tables_of(config))
             for evaluate in programs.val:
                 jax.block_until_ready(evaluate(state.params, programs.val_windows[0]))
@@ -266,13 +268,16 @@ class Runs(RecordedRuns):
             )
 
         state = placed(jax.eval_shape(lambda: init_state(config.model, tx, 0)))
-        tables, windows = placed(tables_of(config)), self.windows_of_val(spans[0].config, mesh)
-        shapes, train, val = [inputs.abstract_train_windows(span.config) for span in spans], [], []
-        of_val = jax.ShapeDtypeStruct(windows[0].shape, jnp.int32, sharding=windows[0].sharding)
+        tables = placed(tables_of(config))
+        windows = self.windows_of_val(spans[0].config, mesh, inputs.eot)
+        shapes, train, val = [inputs.abstract_train_batch(span.config) for span in spans], [], []
+        of_val = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32, sharding=x.sharding), windows[0]
+        )
         for span, shape in zip(spans, shapes, strict=True):
-            step = train_step(config, span.config.model, idea, mesh, inputs.eot)
+            step = train_step(config, span.config.model, idea, mesh)
             train.append(start(jax.jit(step, donate_argnums=0), state, shape, tables))
-            evaluate = eval_step(span.config.model.for_evaluation(), idea, inputs.eot)
+            evaluate = eval_step(span.config.model.for_evaluation(), idea)
             val.append(start(jax.jit(evaluate), state.params, of_val))
 
         @functools.cache
@@ -283,19 +288,28 @@ class Runs(RecordedRuns):
 
         self._programs[self.key(config)] = wait
 
-    def windows_of_val(self, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    def windows_of_val(
+        self, config: Config, mesh: jax.sharding.Mesh, eot: int | None
+    ) -> list[data.Batch]:
         """Return the first --val-tokens of the validation split, in batches: the same targets for
         every sequence length."""
         o, length, batch = self.o, config.sequence_length, config.micro_batch
-        windows = data.Windows(self.dataset.val, length, config.model.vocab_size)
         count, rest = divmod(o.val_tokens, batch * length)
-        if rest or count * batch > len(windows):
+        batches = data.fixed_batches(
+            self.dataset.val,
+            sequence_length=length,
+            batch=batch,
+            count=max(count, 1),
+            vocab_size=config.model.vocab_size,
+            eot=eot,
+            first=True,
+        )
+        if rest or count > len(batches):
             raise ConfigError(
                 f"--val-tokens {o.val_tokens}: expected a multiple of {batch} × {length} that is "
-                f"at most the {len(windows) * length} tokens of the validation split"
+                f"at most the {len(batches) * batch * length} tokens of the validation split"
             )
-        each = (np.stack([windows[i * batch + j] for j in range(batch)]) for i in range(count))
-        return [parallel.put(parallel.over_batch(mesh, axis=0), w) for w in each]
+        return [parallel.put(parallel.over_batch(mesh, axis=0), w) for w in batches]
 
 
 def part_of(o: Options) -> tuple[int, int]:
@@ -323,26 +337,25 @@ def looked_up(table, count):
     return table[count]
 
 
-def train_step(config: Config, model: ModelConfig, idea: Idea, mesh: Any, eot: int | None):
+def train_step(config: Config, model: ModelConfig, idea: Idea, mesh: Any):
     """Return the training step of a stage without an idea, with the schedules in an argument."""
 
     def step(state, windows_ABT1, tables):
         changing = {name: functools.partial(looked_up, table) for name, table in tables.items()}
         tx = idea.hold(config.build_optimizer(mesh, changing))
-        how = {"eot": eot, "loss_reduction": config.loss_reduction}
-        run = make_train_step(graph(model), tx, changing["learning_rate"], **how)
+        run = make_train_step(graph(model), tx, loss_reduction=config.loss_reduction)
         with replaced(idea.functions):
             return run(state, windows_ABT1)
 
     return step
 
 
-def eval_step(model: ModelConfig, idea: Idea, eot: int | None):
+def eval_step(model: ModelConfig, idea: Idea):
     """Return the validation step without an idea."""
 
     def step(params, windows_BT1):
         with replaced(idea.functions):
-            return make_eval_step(graph(model), eot=eot)(params, windows_BT1)
+            return make_eval_step(graph(model))(params, windows_BT1)
 
     return step
 

@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 # they start in a tenth of the time.
 if TYPE_CHECKING:
     from gptjax.config import Config
+    from gptjax.data import Batch
     from gptjax.generation import generate
     from gptjax.models.base import loss_fn
     from gptjax.models.gpt2 import GPT2, GPT2Config
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT2",
     "PRESETS",
+    "Batch",
     "Config",
     "GPT2Config",
     "Llama3",
@@ -46,6 +48,7 @@ __all__ = [
     "save_llmc",
 ]
 _PUBLIC = {
+    "Batch": "gptjax.data",
     "Config": "gptjax.config",
     "OptimizerConfig": "gptjax.optim",
     "Parallel": "gptjax.parallel",

@@ -16,7 +16,7 @@ from gptjax import stages as staging
 from gptjax.fields import check_fields, flag
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import PRESETS
-from gptjax.optim import ALGORITHMS, OptimizerConfig
+from gptjax.optim import ALGORITHMS, OptimizerConfig, Scheduled
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
 from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed
@@ -282,27 +282,20 @@ class Config:
         """Return the config of the stage of a step (0 for the first), without stages."""
         return staging.Timeline(self).at(step).config
 
-    def learning_rate_schedule(self) -> optax.Schedule:
-        """Return the learning rate as a function of the update's index."""
-        return staging.schedules(self)["learning_rate"]
-
     def build_optimizer(
         self, mesh: Mesh, schedules: Mapping[str, optax.Schedule] | None = None
-    ) -> optax.GradientTransformation:
-        """Return the optimizer for the model's parameters.
+    ) -> Scheduled:
+        """Return the optimizer for the model's parameters, with its learning rate.
 
         Args:
             mesh: the devices of the run.
             schedules: see `OptimizerConfig.build`.
         """
-        groups = self.model.parameter_groups()
-        tx = self.optimizer.build(
-            total_steps=self.max_steps,
-            groups=groups,
-            mesh=mesh,
-            schedules=schedules or staging.schedules(self),
-        )
-        return self.optimizer.with_storage(tx, groups)
+        groups, schedules = self.model.parameter_groups(), schedules or staging.schedules(self)
+        how = {"groups": groups, "mesh": mesh, "schedules": schedules}
+        tx = self.optimizer.build(total_steps=self.max_steps, **how)
+        tx = self.optimizer.with_storage(tx, groups)
+        return Scheduled.of(tx, schedules["learning_rate"])
 
     def parallel_on(self, devices: list[Any]) -> Parallel:
         """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""

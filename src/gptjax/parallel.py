@@ -51,9 +51,9 @@ def over_batch(mesh: Mesh, axis: int) -> NamedSharding:
     return NamedSharding(mesh, _spec(axis))
 
 
-def put(sharding: NamedSharding, local: np.ndarray) -> jax.Array:
-    """Return a global array; `local` is the part of this process, for its devices."""
-    return jax.make_array_from_process_local_data(sharding, local)
+def put(sharding: NamedSharding, local: PyTree) -> PyTree:
+    """Return global arrays; `local` has the parts of this process, for its devices."""
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), local)
 
 
 def shard_axis(shape: tuple[int, ...], devices: int) -> int | None:

@@ -75,7 +75,7 @@ def test_the_losses_of_four_steps_are_those_of_gptjax(chapter):
     graph, variables = nnx.split(model, nnx.Param)
     tx = gptjax.optim.adamw(3e-3)
     other = gptjax.init_state(CONFIG, tx, seed=0, params=nnx.to_pure_dict(variables))
-    other_step = jax.jit(gptjax.make_train_step(graph, tx, lambda step: 3e-3))
+    other_step = jax.jit(gptjax.make_train_step(graph, tx))
     params = params_of(model)
     state = chapter.init_adam(params)
     step = compiled_step(chapter)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gptjax.bench.errors import BenchError
 from gptjax.config import Config
+from gptjax.data import Batch
 from gptjax.models.base import graph
 from gptjax.parallel import Parallel, over_batch
 from gptjax.training.compilation import compiler_options
@@ -68,15 +69,17 @@ class JaxStep:
         self.config.kernels()
         started = time.perf_counter()
         state = self.parallel.with_shardings(jax.eval_shape(self._init))
-        windows = jax.eval_shape(self._windows)
-        windows = jax.ShapeDtypeStruct(windows.shape, windows.dtype, sharding=self._over_batch)
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._over_batch),
+            jax.eval_shape(self._random_batch),
+        )
         scalar = self.parallel.replicated
         step = jax.jit(
             self._function(),
             donate_argnums=() if self.forward else 0,
             out_shardings=scalar if self.forward else (self.parallel.shardings(state), scalar),
         )
-        lowered = step.lower(state.params if self.forward else state, windows)
+        lowered = step.lower(state.params if self.forward else state, batch)
         self.compiled = lowered.compile(compiler_options=compiler_options() | options)
         self.compile_s = time.perf_counter() - started
 
@@ -94,7 +97,7 @@ class JaxStep:
             if self.jit:
                 self.compile()
             self._state = init_state(self.config.model, self._tx, 0, self.parallel)
-            self._batch = jax.device_put(self._windows(), self._over_batch)
+            self._batch = jax.device_put(self._random_batch(), self._over_batch)
             self._call = self.compiled or self._function()
         # Without jit nothing is donated: a second reference would keep the old state alive.
         state, self._state = self._state, None
@@ -137,7 +140,7 @@ class JaxStep:
     def _init(self):
         return init_state(self.config.model, self._tx, seed=0)
 
-    def _windows(self):
+    def _random_batch(self) -> Batch:
         sequences = self.config.micro_batch * self.parallel.devices
         shape = (sequences, self.config.sequence_length + 1)
         tokens = jax.random.randint(
@@ -146,7 +149,7 @@ class JaxStep:
         if self._eot is not None:
             begins = jax.random.bernoulli(jax.random.key(2), 1 / DOCUMENT_TOKENS, shape)
             tokens = jnp.where(begins, self._eot, tokens)
-        return tokens if self.forward else tokens[None]
+        return Batch.of(tokens if self.forward else tokens[None], self._eot)
 
     @property
     def _eot(self) -> int | None:
@@ -160,9 +163,7 @@ class JaxStep:
     def _function(self) -> Callable:
         graphdef, o = graph(self.config.model), self.config.optimizer
         if self.forward:
-            return make_eval_step(graphdef, self.parallel, eot=self._eot)
+            return make_eval_step(graphdef, self.parallel)
         skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
-        rate = self.config.learning_rate_schedule()
-        how = {"parallel": self.parallel, "eot": self._eot}
-        how["loss_reduction"] = self.config.loss_reduction
-        return make_train_step(graphdef, self._tx, rate, **how, **skip)
+        how = {"parallel": self.parallel, "loss_reduction": self.config.loss_reduction}
+        return make_train_step(graphdef, self._tx, **how, **skip)

@@ -10,7 +10,7 @@ from gptjax.data.corpora import CorpusError
 from gptjax.data.dataset import Dataset, few_tokens_note, find_dataset
 from gptjax.data.errors import DataError
 from gptjax.data.fineweb import prepare_fineweb
-from gptjax.data.loader import Loader, Windows, fixed_batches
+from gptjax.data.loader import Batch, Loader, Windows, fixed_batches
 from gptjax.data.manifest import DatasetError
 from gptjax.data.packing import Packing, Stretch
 from gptjax.data.prepare import Options, prepare_corpus, prepare_stdlib
@@ -18,6 +18,7 @@ from gptjax.data.shards import ShardError, open_shard, write_shard
 from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
 
 __all__ = [
+    "Batch",
     "CorpusError",
     "DataError",
     "Dataset",

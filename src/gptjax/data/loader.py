@@ -12,13 +12,13 @@ is the global batch. Process p of P reads every P-th of these windows, beginning
 order does not depend on the number of processes, and the number of windows consumed so far is
 sufficient to resume.
 
-In a dataset with loss masks, a window holds −1 − t for a token t that does not count as a target
-(`gptjax.data.masks`).
+A window becomes a `Batch` of inputs and targets. Targets that a loss mask excludes
+(`gptjax.data.masks`) are `IGNORED`. With a `Packing`, the batch has the documents of the inputs.
 
 With `sequential` stretches, nothing is shuffled or repeated: the windows of the last stretch are
 read in order, after those of the earlier stretches.
 
-Axes: B windows of a batch in one process, T + 1 tokens of a window.
+Axes: B windows of a batch in one process, T tokens of a sequence.
 """
 
 import bisect
@@ -26,11 +26,12 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gptjax.data.dataset import check_ids
-from gptjax.data.masks import Mask, hide
+from gptjax.data.masks import Mask, mask_path
 from gptjax.data.packing import (
     PackedSpans,
     Packing,
@@ -49,16 +50,49 @@ _PREFETCH_THREADS = 4
 _OPEN_SHARDS = 128
 _MAX_START = 2**53  # windows; JSON represents smaller integers exactly
 
+# Target without a loss and without a gradient, such as a token of a prompt.
+IGNORED = -1
+
+
+class Batch(NamedTuple):
+    """Sequences with a target for each token. All arrays are int32 and have one shape.
+
+    Attributes:
+        inputs: ids.
+        targets: the token that follows each input, or `IGNORED`.
+        segments: documents of the inputs: a document is a run of equal numbers, and attention does
+            not cross documents. None: each sequence is one document.
+    """
+
+    inputs: Any
+    targets: Any
+    segments: Any = None
+
+    @classmethod
+    def of(cls, tokens: Any, eot: int | None = None) -> "Batch":
+        """Return the batch of sequences of T + 1 tokens, without ignored targets.
+
+        Args:
+            tokens: integers of shape (..., T + 1), in NumPy or JAX.
+            eot: id that begins each document, for `segments`. Tokens before the first EOT of a
+                sequence are the rest of a document. The last token of a document predicts the EOT
+                of the next document.
+        """
+        inputs = tokens[..., :-1]
+        segments = None if eot is None else (inputs == eot).cumsum(axis=-1, dtype=np.int32)
+        return cls(inputs, tokens[..., 1:], segments)
+
 
 class Windows:
-    """The windows of a list of shards, as a sequence of int32 arrays of shape (T + 1,).
+    """The windows of a list of shards, as a sequence of `Batch`es with arrays of shape (T,).
+
+    If a shard has a loss mask, all shards must have one.
 
     Args:
         shards: files of a split, in order.
         sequence_length: T.
         vocab_size: exclusive upper bound of the ids; None not to check them.
-        masked: read the loss mask of each shard.
-        packing: None for contiguous windows.
+        packing: documents of the windows; None for contiguous windows without documents.
         sequential: stretches of a run that reads its data in order. The windows are those of the
             last one, whose sequence length and packing are the arguments above.
 
@@ -71,7 +105,6 @@ class Windows:
         shards: Sequence[Path],
         sequence_length: int,
         vocab_size: int | None = None,
-        masked: bool = False,
         packing: Packing | None = None,
         sequential: Sequence[Stretch] = (),
     ) -> None:
@@ -80,6 +113,8 @@ class Windows:
         if not shards:
             raise ValueError("expected at least one shard, found none")
         self._paths = paths = list(shards)
+        self._masked = masked = any(mask_path(path).exists() for path in paths)
+        self._eot = None if packing is None else packing.eot
         sizes, stamps, mask_stamps = zip(
             *(
                 (shard.size, shard.stamp, Mask.of(shard).stamp if masked else None)
@@ -107,7 +142,7 @@ class Windows:
                 "prepare more text"
             )
         self._first, self._count, self._packed = 0, (tokens - 1) // sequence_length, None
-        if packing is not None:
+        if packing is not None and packing.max_document_length is not None:
             bounds = document_bounds(tuple(paths), stamps, packing.eot)
             if sequential:
                 self._packed = SequentialSpans(split_by_shard(bounds, self._begins), sequential)
@@ -137,7 +172,7 @@ class Windows:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Batch:
         """Return window `index`.
 
         Raises:
@@ -145,18 +180,21 @@ class Windows:
         """
         if not 0 <= index < self._count:
             raise IndexError(f"expected a window in 0..{self._count - 1}, found {index}")
-        window = np.empty(self._length + 1, dtype=np.int32)
-        if self._packed is None:
-            self._read(self._first + int(index) * self._length, window)
-            return window
-        filled = 0
-        for begin, end in self._packed[index]:
-            self._read(begin, window[filled : filled + end - begin])
+        size = self._length + 1
+        window, counts = np.empty(size, np.int32), np.ones(size, np.uint8)
+        begin = self._first + int(index) * self._length
+        filled, spans = 0, self._packed[index] if self._packed else [(begin, begin + size)]
+        for begin, end in spans:
+            span = slice(filled, filled + end - begin)
+            self._read(begin, window[span], counts[span])
             filled += end - begin
-        return window
+        batch = Batch.of(window, self._eot)
+        if not self._masked:
+            return batch
+        return batch._replace(targets=np.where(counts[1:], batch.targets, np.int32(IGNORED)))
 
-    def _read(self, at: int, out: np.ndarray) -> None:
-        """Fill `out` with the tokens from position `at` of the sequence of shards."""
+    def _read(self, at: int, out: np.ndarray, counts: np.ndarray) -> None:
+        """Read the tokens from position `at` of the sequence of shards, and their loss masks."""
         filled, shard = 0, bisect.bisect_right(self._begins, at) - 1
         while filled < out.size:  # one iteration for each shard that the tokens cover
             begin = at + filled - self._begins[shard]
@@ -167,7 +205,7 @@ class Windows:
                 check_ids(self._paths[shard], begin, part, self._vocab_size)
             out[filled : filled + part.size] = part
             if mask is not None:
-                hide(out[filled : filled + part.size], mask.read(begin, count))
+                counts[filled : filled + part.size] = mask.read(begin, count)
             filled += part.size
             shard += 1
 
@@ -175,7 +213,7 @@ class Windows:
 class Loader:
     """Infinite iterator over the training batches.
 
-    A batch is an int32 array of shape (batch / process_count, sequence_length + 1).
+    The arrays of a `Batch` have the shape (batch / process_count, sequence_length).
 
     Args:
         shards: files of the training split, in order.
@@ -187,9 +225,8 @@ class Loader:
         start: windows that the run has consumed so far, over all processes: `position` of the
             previous loader.
         vocab_size: exclusive upper bound of the ids.
-        masked: read the loss mask of each shard.
         order: index of a sequence of permutations; each index selects another sequence.
-        packing: options of packed documents; None for contiguous windows.
+        packing: documents of the windows; None for contiguous windows without documents.
         sequential: stretches of a run that reads its data in order, see `Windows`. `start` then
             counts the windows of the last stretch. Without stretches, windows are shuffled.
 
@@ -210,7 +247,6 @@ class Loader:
         process_count: int = 1,
         start: int = 0,
         vocab_size: int,
-        masked: bool = False,
         order: int = 0,
         packing: Packing | None = None,
         sequential: Sequence[Stretch] = (),
@@ -225,7 +261,7 @@ class Loader:
             )
         if not 0 <= seed < 2**32:
             raise ValueError(f"expected a seed in 0..{2**32 - 1}, found {seed}")
-        windows = Windows(shards, sequence_length, vocab_size, masked, packing, sequential)
+        windows = Windows(shards, sequence_length, vocab_size, packing, sequential)
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
 
@@ -237,7 +273,7 @@ class Loader:
             hashed = np.random.SeedSequence(seed, spawn_key=key).generate_state(1)
             epochs = epochs.shuffle(int(hashed[0])).repeat()
         mine = epochs[start:][process_index::process_count]
-        batches = mine.batch(rows, drop_remainder=True, batch_fn=np.stack)
+        batches = mine.batch(rows, drop_remainder=True, batch_fn=_stacked)
         self._iterator = iter(
             batches.to_iter_dataset(
                 grain.ReadOptions(
@@ -254,10 +290,10 @@ class Loader:
         """
         return self._start + self._steps * self._batch
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> Batch:
         try:
             batch = next(self._iterator)
         except BaseException:
@@ -290,9 +326,9 @@ def fixed_batches(
     process_index: int = 0,
     process_count: int = 1,
     vocab_size: int | None = None,
-    masked: bool = False,
+    eot: int | None = None,
     first: bool = False,
-) -> list[np.ndarray]:
+) -> list[Batch]:
     """Return the validation set: `count` batches of windows spaced evenly over the split.
 
     Every call returns the same batches. The windows are contiguous, even if the run packs its
@@ -301,11 +337,11 @@ def fixed_batches(
     Args:
         batch: windows of a batch, over all processes.
         count: maximum number of batches; a small split has fewer.
-        masked: read the loss mask of each shard.
+        eot: id that begins each document, for the segments of the batches; None for no segments.
         first: take the first windows of the split instead.
 
     Returns:
-        At least one int32 array of shape (batch / process_count, sequence_length + 1).
+        At least one `Batch`, whose arrays have the shape (batch / process_count, sequence_length).
 
     Raises:
         ValueError: the arguments do not fit together, or the split does not fill one batch.
@@ -314,7 +350,8 @@ def fixed_batches(
     _rows_of_a_process(batch, process_index, process_count)
     if count < 1:
         raise ValueError(f"expected count of at least 1 batch, found {count}")
-    windows = Windows(shards, sequence_length, vocab_size, masked)
+    packing = None if eot is None else Packing(eot)
+    windows = Windows(shards, sequence_length, vocab_size, packing)
     count = min(count, len(windows) // batch)
     if not count:
         fits = len(windows) // process_count * process_count
@@ -333,7 +370,12 @@ def fixed_batches(
     if not first:
         chosen = chosen * len(windows) // (count * batch)
     mine = chosen.reshape(count, batch)[:, process_index::process_count]
-    return [np.stack([windows[int(index)] for index in row]) for row in mine]
+    return [_stacked([windows[int(index)] for index in row]) for row in mine]
+
+
+def _stacked(windows: Sequence[Batch]) -> Batch:
+    parts = zip(*windows, strict=True)
+    return Batch(*(None if part[0] is None else np.stack(part) for part in parts))
 
 
 def _rows_of_a_process(batch: int, process_index: int, process_count: int) -> int:

@@ -3,8 +3,6 @@
 The shard NAME.bin has its mask in the file NAME.mask of the same folder. A mask has the layout of a
 shard, with another magic number and one byte per token. The byte is 1 if the token counts as a
 target, 0 if not (a token of a prompt). A dataset has masks for all shards, or none.
-
-In windows, `hide` replaces each token t that does not count by −1 − t.
 """
 
 from pathlib import Path
@@ -89,13 +87,3 @@ def write_mask(path: Path, counts: np.ndarray) -> None:
         OSError: writing failed. No temporary file is left.
     """
     write_atomically(path, header(MAGIC, counts.size), counts.astype("u1", copy=False))
-
-
-def hide(tokens: np.ndarray, counts: np.ndarray) -> None:
-    """Replace, in place, each token t that does not count by −1 − t.
-
-    Args:
-        tokens: int32 of shape (tokens,).
-        counts: see `write_mask`.
-    """
-    np.invert(tokens, out=tokens, where=counts == 0)

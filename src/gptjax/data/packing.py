@@ -30,18 +30,19 @@ _THREADS = 8  # to read shards; each thread needs about 50 MB
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Options of packing.
+    """Documents of the windows.
 
     Attributes:
         eot: id that begins each document.
-        max_document_length: number of tokens of a document that are read, at least 1.
+        max_document_length: number of tokens of a document that are read, at least 1. None: windows
+            are contiguous text, and documents are only told apart.
     """
 
     eot: int
-    max_document_length: int
+    max_document_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_document_length < 1:
+        if self.max_document_length is not None and self.max_document_length < 1:
             raise ValueError(
                 "expected a max_document_length of at least 1 token, found "
                 f"{self.max_document_length}"

@@ -20,7 +20,7 @@ from gptjax.optim.normuon import (
 )
 from gptjax.optim.partition import Group, GroupError
 from gptjax.optim.polar_express import newton_schulz, polar_express
-from gptjax.optim.schedules import SCHEDULES, schedule
+from gptjax.optim.schedules import SCHEDULES, Scheduled, schedule
 
 __all__ = [
     "ALGORITHMS",
@@ -32,6 +32,7 @@ __all__ = [
     "MuonConfig",
     "NorMuonConfig",
     "OptimizerConfig",
+    "Scheduled",
     "add_cautious_decay",
     "adamw",
     "decay_mask",

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from gptjax.optim.low_precision import round_stochastically, with_mantissa
 from gptjax.optim.matrices import flatten
 from gptjax.optim.partition import Group
-from gptjax.optim.schedules import schedule
+from gptjax.optim.schedules import Scheduled, schedule
 from gptjax.ranges import (
     DecayRate,
     NonNegativeFloat,
@@ -271,7 +271,7 @@ def adamw(
     decay |= {"cautious_decay": cautious_decay, "mask": decay_mask}
     dtypes = {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}
     adam = adam_with_decay(learning_rate, **betas, eps=eps, **decay, **dtypes)
-    return optax.chain(clip_or_identity(clip_norm), adam)
+    return Scheduled.of(optax.chain(clip_or_identity(clip_norm), adam), learning_rate)
 
 
 @dataclasses.dataclass(frozen=True)

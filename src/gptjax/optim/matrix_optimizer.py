@@ -9,6 +9,7 @@ import optax
 
 from gptjax.optim.adamw import OptimizerConfig, adam_with_decay, clip_or_identity
 from gptjax.optim.partition import Group, assign, describe, group_of, paths_of
+from gptjax.optim.schedules import Scheduled
 from gptjax.ranges import (
     DecayRate,
     NonNegativeFloat,
@@ -89,7 +90,7 @@ def matrices_and_adamw(
         summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
         rest = {"rest": summed.gradient_transformation()}
     parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
-    return optax.chain(clip_or_identity(clip_norm), parts)
+    return Scheduled.of(optax.chain(clip_or_identity(clip_norm), parts), learning_rate)
 
 
 def _matrix_or_rest(label: str) -> str:

@@ -1,6 +1,9 @@
 """Learning-rate schedules with linear warm-up, as functions of the update's index (0 for the
 first)."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -9,6 +12,30 @@ from gptjax.ranges import check_range
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 WSD_DECAY_FRACTION = 0.2
+
+
+class Scheduled(optax.GradientTransformation):
+    """A transformation with its learning rate, which the metrics of a training step show.
+
+    Example:
+        >>> tx = gptjax.optim.Scheduled.of(optax.lion(rate), rate)
+    """
+
+    learning_rate: optax.ScalarOrSchedule
+
+    @classmethod
+    def of(
+        cls, tx: optax.GradientTransformation, learning_rate: optax.ScalarOrSchedule
+    ) -> "Scheduled":
+        """Return `tx`, which reads `learning_rate`."""
+        result = cls(tx.init, tx.update)
+        result.learning_rate = learning_rate
+        return result
+
+    def learning_rate_at(self, step: Any) -> jax.Array:
+        """Return the learning rate of the update with index `step`, fp32."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
 
 
 def schedule(

@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
+from gptjax.data import Batch
 from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.models.base import count_targets
 from gptjax.stages import Span, Timeline
 from gptjax.weights import checkpoint_files
 from gptjax.weights.sources import CHECKPOINTS
@@ -96,23 +98,24 @@ class Inputs:
         """Sharding of (sequence, token)."""
         return parallel.over_batch(self.mesh, axis=0)
 
-    def abstract_train_windows(
-        self, stage: Config, micro_batch: int | None = None
-    ) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a step's tokens.
+    def abstract_train_batch(self, stage: Config, micro_batch: int | None = None) -> Batch:
+        """Return the shapes and shardings of a step's batch.
 
         Args:
             stage: config of the stage.
             micro_batch: sequences of a micro-batch. None: the stage's.
         """
         sequences = (micro_batch or stage.micro_batch) * self.mesh.size
-        shape = (stage.batch // sequences, sequences, stage.sequence_length + 1)
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.train_sharding)
+        shape = (stage.batch // sequences, sequences, stage.sequence_length)
+        return self._abstract(shape, self.train_sharding)
 
-    def abstract_val_windows(self) -> jax.ShapeDtypeStruct:
-        """Return the shape and sharding of a validation batch."""
-        shape = (self.val_batch, self.config.sequence_length + 1)
-        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.val_sharding)
+    def abstract_val_batch(self) -> Batch:
+        """Return the shapes and shardings of a validation batch."""
+        return self._abstract((self.val_batch, self.config.sequence_length), self.val_sharding)
+
+    def _abstract(self, shape: tuple[int, ...], sharding: NamedSharding) -> Batch:
+        x = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        return Batch(x, x, None if self.eot is None else x)
 
     def loader(self, step: int) -> data.Loader:
         """Return an iterator over the training batches from `step` to the end of the stage."""
@@ -124,7 +127,6 @@ class Inputs:
             seed=c.seed,
             start=0 if c.overfit_one_batch else self.timeline.position(step),
             vocab_size=c.model.vocab_size,
-            masked=self.dataset.masked,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
             order=span.order,
@@ -132,37 +134,34 @@ class Inputs:
             sequential=_stretches(self.timeline, span, self.eot),
         )
 
-    def val_windows(self) -> list[jax.Array]:
+    def val_batches(self) -> list[Batch]:
         """Return the validation batches on their devices; every call returns the same tokens.
 
         The windows are contiguous, even if training packs documents.
         """
         c = self.config
-        windows = data.fixed_batches(
+        batches = data.fixed_batches(
             self.dataset.val,
             sequence_length=c.sequence_length,
             batch=self.val_batch,
             count=math.ceil(c.val_tokens / (self.val_batch * c.sequence_length)),
             vocab_size=c.model.vocab_size,
-            masked=self.dataset.masked,
+            eot=self.eot,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
             first=c.data_order == "sequential",
         )
-        return [parallel.put(self.val_sharding, batch) for batch in windows]
+        return [parallel.put(self.val_sharding, batch) for batch in batches]
 
-    def val_weights(self, windows: list[jax.Array]) -> np.ndarray:
+    def val_weights(self, batches: list[Batch]) -> np.ndarray:
         """Return the weight of each validation batch in the mean: the number of targets with a
         loss.
 
         Raises:
             ConfigError: no target has a loss.
         """
-        if not self.dataset.masked:
-            return np.ones(len(windows))
-        whole = parallel.replicated(self.mesh)
-        count = jax.jit(lambda windows: (windows[:, 1:] >= 0).sum(), out_shardings=whole)
-        weights = np.array([int(count(batch)) for batch in windows])
+        count = jax.jit(count_targets, out_shardings=parallel.replicated(self.mesh))
+        weights = np.float64([count(batch.targets) for batch in batches])
         if not weights.any():
             raise ConfigError(
                 f"{self.dataset.path}: expected validation tokens with a loss, found prompts only; "
@@ -174,25 +173,25 @@ class Inputs:
 class Batches:
     """Iterator over the training batches after `step` steps, with a new loader for each stage.
 
-    A batch is an int32 array of shape (micro-batches, sequences of this process, T + 1).
+    The arrays of a `Batch` have the shape (micro-batches, sequences of this process, T).
     """
 
     def __init__(self, inputs: Inputs, step: int):
         self._inputs, self._step = inputs, step
         self._loader = inputs.loader(step)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> np.ndarray:
+    def __next__(self) -> Batch:
         span = self._inputs.timeline.at(self._step)
         if self._step == span.begin and span.number > 1:
             self._loader.close()
             self._loader = self._inputs.loader(self._step)
-        windows = next(self._loader)
+        batch = next(self._loader)
         self._step += 1
         micro_batches = span.config.micro_batches(self._inputs.mesh.size)
-        return windows.reshape(micro_batches, -1, windows.shape[1])
+        return jax.tree.map(lambda x: x.reshape(micro_batches, -1, x.shape[1]), batch)
 
     def close(self) -> None:
         """End the loader's threads."""
@@ -243,9 +242,7 @@ def _eot(config: Config, dataset: data.Dataset) -> int | None:
 
 
 def _packing(config: Config, eot: int | None) -> data.Packing | None:
-    if config.max_document_length is None or eot is None:  # a max_document_length implies an eot
-        return None
-    return data.Packing(eot, config.max_document_length)
+    return None if eot is None else data.Packing(eot, config.max_document_length)
 
 
 def _stretches(timeline: Timeline, span: Span, eot: int | None) -> list[data.Stretch]:
@@ -271,7 +268,8 @@ def _packed_windows(timeline: Timeline, dataset: data.Dataset, eot: int | None) 
     # The last stage of a run in order reads the end of the data.
     for span in timeline.spans[-1:] if in_order else timeline.spans:
         packing, length = _packing(span.config, eot), span.config.sequence_length
-        if in_order or packing is not None and span.order not in counts:
+        packs = span.config.max_document_length is not None
+        if in_order or packs and span.order not in counts:
             how = {"packing": packing, "sequential": _stretches(timeline, span, eot)}
             try:
                 windows = data.Windows(dataset.train, length, **how)

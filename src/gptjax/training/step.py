@@ -1,15 +1,10 @@
 """Training state, and the pure, jittable training and evaluation steps.
 
 The model is split once into a static graph and a plain dict of arrays. The step maps (state,
-tokens) to (state, metrics) and has no side effects.
+batch) to (state, metrics) and has no side effects.
 
-A window is a sequence of T+1 tokens: the first T are inputs, the last T their targets. In windows
-with a mask (`masked=True`), a token t without a loss is stored as −1 − t: as an input, the token is
-t; as a target, it is ignored. Without a mask, the compiled step does not test for ignored targets.
-
-With the id of the end-of-text token (`eot`), attention does not cross documents. A document begins
-with EOT, and positions count from its EOT. Tokens before the first EOT of a window are the rest of
-a document. The last token of a document predicts the EOT of the next document.
+A batch is a `gptjax.Batch` of inputs, targets and segments, or an array of sequences of T+1 tokens:
+the first T are inputs, the last T their targets.
 
 Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
@@ -24,16 +19,16 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
+from gptjax.data import Batch
 from gptjax.models.base import (
     IGNORED,
     Model,
     ModelConfig,
     count_targets,
     init_params,
-    loss_fn,
     read_dtypes,
 )
-from gptjax.optim import low_precision
+from gptjax.optim import Scheduled, low_precision
 from gptjax.optim.adamw import global_norm
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
@@ -97,89 +92,77 @@ def _init_state(config, tx, seed, params) -> TrainState:
 def loss_and_grads(
     graphdef: nnx.GraphDef,
     params: PyTree,
-    windows_ABT1: Int[Array, "A B T1"],
+    batch_ABT: Batch | Int[Array, "A B T1"],
     parallel: Parallel | None = None,
-    masked: bool = False,
-    eot: int | None = None,
     step: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
     """Compute the mean loss over all targets and its gradient, one micro-batch at a time.
 
-    The mean does not depend on the split of the targets over micro-batches and devices.
+    The mean is over the targets that are not ignored, and 0 if all are. The mean does not depend on
+    the split of the targets over micro-batches and devices.
 
     Args:
         graphdef: from `gptjax.models.base.graph`.
-        windows_ABT1: sequences of T+1 tokens: the first T are inputs, the last T their targets.
+        batch_ABT: the batch, or its sequences of T+1 tokens.
         parallel: the devices that share the computation; None for one device.
-        masked: whether the windows have a mask. The mean is then over the targets that are not
-            ignored, and 0 if all targets are ignored.
-        eot: id that begins each document, to separate documents; None not to.
         step: index of the training step, for a loss that depends on it; None for the loss of
             evaluation.
 
     Returns:
         The loss (fp32) and a gradient like `params`, in fp32.
     """
+    batch_ABT = _checked("loss_and_grads", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
+    micro_batches = batch_ABT.inputs.shape[0]
     if parallel is None or parallel.devices == 1:
-        share = _inverse(_count(windows_ABT1)) if masked else None
-        how = {"masked": masked, "eot": eot, "step": step}
-        return _accumulate(graphdef, params, windows_ABT1, share, **how)
+        share = micro_batches * _inverse(count_targets(batch_ABT.targets))
+        return _accumulate(graphdef, params, batch_ABT, share, step=step)
     placements = parallel.placements(read_dtypes(nnx.merge(graphdef, params).config))
     annotated = parallel.annotate(graphdef, placements)
 
-    def on_one_device(params_and_step, windows_ABT1):
+    def on_one_device(params_and_step, batch_ABT):
         params, step = params_and_step
         whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), _in_fp32(params))
         whole = jax.tree.map(lambda x, p: x.astype(p.dtype), whole, params)
-        share = 1 / parallel.devices
-        if masked:
-            share = _inverse(jax.lax.psum(_count(windows_ABT1), AXIS))
-        loss, grads = _accumulate(
-            annotated, whole, windows_ABT1, share, parallel.gathers_blocks, masked, eot, step
-        )
+        count = jax.lax.psum(count_targets(batch_ABT.targets), AXIS)
+        share, gathers = micro_batches * _inverse(count), parallel.gathers_blocks
+        loss, grads = _accumulate(annotated, whole, batch_ABT, share, gathers, step)
         if not parallel.overlap_reduce:
             loss, grads = jax.lax.optimization_barrier((loss, grads))
         return jax.lax.psum(loss, AXIS), reduce(grads)[0]
 
     both = params, step
     run = parallel.on_each_device(on_one_device, both, batch_axis=1, out=(None, params))
-    return run(both, windows_ABT1)
+    return run(both, batch_ABT)
 
 
 def _accumulate(
     graphdef: nnx.GraphDef,
     params: PyTree,
-    windows_ABT1: Int[Array, "A B T1"],
-    share: float | Float[Array, ""] | None = None,
+    batch_ABT: Batch,
+    share: Float[Array, ""],
     gathers: bool = False,
-    masked: bool = False,
-    eot: int | None = None,
     step: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], PyTree]:
-    """Return the mean of the loss and of the gradient over the micro-batches of one device.
-
-    With `masked`, return the sums of the losses of all tokens and of their gradients.
+    """Return the mean over the micro-batches of one device of share · Σ losses, and its gradient.
 
     Args:
+        share: factor of the losses. Scaling the losses adds no pass to the backward pass; scaling
+            the gradients of GPT-2 124M would be a pass over 0.5 GB.
         gathers: whether the model gathers its blocks' parameters.
-        share: factor of loss and gradient. Scaling the loss adds no pass to the backward pass;
-            scaling the gradients of GPT-2 124M would be a pass over 0.5 GB.
     """
 
-    def micro_batch(params, windows_BT1):
-        model = nnx.merge(graphdef, params)
-        loss = (_masked_sum if masked else _mean)(model, windows_BT1, eot, step)
-        return loss if share is None else loss * share
+    def micro_batch(params, batch_BT):
+        return share * _sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
 
-    def value_and_grad(params, windows_BT1):
-        return jax.value_and_grad(micro_batch)(_in_fp32(params), windows_BT1)
+    def value_and_grad(params, batch_BT):
+        return jax.value_and_grad(micro_batch)(_in_fp32(params), batch_BT)
 
-    micro_batches = windows_ABT1.shape[0]
+    micro_batches = batch_ABT.inputs.shape[0]
     if micro_batches == 1:
-        return value_and_grad(params, windows_ABT1[0])
+        return value_and_grad(params, _first(batch_ABT))
 
-    def add(total, windows_BT1):
-        inputs = params, windows_BT1
+    def add(total, batch_BT):
+        inputs = params, batch_BT
         if gathers:
             # Otherwise, XLA moves the all-gathers out of the loop and stores all gathered
             # parameters.
@@ -190,8 +173,8 @@ def _accumulate(
         jnp.zeros((), jnp.float32),
         jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
     )
-    total, _ = jax.lax.scan(add, zero, windows_ABT1)
-    return total if masked else jax.tree.map(lambda x: x / micro_batches, total)
+    total, _ = jax.lax.scan(add, zero, batch_ABT)
+    return jax.tree.map(lambda x: x / micro_batches, total)
 
 
 def _in_fp32(params: PyTree) -> PyTree:
@@ -202,96 +185,61 @@ def _in_fp32(params: PyTree) -> PyTree:
     return jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
 
-def _mean(
-    model: Model,
-    windows_BT1: Int[Array, "B T1"],
-    eot: int | None,
-    step: Int[Array, ""] | None = None,
-) -> Float[Array, ""]:
-    tokens_BT, targets_BT = windows_BT1[:, :-1], windows_BT1[:, 1:]
-    ids_BT = _document_ids(tokens_BT, eot)
-    if options := _loss_options(model, step):
-        return model.losses(tokens_BT, targets_BT, None, ids_BT, **options).mean()
-    return loss_fn(model, tokens_BT, targets_BT, None, ids_BT)
-
-
-def _masked_sum(
-    model: Model,
-    windows_BT1: Int[Array, "B T1"],
-    eot: int | None,
-    step: Int[Array, ""] | None = None,
+def _sum_of_losses(
+    model: Model, batch_BT: Batch, step: Int[Array, ""] | None = None
 ) -> Float[Array, ""]:
     """Return the sum of the losses of the targets that are not ignored."""
-    tokens_BT = jnp.maximum(windows_BT1, ~windows_BT1)[:, :-1]  # ~t = −1 − t
-    ids_BT, options = _document_ids(tokens_BT, eot), _loss_options(model, step)
-    return model.losses(tokens_BT, _targets(windows_BT1), IGNORED, ids_BT, **options).sum()
-
-
-def _loss_options(model: Model, step: Int[Array, ""] | None) -> dict[str, Array]:
-    return {} if step is None else model.config.loss_options(step)
-
-
-def _document_ids(tokens_BT: Int[Array, "B T"], eot: int | None) -> Int[Array, "B T"] | None:
-    """Return the number of EOTs up to each token; an EOT belongs to the following document."""
-    return None if eot is None else jnp.cumsum(tokens_BT == eot, axis=1, dtype=jnp.int32)
-
-
-def _targets(windows: Int[Array, "*batch T1"]) -> Int[Array, "*batch T"]:
-    return jnp.maximum(windows[..., 1:], IGNORED)
-
-
-def _count(windows: Int[Array, "*batch T1"]) -> Float[Array, ""]:
-    return count_targets(_targets(windows))
+    options = {} if step is None else model.config.loss_options(step)
+    if batch_BT.segments is not None:  # a model may lack the argument
+        options["segment_ids_BT"] = batch_BT.segments
+    return model.losses(batch_BT.inputs, batch_BT.targets, IGNORED, **options).sum()
 
 
 def _inverse(count: Float[Array, ""]) -> Float[Array, ""]:
     return 1 / jnp.maximum(count, 1)
 
 
+def _first(batch_ABT: Batch) -> Batch:
+    return jax.tree.map(lambda x: x[0], batch_ABT)
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
     tx: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
     *,
     parallel: Parallel | None = None,
     skip_loss_z: float | None = None,
     skip_grad_norm_z: float | None = None,
-    masked: bool = False,
-    eot: int | None = None,
     loss_reduction: Literal["mean", "sequence_sum"] = "mean",
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict]]:
-    """Return the training step: (state, windows_ABT1) → (state, metrics).
+    """Return the training step: (state, batch) → (state, metrics).
 
     Args:
         graphdef: from `gptjax.models.base.graph`.
         tx: the optimizer, including its learning rate.
-        learning_rate: the learning-rate schedule of `tx`, for the metrics.
         parallel: the devices that share the computation; None for one device.
         skip_loss_z, skip_grad_norm_z: skip an update whose loss or gradient norm exceeds the mean
             of its last 128 values by more than this number of standard deviations. If either is
             set, also skip an update whose loss or gradient norm is not finite. With None for both,
             skip no update.
-        masked: whether the windows have a mask.
-        eot: id that begins each document, to separate documents; None not to.
         loss_reduction: "mean": the gradient is that of the mean loss. "sequence_sum": the gradient
             is multiplied by T, as that of the sum over the tokens of a sequence, averaged over the
             sequences. The metric `loss` is the mean in both.
 
     Returns:
-        A pure function. Metrics are scalars: loss (nats), grad_norm (before clipping), lr, loss_z,
-        grad_norm_z, skipped (0 or 1).
+        A pure function. Its batch is a `Batch` of A micro-batches of B sequences, or an integer
+        array of shape (A, B, T + 1). Metrics are scalars: loss (nats), grad_norm (before clipping),
+        loss_z, grad_norm_z, skipped (0 or 1), and lr if `tx` is `gptjax.optim.Scheduled`.
     """
 
     def train_step(
-        state: TrainState, windows_ABT1: Int[Array, "A B T1"]
+        state: TrainState, batch_ABT: Batch | Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
-        _check_windows("train_step", "(A, B, T + 1), A micro-batches of", windows_ABT1, 3)
+        batch_ABT = _checked("train_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
         tied = nnx.merge(graphdef, state.params).config.tied_parameters()
-        loss, grads = loss_and_grads(
-            graphdef, state.params, windows_ABT1, parallel, masked, eot, state.step
-        )
+        loss, grads = loss_and_grads(graphdef, state.params, batch_ABT, parallel, state.step)
         if loss_reduction == "sequence_sum":
-            length = windows_ABT1.shape[-1] - 1
+            length = batch_ABT.inputs.shape[-1]
             grads = jax.tree.map(lambda g: g * length, grads)
         grads = tie_gradients(grads, tied)
         grad_norm = global_norm(grads)
@@ -322,11 +270,12 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": learning_rate(state.step),
             "loss_z": loss_z,
             "grad_norm_z": grad_norm_z,
             "skipped": skipped.astype(jnp.int32),
         }
+        if isinstance(tx, Scheduled):
+            metrics["lr"] = tx.learning_rate_at(state.step)
         state = TrainState(
             state.step + 1, params, opt_state, state.rng, loss_window, grad_norm_window
         )
@@ -335,91 +284,92 @@ def make_train_step(
     return train_step
 
 
-def _check_windows(step: str, expected: str, windows: Array, axes: int) -> None:
+def _checked(step: str, expected: str, batch: Any, axes: int) -> Batch:
+    """Return the batch, or the batch of sequences of T + 1 tokens."""
+    if isinstance(batch, Batch):
+        if (shape := batch.inputs.shape) != batch.targets.shape or len(shape) != axes:
+            raise ValueError(
+                f"{step}: expected a Batch with inputs and targets of one shape with {axes} axes, "
+                f"got {shape} and {batch.targets.shape}"
+            )
+        return batch
     if (
-        windows.ndim != axes
-        or 0 in windows.shape
-        or windows.shape[-1] < 2
-        or (not jnp.issubdtype(windows.dtype, jnp.integer))
+        batch.ndim != axes
+        or 0 in batch.shape
+        or batch.shape[-1] < 2
+        or not jnp.issubdtype(batch.dtype, jnp.integer)
     ):
         raise ValueError(
-            f"{step}: expected integer windows of shape {expected} B sequences of T + 1 tokens "
-            f"each, got {windows.shape} in {windows.dtype}"
+            f"{step}: expected a Batch, or integers of shape {expected} B sequences of T + 1 "
+            f"tokens each, got {batch.shape} in {batch.dtype}"
         )
+    return Batch.of(batch)
 
 
 def make_eval_step(
-    graphdef: nnx.GraphDef,
-    parallel: Parallel | None = None,
-    *,
-    masked: bool = False,
-    eot: int | None = None,
+    graphdef: nnx.GraphDef, parallel: Parallel | None = None
 ) -> Callable[[PyTree, Any], Any]:
-    """Return the evaluation step: (params, windows_BT1) → mean loss in nats, fp32.
+    """Return the evaluation step: (params, batch of B sequences) → mean loss in nats, fp32.
 
     Args:
-        graphdef, parallel, masked, eot: see `make_train_step`.
+        graphdef, parallel: see `make_train_step`.
     """
 
-    def mean_loss(params: PyTree, windows_BT1: Int[Array, "B T1"], reduce) -> Float[Array, ""]:
-        model = nnx.merge(graphdef, params)
-        if not masked:
-            return reduce(jax.lax.pmean, _mean(model, windows_BT1, eot))
-        sums = _masked_sum(model, windows_BT1, eot), _count(windows_BT1)
-        total, count = reduce(jax.lax.psum, sums)
+    def mean_loss(params: PyTree, batch_BT: Batch, reduce) -> Float[Array, ""]:
+        total = _sum_of_losses(nnx.merge(graphdef, params), batch_BT)
+        total, count = reduce((total, count_targets(batch_BT.targets)))
         return total * _inverse(count)
 
-    def eval_step(params: PyTree, windows_BT1: Int[Array, "B T1"]) -> Float[Array, ""]:
-        _check_windows("eval_step", "(B, T + 1),", windows_BT1, 2)
+    def eval_step(params: PyTree, batch_BT: Batch | Int[Array, "B T1"]) -> Float[Array, ""]:
+        batch_BT = _checked("eval_step", "(B, T + 1),", batch_BT, 2)
         if parallel is None or parallel.devices == 1:
-            return mean_loss(params, windows_BT1, lambda _, x: x)
+            return mean_loss(params, batch_BT, lambda sums: sums)
         gathering, placements = _gathering(graphdef, params, parallel)
 
-        def on_one_device(params, windows_BT1):
+        def on_one_device(params, batch_BT):
             whole = gathering.gather(params, placements)
-            return mean_loss(whole, windows_BT1, lambda collective, x: collective(x, AXIS))
+            return mean_loss(whole, batch_BT, lambda sums: jax.lax.psum(sums, AXIS))
 
         return gathering.on_each_device(on_one_device, params, batch_axis=0, out=None)(
-            params, windows_BT1
+            params, batch_BT
         )
 
     return eval_step
 
 
 def make_clipping_step(
-    graphdef: nnx.GraphDef,
-    parallel: Parallel | None = None,
-    *,
-    masked: bool = False,
-    eot: int | None = None,
+    graphdef: nnx.GraphDef, parallel: Parallel | None = None
 ) -> Callable[[PyTree, Any, Any], Any]:
-    """Return the function (params, windows_ABT1, step) → share of the clipped numbers of each FP8
-    operand, in the forward and backward pass of the first micro-batch.
+    """Return the function (params, batch, step) → share of the clipped numbers of each FP8 operand,
+    in the forward and backward pass of the first micro-batch.
 
     Args:
-        graphdef, parallel, masked, eot: see `make_train_step`.
+        graphdef, parallel: see `make_train_step`.
     """
 
-    def shares(params: PyTree, windows_BT1: Int[Array, "B T1"], step) -> dict[str, Array]:
+    def shares(params: PyTree, batch_BT: Batch, step) -> dict[str, Array]:
         def loss():
-            model = nnx.merge(graphdef, params)
-            return (_masked_sum if masked else _mean)(model, windows_BT1, eot, step)
+            share = _inverse(count_targets(batch_BT.targets))
+            return share * _sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
 
         return clipping.shares(loss)
 
-    def clipping_step(params: PyTree, windows_ABT1: Int[Array, "A B T1"], step) -> dict[str, Array]:
+    def clipping_step(
+        params: PyTree, batch_ABT: Batch | Int[Array, "A B T1"], step
+    ) -> dict[str, Array]:
+        batch_ABT = _checked("clipping_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
         if parallel is None or parallel.devices == 1:
-            return shares(params, windows_ABT1[0], step)
+            return shares(params, _first(batch_ABT), step)
         gathering, placements = _gathering(graphdef, params, parallel)
 
-        def on_one_device(params_and_step, windows_ABT1):
+        def on_one_device(params_and_step, batch_ABT):
             params, step = params_and_step
             whole = gathering.gather(params, placements)
-            return jax.lax.pmean(shares(whole, windows_ABT1[0], step), AXIS)
+            return jax.lax.pmean(shares(whole, _first(batch_ABT), step), AXIS)
 
         both = params, step
         return gathering.on_each_device(on_one_device, both, batch_axis=1, out=None)(
-            both, windows_ABT1
+            both, batch_ABT
         )
 
     return clipping_step
