@@ -1,18 +1,19 @@
-"""Layers shared by architectures: linear layer, embedding lookup, KV cache, ….
+"""Layers shared by architectures: linear layer, embedding lookup, attention, KV cache, ….
 
-Shapes: B batch, T time, S cache positions, C channels, H heads, D head dimension, E = D/4,
-L layers, K predicted tokens.
+Shapes: B batch, T time, S keys or cache positions, C channels, H query heads, K key and value heads
+(in `next_targets`, predicted tokens), G = H/K, D head dimension, E = D/4, L layers.
 """
 
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from gptjax.parallel import initial_sharding
 from gptjax.precision import Precision
@@ -159,6 +160,113 @@ def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, 
     return jnp.stack([later[:, i : i + t] for i in range(k)], axis=-1).reshape(-1, k)
 
 
+def attention(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BTKD: Float[Array, "B T K D"],
+    v_BTKD: Float[Array, "B T K D"],
+    *,
+    window: int | None = None,
+    sinks_H: Float[Array, " H"] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    implementation: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B T H D"]:
+    """Return causal attention with learned sinks and a soft cap, which `flash_attention` lacks.
+
+        S = scale · Q Kᵀ      Z = softcap · tanh(S / softcap)
+        P_ts = exp(Z_ts) / (exp(sink) + Σ_s exp(Z_ts))      O = P V
+
+    Sinks multiply the kernel's output by σ(log Σ_s exp(Z_ts) − sink). With a soft cap there is no
+    kernel: plain JAX stores S.
+
+    Args:
+        sinks_H: a logit of each head, the score of a key with the value 0; None for no sinks.
+        softcap: upper bound of |Z|; None: Z = S.
+
+    Other arguments and errors: see `flash_attention`.
+    """
+    if softcap is not None:
+        if implementation not in ("auto", "xla", "reference"):
+            raise ValueError(
+                "attention: a soft cap needs the back end auto, xla or reference, got "
+                f"{implementation!r}"
+            )
+        t = q_BTHD.shape[1]
+        visible_BTS = _visible(jnp.arange(t)[None], t, window)
+        if segment_ids is not None:
+            start_BT = jnp.arange(t)[None] - segment_positions(segment_ids)
+            visible_BTS = visible_BTS & (jnp.arange(t)[None, None] >= start_BT[:, :, None])
+        how = {"sinks_H": sinks_H, "softcap": softcap, "scale": scale, "precision": precision}
+        return _attend(q_BTHD, k_BTKD, v_BTKD, visible_BTS, **how)
+    attend = functools.partial(
+        flash_attention,
+        scale=scale,
+        window=window,
+        segment_ids=segment_ids,
+        implementation=implementation,
+        precision=precision,
+    )
+    if sinks_H is None:
+        return attend(q_BTHD, k_BTKD, v_BTKD)
+    y_BTHD, lse_BHT = attend(q_BTHD, k_BTKD, v_BTKD, return_lse=True)
+    kept_BHT = jax.nn.sigmoid(lse_BHT - sinks_H.astype(jnp.float32)[None, :, None])
+    return (y_BTHD.astype(jnp.float32) * kept_BHT.swapaxes(1, 2)[..., None]).astype(y_BTHD.dtype)
+
+
+def attention_pattern(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BSKD: Float[Array, "B S K D"],
+    visible_BTS: Bool[Array, "#B T S"] | None = None,
+    *,
+    sinks_H: Float[Array, " H"] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B H T S"]:
+    """Return P of `attention`, fp32. Query heads that share a key head are consecutive.
+
+    Args:
+        visible_BTS: the keys that each query sees. None: causal.
+    """
+    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
+    if visible_BTS is None:
+        visible_BTS = _visible(jnp.arange(t)[None], s, None)
+    scores_BKGTS = jnp.einsum(
+        "btkgd,bskd->bkgts",
+        q_BTHD.reshape(b, t, k, h // k, d),
+        k_BSKD,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    scores_BKGTS *= d**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    if sinks_H is not None:
+        sinks_1KG11 = sinks_H.astype(jnp.float32).reshape(1, k, h // k, 1, 1)
+        sinks_BKGT1 = jnp.broadcast_to(sinks_1KG11, (*scores_BKGTS.shape[:-1], 1))
+        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
+    return jax.nn.softmax(scores_BKGTS, axis=-1)[..., :s].reshape(b, h, t, s)
+
+
+def _attend(q_BTHD, k_BSKD, v_BSKD, visible_BTS, *, precision=None, **options):
+    """Return the attention to the visible keys, in plain JAX."""
+    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
+    pattern_BHTS = attention_pattern(q_BTHD, k_BSKD, visible_BTS, precision=precision, **options)
+    weights_BKGTS = pattern_BHTS.astype(v_BSKD.dtype).reshape(b, k, h // k, t, s)
+    y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKD, precision=precision)
+    return y_BTKGD.reshape(b, t, h, d)
+
+
+def _visible(position_BT, s: int, window: int | None):
+    """Return the mask of the keys 0…S − 1 that queries at these positions see."""
+    s_11S, position_BT1 = jnp.arange(s)[None, None], position_BT[:, :, None]
+    visible_BTS = s_11S <= position_BT1
+    return visible_BTS if window is None else visible_BTS & (s_11S > position_BT1 - window)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class KVCache:
@@ -187,36 +295,26 @@ class KVCache:
     def attend(
         self,
         q_BTHD: Float[Array, "B T H D"],
-        k_BTHD: Float[Array, "B T K D"],
-        v_BTHD: Float[Array, "B T K D"],
+        k_BTKD: Float[Array, "B T K D"],
+        v_BTKD: Float[Array, "B T K D"],
         *,
-        precision: jax.lax.PrecisionLike,
+        window: int | None = None,
+        **options: Any,
     ) -> Float[Array, "B T H D"]:
-        """Append T keys and values, and return the causal attention of T queries over the cache.
+        """Append T keys and values; return the `attention` of T queries over the cache.
 
-        The query at position length + t attends to positions 0…length + t. With fewer key heads
-        than query heads, consecutive query heads share a key head (grouped-query attention).
+        The query at position length + t sees positions 0…length + t, or the last `window` of these.
+
+        Args:
+            options: scale, softcap, sinks_H and precision of `attention`.
         """
         append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
-        self.k_BSHD = append(self.k_BSHD, k_BTHD, self.length_B)
-        self.v_BSHD = append(self.v_BSHD, v_BTHD, self.length_B)
+        self.k_BSHD = append(self.k_BSHD, k_BTKD, self.length_B)
+        self.v_BSHD = append(self.v_BSHD, v_BTKD, self.length_B)
         position_BT = self.positions(q_BTHD.shape[1])
         self.length_B = self.length_B + q_BTHD.shape[1]
-        groups = q_BTHD.shape[2] // self.k_BSHD.shape[2]
-        q_BTKGD = q_BTHD.reshape(*q_BTHD.shape[:2], -1, groups, q_BTHD.shape[3])
-        scores_BKGTS = jnp.einsum(
-            "btkgd,bskd->bkgts",
-            q_BTKGD,
-            self.k_BSHD,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        visible_BTS = jnp.arange(self.k_BSHD.shape[1])[None, None] <= position_BT[:, :, None]
-        scores_BKGTS *= q_BTHD.shape[-1] ** -0.5
-        scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(self.v_BSHD.dtype)
-        y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, self.v_BSHD, precision=precision)
-        return y_BTKGD.reshape(q_BTHD.shape)
+        visible_BTS = _visible(position_BT, self.k_BSHD.shape[1], window)
+        return _attend(q_BTHD, self.k_BSHD, self.v_BSHD, visible_BTS, **options)
 
 
 class PromptCache:
@@ -225,7 +323,7 @@ class PromptCache:
 
     Attributes:
         length_B: zeros, as in an empty `KVCache`.
-        k_BTHD, v_BTHD: keys and values of the prompt, after `attend`.
+        k_BTKD, v_BTKD: keys and values of the prompt, after `attend`.
     """
 
     def __init__(self):
@@ -238,14 +336,13 @@ class PromptCache:
     def attend(
         self,
         q_BTHD: Float[Array, "B T H D"],
-        k_BTHD: Float[Array, "B T K D"],
-        v_BTHD: Float[Array, "B T K D"],
-        *,
-        precision: jax.lax.PrecisionLike,
+        k_BTKD: Float[Array, "B T K D"],
+        v_BTKD: Float[Array, "B T K D"],
+        **options: Any,
     ) -> Float[Array, "B T H D"]:
-        """Keep the keys and values, and return the causal attention. See `KVCache.attend`."""
-        self.k_BTHD, self.v_BTHD = k_BTHD, v_BTHD
-        return flash_attention(q_BTHD, k_BTHD, v_BTHD, causal=True, precision=precision)
+        """Store the keys and values; return the `attention` of the prompt. See `KVCache.attend`."""
+        self.k_BTKD, self.v_BTKD = k_BTKD, v_BTKD
+        return attention(q_BTHD, k_BTKD, v_BTKD, **options)
 
     def extended(self, s: int, length_B: Int[Array, " B"]) -> KVCache:
         """Return a cache of S positions that begins with the prompt.
@@ -253,10 +350,10 @@ class PromptCache:
         Raises:
             TypeError: `attend` was not called.
         """
-        if not hasattr(self, "k_BTHD"):
+        if not hasattr(self, "k_BTKD"):
             raise TypeError(
                 "expected the model's hidden(tokens, cache) to call cache[i].attend in block i; a "
                 "model without a KV cache defines start_decoding and decode (docs/extending.md)"
             )
-        pad = ((0, 0), (0, s - self.k_BTHD.shape[1]), (0, 0), (0, 0))
-        return KVCache(jnp.pad(self.k_BTHD, pad), jnp.pad(self.v_BTHD, pad), length_B)
+        pad = ((0, 0), (0, s - self.k_BTKD.shape[1]), (0, 0), (0, 0))
+        return KVCache(jnp.pad(self.k_BTKD, pad), jnp.pad(self.v_BTKD, pad), length_B)
