@@ -1,4 +1,4 @@
-"""Attention with windows, sinks and soft caps equals its definition, with and without a KV cache."""
+"""Attention with windows, sinks and soft caps equals its definition, with or without a cache."""
 
 import jax
 import jax.numpy as jnp

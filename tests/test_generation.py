@@ -222,6 +222,15 @@ def test_a_small_temperature_equals_greedy(temperature):
     np.testing.assert_array_equal(drawn_BT, greedy_BT)
 
 
+def test_a_temperature_above_fp32_is_that_of_fp32():
+    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
+    how = {"max_new_tokens": 9, "key": KEY}
+    with warnings.catch_warnings(action="error"):
+        out_BT = generate(model, prompt_BT, temperature=1e300, **how)
+    expected_BT = generate(model, prompt_BT, temperature=float(np.finfo(np.float32).max), **how)
+    np.testing.assert_array_equal(out_BT, expected_BT)
+
+
 @pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
 def test_a_draw_depends_on_key_row_and_position_for_any_key(implementation):
     model, prompt_BT = make_model(**ODD), random_tokens(3, 4, ODD["vocab_size"])

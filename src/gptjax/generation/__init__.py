@@ -219,9 +219,10 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
 def _filters(model: Model, temperature, top_k, top_p) -> Filters:
     """Return checked options as arrays: new values need no new executable, but None does."""
     # Dividing by a number below fp32's normal range results in NaN.
-    greedy = temperature < float(np.finfo(np.float32).tiny)
+    fp32 = np.finfo(np.float32)
+    greedy = temperature < float(fp32.tiny)
     return Filters(
-        None if greedy else np.float32(temperature),
+        None if greedy else np.float32(min(temperature, float(fp32.max))),
         None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
         None if top_p in (None, 1) else np.float32(top_p),
     )

@@ -47,7 +47,7 @@ from gptjax.models.layers import (
 )
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
-from pallas_kernels.classifier import SigmoidCap, apply_softcap, to_int32
+from pallas_kernels.classifier import SigmoidCap, apply_softcap, checked_targets, to_int32
 from pallas_kernels.fp8.layers import ACTIVATION_SCALE, Fp8Rows, activated_mlp, rows_of
 from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.rotary import rotary_qkv
@@ -488,6 +488,7 @@ class Speedrun(Model):
         K weights, an array or a tuple; None for the stage's. See `Model.losses`.
         """
         c = self.config
+        checked_targets("Speedrun.losses", targets_BT.reshape(-1), None, ignore_index)
         weights = c.stage.token_weights if token_weights is None else token_weights
         # The kernel for one target needs no weights. No target is the smallest int32.
         alone = isinstance(weights, tuple) and weights == (1.0,)
