@@ -24,7 +24,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.data import write_shard
 from gptjax.models import llama3
 from gptjax.models.base import graph, init_params
-from gptjax.models.gpt2 import GPT2Config
+from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.models.layers import segment_positions
 from gptjax.models.llama3 import Llama3Config
 from gptjax.parallel import Parallel, data_mesh
@@ -240,6 +240,21 @@ def test_options():
 
     with pytest.raises(ConfigError, match="--separate-documents needs a model with segment ids, "):
         Config(model=Other(), separate_documents=True)
+
+    class Halved(GPT2):
+        def losses(self, tokens_BT, targets_BT, ignore_index=None):
+            return super().losses(tokens_BT, targets_BT, ignore_index) / 2
+
+    class HalvedConfig(GPT2Config):
+        def build(self, rngs):
+            return Halved(self, rngs=rngs)
+
+    model = HalvedConfig(vocab_size=257, block_size=T, n_layer=1, n_head=2, n_embd=16)
+    with pytest.raises(ConfigError, match=r"and .*Halved.losses has no argument segment_ids_BT; l"):
+        Config(model=model, sequence_length=T, separate_documents=True)
+    tokens = jnp.asarray(windows(1))
+    loss = loss_fn(model.build(nnx.Rngs(0)), tokens[:, :-1], tokens[:, 1:])  # without documents
+    assert 1 < loss < 5
     with h200():
         for name in ("gpt2", "llama3"):
             model = dataclasses.replace(MODELS[name], attention="cudnn", n_head=1, n_embd=64)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from gptjax import batch_errors
 from gptjax import stages as staging
 from gptjax.fields import check_fields, flag
-from gptjax.models.base import ModelConfig
+from gptjax.models.base import ModelConfig, why_no_segments
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig, Scheduled
 from gptjax.parallel import Parallel, Strategy
@@ -186,10 +186,10 @@ class Config:
                 f"--model.loss-chunk must divide the tokens of a micro-batch, {self.micro_batch} × "
                 f"{self.sequence_length} = {tokens}, got {chunk}"
             )
-        if self.separate_documents and not self.model.supports_segment_ids:
+        if self.separate_documents and (why := why_no_segments(self.model)):
             raise ConfigError(
-                "--separate-documents needs a model with segment ids, and "
-                f"{type(self.model).__name__} has none; leave the option out"
+                f"--separate-documents needs a model with segment ids, and {why}; leave the option "
+                "out"
             )
         if self.max_document_length is not None and not self.separate_documents:
             raise ConfigError(

@@ -10,6 +10,7 @@ Shapes: B batch, T time, C channels (n_embd), V real vocabulary, P padded vocabu
 import abc
 import dataclasses
 import functools
+import inspect
 import math
 from typing import ClassVar, Literal
 
@@ -45,8 +46,8 @@ class ModelConfig(abc.ABC):
         operational: fields that do not change what the model learns. A resumed run may differ in
             these.
         of_run: fields that the run determines, not the model of `init_from`.
-        supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` an
-            argument `segment_ids_BT`.
+        supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` and
+            `Model.losses` an argument `segment_ids_BT`.
         supports_fp8: whether the blocks have FP8 matmuls, which the precision fp8 needs.
     """
 
@@ -342,7 +343,8 @@ class Model(nnx.Module):
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, ""]:
         """Return the mean cross-entropy in nats, fp32. See `loss_fn`."""
-        losses_N = self.losses(tokens_BT, targets_BT, ignore_index, segment_ids_BT)
+        segments = _segments(segment_ids_BT)
+        losses_N = self.losses(tokens_BT, targets_BT, ignore_index, **segments)
         if ignore_index is None:
             return losses_N.mean()
         return losses_N.sum() / jnp.maximum(count_targets(targets_BT, ignore_index), 1)
@@ -446,6 +448,19 @@ def _segments(segment_ids_BT: Integer[Array, "B T"] | None) -> dict[str, Array]:
 def count_targets(targets: Integer[Array, "..."], ignore_index: int = IGNORED) -> Float[Array, ""]:
     """Return the number of targets that are not `ignore_index`, fp32."""
     return (to_int32(targets) != ignore_index).sum().astype(jnp.float32)
+
+
+def why_no_segments(config: ModelConfig) -> str | None:
+    """Return why a model cannot separate documents; None if `segment_ids_BT` is supported."""
+    if not config.supports_segment_ids:
+        return f"{type(config).__name__} has none"
+    kind = type(nnx.merge(graph(config), abstract_params(config)))
+    for method in (kind.hidden, kind.losses):
+        parameters = inspect.signature(method).parameters
+        keywords = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+        if "segment_ids_BT" not in parameters and not keywords:
+            return f"{method.__qualname__} has no argument segment_ids_BT"
+    return None
 
 
 @functools.lru_cache(maxsize=32)
