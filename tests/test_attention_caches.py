@@ -106,9 +106,8 @@ def test_gradients_are_those_of_the_cache(options):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_the_pattern_is_the_definition():
+def test_the_pattern_is_the_definition(options):
     q, k, v = qkv()
-    options = {name: x for name, x in OPTIONS["all"].items() if name != "window"}
     expected, _ = defined(q, k, v, **options)
     np.testing.assert_allclose(
         attention_pattern(q, k, precision="highest", **options), expected, rtol=0, atol=1e-6

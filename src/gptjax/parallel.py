@@ -257,7 +257,7 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
         recompute: store only `args` for the backward pass. Without it, all intermediate results are
             stored, except gathered parameters, which the backward pass gathers again.
     """
-    graphdef, state = nnx.split(block, nnx.Param)
+    graphdef, state, captures = nnx.split(block, nnx.Param, ...)  # captures of `nnx.capture`
     variables = jax.tree.leaves(state, is_leaf=_is_variable)
     if not any("placement" in variable.get_metadata() for variable in variables):
         return (nnx.remat(f) if recompute else f)(block, *args)
@@ -270,13 +270,18 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
         whole = _gather(variable.get_raw_value(), place, place.dtype, reduce_dtype)
         return variable.replace(whole)
 
-    def run(state, *args):
+    def run(state, captures, *args):
         whole = jax.tree.map(gathered, state, is_leaf=_is_variable)
-        return f(nnx.merge(graphdef, whole), *args)
+        block = nnx.merge(graphdef, whole, captures)
+        return f(block, *args), nnx.state(block, nnx.Not(nnx.Param))
 
     if recompute:
-        return jax.checkpoint(run)(state, *args)
-    return jax.checkpoint(_saving_bits(run), policy=_save_all_but_gathered)(state, *args)
+        run = jax.checkpoint(run)
+    else:
+        run = jax.checkpoint(_saving_bits(run), policy=_save_all_but_gathered)
+    out, captures = run(state, captures, *args)
+    nnx.update(block, captures)
+    return out
 
 
 def _save_all_but_gathered(primitive, *_, **__) -> bool:

@@ -51,9 +51,13 @@ class _Curves:
 
 
 def plot_runs(
-    paths: list[Path] | list[str], out: Path | str, x: X = "tokens", group: bool = False
+    paths: list[Path] | list[str],
+    out: Path | str,
+    x: X = "tokens",
+    group: bool = False,
+    metric: str = "loss",
 ) -> Path:
-    """Plot training and validation loss of the runs in one figure.
+    """Plot training and validation loss of the runs, or another metric, in one figure.
 
     Args:
         paths: run folders or log.jsonl files.
@@ -62,13 +66,14 @@ def plot_runs(
             compilation, validation and checkpoints.
         group: average runs whose names differ only in a last part such as "-seed3". Draw the mean,
             with a band of one standard deviation to each side.
+        metric: name of a number in the lines of the log, such as grad_norm.
 
     Returns:
         `out` as a Path.
 
     Raises:
         FileNotFoundError: a run, a log.jsonl or the folder of `out` does not exist.
-        ValueError: no paths, a log without a finite training loss or without times (for `x` of
+        ValueError: no paths, a log without a finite training value or without times (for `x` of
             "time"), a malformed log, runs of a group that have no steps in common, or an unknown
             image format.
     """
@@ -85,7 +90,7 @@ def plot_runs(
         paths = [log.parent if log.name == "log.jsonl" else log.with_suffix("") for log in logs]
         names = [str(path) for path in paths]
     names = [printable(name) for name in names]
-    runs = [_read(log, name, x) for log, name in zip(logs, names, strict=True)]
+    runs = [_read(log, name, x, metric) for log, name in zip(logs, names, strict=True)]
     groups = _grouped(runs) if group else [[run] for run in runs]
 
     half_width = max(run.half_width for run in runs)  # one for all curves, which are compared
@@ -109,7 +114,8 @@ def plot_runs(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
         axes.set_xlabel("training time (minutes)" if x == "time" else f"training {x}")
         scale = ", log scale" if axes.get_yscale() == "log" else ""
-        axes.set_ylabel(f"loss (nats per token{scale})")
+        label = f"loss (nats per token{scale})" if metric == "loss" else f"{metric}{scale}"
+        axes.set_ylabel(label, parse_math=False)
         for text in axes.legend(handles=handles).get_texts():
             text.set_parse_math(False)
     return out
@@ -159,19 +165,19 @@ def _log_file(path: Path) -> Path:
     return log
 
 
-def _read(log: Path, name: str, x: X) -> _Curves:
+def _read(log: Path, name: str, x: X, metric: str = "loss") -> _Curves:
     rows = read_log(log)
     column = {"tokens": "tokens", "steps": "step", "time": "step"}[x]
 
     def points(kind):
         found = []
         for line, row in enumerate(rows, start=1):
-            if row["kind"] == kind:
-                at, loss = row[column], row.get("loss")
+            if row["kind"] == kind and (metric == "loss" or metric in row):
+                at, loss = row[column], row.get(metric)
                 may_be_loss = loss is None or isinstance(loss, float) or _is_number(loss)
                 if not _is_number(at) or not may_be_loss:
                     raise ValueError(
-                        f"{log}, line {line}: expected numbers as {column} and loss, "
+                        f"{log}, line {line}: expected numbers as {column} and {metric}, "
                         f"found {at!r:.40} and {loss!r:.40}; correct or delete the line"
                     )
                 # A loss of NaN is null in the log and a gap in the curve.
@@ -181,7 +187,7 @@ def _read(log: Path, name: str, x: X) -> _Curves:
 
     curves = _Curves(name, *points("train"), *points("val"))
     if not np.isfinite(curves.train_loss).any():
-        raise ValueError(f"{log}: no training loss in it yet; nothing to plot")
+        raise ValueError(f"{log}: no training {metric} in it yet; nothing to plot")
     return curves
 
 
@@ -293,8 +299,9 @@ def main(
     out: Path = Path("loss.png"),
     x: X = "tokens",
     group: bool = False,
+    metric: str = "loss",
 ) -> None:
-    """Plot training and validation loss of one or several runs.
+    """Plot training and validation loss, or another metric, of one or several runs.
 
     Args:
         runs: run folders or log.jsonl files.
@@ -302,9 +309,10 @@ def main(
         x: quantity of the horizontal axis; time: minutes of training steps.
         group: average runs whose names differ only in a last part such as -seed3. Draw mean and
             standard deviation.
+        metric: name of a number in the lines of log.jsonl, such as grad_norm.
     """
     try:
-        print(printable(str(plot_runs(list(runs), out, x, group))))
+        print(printable(str(plot_runs(list(runs), out, x, group, metric))))
     except (OSError, ValueError) as error:
         sys.exit(printable(f"gptjax.plot: {error}"))
 

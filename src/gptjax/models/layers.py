@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from gptjax.parallel import initial_sharding
 from gptjax.precision import Precision
@@ -217,22 +217,20 @@ def attention(
 
 def attention_pattern(
     q_BTHD: Float[Array, "B T H D"],
-    k_BSKD: Float[Array, "B S K D"],
-    visible_BTS: Bool[Array, "#B T S"] | None = None,
+    k_BTKD: Float[Array, "B T K D"],
     *,
-    sinks_H: Float[Array, " H"] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "B H T S"]:
-    """Return P of `attention`, fp32. Query heads that share a key head are consecutive.
+    window: int | None = None,
+    **options: Any,
+) -> Float[Array, "B H T T"]:
+    """Return P of `attention`, fp32. Options are sinks_H, softcap, scale and precision."""
+    t = q_BTHD.shape[1]
+    return _pattern(q_BTHD, k_BTKD, _visible(jnp.arange(t)[None], t, window), **options)
 
-    Args:
-        visible_BTS: the keys that each query sees. None: causal.
-    """
+
+def _pattern(
+    q_BTHD, k_BSKD, visible_BTS, *, sinks_H=None, softcap=None, scale=None, precision=None
+):
     (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
-    if visible_BTS is None:
-        visible_BTS = _visible(jnp.arange(t)[None], s, None)
     scores_BKGTS = jnp.einsum(
         "btkgd,bskd->bkgts",
         q_BTHD.reshape(b, t, k, h // k, d),
@@ -254,7 +252,7 @@ def attention_pattern(
 def _attend(q_BTHD, k_BSKD, v_BSKD, visible_BTS, *, precision=None, **options):
     """Return the attention to the visible keys, in plain JAX."""
     (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
-    pattern_BHTS = attention_pattern(q_BTHD, k_BSKD, visible_BTS, precision=precision, **options)
+    pattern_BHTS = _pattern(q_BTHD, k_BSKD, visible_BTS, precision=precision, **options)
     weights_BKGTS = pattern_BHTS.astype(v_BSKD.dtype).reshape(b, k, h // k, t, s)
     y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKD, precision=precision)
     return y_BTKGD.reshape(b, t, h, d)

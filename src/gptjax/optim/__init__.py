@@ -5,6 +5,7 @@ from gptjax.optim.algorithms import ALGORITHMS, switch_algorithm
 from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
 from gptjax.optim.matrices import Matrices
 from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
+from gptjax.optim.metrics import Metrics
 from gptjax.optim.muon import MuonConfig
 from gptjax.optim.normuon import (
     NorMuonConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "GroupError",
     "Matrices",
     "MatrixOptimizerConfig",
+    "Metrics",
     "MuonConfig",
     "NorMuonConfig",
     "OptimizerConfig",

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from gptjax.config import Config
@@ -93,7 +94,7 @@ class Progress:
         """
         if self._unread is None:
             return False
-        values = {name: x.item() for name, x in jax.device_get(self._unread).items()}
+        values = _numbers(jax.device_get(self._unread))
         self._unread = None
         self._stop.read(values)
         first, self._read_any = not self._read_any, True
@@ -194,6 +195,15 @@ class Progress:
             "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
             "that are not finite."
         )
+
+
+def _numbers(metrics: dict[str, np.ndarray]) -> dict[str, float]:
+    """Return metrics as numbers: element i of an array "load" is "load.i"."""
+    return {
+        ".".join([name, *map(str, index)]): x[index].item()
+        for name, x in metrics.items()
+        for index in np.ndindex(x.shape)
+    }
 
 
 def draw_losses(run_dir: Path) -> tuple[str, object]:

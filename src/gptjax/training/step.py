@@ -28,8 +28,10 @@ from gptjax.models.base import (
     init_params,
     read_dtypes,
 )
+from gptjax.models.record import with_metrics
 from gptjax.optim import Scheduled, low_precision
 from gptjax.optim.adamw import global_norm
+from gptjax.optim.metrics import metrics_of
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
 from gptjax.training.tying import tie, tie_gradients
@@ -95,7 +97,8 @@ def loss_and_grads(
     batch_ABT: Batch | Int[Array, "A B T1"],
     parallel: Parallel | None = None,
     step: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, ""], PyTree]:
+    has_metrics: bool = False,
+) -> tuple[Any, PyTree]:
     """Compute the mean loss over all targets and its gradient, one micro-batch at a time.
 
     The mean is over the targets that are not ignored, and 0 if all are. The mean does not depend on
@@ -107,10 +110,17 @@ def loss_and_grads(
         parallel: the devices that share the computation; None for one device.
         step: index of the training step, for a loss that depends on it; None for the loss of
             evaluation.
+        has_metrics: return (loss, metrics) in place of the loss. The metrics are those that the
+            model records, averaged over micro-batches and devices.
 
     Returns:
         The loss (fp32) and a gradient like `params`, in fp32.
     """
+    (loss, metrics), grads = _loss_and_grads(graphdef, params, batch_ABT, parallel, step)
+    return ((loss, metrics) if has_metrics else loss), grads
+
+
+def _loss_and_grads(graphdef, params, batch_ABT, parallel, step):
     batch_ABT = _checked("loss_and_grads", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
     micro_batches = batch_ABT.inputs.shape[0]
     if parallel is None or parallel.devices == 1:
@@ -125,10 +135,11 @@ def loss_and_grads(
         whole = jax.tree.map(lambda x, p: x.astype(p.dtype), whole, params)
         count = jax.lax.psum(count_targets(batch_ABT.targets), AXIS)
         share, gathers = micro_batches * _inverse(count), parallel.gathers_blocks
-        loss, grads = _accumulate(annotated, whole, batch_ABT, share, gathers, step)
+        (loss, metrics), grads = _accumulate(annotated, whole, batch_ABT, share, gathers, step)
         if not parallel.overlap_reduce:
             loss, grads = jax.lax.optimization_barrier((loss, grads))
-        return jax.lax.psum(loss, AXIS), reduce(grads)[0]
+        means = jax.lax.psum(loss, AXIS), jax.lax.pmean(metrics, AXIS)
+        return means, reduce(grads)[0]
 
     both = params, step
     run = parallel.on_each_device(on_one_device, both, batch_axis=1, out=(None, params))
@@ -142,8 +153,10 @@ def _accumulate(
     share: Float[Array, ""],
     gathers: bool = False,
     step: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, ""], PyTree]:
+) -> tuple[tuple[Float[Array, ""], dict[str, Array]], PyTree]:
     """Return the mean over the micro-batches of one device of share · Σ losses, and its gradient.
+
+    Metrics that the model records are averaged too.
 
     Args:
         share: factor of the losses. Scaling the losses adds no pass to the backward pass; scaling
@@ -152,10 +165,12 @@ def _accumulate(
     """
 
     def micro_batch(params, batch_BT):
-        return share * _sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
+        model = nnx.merge(graphdef, params)
+        total, metrics = with_metrics(_sum_of_losses)(model, batch_BT, step)
+        return share * total, metrics
 
     def value_and_grad(params, batch_BT):
-        return jax.value_and_grad(micro_batch)(_in_fp32(params), batch_BT)
+        return jax.value_and_grad(micro_batch, has_aux=True)(_in_fp32(params), batch_BT)
 
     micro_batches = batch_ABT.inputs.shape[0]
     if micro_batches == 1:
@@ -167,14 +182,16 @@ def _accumulate(
             # Otherwise, XLA moves the all-gathers out of the loop and stores all gathered
             # parameters.
             inputs = jax.lax.optimization_barrier(inputs)
-        return jax.tree.map(jnp.add, total, value_and_grad(*inputs)), None
+        (loss, metrics), grads = value_and_grad(*inputs)
+        return jax.tree.map(jnp.add, total, (loss, grads)), metrics
 
     zero = (
         jnp.zeros((), jnp.float32),
         jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
     )
-    total, _ = jax.lax.scan(add, zero, batch_ABT)
-    return jax.tree.map(lambda x: x / micro_batches, total)
+    total, metrics = jax.lax.scan(add, zero, batch_ABT)
+    loss, grads = jax.tree.map(lambda x: x / micro_batches, total)
+    return (loss, jax.tree.map(lambda x: x.mean(0), metrics)), grads
 
 
 def _in_fp32(params: PyTree) -> PyTree:
@@ -228,8 +245,9 @@ def make_train_step(
 
     Returns:
         A pure function. Its batch is a `Batch` of A micro-batches of B sequences, or an integer
-        array of shape (A, B, T + 1). Metrics are scalars: loss (nats), grad_norm (before clipping),
-        loss_z, grad_norm_z, skipped (0 or 1), and lr if `tx` is `gptjax.optim.Scheduled`.
+        array of shape (A, B, T + 1). Metrics are loss (nats), grad_norm (before clipping), loss_z,
+        grad_norm_z, skipped (0 or 1), lr if `tx` is `gptjax.optim.Scheduled`, and those that the
+        model records (`gptjax.models.record`) and the optimizer keeps (`gptjax.optim.Metrics`).
     """
 
     def train_step(
@@ -237,7 +255,9 @@ def make_train_step(
     ) -> tuple[TrainState, dict]:
         batch_ABT = _checked("train_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
         tied = nnx.merge(graphdef, state.params).config.tied_parameters()
-        loss, grads = loss_and_grads(graphdef, state.params, batch_ABT, parallel, state.step)
+        (loss, recorded), grads = loss_and_grads(
+            graphdef, state.params, batch_ABT, parallel, state.step, True
+        )
         if loss_reduction == "sequence_sum":
             length = batch_ABT.inputs.shape[-1]
             grads = jax.tree.map(lambda g: g * length, grads)
@@ -247,6 +267,7 @@ def make_train_step(
         grad_norm_window, grad_norm_z = observe(state.grad_norm_window, grad_norm)
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        recorded = dict(**recorded, **metrics_of(opt_state))
         params = low_precision.apply_updates(state.params, updates)
         params, opt_state = tie(params, tied), tie(opt_state, tied)
 
@@ -279,7 +300,7 @@ def make_train_step(
         state = TrainState(
             state.step + 1, params, opt_state, state.rng, loss_window, grad_norm_window
         )
-        return state, metrics
+        return state, dict(**metrics, **recorded)
 
     return train_step
 
