@@ -28,7 +28,7 @@ from kernel_tools import OPTIMIZED, h200
 from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, generate, loss_fn
-from gptjax.models.gpt2 import LayerNorm, PendingResidual
+from gptjax.models.blocks import Norm, PendingResidual
 from gptjax.models.layers import Linear
 from gptjax.training.compilation import compiler_options
 
@@ -255,7 +255,7 @@ def test_product_and_bias_join_the_stream_in_one_rounding(name):
     np.testing.assert_allclose(
         found, nearest, rtol=2e-7 if x.dtype == jnp.float32 else 0, atol=2e-7
     )
-    np.testing.assert_array_equal(LayerNorm(config).add_layer_norm(x, pending)[1], found)
+    np.testing.assert_array_equal(Norm(config).add_norm(x, pending)[1], found)
     # With two roundings a bias this small would move some numbers and not others.
     without = pending._replace(bias_C=0 * pending.bias_C).added_to(x)
     moved = (found.astype(jnp.float32) - without.astype(jnp.float32)).mean()

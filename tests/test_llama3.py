@@ -128,7 +128,7 @@ def test_recomputed_plain_and_bf16_forms():
         model = build(one, params)
         x = model.embed(tokens)
         for block in model.blocks:
-            x = Block.__call__(block, x, rotation(one, jnp.arange(x.shape[1])[None]))
+            x = Block.__call__(block, x, None, None, rotation(one, jnp.arange(x.shape[1])[None]))
         plain = model.norm(x)
         gradients = [grad(recompute=name) for name in ("none", "block", "sublayer")]
         return plain, model.hidden(tokens), gradients, grad(precision=Precision("bf16"))

@@ -136,6 +136,11 @@ class ModelConfig(abc.ABC):
         return 6 * n + 6 * self.n_layer * self.n_embd * sequence_length
 
     @property
+    def kv_heads(self) -> int:
+        """Key and value heads, in attention and its caches."""
+        return self.n_head
+
+    @property
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.n_embd // self.n_head
@@ -245,7 +250,7 @@ class Model(nnx.Module):
     def init_cache(self, batch: int, length: int) -> list[KVCache]:
         """Return an empty cache for each block, for sequences of at most `length` tokens."""
         c = self.config
-        shape = (batch, length, c.n_head, c.head_dim)
+        shape = (batch, length, c.kv_heads, c.head_dim)
         return [KVCache.empty(shape, c.precision.compute_dtype) for _ in range(c.n_layer)]
 
     def decode_kernel(self, batch: int, implementation: str = "auto") -> str:

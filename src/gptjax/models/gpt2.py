@@ -8,7 +8,7 @@ vocabulary, N = B·T.
 
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,28 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from gptjax.models.base import Model, ModelConfig
-from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal, segment_positions
+from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
+from gptjax.models.layers import (
+    KVCache,
+    Linear,
+    PromptCache,
+    attention_pattern,
+    lookup,
+    normal,
+    segment_positions,
+)
+from gptjax.models.record import record, recording
 from gptjax.optim import Group, Matrices
-from gptjax.parallel import apply_block
 from pallas_kernels import (
     DecoderCache,
     DecoderWeights,
     decode_step,
     flash_attention_qkv,
-    layer_norm,
     mlp,
     projected_attention,
     select,
 )
 from pallas_kernels.fp8 import Fp8Rows, rows_of
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE
 
 INIT_STD = 0.02
 
@@ -117,55 +124,6 @@ PRESETS: dict[str, GPT2Config] = {
 }
 
 
-class PendingResidual(NamedTuple):
-    """Projection output x W and bias, not yet added to the residual stream.
-
-    The next LayerNorm adds both in one pass (`LayerNorm.add_layer_norm`). The backward pass of this
-    LayerNorm also computes the bias's gradient, without another read.
-    """
-
-    matmul_BTC: Float[Array, "B T C"]
-    bias_C: Float[Array, " C"]
-
-    def added_to(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """Return x + matmul + bias, added in fp32 and rounded once to x's dtype."""
-        sum_BTC = x_BTC.astype(jnp.float32) + self.matmul_BTC.astype(jnp.float32)
-        return (sum_BTC + self.bias_C.astype(jnp.float32)[None, None]).astype(x_BTC.dtype)
-
-
-class LayerNorm(nnx.Module):
-    """LayerNorm over the last axis: y = (x − mean)/√(var + eps) · scale + bias.
-
-    The variance is biased, statistics are fp32, y has the compute dtype.
-    """
-
-    def __init__(self, config: GPT2Config, *, eps: float = 1e-5, fp8: bool = False):
-        self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((config.n_embd,), jnp.float32))
-        self.eps, self.out_dtype = eps, config.precision.compute_dtype
-        self.implementation = config.norm
-        self.fp8_scale = ACTIVATION_SCALE if fp8 else None
-
-    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"] | Fp8Rows:
-        return self.norm(x)
-
-    def add_layer_norm(
-        self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
-    ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
-        """Return the normalized sum of x and the pending residual, and the sum, from one pass."""
-        if pending is None:
-            return self(x_BTC), x_BTC
-        matmul_BTC = pending.matmul_BTC.astype(x_BTC.dtype)
-        return self.norm(x_BTC, residual=matmul_BTC, residual_bias=pending.bias_C)
-
-    @jax.named_scope("norm")
-    def norm(self, x, **residual):
-        how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
-        how["fp8_scale"] = self.fp8_scale
-        # Indexing by `...` reads a parameter's array.
-        return layer_norm(x, self.scale[...], self.bias[...], **how, **residual)
-
-
 class Attention(nnx.Module):
     """Causal multi-head self-attention; one projection packs q, k and v in that order."""
 
@@ -188,6 +146,11 @@ class Attention(nnx.Module):
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> PendingResidual:
         c, b, t = self.config, *rows_of(x_BTC).shape[:2]
+        if recording(self) and cache is None and segment_ids_BT is None:
+            qkv_BT3HD = self.c_attn(rows_of(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
+            q_BTHD, k_BTHD, _ = jnp.unstack(qkv_BT3HD, axis=2)
+            how = {"precision": c.precision.matmul}
+            record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
         if cache is None and segment_ids_BT is None:
             y_BTHD = projected_attention(
                 x_BTC,
@@ -241,67 +204,17 @@ class MLP(nnx.Module):
         return PendingResidual(y_BTC, self.c_proj.bias[...])
 
 
-class Block(nnx.Module):
-    """Pre-LN transformer block.
+class Block(PreNormBlock):
+    """GPT-2's block: x + attn(ln_1(x)), then x + mlp(ln_2(x))."""
 
-    `__call__` is the definition. The model runs the two sublayers, which fuse each residual
-    addition into the LayerNorm that reads the sum. Sublayers represent the residual stream as a
-    pair (x, pending), whose sum is the stream.
-    """
+    norms = ("ln_1", "ln_2")
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         fp8 = config.precision.fp8_blocks
-        self.ln_1 = LayerNorm(config, fp8=fp8)
+        self.ln_1 = Norm(config, fp8=fp8)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = LayerNorm(config, fp8=fp8)
+        self.ln_2 = Norm(config, fp8=fp8)
         self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        cache: KVCache | PromptCache | None = None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T C"]:
-        """Return the residual stream after the block: the reference of the fused sublayers."""
-        x_BTC = self.attn(self.ln_1(x_BTC), cache, segment_ids_BT).added_to(x_BTC)
-        return self.mlp(self.ln_2(x_BTC), decoding=cache is not None).added_to(x_BTC)
-
-    def attention_sublayer(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending: PendingResidual | None = None,
-        cache: KVCache | PromptCache | None = None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
-        """Return x + pending, and attention(ln_1(x + pending)) as the next pending residual."""
-        y_BTC, x_BTC = self.ln_1.add_layer_norm(x_BTC, pending)
-        return x_BTC, self.attn(y_BTC, cache, segment_ids_BT)
-
-    def mlp_sublayer(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending: PendingResidual | None = None,
-        cache: KVCache | PromptCache | None = None,
-    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
-        """Return x + pending, and mlp(ln_2(x + pending)) as the next pending residual."""
-        y_BTC, x_BTC = self.ln_2.add_layer_norm(x_BTC, pending)
-        return x_BTC, self.mlp(y_BTC, decoding=cache is not None)
-
-    def sublayers(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending: PendingResidual | None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
-        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
-        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending, None, segment_ids_BT))
-
-    def fused(
-        self, x_BTC: Float[Array, "B T C"], segment_ids_BT: Integer[Array, "B T"] | None = None
-    ) -> Float[Array, "B T C"]:
-        """Return the residual stream after both sublayers, without a pending residual."""
-        x_BTC, pending = self.sublayers(x_BTC, None, segment_ids_BT)
-        return pending.added_to(x_BTC)
 
 
 class GPT2(Model):
@@ -323,7 +236,7 @@ class GPT2(Model):
         self.wte = nnx.Param(jnp.pad(wte_VC, ((0, config.padded_vocab_size - v), (0, 0))))
         self.wpe = nnx.Param(embedding(rngs.params(), (config.block_size, c)))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
-        self.ln_f = LayerNorm(config)
+        self.ln_f = Norm(config)
 
     @jax.named_scope("embedding")
     def embed(
@@ -355,25 +268,9 @@ class GPT2(Model):
         position_BT = cache[0].positions(tokens_BT.shape[1]) if cache else None
         if segment_ids_BT is not None:
             position_BT = segment_positions(segment_ids_BT)
-        x_BTC, pending = self.embed(tokens_BT, position_BT), None
-        for i, block in enumerate(self.blocks):
-            # Recomputation starts from the sum x + pending: storing the pair would take two arrays.
-            match "cache" if cache else self.config.recompute:
-                case "block":
-                    x_BTC = apply_block(Block.fused, block, x_BTC, segment_ids_BT, recompute=True)
-                case "sublayer":
-                    attention = Block.attention_sublayer, (None, None, segment_ids_BT)
-                    for sublayer, args in (attention, (Block.mlp_sublayer, ())):
-                        x_BTC, after = apply_block(sublayer, block, x_BTC, *args, recompute=True)
-                        x_BTC = after.added_to(x_BTC)
-                case "cache":
-                    x_BTC, pending = block.attention_sublayer(x_BTC, pending, cache[i])
-                    x_BTC, pending = block.mlp_sublayer(x_BTC, pending, cache[i])
-                case _:
-                    x_BTC, pending = apply_block(
-                        Block.sublayers, block, x_BTC, pending, segment_ids_BT
-                    )
-        return self.ln_f.add_layer_norm(x_BTC, pending)[0]
+        x_BTC = self.embed(tokens_BT, position_BT)
+        stream = run_blocks(self.config, self.blocks, x_BTC, cache, segment_ids_BT)
+        return self.ln_f.add_norm(*stream)[0]
 
     def head(self) -> Float[Array, "P C"]:
         return self.wte[...]

@@ -18,12 +18,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from gptjax.models.base import Model, ModelConfig, check_size
-from gptjax.models.layers import KVCache, Linear, PromptCache, lookup, normal, segment_positions
+from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
+from gptjax.models.layers import (
+    KVCache,
+    Linear,
+    PromptCache,
+    attention_pattern,
+    lookup,
+    normal,
+    segment_positions,
+)
+from gptjax.models.record import record, recording
 from gptjax.optim import Group, Matrices
-from gptjax.parallel import apply_block
-from pallas_kernels import flash_attention, linear, rms_norm, rotary_qkv, select, swiglu
+from pallas_kernels import flash_attention, linear, rotary_qkv, select, swiglu
 from pallas_kernels.fp8 import Fp8Rows
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE
 
 INIT_STD = 0.02
 # Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor.
@@ -190,33 +198,6 @@ def rotation(config: Llama3Config, position_BT: Integer[Array, "#B T"]) -> Rotat
     return Rotation(jnp.cos(angle_BTE), jnp.sin(angle_BTE))
 
 
-class RMSNorm(nnx.Module):
-    """RMSNorm over the last axis: y = x / √(mean(x²) + eps) · scale, in the compute dtype."""
-
-    def __init__(self, config: Llama3Config, *, fp8: bool = False):
-        self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
-        self.eps, self.out_dtype = config.norm_eps, config.precision.compute_dtype
-        self.implementation = config.norm
-        self.fp8_scale = ACTIVATION_SCALE if fp8 else None
-
-    def __call__(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"] | Fp8Rows:
-        return self.norm(x_BTC)
-
-    def add_norm(
-        self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
-    ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
-        """Return the normalized sum of x and the pending residual, and the sum, from one pass."""
-        if pending_BTC is None:
-            return self(x_BTC), x_BTC
-        return self.norm(x_BTC, residual=pending_BTC.astype(x_BTC.dtype))
-
-    @jax.named_scope("norm")
-    def norm(self, x, **residual):
-        how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
-        how["fp8_scale"] = self.fp8_scale
-        return rms_norm(x, self.scale[...], **how, **residual)
-
-
 class Attention(nnx.Module):
     """Causal grouped-query self-attention with rotary embeddings (Ainslie et al., 2023)."""
 
@@ -240,10 +221,10 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTC: Float[Array, "B T C"] | Fp8Rows,
+        cache: KVCache | PromptCache | None,
+        segment_ids_BT: Integer[Array, "B T"] | None,
         rotate: Rotation,
-        cache: KVCache | PromptCache | None = None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T C"]:
+    ) -> PendingResidual:
         c, precision = self.config, self.config.precision.matmul
         qkv_BTO = linear(
             x_BTC,
@@ -260,6 +241,8 @@ class Attention(nnx.Module):
             pairs="halves",
             implementation=self.implementation,
         )
+        if recording(self) and cache is None and segment_ids_BT is None:
+            record(self, "pattern", attention_pattern(q_BTHD, k_BTKD, precision=precision))
         if cache is None:
             y_BTHD = flash_attention(
                 q_BTHD,
@@ -271,7 +254,7 @@ class Attention(nnx.Module):
             )
         else:
             y_BTHD = cache.attend(q_BTHD, k_BTKD, v_BTKD, precision=precision)
-        return self.o(y_BTHD.reshape(*y_BTHD.shape[:2], c.n_embd))
+        return PendingResidual(self.o(y_BTHD.reshape(*y_BTHD.shape[:2], c.n_embd)))
 
 
 class MLP(nnx.Module):
@@ -285,8 +268,11 @@ class MLP(nnx.Module):
         self.implementation, self.precision = config.mlp, config.precision
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTC: Float[Array, "B T C"] | Fp8Rows) -> Float[Array, "B T C"]:
-        return swiglu(
+    def __call__(
+        self, x_BTC: Float[Array, "B T C"] | Fp8Rows, decoding: bool = False
+    ) -> PendingResidual:
+        # `decoding` changes nothing: the back ends support any number of rows.
+        y_BTC = swiglu(
             x_BTC,
             self.gate.kernel[...],
             self.up.kernel[...],
@@ -295,92 +281,19 @@ class MLP(nnx.Module):
             implementation=self.implementation,
             precision=self.precision.matmul,
         )
+        return PendingResidual(y_BTC)
 
 
-class Block(nnx.Module):
-    """Pre-norm transformer block.
+class Block(PreNormBlock):
+    """Llama 3's block: x + attn(norm_1(x)), then x + mlp(norm_2(x))."""
 
-    `__call__` is the definition. The model runs the two sublayers, which fuse each residual
-    addition into the RMSNorm that reads the sum. Sublayers represent the residual stream as a pair
-    (x, pending), whose sum is the stream.
-    """
+    norms = ("norm_1", "norm_2")
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
+        norm = functools.partial(Norm, config, eps=config.norm_eps, bias=False)
         fp8 = config.precision.fp8_blocks
-        self.norm_1, self.attn = RMSNorm(config, fp8=fp8), Attention(config, rngs=rngs)
-        self.norm_2, self.mlp = RMSNorm(config, fp8=fp8), MLP(config, rngs=rngs)
-
-    def __call__(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        rotate: Rotation,
-        cache: KVCache | PromptCache | None = None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T C"]:
-        """Return the residual stream after the block: the reference of the fused sublayers."""
-        x_BTC = added(x_BTC, self.attn(self.norm_1(x_BTC), rotate, cache, segment_ids_BT))
-        return added(x_BTC, self.mlp(self.norm_2(x_BTC)))
-
-    def attention_sublayer(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending_BTC: Float[Array, "B T C"] | None,
-        rotate: Rotation,
-        cache: KVCache | PromptCache | None = None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """Return x + pending, and attention(norm_1(x + pending)) as the next pending residual."""
-        y_BTC, x_BTC = self.norm_1.add_norm(x_BTC, pending_BTC)
-        return x_BTC, self.attn(y_BTC, rotate, cache, segment_ids_BT)
-
-    def mlp_sublayer(
-        self, x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"] | None
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """Return x + pending, and mlp(norm_2(x + pending)) as the next pending residual."""
-        y_BTC, x_BTC = self.norm_2.add_norm(x_BTC, pending_BTC)
-        return x_BTC, self.mlp(y_BTC)
-
-    def sublayers(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending_BTC: Float[Array, "B T C"] | None,
-        rotate: Rotation,
-        cache: KVCache | PromptCache | None = None,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
-        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
-        return self.mlp_sublayer(
-            *self.attention_sublayer(x_BTC, pending_BTC, rotate, cache, segment_ids_BT)
-        )
-
-    def fused(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        rotate: Rotation,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T C"]:
-        """Return the residual stream after both sublayers, without a pending residual."""
-        return added(*self.sublayers(x_BTC, None, rotate, None, segment_ids_BT))
-
-    def fused_attention(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        rotate: Rotation,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T C"]:
-        """Return the residual stream after the attention, without a pending residual."""
-        return added(*self.attention_sublayer(x_BTC, None, rotate, None, segment_ids_BT))
-
-    def fused_mlp(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
-        """Return the residual stream after the MLP, without a pending residual."""
-        return added(*self.mlp_sublayer(x_BTC, None))
-
-
-def added(
-    x_BTC: Float[Array, "B T C"], pending_BTC: Float[Array, "B T C"]
-) -> Float[Array, "B T C"]:
-    """Return x + pending in x's dtype."""
-    return x_BTC + pending_BTC.astype(x_BTC.dtype)
+        self.norm_1, self.attn = norm(fp8=fp8), Attention(config, rngs=rngs)
+        self.norm_2, self.mlp = norm(fp8=fp8), MLP(config, rngs=rngs)
 
 
 class Llama3(Model):
@@ -399,7 +312,7 @@ class Llama3(Model):
         super().__init__(config, rngs=rngs)
         self.wte = nnx.Param(_embedding(config, rngs))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
-        self.norm = RMSNorm(config)
+        self.norm = Norm(config, eps=config.norm_eps, bias=False)
         self.lm_head = None if config.tie_embeddings else nnx.Param(_embedding(config, rngs))
 
     @jax.named_scope("embedding")
@@ -421,35 +334,12 @@ class Llama3(Model):
         if segment_ids_BT is not None:
             position_BT = segment_positions(segment_ids_BT)
         rotate = rotation(self.config, position_BT)
-        x_BTC, pending_BTC = self.embed(tokens_BT), None
-        for i, block in enumerate(self.blocks):
-            # Recomputation starts from the sum x + pending: storing the pair would take two arrays.
-            match "cache" if cache else self.config.recompute:
-                case "block":
-                    x_BTC = apply_block(
-                        Block.fused, block, x_BTC, rotate, segment_ids_BT, recompute=True
-                    )
-                case "sublayer":
-                    x_BTC = apply_block(
-                        Block.fused_attention, block, x_BTC, rotate, segment_ids_BT, recompute=True
-                    )
-                    x_BTC = apply_block(Block.fused_mlp, block, x_BTC, recompute=True)
-                case "cache":
-                    x_BTC, pending_BTC = block.sublayers(x_BTC, pending_BTC, rotate, cache[i])
-                case _:
-                    x_BTC, pending_BTC = apply_block(
-                        Block.sublayers, block, x_BTC, pending_BTC, rotate, None, segment_ids_BT
-                    )
-        return self.norm.add_norm(x_BTC, pending_BTC)[0]
+        x_BTC = self.embed(tokens_BT)
+        stream = run_blocks(self.config, self.blocks, x_BTC, cache, segment_ids_BT, rotate)
+        return self.norm.add_norm(*stream)[0]
 
     def head(self) -> Float[Array, "P C"]:
         return self.wte[...] if self.lm_head is None else self.lm_head[...]
-
-    def init_cache(self, batch: int, length: int) -> list[KVCache]:
-        """Return an empty cache for each block, with the n_kv_head key and value heads."""
-        c = self.config
-        shape = (batch, length, c.kv_heads, c.head_dim)
-        return [KVCache.empty(shape, c.precision.compute_dtype) for _ in range(c.n_layer)]
 
 
 def _embedding(config: Llama3Config, rngs: nnx.Rngs) -> Float[Array, "P C"]:

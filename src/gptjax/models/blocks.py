@@ -1,0 +1,161 @@
+"""Pre-norm transformer blocks, which GPT-2 and Llama 3 share.
+
+The blocks represent the residual stream as a pair (x, pending), whose sum is the stream: the next
+norm adds and normalizes in one pass.
+
+Shapes: B batch, T time, C channels.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from gptjax.models.base import ModelConfig
+from gptjax.models.layers import KVCache, PromptCache
+from gptjax.models.record import record, recording
+from gptjax.parallel import apply_block
+from pallas_kernels import layer_norm, rms_norm
+from pallas_kernels.fp8 import Fp8Rows
+from pallas_kernels.fp8.layers import ACTIVATION_SCALE
+
+
+class PendingResidual(NamedTuple):
+    """Projection output x W and bias, not yet added to the residual stream.
+
+    The next norm adds both in one pass (`Norm.add_norm`). The backward pass of this norm also
+    computes the bias's gradient, without another read.
+    """
+
+    matmul_BTC: Float[Array, "B T C"]
+    bias_C: Float[Array, " C"] | None = None
+
+    def added_to(self, x_BTC: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """Return x + matmul + bias, added in fp32 and rounded once to x's dtype."""
+        if self.bias_C is None:
+            return x_BTC + self.matmul_BTC.astype(x_BTC.dtype)
+        sum_BTC = x_BTC.astype(jnp.float32) + self.matmul_BTC.astype(jnp.float32)
+        return (sum_BTC + self.bias_C.astype(jnp.float32)[None, None]).astype(x_BTC.dtype)
+
+
+class Norm(nnx.Module):
+    """LayerNorm over the last axis, or RMSNorm without `bias`, in the compute dtype.
+
+        y = (x − mean)/√(var + eps) · scale + bias      y = x/√(mean(x²) + eps) · scale
+
+    The variance is biased, statistics are fp32.
+
+    Args:
+        config: a config with a field `norm`, the back end.
+        fp8: whether y is rows of FP8 numbers for a matmul.
+    """
+
+    def __init__(self, config: Any, *, eps: float = 1e-5, bias: bool = True, fp8: bool = False):
+        self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((config.n_embd,), jnp.float32)) if bias else None
+        self.eps, self.out_dtype = eps, config.precision.compute_dtype
+        self.implementation = config.norm
+        self.fp8_scale = ACTIVATION_SCALE if fp8 else None
+
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"] | Fp8Rows:
+        return self.norm(x)
+
+    def add_norm(
+        self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
+    ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
+        """Return the normalized sum of x and the pending residual, and the sum, from one pass."""
+        if pending is None:
+            return self(x_BTC), x_BTC
+        bias = {} if pending.bias_C is None else {"residual_bias": pending.bias_C}
+        return self.norm(x_BTC, residual=pending.matmul_BTC.astype(x_BTC.dtype), **bias)
+
+    @jax.named_scope("norm")
+    def norm(self, x, **residual):
+        how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
+        how["fp8_scale"] = self.fp8_scale
+        # Indexing by `...` reads a parameter's array.
+        if self.bias is None:
+            return rms_norm(x, self.scale[...], **how, **residual)
+        return layer_norm(x, self.scale[...], self.bias[...], **how, **residual)
+
+
+class PreNormBlock(nnx.Module):
+    """Transformer block: x + attn(norm_1(x), …), then x + mlp(norm_2(x)).
+
+    A subclass defines the norms, `attn` and `mlp`, which return a `PendingResidual`.
+
+    Attributes:
+        norms: the names of the two norms.
+    """
+
+    norms: ClassVar[tuple[str, str]]
+
+    def attention_sublayer(
+        self,
+        x_BTC: Float[Array, "B T C"],
+        pending: PendingResidual | None = None,
+        cache: KVCache | PromptCache | None = None,
+        *args: Any,
+    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
+        """Return x + pending, and attn(norm_1(x + pending)) as the next pending residual."""
+        y_BTC, x_BTC = getattr(self, self.norms[0]).add_norm(x_BTC, pending)
+        return x_BTC, self.attn(y_BTC, cache, *args)
+
+    def mlp_sublayer(
+        self,
+        x_BTC: Float[Array, "B T C"],
+        pending: PendingResidual | None = None,
+        cache: KVCache | PromptCache | None = None,
+        *args: Any,
+    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
+        """Return x + pending, and mlp(norm_2(x + pending)) as the next pending residual."""
+        y_BTC, x_BTC = getattr(self, self.norms[1]).add_norm(x_BTC, pending)
+        return x_BTC, self.mlp(y_BTC, decoding=cache is not None)
+
+    def sublayers(
+        self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None, *args: Any
+    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
+        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
+        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending, *args), *args)
+
+    def __call__(self, x_BTC: Float[Array, "B T C"], *args: Any) -> Float[Array, "B T C"]:
+        """Return the residual stream after the block."""
+        x_BTC, pending = self.sublayers(x_BTC, None, *args)
+        return pending.added_to(x_BTC)
+
+
+def run_blocks(
+    config: ModelConfig,
+    blocks: Sequence[PreNormBlock],
+    x_BTC: Float[Array, "B T C"],
+    caches: Sequence[KVCache | PromptCache] | None,
+    *args: Any,
+) -> tuple[Float[Array, "B T C"], PendingResidual | None]:
+    """Return the residual stream after the blocks, as a pair.
+
+    Record the stream after each block as `residual`.
+
+    Args:
+        args: arguments of each block's `attn` after the cache.
+    """
+    pending = None
+    for i, block in enumerate(blocks):
+        kind, cache = type(block), caches[i] if caches else None
+        # Recomputation starts from the sum x + pending: storing the pair would take two arrays.
+        match "none" if caches else config.recompute:
+            case "block":
+                x_BTC = apply_block(kind.__call__, block, x_BTC, None, *args, recompute=True)
+            case "sublayer":
+                for sublayer in (kind.attention_sublayer, kind.mlp_sublayer):
+                    x_BTC, pending = apply_block(
+                        sublayer, block, x_BTC, None, None, *args, recompute=True
+                    )
+                    x_BTC, pending = pending.added_to(x_BTC), None
+            case _:
+                x_BTC, pending = apply_block(kind.sublayers, block, x_BTC, pending, cache, *args)
+        if recording(block):
+            record(block, "residual", x_BTC if pending is None else pending.added_to(x_BTC))
+    return x_BTC, pending
