@@ -1,7 +1,6 @@
 """gptjax.weights.llama: the folders of transformers' Llama, both ways."""
 
 import dataclasses
-import inspect
 import json
 import warnings
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 from hf_tools import edit_config, edit_tensors
 from llama_tools import ODD, batch_of, build, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
@@ -19,7 +17,7 @@ import gptjax
 from gptjax.models.base import params_of
 from gptjax.models.llama3 import rotation
 from gptjax.weights import WeightsError, export
-from gptjax.weights.llama import load_llama, read_config, save_llama
+from gptjax.weights.hf import read_config
 from pallas_kernels import rotary_qkv
 
 with warnings.catch_warnings():
@@ -36,7 +34,7 @@ CONFIGS = pytest.mark.parametrize("config", [ODD, TIED], ids=["grouped, scaled",
 def test_a_folder_of_transformers_loads(config, tmp_path):
     params = random_of(config)
     theirs(config, params).save_pretrained(tmp_path)
-    model = load_llama(tmp_path)
+    model = gptjax.load_hf(tmp_path)
     assert model.config == dataclasses.replace(config, padded_vocab_size=128)
     for name, array in flatten(params_of(model)).items():
         np.testing.assert_array_equal(array, flatten(params)[name], err_msg=name)
@@ -45,7 +43,7 @@ def test_a_folder_of_transformers_loads(config, tmp_path):
 @CONFIGS
 def test_transformers_loads_a_saved_folder(config, tmp_path):
     model, tokens = build(config, random_of(config)), batch_of(config)[0]
-    save_llama(model, tmp_path)
+    gptjax.save_hf(model, tmp_path)
     same = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         expected = same(torch.from_numpy(tokens).long()).logits
@@ -53,7 +51,7 @@ def test_transformers_loads_a_saved_folder(config, tmp_path):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
     if not config.tie_embeddings:  # by the type in config.json
         assert gptjax.load(tmp_path).model.config == config
-    again = load_llama(tmp_path, padded_vocab_size=61)
+    again = gptjax.load_hf(tmp_path, padded_vocab_size=61)
     assert again.config == dataclasses.replace(config, padded_vocab_size=61)
 
 
@@ -163,7 +161,7 @@ def test_llama_3_2_in_the_fields_of_transformers_4(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    save_llama(build(ODD, random_of(ODD)), folder)
+    gptjax.save_hf(build(ODD, random_of(ODD)), folder)
     return folder
 
 
@@ -177,44 +175,33 @@ def folder(saved, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"model_type": "mistral"}, "expected model_type to be 'llama', found 'mistral'"),
+        ({"model_type": "mistral"}, "expected model_type to be 'gpt2' or 'llama', found 'mistral'"),
         ({"attention_bias": True}, "expected attention_bias to be False, found True"),
-        ({"head_dim": 32}, "expected head_dim to be 16, found 32"),
+        ({"head_dim": 32}, "expected head_dim to be 16 or None, found 32"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type to be 'default' or 'llama3'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "expected low_freq_factor to be 1.0"),
-        ({"num_key_value_heads": 2}, "not a Llama: .*n_head=3 is not a multiple of n_kv_head=2"),
+        ({"num_key_value_heads": 2}, "not a Llama3: .*n_head=3 is not a multiple of n_kv_head=2"),
         ({"hidden_size": None}, r"missing \['hidden_size'\]"),
         ({"num_hidden_layers": 3}, r"missing .*model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 10**6}, "expected the tensors of 1000000 layers"),
+        (
+            {"num_hidden_layers": 10**6},
+            "expected the 9000003 tensors of a Llama3 of 1000000 layers",
+        ),
         ({"intermediate_size": 64}, r"mlp.gate_proj.weight of shape \(64, 48\)"),
-        ({"tie_word_embeddings": True}, "expected lm_head.weight to be the tensor"),
+        ({"tie_word_embeddings": True}, "expected lm_head.weight to be the same tensor"),
     ],
 )
 def test_another_model_is_refused(folder, fields, message):
     edit_config(folder, **fields)
     with pytest.raises(WeightsError, match=message):
-        load_llama(folder)
+        gptjax.load_hf(folder)
 
 
 def test_missing_and_unexpected_tensors(folder):
     edit_tensors(folder, lambda tensors: tensors.update(bias=tensors.pop("model.norm.weight")))
     with pytest.raises(WeightsError, match=r"missing \['model.norm.weight'\], unexpected \['bias'"):
-        load_llama(folder)
-    with pytest.raises(ValueError, match=r"load_llama: config.json decides \['n_inner'\]"):
-        load_llama(folder, n_inner=3)
+        gptjax.load_hf(folder)
+    with pytest.raises(ValueError, match=r"config.json decides \['n_inner'\]"):
+        gptjax.load_hf(folder, n_inner=3)
     with pytest.raises(WeightsError, match="not there"):
-        load_llama(folder / "nothing.safetensors")
-
-
-class Changed(gptjax.Llama3):
-    """A subclass with Llama 3's config."""
-
-
-def test_only_a_llama3_is_saved(tmp_path):
-    sizes = {"vocab_size": 11, "block_size": 5, "n_layer": 1, "n_head": 2, "n_embd": 4}
-    gpt2 = gptjax.GPT2(gptjax.GPT2Config(**sizes), rngs=nnx.Rngs(0))
-    for model in (Changed(ODD, rngs=nnx.Rngs(0)), gpt2):
-        message = f"save_llama: expected a Llama3, found a {type(model).__name__}"
-        with pytest.raises(WeightsError, match=message):
-            inspect.unwrap(save_llama)(model, tmp_path / "new")
-    assert not list(tmp_path.iterdir())
+        gptjax.load_hf(folder / "nothing.safetensors")

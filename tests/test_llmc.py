@@ -315,7 +315,7 @@ def test_a_file_is_replaced_whole(saved):
 
 def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
     before = saved.read_bytes()
-    monkeypatch.setattr("gptjax.weights.llmc._is_matrix", lambda key: 1 / 0)
+    monkeypatch.setattr("gptjax.weights.llmc._kinds", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         gptjax.save_llmc(random_model(1), saved)
     assert saved.read_bytes() == before and [p.name for p in saved.parent.iterdir()] == ["m.bin"]

@@ -201,9 +201,9 @@ def test_files_of_other_programs(tmp_path):
     assert gptjax.load(tmp_path / "hf", tokenizer="byte").tokenizer.name == "byte"
     with pytest.raises(WeightsError, match="at least the 50257 ids of the tokenizer gpt2"):
         gptjax.load(tmp_path / "hf", tokenizer="gpt2")
-    with pytest.raises(ValueError, match=r"load: config.json decides \['n_layer'\]"):
+    with pytest.raises(ValueError, match=r"config.json decides \['n_layer'\]"):
         gptjax.load(tmp_path / "hf", n_layer=3)
-    with pytest.raises(ValueError, match=r"load: unknown options \['speed'\]"):
+    with pytest.raises(ValueError, match=r"unknown options \['speed'\]"):
         gptjax.load(tmp_path / "model.bin", speed=3)
     with pytest.raises(WeightsError, match="expected a run's folder for step=3"):
         gptjax.load(tmp_path / "hf", step=3)

@@ -20,7 +20,7 @@ MODELS = {
     "Llama3Config": "gptjax.bench.torch_llama",
 }
 # The module whose `config_json` returns transformers' config.
-HF_CONFIGS = {"GPT2Config": "gptjax.weights.hf", "Llama3Config": "gptjax.weights.llama"}
+HF_CONFIGS = {"GPT2Config": "gptjax.weights.hf", "Llama3Config": "gptjax.weights.hf"}
 
 
 def has_torch(device: jax.Device) -> bool:

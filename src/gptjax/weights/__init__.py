@@ -5,9 +5,9 @@ option is a plain ValueError.
 """
 
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
-from gptjax.weights.hf import load_hf, save_hf
-from gptjax.weights.llmc import load_llmc, save_llmc
-from gptjax.weights.loading import Loaded, load
+from gptjax.weights.hf import save_hf
+from gptjax.weights.llmc import save_llmc
+from gptjax.weights.loading import Loaded, load, load_hf, load_llmc
 from gptjax.weights.params import model_from_params
 
 __all__ = [

@@ -1,71 +1,41 @@
-"""Export of a model to the formats of other programs, with one table of architectures per
-format."""
+"""Export of a model to the formats of other programs."""
 
 import contextlib
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from gptjax.models.base import Model
-from gptjax.weights import gguf_file
+from gptjax.models.gpt2 import GPT2
 from gptjax.weights.bpe_files import save_tokenizer
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import reason, shown
+from gptjax.weights.gguf_file import save_gguf
 from gptjax.weights.hf import save_hf
-from gptjax.weights.llama import save_llama
 from gptjax.weights.llmc import save_llmc
 
 Format = Literal["hf", "llmc", "gguf"]
 
 SUFFIXES: dict[Format, str] = {"llmc": ".bin", "gguf": ".gguf"}
 
-Writer = Callable[[Model, Path, str | None, str], None]
-"""Function of a model, a new path, a tokenizer's name or None, and the model's name."""
-
-
-def _hf_gpt2(model, path: Path, tokenizer: str | None, name: str) -> None:
-    save_hf(model, path)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, path, model.config.block_size)
-
-
-def _hf_llama3(model, path: Path, tokenizer: str | None, name: str) -> None:
-    save_llama(model, path)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, path, model.config.block_size)
-
-
-def _llmc_gpt2(model, path: Path, tokenizer: str | None, name: str) -> None:
-    save_llmc(model, path)
-
-
-def _gguf(architecture: gguf_file.Architecture) -> Writer:
-    def write(model: Model, path: Path, tokenizer: str | None, name: str) -> None:
-        gguf_file.save_gguf(model, path, architecture=architecture, tokenizer=tokenizer, name=name)
-
-    return write
-
-
-# Writers by format and by the name of the architecture's config class.
-WRITERS: dict[Format, dict[str, Writer]] = {
-    "hf": {"GPT2Config": _hf_gpt2, "Llama3Config": _hf_llama3},
-    "llmc": {"GPT2Config": _llmc_gpt2},
-    "gguf": {"GPT2Config": _gguf(gguf_file.GPT2), "Llama3Config": _gguf(gguf_file.LLAMA)},
+# Names of the architectures' config classes by format.
+ARCHITECTURES: dict[Format, tuple[str, ...]] = {
+    "hf": ("GPT2Config", "Llama3Config"),
+    "llmc": ("GPT2Config",),
+    "gguf": ("GPT2Config", "Llama3Config"),
 }
 
 
 def check_architecture(architecture: str, to: Format) -> None:
     """Raise WeightsError if an architecture cannot be exported to a format."""
-    known = WRITERS[to]
-    if architecture not in known:
-        formats = [name for name, writers in WRITERS.items() if architecture in writers]
-        others = f"to {', '.join(formats)}" if formats else "to no format"
+    if architecture not in (known := ARCHITECTURES[to]):
+        formats = [name for name, others in ARCHITECTURES.items() if architecture in others]
         raise WeightsError(
             f"{to} files: expected one of the architectures {', '.join(known)}, found "
-            f"{architecture}, which can be exported {others}"
+            f"{architecture}, which can be exported to {', '.join(formats) or 'no format'}"
         )
 
 
@@ -96,16 +66,19 @@ def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str 
             writing fails.
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
     """
-    path, architecture = Path(path), type(model.config).__name__
-    check_architecture(architecture, to)
+    path = Path(path)
+    check_architecture(type(model.config).__name__, to)
     check_new(path)
     check_suffix(path, to)
     with created(path) as temporary:
-        WRITERS[to][architecture](model, temporary, tokenizer, path.stem)
-    return _about_tokenizer(to, tokenizer)
-
-
-def _about_tokenizer(to: Format, tokenizer: str | None) -> str:
+        if to == "gguf":
+            save_gguf(model, temporary, tokenizer=tokenizer, name=path.stem)
+        elif to == "llmc":
+            save_llmc(cast(GPT2, model), temporary)
+        else:
+            save_hf(model, temporary)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, temporary, model.config.block_size)
     if tokenizer is None:
         return "only the model: its tokenizer is not known"
     if to == "llmc":

@@ -13,28 +13,24 @@ Matrices are (out, in), the transpose of gptjax's kernels. P padded vocabulary, 
 C channels, L layers.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.precision import Precision
+from gptjax.weights.architectures import Kind, gpt2_kinds
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import file_size, reason, replacing, shown
-from gptjax.weights.gpt2 import SIZES, TensorKind, tensor_kinds
-from gptjax.weights.params import (
-    FP32,
-    Key,
-    check_model,
-    check_options,
-    host_arrays,
-    model_from_tensors,
-)
+from gptjax.weights.params import FP32, Key, check_model, check_options, host_arrays
 
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")
+"""Fields of `GPT2Config` in the order of the header."""
 MAGIC = 20240326
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -48,32 +44,9 @@ _OTHER_FILES = {
 }
 
 
-def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options: Any) -> GPT2:
-    """Load a checkpoint that llm.c, llm.c's train_gpt2.py or `save_llmc` wrote.
-
-    bf16 tensors are converted to fp32.
-
-    Args:
-        path: the `.bin` file.
-        precision: precision of the model. The parameters are fp32 in every precision.
-        **options: other fields of `GPT2Config` that the file does not determine: attention, loss,
-            loss_chunk, recompute.
-
-    Raises:
-        WeightsError: the file is not an llm.c checkpoint, or is too short or too long. The message
-            names the offset.
-        ValueError: a wrong option.
-    """
-    check_options("load_llmc", GPT2Config, precision, options, source="the file", decided=SIZES)
-    config = read_config(path, precision=precision, **options)
-    return cast(GPT2, model_from_tensors(config, tensors_of(path, config)))
-
-
-def read_config(
-    path: str | os.PathLike, *, precision: Precision = FP32, **options: Any
-) -> GPT2Config:
+def read_config(path: Path, *, precision: Precision = FP32, **options: Any) -> GPT2Config:
     """Return the config in the header; no tensor is read. Arguments: see `load_llmc`."""
-    path = Path(path)
+    check_options(GPT2Config, precision, options, source="the file", decided=SIZES)
     try:
         length = file_size(path)
         version, config = _read_header(path, precision, options)
@@ -83,15 +56,14 @@ def read_config(
     return config
 
 
-def tensors_of(path: str | os.PathLike, config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
-    """Yield the parameters of a file whose config is `read_config(path)`."""
-    path = Path(path)
+def tensors_of(path: Path, config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
+    """Return an iterator over the parameters of a file whose config is `read_config(path)`."""
     try:
         version, _ = _read_header(path, FP32, {})
         numbers = np.memmap(path, dtype=DTYPES[version], mode="r", offset=HEADER_BYTES)
     except OSError as error:
         raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
-    yield from _tensors(numbers, config)
+    return _tensors(numbers, config)
 
 
 def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> None:
@@ -113,40 +85,30 @@ def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> N
         raise ValueError(f"save_llmc: unknown dtype {dtype!r}; choose one of {list(VERSIONS)}")
     config, params = model.config, host_arrays(model)
     header = np.zeros(HEADER_INTS, "<i4")
-    header[:8] = (
-        MAGIC,
-        VERSIONS[dtype],
-        config.block_size,
-        config.vocab_size,
-        config.n_layer,
-        config.n_head,
-        config.n_embd,
-        config.padded_vocab_size,
-    )
+    header[:2] = MAGIC, VERSIONS[dtype]
+    header[2:8] = [getattr(config, name) for name in SIZES]
     with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
         file.write(header.tobytes())
-        for kind in tensor_kinds(config):
-            for key, _ in kind.each():
-                tensor = params[key].T if _is_matrix(key) else params[key]
+        for kind in _kinds(config):
+            for key, *_ in kind.each():
+                tensor = params[key].T if key[-1] == "kernel" else params[key]
                 file.write(tensor.astype(DTYPES[VERSIONS[dtype]]).tobytes())
 
 
-def _is_matrix(key: Key) -> bool:
-    return key[-1] == "kernel"
+def _kinds(config: GPT2Config) -> list[Kind]:
+    """Return the kinds of tensors in the order of the file, which has padded rows."""
+    return gpt2_kinds(dataclasses.replace(config, vocab_size=config.padded_vocab_size))
 
 
 def _tensors(numbers: np.ndarray, config: GPT2Config) -> Iterator[tuple[Key, np.ndarray]]:
     at = 0
-    for kind in tensor_kinds(config):
-        for key, _ in kind.each():
+    for kind in _kinds(config):
+        matrix = kind.key[-1] == "kernel"
+        for key, *_ in kind.each():
             tensor = numbers[at : at + kind.size].astype(np.float32)
             at += kind.size
-            tensor = (
-                tensor.reshape(kind.shape[::-1]).T
-                if _is_matrix(key)
-                else tensor.reshape(kind.shape)
-            )
-            yield key, tensor
+            shape = kind.shape[::-1] if matrix else kind.shape
+            yield key, tensor.reshape(shape).T if matrix else tensor.reshape(shape)
 
 
 def _read_header(
@@ -171,7 +133,7 @@ def _read_header(
             f"{shown(path)}: expected version 3 (fp32) or 5 (bf16) at offset 4, found {header[1]}. "
             "Export the model again with a newer llm.c"
         )
-    sizes = dict(zip((*SIZES, "padded_vocab_size"), header[2:8], strict=True))
+    sizes = dict(zip(SIZES, header[2:8], strict=True))
     try:
         return header[1], GPT2Config(**sizes, precision=precision, **options)
     except ValueError as error:
@@ -183,7 +145,7 @@ def _read_header(
 def _check_length(path: Path, config: GPT2Config, dtype: np.dtype, found: int) -> None:
     """Compare the file's length with the header, before an array of its sizes is allocated."""
     start, end, at = HEADER_BYTES, HEADER_BYTES, None
-    for kind in tensor_kinds(config):
+    for kind in _kinds(config):
         start, end = end, end + dtype.itemsize * kind.size * (kind.layers or 1)
         if at is None and found < end:
             at = _where(kind, dtype.itemsize * kind.size, start, found)
@@ -195,7 +157,7 @@ def _check_length(path: Path, config: GPT2Config, dtype: np.dtype, found: int) -
         )
 
 
-def _where(kind: TensorKind, length: int, start: int, found: int) -> str:
+def _where(kind: Kind, length: int, start: int, found: int) -> str:
     """Return a description of the tensor in which a file of `found` bytes ends.
 
     Args:

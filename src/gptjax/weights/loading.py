@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from gptjax.data.tokenizers import (
     VOCABULARIES,
@@ -11,11 +12,13 @@ from gptjax.data.tokenizers import (
     TokenizerUnavailable,
     get_tokenizer,
 )
-from gptjax.models.base import Model, ModelConfig, abstract_params
+from gptjax.models.base import Model, ModelConfig
+from gptjax.models.gpt2 import GPT2
+from gptjax.models.llama3 import Llama3
 from gptjax.precision import Precision
-from gptjax.weights import sources
+from gptjax.weights import hf, llmc, sources
 from gptjax.weights.errors import DamagedError, WeightsError
-from gptjax.weights.params import model_from_params
+from gptjax.weights.params import FP32, model_from_params
 
 
 class Loaded(NamedTuple):
@@ -63,21 +66,80 @@ def load(
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
         ValueError: a wrong option.
     """
-    if precision is not None and not isinstance(precision, Precision):
-        raise ValueError(
-            "load: expected precision to be a gptjax.Precision, such as gptjax.Precision('bf16'), "
-            f"got {precision!r}"
-        )
+    if precision is not None:
+        _check_precision(precision)
     source = sources.find(path, step=step)
     config = source.config(precision=precision, **options).for_evaluation()
     _check_kernels(config, options)
     chosen = _tokenizer(source.tokenizer if tokenizer == "auto" else tokenizer, config.vocab_size)
-    like = sources.on_default_device(abstract_params(config))
     try:
-        params = source.read(config, like)
+        params = source.read(config)
     except DamagedError as error:
         raise DamagedError(f"{error}{sources.other_steps(source.path)}") from error
     return Loaded(model_from_params(config, params), chosen)
+
+
+def load_hf(
+    path: str | os.PathLike,
+    *,
+    precision: Precision = FP32,
+    padded_vocab_size: int | None = None,
+    **options: Any,
+) -> GPT2 | Llama3:
+    """Load a Hugging Face GPT-2 or Llama from disk.
+
+    Tensors in bf16, fp16 or fp64 are converted to fp32. Dropout rates are ignored: gptjax has no
+    dropout.
+
+    Args:
+        path: a folder with config.json and model.safetensors (or an index and shards), or one
+            .safetensors file in the same folder as config.json.
+        precision: precision of the model. The parameters are fp32 in every precision.
+        padded_vocab_size: rows of the embedding. None: the next multiple of 128.
+        **options: other fields of the model's config that the folder does not determine, such as
+            attention, loss, loss_chunk and recompute.
+
+    Raises:
+        WeightsError: config.json or the weights do not exist; gptjax does not implement the model;
+            a tensor does not fit config.json.
+        ValueError: a wrong option.
+    """
+    options |= {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
+    return cast(GPT2 | Llama3, _load(hf, path, precision, options))
+
+
+def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options: Any) -> GPT2:
+    """Load a checkpoint that llm.c, llm.c's train_gpt2.py or `save_llmc` wrote.
+
+    bf16 tensors are converted to fp32.
+
+    Args:
+        path: the `.bin` file.
+        precision: precision of the model. The parameters are fp32 in every precision.
+        **options: other fields of `GPT2Config` that the file does not determine: attention, loss,
+            loss_chunk, recompute.
+
+    Raises:
+        WeightsError: the file is not an llm.c checkpoint, or is too short or too long. The message
+            names the offset.
+        ValueError: a wrong option.
+    """
+    return cast(GPT2, _load(llmc, path, precision, options))
+
+
+def _load(format: Any, path: str | os.PathLike, precision: Any, options: dict) -> Model:
+    _check_precision(precision)
+    source = sources.File(Path(path), "", None, format)
+    config = source.config(precision=precision, **options)
+    return model_from_params(config, source.read(config))
+
+
+def _check_precision(precision: Any) -> None:
+    if not isinstance(precision, Precision):
+        raise ValueError(
+            "expected precision to be a gptjax.Precision, such as gptjax.Precision('bf16'), got "
+            f"{precision!r}"
+        )
 
 
 def _check_kernels(config: ModelConfig, options: dict[str, Any]) -> None:

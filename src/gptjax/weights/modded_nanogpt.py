@@ -18,17 +18,18 @@ record's softmax, so the model's vocabulary is P.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gptjax.models.base import abstract_params
 from gptjax.models.speedrun import SpeedrunConfig, Stage
 from gptjax.precision import Precision
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import reason, shown
-from gptjax.weights.params import check_options
+from gptjax.weights.params import Key, check_options
 
 _COMPILED = "_orig_mod."
 """Prefix of the names in the state of a model that torch.compile wraps."""
@@ -61,10 +62,8 @@ def read_tensors(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def config_of(
-    tensors: Mapping[str, Any], *, precision: Precision, **options: Any
-) -> SpeedrunConfig:
-    """Return the config of a model with these tensors.
+def read_config(path: Path, *, precision: Precision, **options: Any) -> SpeedrunConfig:
+    """Return the config of the model in a `.pt` file.
 
     The layers with long windows, value embeddings, paired heads and the skip connection, which no
     tensor determines, are the record's, and the stage is that of its final validation.
@@ -75,7 +74,8 @@ def config_of(
     """
     fields = {field.name for field in dataclasses.fields(SpeedrunConfig)}
     decided = fields - SpeedrunConfig.operational - SpeedrunConfig.of_run
-    check_options("load", SpeedrunConfig, precision, options, source="the file", decided=decided)
+    check_options(SpeedrunConfig, precision, options, source="the file", decided=decided)
+    tensors = read_tensors(path)
     try:
         width, vocabulary = tensors["lm_head.weight"].shape
         config = SpeedrunConfig(
@@ -97,15 +97,18 @@ def config_of(
     return dataclasses.replace(config, **options)
 
 
-def params_of(tensors: Mapping[str, np.ndarray], config: SpeedrunConfig) -> dict[str, np.ndarray]:
-    """Return the parameters of `Speedrun` as fp32 arrays by name, from the record's tensors.
+def tensors_of(path: Path, config: SpeedrunConfig) -> Iterator[tuple[Key, np.ndarray]]:
+    """Return an iterator over the parameters of a file whose config is `read_config(path)`."""
+    tensors = {name: x.float().numpy() for name, x in read_tensors(path).items()}
+    params, expected = _params(tensors, config), abstract_params(config)
+    for name, x in params.items():
+        if x.shape != (shape := expected[name].shape):
+            raise WeightsError(f"{shown(path)}: {name}: expected {shape}, found {x.shape}")
+    return (((name,), x) for name, x in params.items())
 
-    Args:
-        config: from `config_of`.
 
-    Raises:
-        WeightsError: a tensor is missing, or has another number of elements.
-    """
+def _params(tensors: Mapping[str, np.ndarray], config: SpeedrunConfig) -> dict[str, np.ndarray]:
+    """Return the parameters of `Speedrun` by name, from the record's tensors."""
     layers, c, lanes = config.n_layer, config.n_embd, config.lanes_from
     try:
         qkvo = tensors["scalars"][: 2 * layers].reshape(layers, 2)

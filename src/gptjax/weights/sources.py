@@ -7,10 +7,8 @@ array.
 
 import abc
 import dataclasses
-import json
 import os
-import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,17 @@ from flax import traverse_util
 
 from gptjax.config import ConfigError, model_from_json
 from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES
-from gptjax.models.base import ModelConfig
-from gptjax.models.gpt2 import GPT2Config
+from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
-from gptjax.weights import checkpoint_files, hf, llama, llmc, modded_nanogpt
+from gptjax.weights import checkpoint_files, hf, llmc, modded_nanogpt
 from gptjax.weights.bpe_files import is_byte_tokenizer
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
 from gptjax.weights.files import reason, shown
-from gptjax.weights.gpt2 import SIZES
-from gptjax.weights.params import FP32, Key, check_options
+from gptjax.weights.params import FP32
 
 CHECKPOINTS = "checkpoints"
-HF_CONFIG = "config.json"
+FORMATS = {".bin": llmc, ".pt": modded_nanogpt}
 EXPECTED = (
     "expected a run's folder, the folder of a checkpoint, a Hugging Face folder with config.json, "
     "an llm.c .bin file, or a .pt file of modded-nanogpt"
@@ -77,50 +73,75 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, config: ModelConfig, like: Mapping) -> dict:
-        """Return the parameters as a nested dict of arrays, each read with the sharding in `like`.
+    def read(self, config: ModelConfig, like: Mapping | None = None) -> dict:
+        """Return the parameters as a nested dict of arrays.
 
         Args:
             config: from `config`.
             like: nested dict of `jax.ShapeDtypeStruct`s with shardings, in the shapes of `config`.
+                None: on the default device.
 
         Raises:
             WeightsError: the parameters are damaged or do not fit.
         """
 
+    @abc.abstractmethod
     def identity(self) -> str:
         """Return a text that differs between models: lengths of files, or a checksum."""
-        paths = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
-        return ", ".join(f"{path.name} {path.stat().st_size}" for path in paths)
 
     def __str__(self) -> str:
         return shown(self.path)
 
 
+@dataclasses.dataclass(frozen=True)
+class File(Source):
+    """A file or folder of another program.
+
+    Attributes:
+        format: module with `read_config(path, *, precision, **options)` and
+            `tensors_of(path, config)`, which yields keys and host arrays.
+    """
+
+    format: Any
+
+    def config(self, *, precision=None, kind=None, **options) -> ModelConfig:
+        return self.format.read_config(self.path, precision=precision or FP32, **options)
+
+    def read(self, config, like=None) -> dict:
+        tensors = self.format.tensors_of(self.path, config)
+        wanted = traverse_util.flatten_dict(dict(like or on_default_device(config)))
+        return traverse_util.unflatten_dict({key: _put(x, wanted[key]) for key, x in tensors})
+
+    def identity(self) -> str:
+        paths = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
+        return ", ".join(f"{path.name} {path.stat().st_size}" for path in paths)
+
+
 class Checkpoint(Source):
     """A checkpoint of a run."""
 
-    def config(self, *, precision=None, kind=None, **options):
-        kind, flat = kind or _config_class(self), self._saved_config()
-        decided = {field.name for field in dataclasses.fields(kind)} - kind.operational
-        if wrong := sorted(options.keys() & decided | options.keys() - _names(kind)):
+    def config(self, *, precision=None, kind=None, **options) -> ModelConfig:
+        try:
+            kind = kind or config_class(self.architecture)
+        except LookupError as error:
+            raise WeightsError(f"{self}: {error.args[0]}") from error
+        if wrong := sorted(options.keys() - kind.operational):
             raise ValueError(
                 f"{self}: unknown options {wrong}, or the checkpoint decides them; choose from "
                 f"{sorted(kind.operational)}"
             )
-        default = {
-            f.name: f.default for f in dataclasses.fields(kind) if f.name in kind.operational
-        }
-        changes = default | options | ({} if precision is None else {"precision": precision})
+        fields = dataclasses.fields(kind)
+        changes = {f.name: f.default for f in fields if f.name in kind.operational} | options
+        changes |= {} if precision is None else {"precision": precision}
         try:
-            return model_from_json(flat, kind, **changes)
+            return model_from_json(self._saved_config(), kind, **changes)
         except ConfigError as error:
             raise WeightsError(f"{self}: {error}") from error
 
-    def read(self, config, like):
-        return checkpoint_files.read_params(self.path, like)
+    def read(self, config, like=None) -> dict:
+        return checkpoint_files.read_params(self.path, like or on_default_device(config))
 
-    def identity(self):
+    def identity(self) -> str:
         meta = checkpoint_files.read_meta(self.path)
         return f"step {meta.get('step')}, {meta.get('checksum')}"
 
@@ -134,73 +155,6 @@ class Checkpoint(Source):
         except (LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self}: expected stage {number} in its config") from error
         return meta["config"] | {f"model.{name}": value for name, value in model.items()}
-
-
-class HuggingFaceGPT2(Source):
-    """Hugging Face's config.json and safetensors of a GPT-2."""
-
-    def config(self, *, precision=None, kind=None, **options):
-        _check_gpt2_options(options, HF_CONFIG)
-        return hf.read_config(self.path, precision=precision or FP32, **options)
-
-    def read(self, config, like):
-        with hf.tensors_of(self.path, config) as tensors:
-            return _put_each(tensors, like)
-
-
-class HuggingFaceLlama(Source):
-    """Hugging Face's config.json and safetensors of a Llama."""
-
-    def config(self, *, precision=None, kind=None, **options):
-        return llama.read_config(self.path, precision=precision or FP32, **options)
-
-    def read(self, config, like):
-        with llama.tensors_of(self.path, config) as tensors:
-            return _put_each(tensors, like)
-
-
-class Llmc(Source):
-    """llm.c's .bin file of a GPT-2."""
-
-    def config(self, *, precision=None, kind=None, **options):
-        _check_gpt2_options(options, "the file")
-        return llmc.read_config(self.path, precision=precision or FP32, **options)
-
-    def read(self, config, like):
-        return _put_each(llmc.tensors_of(self.path, config), like)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModdedNanoGPT(Source):
-    """A .pt file of modded-nanogpt's record of pull request #233.
-
-    Attributes:
-        tensors: from `modded_nanogpt.read_tensors`.
-    """
-
-    tensors: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-
-    def config(self, *, precision=None, kind=None, **options):
-        return modded_nanogpt.config_of(self.tensors, precision=precision or FP32, **options)
-
-    def read(self, config, like):
-        arrays = {name: x.float().numpy() for name, x in self.tensors.items()}
-        params = modded_nanogpt.params_of(arrays, config)
-        for name, x in params.items():
-            if x.shape != like[name].shape:
-                raise WeightsError(f"{self}: {name}: expected {like[name].shape}, found {x.shape}")
-        return _put_each((((name,), x) for name, x in params.items()), like)
-
-
-def _check_gpt2_options(options: dict[str, Any], source: str) -> None:
-    check_options("load", GPT2Config, FP32, options, source=source, decided=SIZES)
-
-
-# The source of each model_type in a config.json, with the name of the architecture.
-HUGGING_FACE: dict[str, tuple[type[Source], str]] = {
-    "gpt2": (HuggingFaceGPT2, "GPT2Config"),
-    "llama": (HuggingFaceLlama, "Llama3Config"),
-}
 
 
 def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
@@ -258,20 +212,26 @@ def _find_model(path: Path) -> Source:
         raise WeightsError(f"{shown(path)}: {EXPECTED}; the path does not exist")
     if path.is_dir() and (path / checkpoint_files.METADATA).exists():
         return _checkpoint(path)
-    if path.is_file() and path.suffix == ".bin":
-        tokenizer = _tokenizer_of(llmc.read_config(path).vocab_size)
-        return Llmc(path, "GPT2Config", tokenizer)
-    if path.is_file() and path.suffix == ".pt":
-        tensors = modded_nanogpt.read_tensors(path)
-        real = (
-            modded_nanogpt.config_of(tensors, precision=FP32).vocab_size >= VOCABULARIES["gpt2"][0]
-        )
-        return ModdedNanoGPT(path, "SpeedrunConfig", "gpt2" if real else None, tensors)
-    config = (path if path.is_dir() else path.parent) / HF_CONFIG
-    if config.is_file() and (path.is_dir() or path.suffix == ".safetensors"):
-        return _hugging_face(path, config)
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and path.suffix in FORMATS:
+        return _file(path, FORMATS[path.suffix])
+    if (folder / hf.CONFIG).is_file() and (path.is_dir() or path.suffix == ".safetensors"):
+        return _file(path, hf)
     found = "a folder without these files" if path.is_dir() else "another file"
     raise WeightsError(f"{shown(path)}: {EXPECTED}; found {found}")
+
+
+def _file(path: Path, format: Any) -> File:
+    config = format.read_config(path, precision=FP32)
+    tokenizer = None
+    if config.vocab_size == (gpt2 := VOCABULARIES["gpt2"][0]):
+        tokenizer = "gpt2"
+    elif format is modded_nanogpt:
+        tokenizer = "gpt2" if config.vocab_size > gpt2 else None  # its vocabulary has padding
+    elif format is hf:
+        folder = path if path.is_dir() else path.parent
+        tokenizer = "byte" if is_byte_tokenizer(folder / "tokenizer.json") else None
+    return File(path, type(config).__name__, tokenizer, format)
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
@@ -297,50 +257,7 @@ def other_steps(folder: Path) -> str:
     return f"; use another checkpoint: step={others[0]} (--step {others[0]}), of {others}"
 
 
-def _hugging_face(path: Path, config: Path) -> Source:
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-        kind = found.get("model_type", "gpt2")
-    except (ValueError, RecursionError, AttributeError):
-        kind = "gpt2"  # For invalid JSON, reading as a GPT-2 raises an error with the reason.
-    if not isinstance(kind, str) or kind not in HUGGING_FACE:
-        raise WeightsError(
-            f"{shown(config)}: expected model_type to be {' or '.join(map(repr, HUGGING_FACE))}, "
-            f"found {reprlib.repr(kind)}: gptjax does not compute this model. Use a model of one "
-            "of these types"
-        )
-    reader, architecture = HUGGING_FACE[kind]
-    source = reader(path, architecture, None)
-    tokenizer = _tokenizer_of(source.config().vocab_size)
-    if tokenizer is None and is_byte_tokenizer(config.with_name("tokenizer.json")):
-        tokenizer = "byte"
-    return dataclasses.replace(source, tokenizer=tokenizer)
-
-
-def _tokenizer_of(vocab_size: int) -> str | None:
-    """Return the tokenizer of a file: "gpt2" for a vocabulary of 50,257."""
-    return "gpt2" if vocab_size == VOCABULARIES["gpt2"][0] else None
-
-
-def _config_class(source: Source) -> type[ModelConfig]:
-    try:
-        return config_class(source.architecture)
-    except LookupError as error:
-        raise WeightsError(f"{source}: {error.args[0]}") from error
-
-
-def _names(kind: type[ModelConfig]) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
-
-
-def _put_each(tensors: Iterable[tuple[Key, np.ndarray]], like: Mapping) -> dict:
-    """Return arrays in the dtypes and shardings of `like`, with one tensor at a time on the
-    host."""
-    wanted = traverse_util.flatten_dict(dict(like))
-    return traverse_util.unflatten_dict({key: put(x, wanted[key]) for key, x in tensors})
-
-
-def put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Return a global array of the complete `tensor`, of which every process has a copy."""
     # Copies: the tensor may be a view of a file that is about to be closed.
     return jax.make_array_from_callback(
@@ -348,9 +265,10 @@ def put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     )
 
 
-def on_default_device(params: Mapping) -> dict:
-    """Return `jax.ShapeDtypeStruct`s with JAX's default device as the sharding."""
+def on_default_device(config: ModelConfig) -> dict:
+    """Return the parameters as `jax.ShapeDtypeStruct`s on JAX's default device."""
     sharding = jnp.zeros(()).sharding
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), dict(params)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        dict(abstract_params(config)),
     )
