@@ -70,13 +70,13 @@ def flip(path, byte):
     [
         (
             lambda path: flip(path, 1500),
-            "expected a file of SHA-256 .*, as dataset.json lists, found",
+            "expected sha256 .*, as dataset.json lists, found",
         ),
         (lambda path: path.unlink() or path.mkdir(), "found a directory instead of a regular file"),
         (lambda path: os.truncate(path, 1500), "cut short"),
         (
             lambda path: write_shard(path, np.zeros(7, np.uint16)),
-            "expected .* tokens, as dataset.json lists, found 7",
+            "expected tokens .*, as dataset.json lists, found 7",
         ),
         (lambda path: flip(path, 0), "expected magic"),
     ],

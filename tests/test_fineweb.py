@@ -110,19 +110,6 @@ def test_a_changed_shard_is_fetched_again(tmp_path, hub):
     find_dataset("fineweb10B", tmp_path, "gpt2").validate(50257, 49)
 
 
-def test_shards_listed_without_digests_get_them(tmp_path, hub):
-    made, _ = fetch(tmp_path, 1)
-    said = json.loads((made / "dataset.json").read_text())
-    shards = {
-        file: {"tokens": 50, "max_token": info["max_token"]}
-        for file, info in said["shards"].items()
-    }
-    (made / "dataset.json").write_text(json.dumps(said | {"format": 1, "shards": shards}))
-    hub.fetched.clear()
-    fetch(tmp_path, 1)
-    assert hub.fetched == [] and json.loads((made / "dataset.json").read_text()) == said
-
-
 def test_an_interrupted_download_is_no_dataset_and_goes_on_where_it_stopped(tmp_path, hub):
     hub.on[SECOND] = refuse
     says = (

@@ -106,7 +106,7 @@ def test_damaged_and_missing_masks_are_refused(copy):
         assert len(check_dataset(copy, log=lambda line: None)) == 1
 
     path.write_bytes(content[:-1] + bytes([1 - content[-1]]))
-    refused(f"{path.name}: at byte 0: expected content of digest .* as dataset.json lists")
+    refused(f"{path.name}: at byte 0: expected sample .*, as dataset.json lists")
     path.write_bytes(content[:-1])
     refused(f"{path.name}: .*cut short")
     path.write_bytes(path.with_suffix(".bin").read_bytes())
@@ -129,7 +129,7 @@ def test_a_mask_that_the_manifest_does_not_list_is_refused(copy):
     with pytest.raises(DatasetError, match="NoneType instead of an object for mask"):
         find_dataset(str(copy), copy.parent)
     (copy / "dataset.json").write_text(json.dumps(said | {"format": 2}))
-    with pytest.raises(ShardError, match="expected no loss mask, as dataset.json lists"):
+    with pytest.raises(ShardError, match="expected sample None, as dataset.json lists"):
         find_dataset(str(copy), copy.parent).validate(257, 16)
 
 
@@ -163,9 +163,9 @@ def test_validation_batches_weigh_their_targets(prepared, tmp_path):
         (
             PAIRS,
             ["--answer-field", "n"],
-            "expected text in the field 'n', found int; .*--answer-field",
+            "text in the field 'n', found int in it; .*--answer-field",
         ),
-        (PAIRS, ["--prompt-field", "x"], "with the field 'x', .*--prompt-field NAME"),
+        (PAIRS, ["--prompt-field", "x"], "in the field 'x', .*--prompt-field NAME"),
         ([*PAIRS, ("q", "")], [], "line 41: expected a text in the field 'a', found an empty one"),
         (PAIRS[:1], [], "expected at least two pairs"),
     ],

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from prepare_tools import documents_of, prepare_texts, tokens_of, write_texts
 
 import gptjax
-from gptjax.data import DatasetError, Options, corpora, find_dataset, prepare_corpus
+from gptjax.data import DatasetError, find_dataset
 from gptjax.data import prepare as module
 from gptjax.data.atomic import locked, staged
 from gptjax.data.manifest import Manifest
@@ -21,6 +20,10 @@ from gptjax.data.manifest import Manifest
 @pytest.fixture
 def texts(tmp_path):
     return write_texts(tmp_path / "texts")
+
+
+def command_options(data):
+    return ["--name", "mine", "--data-dir", str(data), "--tokenizer", "byte"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("disk on fire"), KeyboardInterrupt()])
@@ -45,9 +48,6 @@ def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(
         prepare_texts(texts[0], tmp_path / "data", shard_tokens=5000, name="fresh")
     np.testing.assert_array_equal(tokens_of(made, "train"), before)
     assert [path for path in (tmp_path / "data").iterdir() if path.is_dir()] == [made]
-    assert not [
-        thread for thread in threading.enumerate() if thread.name.startswith("gptjax-tokenize")
-    ]
 
 
 # The command line with a preparation that hangs after its second shard.
@@ -72,17 +72,7 @@ def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_t
     texts, tmp_path
 ):
     data, (folder, contents) = tmp_path / "data", texts
-    command = [
-        "text",
-        str(folder),
-        "--name",
-        "mine",
-        "--data-dir",
-        str(data),
-        "--tokenizer",
-        "byte",
-    ]
-    command += ["--shard-tokens", "5000"]
+    command = ["text", str(folder), *command_options(data), "--shard-tokens", "5000"]
     with subprocess.Popen(
         [sys.executable, "-c", HANGS, *command], env=ENVIRONMENT, stdout=subprocess.PIPE
     ) as process:
@@ -114,16 +104,7 @@ def test_a_preparation_killed_in_the_middle_is_never_seen_and_the_same_command_t
 
 def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
     data = tmp_path / "data"
-    command = [
-        "text",
-        str(texts[0]),
-        "--name",
-        "mine",
-        "--data-dir",
-        str(data),
-        "--tokenizer",
-        "byte",
-    ]
+    command = ["text", str(texts[0]), *command_options(data)]
     with locked(data / "mine", print):
         second = subprocess.Popen(
             [sys.executable, "-u", "-m", "gptjax.data", *command],
@@ -137,12 +118,3 @@ def test_the_second_of_two_preparations_waits_for_the_first(texts, tmp_path):
             Manifest("byte", 257, 256, f"text: {texts[0]}", None, {}).write(partial)
     said, _ = second.communicate(timeout=30)
     assert second.returncode == 0 and b"already prepared" in said
-
-
-def test_a_kill_between_the_two_renames_of_an_overwrite_is_rolled_back(texts, tmp_path):
-    made = prepare_texts(texts[0], tmp_path / "data")
-    os.replace(made, made.with_name(".mine_byte.old"))
-    lines = []
-    options = Options(data_dir=tmp_path / "data", tokenizer="byte")
-    prepare_corpus("mine", corpora.text([texts[0]]), options, log=lines.append)
-    assert "already prepared" in lines[0] and len(documents_of(made, "train")) == 38

@@ -85,12 +85,12 @@ def test_a_file_of_another_length_is_refused(tmp_path_factory, length):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (shard_bytes()[:100], "at byte 100: expected a header of 1024 bytes, found a file of 100"),
+        (shard_bytes()[:100], "at byte 100: expected a header of 1024 bytes, found 100 bytes"),
         (
             shard_bytes(magic=7),
             "at byte 0: expected magic 20240520 .* found 7; .*python -m gptjax.data",
         ),
-        (shard_bytes(magic=20240801), "Llama 3 shards of uint32 tokens.*--tokenizer gpt2"),
+        (shard_bytes(magic=20240801), "found 20240801 .llm.c's shards of uint32 tokens"),
         (shard_bytes(version=2), "at byte 4: expected version 1, found version 2"),
         (shard_bytes(count=0), "at byte 8: expected a token count above 0, found 0"),
         (shard_bytes(count=-3), "at byte 8: expected a token count above 0, found -3"),
@@ -185,11 +185,11 @@ def test_a_read_that_returns_less_than_was_asked_for_is_continued(path, monkeypa
     [
         (
             lambda path: os.truncate(path, 1030),
-            "at byte 1030: expected the file of 1034 bytes .*, found .* 1030 bytes;",
+            "at byte 1024: expected the file of 1034 bytes .*, found .* 1030 bytes that was",
         ),
         (
             lambda path: os.truncate(path, 0),
-            "at byte 1024: .*, found a file of 0 bytes; .*same command again",
+            "at byte 1024: .*, found a file of 0 bytes .*; .*same command again",
         ),
         (
             lambda path: os.truncate(path, 1035),

@@ -132,9 +132,7 @@ def test_without_files_gpt2_is_unavailable_and_auto_uses_bytes_with_a_note(no_ne
     assert "BYTE" in note and "not comparable" in note and "TIKTOKEN_CACHE_DIR" in note
 
 
-def test_a_network_that_does_not_answer_is_given_up_soon_and_not_waited_for_again(
-    no_network, monkeypatch
-):
+def test_a_network_that_does_not_answer_is_given_up_soon(no_network, monkeypatch):
     import tiktoken.load
 
     answers = threading.Event()
@@ -144,12 +142,9 @@ def test_a_network_that_does_not_answer_is_given_up_soon_and_not_waited_for_agai
         begin = time.monotonic()
         with pytest.raises(TokenizerUnavailable, match="no answer from the network within 0.3 s"):
             get_tokenizer("gpt2")
-        with pytest.raises(TokenizerUnavailable, match="an earlier download .* still hangs"):
-            get_tokenizer("gpt2")
         assert time.monotonic() - begin < 5
     finally:
         answers.set()
-        module._attempt.join()
 
 
 def test_auto_is_gpt2_where_it_can_be_had(gpt2):

@@ -110,21 +110,14 @@ class Jsonl(_Common):
     lines and the first skipped line."""
 
     def run(self) -> None:
-        paths, skip = _non_empty(self.paths), {"skip_bad_lines": self.skip_bad_lines}
         fields = self.prompt_field, self.answer_field
-        if None not in fields:
-            corpus = corpora.pairs(paths, *fields, separator=self.separator, **skip)
-        elif fields == (None, None) and self.separator != Jsonl.separator:
+        if None in fields and (fields != (None, None) or self.separator != Jsonl.separator):
             raise PrepareError(
-                "expected --prompt-field and --answer-field with --separator, found none of them; "
-                "name the fields, or leave out --separator"
+                "expected --prompt-field and --answer-field together, and both with --separator"
             )
-        elif fields == (None, None):
-            corpus = corpora.jsonl(paths, self.field, **skip)
-        else:
-            raise PrepareError(
-                "expected --prompt-field and --answer-field together, found one of them"
-            )
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(Jsonl)}
+        own = ("field", "prompt_field", "answer_field", "separator", "skip_bad_lines")
+        corpus = corpora.jsonl(_non_empty(self.paths), **{name: options[name] for name in own})
         self.prepare("jsonl", corpus)
 
 

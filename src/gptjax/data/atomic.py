@@ -44,15 +44,13 @@ def partial_folder(final: Path) -> Path:
 
 
 def is_partial(folder: Path) -> bool:
-    """Return whether a folder is a dataset in preparation or a dataset that is being replaced."""
-    return folder.name.startswith(".") and folder.name.endswith((".partial", ".old"))
+    """Return whether a folder is a dataset in preparation."""
+    return folder.name.startswith(".") and folder.name.endswith(".partial")
 
 
 @contextlib.contextmanager
 def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
-    """Hold the lock of the dataset `final`, and roll back a `commit` that was killed.
-
-    Waits while another process holds the lock.
+    """Hold the lock of the dataset `final`. Waits while another process holds the lock.
 
     Raises:
         PrepareError: the folder of the datasets is a file.
@@ -70,10 +68,6 @@ def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
         except BlockingIOError:
             log(f"waiting for another process that is preparing {final}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        old = _old_folder(final)
-        if old.exists() and not final.exists():
-            os.replace(old, final)
-        shutil.rmtree(old, ignore_errors=True)
         yield
 
 
@@ -106,10 +100,5 @@ def commit(partial: Path, final: Path) -> None:
             raise PrepareError(
                 f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another --name"
             )
-        os.replace(final, _old_folder(final))
+        shutil.rmtree(final)
     os.replace(partial, final)
-    shutil.rmtree(_old_folder(final), ignore_errors=True)
-
-
-def _old_folder(final: Path) -> Path:
-    return final.with_name(f".{final.name}.old")

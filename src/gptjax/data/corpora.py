@@ -32,13 +32,8 @@ _BAD_LINE_ADVICE = "correct or remove the line, or skip such lines with --skip-b
 
 # Folders that some installations of Python lack (tests, tools), or that are not part of Python.
 _STDLIB_EXCLUDED = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
+    *("site-packages", "dist-packages", "test", "tests"),
+    *("idlelib", "lib2to3", "__pycache__"),
 }
 
 
@@ -177,76 +172,40 @@ def jsonl(
     paths: Sequence[str | os.PathLike],
     field: str = "text",
     *,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+    separator: str = "\n",
     skip_bad_lines: bool = False,
     log: Callable[[str], object] = print,
 ) -> Corpus:
-    """Return JSON lines as a corpus, one document for each line. Blank lines are skipped.
+    """Return JSON lines as a corpus, one document or pair for each line. Blank lines are skipped.
 
     Args:
         paths: files, folders and globs, see `text`.
         field: field of each line's object that holds the text.
+        prompt_field, answer_field: fields that hold the two texts of a pair, in place of `field`.
+            An empty answer is an error.
+        separator: end of each prompt.
         skip_bad_lines: skip lines without a text in the field; `measure` logs the number of skipped
             lines and the first skipped line. If False, `measure` raises CorpusError at the first
             bad line, before tokenizing.
         log: called with each message for the user.
     """
+    files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
+    shown, fields = " ".join(map(os.fspath, paths)), f"field {field!r}"
+    if prompt_field:
+        fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
 
-    def read(line: bytes, where: str) -> str:
-        return _field_of(line, field, where, "--field")
-
-    return _json_lines(paths, f"field {field!r}", read, skip_bad_lines, log)
-
-
-def pairs(
-    paths: Sequence[str | os.PathLike],
-    prompt_field: str,
-    answer_field: str,
-    *,
-    separator: str = "\n",
-    skip_bad_lines: bool = False,
-    log: Callable[[str], object] = print,
-) -> Corpus:
-    """Return JSON lines as a corpus of pairs, one for each line. Blank lines are skipped.
-
-    Args:
-        paths, skip_bad_lines, log: see `jsonl`.
-        prompt_field, answer_field: fields of each line's object that hold the texts. An empty
-            answer is an error.
-        separator: end of each prompt.
-    """
-
-    def read(line: bytes, where: str) -> Pair:
+    def read(line: bytes, where: str) -> Document:
+        if not prompt_field or not answer_field:
+            return _field_of(line, field, where, "--field")
         prompt = _field_of(line, prompt_field, where, "--prompt-field")
-        answer = _field_of(line, answer_field, where, "--answer-field")
-        if not answer:
+        if not (answer := _field_of(line, answer_field, where, "--answer-field")):
             raise CorpusError(
                 f"{where}: expected a text in the field {answer_field!r}, found an empty one; "
                 f"{_BAD_LINE_ADVICE}"
             )
         return Pair(prompt + separator, answer)
-
-    fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
-    corpus = _json_lines(paths, fields, read, skip_bad_lines, log)
-    return dataclasses.replace(corpus, masked=True)
-
-
-def _json_lines(
-    paths: Sequence[str | os.PathLike],
-    fields: str,
-    read: Callable[[bytes, str], Document],
-    skip_bad_lines: bool,
-    log: Callable[[str], object],
-) -> Corpus:
-    """Return JSON lines as a corpus.
-
-    Args:
-        fields: description of the fields, for dataset.json.
-        read: function of a line and of the line's name for messages. Returns the document, or
-            raises CorpusError.
-    """
-    files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
-    shown = " ".join(map(os.fspath, paths))
-    source = f"jsonl: {shown} ({fields}{', without bad lines' if skip_bad_lines else ''})"
 
     def rows() -> Iterator[tuple[int, Document | CorpusError]]:
         for path, number, line in _lines(files):
@@ -278,7 +237,8 @@ def _json_lines(
     def documents() -> Iterator[Document]:
         return (document for _, document in rows() if not isinstance(document, CorpusError))
 
-    return Corpus(source, measure, documents)
+    source = f"jsonl: {shown} ({fields}{', without bad lines' if skip_bad_lines else ''})"
+    return Corpus(source, measure, documents, masked=prompt_field is not None)
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
@@ -345,20 +305,15 @@ def _field_of(line: bytes, field: str, where: str, option: str) -> str:
         raise CorpusError(
             f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_BAD_LINE_ADVICE}"
         ) from error
-    if not isinstance(row, dict) or field not in row:
-        found = (
-            f"the fields {', '.join(map(repr, row))[:200]}"
-            if isinstance(row, dict)
-            else f"{line[:60]!r}"
-        )
-        raise CorpusError(
-            f"{where}: expected an object with the field {field!r}, found {found}; name another "
-            f"with {option} NAME, or {_BAD_LINE_ADVICE}"
-        )
-    if not isinstance(row[field], str):
-        kind = "null" if row[field] is None else type(row[field]).__name__
-        raise CorpusError(
-            f"{where}: expected text in the field {field!r}, found {kind}; name another with "
-            f"{option} NAME, or {_BAD_LINE_ADVICE}"
-        )
-    return row[field]
+    if not isinstance(row, dict):
+        found = f"{line[:60]!r}"
+    elif field not in row:
+        found = f"the fields {', '.join(map(repr, row))[:200]}"
+    elif not isinstance(row[field], str):
+        found = f"{type(row[field]).__name__} in it"
+    else:
+        return row[field]
+    raise CorpusError(
+        f"{where}: expected an object with text in the field {field!r}, found {found}; name "
+        f"another with {option} NAME, or {_BAD_LINE_ADVICE}"
+    )

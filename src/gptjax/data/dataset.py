@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,14 @@ import numpy as np
 
 from gptjax.data.atomic import is_partial
 from gptjax.data.fineweb import ALL_SHARDS
-from gptjax.data.manifest import MANIFEST, DatasetError, Manifest, ShardInfo, read_manifest, sample
+from gptjax.data.manifest import (
+    MANIFEST,
+    DatasetError,
+    MaskInfo,
+    ShardInfo,
+    read_manifest,
+    sample,
+)
 from gptjax.data.masks import Mask, mask_path
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, shard_error, token_offset
@@ -24,6 +30,13 @@ from gptjax.user_folders import data_folder
 _FINEWEB, _FINEWEB_SHARD_TOKENS = "fineweb10B", 100_000_000
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
 _MANY_EPOCHS = 8
+# Descriptions of the sections of a fingerprint.
+_UNITS = {
+    "train": "training tokens",
+    "val": "validation tokens",
+    "samples": "SHA-256 of a sample",
+    "sha256": f"SHA-256 in {MANIFEST}",
+}
 # The last split in a file name decides, because the name of a dataset may contain the name of a
 # split. The file names of llm.c's smallest datasets have no number.
 _SHARD_NAME = re.compile(r".*_(train|val)(_.*)?\.bin", re.DOTALL)
@@ -118,50 +131,38 @@ class Dataset:
         """Compare this dataset with the fingerprint in a checkpoint.
 
         Args:
-            saved: any JSON value. Digests are compared if the fingerprint has digests: older
-                fingerprints have names and token counts only.
+            saved: any JSON value.
 
         Returns:
             A sentence for each shard that differs, at most 10; empty if the data are the same.
         """
         now, saved = self.fingerprint(), saved if isinstance(saved, dict) else {}
-        differ = []
+        lines: dict[str, str] = {}
         if saved.get("tokenizer") != now["tokenizer"]:
-            differ.append(
-                (
-                    "tokenizer",
-                    f"expected {saved.get('tokenizer')!r:.60}, found {now['tokenizer']!r}",
-                )
-            )
-        for split in ("train", "val"):
-            differ += _entries_that_differ(
-                f"{split} shards", saved.get(split), now[split], "tokens"
-            )
-        if "samples" in saved:
-            differ += _entries_that_differ(
-                "samples", saved["samples"], now["samples"], "SHA-256 of a sample"
-            )
-        # only shards that both dataset.json files describe
-        if isinstance(saved.get("sha256"), dict):
-            both = {
-                name: digest for name, digest in now["sha256"].items() if name in saved["sha256"]
-            }
-            before = {name: saved["sha256"][name] for name in both}
-            differ += _entries_that_differ("digests", before, both, f"SHA-256 in {MANIFEST}")
-        first = dict(reversed(differ))  # a shard with another token count has another digest too
-        lines = [
-            printable(f"{name}: {first[name]}")
-            for name in dict.fromkeys(name for name, _ in differ)
-        ]
-        return [*lines[:9], f"and {len(lines) - 9} more"] if len(lines) > 10 else lines
+            tokenizers = f"expected {saved.get('tokenizer')!r:.60}, found {now['tokenizer']!r}"
+            lines["tokenizer"] = tokenizers
+        for section in ("train", "val", "samples", "sha256"):
+            before, here = saved.get(section, {}), now[section]
+            if not isinstance(before, dict):
+                lines[section] = f"expected a list of shards, found {type(before).__name__}"
+                continue
+            # Older checkpoints have no digests. Only listed shards have digests of whole files.
+            both = section == "sha256" or section not in saved
+            names = before.keys() & here.keys() if both else before.keys() | here.keys()
+            for name in sorted(names):
+                found, expected = here.get(name), before.get(name)
+                if found != expected:  # a shard with another token count has another digest too
+                    text = f"expected {_UNITS[section]} {expected!r:.70}, found {found!r}"
+                    lines.setdefault(name, text)
+        texts = [printable(f"{name}: {text}") for name, text in lines.items()]
+        return [*texts[:9], f"and {len(texts) - 9} more"] if len(texts) > 10 else texts
 
     def validate(self, vocab_size: int, sequence_length: int) -> None:
         """Check every shard before training starts.
 
         A shard in dataset.json must have the listed token count and sample. A sample covers 1 MiB
         of a large shard, or a shard of up to 32 MiB completely. The listed largest id is not
-        verified. A shard that is not listed is read completely. The loss masks of a dataset are
-        checked in the same way.
+        verified. A shard that is not listed is read completely. Loss masks have samples, too.
 
         Raises:
             ShardError: a bad header or length, a shard or mask that differs from dataset.json, a
@@ -170,44 +171,28 @@ class Dataset:
         """
         paths = (*self.train, *self.val)
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-            fits = vocab_size, sequence_length
 
             def check(path):
                 info = self.listed.get(path.name)
-                mask = check_mask(path, info) if self.masked else None
-                return *_check(path, info, *fits), mask
+                return _check(path, info, self.masked, vocab_size, sequence_length)
 
             self._seen.update(zip(paths, pool.map(check, paths), strict=True))
 
 
-def _entries_that_differ(
-    what: str, saved: Any, now: dict[str, Any], unit: str
-) -> Iterator[tuple[str, str]]:
-    """Yield name and difference of each entry that differs."""
-    if not isinstance(saved, dict):
-        yield what, f"expected a list of shards in the checkpoint, found {type(saved).__name__}"
-        return
-    for name in sorted({*saved, *now}):
-        if name not in now:
-            yield name, "expected this shard, which the checkpoint was trained on, found none"
-        elif name not in saved:
-            yield (
-                name,
-                f"expected no such shard in the {what}, found one that the checkpoint was not "
-                "trained on",
-            )
-        elif saved[name] != now[name]:
-            yield name, f"expected {unit} {saved[name]!r:.70}, found {now[name]!r}"
-
-
 def _check(
-    path: Path, info: ShardInfo | None, vocab_size: int, sequence_length: int
-) -> tuple[int, str]:
-    """Return token count and sample of a shard. Raise ShardError if the shard is unsuitable."""
+    path: Path, info: ShardInfo | None, masked: bool, vocab_size: int, sequence_length: int
+) -> tuple[int, str, str | None]:
+    """Return token count and sample of a shard, and the sample of its mask.
+
+    Raises:
+        ShardError: see `Dataset.validate`.
+    """
     shard = Shard(path)
-    sampled = sample(shard)
+    sampled, mask = sample(shard), sample(Mask.of(shard)) if masked else None
     if info is not None:
-        check_listed(shard, info, sampled)
+        compare(path, info, tokens=shard.size, sample=sampled)
+        if masked:
+            compare(mask_path(path), info.mask, sample=mask)
     if shard.size < sequence_length + 1:
         raise shard_error(
             path,
@@ -220,45 +205,29 @@ def _check(
         )
     if info is None or info.max_token >= vocab_size:
         scan_ids(shard, vocab_size)
-    return shard.size, sampled
+    return shard.size, sampled, mask
 
 
-def check_mask(path: Path, info: ShardInfo | None) -> str:
-    """Return the sample of the loss mask of the shard at `path`.
+def compare(path: Path, listed: ShardInfo | MaskInfo | None, **found: Any) -> None:
+    """Raise ShardError if a file differs from its description in dataset.json.
 
-    Raises:
-        ShardError: the mask is missing, or differs from dataset.json or from the shard.
+    Args:
+        path: a shard or a mask.
+        listed: the description.
+        found: fields of the description, as they are in the file.
     """
-    mask = Mask.of(Shard(path))
-    sampled = sample(mask)
-    if info is not None and (info.mask is None or info.mask.sample != sampled):
-        digest = f"content of digest {info.mask.sample:.12}…" if info.mask else "no loss mask"
-        raise shard_error(
-            mask.path,
-            0,
-            expected=f"{digest}, as {MANIFEST} lists",
-            found=f"{sampled:.12}…",
-            do="the mask was changed or damaged: restore it, or prepare the dataset again",
-        )
-    return sampled
-
-
-def check_listed(shard: Shard, info: ShardInfo, sampled: str) -> None:
-    """Raise ShardError if a shard differs from its description in dataset.json, `info`."""
-    if info.tokens != shard.size:
-        expected, found = f"{info.tokens} tokens", f"{shard.size}"
-    elif info.sample not in (None, sampled):
-        expected, found = f"content of digest {info.sample:.12}…", f"{sampled:.12}…"
-    else:
-        return
-    raise shard_error(
-        shard.path,
-        8,
-        expected=f"{expected}, as {MANIFEST} lists",
-        found=found,
-        do="the shard was changed or damaged: restore it, or prepare the dataset again; "
-        f"`python -m gptjax.data check {shard.path.parent}` reads all shards completely",
-    )
+    for name, value in found.items():
+        expected = getattr(listed, name, None)
+        unknown = expected is None and listed is not None
+        if expected != value and not unknown:
+            raise shard_error(
+                path,
+                8 if name == "tokens" else 0,
+                expected=f"{name} {expected}, as {MANIFEST} lists",
+                found=f"{value}",
+                do="the file was changed or damaged: restore it, or prepare the dataset again; "
+                f"`python -m gptjax.data check {path.parent}` reads all shards completely",
+            )
 
 
 def scan_ids(shard: Shard, vocab_size: int) -> None:
@@ -375,52 +344,37 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
             f"{folder}: expected token shards *_train_*.bin and *_val_*.bin, found no {missing}; "
             "make a dataset with `python -m gptjax.data` (--help lists the kinds)"
         )
-    manifest = read_manifest(folder)
-    lost = sorted(set(manifest.shards if manifest else ()) - {path.name for path in (*train, *val)})
-    if lost:
+    manifest, paths = read_manifest(folder), (*train, *val)
+    listed, made_with = ({}, "gpt2") if manifest is None else (manifest.shards, manifest.tokenizer)
+    if lost := sorted(listed.keys() - {path.name for path in paths}):
         raise DatasetError(
-            f"{folder}: expected the {len(manifest.shards)} shards that {MANIFEST} lists, found "
+            f"{folder}: expected the {len(listed)} shards that {MANIFEST} lists, found "
             f"{', '.join(lost[:5])} missing; remove the folder and prepare it again with `python "
             "-m gptjax.data`"
         )
-    made_with = manifest.tokenizer if manifest else "gpt2"
     if tokenizer not in ("auto", made_with):
-        assumed = "" if manifest else f", which is assumed without {MANIFEST}"
         raise DatasetError(
-            f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}"
-            f"{assumed}; train with {model_options(made_with)}, or prepare the text again with "
+            f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}; "
+            f"train with {model_options(made_with)}, or prepare the text again with "
             f"--tokenizer {tokenizer} and another --name"
         )
-    notes = [
-        *([note] if note else []),
-        *_notes(folder, manifest, [path.name for path in (*train, *val)]),
-    ]
-    listed = manifest.shards if manifest else {}
-    masked = any(info.mask for info in listed.values()) or any(
-        mask_path(path).name in names for path in (*train, *val)
-    )
-    note = printable("\n".join(notes)) or None
-    return Dataset(folder.name, folder, train, val, made_with, note, listed, masked)
-
-
-def _notes(folder: Path, manifest: Manifest | None, names: list[str]) -> Iterator[str]:
+    notes = [note] if note else []
+    extra = [path.name for path in paths if path.name not in listed]
     if manifest is None:
-        yield (
+        notes.append(
             f"{folder} has no {MANIFEST}: assuming GPT-2 BPE, the tokenizer of llm.c's and "
             "modded-nanogpt's shards"
         )
-        return
-    if any(info.sha256 is None for info in manifest.shards.values()):
-        yield (
-            f"{folder / MANIFEST} is of an older format without digests: a shard that was damaged "
-            "before this run is not noticed; prepare the dataset again with --overwrite to list "
-            "them"
-        )
-    if extra := [name for name in names if name not in manifest.shards]:
-        yield (
+    elif extra:
+        notes.append(
             f"{folder} has {len(extra)} shards that {MANIFEST} does not list ({extra[0]}): "
             "they are used as they are"
         )
+    masked = any(info.mask for info in listed.values()) or any(
+        mask_path(path).name in names for path in paths
+    )
+    note = printable("\n".join(notes)) or None
+    return Dataset(folder.name, folder, train, val, made_with, note, listed, masked)
 
 
 def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | None:
@@ -445,21 +399,15 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | No
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
     prepared = sorted(path.parent.name for path in data_dir.glob(f"[!.]*/{MANIFEST}"))
     kind, _, suffix = dataset.rpartition("_")
-    if suffix in TOKENIZERS:
-        chosen = suffix
-    else:
-        kind, chosen = dataset, tokenizer
+    kind, chosen = (kind, suffix) if suffix in TOKENIZERS else (dataset, tokenizer)
     if kind == _FINEWEB:
-        command = f"fineweb10B --data-dir {data_dir}"
+        command = kind
     elif kind in ("stdlib", "tinyshakespeare"):
-        command = f"{kind} --tokenizer {chosen} --data-dir {data_dir}"
+        command = f"{kind} --tokenizer {chosen}"
     else:
-        command = (
-            f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer} --data-dir "
-            f"{data_dir}"
-        )
+        command = f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer}"
     return (
         f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or "
         f"{dataset}, found {'only ' + ', '.join(prepared) if prepared else 'nothing'} prepared in "
-        f"{data_dir}; prepare it with: python -m gptjax.data {command}"
+        f"{data_dir}; prepare it with: python -m gptjax.data {command} --data-dir {data_dir}"
     )

@@ -57,14 +57,15 @@ def prepare_fineweb(
         for number, file in enumerate(wanted, start=1):
             where = f"{number}/{len(wanted)} {file}"
             # A shard may be in the dataset, or in the partial folder of an interrupted run.
-            if (info := _info(final / file, known)) or (info := _info(partial / file, {})):
+            info = _info(final / file, known.get(file)) or _info(partial / file)
+            if info is not None:
                 log(f"{where}: already there ({info.tokens:,} tokens)")
             else:
                 log(f"{where}: downloading from {REPOSITORY}")
                 partial.mkdir(exist_ok=True)
                 (partial / file).unlink(missing_ok=True)
                 _download(huggingface_hub, file, partial)
-                info = _info(partial / file, {}, must=True)
+                info = _info(partial / file, must=True)
                 fetched += 1
             known = known | {file: info}
 
@@ -89,20 +90,18 @@ def prepare_fineweb(
     return final
 
 
-def _info(path: Path, known: dict[str, ShardInfo], must: bool = False) -> ShardInfo | None:
+def _info(path: Path, listed: ShardInfo | None = None, must: bool = False) -> ShardInfo | None:
     """Return the description of a complete shard, or None if the shard is missing or damaged.
 
     Args:
-        path: the file.
-        known: descriptions in dataset.json. A shard is damaged if its sample differs.
+        listed: description in dataset.json. A shard is damaged if its sample differs.
         must: raise PrepareError instead of returning None.
     """
     try:
         shard = Shard(path)
-        info = known.get(path.name)
-        if info is None or info.sample is None:
+        if listed is None or listed.sample is None:
             return ShardInfo.from_shard(shard)
-        return info if info.sample == sample(shard) else None
+        return listed if listed.sample == sample(shard) else None
     except ShardError as error:
         if must:
             raise PrepareError(

@@ -6,8 +6,8 @@
                                           "sha256": "...", "sample": "..."}},
      "options": {"val_fraction": 0.05, "seed": 0, "shard_tokens": 100000000}}
 
-gptjax writes the manifest last, so a folder with a manifest is complete. Format 1 has no digests.
-In format 3 each shard has a loss mask (`gptjax.data.masks`):
+gptjax writes the manifest last, so a folder with a manifest is complete. In format 1, which gptjax
+reads only, shards have no digests. In format 3, each shard has a loss mask (`gptjax.data.masks`):
 
      "shards": {"NAME_train_000001.bin": {…, "mask": {"counted": 2000000,
                                                       "sha256": "...", "sample": "..."}}}
@@ -85,8 +85,8 @@ class ShardInfo:
     Attributes:
         tokens: number of tokens.
         max_token: largest id.
-        sha256: digest of the complete file, as `sha256sum` prints it. None in format 1.
-        sample: digest of parts of the file, see `sample`. None in format 1.
+        sha256: digest of the complete file, as `sha256sum` prints it; None if unknown.
+        sample: digest of parts of the file, see `sample`; None if unknown.
         mask: description of the shard's loss mask; None if the dataset has none.
     """
 
@@ -115,8 +115,7 @@ class Manifest:
         vocab_size: number of ids.
         eot: id before each document.
         source: description of the text's origin.
-        source_digest: digest of the documents (`corpora.digest`). None for downloaded tokens and in
-            format 1.
+        source_digest: digest of the documents (`corpora.digest`). None for downloaded tokens.
         shards: description of each shard, by file name.
         options: options of the preparation that determine the shards. Empty for downloaded tokens
             and for datasets of earlier versions.
@@ -180,39 +179,29 @@ def _parse(fields: Any) -> Manifest:
     if tokenizer not in VOCABULARIES:
         raise ValueError(f"tokenizer {tokenizer!r:.60}; known are {', '.join(VOCABULARIES)}")
     vocab_size, eot = VOCABULARIES[tokenizer]
+
+    def shard(name: str, fields: Any) -> ShardInfo:
+        fields = _object(fields, f"shard {name!r:.60}")
+        tokens = _integer(fields, "tokens", 1, MAX_TOKENS)
+        largest, mask = _integer(fields, "max_token", 0, vocab_size - 1), None
+        if version == MASK_FORMAT:
+            found = _object(fields.get("mask"), "mask")
+            mask = MaskInfo(_integer(found, "counted", 0, tokens), *_digests(found))
+        return ShardInfo(
+            tokens, largest, *(_digests(fields) if version > 1 else (None, None)), mask
+        )
+
     return Manifest(
         tokenizer=tokenizer,
         vocab_size=_integer(fields, "vocab_size", vocab_size, vocab_size),
         eot=_integer(fields, "eot", eot, eot),
         source=_text(fields, "source"),
-        source_digest=None
-        if fields.get("source_digest") is None
-        else _digest(fields, "source_digest"),
+        source_digest=fields.get("source_digest") and _digest(fields, "source_digest"),
         shards={
-            name: _shard_info(_object(info, f"shard {name!r:.60}"), version, vocab_size)
+            name: shard(name, info)
             for name, info in _object(fields.get("shards"), "shards").items()
         },
-        options={} if fields.get("options") is None else _object(fields["options"], "options"),
-    )
-
-
-def _shard_info(fields: dict, version: int, vocab_size: int) -> ShardInfo:
-    digests = {name: _digest(fields, name) for name in ("sha256", "sample")} if version >= 2 else {}
-    tokens = _integer(fields, "tokens", 1, MAX_TOKENS)
-    return ShardInfo(
-        tokens=tokens,
-        max_token=_integer(fields, "max_token", 0, vocab_size - 1),
-        mask=_mask_info(fields, tokens) if version >= MASK_FORMAT else None,
-        **digests,
-    )
-
-
-def _mask_info(fields: dict, tokens: int) -> MaskInfo:
-    fields = _object(fields.get("mask"), "mask")
-    return MaskInfo(
-        counted=_integer(fields, "counted", 0, tokens),
-        sha256=_digest(fields, "sha256"),
-        sample=_digest(fields, "sample"),
+        options=_object(fields.get("options") or {}, "options"),
     )
 
 
@@ -241,3 +230,7 @@ def _digest(fields: dict, name: str) -> str:
     if len(value) != 64 or set(value) - set("0123456789abcdef"):
         raise ValueError(f"{name} {value!r:.80} instead of 64 hexadecimal digits")
     return value
+
+
+def _digests(fields: dict) -> tuple[str, str]:
+    return _digest(fields, "sha256"), _digest(fields, "sample")

@@ -4,19 +4,15 @@ The corpus is split by document, tokenized in parallel and written to shards in 
 which is renamed when the dataset is complete.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import os
 import re
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +22,7 @@ from gptjax.data.corpora import Corpus, Pair
 from gptjax.data.manifest import MANIFEST, Manifest, MaskInfo, ShardInfo, read_manifest
 from gptjax.data.masks import Mask, mask_path, write_mask
 from gptjax.data.shards import MAX_TOKENS, Shard, write_shard
-from gptjax.data.tokenizers import Tokenizer, choose_tokenizer
+from gptjax.data.tokenizers import ByteTokenizer, GPT2Tokenizer, choose_tokenizer
 from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
 
@@ -164,7 +160,7 @@ def _summary(shards: dict[str, ShardInfo]) -> str:
 
 
 def _already_prepared(
-    final: Path, corpus: Corpus, tokenizer: Tokenizer, options: Options
+    final: Path, corpus: Corpus, tokenizer: GPT2Tokenizer | ByteTokenizer, options: Options
 ) -> str | None:
     """Return a message if `final` is the requested dataset, None with `overwrite`.
 
@@ -179,35 +175,22 @@ def _already_prepared(
         )
     if options.overwrite:
         return None
-    if (manifest.source, manifest.tokenizer) != (corpus.source, tokenizer.name):
+    wanted = {"source": corpus.source, "tokenizer": tokenizer.name, **options.recorded()}
+    found = {"source": manifest.source, "tokenizer": manifest.tokenizer, **manifest.options}
+    found = wanted | found  # earlier versions did not record all options
+    if found == wanted and manifest.source_digest is not None:
+        wanted["text"] = corpus.digest or corpora.digest(corpus.documents())
+        found["text"] = manifest.source_digest
+    if changed := [name for name in wanted if wanted[name] != found[name]]:
+        expected, is_there = (
+            ", ".join(f"{name.replace('_', '-')} {values[name]!r:.200}" for name in changed)
+            for values in (wanted, found)
+        )
         raise PrepareError(
-            f"{final} holds something else: expected {corpus.source!r} with tokenizer "
-            f"{tokenizer.name}, found {manifest.source!r} with {manifest.tokenizer}; choose "
-            "another --name, or replace it with --overwrite"
+            f"{final} holds something else: expected {expected}, found {is_there}; choose another "
+            "--name, or replace it with --overwrite"
         )
-    recorded, found = options.recorded(), manifest.options
-    if changed := [name for name in recorded if found.get(name, recorded[name]) != recorded[name]]:
-        raise PrepareError(
-            f"{final} was prepared with other options: expected {_flags(recorded, changed)}, found "
-            f"{_flags(found, changed)}; replace the dataset with --overwrite, or choose another "
-            "--name"
-        )
-    if manifest.source_digest is None:
-        return (
-            f"{final} is already prepared, but {MANIFEST} has no digest of the text; "
-            "--overwrite makes it again"
-        )
-    if manifest.source_digest != (corpus.digest or corpora.digest(corpus.documents())):
-        raise PrepareError(
-            f"{final} was prepared from other text: expected the earlier documents of "
-            f"{corpus.source!r}, found changed ones; replace the dataset with --overwrite, or "
-            "choose another --name"
-        )
-    return f"{final} is already prepared from the same text; --overwrite makes it again"
-
-
-def _flags(values: dict[str, Any], names: list[str]) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {values[name]!r:.60}" for name in names)
+    return f"{final} is already prepared; --overwrite makes it again"
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
@@ -256,7 +239,7 @@ class _Piece:
     text: str
     split: int
     first: bool  # first piece of a document: preceded by EOT
-    bytes: int  # for the progress bar
+    bytes: int  # for the progress
     counts: bool = True  # not a prompt
 
 
@@ -303,145 +286,97 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
             begin = end
 
 
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Group small pieces, so that a task is large enough for a thread."""
-    batch, characters = [], 0
+def _batches(pieces: Iterator[_Piece], characters: int) -> Iterator[list[_Piece]]:
+    """Group pieces, so that each thread has work and the corpus need not fit in memory."""
+    batch, count = [], 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece.text)
-        if characters >= _PIECE_CHARACTERS:
+        count += len(piece.text)
+        if count >= characters:
             yield batch
-            batch, characters = [], 0
+            batch, count = [], 0
     if batch:
         yield batch
 
 
-class _Tokens(NamedTuple):
-    tokens: np.ndarray  # uint16
-    counts: np.ndarray | None  # uint8, 1 for a target of the loss; None for a corpus without pairs
-
-
-def _encode(
-    tokenizer: Tokenizer, masked: bool, batch: list[_Piece]
-) -> tuple[_Tokens, _Tokens, int]:
-    """Return the tokens of each split, and the size of the batch in bytes."""
-    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    masks: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    eot = np.array([tokenizer.eot], dtype=np.uint16)
-    for piece in batch:
-        tokens = tokenizer.encode(piece.text)
-        parts[piece.split].extend([eot] * piece.first + [tokens])
-        if masked:
-            # An EOT counts, because it ends the previous answer.
-            masks[piece.split].append(np.ones(int(piece.first), np.uint8))
-            masks[piece.split].append(np.full(tokens.size, piece.counts, np.uint8))
-    train, val = (
-        _Tokens(
-            np.concatenate([np.zeros(0, np.uint16), *part]),
-            np.concatenate([np.zeros(0, np.uint8), *mask]) if masked else None,
-        )
-        for part, mask in zip(parts, masks, strict=True)
-    )
-    return train, val, sum(piece.bytes for piece in batch)
-
-
-def _in_order[Item, Result](
-    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterator[Item], ahead: int
-) -> Iterator[Result]:
-    """Map with at most `ahead` items in memory; Executor.map would read the complete corpus."""
-    pending: deque[Future[Result]] = deque()
-    for item in items:
-        pending.append(pool.submit(function, item))
-        if len(pending) >= ahead:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
-
-
 class _SplitWriter:
-    """Buffer the tokens of a split and write complete shards.
+    """Collect the tokens of a split and write complete shards.
 
-    The buffer holds 1.5 shards, and one shard is written when the buffer is full: at least half a
-    shard remains for the last one.
+    A shard is written when more than 1.5 shards are collected: at least half a shard remains for
+    the last one.
     """
 
-    def __init__(
-        self, folder: Path, name: str, split: int, shard_tokens: int, masked: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, name: str, split: int, shard_tokens: int) -> None:
         self.shards: dict[str, ShardInfo] = {}
-        self._folder, self._name, self._split, self._shard_tokens = (
-            folder,
-            name,
-            split,
-            shard_tokens,
-        )
-        self._buffer = np.empty(shard_tokens + shard_tokens // 2, dtype=np.uint16)
-        self._counts = np.empty(self._buffer.size, dtype=np.uint8) if masked else None
+        self._path = str(folder / f"{name}_{_SPLIT_NAMES[split]}_{{:06d}}.bin")
+        self._first, self._shard_tokens = _FIRST_NUMBER[split], shard_tokens
+        self._parts: list[np.ndarray] = []
         self._used = 0
 
-    def add(self, tokens: np.ndarray, counts: np.ndarray | None = None) -> None:
-        """Append tokens and write shards when the buffer is full."""
-        done = 0
-        while done < tokens.size:
-            if self._used == self._buffer.size:
-                self._write(self._shard_tokens)
-            taken = min(tokens.size - done, self._buffer.size - self._used)
-            into, of = slice(self._used, self._used + taken), slice(done, done + taken)
-            self._buffer[into] = tokens[of]
-            if self._counts is not None and counts is not None:
-                self._counts[into] = counts[of]
-            self._used += taken
-            done += taken
+    def add(self, rows: np.ndarray) -> None:
+        """Append tokens and write shards when enough are collected.
+
+        Args:
+            rows: uint16 of shape (1 or 2, tokens): tokens and, with masks, 1 for a token that
+                counts for the loss.
+        """
+        self._parts.append(rows)
+        self._used += rows.shape[1]
+        count = self._shard_tokens
+        if self._used > count + count // 2:
+            collected = np.concatenate(self._parts, axis=1)
+            while collected.shape[1] > count + count // 2:
+                self._write(collected[:, :count])
+                collected = collected[:, count:]
+            self._parts, self._used = [collected], collected.shape[1]
 
     def finish(self) -> dict[str, ShardInfo]:
         """Write the last shard and return the description of every shard, by file name."""
         if self._used:
-            self._write(self._used)
+            self._write(np.concatenate(self._parts, axis=1))
         return self.shards
 
-    def _write(self, count: int) -> None:
-        number = _FIRST_NUMBER[self._split] + len(self.shards)
-        file = f"{self._name}_{_SPLIT_NAMES[self._split]}_{number:06d}.bin"
-        path, rest = self._folder / file, self._used - count
-        write_shard(path, self._buffer[:count])
+    def _write(self, rows: np.ndarray) -> None:
+        path = Path(self._path.format(self._first + len(self.shards)))
+        write_shard(path, rows[0])
         info = ShardInfo.from_shard(Shard(path))
-        self._buffer[:rest] = self._buffer[count : self._used]
-        if self._counts is not None:
-            write_mask(mask_path(path), self._counts[:count])
+        if len(rows) == 2:
+            write_mask(mask_path(path), rows[1].astype(np.uint8))
             info = dataclasses.replace(info, mask=MaskInfo.from_mask(Mask.of(Shard(path))))
-            self._counts[:rest] = self._counts[count : self._used]
-        self.shards[file], self._used = info, rest
+        self.shards[path.name] = info
 
 
 def _write_shards(
     folder: Path,
     name: str,
     corpus: Corpus,
-    tokenizer: Tokenizer,
+    tokenizer: GPT2Tokenizer | ByteTokenizer,
     options: Options,
     log: Callable[[str], object],
 ) -> tuple[dict[str, ShardInfo], dict[str, ShardInfo]]:
     """Tokenize the corpus into `folder` and return the training and the validation shards."""
-    sizes = corpus.measure()
-    workers = options.workers or os.cpu_count() or 1
-    masked = corpus.masked
-    writers = [
-        _SplitWriter(folder, name, split, options.shard_tokens, masked) for split in (TRAIN, VAL)
-    ]
-    # Threads instead of processes: tiktoken releases the GIL (1.6 times as fast with two threads on
-    # two cores), and a caller's script needs no `if __name__ == "__main__"`.
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="gptjax-tokenize")
-    try:
-        with _progress(f"tokenizing {name}", int(sizes.sum()), log) as advance:
-            batches = _batches(_pieces(corpus, sizes, options))
-            for train, val, done in _in_order(
-                pool, lambda batch: _encode(tokenizer, masked, batch), batches, 2 * workers
-            ):
-                writers[TRAIN].add(*train)
-                writers[VAL].add(*val)
-                advance(done)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    sizes, workers = corpus.measure(), options.workers or os.cpu_count() or 1
+    writers = [_SplitWriter(folder, name, split, options.shard_tokens) for split in (TRAIN, VAL)]
+    total, done, logged = int(sizes.sum()), 0, time.monotonic()
+
+    def rows(tokens: np.ndarray, counts: bool = True) -> np.ndarray:
+        mask = [np.full(tokens.size, counts, np.uint16)] if corpus.masked else []
+        return np.stack([tokens, *mask])
+
+    eot = rows(np.array([tokenizer.eot], np.uint16))  # it counts: it ends the previous answer
+    pieces = _pieces(corpus, sizes, options)
+    for batch in _batches(pieces, 4 * workers * _PIECE_CHARACTERS):
+        parts: tuple[list[np.ndarray], ...] = ([], [])
+        encoded = tokenizer.encode_batch([piece.text for piece in batch], workers=workers)
+        for piece, tokens in zip(batch, encoded, strict=True):
+            parts[piece.split].extend([eot] * piece.first + [rows(tokens, piece.counts)])
+            done += piece.bytes
+        for writer, part in zip(writers, parts, strict=True):
+            if part:
+                writer.add(np.concatenate(part, axis=1))
+        if time.monotonic() - logged >= 10:
+            logged = time.monotonic()
+            log(f"tokenizing {name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
     train, val = (writer.finish() for writer in writers)
     if not train or not val:
         raise PrepareError(
@@ -450,44 +385,3 @@ def _write_shards(
             "another --val-fraction"
         )
     return train, val
-
-
-@contextlib.contextmanager
-def _progress(
-    what: str, total: int, log: Callable[[str], object]
-) -> Iterator[Callable[[int], None]]:
-    """Yield a function of the number of new bytes, which reports progress.
-
-    Show a bar on a terminal; otherwise, log a line every ten seconds.
-    """
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, advance=done)
-        return
-
-    logged, total_done = time.monotonic(), 0
-
-    def advance(done: int) -> None:
-        nonlocal logged, total_done
-        total_done += done
-        if time.monotonic() - logged >= 10:
-            logged = time.monotonic()
-            log(f"{what}: {total_done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
-
-    yield advance

@@ -118,13 +118,11 @@ class Shard:
             raise _unreadable(self.path, offset, error) from error
         if len(content) == count and (status.st_size, status.st_mtime_ns) == self.stamp:
             return content
-        short = len(content) < count
         raise shard_error(
             self.path,
-            offset + len(content) if short else offset,
+            offset,
             expected=f"the file of {self.stamp[0]} bytes that was opened, unchanged",
-            found=f"a file of {status.st_size} bytes"
-            + ("" if short else " that was written to since"),
+            found=f"a file of {status.st_size} bytes that was written to since",
             do="nothing may write to a shard that is in use: restore it, "
             "then run the same command again",
         )
@@ -152,43 +150,26 @@ def _unreadable(path: Path, offset: int, error: OSError | ValueError) -> ShardEr
 
 def _token_count(kind: type[Shard], path: Path, head: bytes, size: int) -> int:
     """Check the header of a file of `size` bytes and return the number of tokens."""
-    if len(head) < HEADER_BYTES:
-        raise shard_error(
-            path, len(head), expected=f"a header of {HEADER_BYTES} bytes", found=f"a file of {size}"
-        )
-
-    header = np.frombuffer(head, dtype="<i4")
-    magic, version, count = (int(field) for field in header[:3])
-    if magic == _LLAMA3_MAGIC:
-        raise shard_error(
-            path,
-            0,
-            expected=f"magic {MAGIC} (uint16 tokens)",
-            found=f"magic {magic}: llm.c's Llama 3 shards of uint32 tokens, which GPT-2 cannot use",
-            do="tokenize the text with GPT-2's tokenizer: "
-            "`python -m gptjax.data text PATH... --tokenizer gpt2`",
-        )
-    if magic != kind.magic:
-        raise shard_error(
-            path, 0, expected=f"magic {kind.magic} ({kind.description})", found=f"{magic}"
-        )
-    if version != VERSION:
-        raise shard_error(path, 4, expected=f"version {VERSION}", found=f"version {version}")
-    if count <= 0:
-        raise shard_error(path, 8, expected="a token count above 0", found=f"{count}")
-    if header[3:].any():
-        field = 3 + int(np.flatnonzero(header[3:])[0])
-        raise shard_error(
-            path, 4 * field, expected="0 in the unused header fields", found=f"{header[field]}"
-        )
+    fields = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+    magic, version, count = (int(field) for field in fields[:3])
     end = token_offset(count, kind.dtype.itemsize)
-    if size != end:
-        raise shard_error(
-            path,
-            min(size, end),
-            expected=f"{end} bytes for the {count} tokens of the header",
-            found=f"a file of {size} bytes ({'cut short' if size < end else 'too long'})",
-        )
+    unused = 3 + int(np.argmax(fields[3:] != 0))
+    llama = " (llm.c's shards of uint32 tokens)" if magic == _LLAMA3_MAGIC else ""
+    wrong = "cut short" if size < end else "too long"
+    checks = (
+        (len(head), HEADER_BYTES, len(head), f"a header of {HEADER_BYTES} bytes", f"{size} bytes"),
+        (magic, kind.magic, 0, f"magic {kind.magic} ({kind.description})", f"{magic}{llama}"),
+        (version, VERSION, 4, f"version {VERSION}", f"version {version}"),
+        (max(count, 0), count or 1, 8, "a token count above 0", f"{count}"),
+        (fields[unused], 0, 4 * unused, "0 in the unused header fields", f"{fields[unused]}"),
+        (
+            *(size, end, min(size, end), f"{end} bytes for the {count} tokens of the header"),
+            f"a file of {size} bytes ({wrong})",
+        ),
+    )
+    for value, right, offset, expected, found in checks:
+        if value != right:
+            raise shard_error(path, offset, expected=expected, found=found)
     return count
 
 

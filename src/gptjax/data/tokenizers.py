@@ -66,7 +66,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
@@ -98,9 +98,10 @@ class GPT2Tokenizer:
         # Before tiktoken 0.11, encode_to_numpy encoded `<|endoftext|>` as the special token.
         return np.array(self._bpe.encode_ordinary(_without_surrogates(text)), dtype=np.uint16)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return `encode` of each text, from several threads."""
-        ids = self._bpe.encode_ordinary_batch([_without_surrogates(text) for text in texts])
+    def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
+        """Return `encode` of each text, from `workers` threads."""
+        texts = [_without_surrogates(text) for text in texts]
+        ids = self._bpe.encode_ordinary_batch(texts, num_threads=workers)
         return [np.array(each, dtype=np.uint16) for each in ids]
 
     def token_bytes(self) -> list[bytes]:
@@ -127,7 +128,7 @@ def model_options(name: str) -> str:
     return f"--tokenizer {name} --model.vocab-size {ids} --model.padded-vocab-size {padded}"
 
 
-def get_tokenizer(name: str) -> Tokenizer:
+def get_tokenizer(name: str) -> GPT2Tokenizer | ByteTokenizer:
     """Return the tokenizer "gpt2" or "byte".
 
     Raises:
@@ -141,7 +142,7 @@ def get_tokenizer(name: str) -> Tokenizer:
     raise ValueError(f"unknown tokenizer {name!r}; choose one of {', '.join(TOKENIZERS)}")
 
 
-def choose_tokenizer(choice: str) -> tuple[Tokenizer, str | None]:
+def choose_tokenizer(choice: str) -> tuple[GPT2Tokenizer | ByteTokenizer, str | None]:
     """Return the tokenizer `choice`; "auto" is gpt2 if available, else byte.
 
     Returns:
@@ -194,14 +195,8 @@ def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarra
     return array.astype(np.int64)
 
 
-# At most one download at a time. A download that hangs continues in a daemon thread, and later
-# calls do not wait for it.
-_attempt: threading.Thread | None = None
-
-
 def _load_tiktoken(name: str):
     """Return tiktoken's encoding, or raise TokenizerUnavailable after at most `_LOAD_SECONDS`."""
-    global _attempt
     result: list = []
 
     def load() -> None:
@@ -212,20 +207,14 @@ def _load_tiktoken(name: str):
         except Exception as error:  # error of another thread, raised below
             result.append(error)
 
-    cause: Exception | None = None
-    if _attempt is not None and _attempt.is_alive():
-        reason = "an earlier download of the BPE files still hangs"
-    else:
-        _attempt = threading.Thread(target=load, daemon=True, name="gptjax-tiktoken")
-        _attempt.start()
-        _attempt.join(_LOAD_SECONDS)
-        if not result:
-            reason = f"no answer from the network within {_LOAD_SECONDS:g} s"
-        elif isinstance(result[0], Exception):
-            cause = result[0]
-            reason = f"{type(cause).__name__}: {str(cause)[:120]}"
-        else:
-            return result[0]
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(_LOAD_SECONDS)
+    cause, reason = None, f"no answer from the network within {_LOAD_SECONDS:g} s"
+    if result and not isinstance(result[0], Exception):
+        return result[0]
+    if result:
+        cause, reason = result[0], f"{type(result[0]).__name__}: {str(result[0])[:120]}"
     raise TokenizerUnavailable(
         f"tokenizer {name!r} needs its BPE files, which are not in tiktoken's cache and could not "
         f"be downloaded ({reason}). What to do: run once on a machine with a network with "
