@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from gptjax.doctor import __main__ as doctor
-from gptjax.doctor import checks, kernels, machine
+from gptjax.doctor import kernels, machine
 from gptjax.doctor.machine import Gpu
 from pallas_kernels import _dispatch, extend
 
@@ -31,6 +32,7 @@ REQUIREMENTS = {
     ("gptjax", "cuda13"): ["jax-triton>=0.4.1"],
     ("jax", ""): ["jaxlib<=0.12.0,>=0.11.2"],
     ("jax", "cuda13"): ["jaxlib<=0.12.0,>=0.12.0", "jax-cuda13-plugin<=0.12.0,>=0.12.0"],
+    ("jax-cuda13-plugin", ""): ["jax-cuda13-pjrt==0.12.0"],
     ("jax-triton", ""): ["triton>=3.7"],
 }
 
@@ -49,10 +51,9 @@ class Machine:
             cuda_version=lambda: (13, 0),
             gpus=lambda: [self.gpu],
             jax_gpus=lambda: self.devices,
-            copy_rate=lambda device: 4.26e12,
-            matmul_rate=lambda device: 794e12,
         )
         patch.setattr(kernels, "check_all", lambda: iter(()))
+        patch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2**40))
 
     def set(self, **probes):
         for name, probe in probes.items():
@@ -92,8 +93,7 @@ def test_a_healthy_machine_passes(h200, capsys):
     out = capsys.readouterr().out
     assert "jax-cuda13-plugin  0.12.0\n" in out and "driver             580.95.05\n" in out
     assert "ok       GPUs: 0: NVIDIA H200\n" in out
-    assert "ok       copy on GPU 0: 4.26 TB/s, 89% of the peak 4.80\n" in out
-    assert "bf16 matmul on GPU 0: 794.00 TFLOP/s, 80% of the peak 989.40" in out
+    assert "ok       disk: 1024 GiB free in the current folder\n" in out
     assert out.endswith("nothing failed\n")
 
 
@@ -111,20 +111,23 @@ def test_no_plugin(h200):
     assert "more" not in found["GPUs"][1]
 
 
-def test_a_wrong_jaxlib(h200):
-    h200.packages["jaxlib"] = "0.12.1"
-    found = bad()
-    assert found["jaxlib"] == (
-        "failed",
-        "jax 0.12.0: needs jaxlib<=0.12.0,>=0.11.2, found 0.12.1",
-        "pip install --upgrade 'jax[cuda13]==0.12.0'",
-    )
-    # jax accepts an older jaxlib, its plugin does not.
-    h200.packages["jaxlib"] = "0.11.2"
-    name, status, text, remedy = only()
-    assert (name, status) == ("CUDA plugin", "failed")
-    assert "needs jaxlib<=0.12.0,>=0.12.0, found 0.11.2" in text
-    assert remedy == "pip install --upgrade 'jax[cuda13]==0.12.0'"
+@pytest.mark.parametrize(
+    "package, version, status, says, remedy",
+    [
+        ("jaxlib", "0.12.1", "failed", "jaxlib<=0.12.0,>=0.11.2", "jaxlib<=0.12.0,>=0.11.2"),
+        # jax accepts an older jaxlib, its plugin does not
+        ("jaxlib", "0.11.2", "failed", "jaxlib<=0.12.0,>=0.12.0", "jaxlib<=0.12.0,>=0.12.0"),
+        ("jax-cuda13-pjrt", "0.11.2", "failed", "jax-cuda13-pjrt==0.12.0", "pjrt==0.12.0'"),
+        ("jax-triton", None, "failed", "jax-triton>=0.4.1, found none", "'jax-triton>=0.4.1'"),
+        ("triton", "3.6.0", "warning", "needs triton>=3.7, found 3.6.0", "'triton>=3.7'"),
+        ("flax", "0.12.9", "failed", "flax<0.13,>=0.12.10, found 0.12.9", "flax<0.13,>=0.12.10"),
+    ],
+)
+def test_a_wrong_version(h200, package, version, status, says, remedy):
+    h200.packages[package] = version
+    found = only()
+    assert found[:2] == ("packages", status) and says in found[2]
+    assert found[3].startswith("pip install '") and remedy in found[3]
 
 
 @pytest.mark.parametrize(
@@ -152,13 +155,6 @@ def test_both_cuda_plugins(h200, cuda, extra):
     assert f"in a new environment: pip install -e '.[cuda{extra}]'" in remedy
 
 
-def test_no_jax_triton(h200):
-    del h200.packages["jax-triton"]
-    name, status, text, remedy = only()
-    assert (name, status) == ("jax-triton", "failed")
-    assert "no Triton kernel runs" in text and remedy == "pip install -e '.[cuda13]'"
-
-
 def test_memory_that_another_process_holds(h200):
     h200.gpu = Gpu(0, "GPU-1", "NVIDIA H200", 143_771, 71_885, "580", ("python, pid 7, 71885 MiB",))
     name, status, text, remedy = only()
@@ -170,28 +166,12 @@ def test_memory_that_another_process_holds(h200):
     assert only()[1] == "warning"
 
 
-@pytest.mark.parametrize(
-    "probe, rate, says",
-    [
-        ("copy_rate", 2e12, "copy on GPU 0: 2.00 TB/s, 42% of the peak 4.80, expected 70%"),
-        ("matmul_rate", 4e14, "bf16 matmul on GPU 0: 400.00 TFLOP/s, 40% of the peak 989.40"),
-    ],
-)
-def test_a_slow_gpu(h200, probe, rate, says):
-    h200.set(**{probe: lambda device: rate})
-    name, status, text, remedy = only()
-    assert status == "failed" and f"{name}: {text}".startswith(says)
-    assert "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE" in remedy
-
-
 # ------------------------------------------------------------------------------------- other faults
 
 
-def test_packages_that_miss_a_requirement(h200):
-    h200.packages["flax"] = "0.12.9"
-    name, status, text, remedy = only()
-    assert (name, status, remedy) == ("packages", "failed", "pip install 'flax<0.13,>=0.12.10'")
-    assert text == "needs flax<0.13,>=0.12.10, found 0.12.9"
+def test_little_space(h200, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=2**30))
+    assert only()[:3] == ("disk", "warning", "1 GiB free in the current folder")
 
 
 def test_an_old_driver(h200):
@@ -202,21 +182,12 @@ def test_an_old_driver(h200):
     assert "pip install -e '.[cuda12]'" in remedy
 
 
-def test_an_unknown_gpu_and_one_that_jax_does_not_use(h200):
-    h200.devices = [types.SimpleNamespace(**vars(H200) | {"device_kind": "NVIDIA X1"})]
-    found = bad()
-    assert {status for status, *_ in found.values()} == {"warning"}
-    assert "train.py --peak-tflops N" in found["bf16 matmul on GPU 0"][2]
+def test_a_gpu_that_jax_does_not_use_and_an_old_one(h200):
     h200.set(gpus=lambda: [h200.gpu, h200.gpu])
     assert bad()["GPUs"][0] == "failed"
-
-
-def test_a_measurement_that_fails_is_a_failed_check(h200):
-    def fail(device):
-        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
-
-    h200.set(copy_rate=fail)
-    assert only()[1:3] == ("failed", "RuntimeError: RESOURCE_EXHAUSTED: out of memory")
+    h200.set(gpus=lambda: [h200.gpu])
+    h200.devices = [types.SimpleNamespace(**vars(H200) | {"compute_capability": "7.5"})]
+    assert only()[:2] == ("GPUs", "warning")
 
 
 def test_platforms_that_do_not_work(h200, monkeypatch):
@@ -253,7 +224,7 @@ def test_json(h200, capsys):
     assert report["versions"]["jax-triton"] is None and report["versions"]["cuda"] == "13.0"
     assert report["gpus"][0]["total_mib"] == 143_771
     failed = [check for check in report["checks"] if check["status"] == "failed"]
-    assert [check["name"] for check in failed] == ["jax-triton"] and failed[0]["remedy"]
+    assert [check["name"] for check in failed] == ["packages"] and failed[0]["remedy"]
 
 
 # ------------------------------------------------------------------------------------------- probes
@@ -266,8 +237,10 @@ def test_probes_of_this_machine():
     assert needed.specifier.contains(machine.installed("flax"))
     extra = machine.requirements("gptjax", "cuda13")
     assert {r.name for r in extra} == {"jax", "jax-triton"}
-    assert machine.requirement("jax", "jax-cuda13-plugin", "cuda13") is not None
-    assert machine.requirement("jax", "jax-cuda13-plugin") is None
+    names = {
+        extra: {r.name for r in machine.requirements("jax", extra)} for extra in ("", "cuda13")
+    }
+    assert "jax-cuda13-plugin" in names["cuda13"] - names[""]
 
 
 def test_what_nvidia_smi_says(monkeypatch):
@@ -345,7 +318,7 @@ def test_the_examples_are_right_in_xla():
     """Results and gradients of two examples; a GPU runs them all."""
     for operation in ("ba_plus_caa", "rms_norm"):
         (make,) = _dispatch.OPERATIONS[operation].examples
-        assert kernels.errors(make(16, jnp.float32), ["xla"])["xla"] < 1e-5
+        assert kernels.relative_error(make(16, jnp.float32), "xla") < 1e-5
 
 
 @pytest.fixture
@@ -379,7 +352,6 @@ def test_a_wrong_kernel_fails(operation):
     assert "implementation='xla'" in wrong.remedy
     assert broken.status == "failed" and broken.found.endswith("RuntimeError: no kernel image")
     assert (absent.status, absent.found) == ("ok", "not run here: needs luck")
-    assert checks.Result("", "ok", "").remedy == ""
 
 
 @pytest.mark.gpu

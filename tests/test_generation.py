@@ -3,7 +3,6 @@ follow the softmax."""
 
 import inspect
 import warnings
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 from flax import nnx
 
 from gptjax import GPT2, GPT2Config, Precision, generate, generation
-from gptjax.generation import prepared
 from gptjax.generation.stream import token_chunks
 from gptjax.models import gpt2
 from gptjax.precision import NAMES
@@ -288,91 +286,18 @@ def test_a_prompt_continues_as_by_itself(new):
         assert (out[length + new :] == 0).all()
 
 
-def replace_parameters(model):
-    nnx.update(model, nnx.state(make_model("bf16", seed=1, **ODD)))
-
-
-def replace_embedding(model):
-    model.wte[...] = -model.wte[...]
-
-
-def replace_parameter(model):
-    model.wte = nnx.Param(3 * model.wte[...])
-
-
-def replace_module(model):
-    model.blocks[0].mlp = make_model("bf16", seed=2, **ODD).blocks[1].mlp
-
-
-def replace_option(model):
-    model.blocks[1].ln_1.eps = 50.0
-
-
-def test_arrays_of_an_unchanged_model_are_kept(monkeypatch):
-    model, prompt_BT, computed = make_model("bf16", **ODD), random_tokens(1, 4, 61), []
-    compute = prepared._compute
-    monkeypatch.setattr(prepared, "_compute", lambda *args: computed.append(1) or compute(*args))
-
-    def tokens(model):
-        return np.asarray(generate(model, prompt_BT, max_new_tokens=8, temperature=0, key=KEY))
-
-    before_BT = tokens(model)
-    changes = (
-        replace_parameters,
-        replace_embedding,
-        replace_parameter,
-        replace_module,
-        replace_option,
-    )
-    for change in changes:
-        computed.clear()
-        np.testing.assert_array_equal(tokens(model), before_BT)
-        assert not computed
-        change(model)
-        after_BT = tokens(model)
-        assert len(computed) == 1, change.__name__
-        np.testing.assert_array_equal(after_BT, tokens(nnx.clone(model)))
-        before_BT = after_BT
-
-
-def test_a_model_with_other_arrays_is_not_kept():
-    """Only changes of modules and parameters are detected."""
-    model = make_model("bf16", **ODD)
-    prepared.prepare(model, "xla")
-    assert model in prepared._KEPT
-    model.tables = nnx.data({"offsets": jnp.ones(3)})
-    assert len(prepared.prepare(model, "xla").params) == len(jax.tree.leaves(model))
-    assert model not in prepared._KEPT
-
-
-def test_kept_arrays_are_freed_when_a_parameter_changes():
-    model = make_model("bf16", **ODD)
-    params = prepared.prepare(model, "xla").params
-    own = {id(leaf) for leaf in jax.tree.leaves(model)}
-    cast = [weakref.ref(param) for param in params if id(param) not in own]
-    del params
-    assert len(cast) == 4 * ODD["n_layer"] and all(array() is not None for array in cast)
-    model.wte[...] = -model.wte[...]
-    assert all(array() is None for array in cast)
-
-
-def test_the_kept_weights_of_the_decoding_kernel_are_the_models(monkeypatch):
+def test_the_weights_of_the_decoding_kernel_are_the_models(monkeypatch):
     model, prompt_BT = make_model("bf16", **ODD), random_tokens(2, 4, 61)
     how = dict(max_new_tokens=8, temperature=0, key=KEY)
     expected_BT = generate(model, prompt_BT, **how)
-    weights = prepared.prepare(model, "triton").weights
-    assert weights.wte_VC is None and weights.qkv_LNC.dtype == jnp.bfloat16
     step = gpt2.decode_step
     # The branch for the Triton kernel, with the kernel's definition in JAX.
     monkeypatch.setattr(GPT2, "decode_kernel", lambda *_: "triton")
     monkeypatch.setattr(
         gpt2, "decode_step", lambda *args, **how: step(*args, **how | {"implementation": "xla"})
     )
-    compute = prepared._compute
-    monkeypatch.setattr(prepared, "_compute", lambda *_: pytest.fail("computed again"))
     out_BT = generate(model, prompt_BT, **how)
     np.testing.assert_array_equal(out_BT, expected_BT)
-    monkeypatch.setattr(prepared, "_compute", compute)
     model.wte[...] = -model.wte[...]
     assert (np.asarray(generate(model, prompt_BT, **how)) != np.asarray(out_BT)).any()
 

@@ -5,9 +5,8 @@ import dataclasses
 import io
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -46,8 +45,8 @@ class Sample:
     lines: bool = False
     """Read each line of the files as one prompt."""
     interactive: bool = False
-    """Read one prompt per line and print its continuation. Ctrl-C stops the continuation. A second
-    Ctrl-C, or Ctrl-D, ends the program."""
+    """Read one prompt per line and print its continuation. Ctrl-C stops the continuation, and at
+    the prompt ends the program, as does Ctrl-D."""
     max_new_tokens: int = 256
     """Maximum number of new tokens. A text also ends when prompt and text fill block_size."""
     temperature: float = 1.0
@@ -175,17 +174,11 @@ class Sampler:
             )
         return ids
 
-    def answer(
-        self,
-        prompts: Sequence[Prompt],
-        turn: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def answer(self, prompts: Sequence[Prompt], turn: int = 0) -> None:
         """Print the samples of each prompt, in order.
 
         Args:
             turn: number of earlier calls. Each number selects other random draws.
-            stopped: function that is called after each chunk of tokens; True ends the answer.
 
         Raises:
             SampleError: a prompt is too long (nothing is printed), or the device has no memory for
@@ -207,12 +200,10 @@ class Sampler:
                 if streamed:
                     # With --interactive, the user has just typed the prompt.
                     prompt = "" if self.options.interactive else prompts[0].text
-                    self._stream(prompt, completions, stopped)
+                    self._stream(prompt, completions)
                 else:
                     chosen = [(prompts[p], p + 1, s + 1) for p, s in batch if p < len(prompts)]
-                    self._print_each(chosen, completions, stopped)
-            if stopped():
-                return
+                    self._print_each(chosen, completions)
 
     def _tried(self, prompts: list[list[int]]) -> tuple[str, str]:
         """Describe the size of a batch, and the options that reduce this size."""
@@ -249,24 +240,15 @@ class Sampler:
             **({"steps": STREAMED} if streamed else {}),
         )
 
-    def _stream(
-        self, prompt: str, completions: Iterator[list], stopped: Callable[[], bool]
-    ) -> None:
+    def _stream(self, prompt: str, completions: Iterator[list]) -> None:
         shown = 0
         for (completion,) in completions:
             text = prompt + completion.text
             print(printable(text[shown:]), end="", flush=True)
             shown = len(text)
-            if stopped():
-                break
         print(flush=True)
 
-    def _print_each(
-        self,
-        rows: list[tuple[Prompt, int, int]],
-        completions: Iterator[list],
-        stopped: Callable[[], bool],
-    ) -> None:
+    def _print_each(self, rows: list[tuple[Prompt, int, int]], completions: Iterator[list]) -> None:
         """Print the completion of each row after this row and all earlier rows have stopped."""
         waiting = iter(rows)
         row, index = next(waiting, None), 0
@@ -274,7 +256,7 @@ class Sampler:
             while row is not None and current[index].stopped:
                 self._print(*row, current[index])
                 row, index = next(waiting, None), index + 1
-            if row is None or stopped():
+            if row is None:
                 return
 
     def _print(self, prompt: Prompt, number: int, sample: int, completion: Any) -> None:
@@ -311,8 +293,10 @@ def _memory_checked(tried: str, advice: str) -> Iterator[None]:
 def interact(sampler: Sampler) -> None:
     """Answer one prompt per line, until the end of standard input.
 
+    Ctrl-C ends an answer.
+
     Raises:
-        KeyboardInterrupt: Ctrl-C while no prompt is answered, or a second Ctrl-C during an answer.
+        KeyboardInterrupt: Ctrl-C while no prompt is answered.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing in `input`
@@ -325,29 +309,14 @@ def interact(sampler: Sampler) -> None:
             return
         if not prompt.text:
             continue
-        with _first_interrupt_stops() as interrupted:
-            try:
-                sampler.answer([prompt], turn, lambda: bool(interrupted))
-                turn += 1
-            except SampleError as error:
-                print(f"error: {printable(str(error))}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _first_interrupt_stops() -> Iterator[list[int]]:
-    """Yield a list to which the first SIGINT is added; the second raises KeyboardInterrupt."""
-    found: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        if found:
-            raise KeyboardInterrupt
-        found.append(number)
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield found
-    finally:
-        signal.signal(signal.SIGINT, before)
+        try:
+            sampler.answer([prompt], turn)
+            turn += 1
+        except KeyboardInterrupt:
+            turn += 1
+            print(flush=True)
+        except SampleError as error:
+            print(f"error: {printable(str(error))}", file=sys.stderr)
 
 
 def run(options: Sample) -> None:

@@ -1,4 +1,4 @@
-"""Check the installation, the GPUs, their speed and the kernels of this machine.
+"""Check the installation, the GPUs and the kernels of this machine.
 
 The exit code is 0 if no check failed, else 1. Warnings, such as a machine without a GPU,
 do not change the exit code; with --need-gpu, no GPU is a failure.
@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-# The measurements need little memory, and other processes may use the GPU.
+# The kernels need little memory, and other processes may use the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from gptjax.doctor import checks, machine
@@ -33,25 +33,12 @@ class Options:
 
 def run(options: Options) -> Iterator[Result]:
     """Run the checks in order. Skip checks that cannot run after a failure."""
-    for check in (checks.packages, checks.jaxlib, checks.plugin, checks.driver, checks.jax_triton):
+    for check in (checks.packages, checks.plugin, checks.driver, checks.disk):
         yield check()
     # Query memory before JAX allocates memory.
-    yield from map(checks.memory, machine.gpus())
-    imported = checks.jax_import()
-    yield imported
-    if imported.status != "ok":
-        return
-    found = checks.gpus()
-    missing = options.need_gpu and found.status == "warning" and machine.cuda_version() is None
-    yield dataclasses.replace(found, status="failed") if missing else found
-    try:
-        devices = machine.jax_gpus()
-    except RuntimeError:
-        return
-    for device in devices:
-        yield checks.copy_speed(device)
-        yield checks.matmul_speed(device)
-    if options.kernels:
+    yield from checks.memory()
+    found = yield from checks.gpus(options.need_gpu)
+    if found and options.kernels:
         from gptjax.doctor import kernels
 
         yield from kernels.check_all()

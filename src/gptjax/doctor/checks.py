@@ -3,22 +3,19 @@
 import dataclasses
 import os
 import platform
-from typing import TYPE_CHECKING, Literal
+import shutil
+from collections.abc import Generator, Iterator
+from typing import Literal
+
+from packaging.requirements import Requirement
 
 from gptjax.doctor import machine
-
-if TYPE_CHECKING:
-    from jax import Device
-
-Status = Literal["ok", "warning", "failed"]
 
 INSTALL, INSTALL_12 = "pip install -e '.[cuda13]'", "pip install -e '.[cuda12]'"
 # train.py reserves this part of a GPU's memory.
 RESERVED = 0.92
-# Fractions of the peak that every known card reaches without interference. An H200 copies at 89 %
-# and multiplies at 80 %; cards with a low power limit, such as the H100 PCIe and the L4, slow down
-# in matmuls.
-LEAST_COPY, LEAST_MATMUL = 0.70, 0.50
+# Three checkpoints of GPT-2 124M with AdamW need 5 GiB.
+LEAST_DISK_GIB = 10
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin"),
     *("jax-triton", "triton", "flax", "optax", "orbax-checkpoint", "grain", "gptjax"),
@@ -30,7 +27,7 @@ class Result:
     """Result of one check."""
 
     name: str
-    status: Status
+    status: Literal["ok", "warning", "failed"]
     found: str
     remedy: str = ""
     """What to install or to do; empty if the status is "ok"."""
@@ -45,98 +42,33 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), **packages, "driver": driver, "cuda": newest}
 
 
-# ----------------------------------------------------------------------------------------- packages
+def _plugins() -> list[int]:
+    """Return the CUDA versions of the installed plugins of JAX, the newest first."""
+    return [n for n in (13, 12) if machine.installed(f"jax-cuda{n}-plugin") is not None]
 
 
 def packages() -> Result:
-    """Compare the installed packages with gptjax's requirements."""
-    needed = machine.requirements("gptjax")
-    if not needed:
+    """Compare the installed packages with the requirements of gptjax, JAX and its CUDA plugin."""
+    wanted = [("gptjax", ""), ("jax", "")]
+    if machine.cuda_version() is not None:  # without a driver, no kernel and no plugin is needed
+        wanted += [("jax-triton", "")]
+        for n in _plugins()[:1] or [13]:
+            wanted += [("gptjax", f"cuda{n}"), ("jax", f"cuda{n}"), (f"jax-cuda{n}-plugin", "")]
+    found = [needed for package in wanted for needed in machine.requirements(*package)]
+    if not found:
         what = "gptjax is not installed: the requirements are unknown"
         return Result("packages", "warning", what, f"in the repository: {INSTALL}")
-    wrong = [text for r in needed if (text := _wrong(r)) is not None]
-    if wrong:
-        lines = " ".join(f"'{r}'" for r in needed if _wrong(r) is not None)
-        return Result("packages", "failed", "; ".join(wrong), f"pip install {lines}")
-    return Result("packages", "ok", f"{len(needed)} requirements of gptjax are met")
+    wrong = {str(needed): text for needed in found if (text := _wrong(needed)) is not None}
+    if not wrong:
+        return Result("packages", "ok", f"{len(found)} requirements are met")
+    # PyTorch pins triton 3.6, which works too.
+    old_triton = machine.installed("triton") and all("needs triton" in s for s in wrong.values())
+    remedy = "pip install " + " ".join(f"'{line}'" for line in wrong)
+    status = "warning" if old_triton else "failed"
+    return Result("packages", status, "; ".join(wrong.values()), remedy)
 
 
-def jaxlib() -> Result:
-    """Compare jaxlib with the versions that this jax accepts."""
-    jax, lib = machine.installed("jax"), machine.installed("jaxlib")
-    needed = machine.requirement("jax", "jaxlib")
-    if jax is None or needed is None:
-        return Result("jaxlib", "failed", "jax is not installed", INSTALL)
-    if (wrong := _wrong(needed)) is not None:
-        return Result("jaxlib", "failed", f"jax {jax}: {wrong}", _same_versions(jax))
-    return Result("jaxlib", "ok", f"jax {jax} accepts jaxlib {lib}")
-
-
-def plugin() -> Result:
-    """Check that one CUDA plugin of JAX is installed and fits jax and jaxlib. Without a driver, no
-    plugin is needed."""
-    cuda = machine.cuda_version()
-    if all(machine.installed(f"jax-cuda{n}-plugin") for n in (12, 13)):
-        what = "jax-cuda12-plugin and jax-cuda13-plugin are both installed, expected one"
-        install = INSTALL_12 if cuda is not None and cuda[0] == 12 else INSTALL
-        reason = "NVIDIA's libraries for CUDA 12 and 13 overwrite each other"
-        return Result("CUDA plugin", "failed", what, f"in a new environment: {install}; {reason}")
-    if cuda is None:
-        return Result("CUDA plugin", "ok", "not needed: no NVIDIA driver")
-    jax, extra = machine.installed("jax") or "", _cuda_extra()
-    if extra is None:
-        what = "an NVIDIA driver, but no CUDA plugin of JAX: training would run on the CPU"
-        return Result("CUDA plugin", "failed", what, INSTALL)
-    name = f"jax-{extra}-plugin"
-    plugin, backend = machine.installed(name), machine.installed(f"jax-{extra}-pjrt")
-    needed = [machine.requirement("jax", package, extra) for package in (name, "jaxlib")]
-    wrong = [text for r in needed if r is not None and (text := _wrong(r)) is not None]
-    if backend != plugin:
-        wrong.append(f"needs jax-{extra}-pjrt {plugin}, found {backend or 'none'}")
-    if wrong:
-        text = f"jax {jax}: {'; '.join(wrong)}"
-        return Result("CUDA plugin", "failed", text, _same_versions(jax, extra))
-    return Result("CUDA plugin", "ok", f"{name} {plugin} fits jax {jax}")
-
-
-def driver() -> Result:
-    """Compare the driver's CUDA version with the plugin's."""
-    cuda, extra = machine.cuda_version(), _cuda_extra()
-    if cuda is None:
-        what = "no NVIDIA driver (libcuda.so.1): training runs on the CPU"
-        remedy = "on a machine with an NVIDIA GPU: install the driver, version 580 or later"
-        return Result("driver", "warning", what, f"{remedy}; elsewhere nothing")
-    found = f"the driver supports CUDA {cuda[0]}.{cuda[1]}"
-    if extra is not None and cuda[0] < int(extra.removeprefix("cuda")):
-        remedy = "install NVIDIA's driver, version 580 or later"
-        if cuda[0] == 12:
-            remedy += f", or use CUDA 12, in a new environment: {INSTALL_12}"
-        return Result("driver", "failed", f"{found}, and the plugin needs {extra[4:]}", remedy)
-    return Result("driver", "ok", found)
-
-
-def jax_triton() -> Result:
-    """Check that jax-triton and Triton are installed: most kernels need both."""
-    if machine.cuda_version() is None:
-        return Result("jax-triton", "ok", "not needed: no NVIDIA driver")
-    version, triton = machine.installed("jax-triton"), machine.installed("triton")
-    if version is None:
-        what = "jax-triton is missing: no Triton kernel runs, and XLA replaces them all"
-        return Result("jax-triton", "failed", what, INSTALL)
-    if triton is None:
-        what = f"jax-triton {version}, but no triton"
-        return Result("jax-triton", "failed", what, "pip install 'triton>=3.7'")
-    needed = machine.requirement("gptjax", "jax-triton", "cuda13")
-    if needed is not None and (wrong := _wrong(needed)) is not None:
-        return Result("jax-triton", "failed", wrong, f"pip install '{needed}'")
-    needed = machine.requirement("jax-triton", "triton")
-    if needed is not None and (wrong := _wrong(needed)) is not None:
-        remedy = f"pip install '{needed}', unless another package pins triton: 3.6 works too"
-        return Result("jax-triton", "warning", f"jax-triton {version}: {wrong}", remedy)
-    return Result("jax-triton", "ok", f"jax-triton {version}, triton {triton}")
-
-
-def _wrong(requirement: "machine.Requirement") -> str | None:
+def _wrong(requirement: Requirement) -> str | None:
     """Describe how the installed version violates a requirement; None if the version is right."""
     version = machine.installed(requirement.name)
     if version is not None and requirement.specifier.contains(version, prereleases=True):
@@ -144,111 +76,104 @@ def _wrong(requirement: "machine.Requirement") -> str | None:
     return f"needs {requirement.name}{requirement.specifier}, found {version or 'none'}"
 
 
-def _same_versions(jax: str, extra: str | None = None) -> str:
-    extra = extra or _cuda_extra()
-    package = "jax" if extra is None else f"jax[{extra}]"
-    return f"pip install --upgrade '{package}=={jax}'"
+def plugin() -> Result:
+    """Check that one CUDA plugin of JAX is installed, or none without a driver."""
+    cuda, plugins = machine.cuda_version(), _plugins()
+    install = INSTALL_12 if cuda is not None and cuda[0] == 12 else INSTALL
+    if len(plugins) == 2:
+        what = "jax-cuda12-plugin and jax-cuda13-plugin are both installed, expected one"
+        reason = "NVIDIA's libraries for CUDA 12 and 13 overwrite each other"
+        return Result("CUDA plugin", "failed", what, f"in a new environment: {install}; {reason}")
+    if cuda is not None and not plugins:
+        what = "an NVIDIA driver, but no CUDA plugin of JAX: training would run on the CPU"
+        return Result("CUDA plugin", "failed", what, install)
+    return Result("CUDA plugin", "ok", f"CUDA {plugins[0]}" if plugins else "not needed")
 
 
-def _cuda_extra() -> str | None:
-    """Return the newest extra of jax whose plugin is installed."""
-    names = [f"cuda{n}" for n in (13, 12) if machine.installed(f"jax-cuda{n}-plugin") is not None]
-    return names[0] if names else None
+def driver() -> Result:
+    """Compare the driver's CUDA version with the plugin's."""
+    cuda, plugins = machine.cuda_version(), _plugins()
+    if cuda is None:
+        what = "no NVIDIA driver (libcuda.so.1): training runs on the CPU"
+        remedy = "on a machine with an NVIDIA GPU: install the driver, version 580 or later"
+        return Result("driver", "warning", what, f"{remedy}; elsewhere nothing")
+    found = f"the driver supports CUDA {cuda[0]}.{cuda[1]}"
+    if plugins and cuda[0] < plugins[0]:
+        remedy = "install NVIDIA's driver, version 580 or later"
+        if cuda[0] == 12:
+            remedy += f", or use CUDA 12, in a new environment: {INSTALL_12}"
+        return Result("driver", "failed", f"{found}, and the plugin needs {plugins[0]}", remedy)
+    return Result("driver", "ok", found)
 
 
-# --------------------------------------------------------------------------------------------- GPUs
+def disk() -> Result:
+    """Check that the current folder has space for checkpoints."""
+    free = shutil.disk_usage(".").free / 2**30
+    found = f"{free:.0f} GiB free in the current folder"
+    if free < LEAST_DISK_GIB:
+        return Result("disk", "warning", found, "free space, or write runs to another --out-dir")
+    return Result("disk", "ok", found)
 
 
-def jax_import() -> Result:
-    """Import JAX."""
+def memory() -> Iterator[Result]:
+    """Check that no other process uses the memory of a GPU, before JAX allocates memory."""
+    for gpu in machine.gpus():
+        name, free = f"memory of GPU {gpu.index}", 1 - gpu.used_mib / gpu.total_mib
+        found = f"{gpu.name}: {gpu.used_mib / 1024:.1f} of {gpu.total_mib / 1024:.1f} GiB in use"
+        if gpu.processes or free < RESERVED:
+            found += f" by {'; '.join(gpu.processes) or 'a process outside this container'}"
+            remedy = (
+                "end that process, or choose another GPU (CUDA_VISIBLE_DEVICES); train.py reserves "
+                f"{RESERVED:.0%}, and XLA_PYTHON_CLIENT_MEM_FRACTION={max(free - 0.03, 0.01):.2f} "
+                "would fit"
+            )
+            yield Result(name, "failed" if free < RESERVED else "warning", found, remedy)
+        else:
+            yield Result(name, "ok", found)
+
+
+def gpus(needed: bool) -> Generator[Result, None, bool]:
+    """Check that JAX uses every GPU of the machine; return whether JAX has one.
+
+    Args:
+        needed: whether no GPU is a failure.
+    """
     try:
         import jax
     except Exception as error:  # any error of a broken installation
         remedy = f"see the failed checks above, or start from an empty environment: {INSTALL}"
-        return Result("import jax", "failed", _first_line(error), remedy)
-    return Result("import jax", "ok", jax.__version__)
-
-
-def gpus() -> Result:
-    """Check that JAX uses every GPU of the machine, and that the kernels run on them."""
+        yield Result("import jax", "failed", _first_line(error), remedy)
+        return False
+    yield Result("import jax", "ok", jax.__version__)
     present = machine.gpus()
     try:
         found = machine.jax_gpus()
-    except (RuntimeError, ImportError) as error:
+    except RuntimeError as error:
         platforms = os.environ.get("JAX_PLATFORMS", "")
+        status, remedy = "failed", f"see the failed checks above; {INSTALL}"
+        what = f"{len(present)} GPUs in nvidia-smi, none in JAX: {_first_line(error)}"
         if platforms and "cpu" not in platforms.split(","):
             what = f"JAX_PLATFORMS={platforms}: {_first_line(error)}"
             remedy = "unset JAX_PLATFORMS; without a GPU: JAX_PLATFORMS=cpu"
-            return Result("GPUs", "failed", what, remedy)
-        if machine.cuda_version() is None:
-            what, remedy = "no NVIDIA GPU", "on a machine without a GPU: train.py --device cpu"
-            return Result("GPUs", "warning", f"{what}: training runs on the CPU", remedy)
-        remedy = f"see the failed checks above; {INSTALL}; check CUDA_VISIBLE_DEVICES"
-        what = f"{len(present)} GPUs in nvidia-smi, none in JAX: {_first_line(error)}"
-        return Result("GPUs", "failed", what, remedy)
+        elif machine.cuda_version() is None:
+            status, what = (
+                "failed" if needed else "warning",
+                "no NVIDIA GPU: training runs on the CPU",
+            )
+            remedy = "on a machine without a GPU: train.py --device cpu"
+        yield Result("GPUs", status, what, remedy)
+        return False
     names = ", ".join(f"{device.id}: {device.device_kind}" for device in found)
-    if present and len(found) < len(present):
+    old = [d.compute_capability for d in found if float(d.compute_capability) < 8]
+    if len(found) < len(present):
         remedy = "check JAX_CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
-        return Result("GPUs", "failed", f"JAX uses {names}, of {len(present)} GPUs", remedy)
-    old = [device for device in found if float(device.compute_capability) < 8]
-    if old:
-        what = f"{names}; compute capability {old[0].compute_capability}, before Ampere (8.0)"
-        return Result("GPUs", "warning", what, "the kernels need Ampere or later; XLA runs instead")
-    return Result("GPUs", "ok", names)
-
-
-def memory(gpu: machine.Gpu) -> Result:
-    """Check that no other process uses the memory of a GPU."""
-    name, gib = f"memory of GPU {gpu.index}", 1024
-    free = 1 - gpu.used_mib / gpu.total_mib
-    who = "; ".join(gpu.processes) or "a process that nvidia-smi does not list"
-    found = f"{gpu.name}: {gpu.used_mib / gib:.1f} of {gpu.total_mib / gib:.1f} GiB in use"
-    if free < RESERVED:
-        remedy = (
-            f"end that process, or choose another GPU (CUDA_VISIBLE_DEVICES); train.py reserves "
-            f"{RESERVED:.0%}, and XLA_PYTHON_CLIENT_MEM_FRACTION={max(free - 0.03, 0.01):.2f} "
-            "would fit"
-        )
-        return Result(name, "failed", f"{found} by {who}", remedy)
-    if gpu.processes:
-        remedy = "times vary while another process uses the GPU: end it before measuring"
-        return Result(name, "warning", f"{found} by {who}", remedy)
-    return Result(name, "ok", found)
-
-
-def copy_speed(device: "Device") -> Result:
-    """Compare the measured rate of a device copy with the memory bandwidth of this card."""
-    from gptjax.training.flops import peak_bandwidth
-
-    peak = peak_bandwidth(device.device_kind)
-    return _speed(f"copy on GPU {device.id}", machine.copy_rate, device, peak, "B/s", LEAST_COPY)
-
-
-def matmul_speed(device: "Device") -> Result:
-    """Compare the measured rate of a bf16 matmul with the peak of this card."""
-    from gptjax.training.flops import peak_flops
-
-    peak, name = peak_flops(device.device_kind, "bf16"), f"bf16 matmul on GPU {device.id}"
-    return _speed(name, machine.matmul_rate, device, peak, "FLOP/s", LEAST_MATMUL)
-
-
-def _speed(name, measure, device, peak: float | None, unit: str, least: float) -> Result:
-    try:
-        rate = measure(device)
-    except Exception as error:  # a GPU that is out of memory or lost
-        return Result(name, "failed", _first_line(error), "see the memory of the GPU above")
-    found = f"{rate / 1e12:.2f} T{unit}"
-    if peak is None:
-        what = f"{found}; the peak of {device.device_kind!r} is unknown, and so is MFU"
-        return Result(name, "warning", what, "train.py --peak-tflops N, from NVIDIA's datasheet")
-    found += f", {rate / peak:.0%} of the peak {peak / 1e12:.2f}"
-    if rate < least * peak:
-        remedy = (
-            "look for another process on the GPU, a power limit, a low clock or heat: "
-            "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,TEMPERATURE"
-        )
-        return Result(name, "failed", f"{found}, expected {least:.0%} or more", remedy)
-    return Result(name, "ok", found)
+        yield Result("GPUs", "failed", f"JAX uses {names}, of {len(present)} GPUs", remedy)
+    elif old:
+        what = f"{names}; compute capability {old[0]}, before Ampere (8.0)"
+        yield Result("GPUs", "warning", what, "the kernels need Ampere or later; XLA runs instead")
+    else:
+        yield Result("GPUs", "ok", names)
+    return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,8 +6,8 @@ The calls are the examples of the registry in pallas_kernels.
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -32,82 +32,64 @@ PLAIN = ("xla", "reference")
 def check_all() -> Iterator[Result]:
     """Check each back end of each operation.
 
-    The examples run in threads: most of the time is compilation.
+    The checks run in threads: most of the time is compilation.
     """
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     try:
-        runs: dict[tuple[str, str], dict[str, Future]] = {}
-        for operation, entry in extend.OPERATIONS.items():
-            custom = [back_end.name for back_end in entry.back_ends if back_end.name not in PLAIN]
-            for make, dtype in itertools.product(entry.examples, DTYPES):
-                if (example := make(ROWS, dtype)) is None:
-                    continue
-                run = pool.submit(errors, example, custom)
-                label = f"{extend.title(make)}, {jnp.dtype(dtype).name}"
-                for back_end in custom:
-                    runs.setdefault((operation, back_end), {})[label] = run
-        for (operation, back_end), by_label in runs.items():
-            found = {label: run.result()[back_end] for label, run in by_label.items()}
-            yield judge(operation, back_end, found)
+        runs = [
+            pool.submit(check, operation, back_end.name, entry.examples)
+            for operation, entry in extend.OPERATIONS.items()
+            for back_end in entry.back_ends
+            if back_end.name not in PLAIN and entry.examples
+        ]
+        for run in runs:
+            yield run.result()
     finally:  # an interrupted command does not start the other examples
         pool.shutdown(cancel_futures=True)
 
 
-def judge(operation: str, back_end: str, found: dict[str, float | Exception]) -> Result:
-    """Return the result of one back end.
-
-    Args:
-        found: for each example in each dtype, what `errors` returns for the back end.
-    """
-    name, measured, refusals = f"{operation}, {back_end}", {}, []
-    for label, error in found.items():
-        if not isinstance(error, Exception):
-            measured[label] = error
+def check(operation: str, back_end: str, examples: Sequence[Callable]) -> Result:
+    """Check one back end with all examples of an operation."""
+    name, measured, refusal = f"{operation}, {back_end}", {}, "no example"
+    remedy = (
+        f"until the kernel is repaired, call {operation} with implementation='xla' "
+        "(train.py --help lists the --model options that choose back ends), and report this output"
+    )
+    for make, dtype in itertools.product(examples, DTYPES):
+        if (example := make(ROWS, dtype)) is None:
             continue
-        text = (str(error).strip().splitlines() or ["no message"])[0]
-        if isinstance(error, ValueError) and f"implementation '{back_end}'" in text:
-            refusals.append(text.partition(f"'{back_end}' ")[2].partition(";")[0])
-            continue
-        what = f"{label}: {type(error).__name__}: {text}"
-        return Result(name, "failed", what, _remedy(operation))
+        label = f"{extend.title(make)}, {jnp.dtype(dtype).name}"
+        try:
+            measured[label] = relative_error(example, back_end)
+        except Exception as error:  # every error of a kernel is a result here
+            text = (str(error).strip().splitlines() or ["no message"])[0]
+            if not isinstance(error, ValueError) or f"implementation '{back_end}'" not in text:
+                what = f"{label}: {type(error).__name__}: {text}"
+                return Result(name, "failed", what, remedy)
+            refusal = text.partition(f"'{back_end}' ")[2].partition(";")[0]
     if not measured:
-        return Result(name, "ok", f"not run here: {refusals[0]}")
+        return Result(name, "ok", f"not run here: {refusal}")
     worst = max(measured, key=lambda label: np.nan_to_num(measured[label], nan=np.inf))
     what = f"relative error {measured[worst]:.2%} ({worst})"
     if not measured[worst] <= LIMIT:
-        return Result(name, "failed", f"{what}, expected {LIMIT:.0%} or less", _remedy(operation))
+        return Result(name, "failed", f"{what}, expected {LIMIT:.0%} or less", remedy)
     return Result(name, "ok", what)
 
 
-def errors(example: extend.Example, back_ends: Sequence[str]) -> dict[str, float | Exception]:
-    """Return the largest relative error of the results and gradients of an example for each back
-    end, or the exception that the back end raised."""
+def relative_error(example: extend.Example, back_end: str) -> float:
+    """Return the largest relative error of the results and gradients of an example."""
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
-
-    @functools.cache
-    def expected():
-        exact = [array.astype(jnp.float32) for array in arrays]
-        return _with_gradients(example.reference, exact, example.differentiable)
-
-    def error(back_end: str) -> float:
-        call = functools.partial(example.call, implementation=back_end)
-        found = _with_gradients(call, arrays, example.differentiable)
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected()), strict=True)
-        return max(_relative(*pair) for pair in pairs)
-
-    found: dict[str, float | Exception] = {}
-    for back_end in back_ends:
-        try:
-            found[back_end] = error(back_end)
-        except Exception as problem:  # every error of a kernel is a result here
-            found[back_end] = problem
-    return found
+    exact = [array.astype(jnp.float32) for array in arrays]
+    call = functools.partial(example.call, implementation=back_end)
+    found = _with_gradients(call, arrays, example.differentiable)
+    expected = _with_gradients(example.reference, exact, example.differentiable)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(_relative(*pair) for pair in pairs)
 
 
 def _with_gradients(f, arrays, differentiable: bool):
-    """Return the results, and the gradients of the inner product of results and random
-    directions."""
+    """Return the results, and the gradients of their inner product with random directions."""
 
     def directions(out):
         leaves, structure = jax.tree.flatten(out)
@@ -129,10 +111,3 @@ def _with_gradients(f, arrays, differentiable: bool):
 def _relative(found, expected) -> float:
     found, expected = (np.asarray(x, np.float64) for x in (found, expected))
     return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
-
-
-def _remedy(operation: str) -> str:
-    return (
-        f"until the kernel is repaired, call {operation} with implementation='xla' "
-        "(train.py --help lists the --model options that choose back ends), and report this output"
-    )

@@ -1,25 +1,17 @@
-"""Facts of this machine: packages, driver, GPUs, their memory and their measured speed."""
+"""Facts of this machine: packages, driver, GPUs and their memory."""
 
 import csv
 import ctypes
 import dataclasses
 import importlib.metadata
 import os
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 if TYPE_CHECKING:
     from jax import Device
-
-COPY_BYTES = 2**30
-MATMUL_SIDE = 8192
-ROUNDS, CALLS = 5, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +52,6 @@ def requirements(package: str, extra: str = "") -> list[Requirement]:
 
     parsed = [Requirement(line) for line in lines]
     return [r for r in parsed if applies(r, extra) and not (extra and applies(r, ""))]
-
-
-def requirement(package: str, needed: str, extra: str = "") -> Requirement | None:
-    """Return a package's requirement of the package `needed`, or None."""
-    name = canonicalize_name(needed)
-    found = [r for r in requirements(package, extra) if canonicalize_name(r.name) == name]
-    return found[0] if found else None
 
 
 def cuda_version() -> tuple[int, int] | None:
@@ -118,7 +103,6 @@ def jax_gpus() -> "list[Device]":
 
     Raises:
         RuntimeError: JAX has no GPU.
-        ImportError: JAX cannot be imported.
     """
     import jax
 
@@ -127,39 +111,3 @@ def jax_gpus() -> "list[Device]":
     except AssertionError as error:  # if JAX_PLATFORMS names platforms that do not work
         raise RuntimeError("no platform of JAX_PLATFORMS works") from error
     return [device for device in devices if device.platform == "gpu"]
-
-
-def copy_rate(device: "Device") -> float:
-    """Return the bandwidth of a copy on the device in bytes/s; reads and writes both count."""
-    import jax
-    import jax.numpy as jnp
-
-    with jax.default_device(device):
-        x = jnp.zeros(COPY_BYTES // 4, jnp.float32)
-        return 2 * COPY_BYTES / _seconds(jax.jit(jnp.copy), x)
-
-
-def matmul_rate(device: "Device") -> float:
-    """Return the rate of a bf16 matmul in FLOP/s."""
-    import jax
-    import jax.numpy as jnp
-
-    with jax.default_device(device):
-        # A matmul of zeros would be faster: a GPU's power depends on the number of bit flips.
-        x = jax.random.normal(jax.random.key(0), (MATMUL_SIDE, MATMUL_SIDE), jnp.bfloat16)
-        return 2 * MATMUL_SIDE**3 / _seconds(jax.jit(jnp.matmul), x, x)
-
-
-def _seconds(f: Callable, *arrays) -> float:
-    """Return the median time of a call on the device over several rounds, with a pause before
-    each."""
-    f(*arrays).block_until_ready()
-    rounds = []
-    for _ in range(ROUNDS):
-        time.sleep(0.05)
-        started = time.perf_counter()
-        for _ in range(CALLS):
-            out = f(*arrays)
-        out.block_until_ready()
-        rounds.append((time.perf_counter() - started) / CALLS)
-    return statistics.median(rounds)

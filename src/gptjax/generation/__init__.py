@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, Key, UInt32
 
-from gptjax.generation.prepared import prepare
 from gptjax.models.base import Model
 from pallas_kernels import DecoderCache, DecoderWeights, Filters, sample_token
 
@@ -49,9 +48,6 @@ def generate(
     prompt's length and of the final length. Turning greedy decoding, `top_k` or `top_p` on or off
     also compiles. New values of the options, weights or key do not. The function that joins prompts
     and new tokens is compiled for each exact length.
-
-    Cast and transposed copies of the weights are kept for later calls, as
-    `gptjax.generation.prepared` describes.
 
     Args:
         model: weights and shape; not changed.
@@ -125,7 +121,9 @@ def new_tokens(
     sampler = "xla" if implementation == "xla" else "auto"
     how = {"filters": filters, "key": _threefry(key), "sampler": sampler}
     kernel = model.decode_kernel(b, implementation)
-    structure, params, weights = prepare(model, kernel)
+    params, structure = jax.tree.flatten(model)
+    changed, weights = _prepared(structure, params, kernel)
+    params = [old if new is None else new for old, new in zip(params, changed, strict=True)]
     more_weights, cache, token_B, length_B, first_B1 = _start(
         structure,
         params,
@@ -144,6 +142,18 @@ def new_tokens(
             structure, params, weights, cache, token_B, length_B, **how, steps=steps
         )
         yield more_BN
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _prepared(structure, params, kernel):
+    """Return parameters that `Model.prepare_decoding` changes, None for others, and the weights of
+    `Model.decoding_weights`."""
+    model = jax.tree.unflatten(structure, params)
+    weights = model.decoding_weights(kernel)
+    model.prepare_decoding()
+    # `jax.jit` would return a copy of an unchanged parameter.
+    pairs = zip(params, jax.tree.leaves(model), strict=True)
+    return [None if new is old else new for old, new in pairs], weights
 
 
 @functools.partial(
@@ -318,28 +328,26 @@ def _check_length(model: Model, t: int, max_new_tokens) -> None:
     if t + max_new_tokens > (block_size := model.config.block_size):
         raise ValueError(
             f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, "
-            "more than "
-            f"block_size={block_size}; shorten the prompt or ask for at most "
+            f"more than block_size={block_size}; shorten the prompt or ask for at most "
             f"{max(block_size - t, 0)}"
         )
 
 
 def _check_sampling(temperature, top_k, top_p, key) -> None:
-    if not _is_scalar(temperature, np.number) or not 0 <= temperature < math.inf:
-        raise ValueError(
-            "generate: temperature must be a finite number of at least 0 (0 is greedy), "
-            f"got {temperature!r}"
-        )
-    if top_k is not None and (not _is_scalar(top_k, np.integer) or top_k < 1):
-        raise ValueError(
-            "generate: top_k must be an integer of at least 1, or None to keep every token, "
-            f"got {top_k!r}"
-        )
-    if top_p is not None and (not _is_scalar(top_p, np.number) or not 0 < top_p <= 1):
-        raise ValueError(
-            "generate: top_p must be a number in (0, 1], or None to keep every token, "
-            f"got {top_p!r}"
-        )
+    checks = (
+        ("temperature", temperature, np.number, "a finite number of at least 0 (0 is greedy)"),
+        ("top_k", top_k, np.integer, "an integer of at least 1, or None to keep every token"),
+        ("top_p", top_p, np.number, "a number in (0, 1], or None to keep every token"),
+    )
+    ranges = {
+        "temperature": lambda x: 0 <= x < math.inf,
+        "top_k": lambda x: x >= 1,
+        "top_p": lambda x: 0 < x <= 1,
+    }
+    for name, value, kind, expected in checks:
+        absent = value is None and name != "temperature"
+        if not absent and not (_is_scalar(value, kind) and ranges[name](value)):
+            raise ValueError(f"generate: {name} must be {expected}, got {value!r}")
     is_key = isinstance(key, jax.Array) and (
         (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
         or (key.dtype == jnp.uint32 and key.shape == (2,))

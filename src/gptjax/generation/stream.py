@@ -61,9 +61,8 @@ def token_chunks(
     if not generation._is_scalar(steps, np.integer) or steps < 1:
         raise ValueError(f"token_chunks: steps must be an integer of at least 1, got {steps!r}")
     block_size = model.config.block_size
+    # The shortest prompt has the most positions left.
     new = min(int(max_new_tokens), block_size - int(lengths_B.min()))
-    # The longest prompt has the fewest positions left.
-    generation._check_length(model, int(lengths_B.min()), new)
     chunks = generation.new_tokens(
         model,
         prompt_BT,
