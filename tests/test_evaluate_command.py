@@ -65,7 +65,7 @@ def test_all_tasks(command, folder, both, tmp_path):
     result = json.loads(out.read_text())
     assert {"date", "device", "versions", "commit", "command", "rows"} <= result.keys()
     assert result["command"].startswith("python -m gptjax.evaluate ") and "--out" not in shown
-    assert "--out" not in result["command"] and result["precision"] == "fp32"
+    assert result["command"].endswith(f"--out {out}") and result["precision"] == "fp32"
     rows = {row["task"]: row for row in result["rows"]}
     assert [*rows] == ["hellaswag", "core/choices", "core/winograd", "core/lambada", "core"]
     right = []

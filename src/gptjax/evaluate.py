@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gptjax import data, devices
@@ -40,7 +39,7 @@ from gptjax.user_folders import cache_folder, data_folder
 
 TEXT_TASKS = ("loss", "bits-per-byte")
 TASKS = (*TEXT_TASKS, *EVAL_TASKS)
-# Seconds between lines of progress without a terminal.
+# Seconds between lines of progress.
 LINE_SECONDS = 10
 # 256 times the default on a GPU.
 MAX_BATCH_TOKENS = 2**24
@@ -295,17 +294,8 @@ def _harness(
 
 @contextlib.contextmanager
 def _progress(console: Console, task: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of the number of newly scored items and the total, which reports progress.
-
-    Show a bar on a terminal; otherwise, print a line every ten seconds.
-    """
-    if console.is_terminal:
-        columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
-            number = bar.add_task(task, total=None)
-            yield lambda scored, total: bar.update(number, advance=scored, total=total)
-        return
-
+    """Yield a function of the number of newly scored items and the total, which prints progress
+    every ten seconds."""
     printed, total_scored = time.monotonic(), 0
 
     def advance(scored: int, total: int) -> None:
@@ -349,16 +339,6 @@ def _result(options: Evaluate, command: str, rows: list, used: list, model: Any)
     )
 
 
-def _command(arguments: list[str]) -> str:
-    """Return the command line without --out, which does not change the result."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
-            kept.append(argument)
-        skip = argument == "--out"
-    return shlex.join(["python", "-m", "gptjax.evaluate", *kept])
-
-
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     from gptjax.weights import WeightsError
@@ -375,7 +355,8 @@ def main(args: list[str] | None = None) -> int:
             args=args,
         )
         console = Console(highlight=False, soft_wrap=True)
-        result = run(options, console, _command(arguments))
+        line = shlex.join(["python", "-m", "gptjax.evaluate", *arguments])
+        result = run(options, console, line)
         if options.out is not None:
             from gptjax.bench.results import compact_json
 

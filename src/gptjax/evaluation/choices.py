@@ -160,14 +160,13 @@ def _hellaswag(fields: dict, where: str) -> Question:
     context, endings, label = (fields.get(name) for name in ("ctx", "endings", "label"))
     if not isinstance(context, str) or not context:
         raise EvaluationError(f"{where}: expected ctx to be a text, found {context!r:.60}")
-    if not isinstance(endings, list) or len(endings) < 2:
-        raise EvaluationError(f"{where}: expected endings to be a list, found {endings!r:.60}")
-    if not all(isinstance(ending, str) for ending in endings):
+    texts = isinstance(endings, list) and all(isinstance(ending, str) for ending in endings)
+    if not texts or len(endings) < 2:
         raise EvaluationError(f"{where}: expected endings to be texts, found {endings!r:.60}")
     if type(label) is not int or not 0 <= label < len(endings):
-        hint = "; the test split has no labels" if label in (None, "") else ""
         raise EvaluationError(
-            f"{where}: expected label in 0..{len(endings) - 1}, found {label!r:.60}{hint}"
+            f"{where}: expected label in 0..{len(endings) - 1}, found {label!r:.60} (the test "
+            "split has no labels)"
         )
     return Question(context, tuple(endings), label)
 

@@ -16,7 +16,7 @@ The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.c
 
 import csv
 import dataclasses
-import math
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -129,31 +129,20 @@ def core_metric(results: dict[str, dict[str, Any]]) -> float:
 def score_task(scorer: Scorer, tokenizer: Any, task: CoreTask, count: int) -> list[bool]:
     """Return whether the model's answer is correct for each of the first `count` items."""
     greedy = task.kind == "language_modeling"
+    items = (_rows(tokenizer, task, index, scorer.max_length) for index in range(count))
     sizes: list[int] = []
 
-    def items() -> Iterator[list[Row]]:
-        for index in range(count):
-            rows = _rows(tokenizer, task, index, scorer.max_length)
-            sizes.append(len(rows))
-            yield rows
+    def rows() -> Iterator[Row]:
+        for block in ahead(itertools.batched(items, 64)):
+            for rows in block:
+                sizes.append(len(rows))
+                yield from rows
 
-    rows = (row for rows in ahead(_blocks(items())) for row in rows)
-    scores = iter(scorer.score(rows, greedy=greedy))
+    scores = iter(scorer.score(rows(), greedy=greedy))
     return [
         _is_right(task, task.items[index], [next(scores) for _ in range(size)])
         for index, size in enumerate(sizes)
     ]
-
-
-def _blocks(items: Iterator[list[Row]], size: int = 64) -> Iterator[list[Row]]:
-    """Yield the rows of several items at a time."""
-    block: list[Row] = []
-    for number, rows in enumerate(items, start=1):
-        block += rows
-        if number % size == 0:
-            yield block
-            block = []
-    yield block
 
 
 def _is_right(task: CoreTask, item: dict[str, Any], scores: list[Score]) -> bool:
@@ -233,26 +222,20 @@ def read_core(folder: Path) -> list[CoreTask]:
 def _baselines(file: Path) -> dict[str, float]:
     """Return each task's accuracy of random guessing, read from the percentages in the file."""
     check_file(file, f"it is part of {BUNDLE_URL}")
-    with file.open(encoding="utf-8", newline="") as lines:
-        records = csv.DictReader(lines)
-        try:
-            return dict(_baseline(record, f"{file}, line {records.line_num}") for record in records)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise EvaluationError(f"{file}: expected CSV in UTF-8: {error}") from None
-
-
-def _baseline(record: dict[str, Any], where: str) -> tuple[str, float]:
-    label, percent = record.get("Eval Task"), record.get("Random baseline")
+    found, line = {}, 1
     try:
-        baseline = float(percent or "") / 100
-    except ValueError:
-        baseline = math.nan
-    if not label or not 0 <= baseline < 1:
+        with file.open(encoding="utf-8", newline="") as lines:
+            for record in (records := csv.DictReader(lines)):
+                line = records.line_num
+                found[record["Eval Task"]] = baseline = float(record["Random baseline"]) / 100
+                if not 0 <= baseline < 1:
+                    raise ValueError(f"a baseline of {100 * baseline:g} %")
+    except (csv.Error, ValueError, TypeError, LookupError) as error:
         raise EvaluationError(
-            f"{where}: expected the columns Eval Task and Random baseline, a percentage below 100, "
-            f"found {label!r:.60} and {percent!r:.60}"
-        )
-    return label, baseline
+            f"{file}, line {line}: expected CSV with the columns Eval Task and Random baseline, a "
+            f"percentage below 100: {error}"
+        ) from None
+    return found
 
 
 def _task(folder: Path, file: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
@@ -260,38 +243,27 @@ def _task(folder: Path, file: Path, entry: Any, baselines: dict[str, float]) -> 
     label, kind = fields.get("label"), fields.get("icl_task_type")
     uri, shots = fields.get("dataset_uri"), fields.get("num_fewshot")
     delimiter = fields.get("continuation_delimiter", " ")
-    if not isinstance(label, str) or not isinstance(uri, str) or not isinstance(delimiter, str):
-        raise EvaluationError(
-            f"{file}: expected label, dataset_uri and continuation_delimiter to be texts, found "
-            f"{entry!r:.90}"
-        )
-    if has_control_characters(label + uri):
-        raise EvaluationError(
-            f"{file}: expected label and dataset_uri to be texts without control characters and "
-            f"lone surrogates, found {label!r:.60} and {uri!r:.60}"
-        )
-    if not isinstance(kind, str) or kind not in FIELDS:
-        raise EvaluationError(
-            f"{file}: task {label}: expected icl_task_type to be one of {', '.join(FIELDS)}, found "
-            f"{kind!r:.60}"
-        )
-    if not isinstance(shots, list) or not shots or type(shots[0]) is not int or shots[0] < 0:
-        raise EvaluationError(
-            f"{file}: task {label}: expected num_fewshot to be a list with a number, found "
-            f"{shots!r:.60}"
-        )
-    if label not in baselines:
-        raise EvaluationError(f"{folder / 'eval_meta_data.csv'}: no Random baseline of {label}")
-    path = folder / "eval_data" / uri
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise EvaluationError(f"{file}: task {label}: {uri!r:.60} is outside of {folder}")
-    check_file(path, f"it is part of {BUNDLE_URL}")
-    lines = read_jsonl(path)
-    items = [_item(kind, fields, where) for where, fields in lines]
-    if shots[0] >= len(items):
-        raise EvaluationError(f"{path}: {shots[0]} examples and an item need more lines")
+    shots = shots[0] if isinstance(shots, list) and shots else None
+    texts = all(isinstance(text, str) for text in (label, uri, delimiter))
+    expected = None
+    if not texts or has_control_characters(label + uri):
+        expected = "label, dataset_uri and continuation_delimiter to be texts"
+    elif not isinstance(kind, str) or kind not in FIELDS:
+        expected = f"icl_task_type to be one of {', '.join(FIELDS)}"
+    elif type(shots) is not int or shots < 0:
+        expected = "num_fewshot to be a list with a number"
+    elif label not in baselines:
+        expected = f"a Random baseline of {label} in eval_meta_data.csv"
+    elif not (folder / "eval_data" / uri).resolve().is_relative_to(folder.resolve()):
+        expected = f"dataset_uri inside of {folder}"
+    if expected is not None:
+        raise EvaluationError(f"{file}: expected {expected}, found {entry!r:.200}")
+    check_file(path := folder / "eval_data" / uri, f"it is part of {BUNDLE_URL}")
+    items = [_item(kind, fields, where) for where, fields in read_jsonl(path)]
+    if shots >= len(items):
+        raise EvaluationError(f"{path}: {shots} examples and an item need more lines")
     random.Random(SHUFFLE_SEED).shuffle(items)
-    return CoreTask(label, kind, tuple(items), shots[0], delimiter, baselines[label])
+    return CoreTask(label, kind, tuple(items), shots, delimiter, baselines[label])
 
 
 def _item(kind: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -301,13 +273,12 @@ def _item(kind: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: expected {name} to be {expected.__name__}, found "
                 f"{fields.get(name)!r:.60}"
             )
-    options: Any = fields.get("choices" if kind == "multiple_choice" else "context_options")
     if kind != "language_modeling":
-        if not all(isinstance(option, str) for option in options):
-            raise EvaluationError(f"{where}: expected options to be texts, found {options!r:.60}")
-        if len(options) < 2 or not 0 <= fields["gold"] < len(options):
+        options = fields["choices" if kind == "multiple_choice" else "context_options"]
+        texts = all(isinstance(option, str) for option in options)
+        if not texts or len(options) < 2 or not 0 <= fields["gold"] < len(options):
             raise EvaluationError(
-                f"{where}: expected gold to be the index of one of several options, found "
-                f"{fields['gold']} of {len(options)}"
+                f"{where}: expected several options that are texts, and gold to be the index of "
+                f"one, found {fields['gold']} of {options!r:.60}"
             )
     return fields

@@ -10,7 +10,7 @@ import collections
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -135,14 +135,14 @@ class LM(TemplateLM):
         groups = collections.defaultdict(list)
         for index, request in enumerate(requests):
             context, options = request.args
-            options = _Options(dict(options), self.max_gen_toks)
+            options = _Options.of(dict(options), self.max_gen_toks)
             if not 1 <= options.length < self.max_length:
                 raise EvaluationError(
                     f"expected max_gen_toks in 1..{self.max_length - 1}, got {options.length}"
                 )
             ids = self.tok_encode(context)[options.length - self.max_length :]
             ids = ids or [self.prefix_token_id]
-            groups[options.key].append((index, ids, options))
+            groups[options.length, options.sampling].append((index, ids, options))
         with self._progress("continuations") as completed:
             for group in groups.values():
                 group.sort(key=lambda each: -len(each[1]))
@@ -155,7 +155,7 @@ class LM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _continue(self, group: list) -> dict[int, str]:
-        """Return the continuation of each prompt of a group with equal `_Options.key`."""
+        """Return the continuation of each prompt of a group with equal length and sampling."""
         options, count = group[0][2], self._prompts
         self._key, key = jax.random.split(self._key)
         # Always `_prompts` rows: another number of rows would need another executable.
@@ -170,7 +170,7 @@ class LM(TemplateLM):
             max_new_tokens=options.length,
             lengths_B=lengths_B,
             key=key,
-            **options.sampling,
+            **dict(options.sampling),
         )
         tokens_BT, texts = np.asarray(tokens_BT), {}
         for row, (index, ids, own) in enumerate(group):
@@ -188,33 +188,35 @@ class LM(TemplateLM):
         return text
 
 
-class _Options:
+class _Options(NamedTuple):
     """Options of a request to generate.
 
     Attributes:
         length: number of new tokens.
         until: stop texts.
-        sampling: arguments of `gptjax.generate`.
-        key: hashable form of length and sampling: requests with equal keys share a batch.
+        sampling: names and values of arguments of `gptjax.generate`.
     """
 
-    def __init__(self, given: dict[str, Any], default_length: int):
+    length: int
+    until: tuple[str, ...]
+    sampling: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, given: dict[str, Any], default_length: int) -> "_Options":
         until = given.pop("until", None) or []
-        self.until = [until] if isinstance(until, str) else list(until)
-        self.length = int(given.pop("max_gen_toks", given.pop("max_new_tokens", default_length)))
+        length = int(given.pop("max_gen_toks", given.pop("max_new_tokens", default_length)))
         sample = given.pop("do_sample", given.get("temperature", 0) > 0)
         temperature = given.pop("temperature", 1.0)
-        self.sampling: dict[str, Any] = {"temperature": temperature if sample else 0}
-        for name in ("top_k", "top_p"):
-            value = given.pop(name, None)
-            if sample and value:
-                self.sampling[name] = value
+        sampling: dict[str, Any] = {"temperature": temperature if sample else 0}
+        filters = {name: given.pop(name, None) for name in ("top_k", "top_p")}
+        sampling |= {name: value for name, value in filters.items() if sample and value}
         if given:
             raise EvaluationError(
                 f"unknown options of generation {sorted(given)}; known are until, max_gen_toks, "
                 "do_sample, temperature, top_k, top_p"
             )
-        self.key = (self.length, *sorted(self.sampling.items()))
+        texts = (until,) if isinstance(until, str) else tuple(until)
+        return cls(length, texts, tuple(sorted(sampling.items())))
 
 
 def evaluate_tasks(
@@ -238,11 +240,7 @@ def evaluate_tasks(
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    folder = None if path is None else str(path)
-    # Reading the harness's own 13,000 files takes 10 seconds.
-    manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
-    if manager is None or not {*tasks} <= {*manager.all_tasks}:
-        manager = TaskManager(include_path=folder)
+    manager = TaskManager(include_path=None if path is None else str(path))
     if unknown := sorted({*tasks} - {*manager.all_tasks}):
         raise EvaluationError(
             f"unknown tasks of lm-evaluation-harness: {', '.join(unknown)}; `lm_eval ls tasks` "

@@ -101,7 +101,6 @@ class Scorer:
         self.config, self.params, self.parallel = config.for_evaluation(), params, parallel
         self.batch_tokens, self.max_length = batch_tokens, config.block_size
         self.lengths = (*(n for n in LENGTHS if n < config.block_size), config.block_size)
-        self._used: set[tuple[int, bool]] = set()
 
     @classmethod
     def of(
@@ -190,26 +189,10 @@ class Scorer:
             if len(waiting[length]) == self.rows_of_batch(length):
                 yield from dispatch(length)
         for length in self.lengths:
-            if longer := self._room(waiting, length, greedy):
-                waiting[longer] += waiting.pop(length)
-            while waiting.get(length):
+            while waiting[length]:
                 yield from dispatch(length)
         while in_flight:
             yield from read()
-
-    def _room(self, waiting: dict, length: int, greedy: bool) -> int | None:
-        """Return a longer length whose last batch has room for all rows of this length.
-
-        Without an executable for this length, return a longer length that has an executable:
-        compiling takes longer than a batch.
-        """
-        rows = len(waiting[length])
-        for longer in (n for n in self.lengths if n > length):
-            size = self.rows_of_batch(longer)
-            no_executable = (length, greedy) not in self._used and (longer, greedy) in self._used
-            if rows <= -len(waiting[longer]) % size or (no_executable and rows <= size):
-                return longer
-        return None
 
     def _fitted(self, row: Row) -> Row:
         """Return a row of at most max_length + 1 tokens after checking it."""
@@ -230,7 +213,6 @@ class Scorer:
 
     def _run(self, length: int, rows: list[Row], greedy: bool):
         """Start the computation of a batch; return arrays of losses and of greedy tokens."""
-        self._used.add((length, greedy))
         windows_BT1 = np.zeros((self.rows_of_batch(length), length + 1), np.int32)
         for i, row in enumerate(rows):
             windows_BT1[i, : len(row.tokens)] = row.tokens
