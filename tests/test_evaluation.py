@@ -342,13 +342,13 @@ def test_malformed_bin(damage, message, tmp_path):
             "eval_data/some/choices.jsonl",
             '"choices": [',
             '"choices": [1, ',
-            "options that are texts",
+            "that are texts",
         ),
         (
             "eval_data/some/winograd.jsonl",
             'options": [',
             'options": [null, ',
-            "options that are texts",
+            "that are texts",
         ),
     ],
 )
