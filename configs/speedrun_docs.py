@@ -1,7 +1,7 @@
 """The speedrun's model and optimizer (configs/speedrun_pr233.py) on a small corpus: one epoch.
 
 Command:   python train.py --config configs/speedrun_docs.py
-Data:      docs_corpus, the 16.9 M tokens of docs/measurements.md, in a folder of this name in
+Data:      docs_corpus, the 16.9 M tokens of docs/results.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200; a step needs 29.1 GiB. On two or four GPUs: --micro-batch 2 or 1.
 Time:      231 s, of which 47 s of compilation

@@ -21,8 +21,6 @@ ROOT = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src", "tests")
-# tests/test_manual.py compares this page with the dataclasses.
-OPTIONS_PAGE = ROOT / "docs" / "configuration.md"
 # Options of TensorBoard, ruff and Hugging Face's command; a removed option in CHANGELOG.md.
 OTHERS = {"--logdir", "--check", "--local-dir", "--executable-cache"}
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
@@ -237,7 +235,7 @@ def options(text):
 
 def test_the_options_that_the_pages_name_exist():
     """Those of a command in its own --help, and an option by itself in the help of any command."""
-    texts = {page: read(page).replace("\\\n", " ") for page in PAGES if page != OPTIONS_PAGE}
+    texts = {page: read(page).replace("\\\n", " ") for page in PAGES}
     used = [(page, *found) for page, text in texts.items() for found in COMMAND.findall(text)]
     commands = sorted({command for _, command, _ in used})
     assert {"train.py", "-m gptjax.data text", "-m gptjax.bench step"} <= {*commands}

@@ -1,4 +1,4 @@
-"""The result of scaling.py: printed, as the tables of docs/scaling.md, and as a picture."""
+"""The result of scaling.py: printed, as tables, and as a picture."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -135,7 +135,6 @@ def limits_table(result: dict) -> str:
     return markdown(names, rows)
 
 
-# benchmarks/tools/result_tables.py writes them to docs/scaling.md.
 TABLES: dict[str, Callable[[dict], str]] = {
     "measured": measured_table,
     "scaling": scaling_table,

@@ -2,7 +2,6 @@
 
     python benchmarks/experiments/scaling.py --out benchmarks/results/scaling.json \\
         --picture docs/images/scaling.png
-    python benchmarks/tools/result_tables.py            # the tables of docs/scaling.md
 
 No GPU is needed. For a model of L blocks on n GPUs:
 

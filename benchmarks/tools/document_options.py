@@ -1,6 +1,6 @@
-"""Write docs/configuration.md: all options of train.py, from the dataclasses that define them.
+"""Print a page with all options of train.py, from the dataclasses that define them.
 
-python benchmarks/tools/document_options.py
+python benchmarks/tools/document_options.py > FOLDER/configuration.md
 """
 
 import argparse
@@ -11,7 +11,6 @@ import re
 import textwrap
 import types
 import typing
-from pathlib import Path
 
 from gptjax.config import Config
 from gptjax.models.base import ModelConfig
@@ -25,16 +24,10 @@ from gptjax.precision import NAMES, Precision
 from gptjax.ranges import ranges
 from gptjax.stages import Stage
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HEADER = """# All options
 
-Each field of a config is a command-line option of `train.py`. [training.md](training.md) explains
-how to write a config. An option of type bool has a negative form, such as `--no-deterministic`.
-
-    python benchmarks/tools/document_options.py
-
-writes this page from the docstrings of the dataclasses. `python train.py --config FILE --help`
-prints the same text with the values of a config.
+Each field of a config is a command-line option of `train.py`. An option of type bool has a negative
+form, such as `--no-deterministic`.
 """
 # Heading, option prefix, class, and the classes whose options another table has.
 SECTIONS = [
@@ -110,7 +103,7 @@ def table(prefix: str, kind: type, others: tuple[type, ...]) -> list[str]:
 
 
 def page() -> str:
-    """Return the content of docs/configuration.md."""
+    """Return the content of the page."""
     lines = [HEADER]
     for title, prefix, kind, others in SECTIONS:
         rows = table(prefix, kind, others)
@@ -120,5 +113,4 @@ def page() -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
-    PAGE.write_text(page(), encoding="utf-8")
-    print(PAGE)
+    print(page())

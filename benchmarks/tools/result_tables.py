@@ -4,7 +4,7 @@
     python benchmarks/tools/result_tables.py --check    # exit code 1 if a table is not current
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->` in its page. Below each table are the
-command, date, hardware, versions and commit of the measurement, as the result files have them.
+device and the date of the measurement, and links to the result files.
 """
 
 import argparse
@@ -13,12 +13,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-TOOLS = Path(__file__).parent
-# The modules of the tables, and the report of the scaling experiment.
-sys.path += [str(TOOLS), str(TOOLS.parent / "experiments")]
+# The modules of the tables.
+sys.path.append(str(Path(__file__).parent))
 
 import _result_fp8  # noqa: E402
-import _result_kernels  # noqa: E402
 import _result_runs  # noqa: E402
 import _result_steps  # noqa: E402
 from _result_files import ROOT, Results  # noqa: E402
@@ -27,7 +25,6 @@ from _result_files import ROOT, Results  # noqa: E402
 TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
     **_result_steps.TABLES,
     **_result_runs.TABLES,
-    **_result_kernels.TABLES,
     **_result_fp8.TABLES,
 }
 TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
