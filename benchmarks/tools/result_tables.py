@@ -10,23 +10,12 @@ device and the date of the measurement, and links to the result files.
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-# The modules of the tables.
 sys.path.append(str(Path(__file__).parent))
 
-import _result_fp8  # noqa: E402
-import _result_runs  # noqa: E402
-import _result_steps  # noqa: E402
-from _result_files import ROOT, Results  # noqa: E402
+from _tables import ROOT, TABLES, Results  # noqa: E402
 
-# Name → page from the repository's root, and the function that returns the table.
-TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
-    **_result_steps.TABLES,
-    **_result_runs.TABLES,
-    **_result_fp8.TABLES,
-}
 TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
