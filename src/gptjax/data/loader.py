@@ -112,7 +112,7 @@ class Windows:
             raise ValueError(f"expected a sequence_length of at least 1, found {sequence_length}")
         if not shards:
             raise ValueError("expected at least one shard, found none")
-        self._paths = paths = list(shards)
+        self._paths = paths = [Path(shard) for shard in shards]
         self._masked = masked = any(mask_path(path).exists() for path in paths)
         self._eot = None if packing is None else packing.eot
         sizes, stamps, mask_stamps = zip(
