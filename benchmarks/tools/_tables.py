@@ -249,8 +249,7 @@ def fp8_step_table(results: Results) -> str:
         rows = results[name]["rows"]
         lines += [
             [
-                f"{row['model']}, {row['system'].replace('torch', 'PyTorch')}",
-                f"{row['batch']} × {row['sequence_length']:,}",
+                f"{row['model']}, B = {row['batch']}, {row['system'].replace('torch', 'PyTorch')}",
                 row["precision"],
                 figure(row["tokens/s"]),
                 f"{row.get('needed_gib', row['peak_gib']):.1f}",
@@ -258,7 +257,7 @@ def fp8_step_table(results: Results) -> str:
             ]
             for row in rows
         ]
-    head = ("model", "tokens", "precision", "tokens/s", "GiB", "speed")
+    head = ("model", "precision", "tokens/s", "GiB", "speed")
     return markdown(head, lines)
 
 
