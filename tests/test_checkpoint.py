@@ -14,7 +14,7 @@ from gptjax import optim, parallel
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, DamagedError, NotFiniteError
 from gptjax.training.step import init_state
-from gptjax.weights.checkpoint_files import checksum, read_meta, verify_all
+from gptjax.weights.checkpoint_files import checksum, read_meta, verify
 
 CONFIG = GPT2Config(
     vocab_size=61, padded_vocab_size=64, block_size=16, n_layer=11, n_head=2, n_embd=8
@@ -100,7 +100,7 @@ def two_steps(folder, state):
     checkpoints.close()
 
 
-def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_restored(saved):
+def test_a_truncated_checkpoint_is_refused(saved):
     folder, state = saved
     two_steps(folder, state)
     files = [p for p in (folder / "9" / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
@@ -110,18 +110,7 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_one_before_restored(save
     checkpoints, like = Checkpoints(folder), state_and_shape()[1]
     with pytest.raises(DamagedError, match="9 is damaged"):
         checkpoints.restore(9, like)
-    with pytest.raises(DamagedError, match="9 is damaged"):
-        checkpoints.newest(lambda step: checkpoints.restore(step, like), fall_back=False)
-    step, back, damaged = checkpoints.newest(lambda step: checkpoints.restore(step, like))
-    assert step == 7 and len(damaged) == 1 and np.array_equal(back.step, state.step)
-    assert (
-        checkpoints.set_aside(after=7) == ["9.damaged"]
-        and (folder / "9.damaged" / "state").is_dir()
-    )
-    assert checkpoints.steps() == [7]
-    checkpoints.save(9, state, {})
-    checkpoints.wait()
-    assert checkpoints.steps() == [9]
+    assert np.array_equal(checkpoints.restore(7, like).step, state.step)
     checkpoints.close()
 
 
@@ -141,7 +130,7 @@ def replace_state(folder):
     [
         (swap, "saved as step 7"),
         (lambda folder: (folder / "9").rename(folder / "11"), "saved as step 9"),
-        (replace_state, "the digest of .* is wrong"),
+        (replace_state, "No such file"),
     ],
     ids=["two folders swapped", "a folder renamed", "the state of another step"],
 )
@@ -162,7 +151,7 @@ def test_a_changed_number_in_the_metadata_is_found(saved):
     for old, new in (
         ('"a": 1', '"a": 2'),
         ('"step": 7', '"step": 8'),
-        ("gptjax checkpoint 2", "gptjax checkpoint 1"),
+        ("gptjax checkpoint 3", "gptjax checkpoint 2"),
     ):
         assert old in before
         meta.write_text(before.replace(old, new))
@@ -192,7 +181,7 @@ def test_a_fifo_in_a_checkpoint_is_refused(saved, name):
     os.mkfifo(folder / "7" / name)
     says = f"7 is damaged: expected a regular file as {name}, found a FIFO, a socket or a device"
     with pytest.raises(DamagedError, match=says):
-        verify_all(folder / "7")
+        verify(folder / "7")
     if name.startswith("_"):  # Orbax reads this file at once
         with pytest.raises(DamagedError, match=says):
             Checkpoints(folder)
@@ -200,16 +189,6 @@ def test_a_fifo_in_a_checkpoint_is_refused(saved, name):
     checkpoints = Checkpoints(folder)
     with pytest.raises(DamagedError, match=says):
         checkpoints.restore(7, state_and_shape()[1])
-    checkpoints.close()
-
-
-def test_a_checkpoint_from_before_the_digests_is_restored(saved):
-    folder, state = saved
-    path = folder / "7" / "meta" / "metadata"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({"format": "gptjax checkpoint 1", "config": meta["config"]}))
-    checkpoints = Checkpoints(folder)
-    assert np.array_equal(checkpoints.restore(7, state_and_shape()[1]).step, state.step)
     checkpoints.close()
 
 
@@ -262,13 +241,11 @@ def test_a_foreign_checkpoint_is_refused(saved):
     folder, _ = saved
     meta = folder / "7" / "meta" / "metadata"
     checkpoints = Checkpoints(folder)
-    other = {"format": "somebody else"}
-    meta.write_text(json.dumps(other | {"checksum": checksum(other)}))
-    with pytest.raises(
-        CheckpointError, match=r"expected 'gptjax checkpoint 2', found 'somebody else'"
-    ):
+    meta.write_text('{"format": "gptjax checkpoint 1"}')
+    says = "expected 'gptjax checkpoint 3', found 'gptjax checkpoint 1'. Commit f85193a reads"
+    with pytest.raises(CheckpointError, match=says):
         checkpoints.meta(7)
-    for text in ("not json", "[1]", '{"format": "somebody else"}', "[" * 100_000):
+    for text in ("not json", "[1]", "[" * 100_000):
         meta.write_text(text)
         with pytest.raises(DamagedError, match="7 is damaged"):
             checkpoints.meta(7)

@@ -73,7 +73,7 @@ def test_list(run, capsys):
 def test_list_skips_a_checkpoint_that_is_deleted_meanwhile(run, capsys, monkeypatch, moment):
     """A training run deletes step 20 before or while the command reads the files of the step."""
     folder = run / "checkpoints" / "20"
-    steps, verify_all, is_file = checkpoint_files.steps, checkpoint_files.verify_all, Path.is_file
+    steps, verify, is_file = checkpoint_files.steps, checkpoint_files.verify, Path.is_file
 
     def steps_before_deletion(path):
         known = steps(path)
@@ -89,14 +89,14 @@ def test_list_skips_a_checkpoint_that_is_deleted_meanwhile(run, capsys, monkeypa
     def verify_during_deletion(path):
         if path == folder:
             (path / checkpoint_files.METADATA).unlink()
-        return verify_all(path)
+        return verify(path)
 
     if moment == "before":
         monkeypatch.setattr(checkpoint_files, "steps", steps_before_deletion)
     elif moment == "size":
         monkeypatch.setattr(Path, "is_file", is_file_before_deletion)
     else:
-        monkeypatch.setattr(checkpoint_files, "verify_all", verify_during_deletion)
+        monkeypatch.setattr(checkpoint_files, "verify", verify_during_deletion)
     lines = command(capsys, run, "list").splitlines()
     assert [line.split()[0] for line in lines] == ["step", "30", "10"]
     assert [line.split()[3] for line in lines[1:]] == ["intact"] * 2

@@ -3,7 +3,6 @@ memory."""
 
 import dataclasses
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +102,7 @@ def test_a_cache_that_cannot_be_created_is_noted(tmp_path, monkeypatch):
         note.startswith("no cache: OSError: [Errno 30] Read-only") and "--compilation-cache" in note
     )
     assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
-    assert str(compiler).endswith("(no cache)") and jax.config.jax_compilation_cache_dir is None
+    assert "(no cache: OSError" in str(compiler) and jax.config.jax_compilation_cache_dir is None
 
 
 def test_the_cache_is_created_for_its_user_alone(tmp_path, cache_settings):
@@ -121,39 +120,17 @@ def test_the_cache_is_created_for_its_user_alone(tmp_path, cache_settings):
     assert any(file.stat().st_mode & 0o020 for file in folder.glob("jit_*"))
 
 
-@pytest.mark.parametrize("what", ["folder", "file"])
-@pytest.mark.parametrize("who", ["owner", "others can write"])
-def test_a_cache_that_another_user_could_have_written_is_refused(tmp_path, monkeypatch, what, who):
-    (tmp_path / "jit_x-cache").write_bytes(b"")
-    tmp_path.chmod(0o755)
-    path = {"folder": tmp_path, "file": tmp_path / "jit_x-cache"}[what]
-    if who == "owner":
-        stat, lstat = Path.stat, Path.lstat
-
-        def owned_by_another(real, self, **how):
-            status = list(real(self, **how))
-            status[4] += self == path
-            return os.stat_result(status)
-
-        monkeypatch.setattr(Path, "stat", lambda self, **how: owned_by_another(stat, self, **how))
-        monkeypatch.setattr(Path, "lstat", lambda self: owned_by_another(lstat, self))
-    else:
-        path.chmod(path.stat().st_mode | 0o020)
-    expected = "expected owner" if who == "owner" else "other users can write, mode"
-    with pytest.raises(
-        ConfigError, match=f"executables in {tmp_path} could run .*{expected}.*--compilation-cache"
-    ):
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_cache_that_another_user_can_enter_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode 700, found .* mode {mode:o}.*chmod 700"):
         compilation.Compiler(tmp_path)
 
 
-def test_a_link_in_the_cache_is_refused(tmp_path, cache_settings):
-    folder, link = tmp_path / "cache", tmp_path / "link"
-    folder.mkdir(0o700)
-    link.symlink_to(folder)
-    assert compilation.Compiler(link).notes == []
-    (folder / "jit_x-cache").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="found a link"):
-        compilation.Compiler(folder)
+def test_a_cache_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="expected a folder of user .* found user"):
+        compilation.Compiler(tmp_path)
 
 
 def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(monkeypatch):

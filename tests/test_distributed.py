@@ -1,6 +1,5 @@
 """Several processes, each with one CPU device, train as one process with two devices does."""
 
-import itertools
 import json
 import os
 import re
@@ -11,13 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from saved_run_tools import random_params, save_run
 
 from gptjax import distributed
 from gptjax.config import Config, ConfigError
-from gptjax.training.checkpoint import Checkpoints, DamagedError
+from gptjax.training import resume
+from gptjax.weights import DamagedError
 
 # The fixture `words`.
 pytest_plugins = ["train_tools"]
@@ -222,44 +222,27 @@ def test_the_place_comes_from_the_options_or_the_environment(monkeypatch):
     assert distributed._place(given) == ("other:1", 5, 0)
 
 
-class Store:
-    """JAX's key-value store for process 0 of two."""
-
-    def __init__(self):
-        self.values, self.client = {}, self
-        self.num_processes, self.process_id = 2, 0
-        self.key_value_set = self.values.__setitem__
-
-    def key_value_dir_get(self, folder):
-        return [item for item in self.values.items() if item[0].startswith(folder)]
+def two_processes(monkeypatch, *theirs):
+    """Process 0 of two; the other process answers with `theirs`."""
+    answers = iter(theirs)
+    monkeypatch.setattr(distributed, "exchange", lambda value: [value, next(answers)])
 
 
-def test_damage_is_skipped_only_if_all_processes_find_it(monkeypatch):
-    store = Store()
-    monkeypatch.setattr(distributed.jax_distributed, "global_state", store)
-    monkeypatch.setattr(distributed, "DAMAGE_SECONDS", 0.1)
-    error = DamagedError("4 is damaged")
-    with pytest.raises(distributed.DistributedError, match="4 is damaged. Only process 0 on"):
-        distributed.wait_for_same_damage(4, error)
-    store.values["gptjax/damaged/3/1"] = store.values["gptjax/damaged/4/1"] = ""
-    distributed.wait_for_same_damage(3, error)
-    distributed.wait_for_same_damage(4, error)
-    with pytest.raises(distributed.DistributedError, match="Gloo") as ended:
-        distributed.wait_for_same_damage(4, DamagedError("4 is damaged: Gloo AllGather failed"))
-    assert distributed.ENDED in distributed.explain(ended.value)
-
-
-def test_only_process_0_renames_damaged_checkpoints(tmp_path, monkeypatch):
-    for step in (3, 6):
-        (tmp_path / str(step)).mkdir()
-    store = Store()
-    store.process_id, store.values["gptjax/0/0"] = 1, '["6.damaged"]'
-    monkeypatch.setattr(distributed, "_exchanges", itertools.count())
-    checkpoints = Checkpoints(tmp_path)
-    monkeypatch.setattr(distributed.jax_distributed, "global_state", store)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert checkpoints.set_aside(after=3) == ["6.damaged"]
-    assert (tmp_path / "6").is_dir()
+def test_damage_that_one_process_finds_counts_for_all(tmp_path, monkeypatch):
+    save_run(tmp_path / "runs" / "gpt2", {3: random_params(), 6: random_params(seed=1)})
+    config = Config(runs_dir=tmp_path / "runs")
+    steps = {"host": "", "value": {f"checkpoints in {config.run_dir}/checkpoints": [6, 3]}}
+    two_processes(monkeypatch, steps, "6 is damaged", None)
+    found = resume.find(config)
+    assert found.step == 3 and found.damaged == {6: "6 is damaged"}
+    two_processes(monkeypatch, steps, "6 is damaged", "3 is damaged")
+    with pytest.raises(DamagedError, match=r"6 is damaged\n3 is damaged\nno older"):
+        resume.find(config)
+    two_processes(monkeypatch, steps | {"value": {}})
+    with pytest.raises(
+        distributed.DistributedError, match="checkpoints in .*: .6, 3. in process 0"
+    ):
+        resume.find(config)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_a_damaged_array_is_named_with_the_steps_to_use(copy):
 def test_the_arrays_of_another_step_are_refused(copy):
     shutil.rmtree(copy / "checkpoints" / "10" / "state")
     shutil.copytree(copy / "checkpoints" / "5" / "state", copy / "checkpoints" / "10" / "state")
-    with pytest.raises(DamagedError, match=r"10 is damaged: the digest of params\..* is wrong"):
+    with pytest.raises(DamagedError, match=r"10 is damaged: "):
         gptjax.load(copy)
 
 
@@ -133,19 +133,6 @@ def test_changed_metadata_are_refused(copy):
     path = copy / "checkpoints" / "10" / "meta" / "metadata"
     path.write_text(path.read_text().replace('"model.n_head": 2', '"model.n_head": 4'))
     with pytest.raises(DamagedError, match="checksum of its metadata is wrong; use .*step=5"):
-        gptjax.load(copy)
-
-
-def test_a_checkpoint_from_before_the_digests_is_loaded_if_it_fits(copy):
-    path = copy / "checkpoints" / "10" / "meta" / "metadata"
-    config = json.loads(path.read_text())["config"]
-    old = {"format": "gptjax checkpoint 1", "config": config}
-    path.write_text(json.dumps(old))
-    model, tokenizer = gptjax.load(copy)
-    assert tokenizer is None
-    assert_has(model, random_params(seed=2))
-    path.write_text(json.dumps(old | {"config": config | {"model.block_size": 8}}))
-    with pytest.raises(WeightsError, match=r"params\.wpe: the checkpoint has float32\[16, 8\]"):
         gptjax.load(copy)
 
 

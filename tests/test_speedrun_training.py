@@ -15,7 +15,7 @@ from reference.speedrun_optimizer import RecordOptimizer
 from reference.torch_gpt2 import assert_within_twice, rms
 from saved_run_tools import save_run
 from test_speedrun import random_of
-from train_tools import run, train_py
+from train_tools import run
 
 import gptjax
 from gptjax import parallel
@@ -25,6 +25,7 @@ from gptjax.models.base import graph
 from gptjax.models.speedrun import SpeedrunConfig
 from gptjax.models.speedrun import Stage as ModelStage
 from gptjax.optim import NorMuonConfig, polar_express
+from gptjax.training import compilation
 from gptjax.training.step import init_state, loss_and_grads, make_train_step
 
 # The fixture `config`.
@@ -203,8 +204,9 @@ def test_a_run_is_evaluated_as_its_model_says(config, monkeypatch):
     def make_eval_step(graphdef, parallel, **how):
         raise EvaluationBegins(graphdef)
 
-    monkeypatch.setattr(train_py, "make_eval_step", make_eval_step)
-    monkeypatch.setattr(train_py, "make_train_step", lambda *_, **how: lambda state, x: (state, {}))
+    monkeypatch.setattr(compilation, "make_eval_step", make_eval_step)
+    train_step = lambda state, x: (state, {})  # noqa: E731
+    monkeypatch.setattr(compilation, "make_train_step", lambda *_, **how: train_step)
     model = dataclasses.replace(TINY, vocab_size=257, padded_vocab_size=None, stage=TIED)
     with pytest.raises(EvaluationBegins) as caught:
         run(dataclasses.replace(config, model=model))

@@ -12,11 +12,14 @@ import pytest
 from train_tools import ROOT, command_line, run, steps_kept, train_py
 
 import gptjax
+from gptjax import data
 from gptjax.config import ConfigError
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.layers import PromptCache
 from gptjax.training import compilation
+from gptjax.training.lock import LockedError
+from gptjax.weights import CheckpointError, checkpoint_files
 
 # The fixture `config`.
 pytest_plugins = ["train_tools"]
@@ -155,24 +158,24 @@ def test_own_shards_of_another_tokenizer_train(own_shards):
 
 def test_a_data_position_that_is_not_the_steps_is_refused(config, monkeypatch):
     run(dataclasses.replace(config, max_steps=6, sample_every=0, val_every=0))
-    real = train_py.Checkpoints.meta
+    real = checkpoint_files.read_meta
 
-    def meta(self, step):
-        saved = real(self, step)
+    def read_meta(folder):
+        saved = real(folder)
         saved["data"]["position"] = position
         return saved
 
-    monkeypatch.setattr(train_py.Checkpoints, "meta", meta)
+    monkeypatch.setattr(checkpoint_files, "read_meta", read_meta)
     for position in (-1, 1.5, 2**70, 17, None, "96"):
         expected = rf"expected a data position of 6 × 16 = 96 .*{re.escape(repr(position))}"
-        with pytest.raises(train_py.CheckpointError, match=expected):
+        with pytest.raises(CheckpointError, match=expected):
             run(dataclasses.replace(config, max_steps=6))
 
 
 def test_a_second_process_is_refused(config):
     with (
         train_py.locked(config.run_dir),
-        pytest.raises(train_py.LockedError, match=f"in use by another process .pid {os.getpid()}"),
+        pytest.raises(LockedError, match=f"in use by another process .pid {os.getpid()}"),
     ):
         run(config)
 
@@ -180,7 +183,7 @@ def test_a_second_process_is_refused(config):
 def test_what_does_not_fit_is_refused_before_it_is_allocated(config, monkeypatch):
     monkeypatch.setattr(compilation, "available_bytes", lambda device: 500_000)
     monkeypatch.setattr(
-        train_py.data,
+        data,
         "Loader",
         lambda *a, **k: pytest.fail("went on after the step was found too large"),
     )
@@ -207,6 +210,8 @@ LOSSES = {
     "no metadata": "(lost / 'meta' / 'metadata').unlink()",
     "no arrays": "[file.unlink() for file in lost.glob('state/**/d/*')]",
     "no list of arrays": "(lost / 'state' / '_METADATA').unlink()",
+    "a changed byte": "file = max(lost.glob('state/**/d/*'), key=lambda x: x.stat().st_size); "
+    "file.write_bytes(file.read_bytes()[:-1] + b'x')",
 }
 
 

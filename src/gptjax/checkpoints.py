@@ -121,7 +121,7 @@ def average(folder: Path, steps: list[int], out: Path) -> None:
     newest = max(steps)
     try:
         metas = {step: checkpoint_files.read_meta(folder / str(step)) for step in steps}
-        like = checkpoint_files.params_like(folder / str(newest), metas[newest])
+        like = checkpoint_files.params_like(metas[newest])
         total: Any = None
         for step in steps:
             params = checkpoint_files.read_params(folder / str(step), like)
@@ -180,14 +180,14 @@ def _keep_newest_intact(folder: Path, known: list[int], steps: list[int]) -> Non
 
 
 def _state(folder: Path, verify: bool) -> str:
-    read = checkpoint_files.verify_all if verify else checkpoint_files.read_meta
+    read = checkpoint_files.verify if verify else checkpoint_files.read_meta
     try:
         meta = read(folder)
     except CheckpointError as error:
         kind = "damaged" if isinstance(error, DamagedError) else "unreadable"
         return f"{kind}: {str(error).removeprefix(f'{folder} is damaged: ')}"
-    if "digests" not in meta:
-        return "readable, saved without digests"
+    if "files" not in meta:
+        return "readable, saved without digests of files"
     return "intact" if verify else "intact metadata"
 
 

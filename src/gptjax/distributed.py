@@ -42,8 +42,6 @@ _SAY_SECONDS = 10
 HEARTBEAT_SECONDS = 30
 # Seconds for which a finished process waits for the other processes.
 FINISH_SECONDS = 300
-# Seconds in which all processes must find a checkpoint damaged if one process finds the damage.
-DAMAGE_SECONDS = 20
 # Seconds for which process 0, after an error, serves the message to the other processes.
 _ERROR_SECONDS = 2
 
@@ -250,32 +248,6 @@ def exchange(value: Any) -> list[Any]:
         time.sleep(0.05)
 
 
-def wait_for_same_damage(step: int, error: Exception) -> None:
-    """Return when all processes have called this function for a step.
-
-    A process that finds a checkpoint damaged may read an older checkpoint only if all processes do.
-    A process that can read the damaged checkpoint waits in Orbax or in a collective, and cannot be
-    notified.
-
-    Raises:
-        DistributedError: another process has not called this function within 20 s, or has ended.
-    """
-    if not is_initialized():
-        return
-    if _is_of_lost_peer(error):
-        raise DistributedError(str(error))
-    state, key = jax_distributed.global_state, f"{_PREFIX}damaged/{step}/"
-    state.client.key_value_set(f"{key}{state.process_id}", "")
-    end = time.monotonic() + DAMAGE_SECONDS
-    while len(state.client.key_value_dir_get(key)) < state.num_processes:
-        if time.monotonic() > end:
-            raise DistributedError(
-                f"{error}. Only process {state.process_id} on {_host()} found this: compare the "
-                "folder on all hosts, or move it away to resume from an older checkpoint"
-            )
-        time.sleep(0.05)
-
-
 def check_alike(value: dict[str, Any]) -> None:
     """Refuse a run whose processes do not have the same value.
 
@@ -336,23 +308,13 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
     return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange(_host()))]
 
 
-def check_folder(run_dir: Path, step: int | None) -> None:
-    """Refuse a run folder that differs between processes.
-
-    Args:
-        run_dir: the run's folder, locked by process 0.
-        step: the step of the checkpoint from which this process would resume.
-    """
+def check_folder(run_dir: Path) -> None:
+    """Refuse a run folder, locked by process 0, that differs between processes."""
     if is_initialized():
         lock = ""
         with contextlib.suppress(OSError):
             lock = (run_dir / LOCK).read_text().strip()
-        check_alike(
-            {
-                f"{run_dir / LOCK} (the folder must be on a file system of all hosts)": lock,
-                "newest checkpoint": step,
-            },
-        )
+        check_alike({f"{run_dir / LOCK} (the folder must be on a file system of all hosts)": lock})
 
 
 def local(devices: list[jax.Device]) -> list[jax.Device]:

@@ -1,40 +1,26 @@
-"""Checkpoints of a run, with Orbax.
+"""Saving of a run's checkpoints, with Orbax: asynchronous, atomic, and durable when complete.
 
-A checkpoint is written asynchronously and atomically, is durable when complete, and is verified
-when it is restored.
+`gptjax.weights.checkpoint_files` reads them.
 """
 
 import errno
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from gptjax import distributed
 from gptjax.provenance import versions
-from gptjax.weights.checkpoint_files import (
-    FORMAT,
-    check_readable,
-    check_regular,
-    checksum,
-    compare,
-    damaged,
-    few,
-    first_line,
-    read_meta,
-    saved_arrays,
-    steps,
-    verify,
-)
-from gptjax.weights.digests import digests, dtype_and_shape, leaves_by_path
+from gptjax.weights import checkpoint_files as files
+from gptjax.weights.checkpoint_files import METADATA, STATE, few, first_line
 from gptjax.weights.errors import CheckpointError, DamagedError
 
 __all__ = ["CheckpointError", "Checkpoints", "DamagedError", "NotFiniteError"]
@@ -47,9 +33,8 @@ class NotFiniteError(RuntimeError):
 class Checkpoints:
     """The checkpoints of a run, one folder for each step.
 
-    A checkpoint holds a digest of each array and a checksum of the metadata; `restore` verifies
-    both. All files are durable before the checkpoint is renamed to its final name. Older
-    checkpoints are deleted only after the rename.
+    The metadata of a checkpoint have a digest of each file. All files are durable before the
+    checkpoint is renamed to its final name. Older checkpoints are deleted only after the rename.
 
     Args:
         folder: folder of the checkpoints, created if it does not exist. The next save removes
@@ -70,22 +55,18 @@ class Checkpoints:
             raise CheckpointError(
                 f"cannot save checkpoints in {self.folder}: choose a path without *, ? and ["
             )
-        for step in steps(self.folder) if self.folder.is_dir() else []:
-            check_regular(self.folder / str(step), "*")  # Orbax reads them at once
+        for step in files.steps(self.folder) if self.folder.is_dir() else []:
+            files.check_regular(self.folder / str(step), "*")  # Orbax reads them at once
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             keep_period=keep_every,
             cleanup_tmp_directories=True,
             temporary_path_class=_DurablePath,
         )
+        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
         try:
             self._manager = ocp.CheckpointManager(
-                self.folder,
-                options=options,
-                item_handlers={
-                    "state": ocp.StandardCheckpointHandler(),
-                    "meta": ocp.JsonCheckpointHandler(),
-                },
+                self.folder, options=options, item_handlers=handlers
             )
         # Orbax reads the contents of the folder, which can raise errors of many types.
         except Exception as error:
@@ -95,7 +76,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, the newest first."""
-        return sorted(self._manager.all_steps(), reverse=True)
+        return files.steps(self.folder)
 
     def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None."""
@@ -107,19 +88,19 @@ class Checkpoints:
         Args:
             step: completed optimizer steps, the checkpoint's name.
             state: a pytree of arrays.
-            meta: a JSON object, which `meta` returns.
+            meta: a JSON object, part of the metadata.
 
         Raises:
             CheckpointError: this or the previous save failed, for example because the disk is full.
             NotFiniteError: an array of the state holds NaN or infinity; nothing is written.
         """
-        values, not_finite = digests(state)
-        if not_finite:
+        finite = {path: _is_finite(x) for path, x in files.leaves_by_path(state).items()}
+        if bad := [path for path, is_finite in jax.device_get(finite).items() if not is_finite]:
             raise NotFiniteError(
-                f"step {step}: NaN or infinity in {few(not_finite)}; this state was not saved"
+                f"step {step}: NaN or infinity in {few(bad)}; this state was not saved"
             )
-        meta = {"format": FORMAT, "versions": versions(), **meta, "step": step, "digests": values}
-        meta["checksum"] = checksum(meta)
+        meta = {"format": files.FORMAT, "versions": versions(), **meta, "step": step}
+        meta["arrays"] = files.arrays_of(state)
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)
         )
@@ -133,160 +114,76 @@ class Checkpoints:
         """Wait until every save is complete. Raise CheckpointError if a save failed."""
         self._translate(self._manager.wait_until_finished)
 
-    def outcome(self, step: int) -> str:
-        """Wait until every save is complete; return a sentence for a run that stops at a step."""
-        try:
-            self.wait()
-        except CheckpointError as error:
-            return str(error)
-        last = self.latest_step()
-        text = f"the state of step {step} is saved" if last == step else self._newest_text()
-        return text if last is None else f"{text}: the same command resumes from it"
-
     def close(self) -> None:
         """Wait for every save and release Orbax's threads. Raise the errors of `wait`."""
         self._translate(self._manager.close)
 
     def check_readable(self, step: int, params: PyTree) -> None:
-        """Raise CheckpointError if a saved checkpoint cannot be read, without reading all of it.
+        """Read back the files of a checkpoint that was just saved.
 
         Args:
             step: step of the checkpoint.
             params: parameters of the state as `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
         """
         try:
-            check_readable(self.folder / str(step), params)
+            files.check_readable(self.folder / str(step), params)
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved but cannot be read: {error}. "
                 "Check the installed versions: python -m gptjax.doctor"
             ) from error
 
+    def meta(self, step: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint. Raise the errors of `checkpoint_files.read_meta`."""
+        return files.read_meta(self.folder / str(step))
+
+    def restore(self, step: int, like: PyTree) -> PyTree:
+        """Return the state of a checkpoint after verifying its files. See `restore`."""
+        return restore(self.folder / str(step), files.verify(self.folder / str(step)), like)
+
     def _translate(self, action) -> None:
         try:
             action()
         # Orbax's threads and C++ store raise errors of many types.
         except Exception as error:
-            # Orbax's list of steps includes the step whose save has just failed.
-            self._manager.reload()
+            last = self.latest_step()
+            newest = "there is no complete checkpoint yet"
+            if last is not None:
+                newest = f"the newest complete checkpoint is of step {last}"
             raise CheckpointError(
-                f"saving to {self.folder} failed: {first_line(error)}; {self._newest_text()}. "
+                f"saving to {self.folder} failed: {first_line(error)}; {newest}. "
                 "Free some space, then run the same command again to resume."
             ) from error
 
-    def _newest_text(self) -> str:
-        last = self.latest_step()
-        if last is None:
-            return "there is no complete checkpoint yet"
-        return f"the newest complete checkpoint is of step {last}"
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """Return the metadata of a checkpoint after verifying the checksum.
+def restore(folder: Path, meta: dict[str, Any], like: PyTree) -> PyTree:
+    """Return the state of a verified checkpoint.
 
-        Raises:
-            DamagedError: the metadata cannot be read, or changed after the checkpoint was saved.
-            CheckpointError: the checkpoint has another format.
-        """
-        return read_meta(self.folder / str(step))
+    Args:
+        folder: folder of the step.
+        meta: from `checkpoint_files.verify`.
+        like: a pytree of `jax.ShapeDtypeStruct` with the shardings of the result. The number of
+            devices may differ from the number at the save.
 
-    def restore(self, step: int, like: PyTree) -> PyTree:
-        """Return the state of a checkpoint after verifying the digest of each array.
+    Raises:
+        DamagedError: the checkpoint cannot be read.
+        CheckpointError: the arrays differ in name, shape or dtype from `like`.
+    """
+    files.compare(folder, meta["arrays"], like, needs="this run")
+    return files.restore(folder, like)
 
-        Args:
-            step: step of the checkpoint.
-            like: a pytree of `jax.ShapeDtypeStruct` with the shardings of the result. The number of
-                devices may differ from the number at the save.
 
-        Raises:
-            DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
-            CheckpointError: the arrays differ in name, shape or dtype from `like`.
-        """
-        meta = self.meta(step)
-        folder = self.folder / str(step)
-        compare(folder, self._saved_arrays(step, meta), like, needs="this run")
-        try:
-            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            state = self._manager.restore(step, args=arguments)["state"]
-        except Exception as error:
-            raise damaged(folder, first_line(error)) from error
-        verify(folder, meta, state)
-        return state
-
-    def newest[T](
-        self, read: Callable[[int], T], *, fall_back: bool = True
-    ) -> tuple[int, T, list[str]] | None:
-        """Apply `read` to the newest checkpoint that is not damaged.
-
-        Args:
-            read: function of a step, such as `meta` or a call of `restore`.
-            fall_back: whether to try older checkpoints if the newest checkpoint is damaged.
-
-        Returns:
-            The step, the result of `read`, and a sentence for each newer, damaged checkpoint. None
-            if there is no checkpoint.
-
-        Raises:
-            DamagedError: no checkpoint can be read; without `fall_back`, the newest checkpoint
-                cannot be read.
-            DistributedError: only some processes of the run find a checkpoint damaged.
-        """
-        damaged: list[str] = []
-        for step in self.steps():
-            try:
-                return step, read(step), damaged
-            except DamagedError as error:
-                if not fall_back:
-                    raise
-                distributed.wait_for_same_damage(step, error)
-                damaged.append(str(error))
-        if damaged:
-            raise DamagedError(
-                "\n".join(
-                    [*damaged, "no older checkpoint is left; choose another --name for a new run"]
-                )
-            )
-        return None
-
-    def set_aside(self, after: int) -> list[str]:
-        """Rename the checkpoints after a step to STEP.damaged and return the new names.
-
-        The run can then save these steps again. All processes of a run call this function; process
-        0 renames.
-        """
-        steps = [step for step in self.steps() if step > after]
-        names = distributed.exchange(self._rename(steps) if jax.process_index() == 0 else [])[0]
-        self._manager.reload()
-        return names
-
-    def _rename(self, steps: list[int]) -> list[str]:
-        names = []
-        for step in steps:
-            target = self.folder / f"{step}.damaged"
-            for number in range(2, 1000):
-                if not target.exists():
-                    break
-                target = self.folder / f"{step}.damaged{number}"
-            (self.folder / str(step)).rename(target)
-            names.append(target.name)
-        return names
-
-    def _saved_arrays(self, step: int, meta: dict[str, Any]) -> dict[str, str]:
-        """Return dtype and shape of each array of a checkpoint, by path."""
-        if "digests" in meta:
-            return saved_arrays(meta)
-        folder = self.folder / str(step)
-        try:
-            saved = self._manager.item_metadata(step)["state"]
-        except Exception as error:
-            raise damaged(folder, first_line(error)) from error
-        if saved is None:
-            raise damaged(folder, "the description of its arrays cannot be read")
-        tree = getattr(saved, "tree", saved)
-        return {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(tree).items()}
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
 
 
 class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """Orbax's temporary folder, with fsync of all files before and after the final rename.
+    """Orbax's temporary folder. Before the final rename, the digests of all files are added to the
+    metadata; before and after, all files are synchronized.
 
     Orbax calls fsync for arrays only. After a power cut, the metadata of a new checkpoint could be
     empty while the previous checkpoint is already deleted.
@@ -297,18 +194,17 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         # Skip parts of a checkpoint: the complete checkpoint is synchronized later.
         if "checkpoint-tmp" in folder.parent.name:
             return await super().finalize(*args, **kwargs)
+        paths = [path for path in (folder / STATE).rglob("*") if path.is_file()]
+        meta = json.loads((folder / METADATA).read_text())
+        meta["files"] = files.file_digests(folder, [str(x.relative_to(folder)) for x in paths])
+        meta["checksum"] = files.checksum(meta)
+        (folder / METADATA).write_text(json.dumps(meta))
         _synchronize([folder, *folder.rglob("*")])
         await super().finalize(*args, **kwargs)
         final = Path(self.get_final())
         # super().finalize writes files at the top of the folder and renames the folder.
-        _synchronize(
-            [
-                *(path for path in final.iterdir() if path.is_file()),
-                final,
-                final.parent,
-                final.parent.parent,
-            ]
-        )
+        written = [path for path in final.iterdir() if path.is_file()]
+        _synchronize([*written, final, final.parent, final.parent.parent])
 
 
 def _synchronize(paths: list[Path]) -> None:

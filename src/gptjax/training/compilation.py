@@ -1,6 +1,6 @@
 """Ahead-of-time compilation with a cache on disk, and a check that the step fits into memory."""
 
-import contextlib
+import functools
 import os
 import stat
 import threading
@@ -8,13 +8,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import optax
 
 from gptjax import distributed
 from gptjax.config import Config, ConfigError
+from gptjax.data import Batch
+from gptjax.models.base import ModelConfig, graph
+from gptjax.parallel import Parallel
 from gptjax.stages import Timeline
+from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
+from gptjax.training.step import (
+    TrainState,
+    make_clipping_step,
+    make_eval_step,
+    make_train_step,
+)
 
 
 def compiler_options() -> dict[str, bool]:
@@ -28,61 +40,36 @@ def compiler_options() -> dict[str, bool]:
 
 
 def check_private(folder: Path) -> None:
-    """Create a cache folder with mode 700, or check that no other user owns it or can write to it.
+    """Create a cache folder with mode 700, or check that no other user can enter the folder.
 
-    Loading an executable runs its code. The files in `folder` are checked too.
+    Loading an executable runs its code.
 
     Raises:
-        ConfigError: another user owns or can write to the folder or a file in it, or `folder` is
-            not a folder.
+        ConfigError: another user owns or can enter the folder, or `folder` is not a folder.
         OSError: the folder cannot be created or read.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"--compilation-cache must be a folder, but {folder} is not") from error
-    whole = folder.stat()  # of the target of a symbolic link
-    refusal = f"executables in {folder} could run another user's code and are not loaded: "
-    if fault := _why_unsafe(whole):
+    status = folder.stat()  # of the target of a symbolic link
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"{refusal}{fault}. If the folder is yours: chmod go-w {folder}. "
+            f"executables in {folder} could run another user's code: expected a folder of user "
+            f"{os.geteuid()} (you) with mode 700, found user {status.st_uid} and mode "
+            f"{stat.S_IMODE(status.st_mode):o}. If the folder is yours: chmod 700 {folder}. "
             "Otherwise choose another --compilation-cache, or None"
         )
-    others_can_enter = bool(whole.st_mode & 0o011)
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process of this user removed it
-            if fault := _why_unsafe(path.lstat(), may_be_writable=not others_can_enter):
-                raise ConfigError(
-                    f"{refusal}{path}: {fault}. Delete that file, or choose another "
-                    "--compilation-cache, or None"
-                )
-
-
-def _why_unsafe(status: os.stat_result, may_be_writable: bool = False) -> str | None:
-    """Return why a file or folder of a cache cannot be trusted, or None.
-
-    Args:
-        may_be_writable: other users cannot enter the folder, so its files may be writable. With a
-            umask of 002, files that JAX writes have mode 664.
-    """
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        return "expected a regular file or a folder, found a link or a device"
-    if status.st_uid != os.geteuid():
-        return f"expected owner {os.geteuid()} (you), found {status.st_uid}"
-    if status.st_mode & 0o022 and not may_be_writable:
-        return f"other users can write, mode {stat.S_IMODE(status.st_mode):o}"
-    return None
 
 
 class Compiler:
     """Compile executables concurrently and cache them on disk.
 
     Args:
-        cache: folder of the caches, created with mode 700 if absent; None for no cache.
+        cache: folder of the caches; None for no cache.
 
     Raises:
-        ConfigError: `cache` is not a folder, or another user owns or can write to the folder or a
-            file in it.
+        ConfigError: as in `check_private`.
 
     Attributes:
         executables: one dict per executable: "name"; "source": "JAX's cache" or "compiled"; and the
@@ -170,9 +157,14 @@ class Compiler:
         """Call `start` and wait for the executable."""
         return self.start(lowerable, *abstract)()
 
+    def summary(self) -> dict[str, Any]:
+        """Return the executables, and the numbers of hits and misses, for the log."""
+        counts = {"cache_hits": self.hits, "cache_misses": self.misses}
+        return {"executables": self.executables} | counts
+
     def __str__(self) -> str:
         if self._cache is None:
-            return f"{self.seconds:.1f} s (no cache)"
+            return f"{self.seconds:.1f} s ({'; '.join(self.notes) or 'no cache'})"
         outcome = "hit" if self.hits and not self.misses else "miss"
         return f"{self.seconds:.1f} s ({outcome}, cache {self._cache})"
 
@@ -212,6 +204,79 @@ def compile_to_fit(
         message + "No micro-batch of this model and sequence length fits; "
         "--model.recompute block and --model.loss-chunk 1024 need less, as does a smaller model"
     )
+
+
+class StageCompiler:
+    """Compile the training and validation steps of a stage.
+
+    Stages with one model and one shape of the batch share an executable.
+
+    Args:
+        compiler: compiles the executables.
+        config: the run's config.
+        inputs: shapes of the batches.
+        tx: the optimizer of all stages.
+        state: the training state as `jax.ShapeDtypeStruct`s with shardings.
+        parallel: devices and strategy.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        config: Config,
+        inputs: Inputs,
+        tx: optax.GradientTransformation,
+        state: TrainState,
+        parallel: Parallel,
+    ):
+        o = config.optimizer
+        update = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
+        update |= {"loss_reduction": config.loss_reduction, "parallel": parallel}
+        self._inputs, self._device = inputs, distributed.local([*parallel.mesh.devices.flat])[0]
+
+        @functools.cache
+        def start_train(model: ModelConfig, batch: Batch):
+            out = parallel.shardings(state), parallel.replicated
+            step = make_train_step(graph(model), tx, **update)
+            return compiler.start(jax.jit(step, donate_argnums=0, out_shardings=out), state, batch)
+
+        @functools.cache
+        def start_eval(model: ModelConfig):
+            step = make_eval_step(graph(model.for_evaluation()), parallel)
+            function = jax.jit(step, out_shardings=parallel.replicated)
+            return compiler.start(function, state.params, inputs.abstract_val_batch())
+
+        @functools.cache
+        def clipping(model: ModelConfig):  # compiles at its first call
+            counts = make_clipping_step(graph(model), parallel)
+            return jax.jit(counts, compiler_options=compiler_options())
+
+        self._start_train, self._start_eval, self._clipping = start_train, start_eval, clipping
+
+    def __call__(self, stage: Config) -> tuple[Callable, Callable]:
+        """Return both executables for the config of a stage.
+
+        Raises:
+            ConfigError: as in `compile_to_fit`.
+        """
+
+        evaluated = self.start(stage)
+        step = compile_to_fit(lambda size: self._train(stage, size)(), stage, self._device)
+        return step, evaluated()
+
+    def start(self, stage: Config) -> Callable[[], jax.stages.Compiled]:
+        """Compile both executables in threads; return a function that waits for the second."""
+        self._train(stage, stage.micro_batch)
+        return self._start_eval(stage.model)
+
+    def _train(self, stage: Config, micro_batch: int) -> Callable[[], jax.stages.Compiled]:
+        batch = self._inputs.abstract_train_batch(stage, micro_batch)
+        return self._start_train(stage.model, batch)
+
+    def clipped(self, model: ModelConfig, state: TrainState, batch: Batch) -> dict[str, float]:
+        """Return the share of the clipped numbers of each FP8 operand."""
+        shares = self._clipping(model)(state.params, batch, state.step)
+        return {name: x.item() for name, x in jax.device_get(shares).items()}
 
 
 class StagedStep:
@@ -276,7 +341,6 @@ class StagedStep:
     def _check(self, number: int, compiled: Future) -> None:
         """Raise ConfigError in all processes if a stage cannot be compiled in one of them."""
         error = compiled.exception()
-        # The state is saved after a ConfigError, therefore any other error becomes a ConfigError.
         reason = error and (str(error) if isinstance(error, ConfigError) else _first_line(error))
         if reasons := [reason for reason in distributed.exchange(reason) if reason]:
             raise ConfigError(f"stage {number} of {self._timeline.total}: {reasons[0]}") from error

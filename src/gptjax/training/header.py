@@ -11,6 +11,7 @@ from gptjax.parallel import Parallel
 from gptjax.stages import Timeline
 from gptjax.training.flops import peak_flops
 from gptjax.training.inputs import Inputs
+from gptjax.training.resume import Resume
 from gptjax.weights.sources import Source
 
 
@@ -20,7 +21,7 @@ def header(
     parallel: Parallel,
     idle_gpu: str | None,
     kernels: dict[str, str],
-    resume_step: int | None,
+    start: Resume,
     processes: list[str],
     source: Source | None,
 ) -> Iterator[tuple[str, object]]:
@@ -30,12 +31,12 @@ def header(
         parallel: the devices and the strategy.
         idle_gpu: reason why a GPU of this machine is not used; None if all are used.
         kernels: back end of each part of the model.
-        resume_step: step of the checkpoint to resume from, if any.
+        start: the checkpoint to resume from, if any.
         processes: a line for each process.
         source: the model with the initial parameters, if any.
     """
     model, dataset = config.model, inputs.dataset
-    begin = "from the beginning" if resume_step is None else f"resuming from step {resume_step}"
+    begin = "from the beginning" if start.step is None else f"resuming from step {start.step}"
     yield "run", f"{config.run_dir}, {begin}"
     idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
     yield "device", f"{parallel.devices} × {parallel.mesh.devices.flat[0].device_kind}{idle}"

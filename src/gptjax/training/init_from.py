@@ -13,17 +13,19 @@ import optax
 from jaxtyping import PyTree
 
 from gptjax import distributed
-from gptjax.config import Config, ConfigError
+from gptjax.config import Config, ConfigError, model_from_json
 from gptjax.data import Dataset
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.parallel import Parallel
+from gptjax.training.resume import Resume
 from gptjax.training.step import TrainState, init_state
 from gptjax.weights import sources
-from gptjax.weights.errors import WeightsError
 from gptjax.weights.sources import Source
 
 
-def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config, Source | None]:
+def resolve(
+    config: Config, given: frozenset[str] = frozenset(), start: Resume | None = None
+) -> tuple[Config, Source | None]:
     """Return the config with the shape of the model at `init_from`, and the source of this model.
 
     If the run has a checkpoint, the config has the checkpoint's shape, and the second result is
@@ -32,6 +34,7 @@ def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config
     Args:
         given: fields of the model that the user has set, possibly to default values. Any other
             field with its default value is replaced.
+        start: the run's own checkpoint, if there is one; None if not.
 
     Raises:
         ConfigError: the config sets another shape, or a run with this shape is not possible.
@@ -40,11 +43,14 @@ def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config
     """
     if config.init_from is None:
         return config, None
-    own = _own_model(config)
-    if own is not None:
+    kind = type(config.model)
+    if start is not None and start.step is not None:
+        try:
+            own = model_from_json(sources.last_stage(start.folder, start.meta), kind)
+        except ConfigError:  # another architecture, which `Resume.check` reports
+            return config, None
         return _with_model(config, own, given), None
     source = sources.find(config.init_from)
-    kind = type(config.model)
     if source.architecture != kind.__name__:
         raise ConfigError(
             f"--init-from {source} has a model of {source.architecture}, and the config has a "
@@ -55,17 +61,6 @@ def resolve(config: Config, given: frozenset[str] = frozenset()) -> tuple[Config
     resolved = _with_model(config, model, given)
     _refuse_conflicts(source, model, resolved.model)
     return resolved, source
-
-
-def _own_model(config: Config) -> ModelConfig | None:
-    """Return the model in the metadata of the run's newest readable checkpoint, or None."""
-    folder = config.run_dir / sources.CHECKPOINTS
-    for step in sources.checkpoint_files.steps(folder) if folder.is_dir() else ():
-        try:
-            return sources.find(folder / str(step)).config(kind=type(config.model))
-        except WeightsError:
-            continue  # `resume.find` reports the error
-    return None
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:

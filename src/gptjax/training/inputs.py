@@ -15,8 +15,6 @@ from gptjax.data import Batch
 from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.models.base import count_targets
 from gptjax.stages import Span, Timeline
-from gptjax.weights import checkpoint_files
-from gptjax.weights.sources import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +38,11 @@ class Inputs:
     packed: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def find(cls, config: Config, mesh: Mesh) -> "Inputs":
+    def find(cls, config: Config, mesh: Mesh, *, resumed: bool = False) -> "Inputs":
         """Find the dataset that the config names, and check that it fits the run.
+
+        Args:
+            resumed: whether the run resumes from a checkpoint.
 
         Raises:
             ConfigError: the batch is not divisible by the devices, samples cannot be decoded, the
@@ -49,8 +50,6 @@ class Inputs:
             DataError: the dataset is missing or damaged, or does not fit the model.
         """
         timeline = Timeline(config)
-        folder = config.run_dir / CHECKPOINTS
-        resumed = folder.is_dir() and bool(checkpoint_files.steps(folder))
         lengths = [config.sequence_length]
         for span in timeline.spans:
             lengths.append(span.config.sequence_length)

@@ -36,32 +36,20 @@ def peak_bytes(device: jax.Device) -> int | None:
     return stats.get("peak_bytes_in_use") if stats else None
 
 
-class MemoryFullError(RuntimeError):
-    """A device's memory is full during training, although a step fits."""
-
-
 def is_full(error: jax.errors.JaxRuntimeError) -> bool:
     """Return whether an error of JAX says that a device's memory is full."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def full_error(step: int, needed: int, available: int, kept: int | None) -> MemoryFullError:
-    """Return the error of a full memory, with advice.
+def full(compiled: jax.stages.Compiled, device: jax.Device) -> str:
+    """Return a sentence for a device whose memory is full, although a step fits.
 
     The temporary arrays of a step are one contiguous block, and the free memory may be fragmented:
     on an H200, a step that needed 21.36 of 30.8 GiB failed.
-
-    Args:
-        step: step in which the error was raised.
-        needed, available: bytes that a step needs, and that JAX may allocate.
-        kept: step of the newest checkpoint, if any.
     """
-    checkpoint = "There is no checkpoint yet"
-    if kept is not None:
-        checkpoint = f"The same command resumes from the checkpoint of step {kept}"
-    return MemoryFullError(
-        f"stopped at step {step}: out of device memory. A step needs {needed / GIB:.2f} of "
-        f"{available / GIB:.1f} GiB, mostly as one contiguous block, and the free memory is "
-        "fragmented. Choose a smaller --micro-batch, or set the environment variable "
-        f"TF_GPU_ALLOCATOR=cuda_malloc_async. {checkpoint}"
+    return (
+        f"out of device memory. A step needs {needed_bytes(compiled) / GIB:.2f} of "
+        f"{available_bytes(device) / GIB:.1f} GiB, mostly as one contiguous block, and the free "
+        "memory is fragmented. Choose a smaller --micro-batch, or set the environment variable "
+        "TF_GPU_ALLOCATOR=cuda_malloc_async"
     )

@@ -4,18 +4,23 @@ import contextlib
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
+from gptjax import config as configuration
+from gptjax import provenance
 from gptjax.config import Config
 from gptjax.distributed import SharedStop
 from gptjax.stages import Timeline
+from gptjax.terminal import printable
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.flops import Throughput, mfu
 from gptjax.training.run_log import RunLog
 from gptjax.training.status_line import StatusLine
+from gptjax.weights.sources import Source
 
 # Number of consecutive updates with NaN or infinity at which the run stops.
 MOST_NOT_FINITE = 50
@@ -76,6 +81,29 @@ class Progress:
     def write(self, kind: str, step: int, **fields) -> None:
         """Write a line of the log; `tokens` follows from the step."""
         self._log.write(kind, step, self._timeline.tokens(step), **fields)
+
+    def started(
+        self, kernels: dict[str, str], changes: dict[str, tuple[Any, Any]], source: Source | None
+    ) -> None:
+        """Log the beginning of the run, or of its continuation.
+
+        Args:
+            kernels: back end of each part of the model.
+            changes: options changed with --resume-with-changes.
+            source: the model with the initial parameters, if any.
+        """
+        self.write(
+            "event",
+            self.step,
+            event="start",
+            device=self._devices[0].device_kind,
+            devices=len(self._devices),
+            kernels=kernels,
+            **provenance.of_process(),
+            config=configuration.to_json(self._config),
+            changes=changes,
+            init_from=source.identity() if source else None,
+        )
 
     def submit(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Store the metrics of a dispatched step. Call `read` for the previous step first."""
@@ -161,6 +189,14 @@ class Progress:
         self._status.evaluated(
             {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
         )
+
+    def sampled(self, step: int, text: str | None) -> None:
+        """Log and show a sampled text, if this process has one."""
+        if text is None:
+            return
+        self.write("sample", step, text=text)
+        # Control characters would change the terminal.
+        self._console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
 
     def clipped(self, step: int, shares: dict[str, float]) -> None:
         """Log the share of clipped numbers of each FP8 operand, and show the greatest if it is not

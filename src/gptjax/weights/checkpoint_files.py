@@ -2,8 +2,11 @@
 
 `gptjax.training.checkpoint` writes the files. The folder of a step contains
 
-    meta/metadata    JSON: format, step, config, data position, digests of all arrays, checksum
+    meta/metadata    JSON: format, step, config, data position, arrays, digests of files, checksum
     state/           Orbax's arrays: step, params, opt_state, rng, …
+
+The digest of a file is the SHA-256 of the SHA-256 digests of its pieces of 16 MiB: the pieces are
+read and hashed in parallel.
 """
 
 import functools
@@ -11,7 +14,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +26,18 @@ from flax import traverse_util
 from jaxtyping import PyTree
 
 from gptjax.optim import low_precision
-from gptjax.weights.digests import digests, dtype_and_shape, leaves_by_path
 from gptjax.weights.errors import CheckpointError, DamagedError
 
-FORMAT = "gptjax checkpoint 2"
-WITHOUT_DIGESTS = "gptjax checkpoint 1"
+FORMAT = "gptjax checkpoint 3"
+# With digests of arrays, which are not verified any more; saved up to commit f85193a.
+OLDER_FORMAT = "gptjax checkpoint 2"
 METADATA = Path("meta", "metadata")
 STATE = "state"
 PARAMS = "params"
 # Lower halves of parameters whose upper halves are in PARAMS, with --optimizer.param-storage.
 LOW = ("opt_state", "low")
+
+_PIECE = 2**24
 
 
 def steps(folder: Path) -> list[int]:
@@ -43,6 +49,8 @@ def steps(folder: Path) -> list[int]:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the metadata of a checkpoint after verifying the checksum.
+
+    "arrays" has dtype and shape of each array by path, such as "float32[50304, 768]".
 
     Args:
         folder: folder of the step. If its name is a number, the checkpoint must be of this step.
@@ -59,20 +67,55 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise damaged(folder, first_line(error)) from error
     if not isinstance(meta, dict):
         raise damaged(folder, f"its metadata is a {type(meta).__name__}, expected an object")
-    if meta.get("format") == WITHOUT_DIGESTS and "digests" not in meta:
-        return meta
+    if meta.get("format") not in (FORMAT, OLDER_FORMAT):
+        raise CheckpointError(
+            f"{folder} is not a checkpoint that this version of gptjax reads: expected {FORMAT!r}, "
+            f"found {meta.get('format')!r}. Commit f85193a reads 'gptjax checkpoint 1'"
+        )
     if meta.get("checksum") != checksum(meta):
         raise damaged(folder, "the checksum of its metadata is wrong")
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint of this program: "
-            f"expected {FORMAT!r}, found {meta.get('format')!r}"
-        )
     if not isinstance(step := meta.get("step"), int):
         raise damaged(folder, "its metadata has no step")
     if folder.name.isdecimal() and step != int(folder.name):
         raise damaged(folder, f"it was saved as step {step}; rename the folder to {step}")
+    if meta["format"] == OLDER_FORMAT:
+        meta["arrays"] = {path: text.rpartition(" ")[0] for path, text in meta["digests"].items()}
     return meta
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return the metadata of a checkpoint after comparing all files with their digests.
+
+    Raises:
+        DamagedError: a file is missing, or changed after the checkpoint was saved.
+        CheckpointError: the checkpoint has another format.
+    """
+    meta = read_meta(folder)
+    wanted = meta.get("files", {})
+    try:
+        found = file_digests(folder, wanted)
+    except OSError as error:
+        raise damaged(folder, f"{error.strerror}: {error.filename}") from error
+    if changed := [name for name in wanted if found[name] != wanted[name]]:
+        raise damaged(folder, f"the digest of {few(changed)} is wrong")
+    return meta
+
+
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each file, by its path inside the folder."""
+    hashes = {name: hashlib.sha256() for name in names}
+    sizes = {name: (folder / name).stat().st_size for name in hashes}
+    pieces = [(name, at) for name, size in sizes.items() for at in range(0, size, _PIECE)]
+
+    def digest(piece: tuple[str, int]) -> bytes:
+        with (folder / piece[0]).open("rb") as file:
+            file.seek(piece[1])
+            return hashlib.sha256(file.read(_PIECE)).digest()
+
+    with ThreadPoolExecutor() as pool:
+        for (name, _), one in zip(pieces, pool.map(digest, pieces), strict=True):
+            hashes[name].update(one)
+    return {name: one.hexdigest() for name, one in hashes.items()}
 
 
 def check_regular(folder: Path, files: str = "**/*") -> None:
@@ -90,7 +133,7 @@ def check_regular(folder: Path, files: str = "**/*") -> None:
 
 
 def read_params(folder: Path, like: Mapping) -> dict:
-    """Return the parameters of a checkpoint after verifying the digest of each array.
+    """Return the parameters of a checkpoint after verifying its files.
 
     Arrays are found by name: the order of the names has no meaning. A parameter that is stored as
     two halves is joined. No other array of the checkpoint is read.
@@ -100,31 +143,28 @@ def read_params(folder: Path, like: Mapping) -> dict:
         like: nested dict of `jax.ShapeDtypeStruct`s with the shardings of the result.
 
     Raises:
-        DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
+        DamagedError: the checkpoint cannot be read, or changed after it was saved.
         CheckpointError: the parameters differ in name, shape or dtype from `like`.
     """
-    meta = read_meta(folder)
+    meta = verify(folder)
     keys: dict[tuple, Any] = traverse_util.flatten_dict(dict(like))
-    saved = saved_arrays(meta) if "digests" in meta else _described(folder)
-    halves = {key for key in keys if _is_split(key, meta, saved)}
+    halves = {key for key in keys if _is_split(key, meta)}
     wanted = {(PARAMS, *key): _as(jnp.bfloat16, x, key in halves) for key, x in keys.items()}
     wanted |= {(*LOW, *key): _as(jnp.uint16, keys[key]) for key in halves}
     tree = traverse_util.unflatten_dict(wanted)
     read = (f"{PARAMS}.", f"{_dotted(*LOW)}.") if halves else f"{PARAMS}."
-    saved = {path: text for path, text in saved.items() if path.startswith(read)}
+    saved = {path: text for path, text in meta["arrays"].items() if path.startswith(read)}
     compare(folder, saved, tree, needs="its config")
-    found = _restore(folder, tree)
-    verify(folder, meta, found)
-    by_path = leaves_by_path(found)
+    by_path = leaves_by_path(restore(folder, tree))
     params = {key: by_path[_dotted(PARAMS, *key)] for key in keys}
     params |= {key: _join(params[key], by_path[_dotted(*LOW, *key)]) for key in halves}
     return traverse_util.unflatten_dict(params)
 
 
-def _is_split(key: tuple, meta: dict[str, Any], saved: dict[str, str]) -> bool:
+def _is_split(key: tuple, meta: dict[str, Any]) -> bool:
     """Return whether a checkpoint has a parameter as two halves."""
     storage = (meta.get("config") or {}).get("optimizer.param_storage")
-    return storage == "bf16_mantissa" and _dotted(*LOW, *key) in saved
+    return storage == "bf16_mantissa" and _dotted(*LOW, *key) in meta["arrays"]
 
 
 def _as(dtype: Any, x: jax.ShapeDtypeStruct, changes: bool = True) -> jax.ShapeDtypeStruct:
@@ -139,51 +179,24 @@ def _dotted(*key: str | int) -> str:
 _join = functools.partial(low_precision.join, rounding="nearest")
 
 
-def params_like(folder: Path, meta: dict[str, Any]) -> dict:
+def params_like(meta: dict[str, Any]) -> dict:
     """Return the parameters of a checkpoint as `jax.ShapeDtypeStruct`s on JAX's default device.
 
-    No model is needed, because the digests contain the shapes. All keys are strings, even block
-    indices.
-
-    Raises:
-        CheckpointError: the checkpoint has no digests.
+    No model is needed. All keys are strings, even block indices.
     """
-    if "digests" not in meta:
-        raise CheckpointError(
-            f"{folder} has no digests: it was saved by an older version of gptjax"
-        )
-    sharding, like, saved = jnp.zeros(()).sharding, {}, saved_arrays(meta)
-    for path, text in saved.items():
+    sharding, like = jnp.zeros(()).sharding, {}
+    for path, text in meta["arrays"].items():
         first, *key = path.split(".")
         if first == PARAMS:
             dtype, _, sizes = text[:-1].partition("[")
-            dtype = jnp.float32 if _is_split((*key,), meta, saved) else jnp.dtype(dtype)
+            dtype = jnp.float32 if _is_split((*key,), meta) else jnp.dtype(dtype)
             shape = tuple(int(size) for size in sizes.split(",") if size)
             like[(*key,)] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return traverse_util.unflatten_dict(like)
 
 
-def verify_all(folder: Path) -> dict[str, Any]:
-    """Read all arrays of a checkpoint and verify their digests; return the metadata.
-
-    Raises:
-        DamagedError: the checkpoint cannot be read, or an array changed after it was saved.
-        CheckpointError: the checkpoint has another format.
-    """
-    meta, sharding = read_meta(folder), jnp.zeros(()).sharding
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _description(folder)
-    )
-    if "digests" in meta and (lost := meta["digests"].keys() - leaves_by_path(like).keys()):
-        raise damaged(folder, f"{few(sorted(lost))} are missing")
-    verify(folder, meta, _restore(folder, like))
-    return meta
-
-
 def check_readable(folder: Path, params: Mapping) -> None:
-    """Verify the metadata, the list of arrays, and the smallest parameter of a checkpoint.
-
-    The other arrays are not read: the time does not grow with their size.
+    """Verify all files of a checkpoint, and read the smallest parameter.
 
     Args:
         folder: folder of the step.
@@ -192,32 +205,13 @@ def check_readable(folder: Path, params: Mapping) -> None:
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    meta = read_meta(folder)
-    if lost := meta.get("digests", {}).keys() - _described(folder).keys():
-        raise damaged(folder, f"{few(sorted(lost))} are missing")
+    verify(folder)
     arrays: dict[tuple, Any] = traverse_util.flatten_dict({PARAMS: dict(params)})
     key = min(arrays, key=lambda key: arrays[key].size)
-    verify(folder, meta, _restore(folder, traverse_util.unflatten_dict({key: arrays[key]})))
+    restore(folder, traverse_util.unflatten_dict({key: arrays[key]}))
 
 
-def _description(folder: Path) -> PyTree:
-    """Return Orbax's description of all arrays: a tree of objects with shape and dtype."""
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.metadata(folder.absolute() / STATE).item_metadata.tree
-    # Orbax's threads and C++ store raise errors of many types.
-    except Exception as error:
-        raise damaged(folder, first_line(error)) from error
-
-
-def _described(folder: Path) -> dict[str, str]:
-    """Return dtype and shape of each array, by path, for a checkpoint without digests."""
-    return {
-        path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(_description(folder)).items()
-    }
-
-
-def _restore(folder: Path, like: PyTree) -> PyTree:
+def restore(folder: Path, like: PyTree) -> PyTree:
     """Return the arrays of `like`, which may be a part of the saved tree."""
     arguments = ocp.args.PyTreeRestore(
         item=like,
@@ -227,25 +221,9 @@ def _restore(folder: Path, like: PyTree) -> PyTree:
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             return reader.restore(folder.absolute() / STATE, args=arguments)
+    # Orbax's threads and C++ store raise errors of many types.
     except Exception as error:
         raise damaged(folder, first_line(error)) from error
-
-
-def verify(folder: Path, meta: dict[str, Any], arrays: PyTree) -> None:
-    """Raise DamagedError if an array changed after it was saved."""
-    if "digests" in meta:
-        found = digests(arrays)[0]
-        if changed := [path for path in found if found[path] != meta["digests"].get(path)]:
-            raise damaged(folder, f"the digest of {few(changed)} is wrong")
-
-
-def saved_arrays(meta: dict[str, Any]) -> dict[str, str]:
-    """Return dtype and shape of each array of a checkpoint with digests, by path.
-
-    Orbax's description of the arrays has the same content. For the 1,747 arrays of GPT-2 1558M,
-    reading the description takes 0.7 s, a seventh of the restore.
-    """
-    return {path: text.rpartition(" ")[0] for path, text in meta["digests"].items()}
 
 
 def compare(folder: Path, saved: dict[str, str], like: PyTree, *, needs: str) -> None:
@@ -255,7 +233,7 @@ def compare(folder: Path, saved: dict[str, str], like: PyTree, *, needs: str) ->
         saved: dtype and shape of each array, by path.
         needs: name of the owner of `like`, for the message.
     """
-    wanted = {path: dtype_and_shape(leaf) for path, leaf in leaves_by_path(like).items()}
+    wanted = arrays_of(like)
     lines = [
         f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, {needs} needs "
         f"{wanted.get(name, 'nothing')}"
@@ -266,6 +244,17 @@ def compare(folder: Path, saved: dict[str, str], like: PyTree, *, needs: str) ->
         more = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
         shown = "\n".join(lines[:10] + more)
         raise CheckpointError(f"{folder} does not fit {needs}:\n{shown}")
+
+
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by path, such as "params.blocks.0.attn.c_attn.kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def arrays_of(tree: PyTree) -> dict[str, str]:
+    """Return dtype and shape of each array or `jax.ShapeDtypeStruct`, by path."""
+    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves_by_path(tree).items()}
 
 
 def damaged(folder: Path, reason: str) -> DamagedError:

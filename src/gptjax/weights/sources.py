@@ -117,8 +117,15 @@ class File(Source):
         return ", ".join(f"{path.name} {path.stat().st_size}" for path in paths)
 
 
+@dataclasses.dataclass(frozen=True)
 class Checkpoint(Source):
-    """A checkpoint of a run."""
+    """A checkpoint of a run.
+
+    Attributes:
+        meta: from `checkpoint_files.read_meta`.
+    """
+
+    meta: dict[str, Any] = dataclasses.field(repr=False, compare=False)
 
     def config(self, *, precision=None, kind=None, **options) -> ModelConfig:
         try:
@@ -134,7 +141,8 @@ class Checkpoint(Source):
         changes = {f.name: f.default for f in fields if f.name in kind.operational} | options
         changes |= {} if precision is None else {"precision": precision}
         try:
-            return model_from_json(self._saved_config(), kind, **changes)
+            flat = last_stage(self.path, self.meta)
+            return model_from_json(flat, kind, **changes)
         except ConfigError as error:
             raise WeightsError(f"{self}: {error}") from error
 
@@ -142,19 +150,23 @@ class Checkpoint(Source):
         return checkpoint_files.read_params(self.path, like or on_default_device(config))
 
     def identity(self) -> str:
-        meta = checkpoint_files.read_meta(self.path)
-        return f"step {meta.get('step')}, {meta.get('checksum')}"
+        return f"step {self.meta['step']}, {self.meta['checksum']}"
 
-    def _saved_config(self) -> dict[str, Any]:
-        """Return the run's config with the model of the last stage that the checkpoint reached."""
-        meta = checkpoint_files.read_meta(self.path)
-        if (number := (meta.get("data") or {}).get("stage")) is None:
-            return meta["config"]
-        try:
-            model = meta["config"]["stages"][number - 1].get("model", {})
-        except (LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self}: expected stage {number} in its config") from error
-        return meta["config"] | {f"model.{name}": value for name, value in model.items()}
+
+def last_stage(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's config with the model of the last stage that the checkpoint reached.
+
+    Args:
+        folder: folder of the checkpoint, for an error.
+        meta: metadata of the checkpoint.
+    """
+    if (number := (meta.get("data") or {}).get("stage")) is None:
+        return meta["config"]
+    try:
+        model = meta["config"]["stages"][number - 1].get("model", {})
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{shown(folder)}: expected stage {number} in its config") from error
+    return meta["config"] | {f"model.{name}": value for name, value in model.items()}
 
 
 def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
@@ -244,7 +256,8 @@ def _checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{shown(folder)}: expected the config of a run, found none")
     data = meta.get("data") or {}
     tokenizer = (data.get("dataset") or {}).get("tokenizer")
-    return Checkpoint(folder, config["model"], tokenizer if tokenizer in TOKENIZERS else None)
+    known = tokenizer if tokenizer in TOKENIZERS else None
+    return Checkpoint(folder, config["model"], known, meta)
 
 
 def other_steps(folder: Path) -> str:

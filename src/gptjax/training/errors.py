@@ -1,0 +1,83 @@
+"""Errors of a run as sentences for the user."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import jax
+
+from gptjax import devices, distributed
+from gptjax.config import ConfigError
+from gptjax.data import DataError
+from gptjax.terminal import printable
+from gptjax.training import memory
+from gptjax.training.checkpoint import Checkpoints, NotFiniteError
+from gptjax.training.compilation import StagedStep
+from gptjax.training.lock import LockedError
+from gptjax.training.progress import Progress
+from gptjax.training.run_log import LogError
+from gptjax.weights.errors import CheckpointError, WeightsError
+
+
+class StoppedError(RuntimeError):
+    """Error that ended training and that the user can correct."""
+
+
+# Errors that the user can correct are printed as one sentence. Other exceptions are bugs.
+USER_ERRORS = (
+    *(ConfigError, DataError, LockedError, LogError, NotFiniteError, OSError, StoppedError),
+    *(WeightsError, devices.DeviceError, distributed.DistributedError),
+)
+
+
+@contextlib.contextmanager
+def of_training(
+    progress: Progress, checkpoints: Checkpoints, steps: StagedStep, device: jax.Device
+) -> Iterator[None]:
+    """Wait for the save in progress, and name step, reason and newest checkpoint of an error.
+
+    Raises:
+        NotFiniteError: the loss, its gradient or the state is not finite.
+        StoppedError: another error that the user can correct.
+    """
+    try:
+        yield
+        checkpoints.wait()
+    except Exception as error:
+        if isinstance(error, CheckpointError):
+            raise
+        checkpoints.wait()
+        kept = checkpoints.latest_step()
+        if isinstance(error, NotFiniteError):
+            raise progress.stop_not_finite(error, progress.step, kept) from error
+        if isinstance(error, jax.errors.JaxRuntimeError) and memory.is_full(error):
+            reason = memory.full(steps.at(progress.step)[0], device)
+        elif isinstance(error, (OSError, DataError, ConfigError)):
+            reason = getattr(error, "strerror", None) or error
+        else:
+            raise
+        newest = "there is no checkpoint yet"
+        if kept is not None:
+            newest = f"the same command resumes from the checkpoint of step {kept}"
+        raise StoppedError(f"stopped at step {progress.step}: {reason}; {newest}") from error
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run `train.py` and return the exit code; an error ends all processes of the run."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        distributed.finish()
+    except USER_ERRORS as error:
+        with contextlib.suppress(OSError):
+            print(f"error: {printable(distributed.explain(error))}", file=sys.stderr, flush=True)
+        distributed.report(str(error))
+        pipe = BrokenPipeError in (type(error), type(error.__cause__))
+        # Exit at once: threads of a failed save or restore would print tracebacks afterwards.
+        os._exit(128 + signal.SIGPIPE if pipe else 1)
+    except Exception as error:
+        distributed.end_at_once(error)
+        raise
+    return code
