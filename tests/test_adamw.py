@@ -38,6 +38,7 @@ def numpy_adamw(
     ("clip_norm", "decay"),
     [
         (0.5, {}),
+        (0.5, {"eps": 0.1}),
         (1e9, {"decay_form": "lr_squared"}),
         (1e9, {"decay_form": "lr_squared", "cautious_decay": True}),
     ],

@@ -191,6 +191,7 @@ def test_validation_shards(tmp_path, both, scorer):
     losses = -np.array(losses)
     assert found.tokens == len(ids) - 1
     assert found.bytes == sum(len(text.encode()) for text in texts) == found.tokens - 3
+    assert found.bits_per_byte == pytest.approx(found.text_nats / math.log(2) / found.bytes)
     assert found.nats == pytest.approx(losses.sum(), rel=1e-6)
     assert found.text_nats == pytest.approx(losses[ids[1:] != 256].sum())
     assert found.text_nats < found.nats - 1

@@ -207,6 +207,9 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
     np.testing.assert_array_equal(one, same)
     np.testing.assert_array_equal(longer[:, :14], one)
     assert (one[:, 4:] != other[:, 4:]).any() and (one[0] != one[1]).any()
+    uniform = np.asarray(generate(model, prompt_BT, max_new_tokens=10, temperature=1e30, key=KEY))
+    neighbours = uniform[:, 4:-1], uniform[:, 5:]
+    assert np.not_equal(*neighbours).any(0).all(), "each position has a random number of its own"
     np.testing.assert_array_equal(one[:, :4], prompt_BT)
 
 

@@ -200,6 +200,8 @@ def test_an_outlier_skips_its_update_and_the_window_remembers(which):
     )
     moments = lambda s: [x for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.float32]  # noqa: E731
     assert all(bool((a == b).all()) for a, b in zip(moments(after), moments(state), strict=True))
+    counts = lambda s: [int(x) for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.int32]  # noqa: E731
+    assert counts(after) == [count + 1 for count in counts(state)], "of the learning rate"
     assert int(after.step) == 1 and int(after.loss_window.count) == WINDOW + 1
     _, never = adamw_step()
     moved, metrics = never(state, windows(1, 4))

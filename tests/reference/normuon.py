@@ -3,7 +3,14 @@
 import numpy as np
 import torch
 
-from gptjax.optim.polar_express import POLAR_EXPRESS
+# Amsel et al., "The Polar Express", 2025, as modded-nanogpt prints them: not imported from gptjax.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
 
 def polar_express(x, coefficients=POLAR_EXPRESS, steps=5, margin=1.02, rounded=lambda x: x):
