@@ -1,7 +1,7 @@
 """Several processes that train one model, through `jax.distributed`.
 
 Process 0 hosts JAX's coordination service. The processes compare their configs, code and data
-through the service's key-value store before training starts. Heartbeats detect a dead process.
+before training starts. Heartbeats detect a dead process, and end the others.
 """
 
 import contextlib
@@ -9,21 +9,19 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed as jax_distributed
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -42,8 +40,6 @@ _SAY_SECONDS = 10
 HEARTBEAT_SECONDS = 30
 # Seconds for which a finished process waits for the other processes.
 FINISH_SECONDS = 300
-# Seconds for which process 0, after an error, serves the message to the other processes.
-_ERROR_SECONDS = 2
 
 # Added to XLA_FLAGS unless a flag is set. An NCCL collective that a peer does not join ends the
 # process; without sharded autotuning, no process waits for the compilation in another process.
@@ -56,7 +52,6 @@ PER_PROCESS = frozenset(
     "distributed coordinator process_count process_index connect_timeout data_dir dataset "
     "compilation_cache".split()
 )
-_PREFIX, _ERRORS = "gptjax/", "gptjax/error/"
 
 
 class DistributedError(RuntimeError):
@@ -124,20 +119,6 @@ def _connect(config: Config) -> None:
     _end_with_a_message(ENDED)
     if _has_all_gpus():
         jax.config.update("jax_cuda_visible_devices", "all")
-    _check_count(seconds)
-
-
-def _check_count(seconds: int) -> None:
-    """Refuse a process that expects another process count than process 0: it would wait forever."""
-    state, key = jax_distributed.global_state, f"{_PREFIX}count"
-    if state.process_id == 0:
-        state.client.key_value_set(key, str(state.num_processes))
-    first = state.client.blocking_key_value_get(key, seconds * 1000)
-    if int(first) != state.num_processes:
-        raise DistributedError(
-            f"process {state.process_id} was started with a process count of "
-            f"{state.num_processes}, process 0 with {first}: give the same number to all"
-        )
 
 
 ENDED = (
@@ -153,7 +134,7 @@ def _host() -> str:
 
 def is_initialized() -> bool:
     """Return whether this process is one of several."""
-    return jax_distributed.global_state.client is not None
+    return jax.distributed.is_initialized()
 
 
 def _place(config: Config) -> tuple[str | None, int | None, int | None]:
@@ -223,9 +204,6 @@ def _end_with_a_message(message: str) -> None:
     install(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))
 
 
-_exchanges = itertools.count()
-
-
 def exchange(value: Any) -> list[Any]:
     """Return the values of all processes, ordered by index. Every process must call this function.
 
@@ -233,19 +211,20 @@ def exchange(value: Any) -> list[Any]:
         value: JSON.
 
     Raises:
-        DistributedError: another process has ended with an error.
+        DistributedError: the processes have different numbers of devices.
     """
     if not is_initialized():
         return [value]
-    state, folder = jax_distributed.global_state, f"{_PREFIX}{next(_exchanges)}/"
-    state.client.key_value_set(f"{folder}{state.process_id}", json.dumps(value))
-    while True:
-        for _, error in state.client.key_value_dir_get(_ERRORS):
-            raise DistributedError(error)
-        found = dict(state.client.key_value_dir_get(folder))
-        if len(found) == state.num_processes:
-            return [json.loads(found[f"{folder}{i}"]) for i in range(state.num_processes)]
-        time.sleep(0.05)
+    count, own, total = jax.process_count(), jax.local_device_count(), jax.device_count()
+    if total != count * own:
+        raise DistributedError(
+            f"expected the same number of devices in all {count} processes, found {own} in process "
+            f"{jax.process_index()} on {_host()} and {total} in total"
+        )
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = process_allgather(np.int32(len(text)))
+    texts = process_allgather(np.pad(text, (0, lengths.max() - len(text))))
+    return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
 
 
 def check_alike(value: dict[str, Any]) -> None:
@@ -366,19 +345,6 @@ class SharedStop:
         self._number = values.pop("stop", 0) or self._number
 
 
-def report(message: str) -> None:
-    """Send an error to the processes that wait in `exchange`, and end this process at once."""
-    if not is_initialized():
-        return
-    state = jax_distributed.global_state
-    text = f"process {state.process_id} on {_host()} ended: {message}"
-    with contextlib.suppress(Exception):  # the connection may have failed
-        if not state.client.key_value_dir_get(_ERRORS):
-            state.client.key_value_set(f"{_ERRORS}{state.process_id}", text)
-    if state.process_id == 0:  # process 0 hosts the store
-        time.sleep(_ERROR_SECONDS)
-
-
 def explain(error: BaseException) -> str:
     """Return the text of an error for the user; `ENDED` if a collective failed."""
     lost = is_initialized() and _is_of_lost_peer(error)
@@ -386,8 +352,8 @@ def explain(error: BaseException) -> str:
 
 
 def _is_of_lost_peer(error: BaseException) -> bool:
-    chain = (error, error.__cause__, error.__context__)
-    return any(name in str(e) for e in chain for name in ("Gloo", "NCCL"))
+    chain = " ".join(map(str, (error, error.__cause__, error.__context__)))
+    return any(name in chain for name in ("Gloo", "NCCL", "CoordinationService"))
 
 
 def end_at_once(error: Exception) -> None:

@@ -73,7 +73,6 @@ def run(command: Callable[[], int]) -> int:
     except USER_ERRORS as error:
         with contextlib.suppress(OSError):
             print(f"error: {printable(distributed.explain(error))}", file=sys.stderr, flush=True)
-        distributed.report(str(error))
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
         # Exit at once: threads of a failed save or restore would print tracebacks afterwards.
         os._exit(128 + signal.SIGPIPE if pipe else 1)

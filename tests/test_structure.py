@@ -1,0 +1,127 @@
+"""The imports between files: no circle, no private module of JAX, and one direction of layers."""
+
+import ast
+import functools
+from pathlib import Path
+
+import gptjax
+import pallas_kernels
+
+SRC, KERNELS = (Path(package.__file__).parent for package in (gptjax, pallas_kernels))
+TRAIN = Path(__file__).parent.parent / "train.py"
+# A file of a layer imports files of its own layer and of lower layers only, which stand below it.
+LAYERS = (
+    "bench checkpoints doctor evaluate export plot sample",
+    "distributed training",
+    "evaluation generation weights",
+    "batch_errors cli config fields stages",
+    "models",
+    "optim",
+    "parallel",
+    "data",
+    "devices precision",
+    "files provenance ranges terminal user_folders",
+)
+# Imports that still close a circle or point upwards. Remove an entry together with its import.
+KNOWN_CIRCLES = {
+    ("gptjax.bench.torch_side", "gptjax.bench.torch_generate"),
+    ("gptjax.bench.torch_side", "gptjax.bench.torch_gpt2"),
+    ("gptjax.bench.torch_side", "gptjax.bench.torch_several"),
+    ("gptjax.stages", "gptjax.config"),
+    ("pallas_kernels.classifier.triton", "pallas_kernels.classifier.triton_fp8"),
+    ("pallas_kernels.feed_forward", "pallas_kernels.feed_forward.triton"),
+    ("pallas_kernels.feed_forward", "pallas_kernels.fp8.layers"),
+    ("pallas_kernels.gated_mlp", "pallas_kernels.fp8.gated"),
+    ("pallas_kernels.matmul", "pallas_kernels.fp8.layers"),
+}
+KNOWN_UPWARDS = {("gptjax.training.progress", "gptjax.plot")}
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Return the files of both packages by module."""
+    found = {}
+    for package in (SRC, KERNELS):
+        for path in package.rglob("*.py"):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def names_of(path: Path) -> set[str]:
+    """Return the full names that a file imports, also inside of functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Return the modules of both packages that each module imports."""
+    found = {}
+    for module, path in modules().items():
+        wanted = (name if name in modules() else name.rpartition(".")[0] for name in names_of(path))
+        found[module] = {name for name in wanted if name in modules()} - {module}
+    return found
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Return the modules that `start` imports, directly or through others."""
+    seen, todo = set(), [start]
+    while todo:
+        new = graph[todo.pop()] - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def test_no_circle():
+    edges = {(module, other) for module, others in imports().items() for other in others}
+    assert not KNOWN_CIRCLES - edges, "these imports are gone: remove them from KNOWN_CIRCLES"
+    graph = {module: set() for module in modules()}
+    for module, other in edges - KNOWN_CIRCLES:
+        graph[module].add(other)
+    circles = {module for module in graph if module in reachable(graph, module)}
+    assert not circles, "these modules import each other"
+
+
+def test_no_private_module_of_jax():
+    private = [
+        (str(path), name)
+        for path in (*modules().values(), TRAIN)
+        for name in names_of(path)
+        if name.startswith(("jax.", "jaxlib.")) and any(p[0] == "_" for p in name.split("."))
+    ]
+    assert not private
+
+
+def test_no_import_of_an_upper_layer():
+    rank = {name: i for i, layer in enumerate(LAYERS) for name in layer.split()}
+
+    def room(module: str) -> str:
+        return module.split(".")[1] if "." in module else ""
+
+    of_gptjax = [module for module in modules() if module.startswith("gptjax.")]
+    unknown = {room(module) for module in of_gptjax} - rank.keys()
+    assert not unknown, "add these modules to LAYERS"
+    upwards = {
+        (module, other)
+        for module in of_gptjax
+        for other in imports()[module]
+        if other.startswith("gptjax.") and rank[room(other)] < rank[room(module)]
+    }
+    assert upwards == KNOWN_UPWARDS
+
+
+def test_the_kernels_import_neither_gptjax_nor_from_below_an_operation():
+    for module in modules():
+        if module.split(".")[0] == "pallas_kernels":
+            others = imports()[module]
+            assert not {name for name in others if name.startswith("gptjax")}, module
+            if module.startswith("pallas_kernels._") or module == "pallas_kernels.extend":
+                assert all(name.startswith("pallas_kernels._") for name in others), module
