@@ -1,20 +1,299 @@
-"""Damaged datasets are refused or read correctly (benchmarks/experiments/attacks/shards.py)."""
+"""Damaged datasets are refused, or read correctly.
 
-import importlib
+Each trial copies a small dataset with digests and changes one file: bits, length, header fields,
+zeroed blocks, another file in its place, a directory, FIFO or link, or a field of dataset.json. The
+dataset is then found, validated, and every window of both splits is loaded. In further trials a
+child process loads windows while a shard is truncated or overwritten.
+
+Outcomes: `refused` (a DataError), `same tokens` (the windows are those of the undamaged dataset).
+Failures: `silent wrong` (other windows), `crash` (another exception, or the end of the child
+process by a signal), `hang`, `control characters` (in the error).
+"""
+
 import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+import numpy as np
+from attack_tools import counted
 
-ATTACKS = Path(__file__).parents[1] / "benchmarks" / "experiments" / "attacks"
+from gptjax.data import DataError, Loader, corpora, find_dataset, fixed_batches, prepare_corpus
+from gptjax.data import Options as Preparation
+from gptjax.terminal import printable
+
+LENGTH, BATCH, VOCABULARY = 32, 4, 257
+TIMEOUT = 60
 
 
-def test_damaged_datasets_are_refused(tmp_path, monkeypatch):
-    # As when it is run: the modules that it imports are in the same folder.
-    monkeypatch.syspath_prepend(ATTACKS)
-    module = importlib.import_module("shards")
-    with pytest.raises(SystemExit) as stop:
-        module.main(module.Options(trials=80, concurrent=1, out=tmp_path / "shards.json"))
-    result = json.loads((tmp_path / "shards.json").read_text())
-    assert stop.value.code is False and result["failures"] == []
-    assert set(result["counts"]) == {"refused", "same tokens"} and result["counts"]["refused"] > 60
+class Hang(BaseException):
+    """A trial that does not end."""
+
+
+def make(folder: Path, rng: random.Random) -> Path:
+    """Prepare a dataset with several shards in both splits."""
+    text = folder / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number:02d}.txt").write_text("".join(rng.choices("abcdefgh \n", k=400)))
+    options = Preparation(
+        data_dir=folder, name="original", tokenizer="byte", val_fraction=0.3, shard_tokens=4000
+    )
+    return prepare_corpus("text", corpora.text([text]), options, log=str)
+
+
+def read(folder: Path) -> list[np.ndarray]:
+    """All windows of one epoch and of the validation split, by the path of a training run."""
+    dataset = find_dataset(str(folder), folder.parent, "auto")
+    dataset.validate(VOCABULARY, LENGTH)
+    loader = Loader(
+        dataset.train, sequence_length=LENGTH, batch=BATCH, seed=0, vocab_size=VOCABULARY
+    )
+    with loader:
+        train = [next(loader) for _ in range(loader.windows_per_epoch // BATCH)]
+    return train + fixed_batches(
+        dataset.val, sequence_length=LENGTH, batch=1, count=10**6, vocab_size=VOCABULARY
+    )
+
+
+# -------------------------------------------------------------------------------- changes to a file
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip_bits(path: Path, rng: random.Random) -> None:
+    for _ in range(rng.choice((1, 1, 2, 100))):
+        content = path.read_bytes()
+        at = rng.randrange(len(content))
+        overwrite(path, at, bytes([content[at] ^ 1 << rng.randrange(8)]))
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.choice((0, 1, 1023, 1024, 1025, rng.randrange(path.stat().st_size))))
+
+
+def extend(path: Path, rng: random.Random) -> None:
+    with path.open("ab") as file:
+        file.write(rng.randbytes(rng.choice((1, 2, 1024, 5000))))
+
+
+def zero_block(path: Path, rng: random.Random) -> None:
+    at = rng.randrange(path.stat().st_size)
+    overwrite(path, at, bytes(min(rng.choice((2, 64, 512, 4096)), path.stat().st_size - at)))
+
+
+def random_block(path: Path, rng: random.Random) -> None:
+    """Tokens that are in the vocabulary."""
+    count = (path.stat().st_size - 1024) // 2
+    overwrite(path, 1024, np.array(rng.choices(range(VOCABULARY), k=count), "<u2").tobytes())
+
+
+def header_field(path: Path, rng: random.Random) -> None:
+    value = rng.choice(
+        (0, 1, -1, 2**31 - 1, -(2**31), rng.randrange(-(2**31), 2**31), rng.randrange(9000))
+    )
+    overwrite(
+        path,
+        4 * rng.choice((0, 1, 2, rng.randrange(256))),
+        value.to_bytes(4, "little", signed=True),
+    )
+
+
+def empty_shard(path: Path, rng: random.Random) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 0
+    path.write_bytes(header.tobytes())
+
+
+def other_shard(path: Path, rng: random.Random) -> None:
+    """Two shards exchange their contents."""
+    other = rng.choice([p for p in path.parent.glob("*.bin") if p != path])
+    path.rename(path.with_suffix(".swap"))
+    other.rename(path)
+    path.with_suffix(".swap").rename(other)
+
+
+def removed(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def directory(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def fifo(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path, rng: random.Random) -> None:
+    """A link to a copy, a device, itself, nothing, or another file."""
+    copy = path.rename(path.with_suffix(".moved"))
+    others = sorted(path.parent.glob("*.bin"))
+    path.symlink_to(rng.choice([copy, copy, "/dev/zero", "/dev/tty", path, "nowhere", *others]))
+
+
+def json_field(path: Path, rng: random.Random) -> None:
+    """Another value for one field of dataset.json, or the field removed."""
+    said = json.loads(path.read_text())
+    shard = said["shards"][rng.choice(sorted(said["shards"]))]
+    where = rng.choice((said, shard, shard))
+    name = rng.choice(sorted(where))
+    values = (
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        10**30,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "\x1b[2J",
+        "gpt2",
+        [],
+        {},
+        [[]],
+        "1",
+    )
+    if rng.random() < 0.15:
+        del where[name]
+    else:
+        where[name] = rng.choice(values)
+    path.write_text(json.dumps(said))
+
+
+def json_name(path: Path, rng: random.Random) -> None:
+    """A listed shard under a name that is none of the folder's."""
+    said = json.loads(path.read_text())
+    name = rng.choice(sorted(said["shards"]))
+    info = said["shards"].pop(name)
+    said["shards"][
+        rng.choice((f"../{name}", "/etc/passwd", "", "..", "\x1b[31m", "a\0b", "ü" * 300))
+    ] = info
+    path.write_text(json.dumps(said))
+
+
+def json_garbage(path: Path, rng: random.Random) -> None:
+    nested, huge = b"[" * 10**5, b'{"format": ' + b"9" * 10**4 + b"}"
+    path.write_bytes(
+        rng.choice(
+            (b"", b"\xff\xfe\xfd", nested, huge, b"null", b"[]", b'"x"', b"{}", rng.randbytes(100))
+        )
+    )
+
+
+ANY_FILE = (flip_bits, truncate, extend, zero_block, removed, directory, fifo, link)
+SHARD = (
+    *ANY_FILE,
+    flip_bits,
+    flip_bits,
+    random_block,
+    header_field,
+    header_field,
+    empty_shard,
+    other_shard,
+)
+MANIFEST = (*ANY_FILE, json_field, json_field, json_field, json_name, json_garbage)
+
+
+# ------------------------------------------------------------------------------------------- trials
+def judged(folder: Path, expected: list[np.ndarray]) -> tuple[str, str]:
+    """The outcome of a read, and the message of its error."""
+
+    def expire(*_: object) -> None:
+        raise Hang
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.alarm(TIMEOUT)
+    try:
+        found = read(folder)
+    except DataError as error:
+        said = str(error)
+        return ("refused" if said == printable(said) else "control characters"), said
+    except Hang:
+        return "hang", ""
+    except Exception as error:  # the failure that is looked for
+        return "crash", f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    same = len(found) == len(expected) and all(map(np.array_equal, found, expected))
+    return ("same tokens" if same else "silent wrong"), ""
+
+
+def trial(original: Path, expected: list[np.ndarray], rng: random.Random) -> dict:
+    folder = original.with_name("trial")
+    shutil.copytree(original, folder)
+    in_json = rng.random() < 0.25
+    path = folder / "dataset.json" if in_json else rng.choice(sorted(folder.glob("*.bin")))
+    change = rng.choice(MANIFEST if in_json else SHARD)
+    change(path, rng)
+    outcome, said = judged(folder, expected)
+    shutil.rmtree(folder)
+    return {
+        "attack": f"{'dataset.json' if in_json else 'shard'}: {change.__name__}",
+        "outcome": outcome,
+        "said": said,
+    }
+
+
+# Loads windows until an error; says when it has begun.
+CHILD = """
+import sys
+from gptjax.data import DataError, Loader, find_dataset
+from pathlib import Path
+folder = Path(sys.argv[1])
+dataset = find_dataset(str(folder), folder.parent, "auto")
+dataset.validate(257, 32)
+loader = Loader(dataset.train, sequence_length=32, batch=4, seed=0, vocab_size=257)
+try:
+    for step in range(10**9):
+        next(loader)
+        if step == 100:
+            print("loading", flush=True)
+except DataError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def concurrent_trial(original: Path, rng: random.Random) -> dict:
+    folder = original.with_name("concurrent")
+    shutil.copytree(original, folder)
+    path = rng.choice(sorted(folder.glob("*_train_*.bin")))
+    change = rng.choice((truncate, truncate, random_block, extend))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CHILD, folder], **pipes) as child:
+        child.stdout.readline()
+        change(path, rng)
+        try:
+            said, errors = child.communicate(timeout=TIMEOUT)
+            outcome = "refused" if child.returncode == 3 else "crash"
+        except subprocess.TimeoutExpired:
+            child.kill()
+            said, errors = child.communicate()
+            outcome = "hang"
+    shutil.rmtree(folder)
+    return {
+        "attack": f"while reading: {change.__name__}",
+        "outcome": outcome,
+        "said": said + errors[-1000:],
+    }
+
+
+def test_damaged_datasets_are_refused(tmp_path):
+    rng = random.Random(0)
+    original = make(tmp_path, rng)
+    expected = read(original)
+    rows = [trial(original, expected, rng) for _ in range(80)]
+    rows.append(concurrent_trial(original, rng))
+    found = counted(rows, {"refused", "same tokens"})
+    assert len(found) == 2 and found["refused"] > 60

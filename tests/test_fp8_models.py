@@ -2,9 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gptjax import GPT2Config, Llama3Config, Precision, SpeedrunConfig, generate, loss_fn
+from gptjax import GPT2, GPT2Config, Llama3Config, Precision, SpeedrunConfig, generate, loss_fn
 from gptjax import parallel as parallel_module
 from gptjax.models.base import graph, init_params
 from gptjax.models.speedrun import Stage
@@ -111,25 +108,38 @@ def test_strategies(monkeypatch, strategy, tolerance):
         assert float(jnp.linalg.norm(a - b)) <= tolerance * float(jnp.linalg.norm(a)) + 1e-9
 
 
-@pytest.fixture
-def spike():
-    """The config of a model with a gradient of 128 times its size in step 3."""
-    path = Path(__file__).parents[1] / "benchmarks" / "experiments" / "gradient_spike.py"
-    spec = importlib.util.spec_from_file_location("gradient_spike", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gradient_spike"] = module  # dataclasses look the module up
-    before = [*sys.path]
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    shape = {**SIZES, "n_layer": 1, "n_head": 2, "precision": Precision("fp8")}
-    return module.SpikeConfig(**shape, spike_step=3, spike_factor=128.0)
+@dataclasses.dataclass(frozen=True)
+class SpikeConfig(GPT2Config):
+    """GPT-2's config, with a step whose gradient is 128 times its size."""
+
+    spike_step: int = 3
+
+    def build(self, rngs):
+        return SpikeGPT2(self, rngs=rngs)
+
+    def loss_options(self, step):
+        return {"factor": jnp.where(step == self.spike_step, jnp.float32(128.0), 1.0)}
+
+
+class SpikeGPT2(GPT2):
+    """GPT-2 whose gradient in a training step is multiplied by a factor: the whole backward pass
+    computes with the larger numbers."""
+
+    Config = SpikeConfig
+
+    def losses(self, *args, factor=None, **options):
+        losses_N = super().losses(*args, **options)
+        if factor is None:
+            return losses_N
+        return factor * losses_N - (factor - 1) * jax.lax.stop_gradient(losses_N)
 
 
 @pytest.mark.usefixtures("optax_promotion")
-def test_a_spike_and_a_resume(spike):
+def test_a_spike_and_a_resume():
     """Without clipping: a gradient of 2⁷ times its size has exactly 2⁷ times its norm, so that
     nothing saturates, and the loss falls after it as before. The state has no arrays that bf16 has
     not, and a copy of it continues bit for bit."""
+    spike = SpikeConfig(**SIZES, n_layer=1, n_head=2, precision=Precision("fp8"))
     tx = adamw(1e-2, clip_norm=None)
     train_step = jax.jit(make_train_step(graph(spike), tx))
     states, metrics = [init_state(spike, tx, 0)], []

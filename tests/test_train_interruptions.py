@@ -7,13 +7,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import ROOT, command_line, last_state, losses, run, steps_kept, train_py
+from train_tools import command_line, last_state, losses, run, steps_kept, train_py
 
 from gptjax.config import ConfigError
 from gptjax.data import ShardError
@@ -50,31 +49,6 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on_bit_for_bit(
     assert all(
         np.array_equal(a, b) for a, b in zip(last_state(config), last_state(alone), strict=True)
     )
-
-
-def test_kill_9_in_training_and_while_saving(tmp_path):
-    out = tmp_path / "kills.json"
-    command = [
-        sys.executable,
-        ROOT / "benchmarks" / "experiments" / "attacks" / "kills.py",
-        "--trials",
-        "2",
-        "--seed",
-        "102",  # the second or third save; a third of the run
-        "--out",
-        out,
-    ]
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"ATTACK_STEPS": "120"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert found["counts"] == {"bit-exact": 2}
-    assert [row["killed"] for row in found["rows"]] == ["while saving", "at random"]
 
 
 def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
