@@ -10,14 +10,14 @@ from flax import nnx
 from reference.torch_gpt2 import flatten, random_params
 from torch.nn import functional
 
-from gptjax.bench.torch_gpt2 import How
-from gptjax.bench.torch_llama import Llama3 as TorchLlama
 from gptjax.models.base import abstract_params, graph, loss_fn
 from gptjax.models.llama3 import Llama3Config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+from torch_gpt2 import How
+from torch_llama import Llama3 as TorchLlama
 
 # A prime vocabulary, three query heads for one key head, an odd length, frequencies in all three
 # ranges of Llama 3.1's scaling.

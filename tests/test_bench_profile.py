@@ -1,7 +1,6 @@
 """gptjax.bench profile: the part of each kernel, the sums of a trace, and a real trace of a small
 program on the CPU."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gptjax.bench import profile, step
+from gptjax.bench import profile
 from gptjax.bench.__main__ import main
 from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import Place, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.trace import (
     Kernel,
-    communicates,
     exposed_ns,
     kernels,
     newest_xplane,
@@ -156,7 +154,7 @@ def test_communication_is_exposed_while_nothing_else_runs():
         Kernel("late", "fusion.9", "", 320, 10),
     ]
     assert exposed_ns(launched) == (120 - 100) + (230 - 150) + 20
-    assert exposed_ns([k for k in launched if not communicates(k)]) == 0
+    assert exposed_ns([k for k in launched if not k.communicates]) == 0
     found = summary(launched, places(HLO))
     assert found["exposed_ms"] == pytest.approx(120e-6)
     rows = [row for row in found["parts"] if row["part"] == "communication"]
@@ -302,10 +300,3 @@ def test_two_devices(tmp_path, monkeypatch, capsys):
     assert {"all-gather", "all-reduce"} <= collectives
     assert main([*command, "--devices", "3"]) == 1
     assert "--devices 3: expected 1 to 2" in capsys.readouterr().err
-
-
-def test_its_options_are_those_of_step():
-    """All but those for several configurations at a time and for the other systems."""
-    ours, theirs = ({f.name for f in dataclasses.fields(c)} for c in (profile.Profile, step.Step))
-    assert ours - theirs == {"top"}
-    assert theirs - ours == {"largest", "llmc", "seconds", "torch"}

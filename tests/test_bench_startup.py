@@ -48,37 +48,14 @@ def test_three_starts(tmp_path, capsys):
     without a validation."""
     card, out = tmp_path / "card.py", tmp_path / "results" / "startup.json"
     card.write_text(CARD)
-    assert (
-        main(
-            [
-                "startup",
-                "--train",
-                TRAIN,
-                "--config",
-                str(card),
-                "--options=--val-tokens 128 --name-of-nothing 1",
-            ]
-        )
-        == 1
-    )
+    command = ["startup", "--train", TRAIN, "--config", str(card)]
+    assert main([*command, "--options=--name-of-nothing 1"]) == 1
     told = capsys.readouterr().err
     assert "the cold start failed" in told and "name-of-nothing" in told
+    assert main([*command, "--options='x"]) == 1
+    assert "No closing quotation" in capsys.readouterr().err
 
-    assert (
-        main(
-            [
-                "startup",
-                "--train",
-                TRAIN,
-                "--config",
-                str(card),
-                "--options=--val-tokens 128",
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    assert main([*command, "--options=--val-tokens 128", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "train_step: traced and lowered" in shown and "total" in shown
     result = json.loads(out.read_text())
@@ -115,7 +92,7 @@ def test_the_schedule_has_room_for_the_cooldown_of_the_config(
     card.write_text(f"from gptjax.optim import OptimizerConfig\n{of_run}")
     given = []
     monkeypatch.setattr(startup, "_write_random_tokens", lambda *_: None)
-    monkeypatch.setattr(startup, "_start", lambda *words: given.append(words[3]) or {})
+    monkeypatch.setattr(startup, "_start", lambda *words: given.append(words[2]) or {})
     startup.starts(Path(TRAIN), card, [])
     for words in given:
         assert words[words.index("--optimizer.schedule-steps") + 1] == str(steps)

@@ -15,11 +15,11 @@ from dataset_tools import make_folder
 from flax import nnx
 from kernel_tools import h200
 from rich.console import Console
+from torch_side import why_no_step
 from train_tools import train_py
 
 from gptjax import Batch, loss_fn, parallel
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.torch_side import why_no_step
 from gptjax.config import Config, ConfigError
 from gptjax.data import write_shard
 from gptjax.models import llama3

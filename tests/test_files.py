@@ -8,7 +8,6 @@ import pytest
 
 from gptjax import evaluate, plot
 from gptjax.bench import results, style
-from gptjax.bench.errors import BenchError
 from gptjax.files import replacing, write_atomically
 from gptjax.weights import WeightsError, files
 
@@ -76,7 +75,7 @@ def test_after_an_error_the_old_file_is_left(tmp_path):
 def test_a_device_is_refused_before_the_work(tmp_path, capsys):
     assert evaluate.main(["none", "--task", "loss", "--out", "/dev/null"]) == 1
     assert "--out /dev/null: expected a regular file, found a device" in capsys.readouterr().err
-    with pytest.raises(BenchError, match="/dev/null: expected a regular file, found a device"):
+    with pytest.raises(OSError, match="/dev/null: expected a regular file, found a device"):
         results.check_file(Path("/dev/null"))
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 2, "loss": 3.0}\n')
     os.mkfifo(tmp_path / "a.png")

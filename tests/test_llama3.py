@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch_side
 from flax import nnx
 from kernel_tools import lower_for_h200
 from llama_tools import (
@@ -24,10 +25,9 @@ from llama_tools import (
 )
 from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
 from reference.torch_train import train
+from torch_gpt2 import How
 
 from gptjax import Precision, generate, loss_fn, parallel
-from gptjax.bench import torch_side
-from gptjax.bench.torch_gpt2 import How
 from gptjax.config import Config
 from gptjax.models.base import abstract_params, graph, init_params
 from gptjax.models.llama3 import PRESETS, Block, Llama3Config, rotation

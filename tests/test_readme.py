@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src", "tests")
-# Options of TensorBoard, ruff and Hugging Face's command; a removed option in CHANGELOG.md.
-OTHERS = {"--logdir", "--check", "--local-dir", "--executable-cache"}
+# Options of TensorBoard, ruff and Hugging Face's command; removed ones in CHANGELOG.md.
+OTHERS = {"--logdir", "--check", "--local-dir"}
+OTHERS |= {"--executable-cache", "--torch", "--llmc", "--picture", "--moment-dtype"}
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
 GPT2_FILES = r"""(get_tokenizer|load)\("(my_)?gpt2"\)"""

@@ -1,6 +1,6 @@
 """Causal attention of separate q, k and v, compared with cuDNN.
 
-    python -m gptjax.bench kernels benchmarks/kernels/attention_separate.py --no-torch
+    python -m gptjax.bench kernels benchmarks/kernels/attention_separate.py
 
 No implementation copies its inputs, unlike in attention.py, whose q, k and v are one packed array.
 "auto" is `flash_attention` with its default back end; "cudnn" is `jax.nn.dot_product_attention`.

@@ -24,22 +24,21 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import tyro
 from jax._src.lib import xla_client
 
-from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName, with_moments
+from gptjax.bench import configs, results
+from gptjax.bench.configs import StepOptions
 from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.rows import describe, label
+from gptjax.bench.rows import describe, label, say
 from gptjax.bench.step import launches
 from gptjax.bench.table import Row, print_table
 from gptjax.config import Config, ConfigError
-from gptjax.parallel import Strategy
 from gptjax.training.memory import GIB, needed_bytes
 from pallas_kernels import _dispatch, _mosaic, _triton
 
@@ -64,20 +63,11 @@ LIBRARY = "jax_plugins/xla_cuda13/xla_cuda_plugin.so"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(StepOptions):
     """Compile training steps for H200s, without a GPU."""
 
     plugin: Path
     """Folder in which the wheels of jax-cuda13-plugin and jax-cuda13-pjrt were unpacked."""
-    batch: tuple[int, ...] = (64,)
-    """Sequences per step of each device, in one micro-batch."""
-    precision: Annotated[PrecisionName | None, OWN_DEFAULT] = None
-    """Default: the config's, or bf16."""
-    devices: tuple[int, ...] = (1,)
-    parallel: Strategy = "data"
-    recompute: str = "none"
-    moment_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
-    """Dtype of both of AdamW's moments. Default: the config's."""
     top: int = 0
     """Number of launches in the second table: those with the most bytes."""
     keep: Path | None = None
@@ -183,13 +173,14 @@ def _bytes(shape: str) -> int:
     return total
 
 
-def row_of(options: Options, config: Config, plugin: Plugin, count: int) -> dict[str, Any]:
+def row_of(options: Options, config: Config, count: int, plugin: Plugin) -> dict[str, Any]:
     """Compile a step, and return its row."""
     devices = plugin.devices(count)
     step = JaxStep(
         config, devices[0], parallel=config.parallel_on(devices), forward=options.forward
     )
     row = describe(options.name, config, forward=options.forward, devices=count)
+    say(f"{label(row)}: compiling")
     step.compile(xla_gpu_enable_triton_gemm=False)
     text = step.compiled.as_text() or ""
     if options.keep:
@@ -205,10 +196,10 @@ def row_of(options: Options, config: Config, plugin: Plugin, count: int) -> dict
     return row | {"compile_s": step.compile_s, "kernels": config.kernels()}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(result: dict) -> None:
     """Print the tables."""
     table, launch_table = [], []
-    for row in rows:
+    for row in result["rows"]:
         calls, sizes = row["program"]["custom_calls"], row["bytes"]
         names = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items())
         counts = str(row["program"]["fusions"]), str(sum(calls.values()))
@@ -219,7 +210,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             figures = str(launch["calls"]), f"{launch['bytes'] / 1e9:.2f}"
             launch_table.append(Row(launch["launch"][:40], figures, note))
     columns = ("needs GiB", "fusions", "calls", "GB moved")
-    print_table("NVIDIA H200, compiled without a GPU", columns, table)
+    print_table(result["device"], columns, table)
     if launch_table:
         print_table("launches with the most bytes", ("calls", "GB"), launch_table)
 
@@ -227,30 +218,20 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 1 after a user's error."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    rows = []
     try:
         plugin = Plugin(options.plugin)
         _dispatch.platform, _dispatch.capability = lambda: "gpu", lambda: (9, 0)
         _dispatch.why_not_triton = lambda: None
         _mosaic.num_sms, _triton.call = lambda: 132, plugin.call
-        base = options.base()
-        for batch in options.batch:
-            config = options.with_options(
-                base, batch=batch, precision=options.precision, recompute=options.recompute
-            )
-            config = with_moments(config, options.moment_dtype)
-            config = dataclasses.replace(config, parallel=options.parallel)
-            for count in options.devices:
-                print(f"compiling batch {batch} on {count} devices", file=sys.stderr, flush=True)
-                rows.append(row_of(options, config, plugin, count))
+        # This machine may have fewer devices than the compiled step.
+        configs.first_devices = plugin.devices
+        rows = [row_of(options, *each, plugin) for each in options.configs()]
     except (BenchError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    show(rows)
-    if options.out:
-        command = results.script_command("benchmarks/tools/compile_for_h200.py", arguments)
-        device = "NVIDIA H200, compiled for without a GPU"
-        results.write(options.out, results.new(command, rows, device=device))
+    command = results.script_command("benchmarks/tools/compile_for_h200.py", arguments)
+    device = "NVIDIA H200, compiled for without a GPU"
+    results.report(results.new(command, rows, device=device), options.out, show)
     return 0
 
 

@@ -3,11 +3,13 @@ addresses) and racecheck (shared-memory races).
 
     python benchmarks/tools/sanitize.py --out benchmarks/results/sanitize.json
 
-Shapes are small and ragged: the sanitizer slows down a kernel a thousandfold, and invalid addresses
-occur at edges.
+The calls are the registry's examples with few, ragged rows: the sanitizer slows down a kernel a
+thousandfold, and invalid addresses occur at edges.
 """
 
 import dataclasses
+import functools
+import itertools
 import os
 import re
 import shutil
@@ -15,19 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 
-import pallas_kernels
+import pallas_kernels  # noqa: F401  registers every operation
 from gptjax.bench import results
-from pallas_kernels.feed_forward import mlp
-from pallas_kernels.matmul import linear
+from pallas_kernels import _dispatch
 
 TOOLS = ("memcheck", "racecheck")
+ROWS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,133 +42,53 @@ class Options:
     inside: bool = False
     """Run the kernels in this process; the script starts itself so under the sanitizer."""
     kernels: tuple[str, ...] = ()
-    """Only these kernels; all if none is named."""
+    """Only these operations; all if none is named."""
     limit_s: float = 600.0
     """Seconds after which a tool is stopped; its report so far counts."""
 
 
-def normal(i: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
-    return jax.random.normal(jax.random.key(i), shape, dtype)
+def calls() -> Iterator[tuple[str, Callable, list[jax.Array]]]:
+    """Yield name, function and arrays of each example of the registry in each custom back end that
+    supports it here, with gradients."""
+    random = np.random.default_rng(0)
+    for operation, entry in _dispatch.OPERATIONS.items():
+        for make, dtype in itertools.product(entry.examples, (jnp.bfloat16, jnp.float32)):
+            if (example := make(ROWS, dtype)) is None:
+                continue
+            arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
+            for back_end in entry.back_ends:
+                if back_end.name not in ("mosaic", "triton"):
+                    continue
+                call = functools.partial(example.call, implementation=back_end.name)
+                name = f"{operation}, {_dispatch.title(make)}, {dtype.__name__} · {back_end.name}"
+                yield name, total(call, example.differentiable), arrays
 
 
-def runs() -> dict[str, tuple[tuple[str, ...], Callable, tuple]]:
-    """Return kernel → its custom back ends, the function, and its arrays. Floating-point arrays are
-    differentiated."""
-    targets = jax.random.randint(jax.random.key(9), (130,), 0, 1001)
-    attention = tuple(normal(i, 1, 200, heads, 64) for i, heads in enumerate((4, 2, 2)))
-    return {
-        "flash_attention": (("mosaic", "triton"), pallas_kernels.flash_attention, attention),
-        "flash_attention, window": (
-            ("mosaic", "triton"),
-            lambda *qkv, **how: pallas_kernels.flash_attention(*qkv, window=70, **how),
-            attention,
-        ),
-        "flash_attention, deterministic": (
-            ("mosaic", "triton"),
-            lambda *qkv, **how: pallas_kernels.flash_attention(*qkv, deterministic=True, **how),
-            attention,
-        ),
-        "flash_attention_qkv": (
-            ("mosaic", "triton"),
-            pallas_kernels.flash_attention_qkv,
-            (normal(0, 1, 200, 3, 2, 64),),
-        ),
-        "flash_attention_qkv, fp32": (
-            ("triton",),
-            pallas_kernels.flash_attention_qkv,
-            (normal(0, 1, 200, 3, 2, 64, dtype=jnp.float32),),
-        ),
-        "flash_attention_qkv, true fp32": (
-            ("triton",),
-            lambda qkv, **how: pallas_kernels.flash_attention_qkv(qkv, precision="highest", **how),
-            (normal(0, 1, 200, 3, 2, 64, dtype=jnp.float32),),
-        ),
-        "softmax": (("triton",), pallas_kernels.softmax, (normal(0, 37, 1000),)),
-        "softmax, causal": (
-            ("triton",),
-            lambda x, **how: pallas_kernels.softmax(x, causal=True, **how),
-            (normal(0, 3, 70, 70),),
-        ),
-        "softmax, long": (("triton",), pallas_kernels.softmax, (normal(0, 5, 50304),)),
-        "fused_classifier": (
-            ("triton",),
-            lambda x, t, **how: pallas_kernels.fused_classifier(x, t, vocab_size=1001, **how)[0],
-            (normal(0, 130, 1024), targets),
-        ),
-        "layer_norm": (
-            ("triton",),
-            lambda x, r, s, b, c, **how: pallas_kernels.layer_norm(
-                x, s, b, residual=r, residual_bias=c, **how
-            ),
-            (
-                normal(0, 67, 768),
-                normal(1, 67, 768),
-                *(normal(i, 768, dtype=jnp.float32) for i in (2, 3, 4)),
-            ),
-        ),
-        "rms_norm": (("triton",), pallas_kernels.rms_norm, (normal(0, 67, 768),)),
-        "linear_gelu": (
-            ("mosaic", "triton"),
-            pallas_kernels.linear_gelu,
-            (normal(0, 256, 768), normal(1, 768, 1024), normal(2, 1024)),
-        ),
-        "linear_relu_squared": (
-            ("mosaic", "triton"),
-            pallas_kernels.linear_relu_squared,
-            (normal(0, 256, 768), normal(1, 768, 1024)),
-        ),
-        "mlp, fp32 as TF32": (
-            ("triton",),
-            lambda *args, **how: mlp(*args, precision=jax.lax.Precision.HIGH, **how),
-            tuple(
-                normal(i, *n, dtype=jnp.float32)
-                for i, n in enumerate(((68, 96), (96, 132), (132,), (132, 96)))
-            ),
-        ),
-        "xxt": (("mosaic", "triton"), pallas_kernels.xxt, (normal(0, 2, 256, 384),)),
-        "xtx": (("mosaic", "triton"), pallas_kernels.xtx, (normal(0, 2, 384, 256),)),
-        "ba_plus_caa": (
-            ("mosaic", "triton"),
-            lambda a, **how: pallas_kernels.ba_plus_caa(
-                a + jnp.swapaxes(a, -1, -2), b=2.0, c=0.5, **how
-            ),
-            (normal(0, 2, 256, 256),),
-        ),
-        "transpose_copy": (("triton",), pallas_kernels.transpose_copy, (normal(0, 131, 97),)),
-        "linear, fp32 as TF32": (
-            ("triton",),
-            # Its backward pass has transpose_sum_rows.
-            lambda *args, implementation: linear(*args, jax.lax.Precision.HIGH),
-            tuple(
-                normal(i, *n, dtype=jnp.float32)
-                for i, n in enumerate(((68, 96), (96, 132), (132,)))
-            ),
-        ),
-        "transpose_add": (
-            ("triton",),
-            pallas_kernels.transpose_add,
-            (normal(0, 97, 131), normal(1, 131, 97)),
-        ),
-    }
+def total(call: Callable, differentiable: bool) -> Callable:
+    """Return a function that launches the kernels of a call, and those of its gradient."""
+
+    def forward(*arrays):
+        return sum(out.astype(jnp.float32).sum() for out in jax.tree.leaves(call(*arrays)))
+
+    def both(*arrays):
+        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jax.grad(forward, floating)(*arrays)
+
+    return both if differentiable else forward
 
 
 def run_inside(names: tuple[str, ...]) -> None:
-    for name, (implementations, f, args) in runs().items():
-        if names and name not in names:
+    for name, call, arrays in calls():
+        if names and name.split(",")[0] not in names:
             continue
-        for implementation in implementations:
-            differentiated = tuple(
-                i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)
-            )
-
-            def total(*args, f=f, implementation=implementation):
-                return sum(
-                    jnp.sum(out.astype(jnp.float32))
-                    for out in jax.tree.leaves(f(*args, implementation=implementation))
-                )
-
-            jax.block_until_ready(jax.jit(jax.grad(total, differentiated))(*args))
-            print(f"ran: {name} · {implementation}", flush=True)
+        try:
+            lowered = jax.jit(call).lower(*arrays)
+        except ValueError as error:
+            if "implementation" not in str(error):  # refused by the registry
+                raise
+            continue
+        jax.block_until_ready(lowered.compile()(*arrays))
+        print(f"ran: {name}", flush=True)
 
 
 def run_tool(tool: str, sanitizer: str, asked: list[str], log: Path) -> subprocess.Popen:

@@ -10,22 +10,15 @@ import tyro
 from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT
 from gptjax.bench.errors import BenchError
+from gptjax.bench.rows import KEYS, identity, label
 from gptjax.bench.table import Row, print_table
 from gptjax.ranges import PositiveFloat
 from gptjax.terminal import printable
 
-# Rows with equal values in these fields are the same measurement. A missing field counts as empty.
-KEYS = (
-    *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
-    *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
-    *("overlap_reduce", "reshard_after_forward", "moments", "asked"),
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Compare two results of step, ladder, kernels or generate: the time after over the time
-    before."""
+    """Compare two results of step, ladder or kernels: the time after over the time before."""
 
     before: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="BEFORE.json")]]
     """The older result, the reference: JSON that one of these commands wrote with --out."""
@@ -36,7 +29,7 @@ class Compare:
     absent from AFTER.json."""
 
     def run(self) -> None:
-        before, after = (results.read_times(path) for path in (self.before, self.after))
+        before, after = (results.read(path, times=True) for path in (self.before, self.after))
         check_distinct(self.before, before["rows"])
         check_distinct(self.after, after["rows"])
         rows = compare(before["rows"], after["rows"])
@@ -65,61 +58,31 @@ def compare(before: list[dict], after: list[dict]) -> list[dict]:
     """
     old, new = ({key(row): row for row in rows} for rows in (before, after))
     pairs = []
-    for k in [*old, *(k for k in new if k not in old)]:
+    for k in {**old, **new}:
         one, other = old.get(k), new.get(k)
-        row = {"name": name(one or other), "before": _outcome(one), "after": _outcome(other)}
+        row = {"name": label(one or other), "before": _outcome(one), "after": _outcome(other)}
         if one and "ms" in one:
-            if other and "ms" in other:
-                row["ratio"] = other["ms"] / one["ms"]
-            else:
-                row["broken"] = True
+            measured = other and "ms" in other
+            row |= {"ratio": other["ms"] / one["ms"]} if measured else {"broken": True}
         pairs.append(row)
     return pairs
 
 
 def check_distinct(path: Path, rows: list[dict]) -> None:
-    """Raise BenchError if two rows of gptjax or of a kernel have the same key.
-
-    Rows of other systems may repeat: PyTorch's row is the same for every --recompute. Rows of
-    experiments may lack the fields of a key.
-    """
-    ours = [row for row in rows if row.get("system") == "gptjax" or "kernel" in row]
+    """Raise BenchError if two rows of gptjax or of a kernel have the same key. Rows of other
+    systems may repeat, and rows of experiments may lack the fields of a key."""
     seen = set()
-    for row in ours:
+    for row in (row for row in rows if row.get("system") == "gptjax" or "kernel" in row):
         if key(row) in seen:
             raise BenchError(
-                f"{path}: expected each measurement once, found two rows {name(row)}: keep one"
+                f"{path}: expected each measurement once, found two rows {label(row)}: keep one"
             )
         seen.add(key(row))
 
 
 def key(row: dict) -> tuple:
     """Return the key that identifies a row in its result."""
-    return tuple(json.dumps(_identity(row).get(field, ""), sort_keys=True) for field in KEYS)
-
-
-def name(row: dict) -> str:
-    """Return the key of a row in words."""
-    row = _identity(row)
-    asked = [f"{part}={value}" for part, value in row.get("asked", {}).items()]
-    if "devices" in row:
-        row["devices"] = f"{row['devices']} devices"
-    if "reshard_after_forward" in row:
-        row["reshard_after_forward"] = "" if row["reshard_after_forward"] else "gathered once"
-    if "moments" in row:
-        row["moments"] = f"moments {row['moments']}"
-    return " · ".join(
-        [str(row[field]) for field in KEYS if row.get(field) and field != "asked"] + asked
-    )
-
-
-def _identity(row: dict) -> dict:
-    """Return the row without the options of a rung, which the rung's name implies, and without the
-    number of devices if the number is 1, as in results without that field."""
-    left_out = {"asked"} if "rung" in row else set()
-    if row.get("devices") == 1:
-        left_out.add("devices")
-    return {field: value for field, value in row.items() if field not in left_out}
+    return tuple(json.dumps(identity(row).get(field, ""), sort_keys=True) for field in KEYS)
 
 
 def _outcome(row: dict | None) -> str:
@@ -130,19 +93,14 @@ def _outcome(row: dict | None) -> str:
 
 def show(rows: list[dict], before: dict, after: dict) -> None:
     """Print the differences of machine and command, then a row for each measurement."""
-    differing = [
-        (what, before.get(what), after.get(what))
-        for what in ("command", "commit", "date", "device")
-    ]
-    old, new = before["versions"], after["versions"]
-    differing += [(package, old.get(package), new.get(package)) for package in sorted({*old, *new})]
-    for what, one, other in differing:
+    for what in ("command", "commit", "date", "device", *before["versions"] | after["versions"]):
+        one, other = (result.get(what, result["versions"].get(what)) for result in (before, after))
         if one != other:
             print(printable(f"{what}: {one or 'absent'} → {other or 'absent'}"))
-    table = []
-    for row in rows:
-        if "ratio" in row:
-            table.append(Row(row["name"], (row["before"], row["after"], f"{row['ratio']:.3f} ×")))
-        else:
-            table.append(Row(row["name"], note=f"{row['before']} → {row['after']}"))
+    table = [
+        Row(row["name"], (row["before"], row["after"], f"{row['ratio']:.3f} ×"))
+        if "ratio" in row
+        else Row(row["name"], note=f"{row['before']} → {row['after']}")
+        for row in rows
+    ]
     print_table("", ("before", "after", "after / before"), table)

@@ -1,6 +1,7 @@
 """The configs that bench measures: options of the command line → `Config`s of one micro-batch."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,27 +9,26 @@ import tyro
 
 from gptjax import cli, optim
 from gptjax.bench.errors import BenchError
+from gptjax.bench.measuring import first_devices
 from gptjax.config import Config
 from gptjax.models.registry import PRESETS
+from gptjax.parallel import Strategy
 from gptjax.precision import NAMES, Precision
 from gptjax.stages import stage_config
 
-Preset = Literal[*PRESETS]
-
 PrecisionName = Literal[*NAMES]
-
 # The help text itself says which value replaces an option that is not given.
 OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelName:
+class ModelOptions:
     """The model: a config file's, or a preset."""
 
     config: Annotated[Path | None, OWN_DEFAULT] = None
     """Config file: its model, sequence length, micro-batch and optimizer. The options below
     override the config."""
-    preset: Annotated[Preset | None, OWN_DEFAULT] = None
+    preset: Annotated[Literal[*PRESETS] | None, OWN_DEFAULT] = None
     """The model's shape if there is no --config (default: gpt2)."""
 
     @property
@@ -37,7 +37,7 @@ class ModelName:
         return self.config.stem if self.config else self.preset or "gpt2"
 
     def base(self) -> Config:
-        """Return the config before the other options.
+        """Return the config before the other options; of a preset: bf16, 64 × 1024 tokens.
 
         Raises:
             BenchError: a config file and a preset are both given.
@@ -45,33 +45,44 @@ class ModelName:
         """
         if self.config and self.preset:
             raise BenchError("--config and --preset both name a model: give one of them")
-        return base_config(self.config, self.preset)
+        if self.config:
+            return cli.load(self.config)
+        model = dataclasses.replace(PRESETS[self.preset or "gpt2"], precision=Precision("bf16"))
+        return Config(model=model, micro_batch=64, batch_tokens=64 * 1024)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseOptions(ModelName):
-    """The model, and the length of its sequences."""
-
-    sequence_length: Annotated[int | None, OWN_DEFAULT] = None
-    """Tokens of a sequence (default: the config's, or 1024)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(BaseOptions):
-    """The model and how its step is computed."""
+class StepOptions(ModelOptions):
+    """A training step. An option with several values makes a config for each value."""
 
     stage: Annotated[int | None, OWN_DEFAULT] = None
     """Stage of the config, 1 for the first (default: the config's values outside its stages)."""
+    sequence_length: Annotated[int | None, OWN_DEFAULT] = None
+    """Tokens of a sequence (default: the config's, or 1024)."""
+    batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
+    """Sequences per step and device, in one micro-batch (default: the config's micro-batch, or
+    64)."""
+    precision: Annotated[tuple[PrecisionName, ...], OWN_DEFAULT] = ()
+    """Precisions of the model (default: the config's, or bf16)."""
+    recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
+    """Activations recomputed in the backward pass, as --model.recompute of train.py (default: the
+    config's, or none)."""
+    devices: tuple[int, ...] = (1,)
+    """Numbers of devices that share the step."""
+    parallel: Annotated[tuple[Strategy, ...], OWN_DEFAULT] = ()
+    """Strategies for several devices (default: the config's, or data)."""
+    reduce_dtype: Annotated[tuple[Literal["fp32", "bf16"], ...], OWN_DEFAULT] = ()
+    """Dtypes in which gradients are summed over the devices (default: the config's, or fp32)."""
     attention: Annotated[str | None, OWN_DEFAULT] = None
     """Back end of attention, as --model.attention of train.py (default: the config's, or auto)."""
     loss: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of the head and its loss, as --model.loss (default: the config's, or auto)."""
+    """Back end of the head and its loss (default: the config's, or auto)."""
     norm: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of the norms, as --model.norm (default: the config's, or auto)."""
+    """Back end of the norms (default: the config's, or auto)."""
     mlp: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of the MLP, as --model.mlp (default: the config's, or auto)."""
+    """Back end of the MLP (default: the config's, or auto)."""
     optimizer: Annotated[Literal[*optim.ALGORITHMS] | None, OWN_DEFAULT] = None
-    """The optimizer (default: the config's, or adamw). PyTorch always uses AdamW."""
+    """The optimizer (default: the config's, or adamw)."""
     forward: bool = False
     """Run the forward pass and its loss alone."""
 
@@ -94,66 +105,64 @@ class ModelOptions(BaseOptions):
             raise BenchError(f"--stage {self.stage}: the config has {len(config.stages)} stages")
         return stage_config(config, self.stage)
 
-    def with_options(
-        self,
-        base: Config,
-        *,
-        batch: int | None = None,
-        precision: str | None = None,
-        recompute: str | None = None,
-    ) -> Config:
-        """Return the base config with these options and one micro-batch per step.
+    def configs(self) -> list[tuple[Config, int]]:
+        """Return each config to measure, and its number of devices.
 
         Raises:
-            BenchError: the model does not have one of the options, options contradict each other,
-                or a number is below 1.
-            ConfigError: the config is invalid.
+            BenchError: the model does not have an option, options contradict each other, a number
+                is below 1, or there are fewer devices.
+            ConfigError: no such config file, or an invalid config.
         """
-        if self.forward and recompute:
+        if self.forward and self.recompute:
             raise BenchError(
                 "--forward has no backward pass that recomputes: leave out --recompute"
             )
-        parts = ("attention", "loss", "norm", "mlp")
-        return one_micro_batch(
-            base,
-            at_least_one("--batch", batch, base.micro_batch),
-            at_least_one("--sequence-length", self.sequence_length, base.sequence_length),
-            optimizer=self.optimizer,
-            precision=Precision(precision) if precision else base.model.precision,
-            recompute=recompute or base.model.recompute,
-            **{part: name for part in parts if (name := getattr(self, part))},
-        )
+        if not self.devices:
+            raise BenchError("--devices must be numbers of at least 1, got none")
+        for count in self.devices:
+            first_devices(count)
+        base = self.base()
+        parts = {part: getattr(self, part) for part in ("attention", "loss", "norm", "mlp")}
+        steps = [
+            one_micro_batch(
+                base,
+                batch,
+                self.sequence_length,
+                optimizer=self.optimizer,
+                precision=precision and Precision(precision),
+                recompute=recompute,
+                **parts,
+            )
+            for batch in self.batch or (None,)
+            for precision in self.precision or (None,)
+            for recompute in self.recompute or (None,)
+        ]
+        return [
+            (dataclasses.replace(config, **several), count)
+            for config, count in itertools.product(steps, self.devices)
+            for several in self._strategies(config, count)
+        ]
 
-
-def at_least_one(option: str, value: int | None, default: int) -> int:
-    """Return the value of an option, or the default if the option is not given.
-
-    Raises:
-        BenchError: the value is below 1.
-    """
-    if value is None:
-        return default
-    if value < 1:
-        raise BenchError(f"{option} must be at least 1, got {value}")
-    return value
-
-
-def base_config(file: Path | None, preset: str | None) -> Config:
-    """Return the config of a file, or of a preset: bf16, 64 sequences of 1024 tokens.
-
-    Raises:
-        ConfigError: no such file.
-    """
-    if file:
-        return cli.load(file)
-    model = dataclasses.replace(PRESETS[preset or "gpt2"], precision=Precision("bf16"))
-    return Config(model=model, micro_batch=64, batch_tokens=64 * 1024)
+    def _strategies(self, config: Config, count: int) -> list[dict[str, Any]]:
+        """Return the fields of each strategy and dtype that differ on this many devices."""
+        if count == 1:
+            return [{}]
+        return [
+            {"parallel": strategy, "reduce_dtype": dtype}
+            for strategy in self.parallel or (config.parallel,)
+            for dtype in self.reduce_dtype or (config.reduce_dtype,)
+        ]
 
 
 def one_micro_batch(
-    base: Config, batch: int, sequence_length: int, *, optimizer: str | None = None, **model: Any
+    base: Config,
+    batch: int | None = None,
+    sequence_length: int | None = None,
+    *,
+    optimizer: str | None = None,
+    **model: Any,
 ) -> Config:
-    """Return the config with a step of one micro-batch.
+    """Return the config with a step of one micro-batch. None keeps the value of `base`.
 
     Args:
         batch: sequences of the micro-batch.
@@ -161,9 +170,14 @@ def one_micro_batch(
         model: fields of the model to replace.
 
     Raises:
-        BenchError: the model does not have one of the fields.
+        BenchError: the model does not have one of the fields, or a number is below 1.
         ConfigError: the config is invalid.
     """
+    for option, value in (("--batch", batch), ("--sequence-length", sequence_length)):
+        if value is not None and value < 1:
+            raise BenchError(f"{option} must be at least 1, got {value}")
+    batch, length = batch or base.micro_batch, sequence_length or base.sequence_length
+    model = {field: value for field, value in model.items() if value is not None}
     if unknown := [field for field in model if not has_field(base.model, field)]:
         name = type(base.model).__name__
         raise BenchError(f"{name} has no option {unknown[0]}: leave out --{unknown[0]}")
@@ -171,19 +185,11 @@ def one_micro_batch(
         base,
         stages=(),
         micro_batch=batch,
-        batch_tokens=batch * sequence_length,
-        sequence_length=sequence_length,
+        batch_tokens=batch * length,
+        sequence_length=length,
         model=dataclasses.replace(base.model, **model),
         optimizer=optim.switch_algorithm(base.optimizer, optimizer or base.optimizer.name),
     )
-
-
-def with_moments(config: Config, dtype: Literal["fp32", "bf16"] | None) -> Config:
-    """Return the config with both of AdamW's moments in a dtype; None: the config itself."""
-    if dtype is None:
-        return config
-    moments = {"first_moment_dtype": dtype, "second_moment_dtype": dtype}
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **moments))
 
 
 def has_field(model: Any, name: str) -> bool:

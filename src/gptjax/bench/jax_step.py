@@ -52,11 +52,10 @@ class JaxStep:
         self.compiled: jax.stages.Compiled | None = None
         self.compile_s = 0.0
         self.parallel = parallel or Parallel.of([device])
-        self._call: Callable | None = None
         self._state = None
 
     def compile(self, **options: bool | str) -> None:
-        """Compile the step, once.
+        """Compile the step.
 
         Args:
             options: XLA's options, in addition to a training run's.
@@ -64,11 +63,10 @@ class JaxStep:
         Raises:
             ConfigError: a named back end cannot run here.
         """
-        if self.compiled is not None:
-            return
         self.config.kernels()
         started = time.perf_counter()
-        state = self.parallel.with_shardings(jax.eval_shape(self._init))
+        state = jax.eval_shape(lambda: init_state(self.config.model, self._tx, seed=0))
+        state = self.parallel.with_shardings(state)
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._over_batch),
             jax.eval_shape(self._random_batch),
@@ -94,7 +92,7 @@ class JaxStep:
     def run(self, steps: int) -> float:
         """Return the device's seconds for this number of consecutive steps."""
         if self._state is None:
-            if self.jit:
+            if self.jit and self.compiled is None:
                 self.compile()
             self._state = init_state(self.config.model, self._tx, 0, self.parallel)
             self._batch = jax.device_put(self._random_batch(), self._over_batch)
@@ -113,21 +111,6 @@ class JaxStep:
         self._state = state
         return taken
 
-    def free(self) -> None:
-        """Release the state and the executable."""
-        self.compiled = self._call = self._state = self._batch = None
-
-    @property
-    def room(self) -> int:
-        """Bytes that the device must have free for the executable, beyond what JAX holds.
-
-        JAX's allocator allocates memory in pieces, which leave gaps: an executable that needed
-        106.6 GiB, 89 of them in one piece, did not fit into 119.
-        """
-        stats = self.device.memory_stats() or {}
-        held = stats.get("pool_bytes", 0) - stats.get("bytes_in_use", 0)
-        return round(1.15 * needed_bytes(self.compiled)) - max(held, 0)
-
     @property
     def peak(self) -> int | None:
         """Largest number of bytes that this process has allocated through JAX; None on a CPU."""
@@ -136,9 +119,6 @@ class JaxStep:
     @functools.cached_property
     def _tx(self):
         return self.config.build_optimizer(self.parallel.mesh)
-
-    def _init(self):
-        return init_state(self.config.model, self._tx, seed=0)
 
     def _random_batch(self) -> Batch:
         sequences = self.config.micro_batch * self.parallel.devices

@@ -6,12 +6,12 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
 
 import jax
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName, with_moments
+from gptjax.bench.configs import StepOptions
+from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, PASSES, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.measuring import first_devices, one_device
@@ -20,72 +20,39 @@ from gptjax.bench.rows import describe, label
 from gptjax.bench.step import timed_result
 from gptjax.bench.table import Row, print_table
 from gptjax.bench.trace import newest_xplane, read_kernels, summary
-from gptjax.parallel import Strategy
 
 # Steps before the trace, and those timed without it.
 WARM_UP, TIMED = 3, 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Profile(ModelOptions):
-    """Trace one training step and print the time of each part of the model; write the trace, JSON
-    and a picture."""
+class Profile(StepOptions):
+    """Trace one training step on the first device and print the time of each part of the model;
+    write the trace, JSON and a picture."""
 
     out: Path
     """Folder for all files: profile.json, profile.png, and the trace in plugins/profile/."""
-    batch: Annotated[int | None, OWN_DEFAULT] = None
-    """Sequences per step, in one micro-batch (default: the config's micro-batch, or 64)."""
-    precision: Annotated[PrecisionName | None, OWN_DEFAULT] = None
-    """Default: the config's, or bf16."""
-    recompute: Annotated[Literal["none", "block", "sublayer"] | None, OWN_DEFAULT] = None
-    """Activations recomputed in the backward pass, as --model.recompute (default: the config's, or
-    none)."""
-    moment_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
-    """Dtype of both of AdamW's moments, as --optimizer.first-moment-dtype and
-    --optimizer.second-moment-dtype of train.py (default: the config's)."""
-    devices: int = 1
-    """Number of devices that share the step; the first one is traced. --batch counts the sequences
-    of each device."""
-    parallel: Annotated[Strategy | None, OWN_DEFAULT] = None
-    """Strategy for several devices, as --parallel of train.py (default: the config's, or data)."""
-    reduce_dtype: Annotated[Literal["fp32", "bf16"] | None, OWN_DEFAULT] = None
-    """Dtype in which gradients are summed over the devices (default: the config's, or fp32)."""
-    overlap_reduce: Annotated[bool | None, OWN_DEFAULT] = None
-    """Whether gradients are summed during the backward pass, as --overlap-reduce of train.py
-    (default: the config's)."""
     top: int = 4
     """Number of kernels printed for each part, the longest ones; profile.json has all."""
 
     def run(self) -> None:
-        results.check_folder(self.out)
-        config = self.with_options(
-            self.base(), batch=self.batch, precision=self.precision, recompute=self.recompute
-        )
-        config = with_moments(config, self.moment_dtype)
-        config = dataclasses.replace(
-            config,
-            parallel=self.parallel or config.parallel,
-            reduce_dtype=self.reduce_dtype or config.reduce_dtype,
-            overlap_reduce=(
-                config.overlap_reduce if self.overlap_reduce is None else self.overlap_reduce
-            ),
-        )
-        device, devices = one_device(), first_devices(self.devices)
-        parallel = config.parallel_on(devices)
+        self.out.mkdir(parents=True, exist_ok=True)
+        if len(configs := self.configs()) != 1:
+            raise BenchError("profile traces one step: give one value of each option")
+        ((config, devices),) = configs
         # By default the compilation cache's key leaves out op_names: a cached executable may have
         # those of older sources.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-        row = describe(self.name, config, forward=self.forward, devices=self.devices)
-        row |= {"device": device.device_kind, "back_ends": config.kernels()}
-        step = JaxStep(config, device, parallel=parallel, forward=self.forward)
-        row |= trace(step, self.out)
-        command = results.bench_command("profile", self)
-        results.write(self.out / "profile.json", timed_result(command, [row], device, torch=False))
-        draw_profile(row, f"{title(row)}\n{headline(row)}", self.out / "profile.png")
-        show(row, self.top)
-        print(
-            f"wrote {self.out / 'profile.png'}\nwrote {row['trace']}, for https://ui.perfetto.dev"
+        row = describe(self.name, config, forward=self.forward, devices=devices)
+        row |= {"device": one_device().device_kind, "back_ends": config.kernels()}
+        parallel = config.parallel_on(first_devices(devices))
+        row |= trace(
+            JaxStep(config, one_device(), parallel=parallel, forward=self.forward), self.out
         )
+        result = timed_result(results.bench_command("profile", self), [row])
+        draw_profile(result, self.out / "profile.png")
+        results.report(result, self.out / "profile.json", lambda result: show(result, self.top))
+        print(f"wrote {row['trace']}, for https://ui.perfetto.dev")
 
 
 def trace(step: JaxStep, folder: Path) -> dict:
@@ -120,26 +87,25 @@ def trace(step: JaxStep, folder: Path) -> dict:
     }
 
 
-def show(row: dict, top: int) -> None:
+def show(result: dict, top: int) -> None:
     """Print a row for each part with its passes, and a row for each of its longest kernels."""
-    span, kernel_ms, parts = row["span_ms"], row["kernel_ms"], row["parts"]
-    table = []
+    (row,) = result["rows"]
+    span, parts, table = row["span_ms"], row["parts"], []
     for part in ORDER:
         of_part = [each for each in parts if each["part"] == part]
-        if not of_part:
-            continue
-        table.append(_part(part, sum(each["ms"] for each in of_part), span, of_part))
+        if of_part:
+            table.append(_part(part, sum(each["ms"] for each in of_part), span, of_part))
         for kernel in [each for each in row["kernels"] if each["part"] == part][:top]:
             name = f"  {kernel['name'][:44]} · {kernel['op'][:24]}"
-            figures = [f"{kernel['ms']:.3f}" if kernel["pass"] == p else "" for p in PASSES]
-            table.append(Row(name, [*figures, "", "", "", str(kernel["calls"])]))
-    table += [Row(), _part("all kernels", kernel_ms, span, parts)]
+            cells = [f"{kernel['ms']:.3f}" if kernel["pass"] == p else "" for p in PASSES]
+            table.append(Row(name, [*cells, "", "", "", str(kernel["calls"])]))
+    table += [Row(), _part("all kernels", row["kernel_ms"], span, parts)]
     if row.get("exposed_ms"):
         table.append(_part("exposed communication", row["exposed_ms"], span))
     table.append(_part("idle", row["idle_ms"], span))
     table.append(_part("first kernel to last", span, span))
     columns = (*PASSES, "ms", "share", "matmuls", "calls")
-    print_table(f"{title(row)}: {headline(row)}", columns, table)
+    print_table(title(row), columns, table)
 
 
 def _part(name: str, ms: float, span: float, rows: Sequence[dict] = ()) -> Row:
@@ -152,8 +118,6 @@ def _part(name: str, ms: float, span: float, rows: Sequence[dict] = ()) -> Row:
 
 
 def title(row: dict) -> str:
-    return f"{row['device']}, {label(row).removeprefix('gptjax · ')}"
-
-
-def headline(row: dict) -> str:
-    return f"{row['untraced_ms']:.2f} ms a step untraced, {row['span_ms']:.2f} ms in the trace"
+    """Return the step and its times in words."""
+    times = f"{row['untraced_ms']:.2f} ms a step untraced, {row['span_ms']:.2f} ms in the trace"
+    return f"{row['device']}, {label(row).removeprefix('gptjax · ')}: {times}"

@@ -18,7 +18,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import shlex
 import sys
 import time
@@ -29,9 +28,6 @@ from typing import Any
 from gptjax.bench.errors import BenchError
 from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
-
-# Options that name files to write: they do not change what is measured.
-OUTPUTS = ("out", "picture")
 
 
 def new(
@@ -61,28 +57,29 @@ def write(path: Path, result: dict) -> None:
     write_atomically(path, f"{compact_json(result)}\n".encode())
 
 
-def check_file(path: Path) -> None:
-    """Raise BenchError if `path` cannot be written. Called before a measurement."""
+def report(result: dict, out: Path | None, show: Callable[[dict], None]) -> None:
+    """Write a result to `out`, if given, and print its table with `show`.
+
+    The file is written first, because standard output may be closed. The table is printed even if
+    the file cannot be written.
+    """
     try:
-        target = output(path)
-    except OSError as error:
-        raise BenchError(str(error)) from error
-    check_folder(target.parent)
+        if out:
+            write(out, result)
+    finally:
+        show(result)
+    if out:
+        print(f"wrote {out}")
 
 
-def check_folder(path: Path) -> None:
-    """Raise BenchError if files cannot be written into the folder, or it cannot be created."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not there.is_dir():
-        raise BenchError(
-            f"{path}: expected a folder to write into, and {there} is not a folder: give another "
-            "name"
-        )
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise BenchError(
-            f"{path}: expected a folder to write into, and {there} does not permit it: give "
-            "another name"
-        )
+def check_file(path: Path | None) -> None:
+    """Create the folder of a file, if the file is given. Called before a measurement.
+
+    Raises:
+        OSError: the folder cannot be created, or the path is not a regular file.
+    """
+    if path:
+        output(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def compact_json(value: Any, depth: int = 0) -> str:
@@ -101,40 +98,25 @@ def compact_json(value: Any, depth: int = 0) -> str:
     return begin + ",".join(f"{indent} {text}" for text in texts) + indent + end
 
 
-def read(path: Path) -> dict:
+def read(path: Path, *, times: bool = False) -> dict:
     """Read a result.
+
+    Args:
+        times: require a time or an error in every row, as of step, ladder and kernels.
 
     Raises:
         OSError: the file cannot be read.
         BenchError: the path is not a regular file, or the contents do not have the schema.
     """
-
-    def check(result: Any) -> None:
-        _check(result)
-        for number, row in enumerate(result["rows"]):
-            if not isinstance(row, dict):
-                raise ValueError(f"row {number} is not an object")
-
-    return _read(path, "a result of gptjax.bench or benchmarks/", check)
-
-
-def read_times(path: Path, *fields: str) -> dict:
-    """Read a result of step, ladder, kernels or generate, whose rows have a time or an error.
-
-    Args:
-        fields: strings or numbers that every row must have.
-
-    Raises:
-        OSError: the file cannot be read.
-        BenchError: the path is not a regular file, or the contents are not such a result.
-    """
-
-    def check(result: Any) -> None:
-        _check(result)
-        for number, row in enumerate(result["rows"]):
-            _check_time(number, row, fields)
-
-    return _read(path, "JSON of bench step, ladder, kernels or generate", check)
+    if path.exists() and not path.is_file():
+        raise BenchError(f"{path}: expected a JSON file of bench, found a folder or a device")
+    try:
+        result = json.loads(path.read_text())
+        _check(result, times)
+    except (TypeError, ValueError, RecursionError) as error:
+        expected = "a result of gptjax.bench or benchmarks/"
+        raise BenchError(f"{path}: expected {expected} ({error})") from error
+    return result
 
 
 def bench_command(name: str, options: Any) -> str:
@@ -143,11 +125,12 @@ def bench_command(name: str, options: Any) -> str:
     words = ["python", "-m", "gptjax.bench", name]
     for field in dataclasses.fields(options):
         value, flag = getattr(options, field.name), field.name.replace("_", "-")
-        if value == field.default or field.name in OUTPUTS:
+        if value == field.default or field.name == "out":
             continue
-        # An option without a default of its own, such as `bool | None`, has a value.
         if isinstance(field.default, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, str):
+            words.append(f"--{flag}={value}")
         else:
             values = value if isinstance(value, tuple) else (value,)
             words += [f"--{flag}", *(str(v) for v in values)]
@@ -168,36 +151,14 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
-def _read(path: Path, expected: str, check: Callable[[Any], None]) -> dict:
-    if path.exists() and not path.is_file():
-        raise BenchError(f"{path}: expected a JSON file of bench, found a folder or a device")
-    try:
-        result = json.loads(path.read_text())
-        check(result)
-    except (ValueError, RecursionError) as error:
-        raise BenchError(f"{path}: expected {expected} ({error})") from error
-    return result
-
-
-def _check(result: Any) -> None:
+def _check(result: Any, times: bool) -> None:
     """Raise ValueError if a result does not have the fields of the schema."""
-    if not isinstance(result, dict) or not isinstance(rows := result.get("rows"), list) or not rows:
-        raise ValueError("no rows")
-    for name, kind in (("date", str), ("device", str), ("versions", dict), ("command", str)):
-        if not isinstance(result.get(name), kind):
+    kinds = {"date": str, "device": str, "versions": dict, "command": str, "rows": list}
+    for name, kind in kinds.items():
+        if not isinstance(result, dict) or not isinstance(result.get(name), kind):
             raise ValueError(f"no {name}")
-    if not isinstance(result.get("commit"), str | None):
-        raise ValueError("a commit that is not a string")
-
-
-def _check_time(number: int, row: Any, fields: Sequence[str]) -> None:
-    """Raise ValueError if a row has neither a time nor an error, or lacks a field."""
-    if not isinstance(row, dict) or not ("ms" in row or isinstance(row.get("error"), str)):
-        raise ValueError(f"row {number} has neither ms nor error")
-    if missing := [field for field in fields if not isinstance(row.get(field), str | int)]:
-        raise ValueError(f"row {number} has no {missing[0]}")
-    for name in {"ms", "tokens/s", "ceiling", "factor"} & row.keys():
-        if not isinstance(row[name], int | float) or not 0 < row[name] < math.inf:
-            raise ValueError(f"row {number} has {name} {row[name]!r}, expected a positive number")
-    if not isinstance(row.get("asked", {}), dict):
-        raise ValueError(f"row {number} has options that are not an object")
+    for number, row in enumerate(result["rows"] or [None]):
+        if not isinstance(row, dict) or (times and not {"ms", "error"} & row.keys()):
+            raise ValueError(f"row {number} has neither ms nor error")
+        if times and not 0 < row.get("ms", 1) < math.inf:
+            raise ValueError(f"row {number} has ms {row['ms']!r}, not a positive number")

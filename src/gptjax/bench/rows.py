@@ -1,14 +1,22 @@
-"""Rows of results: the description of the measurement, its figures or error, and their text."""
+"""Rows of results: the description of a measured step, its figures or error, and their text."""
 
 import dataclasses
 import statistics
 import sys
+from collections.abc import Sequence
 
 from gptjax.bench.errors import BenchError
 from gptjax.bench.measuring import one_device
 from gptjax.config import Config
 from gptjax.training.flops import mfu
 from gptjax.training.memory import GIB
+
+# Rows with equal values in these fields are the same measurement. A missing field counts as empty.
+KEYS = (
+    *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
+    *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
+    *("overlap_reduce", "reshard_after_forward", "moments", "asked"),
+)
 
 
 def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> dict:
@@ -18,7 +26,7 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
         name: of the model.
         devices: number of devices that share the step.
     """
-    model = config.model
+    model, optimizer = config.model, config.optimizer
     # A field whose default is "auto" chooses a back end.
     asked = {
         field.name: value
@@ -37,7 +45,6 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
         "pass": "forward" if forward else "train",
     }
     if not forward:
-        optimizer = config.optimizer
         row |= {"algorithm": optimizer.name, "recompute": model.recompute}
         moments = optimizer.first_moment_dtype, optimizer.second_moment_dtype
         row |= {} if moments == ("fp32", "fp32") else {"moments": ", ".join(moments)}
@@ -47,53 +54,53 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
     return row | {"asked": asked}
 
 
-def complete(row: dict, config: Config, side, seconds: list[float] | Exception | None) -> dict:
-    """Return the row with its figures or its error.
+def figures(row: dict, config: Config, seconds: Sequence[float], peak: int | None) -> dict:
+    """Return the figures of a row.
 
     Args:
-        side: the step that was measured.
-        seconds: of a step, in each round; None if nothing was measured.
+        seconds: of a step, in each round.
+        peak: bytes of memory, if known.
     """
-    if isinstance(seconds, Exception):
-        return row | {"error": first_line(seconds)}
-    if not seconds:
-        return row
-    median = statistics.median(seconds)
-    devices = row.get("devices", 1)
+    median, devices = statistics.median(seconds), row.get("devices", 1)
     tokens = devices * config.micro_batch * config.sequence_length / median
     passes = 1 / 3 if row["pass"] == "forward" else 1
     flops = config.model.flops_per_token(config.sequence_length) * passes
-    return row | {
+    return {
         "ms": 1e3 * median,
         "ms_lowest": 1e3 * min(seconds),
         "ms_highest": 1e3 * max(seconds),
         "tokens/s": tokens,
-        "mfu": mfu(
-            tokens, flops, one_device().device_kind, row["precision"], row.get("devices", 1)
-        ),
-        "peak_gib": side.peak / GIB if side.peak else None,
+        "mfu": mfu(tokens, flops, one_device().device_kind, row["precision"], devices),
+        "peak_gib": peak / GIB if peak else None,
     }
 
 
 def label(row: dict) -> str:
-    """Return the description of a row's measurement; defaults are left out."""
-    parts = [
-        row["system"],
-        row.get("rung", ""),
-        row["model"],
-        row["precision"],
-        f"{row['batch']} × {row['sequence_length']}",
-        f"{row['devices']} devices" if row.get("devices", 1) > 1 else "",
-        row.get("parallel", ""),
-        "" if row.get("reshard_after_forward", True) else "gathered once",
-        row["reduce_dtype"] if row.get("reduce_dtype", "fp32") != "fp32" else "",
-        "" if row.get("overlap_reduce", True) else "no overlap",
-        row["pass"] if row["pass"] == "forward" else "",
-        row.get("algorithm", ""),
-        row.get("recompute", ""),
-        f"moments {row['moments']}" if "moments" in row else "",
-    ]
-    return " · ".join(part for part in parts if part and part not in ("adamw", "none"))
+    """Return the description of a row's measurement in words; defaults are left out."""
+    row = identity(row)
+    asked = [f"{part}={value}" for part, value in row.pop("asked", {}).items()]
+    forms = {
+        "batch": f"{row.get('batch')} × {row.pop('sequence_length', '?')}",
+        "devices": f"{row.get('devices')} devices",
+        "moments": f"moments {row.get('moments')}",
+        "reshard_after_forward": "gathered once",
+        "overlap_reduce": "no overlap",
+    }
+    defaults = {"pass": "train", "algorithm": "adamw", "recompute": "none", "reduce_dtype": "fp32"}
+    defaults |= {"reshard_after_forward": True, "overlap_reduce": True}
+    given = {field: value for field, value in row.items() if value != defaults.get(field, "")}
+    words = [forms.get(field, str(value)) for field, value in given.items()]
+    return " · ".join(words + asked)
+
+
+def identity(row: dict) -> dict:
+    """Return the fields of a row that identify the measurement: without the options of a rung,
+    which the rung's name implies, and without the number of devices if the number is 1, as in
+    results without that field."""
+    left_out = {"asked"} if "rung" in row else set()
+    if row.get("devices") == 1:
+        left_out.add("devices")
+    return {field: row[field] for field in KEYS if field in row and field not in left_out}
 
 
 def kernel_names(row: dict) -> str:
@@ -102,10 +109,6 @@ def kernel_names(row: dict) -> str:
     if isinstance(kernels, str):
         return kernels
     return ", ".join(f"{part}: {name}" for part, name in kernels.items())
-
-
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def first_line(error: BaseException) -> str:
@@ -119,7 +122,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def raise_failures(rows: list[dict]) -> None:
+def raise_failures(rows: Sequence[dict]) -> None:
     """Raise BenchError with the rows that have an error, if there are any."""
     if failed := [f"{label(row)}: {row['error']}" for row in rows if "error" in row]:
         raise BenchError("\n".join(["did not run:", *failed]))

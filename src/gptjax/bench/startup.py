@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -47,27 +46,14 @@ class Startup:
     """JSON file for the results."""
 
     def run(self) -> None:
-        if self.out:
-            results.check_file(self.out)
+        results.check_file(self.out)
         try:
             options = shlex.split(self.options)
         except ValueError as error:
-            raise BenchError(
-                f"--options={self.options}: expected options as in a shell ({error}): close the "
-                "quotation"
-            ) from error
+            raise BenchError(f"--options={self.options}: expected shell words ({error})") from error
         rows = starts(self.train, self.config, options)
-        try:
-            if self.out:
-                command = ["python", "-m", "gptjax.bench", "startup", "--config", str(self.config)]
-                command += ["--train", str(self.train)] if self.train != Path("train.py") else []
-                command += [f"--options={self.options}"] if self.options else []
-                device = rows[0]["device"]
-                results.write(self.out, results.new(shlex.join(command), rows, device=device))
-        finally:  # the table shows the measurement even if it cannot be written
-            show(rows)
-        if self.out:
-            print(f"wrote {self.out}")
+        command = results.bench_command("startup", self)
+        results.report(results.new(command, rows, device=rows[0]["device"]), self.out, show)
 
 
 def starts(train: Path, config: Path, options: list[str]) -> list[dict]:
@@ -90,25 +76,27 @@ def starts(train: Path, config: Path, options: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory(prefix="gptjax-startup-") as temporary:
         folder = Path(temporary)
         _write_random_tokens(folder / "random", loaded.model.vocab_size)
-        common = [
-            *("--config", config.absolute(), "--dataset", folder / "random"),
-            *("--runs-dir", folder / "runs", "--compilation-cache", folder / "cache"),
-            *("--sample-every", 0, "--checkpoint-every", 0),
+        common = {
+            "--config": config.absolute(),
+            "--dataset": folder / "random",
+            "--runs-dir": folder / "runs",
+            "--compilation-cache": folder / "cache",
+            "--sample-every": 0,
+            "--checkpoint-every": 0,
             # By default the schedule's length is max_steps: a longer run would not be the same run.
             # The config's own length has room for its warm-up and cooldown.
-            *("--optimizer.schedule-steps", max(1000, schedule_steps)),
-            *options,
-        ]
-
-        def start(name: str, run: str, steps: int) -> dict:
-            own = ("--name", run, "--max-steps", steps)
-            return _start(train, name, run, [str(word) for word in (*common, *own)], folder)
-
-        return [
-            start("cold", "cold", STEPS),
-            start("warm", "warm", STEPS),
-            start("resumed", "warm", 2 * STEPS),
-        ]
+            "--optimizer.schedule-steps": max(1000, schedule_steps),
+        }
+        rows = []
+        for name, run, steps in (
+            ("cold", "cold", STEPS),
+            ("warm", "warm", STEPS),
+            ("resumed", "warm", 2 * STEPS),
+        ):
+            own = common | {"--name": run, "--max-steps": steps}
+            words = [str(word) for pair in own.items() for word in pair]
+            rows.append(_start(train, name, words + options, folder / "runs" / run))
+        return rows
 
 
 def _write_random_tokens(folder: Path, vocab_size: int) -> None:
@@ -116,19 +104,16 @@ def _write_random_tokens(folder: Path, vocab_size: int) -> None:
     might download a tokenizer."""
     folder.mkdir()
     rng, shards = np.random.default_rng(0), {}
-    for name, count in (
-        ("random_train_000001.bin", TOKENS),
-        ("random_val_000000.bin", TOKENS // 2),
-    ):
-        tokens = rng.integers(0, min(256, vocab_size), count, dtype=np.uint16)
-        write_shard(folder / name, tokens)
-        shards[name] = ShardInfo.from_shard(Shard(folder / name))
+    for name, count in (("train_000001", TOKENS), ("val_000000", TOKENS // 2)):
+        file = folder / f"random_{name}.bin"
+        write_shard(file, rng.integers(0, min(256, vocab_size), count, dtype=np.uint16))
+        shards[file.name] = ShardInfo.from_shard(Shard(file))
     Manifest("byte", 257, 256, "random", None, shards).write(folder)
 
 
-def _start(train: Path, name: str, run: str, arguments: list[str], folder: Path) -> dict:
+def _start(train: Path, name: str, arguments: list[str], run: Path) -> dict:
     """Run the training script to the end of its few steps; return the row of this start."""
-    environment = os.environ | {"CUDA_CACHE_PATH": str(folder / "cuda")}
+    environment = os.environ | {"CUDA_CACHE_PATH": str(run.parents[1] / "cuda")}
     # `python -m gptjax.bench` sets it for itself; a training run preallocates its memory.
     environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
     launched = time.time()
@@ -142,18 +127,12 @@ def _start(train: Path, name: str, run: str, arguments: list[str], folder: Path)
         check=False,
     )
     if done.returncode:
-        raise BenchError(
-            f"the {name} start failed; the last lines of train.py:\n"
-            + "\n".join(done.stdout.splitlines()[-15:])
-        )
-    log = read_log(folder / "runs" / run / "log.jsonl")
-    events = [row for row in log if row["kind"] == "event"]
-    *_, start = (row for row in events if row["event"] == "start")
-    *_, first = (row for row in events if row["event"] == "first step")
-    row = row_of(name, launched, first)
-    row |= {"device": start["device"], "versions": start["versions"]}
+        last = "\n".join(done.stdout.splitlines()[-15:])
+        raise BenchError(f"the {name} start failed; the last lines of train.py:\n{last}")
+    events = {row["event"]: row for row in read_log(run / "log.jsonl") if row["kind"] == "event"}
+    row = row_of(name, launched, events["first step"])
     say(f"{name}: {row['total']:.1f} s")
-    return row
+    return row | {key: events["start"][key] for key in ("device", "versions")}
 
 
 def row_of(name: str, launched: float, first: dict) -> dict:
@@ -161,7 +140,7 @@ def row_of(name: str, launched: float, first: dict) -> dict:
 
     Args:
         launched: `time.time()` before the process was started.
-        first: the log's event "first step".
+        first: the log's last event "first step".
 
     Returns:
         "start" (its name), "total" and "parts" in seconds, "executables" compiled ahead of time,
@@ -176,34 +155,19 @@ def row_of(name: str, launched: float, first: dict) -> dict:
     }
 
 
-def show(rows: list[dict]) -> None:
+def show(result: dict) -> None:
     """Print a row for each part, a column for each start."""
-    table = []
-
-    def add(label: str, seconds: Iterable[float | None]) -> None:
-        table.append(Row(label, [_figure(value) for value in seconds]))
-
-    for part in dict.fromkeys(part for row in rows for part in row["parts"]):
-        add(part, (row["parts"].get(part) for row in rows))
-        if part == "compilation":
-            for name in dict.fromkeys(e["name"] for row in rows for e in row["executables"]):
-                for stage, words in (
-                    ("lower", "traced and lowered"),
-                    ("compile", "compiled, or read"),
-                ):
-                    add(f"  {name}: {words}", (_seconds(row, name, stage) for row in rows))
-    table.append(Row())
-    add("total", (row["total"] for row in rows))
-    table.append(Row("cache hits", [str(row["cache_hits"]) for row in rows]))
-    table.append(Row("cache misses", [str(row["cache_misses"]) for row in rows]))
+    rows, lines = result["rows"], {}
+    for i, row in enumerate(rows):
+        seconds = dict(row["parts"])
+        for executable in row["executables"]:
+            for stage, words in (("lower", "traced and lowered"), ("compile", "compiled, or read")):
+                seconds[f"  {executable['name']}: {words}"] = executable[stage]
+        for name, value in (seconds | {"total": row["total"]}).items():
+            lines.setdefault(name, ["–"] * len(rows))[i] = f"{value:.2f}"
+    lines["total"] = lines.pop("total")
+    table = [Row(name, cells) for name, cells in lines.items()]
+    for key in ("cache_hits", "cache_misses"):
+        table.append(Row(key.replace("_", " "), [str(row[key]) for row in rows]))
     title = f"seconds to the first finished step, {rows[0]['device']}"
     print_table(title, [row["start"] for row in rows], table)
-
-
-def _seconds(row: dict, name: str, stage: str) -> float | None:
-    seconds = [e[stage] for e in row["executables"] if e["name"] == name]
-    return sum(seconds) if seconds else None
-
-
-def _figure(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds:.2f}"

@@ -40,19 +40,6 @@ BESIDE = {
 }
 
 
-def check_picture(path: Path) -> None:
-    """Raise BenchError if the suffix of a picture's name is not a supported format.
-
-    Called before a long measurement: `picture` itself checks the name when it draws.
-    """
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise BenchError(
-            f"{path}: expected a picture's name that ends in one of ."
-            f"{', .'.join(sorted(formats))}: add the suffix, such as {path.name}.png"
-        )
-
-
 @contextlib.contextmanager
 def picture(
     path: Path, size: tuple[float | int, float | int], *shape: int, **how: Any
@@ -69,7 +56,10 @@ def picture(
     Raises:
         BenchError: the suffix is not a supported format.
     """
-    check_picture(path)
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        names = ", .".join(sorted(formats))
+        raise BenchError(f"{path}: expected a picture's name that ends in one of .{names}")
     with matplotlib.rc_context(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure.subplots(*shape, **how)

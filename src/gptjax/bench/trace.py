@@ -26,21 +26,18 @@ class Kernel:
     start_ns: float | int
     duration_ns: float | int
 
-
-def communicates(kernel: Kernel) -> bool:
-    """Return whether a kernel moves data between devices: one of NCCL, or of an HLO collective."""
-    return kernel.name.startswith("nccl") or kernel.hlo_op.startswith(COLLECTIVES)
+    @property
+    def communicates(self) -> bool:
+        """Whether it moves data between devices: a kernel of NCCL, or an HLO collective."""
+        return self.name.startswith("nccl") or self.hlo_op.startswith(COLLECTIVES)
 
 
 def exposed_ns(launched: Sequence[Kernel]) -> float | int:
     """Return the time in which kernels that communicate run, and no others."""
     ends = [
-        (time, sign, communicates(kernel))
+        (time, sign, kernel.communicates)
         for kernel in launched
-        for time, sign in (
-            (kernel.start_ns, 1),
-            (kernel.start_ns + kernel.duration_ns, -1),
-        )
+        for time, sign in ((kernel.start_ns, 1), (kernel.start_ns + kernel.duration_ns, -1))
     ]
     exposed, before = 0, 0
     running = {True: 0, False: 0}  # number of kernels, by whether they communicate
@@ -58,12 +55,10 @@ def newest_xplane(folder: Path) -> Path:
     Raises:
         BenchError: there is none.
     """
-    traces = sorted(
-        folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime
-    )
+    traces = list(folder.glob("plugins/profile/*/*.xplane.pb"))
     if not traces:
         raise BenchError(f"jax.profiler wrote no trace in {folder}/plugins/profile")
-    return traces[-1]
+    return max(traces, key=lambda path: path.stat().st_mtime)
 
 
 def read_kernels(xplane: Path, module: str) -> list[Kernel]:
@@ -93,15 +88,11 @@ def kernels(planes: Sequence, module: str) -> list[Kernel]:
     # Other lines of that plane are sums over the same kernels.
     streams = [line for line in of_gpu if line.name.startswith("Stream")]
     if of_gpu and not streams:
-        raise BenchError(
-            "expected lines named Stream #… of the GPU in the trace, found "
-            f"{[line.name for line in of_gpu]}"
-        )
-    lines = streams or [
-        line for plane in planes if plane.name == "/host:CPU" for line in plane.lines
-    ]
+        names = [line.name for line in of_gpu]
+        raise BenchError(f"expected lines named Stream #… of the GPU in the trace, found {names}")
+    of_host = (line for plane in planes if plane.name == "/host:CPU" for line in plane.lines)
     launched = []
-    for event in (event for line in lines for event in line.events):
+    for event in (event for line in streams or of_host for event in line.events):
         stats = dict(event.stats)
         # A GPU's copies may name no executable; a CPU's threads have events that are no operations.
         if stats.get("hlo_module", module if streams else None) == module:
@@ -128,16 +119,9 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
     Raises:
         BenchError: there are no kernels.
     """
-    placed = [
-        (kernel, instructions.get(kernel.hlo_op) or place_of_op_name(kernel.op_name))
-        for kernel in launched
-    ]
+    placed = [(k, instructions.get(k.hlo_op) or place_of_op_name(k.op_name)) for k in launched]
     # The event of a loop or a call covers those of its body.
-    placed = [
-        (kernel, dataclasses.replace(place, part=COMMUNICATION) if communicates(kernel) else place)
-        for kernel, place in placed
-        if not place.encloses
-    ]
+    placed = [(kernel, place) for kernel, place in placed if not place.encloses]
     if not placed:
         raise BenchError(
             "the trace has no kernels of the step; the trace of a GPU needs CUPTI (pip install "
@@ -145,17 +129,17 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
         )
     parts: dict[tuple, dict] = {}
     by_kernel: dict[tuple, dict] = {}
-    gaps, busy, end, last = [], 0.0, placed[0][0].start_ns, ""
+    start = end = placed[0][0].start_ns
+    gaps, busy, last = [], 0.0, ""
     for kernel, place in placed:
         ms = kernel.duration_ns / 1e6
-        key = {"part": place.part, "pass": place.pass_}
-        part = parts.setdefault(
-            tuple(key.values()), key | {"ms": 0.0, "matmul_ms": 0.0, "calls": 0}
-        )
         name = re.sub(r"([._]\d+)+$", "", kernel.name)  # XLA numbers its kernels
+        key = {"part": COMMUNICATION if kernel.communicates else place.part, "pass": place.pass_}
+        zeros = {"ms": 0.0, "matmul_ms": 0.0, "calls": 0}
+        part = parts.setdefault(tuple(key.values()), key | zeros)
+        part["matmul_ms"] += ms * place.matmul
         key |= {"name": name, "op": place.op, "matmul": place.matmul}
         one = by_kernel.setdefault(tuple(key.values()), key | {"ms": 0.0, "calls": 0})
-        part["matmul_ms"] += ms * place.matmul
         for row in (part, one):
             row["ms"] += ms
             row["calls"] += 1
@@ -165,15 +149,15 @@ def summary(launched: Sequence[Kernel], instructions: dict[str, Place]) -> dict:
         busy += max(0, stop - max(end, kernel.start_ns))
         if stop >= end:
             end, last = stop, name
-    span = end - placed[0][0].start_ns
-    order = [(part, pass_) for part in ORDER for pass_ in PASSES]
     return {
-        "span_ms": span / 1e6,
+        "span_ms": (end - start) / 1e6,
         "busy_ms": busy / 1e6,
-        "idle_ms": (span - busy) / 1e6,
+        "idle_ms": (end - start - busy) / 1e6,
         "kernel_ms": sum(part["ms"] for part in parts.values()),
         "exposed_ms": exposed_ns([kernel for kernel, _ in placed]) / 1e6,
-        "parts": [parts[key] for key in order if key in parts],
+        "parts": sorted(
+            parts.values(), key=lambda row: (ORDER.index(row["part"]), PASSES.index(row["pass"]))
+        ),
         "kernels": sorted(by_kernel.values(), key=lambda row: -row["ms"]),
         "gaps": sorted(gaps, key=lambda gap: -gap["us"])[:10],
     }

@@ -12,11 +12,11 @@ channels of the MLP, V rows of the embedding. Padding counts as vocabulary here:
 import math
 
 import torch
+import torch_fp8
 from torch import nn
 from torch.nn import functional
+from torch_gpt2 import How
 
-from gptjax.bench import torch_fp8
-from gptjax.bench.torch_gpt2 import How
 from gptjax.models.llama3 import HIGH_TURNS, INIT_STD, LOW_TURNS, Llama3Config
 
 

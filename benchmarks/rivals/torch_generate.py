@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 import torch
+from torch_gpt2 import free_torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
-
-from gptjax.bench.torch_gpt2 import free_torch
 
 
 class TorchGeneration:

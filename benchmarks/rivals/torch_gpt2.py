@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch_fp8
 from torch import nn
 from torch.nn import functional
+from torch_side import torch_model
 
-from gptjax.bench import torch_fp8
-from gptjax.bench.torch_side import torch_model
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import INIT_STD, GPT2Config
 

@@ -16,8 +16,8 @@ from gptjax.models.base import ModelConfig
 # By the name of the architecture's config class: the module whose `build_model` returns PyTorch's
 # model.
 MODELS = {
-    "GPT2Config": "gptjax.bench.torch_gpt2",
-    "Llama3Config": "gptjax.bench.torch_llama",
+    "GPT2Config": "torch_gpt2",
+    "Llama3Config": "torch_llama",
 }
 # The module whose `config_json` returns transformers' config.
 HF_CONFIGS = {"GPT2Config": "gptjax.weights.hf", "Llama3Config": "gptjax.weights.hf"}
@@ -35,19 +35,7 @@ def has_torch(device: jax.Device) -> bool:
 def require_torch(device: jax.Device) -> None:
     """Raise BenchError if `has_torch` is false."""
     if not has_torch(device):
-        raise BenchError(
-            "--torch needs PyTorch with CUDA, and there is none: pip install torch, or omit --torch"
-        )
-
-
-def require_transformers(device: jax.Device) -> None:
-    """Raise BenchError if PyTorch or transformers cannot run."""
-    require_torch(device)
-    if not results.is_installed("transformers"):
-        raise BenchError(
-            "--torch needs transformers, and there is none: pip install transformers, or leave it "
-            "out"
-        )
+        raise BenchError("PyTorch with CUDA is not installed: pip install torch")
 
 
 def why_no_rival(config: Config) -> str | None:
@@ -55,13 +43,13 @@ def why_no_rival(config: Config) -> str | None:
     name = type(config.model).__name__
     if name in MODELS:
         return None
-    return f"PyTorch's models are those of {', '.join(MODELS)}, not {name}: leave out --torch"
+    return f"PyTorch's models are those of {', '.join(MODELS)}, not {name}"
 
 
 def why_no_step(config: Config) -> str | None:
     """Return why PyTorch has no training step to compare with, or None."""
     if config.separate_documents:
-        return "PyTorch's step does not separate documents: leave out --torch"
+        return "PyTorch's step does not separate documents"
     return why_no_rival(config)
 
 
@@ -76,7 +64,7 @@ def torch_model(config: ModelConfig, how):
 
 def how_of(config: Config, device: jax.Device):
     """Return the `How` of PyTorch's fastest step in the precision of a config."""
-    from gptjax.bench.torch_gpt2 import How
+    from torch_gpt2 import How
 
     precision = config.model.precision
     name = precision.name if precision.fp8_head else precision.plain.split("_")[0]
@@ -85,7 +73,7 @@ def how_of(config: Config, device: jax.Device):
 
 def torch_step(config: Config, how, device: jax.Device, **more: Any):
     """Return the `TorchStep` of a config, on the same kind of device."""
-    from gptjax.bench.torch_gpt2 import TorchStep
+    from torch_gpt2 import TorchStep
 
     return TorchStep(
         config.model,
@@ -102,7 +90,7 @@ def torch_several(config: Config, how, device: jax.Device, devices: int, *, forw
 
     As gptjax's zero1, FSDP2 then gathers the parameters once a step.
     """
-    from gptjax.bench.torch_several import Spec, TorchSeveral
+    from torch_several import Spec, TorchSeveral
 
     spec = Spec(
         model=config.model,
@@ -121,7 +109,7 @@ def torch_several(config: Config, how, device: jax.Device, devices: int, *, forw
 
 def torch_generation(config: ModelConfig, device: jax.Device, **sizes: int):
     """Return the `TorchGeneration` of a model's config, on the same kind of device."""
-    from gptjax.bench.torch_generate import TorchGeneration
+    from torch_generate import TorchGeneration
 
     module = importlib.import_module(HF_CONFIGS[type(config).__name__])
     return TorchGeneration(

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch_gpt2 import How, TorchStep
+from torch_side import torch_model
 
 from gptjax.bench.rows import first_line
-from gptjax.bench.torch_gpt2 import How, TorchStep
-from gptjax.bench.torch_side import torch_model
 from gptjax.models.base import ModelConfig
 
 

@@ -1,5 +1,7 @@
-"""`python -m gptjax.bench generate`: tokens/s of `gptjax.generate`, compared with transformers in
-the same run.
+"""Measure tokens/s of `gptjax.generate`, and of transformers in the same run.
+
+    python benchmarks/rivals/generate.py --batch 1 64 --out generate.json
+    python benchmarks/rivals/generate.py --no-torch
 
 Calls follow each other, and each call is awaited, as by a user who needs the text. A step's time is
 (call − first token) / (new − 1). The time to the first token is measured with the stream,
@@ -14,6 +16,7 @@ value of the sequences so far, read once in the compute dtype at the GPU's peak 
 import dataclasses
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +25,15 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 from flax import nnx
+from torch_side import require_torch, torch_generation, why_no_rival
 
+from gptjax.bench import __main__ as bench
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelName, PrecisionName
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
 from gptjax.bench.errors import BenchError
 from gptjax.bench.measuring import one_device, sustained
-from gptjax.bench.rows import first_line, kernel_names, number, say
+from gptjax.bench.rows import first_line, kernel_names, label, raise_failures, say
 from gptjax.bench.table import Row, print_table
-from gptjax.bench.torch_side import require_transformers, torch_generation, why_no_rival
 from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
@@ -42,7 +46,7 @@ FIRST_TOKENS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(ModelName):
+class Generate(ModelOptions):
     """Measure tokens/s, the time to the first token and the time of a decoding step, with random
     weights and prompts; print a row for each --batch, --temperature and --implementation."""
 
@@ -60,7 +64,7 @@ class Generate(ModelName):
     """Draw from this number of likeliest tokens; not with temperature 0."""
     implementation: tuple[Literal["auto", "triton", "xla"], ...] = ("auto",)
     """Back ends of the decoding step."""
-    torch: bool = False
+    torch: bool = True
     """Also measure transformers: a static cache, and a compiled step (not on a CPU)."""
     seconds: NonNegativeFloat = 1.0
     """Duration of each measurement."""
@@ -68,11 +72,10 @@ class Generate(ModelName):
     """JSON file for the results, written after each row."""
 
     def run(self) -> None:
-        if self.out:
-            results.check_file(self.out)
+        results.check_file(self.out)
         device, config = one_device(), self.checked_config()
         if self.torch:
-            require_transformers(device)
+            require_torch(device)
         rows: list[dict] = []
         model = config.build(nnx.Rngs(0))
         for batch in self.batch:
@@ -84,8 +87,7 @@ class Generate(ModelName):
         show(rows, device)
         if self.out:
             print(f"wrote {self.out}")
-        if failed := [f"{label(row)}: {row['error']}" for row in rows if "error" in row]:
-            raise BenchError("\n".join(["did not run:", *failed]))
+        raise_failures(rows)
 
     def checked_config(self):
         """Return the model's config.
@@ -179,6 +181,7 @@ class Generate(ModelName):
         if not self.out:
             return
         command = results.bench_command("generate", self)
+        command = command.replace("-m gptjax.bench generate", "benchmarks/rivals/generate.py")
         packages = ("jax-triton", "triton") + ("torch", "transformers") * self.torch
         bandwidth = peak_bandwidth(device.device_kind)
         result = results.new(
@@ -306,13 +309,6 @@ def progress(row: dict) -> str:
     )
 
 
-def label(row: dict) -> str:
-    """Return the description of a row's measurement."""
-    asked = row.get("asked", {}).get("implementation", "auto")
-    parts = [row["system"], row["model"], row["precision"], f"batch {row['batch']}", row["case"]]
-    return " · ".join(parts + [asked] * (asked != "auto"))
-
-
 def show(rows: list[dict], device: jax.Device) -> None:
     """Print a row for each measurement."""
     table = []
@@ -321,15 +317,19 @@ def show(rows: list[dict], device: jax.Device) -> None:
             table.append(Row(label(row), note=row["error"]))
             continue
         texts = (
-            number(row["tokens/s"], ",.0f"),
-            number(row["step_us"], ",.1f"),
-            number(row["of_limit"], ".1%"),
-            number(row["first_token_ms"], ".2f"),
-            number(row["compile_s"], ".1f"),
-            number(row["of_torch"], ".2f") + " ×" if "of_torch" in row else "",
+            f"{row['tokens/s']:,.0f}",
+            f"{row['step_us']:,.1f}",
+            f"{row['of_limit']:.1%}" if row["of_limit"] else "-",
+            f"{row['first_token_ms']:.2f}",
+            f"{row['compile_s']:.1f}",
+            f"{row['of_torch']:.2f} ×" if "of_torch" in row else "",
         )
         table.append(Row(label(row), texts, kernel_names(row)))
     bandwidth = peak_bandwidth(device.device_kind)
     about = f"{bandwidth / 1e12:.2f} TB/s" if bandwidth else "unknown memory bandwidth"
     columns = ("tokens/s", "step µs", "of limit", "first token ms", "compile s", "of torch")
     print_table(f"{device.device_kind}, {about}", columns, table)
+
+
+if __name__ == "__main__":
+    sys.exit(bench.main(commands=Generate, prog="python benchmarks/rivals/generate.py"))

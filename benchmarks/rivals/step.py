@@ -1,0 +1,130 @@
+"""Measure gptjax's training step and PyTorch's, or llm.c's, in turns.
+
+    python benchmarks/rivals/step.py --batch 64 --out step.json
+    python benchmarks/rivals/step.py --batch 64 --llmc PATH
+
+The options are those of `python -m gptjax.bench step`. PyTorch's step is torch.compile (not on a
+CPU), scaled_dot_product_attention, fused AdamW, padded vocabulary, and torch._scaled_mm for FP8. On
+several devices, DDP is measured for the strategy data, and FSDP2 for zero1 and fsdp.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from llmc_side import LlmcStep, find_program, require_gpu, why_no_llmc
+from torch_side import (
+    how_of,
+    require_torch,
+    strategy_fields,
+    torch_several,
+    torch_step,
+    why_no_step,
+)
+from turns import take_turns
+
+from gptjax.bench import __main__ as bench
+from gptjax.bench import results
+from gptjax.bench.configs import OWN_DEFAULT
+from gptjax.bench.errors import BenchError
+from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.measuring import first_devices, one_device
+from gptjax.bench.rows import describe, figures, first_line, label, say
+from gptjax.bench.step import Step, compiled, timed_result
+from gptjax.config import Config
+
+SAME = ("model", "precision", "batch", "sequence_length", "pass")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside(Step):
+    """Measure gptjax's step and PyTorch's, or llm.c's, in turns: a row of each for each
+    combination of options."""
+
+    llmc: Annotated[Path | None, OWN_DEFAULT] = None
+    """Path of llm.c's train_gpt2cu, or its folder: measure llm.c in place of PyTorch. Needs
+    one GPU, GPT-2, AdamW and the precision of llm.c's build."""
+
+    def configs(self) -> list[tuple[Config, int]]:
+        """Return each config, and its number of devices.
+
+        Raises:
+            BenchError: the other program cannot run here, or has no such step.
+        """
+        found = super().configs()
+        if self.llmc:
+            if self.forward or max(self.devices) > 1:
+                raise BenchError("llm.c measures whole training steps on one device")
+            require_gpu(one_device())
+            find_program(self.llmc)
+        else:
+            require_torch(one_device())
+        for config, _ in found:
+            if why := (why_no_llmc if self.llmc else why_no_step)(config):
+                raise BenchError(why)
+        return found
+
+    def measure(self, config: Config, devices: int) -> list[dict]:
+        row = describe(self.name, config, forward=self.forward, devices=devices)
+        parallel = config.parallel_on(first_devices(devices))
+        ours = JaxStep(config, one_device(), parallel=parallel, forward=self.forward)
+        row = compiled(row, ours)
+        if self.llmc:
+            rival, theirs = self._start_llmc(self.llmc, row, config)
+        else:
+            rival, theirs = self._compile_torch(row, config, devices)
+        # The other side first: it frees the memory that it does not use, and JAX does not.
+        sides: dict[str, Any] = {rival["system"]: theirs, "gptjax": ours}
+        rows = {each["system"]: each for each in (row, rival)}
+        sides = {name: side for name, side in sides.items() if "error" not in rows[name]}
+        for name, seconds in take_turns(sides, seconds=self.seconds).items():
+            if isinstance(seconds, Exception):
+                rows[name]["error"] = first_line(seconds)
+            else:
+                rows[name] |= figures(rows[name], config, seconds, sides[name].peak)
+        if all("ms" in each for each in rows.values()):
+            row["of_llmc" if self.llmc else "of_torch"] = rival["ms"] / row["ms"]
+        return list(rows.values())
+
+    def result(self, rows: list[dict]) -> dict:
+        command = results.bench_command("step", self)
+        command = command.replace("-m gptjax.bench step", "benchmarks/rivals/step.py")
+        return timed_result(command, rows, *([] if self.llmc else ["torch"]))
+
+    def _compile_torch(self, asked: dict, config: Config, devices: int) -> tuple[dict, Any]:
+        """Return PyTorch's row, with its error if it failed, and its compiled step."""
+        from torch_gpt2 import free_torch
+
+        how = how_of(config, one_device())
+        row = {"system": "torch", "devices": devices} | {key: asked[key] for key in SAME}
+        row |= (strategy_fields(config) if devices > 1 else {}) | {"kernels": str(how)}
+        say(f"{label(row)}: compiling")
+        step = None
+        try:
+            if devices > 1:
+                step = torch_several(config, how, one_device(), devices, forward=self.forward)
+            else:
+                step = torch_step(config, how, one_device(), forward=self.forward)
+            return row | {"compile_s": step.run(1)}, step
+        except Exception as error:
+            row["error"] = first_line(error)
+        del step  # JAX needs the memory that it holds
+        free_torch()
+        return row, None
+
+    def _start_llmc(self, path: Path, asked: dict, config: Config) -> tuple[dict, LlmcStep]:
+        """Return llm.c's row, with its error if its first run failed, and its step."""
+        row = {"system": "llm.c", "devices": 1} | {key: asked[key] for key in SAME}
+        step = LlmcStep(find_program(path), config, one_device())
+        row["kernels"] = " ".join([step.program.name, *step.options])
+        say(f"{label(row)}: first run")
+        try:
+            step.start()
+        except Exception as error:
+            row["error"] = first_line(error)
+        return row, step
+
+
+if __name__ == "__main__":
+    sys.exit(bench.main(commands=Beside, prog="python benchmarks/rivals/step.py"))
