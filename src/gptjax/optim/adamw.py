@@ -395,32 +395,20 @@ class OptimizerConfig:
         return None
 
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        """Describe the optimizer and the options of each group of parameters, one line each.
+        """Describe the optimizer with all options that differ from the defaults, and the options of
+        each group of parameters, one line each.
 
         Args:
             params: arrays, or `jax.ShapeDtypeStruct`s.
             groups: the `Group`s of the model's parameters.
         """
         del params, groups
-        rates = f"lr {self.learning_rate:g}, decay {self.weight_decay:g}"
-        form = f"; {text}" if (text := self._decay_in_words()) else ""
-        return [f"{self.name}: {rates} (of tensors with two or more axes){form}"]
-
-    def describe_storage(self) -> list[str]:
-        """Describe the parameters and moments that are not stored in fp32, one line each."""
-        names = {"first": self.first_moment_dtype, "second": self.second_moment_dtype}
-        lines = [
-            f"AdamW's {name} moment is stored in bf16" for name in names if names[name] == "bf16"
-        ]
-        if self.param_storage == "bf16_mantissa":
-            lines.append("matrices are stored as bf16 and the lower 16 bits of their fp32 values")
-        return lines
-
-    def _decay_in_words(self) -> str:
-        """Describe AdamW's decay if an option differs from the default."""
-        texts = ["cautious decay" if self.cautious_decay else "decay"]
-        texts += ["goes as lr²"] if self.decay_form == "lr_squared" else []
-        return " ".join(texts) if texts != ["decay"] else ""
+        options = [f"lr {self.learning_rate:g}", f"decay {self.weight_decay:g}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in ("learning_rate", "weight_decay"):
+                options.append(f"{field.name} {value}")
+        return [f"{self.name}: {', '.join(options)}"]
 
     def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
         return schedule(

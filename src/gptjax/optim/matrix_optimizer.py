@@ -145,7 +145,7 @@ class MatrixOptimizerConfig(OptimizerConfig):
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        return [f"{self.name}, {self._method()}{self._adamw_differences()}", *lines]
+        return [*super().describe(params, groups), *lines]
 
     @property
     def _betas(self) -> dict[str | None, tuple[float | None, float | None]]:
@@ -154,16 +154,6 @@ class MatrixOptimizerConfig(OptimizerConfig):
             "embedding": (self.embedding_b1, self.embedding_b2),
             "vector": (self.vector_b1, self.vector_b2),
         }
-
-    def _method(self) -> str:
-        """Describe the update of the matrices."""
-        raise NotImplementedError
-
-    def _adamw_differences(self) -> str:
-        """Describe the options in which this AdamW differs from the optimizer "adamw"."""
-        texts = [f"every {self.adam_every} steps, gradients summed"] if self.adam_every > 1 else []
-        texts += [text] if (text := self._decay_in_words()) else []
-        return f"; adamw: {'; '.join(texts)}" if texts else ""
 
     def _betas_of(self, b1: float | None, b2: float | None) -> tuple[float, float]:
         """Return b1 and b2; AdamW's values in place of None."""

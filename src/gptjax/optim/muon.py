@@ -66,6 +66,3 @@ class MuonConfig(MatrixOptimizerConfig):
             for group in groups
         ]
         return super().describe(params, whole)
-
-    def _method(self) -> str:
-        return "newton_schulz"

@@ -396,10 +396,6 @@ class NorMuonConfig(MatrixOptimizerConfig):
             **self._adamw_options(schedules),
         )
 
-    def _method(self) -> str:
-        squared = ", decay goes as lr²" if self.matrix_decay_form == "lr_squared" else ""
-        return f"{self.orthogonalization}{squared}"
-
 
 def _batches(
     paths: list[str],

@@ -82,7 +82,7 @@ def header(
         yield "batch", _batch(config, parallel.devices) + recompute
     yield from _stages(inputs.timeline, kernels, parallel.devices, recompute)
     lines = config.optimizer.describe(abstract_params(model), model.parameter_groups())
-    for i, line in enumerate([*lines, *config.optimizer.describe_storage()]):
+    for i, line in enumerate(lines):
         yield "" if i else "optimizer", line
     if (warmup := config.optimizer.warmup_steps) > config.max_steps:
         peak = f"the learning rate does not reach its peak: {warmup} steps of warm-up"
