@@ -202,45 +202,6 @@ def test_all_files_have_the_permissions_of_the_umask(small):
     assert modes == {(small / "config.json").stat().st_mode}
 
 
-def test_a_failed_save_leaves_the_old_file(small, monkeypatch):
-    model, before = gptjax.load_hf(small), (small / "model.safetensors").read_bytes()
-
-    def half(tensors, path, **_):
-        path.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr("gptjax.weights.hf.save_file", half)
-    with pytest.raises(
-        WeightsError,
-        match=r"model\.safetensors: not written: disk full. An older file is unchanged",
-    ):
-        gptjax.save_hf(model, small)
-    assert (small / "model.safetensors").read_bytes() == before
-    assert not list(small.glob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("activation_function", "gelu"),
-        ("activation_function", "relu"),
-        ("scale_attn_by_inverse_layer_idx", True),
-        ("scale_attn_weights", False),
-        ("layer_norm_epsilon", 1e-6),
-        ("tie_word_embeddings", False),
-        ("add_cross_attention", True),
-        ("n_inner", 24),
-        ("model_type", "gpt_neo"),
-    ],
-)
-def test_other_architectures_are_refused(small, field, value):
-    edit_config(small, **{field: value})
-    with pytest.raises(
-        ValueError, match=rf"config\.json: expected {field} to be .* found {re.escape(repr(value))}"
-    ):
-        gptjax.load_hf(small)
-
-
 @pytest.mark.parametrize(
     "field, value",
     [
@@ -252,54 +213,3 @@ def test_other_architectures_are_refused(small, field, value):
 def test_other_spellings_of_gpt2_are_read(small, field, value):
     edit_config(small, **{field: value})
     gptjax.load_hf(small)
-
-
-@pytest.mark.parametrize(
-    "edit, message",
-    [
-        (lambda t: t.pop("transformer.ln_f.bias"), r"missing \['ln_f.bias'\], unexpected \[\]"),
-        (
-            lambda t: t.update(extra=np.zeros(3, np.float32)),
-            r"missing \[\], unexpected \['extra'\]",
-        ),
-        (
-            lambda t: t.update({"transformer.wpe.weight": np.zeros((8, 12), np.float32)}),
-            r"expected transformer.wpe.weight of shape \(9, 12\) .* found \(8, 12\) F32",
-        ),
-        (
-            lambda t: t.update({"transformer.wte.weight": np.zeros((62, 12), np.float32)}),
-            r"expected transformer.wte.weight of shape \(61, 12\) .* found \(62, 12\) F32",
-        ),
-        (
-            lambda t: t.update({"transformer.ln_f.bias": np.zeros(12, np.int32)}),
-            r"expected transformer.ln_f.bias .* found \(12,\) I32",
-        ),
-        (
-            lambda t: t.update({"lm_head.weight": np.ones((61, 12), np.float32)}),
-            r"lm_head.weight to be the same .* tied",
-        ),
-    ],
-    ids=["missing", "unexpected", "shape", "vocabulary", "integers", "untied"],
-)
-def test_tensors_that_do_not_fit_are_refused(small, edit, message):
-    edit_tensors(small, edit)
-    with pytest.raises(ValueError, match=message):
-        gptjax.load_hf(small)
-
-
-def test_files_that_are_missing_or_broken(small):
-    (small / "model.safetensors").write_bytes(b"not safetensors at all")
-    with pytest.raises(ValueError, match=r"model\.safetensors: expected a safetensors file"):
-        gptjax.load_hf(small)
-    (small / "model.safetensors").rename(small / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"found \['config\.json'.*safe_serialization"):
-        gptjax.load_hf(small)
-    (small / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: expected JSON"):
-        gptjax.load_hf(small)
-    (small / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="missing .*vocab_size"):
-        gptjax.load_hf(small)
-    (small / "config.json").unlink()
-    with pytest.raises(WeightsError, match=r"config\.json: not there"):
-        gptjax.load_hf(small)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_tools import edit_config, edit_tensors
 from llama_tools import ODD, batch_of, build, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
 
@@ -156,52 +155,3 @@ def test_llama_3_2_in_the_fields_of_transformers_4(tmp_path):
     config = read_config(tmp_path)
     assert config.num_params == 1_235_814_400
     assert (config.rope_theta, config.rope_scaling, config.block_size) == (5e5, 32.0, 131072)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    gptjax.save_hf(build(ODD, random_of(ODD)), folder)
-    return folder
-
-
-@pytest.fixture
-def folder(saved, tmp_path):
-    for file in saved.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"model_type": "mistral"}, "expected model_type to be 'gpt2' or 'llama', found 'mistral'"),
-        ({"attention_bias": True}, "expected attention_bias to be False, found True"),
-        ({"head_dim": 32}, "expected head_dim to be 16 or None, found 32"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type to be 'default' or 'llama3'"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "expected low_freq_factor to be 1.0"),
-        ({"num_key_value_heads": 2}, "not a Llama3: .*n_head=3 is not a multiple of n_kv_head=2"),
-        ({"hidden_size": None}, r"missing \['hidden_size'\]"),
-        ({"num_hidden_layers": 3}, r"missing .*model.layers.2.input_layernorm.weight"),
-        (
-            {"num_hidden_layers": 10**6},
-            "expected the 9000003 tensors of a Llama3 of 1000000 layers",
-        ),
-        ({"intermediate_size": 64}, r"mlp.gate_proj.weight of shape \(64, 48\)"),
-        ({"tie_word_embeddings": True}, "expected lm_head.weight to be the same tensor"),
-    ],
-)
-def test_another_model_is_refused(folder, fields, message):
-    edit_config(folder, **fields)
-    with pytest.raises(WeightsError, match=message):
-        gptjax.load_hf(folder)
-
-
-def test_missing_and_unexpected_tensors(folder):
-    edit_tensors(folder, lambda tensors: tensors.update(bias=tensors.pop("model.norm.weight")))
-    with pytest.raises(WeightsError, match=r"missing \['model.norm.weight'\], unexpected \['bias'"):
-        gptjax.load_hf(folder)
-    with pytest.raises(ValueError, match=r"config.json decides \['n_inner'\]"):
-        gptjax.load_hf(folder, n_inner=3)
-    with pytest.raises(WeightsError, match="not there"):
-        gptjax.load_hf(folder / "nothing.safetensors")
