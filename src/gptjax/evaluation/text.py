@@ -12,7 +12,6 @@ Bits per byte do not depend on the tokenizer. End-of-text tokens inside a prepar
 part of the text. These tokens count for the loss, but not for the bits per byte.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,10 +22,7 @@ import numpy as np
 from gptjax import data
 from gptjax.data.shards import Shard
 from gptjax.evaluation.errors import EvaluationError
-from gptjax.evaluation.scoring import Row, Scorer, ahead
-
-# Number of windows that a thread prepares while the device scores earlier windows.
-_BLOCK = 256
+from gptjax.evaluation.scoring import Row, Scorer
 
 
 class Stream(NamedTuple):
@@ -137,7 +133,7 @@ def score_text(
         raise EvaluationError(
             f"stride must be at least 1 and at most the model's block_size {length}, got {stride}"
         )
-    total = {"tokens": 0, "bytes": 0, "end_of_text": []}
+    total = {"tokens": 0, "bytes": 0}
 
     def rows() -> Iterator[Row]:
         for row in _windows(stream, length, stride, max_tokens):
@@ -151,10 +147,8 @@ def score_text(
             total["bytes"] += int(byte_lengths[targets].sum())
             yield row
 
-    blocks = ahead(itertools.batched(rows(), _BLOCK))
     nats = text_nats = 0.0
-    windows = itertools.chain.from_iterable(blocks)
-    for _, row, losses, _ in scorer.losses(windows, scored=scored):
+    for _, row, losses, _ in scorer.losses(rows(), scored=scored):
         is_text = byte_lengths[row.tokens[row.start :]] > 0
         nats += float(losses.sum())
         text_nats += float(losses[is_text].sum())
@@ -165,22 +159,16 @@ def score_text(
 
 def _windows(stream: Stream, length: int, stride: int, max_tokens: int | None) -> Iterator[Row]:
     """Yield the windows of a stream; each token is scored in one window."""
-    buffer, scored_to, left = np.array([stream.eot], np.int32), 1, max_tokens
-    for chunk in itertools.chain(stream.chunks, [None]):
-        last = chunk is None or left == 0
-        if not last:
-            chunk = np.asarray(chunk, np.int32)[:left]
-            left = None if left is None else left - len(chunk)
-            buffer = np.concatenate([buffer, chunk])
-        while (unscored := len(buffer) - scored_to) > 0 and (last or unscored >= stride):
-            end = scored_to + min(stride, unscored)
-            begin = max(0, end - length - 1)
-            yield Row(buffer[begin:end], scored_to - begin)
-            scored_to = end
-        if last:
-            return
-        keep = max(0, scored_to - length - 1)
-        buffer, scored_to = buffer[keep:], scored_to - keep
+    parts, left = [np.array([stream.eot], np.int32)], max_tokens or stream.tokens
+    for chunk in stream.chunks:
+        parts.append(np.asarray(chunk[:left], np.int32))
+        if (left := left - len(chunk)) <= 0:
+            break
+    tokens = np.concatenate(parts)
+    for start in range(1, len(tokens), stride):
+        end = min(start + stride, len(tokens))
+        begin = max(0, end - length - 1)
+        yield Row(tokens[begin:end], start - begin)
 
 
 def _byte_lengths(tokenizer: Any) -> np.ndarray:
