@@ -105,8 +105,7 @@ def test_metrics_are_named_and_averaged():
             record(self, "twice", jnp.array([3, 4]), Metric)
             return x.sum()
 
-    whole = Whole()
-    loss = lambda x: with_metrics(Whole.__call__)(whole, x)
+    loss = lambda x: with_metrics(Whole.__call__)(Whole(), x)
     (out, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.array([1.0, 2.0]))
     assert out == 12 and grad.tolist() == [4, 4]
     assert {name: x.tolist() for name, x in metrics.items()} == {
