@@ -19,7 +19,7 @@ from flax import nnx
 
 from gptjax.config import Config, OptimizerConfig
 from gptjax.models.base import Model, ModelConfig
-from gptjax.models.layers import Linear, attention, attention_pattern, lookup, normal
+from gptjax.models.layers import Block, Linear, attention, attention_pattern, lookup, normal
 from gptjax.models.record import Metric, record, recording
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
@@ -46,7 +46,7 @@ class MixtureConfig(ModelConfig):
             Group(r"blocks\.\d+\.out\.kernel", Matrices()),
             Group(r"blocks\.\d+\.(up|down)", Matrices(inputs=(1,), outputs=(2,))),
             Group(r"blocks\.\d+\.router\.kernel"),
-            Group("wte|lm_head", kind="embedding"),
+            Group("wte", kind="embedding"),
             Group(r"blocks\.\d+\.sinks", weight_decay=0.0, kind="vector"),
         )
 
@@ -55,11 +55,8 @@ class MixtureConfig(ModelConfig):
         facts |= {"length": sequence_length, "head_dim": self.head_dim, "window": self.window}
         return {"attention": select("flash_attention", **facts), **super().kernels(sequence_length)}
 
-    def lookup_params(self):
-        return self.vocab_size * self.n_embd
 
-
-class Block(nnx.Module):
+class MixtureBlock(Block):
     """x + attention(norm(x)), then x + Σ_e gate_e · expert_e(norm(x))."""
 
     def __init__(self, config, *, rngs):
@@ -68,8 +65,10 @@ class Block(nnx.Module):
         std, out_std = 0.02, 0.02 / (2 * config.n_layer) ** 0.5
         self.qkv, self.out = linear(c, 3 * c, std=std), linear(c, c, std=out_std)
         self.sinks, self.router = nnx.Param(jnp.zeros(config.n_head)), linear(c, e, std=std)
-        self.up = nnx.Param(normal(rngs.params(), (e, c, f), std=std, dtype=jnp.float32))
-        self.down = nnx.Param(normal(rngs.params(), (e, f, c), std=out_std, dtype=jnp.float32))
+        up_ECF = normal(rngs.params(), (e, c, f), std=std, dtype=jnp.float32)
+        down_EFC = normal(rngs.params(), (e, f, c), std=out_std, dtype=jnp.float32)
+        read = {"read_dtype": config.precision.compute_dtype}
+        self.up, self.down = nnx.Param(up_ECF, **read), nnx.Param(down_EFC, **read)
         self.config = config
 
     def __call__(self, x_BTC, cache=None):
@@ -111,21 +110,20 @@ class Mixture(Model):
 
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
-        shape, how = (config.padded_vocab_size, config.n_embd), {"std": 0.02, "dtype": jnp.float32}
-        self.wte = nnx.Param(normal(rngs.params(), shape, **how))
-        self.lm_head = nnx.Param(normal(rngs.params(), shape, **how))
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        shape, dtype = (config.padded_vocab_size, config.n_embd), config.precision.param_dtype
+        self.wte = nnx.Param(normal(rngs.params(), shape, std=0.02, dtype=dtype))
+        self.blocks = nnx.List([MixtureBlock(config, rngs=rngs) for _ in range(config.n_layer)])
 
     def hidden(self, tokens_BT, cache=None):
         self.check_tokens(tokens_BT)
         x_BTC = lookup(self.wte[...], tokens_BT, vocab_size=self.config.vocab_size)
         x_BTC = x_BTC.astype(self.config.precision.residual_dtype)
         for i, block in enumerate(self.blocks):
-            x_BTC = apply_block(Block.__call__, block, x_BTC, cache[i] if cache else None)
+            x_BTC = apply_block(MixtureBlock.__call__, block, x_BTC, cache[i] if cache else None)
         return rms_norm(x_BTC, out_dtype=self.config.precision.compute_dtype)
 
     def head(self):
-        return self.lm_head[...]
+        return self.wte[...]
 
 
 def export_activations(model: Model, tokens_BT, file: str) -> None:

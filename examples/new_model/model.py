@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from gptjax.models.base import Model, ModelConfig
-from gptjax.models.layers import KVCache, Linear, lookup, normal
+from gptjax.models.layers import Block, KVCache, Linear, lookup, normal
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
 from pallas_kernels import flash_attention, linear_relu_squared, rms_norm, select
@@ -79,7 +79,7 @@ def rotary(
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BTHD.dtype)
 
 
-class Block(nnx.Module):
+class RotaryBlock(Block):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: RotaryConfig, *, rngs: nnx.Rngs):
@@ -124,7 +124,7 @@ class RotaryLM(Model):
         shape = (config.padded_vocab_size, config.n_embd)
         embedding = functools.partial(normal, std=0.02, dtype=config.precision.param_dtype)
         self.wte = nnx.Param(embedding(rngs.params(), shape))
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.blocks = nnx.List([RotaryBlock(config, rngs=rngs) for _ in range(config.n_layer)])
         self.norm = RMSNorm(config)
         self.lm_head = nnx.Param(embedding(rngs.params(), shape))
 
@@ -139,7 +139,7 @@ class RotaryLM(Model):
                 x_BTC = block(x_BTC, cache[i])
             else:  # Values of `recompute` other than none recompute all except the block's input.
                 recompute = self.config.recompute != "none"
-                x_BTC = apply_block(Block.__call__, block, x_BTC, recompute=recompute)
+                x_BTC = apply_block(RotaryBlock.__call__, block, x_BTC, recompute=recompute)
         return self.norm(x_BTC)
 
     def head(self) -> Float[Array, "P C"]:

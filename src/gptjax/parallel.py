@@ -168,16 +168,14 @@ class Parallel:
         """Return the `Placement` of each parameter.
 
         Args:
-            read_dtypes: a `jax.ShapeDtypeStruct` for each parameter, as nested dicts, in the dtype
-                in which the model reads it. Blocks are below the key "blocks".
+            read_dtypes: a `gptjax.models.base.Read` for each parameter, as nested dicts.
         """
 
-        def place(path, x) -> Placement:
+        def place(x) -> Placement:
             axis = self.axis_of(x)
-            by_block = self.gathers_blocks and axis is not None and path[0].key == "blocks"
-            return Placement(axis, x.dtype, by_block)
+            return Placement(axis, x.dtype, self.gathers_blocks and axis is not None and x.in_block)
 
-        return jax.tree_util.tree_map_with_path(place, read_dtypes)
+        return jax.tree.map(place, read_dtypes)
 
     def gather(self, params: PyTree, placements: PyTree) -> PyTree:
         """Gather all parameters except parameters that a block gathers. Call inside `shard_map`.

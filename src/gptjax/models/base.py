@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
 from gptjax.models.checks import check_ids, check_size
-from gptjax.models.layers import KVCache, PromptCache
+from gptjax.models.layers import Block, KVCache, PromptCache
 from gptjax.optim import Group
-from gptjax.optim.partition import assign, paths_of
 from gptjax.precision import Precision, check_precision
 from pallas_kernels import linear_cross_entropy, select
 from pallas_kernels.classifier import to_int32
@@ -486,23 +485,32 @@ def abstract_params(config: ModelConfig) -> dict:
     return nnx.to_pure_dict(_abstract(config)[1])
 
 
-def read_dtypes(config: ModelConfig) -> dict:
-    """Return the shapes of the parameters, with the dtypes in which the model reads them.
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How a model reads a parameter.
 
-    Matrices inside the blocks are read in the compute dtype, other parameters in their own dtype.
+    Attributes:
+        shape: shape of the parameter.
+        dtype: `read_dtype` of its `nnx.Param`, or else the dtype in which it is stored.
+        in_block: whether the parameter belongs to a `gptjax.models.layers.Block`.
     """
-    params = abstract_params(config)
-    leaves, structure = jax.tree.flatten(params)
-    paths = paths_of(params)
-    groups = assign(config.parameter_groups(), paths)
-    dtypes = [
-        leaf.dtype if groups[path].matrices is None else config.precision.compute_dtype
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    read = [
-        jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
-    ]
-    return jax.tree.unflatten(structure, read)
+
+    shape: tuple[int, ...]
+    dtype: Any
+    in_block: bool
+
+
+def read_dtypes(config: ModelConfig) -> dict:
+    """Return how the model reads each parameter, as a nested dict of `Read`."""
+    graphdef, state = _abstract(config)
+    modules = nnx.iter_modules(nnx.merge(graphdef, state))
+    blocks = [path for path, module in modules if isinstance(module, Block)]
+
+    def read(path, variable) -> Read:
+        x, in_block = variable.get_value(), any(path[: len(block)] == block for block in blocks)
+        return Read(x.shape, variable.get_metadata().get("read_dtype", x.dtype), in_block)
+
+    return nnx.to_pure_dict(nnx.map_state(read, state))
 
 
 def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:

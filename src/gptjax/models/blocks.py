@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gptjax.models.base import ModelConfig
-from gptjax.models.layers import KVCache, PromptCache
+from gptjax.models.layers import Block, KVCache, PromptCache
 from gptjax.models.record import record, recording
 from gptjax.parallel import apply_block
 from pallas_kernels import layer_norm, rms_norm
@@ -82,7 +82,7 @@ class Norm(nnx.Module):
         return layer_norm(x, self.scale[...], self.bias[...], **how, **residual)
 
 
-class PreNormBlock(nnx.Module):
+class PreNormBlock(Block):
     """Transformer block: x + attn(norm_1(x), …), then x + mlp(norm_2(x)).
 
     A subclass defines the norms, `attn` and `mlp`, which return a `PendingResidual`.

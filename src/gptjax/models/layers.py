@@ -55,10 +55,18 @@ def _uniform(key, shape, *, std, dtype):
     return samples * jnp.array(3**0.5 * std, dtype)
 
 
+class Block(nnx.Module):
+    """Base class of a transformer block: fsdp gathers the parameters of one block at a time.
+
+    Call a block through `gptjax.parallel.apply_block`.
+    """
+
+
 class Linear(nnx.Module):
     """Linear layer x W + b in x's dtype.
 
-    kernel (in, out) and bias (out,) are stored in fp32, as are their gradients.
+    kernel (in, out) and bias (out,) are stored in fp32, as are their gradients. The kernel is read
+    in the compute dtype: in this dtype it is gathered from other devices.
 
     Args:
         std: standard deviation of the initial kernel; the initial bias is 0.
@@ -79,7 +87,8 @@ class Linear(nnx.Module):
         fp8: bool = False,
     ):
         dtype = precision.param_dtype
-        self.kernel = nnx.Param(normal(rngs.params(), (in_dim, out_dim), std=std, dtype=dtype))
+        kernel_IO = normal(rngs.params(), (in_dim, out_dim), std=std, dtype=dtype)
+        self.kernel = nnx.Param(kernel_IO, read_dtype=precision.compute_dtype)
         self.bias = nnx.Param(jnp.zeros((out_dim,), dtype)) if bias else None
         self.precision, self.implementation, self.fp8 = precision, implementation, fp8
 

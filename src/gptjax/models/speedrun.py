@@ -364,12 +364,14 @@ class Speedrun(Model):
         c, f, v, h = config.n_embd, config.n_inner, config.vocab_size, config.n_head
         layers, tables, lanes = config.n_layer, len(config.value_layers), config.lanes_from
         padding, fp32 = (0, config.padded_vocab_size - v), {"dtype": jnp.float32}
+        matrices = {"read_dtype": config.precision.compute_dtype}
 
-        def constant(value, *shape):
-            return nnx.Param(jnp.full(shape, value, jnp.float32))
+        def constant(value, *shape, **metadata):
+            return nnx.Param(jnp.full(shape, value, jnp.float32), **metadata)
 
         def bank(*shape):
-            return nnx.Param(uniform(rngs.params(), shape, std=0.5 * c**-0.5, **fp32))
+            bank = uniform(rngs.params(), shape, std=0.5 * c**-0.5, **fp32)
+            return nnx.Param(bank, **matrices)
 
         lm_head_CV = normal(rngs.params(), (c, v), std=0.005, **fp32)
         self.lm_head = nnx.Param(jnp.pad(lm_head_CV, ((0, 0), padding)))
@@ -377,7 +379,7 @@ class Speedrun(Model):
         values = normal(rngs.params(), (tables, v, c), std=0.01, **fp32)
         self.values = nnx.Param(jnp.pad(values, ((0, 0), padding, (0, 0))))
         self.attention_bank = bank(layers - 1, 4, c, c)
-        self.mlp_in, self.mlp_out = bank(layers, f, c), constant(0, layers, f, c)
+        self.mlp_in, self.mlp_out = bank(layers, f, c), constant(0, layers, f, c, **matrices)
         self.smear_gate, self.skip_gate = constant(0, GATE), constant(0, GATE)
         self.attention_gates = constant(0, layers - 1, h, GATE)
         self.value_gates = constant(0, tables, h, GATE)
