@@ -17,11 +17,10 @@ if __name__ == "__main__":
 # Before JAX starts: no other process uses the GPU, and JAX's default is 75 % of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
-import contextlib
 import functools
-import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import jax
 import numpy as np
@@ -32,7 +31,7 @@ from gptjax.config import Config
 from gptjax.parallel import put
 from gptjax.terminal import printable
 from gptjax.training import errors, init_from, memory, resume, samples
-from gptjax.training.checkpoint import Checkpoints, NotFiniteError, silence_orbax
+from gptjax.training.checkpoint import Checkpoints, silence_orbax
 from gptjax.training.compilation import Compiler, StageCompiler, StagedStep
 from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
@@ -48,13 +47,11 @@ from gptjax.training.step import init_state
 
 def train(config: Config, console: Console, given: frozenset[str] = frozenset()) -> int:
     """Train with a config; return the exit code. `given` is as in `init_from.resolve`."""
-    with contextlib.ExitStack() as stack:  # lock, log, threads, signal handlers
+    with ExitStack() as stack:  # lock, log, threads, signal handlers
         return _train(config, console, stack, given)
 
 
-def _train(
-    config: Config, console: Console, stack: contextlib.ExitStack, given: frozenset[str]
-) -> int:
+def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[str]) -> int:
     def say(name: str, text: object) -> None:
         line = fitted(console, printable(f"{name:<11} {text}"), indent=12)
         console.print(line, markup=False)
@@ -90,9 +87,7 @@ def _train(
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
     start.set_aside(say)
-    checkpoints = Checkpoints(
-        start.folder, keep_last=config.keep_last, keep_every=config.keep_every
-    )
+    checkpoints = Checkpoints(start.folder, config.keep_last, config.keep_every)
     for name, text in header(config, inputs, parallel, idle_gpu, kernels, start, processes, source):
         say(name, text)
     start_up.mark("data")
@@ -109,15 +104,14 @@ def _train(
     step, compiler = start.step or 0, Compiler(config.compilation_cache)
     stages = StageCompiler(compiler, config, inputs, tx, abstract_state, parallel)
     with elapsed(console):
-        stages.start(config.at(step))  # compiles in threads
+        stages.start(inputs.timeline.at(step).config)  # compiles in threads
         if start.step is None:
             first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
         steps = StagedStep(stages, inputs.timeline, step, say)
     stack.callback(steps.close)
     start_up.mark("compilation")
     say("compiled", compiler)
-    needed, available = memory.needed_bytes(steps.at(step)[0]), memory.available_bytes(device)
-    say("memory", f"{needed / memory.GIB:.2f} GiB for a step, of {available / memory.GIB:.1f} GiB")
+    say("memory", memory.of_step(steps.at(step)[0], device))
 
     # ------------------------------------------------------------ resume, init-from or from scratch
     # 1. The run's newest intact checkpoint: parameters, optimizer state, position in the data.
@@ -125,9 +119,7 @@ def _train(
     # 3. Otherwise random parameters from the seed, an empty optimizer state, the first batch.
     # 4. In all three, the arrays are sharded as the compiled step expects them.
     state = first_state.result() if start.step is None else start.restore(abstract_state)
-    changes, saved = start.changes(config), start.step
-    for name, (old, new) in changes.items():
-        say("changed", f"{name}: {old} until step {step}, now {new}")
+    saved = start.step
     start_up.mark("state")
 
     # ------------------------------------------------------------------------------------------ log
@@ -140,7 +132,7 @@ def _train(
     stack.callback(log.close)
     stop = distributed.SharedStop(stack.enter_context(StopRequest()), parallel.mesh)
     progress = Progress(config, log, console, step=step, devices=used, stop=stop)
-    progress.started(kernels, changes, source)
+    progress.started(kernels, start.changes(config), source)
     start_up.mark("loader and log")
 
     # ------------------------------------------------------------------------ the parts of the loop
@@ -159,11 +151,7 @@ def _train(
     def save() -> None:
         """Save the state if the validation loss is finite; delete older states."""
         if progress.val_step != step:
-            loss = float(eval_step(state.params, val_batches[0]))
-            if not math.isfinite(loss):
-                raise NotFiniteError(
-                    f"step {step}: validation loss {loss}; this state was not saved"
-                )
+            progress.check_loss(step, float(eval_step(state.params, val_batches[0])))
         log.sync()
         checkpoints.save(step, state, resume.meta(config, inputs.dataset, step))
 
@@ -171,22 +159,20 @@ def _train(
         return bool(every) and (last or step % every == 0)
 
     # ------------------------------------------------------------------------------------- the loop
-    one_batch = next(batches) if config.overfit_one_batch else None
     train_step, eval_step = steps.at(step)
     with errors.of_training(progress, checkpoints, steps, device), progress:
         if config.val_every and start.step is None:
             validate()
             start_up.mark("validation")
         while step < config.max_steps and not stop.number:
-            batch = next(batches) if one_batch is None else one_batch
             train_step, eval_step = steps.at(step)
-            batch = put(inputs.train_sharding, batch)
+            batch = put(inputs.train_sharding, next(batches))
             state, metrics = train_step(state, batch)
             step += 1
             read_metrics()  # of the previous step, while the device computes the current step
             progress.submit(step, metrics)
 
-            last, own = step == config.max_steps, config.at(step - 1)  # of the stage
+            last, own = step == config.max_steps, inputs.timeline.at(step - 1).config
             wants_val, wants_eval = due(config.val_every, last), due(config.eval_every, last)
             wants_sample = due(config.sample_every, last)
             wants_save = last or due(config.checkpoint_every)

@@ -14,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -56,16 +57,19 @@ def strategies(config: Config) -> dict[str, Config]:
     }
 
 
-def put_as_processes(sharding, windows):
+def put_as_processes(sharding, batch):
     """Put each device's sequences where they are with a process for each device.
 
     Process p of P loads every P-th sequence. Sums then have one order: NorMuon's bf16 matmuls would
     amplify a difference in the last bit.
     """
-    micro_batches, sequences, length = windows.shape
-    apart = windows.reshape(micro_batches, -1, sharding.mesh.size, length)
-    together = apart.swapaxes(1, 2).reshape(micro_batches, sequences, length)
-    return parallel.put(sharding, together)
+
+    def together(x):
+        micro_batches, sequences, length = x.shape
+        apart = x.reshape(micro_batches, -1, sharding.mesh.size, length)
+        return apart.swapaxes(1, 2).reshape(micro_batches, sequences, length)
+
+    return parallel.put(sharding, jax.tree.map(together, batch))
 
 
 def refusals(config: Config, index: int) -> dict[str, Config]:

@@ -14,7 +14,6 @@ import jax
 import pytest
 
 from gptjax import config as configuration
-from gptjax import stages as staging
 from gptjax.cli import from_command_line, load
 from gptjax.config import Config, ConfigError, to_json
 from gptjax.models.gpt2 import GPT2Config
@@ -324,7 +323,7 @@ def test_steps_with_learning_rate_0_are_refused(options, cause, zero_from):
         Config(max_steps=1010, optimizer=OptimizerConfig(**options))
     # The last step of a schedule that decays to 0 has a learning rate above 0.
     config = Config(max_steps=zero_from, optimizer=OptimizerConfig(**options | {"final_steps": 0}))
-    assert staging.schedules(config)["learning_rate"](zero_from - 1) > 0
+    assert config.schedules()["learning_rate"](zero_from - 1) > 0
     for kept in ({"final_fraction": 0.1}, {"schedule": "constant", "cooldown_steps": None}):
         Config(max_steps=1010, optimizer=OptimizerConfig(**options | kept))
 

@@ -27,7 +27,7 @@ from gptjax.data import (
     write_shard,
 )
 from gptjax.data.masks import write_mask
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 from gptjax.training import header
 from gptjax.training.inputs import Inputs
 

@@ -15,7 +15,7 @@ import pytest
 from gptjax import cli
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 from gptjax.evaluation import EvaluationError
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")

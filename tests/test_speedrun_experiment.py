@@ -18,7 +18,7 @@ from gptjax.models.base import graph, init_params
 from gptjax.models.speedrun import Speedrun, SpeedrunConfig
 from gptjax.models.speedrun import Stage as ModelStage
 from gptjax.optim import NorMuonConfig
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 
 EXPERIMENTS = Path(__file__).parents[1] / "benchmarks" / "experiments"
 # One layer of each kind, as in test_speedrun.py.

@@ -25,6 +25,7 @@ from gptjax.models.base import graph
 from gptjax.models.speedrun import SpeedrunConfig
 from gptjax.models.speedrun import Stage as ModelStage
 from gptjax.optim import NorMuonConfig, polar_express
+from gptjax.timeline import Timeline
 from gptjax.training import compilation
 from gptjax.training.step import init_state, loss_and_grads, make_train_step
 
@@ -138,7 +139,7 @@ def test_ten_steps_in_two_stages(params, seen, monkeypatch):
     steps = {
         k: jax.jit(
             make_train_step(
-                graph(CONFIG.at(k).model),
+                graph(stage_config(k)),
                 tx,
                 loss_reduction=CONFIG.loss_reduction,
             )
@@ -173,7 +174,7 @@ def test_weights_of_tokens_change_within_a_stage():
 
 
 def stage_config(k):
-    return CONFIG.at(k).model
+    return Timeline(CONFIG).at(k).config.model
 
 
 def test_each_device_has_the_weights_of_the_step(params, seen):

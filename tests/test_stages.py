@@ -11,11 +11,11 @@ from dataset_tools import tokens_of
 from train_tools import last_state, losses, rows, run, train_py
 
 from gptjax import config as configuration
-from gptjax import stages as staging
 from gptjax.cli import from_command_line
 from gptjax.config import Config, ConfigError, Stage
 from gptjax.optim import NorMuonConfig
 from gptjax.precision import Precision
+from gptjax.timeline import Timeline
 from gptjax.training import compilation
 from gptjax.training.errors import StoppedError
 from gptjax.training.inputs import Batches, Inputs
@@ -63,7 +63,7 @@ def test_a_run_in_stages(staged, whole):
     whole, shown = whole
     plain = dataclasses.replace(staged, name="plain", stages=(), max_steps=6)
     assert run(plain)[0] == 0
-    train, schedule = rows(whole, "train"), staging.schedules(plain)["learning_rate"]
+    train, schedule = rows(whole, "train"), plain.schedules()["learning_rate"]
     assert list(train) == list(range(1, 13))
     for step, row in train.items():
         stage = 1 if step <= 6 else 2 if step <= 9 else 3
@@ -182,11 +182,11 @@ def test_a_loss_chunk_that_does_not_divide_a_validation_batch_names_its_stage(st
 
 def test_the_config_of_a_step_and_its_json(staged):
     for step, expected in ((0, (512, 32, 4)), (8, (256, 32, 4)), (9, (512, 16, 8))):
-        at = staged.at(step)
+        at = Timeline(staged).at(step).config
         assert at.model.precision == (BF16 if step == 9 else staged.model.precision)
         assert (at.batch_tokens, at.sequence_length, at.micro_batch, at.stages) == (*expected, ())
     plain = dataclasses.replace(staged, stages=())
-    assert plain.at(3) is plain
+    assert Timeline(plain).at(3).config is plain
     # A run without stages fits the checkpoints of a version without them.
     saved = configuration.to_json(plain)
     del saved["stages"]
@@ -234,7 +234,7 @@ def test_the_factor_multiplies_what_is_above_the_final_learning_rate():
     ends = ((483, 1.0), (967, 1.52), (1450, 1.73), (1490, 1.0))
     stages = tuple(Stage(until=until, learning_rate_factor=factor) for until, factor in ends)
     config = Config(optimizer=optimizer, stages=stages, max_steps=1490)
-    lr = jax.jit(staging.schedules(config)["learning_rate"])
+    lr = jax.jit(config.schedules()["learning_rate"])
     for step in (0, 482, 483, 579, 580, 966, 967, 1200, 1449, 1450, 1489):
         factor = next(factor for until, factor in ends if step < until)
         t = min(max(step - 580, 0) / 870, 1)
@@ -251,7 +251,7 @@ def test_the_factor_multiplies_every_learning_rate_and_nothing_else():
     optimizer = NorMuonConfig(matrix_decay_form="lr_squared", matrix_weight_decay=0.5)
     stages = (Stage(until=400), Stage(learning_rate_factor=2.0))
     config = Config(optimizer=optimizer, stages=stages, max_steps=1000)
-    staged = staging.schedules(config)
+    staged = config.schedules()
     plain = optimizer.schedules(1000)
     for step, factor in ((399, 1), (400, 2), (900, 2)):
         step = np.int32(step)
@@ -275,7 +275,7 @@ def test_a_stage_that_does_not_fit_stops_the_run_before_it_begins(staged, monkey
     ) as caught:
         run(staged)
     if isinstance(caught.value, StoppedError):
-        assert "the same command resumes from" in str(caught.value)
+        assert "there is no checkpoint yet" in str(caught.value)
 
 
 def test_a_later_stage_that_cannot_be_compiled_stops_the_run(staged, monkeypatch):
@@ -303,7 +303,7 @@ def test_a_later_stage_that_cannot_be_compiled_stops_the_run(staged, monkeypatch
 def test_an_error_of_one_process_in_a_stage_stops_all_processes(staged, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(compilation.distributed, "exchange", lambda value: [value, others])
-    timeline = staging.Timeline(staged)
+    timeline = Timeline(staged)
     compiled = jax.jit(lambda x: x).lower(0).compile(), max
     steps = compilation.StagedStep(lambda config: compiled, timeline, 0, lambda *line: None)
     steps._thread.shutdown()  # after all stages
@@ -317,7 +317,7 @@ def test_an_error_of_one_process_in_a_stage_stops_all_processes(staged, monkeypa
 
 def test_later_stages_are_compiled_while_the_first_runs(staged):
     started, may_end, said = [], threading.Event(), []
-    timeline = staging.Timeline(staged)
+    timeline = Timeline(staged)
 
     def compile_stage(config):
         number = 1 + [span.config for span in timeline.spans].index(config)
@@ -349,7 +349,7 @@ def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(staged):
             raise ConfigError("a step needs more")
         return max, max
 
-    timeline = staging.Timeline(staged)
+    timeline = Timeline(staged)
     steps = compilation.StagedStep(compile_stage, timeline, 0, lambda *line: None)
     steps._thread.shutdown()  # after all stages
     with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):

@@ -10,7 +10,7 @@ from _speedrun_ideas import Idea
 from gptjax import cli
 from gptjax.config import Config, ConfigError
 from gptjax.optim import OptimizerConfig
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 
 NAMES = ("adamw", "normuon", "speedrun")
 

@@ -42,10 +42,10 @@ from _speedrun_plan import NAMES, ablated, config_of, rates_to_try, with_sequenc
 from _speedrun_report import final, report_ablation, report_comparison, shown, write_part
 
 from gptjax import config as configuration
-from gptjax import data, devices, parallel, stages
+from gptjax import data, devices, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.models.base import ModelConfig, graph
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 from gptjax.training.compilation import Compiler
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.step import init_state, make_eval_step, make_train_step
@@ -327,7 +327,7 @@ def part_of(o: Options) -> tuple[int, int]:
 
 def tables_of(config: Config) -> dict[str, np.ndarray]:
     """Return the schedules at each step: one executable serves every learning rate."""
-    count, functions = jnp.arange(config.max_steps), stages.schedules(config)
+    count, functions = jnp.arange(config.max_steps), config.schedules()
     return {
         name: np.broadcast_to(np.float32(f(count)), count.shape) for name, f in functions.items()
     }

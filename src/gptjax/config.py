@@ -24,6 +24,8 @@ from gptjax.stages import Stage
 from gptjax.terminal import printable
 from gptjax.user_folders import cache_folder, data_folder
 
+# Options of a `Stage` that replace options of the config.
+_OF_STAGE = ("batch_tokens", "sequence_length", "max_document_length", "micro_batch")
 # Evaluation tasks during training.
 EVAL_TASKS = ("hellaswag", "core")
 
@@ -241,9 +243,54 @@ class Config:
         try:
             for stage in self.stages:
                 check_fields(stage, "stages.")
-            staging.check(self)
+            self.schedules()
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._check_rates()
+        if self.stages and self.overfit_one_batch:
+            raise ConfigError("--overfit-one-batch has one batch only: leave the stages out")
+        begin: int | None = 0
+        last, packs = len(self.stages), None
+        for number, stage in enumerate(self.stages, start=1):
+            if stage.until is None and number < last:
+                raise ConfigError(
+                    f"stage {number} of {last} needs until, the step at which it ends"
+                )
+            if stage.until is not None and stage.until <= begin:
+                raise ConfigError(
+                    f"stage {number} begins at step {begin} and must end after it, got until "
+                    f"{stage.until}"
+                )
+            own_packs = self.of_stage(number).max_document_length is not None
+            if self.data_order == "sequential" and packs not in (None, own_packs):
+                raise ConfigError(
+                    f"stage {number}: --data-order sequential needs max_document_length in all "
+                    "stages, or in none"
+                )
+            packs, begin = own_packs, stage.until
+        if begin is not None and self.stages and begin < self.max_steps:
+            raise ConfigError(
+                f"the last stage ends at step {begin}, before --max-steps {self.max_steps}; leave "
+                "its until out, or add a stage"
+            )
+
+    def _check_rates(self) -> None:
+        """Raise ConfigError if steps at the end of the run have the learning rate 0."""
+        optimizer, steps = self.optimizer, self.max_steps
+        zero_from = optimizer.zero_from(steps)
+        if zero_from is None or zero_from >= steps:
+            return
+        given, choice = [], "--optimizer.final-steps 0"
+        if optimizer.schedule_steps is not None:
+            given = [f"--optimizer.schedule-steps {optimizer.schedule_steps}"]
+            choice = f"--max-steps {zero_from}"
+        if optimizer.final_steps:
+            given.append(f"--optimizer.final-steps {optimizer.final_steps}")
+        raise ConfigError(
+            f"--max-steps {steps} with {' and '.join(given)} trains with learning rate 0 from step "
+            f"{zero_from} on; choose {choice}, or an --optimizer.final-fraction above 0; a run "
+            "whose schedule has ended continues as a new run with --init-from"
+        )
 
     def _check_processes(self) -> None:
         count, index = self.process_count, self.process_index
@@ -278,9 +325,30 @@ class Config:
         """Folder of the run."""
         return self.runs_dir / self.name
 
-    def at(self, step: int) -> "Config":
-        """Return the config of the stage of a step (0 for the first), without stages."""
-        return staging.Timeline(self).at(step).config
+    def of_stage(self, number: int) -> "Config":
+        """Return the config with the options of stage `number`, and without stages.
+
+        Raises:
+            ConfigError: the stage's options do not fit the config's.
+        """
+        stage = self.stages[number - 1]
+        own = {name: value for name in _OF_STAGE if (value := getattr(stage, name)) is not None}
+        try:
+            model = staging.with_changes(self.model, stage.model)
+            result = dataclasses.replace(self, stages=(), model=model, **own)
+        except ValueError as error:
+            raise ConfigError(f"stage {number}: {error}") from error
+        if result.batch_tokens % result.sequence_length:
+            raise ConfigError(
+                f"stage {number}: expected a batch of whole sequences, got batch_tokens "
+                f"{result.batch_tokens} with sequence_length {result.sequence_length}"
+            )
+        return result
+
+    def schedules(self) -> dict[str, optax.Schedule]:
+        """Return the optimizer's hyperparameters that change during the run, by the update's
+        index."""
+        return staging.schedules(self.optimizer, self.stages, self.max_steps)
 
     def build_optimizer(
         self, mesh: Mesh, schedules: Mapping[str, optax.Schedule] | None = None
@@ -291,7 +359,7 @@ class Config:
             mesh: the devices of the run.
             schedules: see `OptimizerConfig.build`.
         """
-        groups, schedules = self.model.parameter_groups(), schedules or staging.schedules(self)
+        groups, schedules = self.model.parameter_groups(), schedules or self.schedules()
         how = {"groups": groups, "mesh": mesh, "schedules": schedules}
         tx = self.optimizer.build(total_steps=self.max_steps, **how)
         tx = self.optimizer.with_storage(tx, groups)
@@ -438,8 +506,22 @@ def differences(saved: Any, config: Config) -> list[str]:
 def _difference(name: str, old: Any, new: Any, config: Config) -> str:
     """Describe a field that differs."""
     if name == "optimizer.schedule_steps" and config.optimizer.schedule_steps is None:
-        return staging.other_schedule(config, old)
+        return _other_schedule(config, old)
     return f"{_flag(name)}: the checkpoint has {old}, now {new}"
+
+
+def _other_schedule(config: Config, end: Any) -> str:
+    """Describe --max-steps of a resumed run whose checkpoint has a schedule that ends at step
+    `end`, and name what to do."""
+    text = f"--max-steps {config.max_steps}: the checkpoint's schedule ends at step {end}; "
+    choices = [f"--max-steps {end}"]
+    if isinstance(end, int) and end > 0:
+        optimizer = dataclasses.replace(config.optimizer, schedule_steps=end)
+        zero_from = optimizer.zero_from(config.max_steps)
+        if zero_from is None or zero_from >= config.max_steps:
+            choices.append(f"add --optimizer.schedule-steps {end}")
+    choices.append(f"start a new run: --name NEW --init-from {config.run_dir}")
+    return text + "choose " + ", or ".join(choices)
 
 
 def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:

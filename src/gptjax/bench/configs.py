@@ -14,7 +14,6 @@ from gptjax.config import Config
 from gptjax.models.registry import PRESETS
 from gptjax.parallel import Strategy
 from gptjax.precision import NAMES, Precision
-from gptjax.stages import stage_config
 
 PrecisionName = Literal[*NAMES]
 # The help text itself says which value replaces an option that is not given.
@@ -103,7 +102,7 @@ class StepOptions(ModelOptions):
             return config
         if not 1 <= self.stage <= len(config.stages):
             raise BenchError(f"--stage {self.stage}: the config has {len(config.stages)} stages")
-        return stage_config(config, self.stage)
+        return config.of_stage(self.stage)
 
     def configs(self) -> list[tuple[Config, int]]:
         """Return each config to measure, and its number of devices.

@@ -47,7 +47,7 @@ class Checkpoints:
         DamagedError: a file that Orbax would read at once is a FIFO or a device.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 1, keep_every: int | None = None):
+    def __init__(self, folder: Path, keep_last: int = 1, keep_every: int | None = None):
         self.folder = folder.absolute()
         if any(character in str(self.folder) for character in "*?["):
             # Orbax interprets the path as a pattern when it merges the files of a save. The pattern

@@ -18,7 +18,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
 from gptjax.models.base import ModelConfig, graph
 from gptjax.parallel import Parallel
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 from gptjax.training.step import (

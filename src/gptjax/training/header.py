@@ -8,7 +8,7 @@ from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
 from gptjax.parallel import Parallel
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 from gptjax.training.flops import peak_flops
 from gptjax.training.inputs import Inputs
 from gptjax.training.resume import Resume

@@ -14,7 +14,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
 from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.models.base import count_targets
-from gptjax.stages import Span, Timeline
+from gptjax.timeline import Span, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +172,15 @@ class Inputs:
 class Batches:
     """Iterator over the training batches after `step` steps, with a new loader for each stage.
 
+    With `config.overfit_one_batch`, every batch is the first.
+
     The arrays of a `Batch` have the shape (micro-batches, sequences of this process, T).
     """
 
     def __init__(self, inputs: Inputs, step: int):
         self._inputs, self._step = inputs, step
         self._loader = inputs.loader(step)
+        self._only: Batch | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -187,7 +190,8 @@ class Batches:
         if self._step == span.begin and span.number > 1:
             self._loader.close()
             self._loader = self._inputs.loader(self._step)
-        batch = next(self._loader)
+        batch = next(self._loader) if self._only is None else self._only
+        self._only = batch if self._inputs.config.overfit_one_batch else None
         self._step += 1
         micro_batches = span.config.micro_batches(self._inputs.mesh.size)
         return jax.tree.map(lambda x: x.reshape(micro_batches, -1, x.shape[1]), batch)

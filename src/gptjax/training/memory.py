@@ -41,6 +41,12 @@ def is_full(error: jax.errors.JaxRuntimeError) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
+def of_step(compiled: jax.stages.Compiled, device: jax.Device) -> str:
+    """Return the need of a step and the available memory as text."""
+    needed, available = needed_bytes(compiled), available_bytes(device)
+    return f"{needed / GIB:.2f} GiB for a step, of {available / GIB:.1f} GiB"
+
+
 def full(compiled: jax.stages.Compiled, device: jax.Device) -> str:
     """Return a sentence for a device whose memory is full, although a step fits.
 

@@ -14,8 +14,8 @@ from gptjax import config as configuration
 from gptjax import provenance
 from gptjax.config import Config
 from gptjax.distributed import SharedStop
-from gptjax.stages import Timeline
 from gptjax.terminal import printable
+from gptjax.timeline import Timeline
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.flops import Throughput, mfu
 from gptjax.training.run_log import RunLog
@@ -92,6 +92,9 @@ class Progress:
             changes: options changed with --resume-with-changes.
             source: the model with the initial parameters, if any.
         """
+        for name, (old, new) in changes.items():
+            text = f"changed     {name}: {old} until step {self.step}, now {new}"
+            self._console.print(printable(text), markup=False)
         self.write(
             "event",
             self.step,
@@ -178,8 +181,13 @@ class Progress:
         self.write("val", step, loss=loss)
         self._console.print(f"step {step}: validation loss {loss:.4f}")
         self._status.validated(loss)
+        self.check_loss(step, loss)
+
+    @staticmethod
+    def check_loss(step: int, loss: float) -> None:
+        """Raise NotFiniteError if a validation loss is not finite."""
         if not math.isfinite(loss):
-            raise NotFiniteError(f"step {step}: validation loss {loss}")
+            raise NotFiniteError(f"step {step}: validation loss {loss}; this state was not saved")
 
     def evaluated(self, step: int, results: dict[str, float]) -> None:
         """Log and show the metrics of the evaluation tasks."""

@@ -13,7 +13,7 @@ from gptjax import config as configuration
 from gptjax import distributed
 from gptjax.config import Config, ConfigError
 from gptjax.data import Dataset
-from gptjax.stages import Timeline
+from gptjax.timeline import Timeline
 from gptjax.training import checkpoint
 from gptjax.weights import checkpoint_files
 from gptjax.weights.errors import CheckpointError, DamagedError
