@@ -5,7 +5,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -24,29 +24,18 @@ from gptjax.weights.sources import CHECKPOINTS, checkpoint_folder
 class List:
     """List the steps: validation loss from the log, size on disk, intact or damaged.
 
-    Every array is read and compared with its digest.
+    Every file is read and compared with its digest.
     """
-
-    verify: bool = True
-    """Read the arrays. Without it, only the metadata are verified."""
 
     def run(self, run: Path) -> None:
         folder = _folder(run)
         losses = _val_losses(run)
         print(f"{'step':>10}  {'val loss':>8}  {'MiB':>9}  state")
         for step in checkpoint_files.steps(folder):
-            path = folder / str(step)
-            try:
-                size = _size(path)
-                state = _state(path, self.verify)
-                deleted = not path.exists() or _size(path) < size
-            except FileNotFoundError:
-                deleted = True
-            if deleted:  # by the training run, in the meantime
-                continue
-            loss = losses.get(step)
+            path, loss = folder / str(step), losses.get(step)
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             shown = "-" if loss is None else f"{loss:.4f}"
-            print(f"{step:>10}  {shown:>8}  {size / 2**20:>9.2f}  {printable(state)}")
+            print(f"{step:>10}  {shown:>8}  {size / 2**20:>9.2f}  {printable(_state(path))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,29 +102,19 @@ def average(folder: Path, steps: list[int], out: Path) -> None:
         out: the run folder to create.
 
     Raises:
-        DamagedError: a checkpoint is damaged.
-        CheckpointError: the checkpoints have different parameters, one is deleted in the meantime,
-            or writing fails.
+        CheckpointError: a checkpoint is damaged, the checkpoints have different parameters, or
+            writing fails.
         WeightsError: `out` exists.
     """
     newest = max(steps)
-    try:
-        metas = {step: checkpoint_files.read_meta(folder / str(step)) for step in steps}
-        like = checkpoint_files.params_like(metas[newest])
-        total: Any = None
-        for step in steps:
-            params = checkpoint_files.read_params(folder / str(step), like)
-            params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-            total = params if total is None else jax.tree.map(np.add, total, params)
-    except CheckpointError as error:
-        if deleted := [step for step in steps if not (folder / str(step)).exists()]:
-            raise CheckpointError(
-                f"{folder}: steps {deleted} were deleted while they were read, for example by the "
-                "training run, which keeps --keep-last checkpoints; choose other steps"
-            ) from error
-        raise
+    saved = checkpoint_files.read_meta(folder / str(newest))
+    like, total = checkpoint_files.params_like(saved), None
+    for step in steps:
+        params = checkpoint_files.read_params(folder / str(step), like)
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        total = params if total is None else jax.tree.map(np.add, total, params)
     mean = jax.tree.map(lambda x, y: jax.numpy.asarray(x / len(steps), y.dtype), total, like)
-    meta = {name: metas[newest][name] for name in ("config", "data") if name in metas[newest]}
+    meta = {name: saved[name] for name in ("config", "data") if name in saved}
     with created(out) as temporary:
         checkpoints = Checkpoints(temporary / CHECKPOINTS)
         try:
@@ -155,11 +134,6 @@ def _folder(run: Path) -> Path:
     return folder
 
 
-def _size(folder: Path) -> int:
-    """Return the bytes of all files. Raise FileNotFoundError if a file is deleted meanwhile."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def _check_steps(steps: tuple[int, ...], known: list[int]) -> list[int]:
     if not steps or len(set(steps)) < len(steps) or not {*steps} <= {*known}:
         raise WeightsError(f"expected different steps of {known}, found {list(steps)}")
@@ -169,7 +143,7 @@ def _check_steps(steps: tuple[int, ...], known: list[int]) -> list[int]:
 def _keep_newest_intact(folder: Path, known: list[int], steps: list[int]) -> None:
     """Raise WeightsError if the newest intact checkpoint is one of `steps`."""
     for step in known:
-        if _state(folder / str(step), verify=True).startswith("damaged"):
+        if _state(folder / str(step)).startswith("damaged"):
             continue
         if step in steps:
             raise WeightsError(
@@ -179,16 +153,13 @@ def _keep_newest_intact(folder: Path, known: list[int], steps: list[int]) -> Non
         return
 
 
-def _state(folder: Path, verify: bool) -> str:
-    read = checkpoint_files.verify if verify else checkpoint_files.read_meta
+def _state(folder: Path) -> str:
     try:
-        meta = read(folder)
+        meta = checkpoint_files.verify(folder)
     except CheckpointError as error:
         kind = "damaged" if isinstance(error, DamagedError) else "unreadable"
         return f"{kind}: {str(error).removeprefix(f'{folder} is damaged: ')}"
-    if "files" not in meta:
-        return "readable, saved without digests of files"
-    return "intact" if verify else "intact metadata"
+    return "intact" if "files" in meta else "readable, saved without digests of files"
 
 
 def _val_losses(run: Path) -> dict[int, float]:
