@@ -114,6 +114,16 @@ def test_a_damaged_array_is_named_with_the_steps_to_use(copy):
     assert_has(gptjax.load(copy, step=5).model, random_params(seed=1))
 
 
+def test_a_changed_byte_is_found(copy):
+    state = copy / "checkpoints" / "10" / "state"
+    file = max(state.rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"10 is damaged: the digest of .* is wrong"):
+        gptjax.load(copy)
+
+
 def test_the_arrays_of_another_step_are_refused(copy):
     shutil.rmtree(copy / "checkpoints" / "10" / "state")
     shutil.copytree(copy / "checkpoints" / "5" / "state", copy / "checkpoints" / "10" / "state")

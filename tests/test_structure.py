@@ -24,9 +24,6 @@ LAYERS = (
 )
 # Imports that still close a circle or point upwards. Remove an entry together with its import.
 KNOWN_CIRCLES = {
-    ("gptjax.bench.torch_side", "gptjax.bench.torch_generate"),
-    ("gptjax.bench.torch_side", "gptjax.bench.torch_gpt2"),
-    ("gptjax.bench.torch_side", "gptjax.bench.torch_several"),
     ("gptjax.stages", "gptjax.config"),
     ("pallas_kernels.classifier.triton", "pallas_kernels.classifier.triton_fp8"),
     ("pallas_kernels.feed_forward", "pallas_kernels.feed_forward.triton"),
