@@ -55,9 +55,10 @@ def read(folder: Path) -> list[np.ndarray]:
     )
     with loader:
         train = [next(loader) for _ in range(loader.windows_per_epoch // BATCH)]
-    return train + fixed_batches(
+    val = fixed_batches(
         dataset.val, sequence_length=LENGTH, batch=1, count=10**6, vocab_size=VOCABULARY
     )
+    return [np.stack([batch.inputs, batch.targets]) for batch in train + val]
 
 
 # -------------------------------------------------------------------------------- changes to a file

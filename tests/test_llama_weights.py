@@ -1,4 +1,4 @@
-"""gptjax.weights.llama: the folders of transformers' Llama, both ways."""
+"""gptjax.weights.hf: the folders of transformers' Llama, both ways."""
 
 import dataclasses
 import json
