@@ -380,11 +380,11 @@ def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path, overwrite):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"val_fraction": 0.0}, "expected a val-fraction between 0 and 1, found 0.0"),
+        ({"val_fraction": 0.0}, "expected val-fraction between 0 and 1, found 0.0"),
         ({"val_fraction": 1.0}, "found 1.0"),
         ({"shard_tokens": 1}, "expected shard-tokens in 2..1073741823, found 1"),
         ({"workers": 0}, "expected workers of at least 1, found 0"),
-        ({"seed": -1}, "expected a seed of at least 0, found -1"),
+        ({"seed": -1}, "expected seed of at least 0, found -1"),
         ({"name": "a/b"}, "expected a plain folder name .* found 'a/b'"),
         ({"name": ".hidden"}, "found '.hidden'"),
         ({"name": ""}, "found ''"),

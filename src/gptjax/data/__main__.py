@@ -26,25 +26,15 @@ type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], _PATHS]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Common:
+class _Common(Options):
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets, created if it does not exist."""
-    name: str | None = None
-    """Name of the dataset's folder in data-dir. None: CORPUS_TOKENIZER, such as stdlib_byte."""
     tokenizer: TokenizerChoice = "auto"
     """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs no files; auto: gpt2 if
     available, else byte with a note."""
-    val_fraction: float = 0.05
-    """Fraction of the text in the validation split: complete documents, or the end of a single
-    document."""
-    shard_tokens: int = 100_000_000
-    """Tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many."""
-    workers: int | None = None
-    """Tokenizing threads. None: one for each CPU core."""
-    seed: int = 0
-    """Seed of the choice of validation documents."""
-    overwrite: bool = False
-    """Prepare the dataset again if it exists."""
+
+    def __post_init__(self) -> None:
+        """Leave the checks to `prepare`: tyro would report an error as one of the syntax."""
 
     def prepare(self, kind: str, corpus: Corpus) -> None:
         """Prepare the corpus and print the command that trains a small model on it."""

@@ -27,6 +27,7 @@ from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
 
 TRAIN, VAL = 0, 1
+MOST = MAX_TOKENS // 2  # shard-tokens; the last shard is larger
 _SPLIT_NAMES = ("train", "val")
 # as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin
 _FIRST_NUMBER = (1, 0)
@@ -42,43 +43,38 @@ _CUT = re.compile(r"(?<=\S)\n(?=\S)")
 class Options:
     """Options of preparation, for every corpus.
 
-    Attributes:
-        data_dir: folder of the datasets.
-        name: the dataset's folder in data_dir. None: CORPUS_TOKENIZER, such as `stdlib_byte`.
-        tokenizer: "auto", "gpt2" or "byte".
-        val_fraction: approximate fraction of the bytes in the validation split.
-        shard_tokens: tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many,
-            so that no shard is too short to train on.
-        workers: tokenizing threads. None: one for each CPU core.
-        seed: seed of the choice of validation documents.
-        overwrite: prepare again if the dataset exists.
-
     Raises:
         PrepareError: an option is out of range.
     """
 
     data_dir: str | os.PathLike = dataclasses.field(default_factory=data_folder)
+    """Folder of the datasets, created if it does not exist."""
     name: str | None = None
+    """Name of the dataset's folder in data-dir. None: CORPUS_TOKENIZER, such as stdlib_byte."""
     tokenizer: str = "auto"
+    """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs no files; auto: gpt2 if
+    available, else byte with a note."""
     val_fraction: float = 0.05
+    """Fraction of the text in the validation split: complete documents, or the end of a single
+    document."""
     shard_tokens: int = 100_000_000
+    """Tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many."""
     workers: int | None = None
+    """Tokenizing threads. None: one for each CPU core."""
     seed: int = 0
+    """Seed of the choice of validation documents."""
     overwrite: bool = False
+    """Prepare the dataset again if it exists."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.val_fraction < 1:
-            raise PrepareError(
-                f"expected a val-fraction between 0 and 1, found {self.val_fraction}"
-            )
-        if not 2 <= self.shard_tokens <= MAX_TOKENS // 2:
-            raise PrepareError(
-                f"expected shard-tokens in 2..{MAX_TOKENS // 2}, found {self.shard_tokens}"
-            )
-        if self.workers is not None and self.workers < 1:
-            raise PrepareError(f"expected workers of at least 1, found {self.workers}")
-        if self.seed < 0:
-            raise PrepareError(f"expected a seed of at least 0, found {self.seed}")
+        for name, value, right, expected in (
+            ("val-fraction", self.val_fraction, 0 < self.val_fraction < 1, "between 0 and 1"),
+            ("shard-tokens", self.shard_tokens, 2 <= self.shard_tokens <= MOST, f"in 2..{MOST}"),
+            ("workers", self.workers, self.workers is None or self.workers >= 1, "of at least 1"),
+            ("seed", self.seed, self.seed >= 0, "of at least 0"),
+        ):
+            if not right:
+                raise PrepareError(f"expected {name} {expected}, found {value}")
 
     def recorded(self) -> dict[str, Any]:
         """Return the options in dataset.json. Together with the text, they determine the shards."""
