@@ -21,7 +21,7 @@ from evaluation_tools import (
     write_jsonl,
 )
 
-from gptjax import devices, evaluate, save_hf
+from gptjax import devices, evaluate, model_options, save_hf
 from gptjax.evaluation import EvaluationError
 
 BLOCK = CONFIG.block_size
@@ -47,7 +47,7 @@ def folder(both, tmp_path_factory):
 def command(folder, monkeypatch, capsys):
     """Run the command on one device without a cache; return exit code, output and errors."""
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:1], None))
-    monkeypatch.setattr(evaluate, "cache_folder", lambda: None)
+    monkeypatch.setattr(model_options, "cache_folder", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments, tokenizer="byte"):

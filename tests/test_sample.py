@@ -22,6 +22,7 @@ from gptjax import (
     generate,
     generation,
     load,
+    model_options,
     sample,
 )
 from gptjax.data import get_tokenizer
@@ -58,7 +59,7 @@ def model(run):
 def command(run, monkeypatch, capsys):
     """Run the command without a cache; return exit code, output and errors."""
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:1], None))
-    monkeypatch.setattr(sample, "cache_folder", lambda: None)
+    monkeypatch.setattr(model_options, "cache_folder", lambda: None)
 
     def call(*arguments, path=run, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
@@ -322,7 +323,7 @@ def test_a_model_of_a_config_file(command, tmp_path, monkeypatch):
     code, shown, _ = command(*how, "--config", file, path=run)
     assert code == 0 and shown
     del sys.modules["_config_own"]
-    found, tokenizer = evaluate._load(evaluate.Evaluate(path=run, config=file))
+    found, tokenizer = evaluate.Evaluate(path=run, config=file).load()
     assert type(found).__name__ == "Own" and tokenizer.name == "byte"
 
 

@@ -9,16 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from gptjax import data, devices
 from gptjax.config import EVAL_TASKS, ConfigError
-from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.evaluation import (
     EvaluationError,
     Scorer,
@@ -33,9 +31,9 @@ from gptjax.evaluation import (
 )
 from gptjax.evaluation.places import place, read
 from gptjax.files import output, write_atomically
-from gptjax.precision import NAMES, Precision
+from gptjax.model_options import ModelOptions
 from gptjax.terminal import command_line, exit_code, printable
-from gptjax.user_folders import cache_folder, data_folder
+from gptjax.user_folders import data_folder
 
 TEXT_TASKS = ("loss", "bits-per-byte")
 TASKS = (*TEXT_TASKS, *EVAL_TASKS)
@@ -47,11 +45,9 @@ USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(ModelOptions):
     """Options of the command."""
 
-    path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
-    """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
     task: tuple[str, ...] = ()
     """One or several of loss, bits-per-byte, hellaswag, core. loss and bits-per-byte score every
     token of a text once."""
@@ -74,15 +70,6 @@ class Evaluate:
     """Folder with more tasks of lm-evaluation-harness, as YAML."""
     shots: int | None = None
     """Few-shot examples of the tasks of lm-evaluation-harness. None: each task's default."""
-    tokenizer: TokenizerChoice = "auto"
-    """Tokenizer. auto: the model's."""
-    precision: str | None = None
-    """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
-    config: Path | None = None
-    """Config file of a run whose model is not part of gptjax. The file is executed first."""
-    device: Literal["auto", "gpu", "cpu"] = "auto"
-    """gpu: all NVIDIA GPUs, or an error. cpu: the CPU. auto: GPUs if there are any, else the
-    CPU."""
     batch_tokens: int | None = None
     """Tokens that a device scores at a time. None: 65,536 on a GPU and 4,096 on a CPU."""
     out: Path | None = None
@@ -124,10 +111,7 @@ class Evaluate:
             raise EvaluationError(
                 f"--batch-tokens must be at most {MAX_BATCH_TOKENS}, got {self.batch_tokens}"
             )
-        if self.precision is not None and self.precision not in NAMES:
-            raise EvaluationError(
-                f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
-            )
+        self.check_precision()
         if self.out is not None:
             try:
                 folder = output(self.out).parent
@@ -144,21 +128,15 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
         EvaluationError, DataError, WeightsError, OSError: a wrong option or file.
     """
     options.check()
-    used, note = devices.select(options.device)
-    # Call after `select`, because JAX's caches depend on the platform.
+    used = options.select_devices(lambda note: console.print(note, markup=False))
     from gptjax.training import memory
-    from gptjax.training.compilation import Compiler
 
-    compiler = Compiler(cache_folder())
-    for sentence in (note, *compiler.notes):
-        if sentence:
-            console.print(f"NOTE: {sentence}", markup=False)
     inputs = {
         task: read(task, options.file or place(task, options.data_dir))
         for task in options.task
         if task not in TEXT_TASKS
     }
-    model, tokenizer = _load(options)
+    model, tokenizer = options.load()
     scorer = Scorer.of(model, used, options.batch_tokens)
     about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
     console.print(printable(f"{options.path}: {about}"), markup=False)
@@ -182,21 +160,6 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
         ) from error
     console.print(_table(rows))
     return _result(options, command, rows, used, model)
-
-
-def _load(options: Evaluate) -> tuple[Any, Any]:
-    from gptjax import cli
-    from gptjax.weights import load
-
-    if options.config is not None:
-        cli.load(options.config)  # `load` then finds the model's class by name
-    precision = None if options.precision is None else Precision(options.precision)
-    model, tokenizer = load(options.path, precision=precision, tokenizer=options.tokenizer)
-    if tokenizer is None:
-        raise EvaluationError(
-            f"{options.path}: the tokenizer is not known; set --tokenizer gpt2 or --tokenizer byte"
-        )
-    return model, tokenizer
 
 
 def _score_text(

@@ -8,17 +8,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-import tyro
+from typing import Any, NamedTuple
 
 from gptjax import devices
 from gptjax.config import ConfigError
 from gptjax.data import DataError
-from gptjax.data.tokenizers import TokenizerChoice
-from gptjax.precision import NAMES, Precision
+from gptjax.model_options import ModelOptions
 from gptjax.terminal import command_line, exit_code, printable
-from gptjax.user_folders import cache_folder
 
 STREAMED = 8
 """Tokens per update of a streamed text."""
@@ -33,11 +29,9 @@ USER_ERRORS = (SampleError, DataError, ConfigError, devices.DeviceError, OSError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(ModelOptions):
     """Options of the command."""
 
-    path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
-    """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
     prompt: tuple[str, ...] = ()
     """One or several prompts. Without any, texts start after the end-of-text token."""
     prompt_file: tuple[Path, ...] = ()
@@ -67,16 +61,6 @@ class Sample:
     """Texts that are generated at a time."""
     json: bool = False
     """Print one JSON object per text: prompt, sample, text, tokens, stop."""
-    tokenizer: TokenizerChoice = "auto"
-    """Tokenizer. auto: the model's."""
-    precision: str | None = None
-    """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
-    step: int | None = None
-    """Step of a run's checkpoint. None: the newest."""
-    config: Path | None = None
-    """Config file of a run whose model is not part of gptjax. The file is executed first."""
-    device: Literal["auto", "gpu", "cpu"] = "auto"
-    """gpu: an NVIDIA GPU, or an error. cpu: the CPU. auto: a GPU if there is any, else the CPU."""
 
     def check(self) -> None:
         """Raise SampleError for options that contradict each other or are out of range."""
@@ -94,10 +78,7 @@ class Sample:
             raise SampleError(f"--seed must be 0 to {MAX_SEED}, got {self.seed}")
         if "" in self.stop:
             raise SampleError("--stop must be a text of at least one character, got an empty one")
-        if self.precision is not None and self.precision not in NAMES:
-            raise SampleError(
-                f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
-            )
+        self.check_precision()
 
 
 class Prompt(NamedTuple):
@@ -141,21 +122,8 @@ class Sampler:
     """
 
     def __init__(self, options: Sample):
-        from gptjax import cli
-        from gptjax.weights import load
-
-        if options.config is not None:
-            cli.load(options.config)  # `load` then finds the model's class by name
-        precision = None if options.precision is None else Precision(options.precision)
         with _memory_checked(f"the model {options.path}", "free the device"):
-            self.model, tokenizer = load(
-                options.path, precision=precision, step=options.step, tokenizer=options.tokenizer
-            )
-        if tokenizer is None:
-            raise SampleError(
-                f"{options.path}: the tokenizer is not known; set --tokenizer gpt2 or "
-                "--tokenizer byte"
-            )
+            self.model, tokenizer = options.load()
         self.tokenizer, self.options = tokenizer, options
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -327,14 +295,8 @@ def run(options: Sample) -> None:
     """
     options.check()
     prompts = read_prompts(options) or [Prompt("no prompt", "")]
-    used, note = devices.select(options.device)
-    # Call after `select`, because JAX's caches depend on the platform.
-    from gptjax.training.compilation import Compiler
-
+    used = options.select_devices(lambda note: print(printable(note), file=sys.stderr))
     _check_sampling(options)
-    for sentence in (note, *Compiler(cache_folder()).notes):
-        if sentence:
-            print(f"NOTE: {printable(sentence)}", file=sys.stderr)
     sampler = Sampler(options)
     about = f"{used[0].device_kind}, {sampler.model.config.precision.name}"
     print(printable(f"{options.path}: {about}"), file=sys.stderr)

@@ -1,0 +1,81 @@
+"""Options of the commands that compute with a saved model, and loading of the model."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from gptjax import devices
+from gptjax.config import ConfigError
+from gptjax.data.tokenizers import Tokenizer, TokenizerChoice
+from gptjax.precision import NAMES, Precision
+from gptjax.user_folders import cache_folder
+
+if TYPE_CHECKING:
+    import jax
+
+    from gptjax.models.base import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A model, its tokenizer, precision and device."""
+
+    path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
+    """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
+    tokenizer: TokenizerChoice = "auto"
+    """Tokenizer. auto: the model's."""
+    precision: str | None = None
+    """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
+    step: int | None = None
+    """Step of a run's checkpoint. None: the newest."""
+    config: Path | None = None
+    """Config file of a run whose model is not part of gptjax. The file is executed first."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """gpu: NVIDIA GPUs, or an error. cpu: the CPU. auto: GPUs if there are any, else the CPU."""
+
+    def select_devices(self, note: Callable[[str], object]) -> "list[jax.Device]":
+        """Return the devices of the command; `note` is called with each note for the user.
+
+        Raises:
+            DeviceError: no such device.
+        """
+        used, about = devices.select(self.device)
+        # Call after `select`, because JAX's caches depend on the platform.
+        from gptjax.training.compilation import Compiler
+
+        for sentence in (about, *Compiler(cache_folder()).notes):
+            if sentence:
+                note(f"NOTE: {sentence}")
+        return used
+
+    def load(self) -> "tuple[Model, Tokenizer]":
+        """Return the model and its tokenizer.
+
+        Raises:
+            ConfigError: an unknown precision, or the tokenizer is not known.
+            WeightsError, DataError: the errors of `gptjax.load`.
+        """
+        from gptjax import cli
+        from gptjax.weights import load
+
+        if self.config is not None:
+            cli.load(self.config)  # `load` then finds the model's class by name
+        precision = None if self.precision is None else Precision(self.precision)
+        model, tokenizer = load(
+            self.path, precision=precision, step=self.step, tokenizer=self.tokenizer
+        )
+        if tokenizer is None:
+            raise ConfigError(
+                f"{self.path}: the tokenizer is not known; set --tokenizer gpt2 or --tokenizer byte"
+            )
+        return model, tokenizer
+
+    def check_precision(self) -> None:
+        """Raise ConfigError for an unknown precision."""
+        if self.precision is not None and self.precision not in NAMES:
+            raise ConfigError(
+                f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
+            )
