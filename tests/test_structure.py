@@ -11,7 +11,7 @@ SRC, KERNELS = (Path(package.__file__).parent for package in (gptjax, pallas_ker
 TRAIN = Path(__file__).parent.parent / "train.py"
 # A file of a layer imports files of its own layer and of lower layers only, which stand below it.
 LAYERS = (
-    "bench checkpoints doctor evaluate export plot sample",
+    "bench checkpoints doctor evaluate export model_options plot sample",
     "distributed training",
     "evaluation generation weights",
     "batch_errors cli config fields stages",

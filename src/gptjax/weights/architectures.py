@@ -111,8 +111,8 @@ def read_json(file: Path, missing: str) -> dict[str, Any]:
     return found
 
 
-def config_json(config: GPT2Config | Llama3Config) -> dict[str, Any]:
-    """Return the contents of config.json."""
+def config_json(config: Any) -> dict[str, Any]:
+    """Return the contents of config.json of a GPT2Config or Llama3Config."""
     architecture = of_config(config)
     # GPT-2's end-of-text token is the last id. For other vocabularies, the model does not store it.
     end_of_text = 50256 if config.vocab_size == 50257 else None

@@ -7,7 +7,7 @@ Matrices are (out, in), the transpose of gptjax's kernels. The vocabulary is sto
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,7 +38,8 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
         import gguf
     except ModuleNotFoundError as error:
         raise WeightsError("GGUF files need the package gguf: pip install -e '.[gguf]'") from error
-    config, architecture = model.config, of_config(model.config)
+    config: Any = model.config
+    architecture = of_config(config)
     writer = gguf.GGUFWriter(path, architecture.gguf)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
@@ -83,7 +84,7 @@ def _add_gpt2_bpe(writer: Any, kinds: Any, vocab_size: int) -> None:
 
 
 def _tensors(model: Model, architecture: Architecture) -> Iterator[tuple[str, np.ndarray]]:
-    params, config = host_arrays(model), model.config
+    params, config = host_arrays(model), cast(Any, model.config)
     for kind in architecture.kinds(config):
         for key, _, name in kind.each():
             array = params[key].T if key[-1] == "kernel" else params[key][: kind.shape[0]]

@@ -59,7 +59,7 @@ def model_from_params(config: ModelConfig, params: Mapping) -> Model:
             "model_from_params: expected a dict or nnx.State of arrays, "
             f"found {type(params).__name__}"
         )
-    expected = traverse_util.flatten_dict(abstract_params(config))
+    expected: dict[Key, Any] = traverse_util.flatten_dict(abstract_params(config))
     found = dict(_flatten(tree))
     missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing or unexpected:

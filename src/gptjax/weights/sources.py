@@ -26,7 +26,7 @@ from gptjax.weights import checkpoint_files, hf, llmc, modded_nanogpt
 from gptjax.weights.bpe_files import is_byte_tokenizer
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
 from gptjax.weights.files import reason, shown
-from gptjax.weights.params import FP32
+from gptjax.weights.params import FP32, Key
 
 CHECKPOINTS = "checkpoints"
 FORMATS = {".bin": llmc, ".pt": modded_nanogpt}
@@ -109,7 +109,8 @@ class File(Source):
 
     def read(self, config, like=None) -> dict:
         tensors = self.format.tensors_of(self.path, config)
-        wanted = traverse_util.flatten_dict(dict(like or on_default_device(config)))
+        shapes = dict(like or on_default_device(config))
+        wanted: dict[Key, Any] = traverse_util.flatten_dict(shapes)
         return traverse_util.unflatten_dict({key: _put(x, wanted[key]) for key, x in tensors})
 
     def identity(self) -> str:
