@@ -70,7 +70,7 @@ QUICK = {
     *("test_dispatch", "test_fineweb", "test_flops", "test_loader", "test_lock"),
     *("test_low_precision", "test_memory", "test_outliers", "test_params", "test_partition"),
     *("test_manual", "test_precision", "test_public_names", "test_run_log", "test_schedules"),
-    *("test_parallel::test_the_sharded_axis", "test_collectives"),
+    "test_parallel::test_the_sharded_axis",
     *("test_shards", "test_start_up_time", "test_status_line", "test_tokenizers"),
     "test_result_tables",
     *("test_attention::test_masks", "test_attention::test_errors"),
