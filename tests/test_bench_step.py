@@ -124,7 +124,7 @@ def test_a_step(card, tmp_path, capsys):
     (row,) = json.loads(out.read_text())["rows"]
     assert row["asked"] == {"norm": "xla"} and row["batch"] == 1
     assert row["kernels"]["attention"] == "xla"
-    assert row["needed_gib"] > 0 and row["program"]["fusions"] > 10 and row["compile_s"] > 0.05
+    assert row["needed_gib"] > 0 and row["compile_s"] > 0.05
     assert "gptjax · tiny" in capsys.readouterr().out
     assert main(["compare", str(out), str(out), "--fail-above", "1.0"]) == 0
 
@@ -150,23 +150,6 @@ def test_rounds_follow_a_warm_up_and_fill_the_time(monkeypatch):
     calls = []
     found = measuring.sustained(lambda steps: calls.append(steps) or 0.1 * steps, seconds=3.0)
     assert calls == [1, 1, 10] + [6] * 5 and found == pytest.approx([0.1] * 5)
-
-
-def test_launches_are_counted():
-    text = """
-  %fused_computation (p: f32[2]) -> f32[2] {
-  }
-ENTRY %main {
-  %a = (f32[2], f32[3]) fusion(%p), kind=kLoop, calls=%fused_computation
-  %b = f32[2] custom-call(%a), custom_call_target="__cublas$gemm", backend_config={}
-  %c = f32[2] custom-call(%a), custom_call_target="__cublas$gemm"
-  %d = f32[2] call(%b), to_apply=%command_buffer.1
-}"""
-    assert step.launches(text) == {
-        "fusions": 1,
-        "custom_calls": {"__cublas$gemm": 2},
-        "command_buffers": 1,
-    }
 
 
 def test_several_devices(tmp_path, capsys):
@@ -204,7 +187,6 @@ def test_a_stage_of_a_config_is_measured(tmp_path):
     [
         (["--config", "x.py", "--preset", "gpt2"], "both name a model"),
         (["--config", str(OTHER), "--mlp", "xla"], "RotaryConfig has no option mlp"),
-        (["--forward", "--recompute", "block"], "no backward pass"),
         (["--sequence-length", "2048"], "longer than the model's block size"),
         (["--devices"], "--devices must be numbers of at least 1"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
@@ -370,23 +352,10 @@ def test_a_file_with_other_contents_is_refused(tmp_path, capsys, text, said):
         assert "bad\ufffd.json: expected a result of gptjax.bench" in told and said in told
 
 
-def test_the_stored_results_have_the_schema_and_no_row_twice():
+def test_the_stored_results_have_the_schema():
     for file in RESULTS.rglob("*.json"):
         stored = results.read(file)
         assert {"date", "device", "versions", "commit", "command", "rows"} <= stored.keys()
-        compare.check_distinct(file, stored["rows"])
-
-
-def test_two_rows_of_one_measurement_are_refused(tmp_path, capsys):
-    """PyTorch's rows repeat if --moment-dtype has two values."""
-    theirs = {"system": "torch", "ms": 1.0}
-    good, twice = tmp_path / "good.json", tmp_path / "twice.json"
-    good.write_text(json.dumps(GOOD | {"rows": [*GOOD["rows"], theirs, theirs]}))
-    twice.write_text(json.dumps(GOOD | {"rows": 2 * GOOD["rows"]}))
-    assert main(["compare", str(good), str(good)]) == 0
-    for pair in ((good, twice), (twice, good)):
-        assert main(["compare", *map(str, pair)]) == 1
-        assert "twice.json: expected each measurement once" in capsys.readouterr().err
 
 
 def test_rows_that_differ_in_the_moments_are_compared(tmp_path, capsys):
@@ -565,15 +534,6 @@ def test_results_are_on_the_disk_before_the_table_is_printed(tmp_path, monkeypat
     with pytest.raises(BrokenPipeError):
         step.Step(out=tmp_path / "step.json").run()
     assert json.loads((tmp_path / "step.json").read_text())["rows"] == GOOD["rows"]
-
-
-def test_the_table_is_printed_if_the_results_cannot_be_written(tmp_path, monkeypatch):
-    shown = []
-    monkeypatch.setattr(step.Step, "measure", lambda *_: (tmp_path / "out").mkdir() or [{}])
-    monkeypatch.setattr(step, "show", lambda result: shown.append(result["rows"]))
-    with pytest.raises(OSError, match="expected a regular file, found a directory"):
-        step.Step(out=tmp_path / "out").run()
-    assert shown == [[{}]] and [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("command", [["step"], ["ladder"], ["startup", "--config", "none.py"]])

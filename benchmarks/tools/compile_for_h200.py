@@ -36,7 +36,6 @@ from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.rows import describe, label, say
-from gptjax.bench.step import launches
 from gptjax.bench.table import Row, print_table
 from gptjax.config import Config, ConfigError
 from gptjax.training.memory import GIB, needed_bytes
@@ -171,6 +170,24 @@ def _bytes(shape: str) -> int:
         bits = int(re.search(r"\d+", dtype)[0]) if dtype != "pred" else 8
         total += bits // 8 * math.prod(map(int, filter(None, sizes.split(","))))
     return total
+
+
+def launches(text: str) -> dict[str, Any]:
+    """Count what an executable launches: fusions, custom calls by target, and CUDA graphs if the
+    text has them.
+
+    Args:
+        text: `compiled.as_text()`.
+    """
+    calls: dict[str, int] = {}
+    for target in re.findall(r'custom-call\(.*?custom_call_target="([^"]+)"', text):
+        calls[target] = calls.get(target, 0) + 1
+    graphs = len(re.findall(r"to_apply=%?command_buffer", text))
+    return {
+        "fusions": len(re.findall(r" fusion\(", text)),
+        "custom_calls": calls,
+        "command_buffers": graphs or None,
+    }
 
 
 def row_of(options: Options, config: Config, count: int, plugin: Plugin) -> dict[str, Any]:

@@ -112,10 +112,6 @@ class StepOptions(ModelOptions):
                 is below 1, or there are fewer devices.
             ConfigError: no such config file, or an invalid config.
         """
-        if self.forward and self.recompute:
-            raise BenchError(
-                "--forward has no backward pass that recomputes: leave out --recompute"
-            )
         if not self.devices:
             raise BenchError("--devices must be numbers of at least 1, got none")
         for count in self.devices:
@@ -136,20 +132,12 @@ class StepOptions(ModelOptions):
             for precision in self.precision or (None,)
             for recompute in self.recompute or (None,)
         ]
+        # The strategy and the dtype of the sums matter on several devices only.
         return [
-            (dataclasses.replace(config, **several), count)
+            (dataclasses.replace(config, parallel=strategy, reduce_dtype=dtype), count)
             for config, count in itertools.product(steps, self.devices)
-            for several in self._strategies(config, count)
-        ]
-
-    def _strategies(self, config: Config, count: int) -> list[dict[str, Any]]:
-        """Return the fields of each strategy and dtype that differ on this many devices."""
-        if count == 1:
-            return [{}]
-        return [
-            {"parallel": strategy, "reduce_dtype": dtype}
-            for strategy in self.parallel or (config.parallel,)
-            for dtype in self.reduce_dtype or (config.reduce_dtype,)
+            for strategy in self.parallel[: None if count > 1 else 1] or (config.parallel,)
+            for dtype in self.reduce_dtype[: None if count > 1 else 1] or (config.reduce_dtype,)
         ]
 
 

@@ -5,24 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from matplotlib.patches import Patch
 
 from gptjax.bench import results, style
 from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, PASSES
 
-IMPLEMENTATIONS = {
-    "mosaic": style.BLUE,
-    "auto": style.BLUE,
-    "triton": style.GREEN,
-    "xla": style.GREY,
-    "cudnn": style.DARK_GREY,
-    "torch": style.ORANGE,
-    "torch cudnn": style.ORANGE,
-    "torch.compile": style.LIGHT_ORANGE,
-    "torch flash": style.LIGHT_ORANGE,
-}
-SYSTEMS = {"gptjax": style.BLUE, "torch": style.ORANGE}
+# Of implementations and systems, by the first word of the name.
+COLOURS = {"mosaic": style.BLUE, "auto": style.BLUE, "gptjax": style.BLUE, "triton": style.GREEN}
+COLOURS |= {"xla": style.GREY, "cudnn": style.DARK_GREY, "torch": style.ORANGE}
+COLOURS |= {"torch.compile": style.LIGHT_ORANGE}
 PASS_COLOURS = dict(zip(PASSES, (style.BLUE, style.VIOLET, style.ORANGE, style.GREEN), strict=True))
 CEILINGS = {"memory": "copy rate", "bf16": "bf16 matmul"}
 
@@ -62,35 +53,33 @@ def draw(result: dict, path: Path) -> None:
 def draw_kernels(result: dict, path: Path) -> None:
     """Draw a group of bars for each case with a target, a bar for each implementation; 100 % is the
     ceiling of the same run."""
-    lines, used, last = [], {}, None
+    lines, last = [], None
     for row in (row for row in result["rows"] if row["bar"]):
         bound = CEILINGS.get(row["bound"], row["bound"])
         case = f"{row['kernel']}: {row['case']}   (of the {bound}; target {row['bar']})"
         if case != last:
             lines.append((case, None, ""))
         last, name = case, row["implementation"]
-        colour = IMPLEMENTATIONS.get(name, style.VIOLET)
-        used[name if name in IMPLEMENTATIONS else "other"] = colour
         text = f"{name}: did not run" if "error" in row else f"{name}  {row['ms']:.3g} ms"
+        colour = COLOURS.get(name.split()[0].rstrip(","), style.VIOLET)
         lines.append((text, 100 * row.get("ceiling", 0), colour))
     limits = result["ceilings"]
     rates = f"copy {limits['bytes_per_s'] / 1e12:.2f} TB/s, bf16 matmul"
     rates += f" {limits['flops_per_s'] / 1e12:.0f} TFLOP/s"
     label = "% of the ceiling measured in the same run (longer is faster)"
-    _draw(path, lines, f"{result['device']}, {result['date']}: {rates}", label, used, end=100)
+    _draw(path, lines, f"{result['device']}, {result['date']}: {rates}", label)
 
 
 def draw_ladder(result: dict, path: Path) -> None:
     """Draw a bar of tokens/s for each rung of each system."""
     lines, last, first = [], None, result["rows"][0]
-    titles = {"gptjax": "gptjax (JAX)", "torch": f"PyTorch {result['versions'].get('torch', '')}"}
     for row in result["rows"]:
         if row["system"] != last:
-            lines.append((titles[row["system"]], None, ""))
+            lines.append((row["system"], None, ""))
         last, speed = row["system"], row.get("tokens/s", 0)
         text = f"{row['rung']}: " + (f"{speed:,.0f}" if speed else "did not run")
         factor = f"   {row['factor']:.2f} ×" if row.get("factor", 1) != 1 else ""
-        lines.append((text + factor, speed, SYSTEMS[row["system"]]))
+        lines.append((text + factor, speed, COLOURS[row["system"]]))
     size = f"{first['model']}, {first['batch']} × {first['sequence_length']} tokens a step"
     label = "tokens/s of a full training step (× over the rung before)"
     _draw(path, lines, f"{result['device']}, {result['date']}: {size}", label)
@@ -105,31 +94,20 @@ def draw_profile(result: dict, path: Path) -> None:
         if passes:
             ms = sum(passes.values())
             lines.append((f"{part}: {ms:.2f} ms, {ms / span:.1%}", None, ""))
-            lines += [(f"{p}  {passes[p]:.2f}", passes[p], PASS_COLOURS[p]) for p in passes]
+            lines += [(f"{p}  {ms:.2f}", ms, PASS_COLOURS[p]) for p, ms in passes.items()]
     idle = row["idle_ms"]
     lines.append((f"idle: {idle:.2f} ms, {idle / span:.1%}", idle, style.LIGHT_GREY))
-    title = (
-        f"{row['device']}, {row['model']} {row['precision']}: {row['untraced_ms']:.2f} ms a step"
-    )
-    _draw(path, lines, title, "ms a step, in the trace", PASS_COLOURS)
+    step = f"{row['model']} {row['precision']}, {row['untraced_ms']:.2f} ms a step"
+    _draw(path, lines, f"{row['device']}: {step}", "ms a step, in the trace")
 
 
-def _draw(
-    path: Path,
-    lines: list[tuple[str, float | int | None, Any]],
-    title: str,
-    label: str,
-    legend: dict[str, str] | None = None,
-    end: float | int = 0,
-) -> None:
+def _draw(path: Path, lines: list[tuple[str, Any, str]], title: str, label: str) -> None:
     """Draw horizontal bars, each with its text behind it.
 
     Args:
         lines: text, length and colour of each bar; a length of None is a heading.
-        legend: name → colour.
-        end: where a vertical line is drawn.
+        label: of the axis.
     """
-    longest = max([end, *(length for _, length, _ in lines if length)])
     with style.picture(path, (10, 0.22 * len(lines) + 1.5)) as axes:
         style.bars(axes)
         for y, (text, length, colour) in enumerate(lines):
@@ -137,11 +115,7 @@ def _draw(
                 axes.barh(y, length, height=0.85, color=colour)
             weight = "bold" if length is None else "normal"
             axes.annotate(text, (length or 0, y), fontsize=7, weight=weight, **style.BESIDE)
-        if end:
-            axes.axvline(end, color="black", linewidth=1, zorder=0)
-        axes.set(ylim=(len(lines), -1), xlim=(0, 1.35 * longest or 1), yticks=[])
+        longest = max((length for _, length, _ in lines if length), default=1)
+        axes.set(ylim=(len(lines), -1), xlim=(0, 1.35 * longest), yticks=[])
         axes.set(xlabel=label, title=title)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        handles = [Patch(color=colour, label=name) for name, colour in (legend or {}).items()]
-        if handles:
-            axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))

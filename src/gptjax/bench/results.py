@@ -58,16 +58,11 @@ def write(path: Path, result: dict) -> None:
 
 
 def report(result: dict, out: Path | None, show: Callable[[dict], None]) -> None:
-    """Write a result to `out`, if given, and print its table with `show`.
-
-    The file is written first, because standard output may be closed. The table is printed even if
-    the file cannot be written.
-    """
-    try:
-        if out:
-            write(out, result)
-    finally:
-        show(result)
+    """Write a result to `out`, if given, then print its table with `show`: standard output may be
+    closed."""
+    if out:
+        write(out, result)
+    show(result)
     if out:
         print(f"wrote {out}")
 

@@ -2,9 +2,8 @@
 `measuring` describes the method; benchmarks/rivals/step.py compares with PyTorch and llm.c."""
 
 import dataclasses
-import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, StepOptions
@@ -77,7 +76,6 @@ def compiled(row: dict, step: JaxStep) -> dict:
         if step.jit:
             step.compile()
             row |= {"compile_s": step.compile_s, "needed_gib": needed_bytes(step.compiled) / GIB}
-            row |= {"program": launches(step.compiled.as_text())}
             step.check_memory()
         return row
     except Exception as error:  # a failure must not lose the other rows
@@ -116,24 +114,6 @@ def timed_result(command: str, rows: list[dict], *packages: str) -> dict:
     """
     packages = ("jax-triton", "triton", *packages)
     return results.new(command, rows, device=one_device().device_kind, packages=packages)
-
-
-def launches(text: str) -> dict[str, Any]:
-    """Count what an executable launches: fusions, custom calls by target, and CUDA graphs if the
-    text has them.
-
-    Args:
-        text: `compiled.as_text()`.
-    """
-    calls: dict[str, int] = {}
-    for target in re.findall(r'custom-call\(.*?custom_call_target="([^"]+)"', text):
-        calls[target] = calls.get(target, 0) + 1
-    graphs = len(re.findall(r"to_apply=%?command_buffer", text))
-    return {
-        "fusions": len(re.findall(r" fusion\(", text)),
-        "custom_calls": calls,
-        "command_buffers": graphs or None,
-    }
 
 
 def show(result: dict) -> None:
