@@ -195,6 +195,38 @@ def _padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(ModelConfig):
+    """Config of a model whose attention, norms and MLPs are operations of pallas_kernels."""
+
+    operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
+    supports_segment_ids: ClassVar[bool] = True
+    supports_fp8: ClassVar[bool] = True
+
+    attention: str = "auto"
+    """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
+    xla, reference."""
+    norm: str = "auto"
+    """Back end of the norms and of the residual additions before them: auto, triton, xla or
+    reference."""
+    mlp: str = "auto"
+    """Back end of the MLP: auto, triton, xla, reference, or for a GELU or ReLU² also mosaic."""
+
+    def attention_kernel(self, length: int, segments: bool, **facts: Any) -> str:
+        """Return the back end of attention; `facts` are further facts of `flash_attention`."""
+        facts |= {"dtype": self.precision.compute_dtype, "precision": self.precision.matmul}
+        facts |= {"length": length, "head_dim": self.head_dim, "segments": segments}
+        return select("flash_attention", self.attention, **facts)
+
+    def nondeterministic(self) -> str | None:
+        if self.attention == "xla":
+            return None
+        return (
+            f"needs --model.attention xla, got {self.attention}: the backward pass of cuDNN's "
+            "attention adds in any order"
+        )
+
+
 class Model(nnx.Module):
     """A decoder-only language model.
 
@@ -339,20 +371,6 @@ class Model(nnx.Module):
         """
         return self.logits(self.hidden(tokens_BT))
 
-    def loss(
-        self,
-        tokens_BT: Integer[Array, "B T"],
-        targets_BT: Integer[Array, "B T"],
-        ignore_index: int | None = IGNORED,
-        segment_ids_BT: Integer[Array, "B T"] | None = None,
-    ) -> Float[Array, ""]:
-        """Return the mean cross-entropy in nats, fp32. See `loss_fn`."""
-        segments = _segments(segment_ids_BT)
-        losses_N = self.losses(tokens_BT, targets_BT, ignore_index, **segments)
-        if ignore_index is None:
-            return losses_N.mean()
-        return losses_N.sum() / jnp.maximum(count_targets(targets_BT, ignore_index), 1)
-
     def losses(
         self,
         tokens_BT: Integer[Array, "B T"],
@@ -440,7 +458,10 @@ def loss_fn(
             f"loss_fn: expected a target for each token, got tokens {tokens_BT.shape} and targets "
             f"{targets_BT.shape}"
         )
-    return model.loss(tokens_BT, targets_BT, ignore_index, **_segments(segment_ids_BT))
+    losses_N = model.losses(tokens_BT, targets_BT, ignore_index, **_segments(segment_ids_BT))
+    if ignore_index is None:
+        return losses_N.mean()
+    return losses_N.sum() / jnp.maximum(count_targets(targets_BT, ignore_index), 1)
 
 
 def _segments(segment_ids_BT: Integer[Array, "B T"] | None) -> dict[str, Array]:

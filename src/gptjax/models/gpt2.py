@@ -8,14 +8,13 @@ vocabulary, N = B·T.
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from gptjax.models.base import Model, ModelConfig
+from gptjax.models.base import Model, TransformerConfig
 from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
 from gptjax.models.layers import (
     KVCache,
@@ -43,7 +42,7 @@ INIT_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class GPT2Config(ModelConfig):
+class GPT2Config(TransformerConfig):
     """Shape, precision and kernel choices of a GPT-2.
 
     Raises:
@@ -51,20 +50,6 @@ class GPT2Config(ModelConfig):
             number of heads, a padded vocabulary below the real vocabulary or more than 1,023 rows
             above.
     """
-
-    operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
-    supports_segment_ids: ClassVar[bool] = True
-    supports_fp8: ClassVar[bool] = True
-
-    attention: str = "auto"
-    """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
-    xla, reference."""
-    norm: str = "auto"
-    """Back end of LayerNorm and of the residual addition before it: auto, triton, xla or
-    reference."""
-    mlp: str = "auto"
-    """Back end of the MLP's matmul, bias and GELU: auto, mosaic, triton (in fp32 after XLA's
-    matmul), xla or reference."""
 
     def build(self, rngs: nnx.Rngs) -> "GPT2":
         return GPT2(self, rngs=rngs)
@@ -81,15 +66,7 @@ class GPT2Config(ModelConfig):
         self, sequence_length: int, batch: int = 1, segments: bool = False
     ) -> dict[str, str]:
         dtype, c = self.precision.compute_dtype, self.n_embd
-        attention = select(
-            "flash_attention",
-            self.attention,
-            dtype=dtype,
-            length=sequence_length,
-            head_dim=self.head_dim,
-            segments=segments,
-            precision=self.precision.matmul,
-        )
+        attention = self.attention_kernel(sequence_length, segments)
         if segments and attention == "mosaic":
             attention += " (bias gradient not fused)"  # no `projected_attention`
         sizes = {"rows": batch * sequence_length, "inputs": c, "outputs": 4 * c}
@@ -103,14 +80,6 @@ class GPT2Config(ModelConfig):
             "mlp": mlp,
             **super().kernels(sequence_length, batch),
         }
-
-    def nondeterministic(self) -> str | None:
-        if self.attention == "xla":
-            return None
-        return (
-            f"needs --model.attention xla, got {self.attention}: the backward pass of cuDNN's "
-            "attention adds in any order"
-        )
 
     def lookup_params(self) -> int:
         return self.block_size * self.n_embd

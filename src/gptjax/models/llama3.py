@@ -9,7 +9,7 @@ E = D/2, F channels of the MLP (n_inner), P padded vocabulary.
 import dataclasses
 import functools
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from gptjax.models.base import Model, ModelConfig, check_size
+from gptjax.models.base import Model, TransformerConfig, check_size
 from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
 from gptjax.models.layers import (
     KVCache,
@@ -40,7 +40,7 @@ LOW_TURNS, HIGH_TURNS = 1.0, 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3Config(ModelConfig):
+class Llama3Config(TransformerConfig):
     """Shape, precision and kernel choices of a Llama 3.
 
     Raises:
@@ -48,10 +48,6 @@ class Llama3Config(ModelConfig):
             number of key and value heads; an odd head dimension; a rope or norm option out of
             range.
     """
-
-    operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
-    supports_segment_ids: ClassVar[bool] = True
-    supports_fp8: ClassVar[bool] = True
 
     n_kv_head: int | None = None
     """Key and value heads; must divide n_head. None: n_head; this number is stored."""
@@ -69,14 +65,6 @@ class Llama3Config(ModelConfig):
     8, Llama 3.2 has 32."""
     rope_original_length: int = 8192
     """Sequence length of the model before the extension by rope_scaling."""
-    attention: str = "auto"
-    """Back end of attention: auto, or one of pallas_kernels.flash_attention: mosaic, triton, cudnn,
-    xla, reference."""
-    norm: str = "auto"
-    """Back end of RMSNorm and of the residual addition before it: auto, triton, xla or
-    reference."""
-    mlp: str = "auto"
-    """Back end of the MLP's activation: auto, triton, xla or reference."""
 
     def build(self, rngs: nnx.Rngs) -> "Llama3":
         return Llama3(self, rngs=rngs)
@@ -93,27 +81,11 @@ class Llama3Config(ModelConfig):
     ) -> dict[str, str]:
         fp8 = self.precision.fp8_blocks
         return {
-            "attention": select(
-                "flash_attention",
-                self.attention,
-                dtype=self.precision.compute_dtype,
-                length=sequence_length,
-                head_dim=self.head_dim,
-                segments=segments,
-                precision=self.precision.matmul,
-            ),
+            "attention": self.attention_kernel(sequence_length, segments),
             "norm": select("rms_norm", self.norm, channels=self.n_embd, fp8=fp8),
             "mlp": select("swiglu", self.mlp, fp8=fp8),
             **super().kernels(sequence_length, batch),
         }
-
-    def nondeterministic(self) -> str | None:
-        if self.attention == "xla":
-            return None
-        return (
-            f"needs --model.attention xla, got {self.attention}: the backward pass of cuDNN's "
-            "attention adds in any order"
-        )
 
     def lookup_params(self) -> int:
         return 0 if self.tie_embeddings else self.vocab_size * self.n_embd

@@ -33,7 +33,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from gptjax.models.base import Model, ModelConfig, check_size
+from gptjax.models.base import Model, TransformerConfig, check_size
 from gptjax.models.layers import (
     lookup,
     next_targets,
@@ -82,17 +82,14 @@ class Stage(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeedrunConfig(ModelConfig):
+class SpeedrunConfig(TransformerConfig):
     """Shape, precision and kernel choices of the speedrun's model.
 
     Raises:
         ValueError: the errors of `ModelConfig`; invalid sizes or layers; recompute is not none.
     """
 
-    operational: ClassVar = ModelConfig.operational | {"attention", "norm", "mlp"}
-    of_run: ClassVar = ModelConfig.of_run | {"stage"}
-    supports_segment_ids: ClassVar[bool] = True
-    supports_fp8: ClassVar[bool] = True
+    of_run: ClassVar = TransformerConfig.of_run | {"stage"}
 
     block_size: int = 262_144
     n_layer: int = 11
@@ -114,12 +111,6 @@ class SpeedrunConfig(ModelConfig):
     """First layer with two lanes. The output subtracts lane 0 after this layer."""
     stage: Stage = Stage()
     """Windows, predicted tokens and tying."""
-    attention: str = "auto"
-    """Back end of attention: auto, or one of pallas_kernels.flash_attention."""
-    norm: str = "auto"
-    """Back end of RMSNorm: auto, triton, xla or reference."""
-    mlp: str = "auto"
-    """Back end of the MLP's first matmul and ReLU²: auto, mosaic, triton, xla or reference."""
 
     def build(self, rngs: nnx.Rngs) -> "Speedrun":
         return Speedrun(self, rngs=rngs)
@@ -162,20 +153,16 @@ class SpeedrunConfig(ModelConfig):
 
     def kernels(self, sequence_length, batch=1, segments=False):
         dtype, fp8 = self.precision.compute_dtype, self.precision.fp8_blocks
-        shape = {"length": sequence_length, "head_dim": self.head_dim, "segments": segments}
-        shape |= {"window": self.stage.short_window + 1, "precision": self.precision.matmul}
         mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": self.n_inner}
         operation = "fp8_linear_relu_squared" if fp8 else "linear_relu_squared"
         return {
-            "attention": select("flash_attention", self.attention, dtype=dtype, **shape),
+            "attention": self.attention_kernel(
+                sequence_length, segments, window=self.stage.short_window + 1
+            ),
             "norm": select("rms_norm", self.norm, channels=self.n_embd, fp8=fp8),
             "mlp": select(operation, self.mlp, **mlp, **({} if fp8 else {"dtype": dtype})),
             **super().kernels(sequence_length, batch),
         }
-
-    def nondeterministic(self) -> str | None:
-        why = f"needs --model.attention xla, got {self.attention}: cuDNN adds in any order"
-        return None if self.attention == "xla" else why
 
     def lookup_params(self) -> int:
         tables = self.vocab_size * (1 + len(self.value_layers)) + self.bigram_rows
