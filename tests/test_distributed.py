@@ -151,7 +151,7 @@ def test_an_error_of_one_process_ends_all(file, scenario, failed, reason):
     ended = group(scenario, file, 2)
     assert [code for code, _ in ended] == [1, 1]
     assert newest(file, scenario) == 4
-    newest_is = "the newest complete checkpoint is of step 4: the same command resumes from it"
+    newest_is = "the same command resumes from the checkpoint of step 4"
     message = f"error: stopped at step 5: {reason}; {newest_is}\n"
     assert message in ended[failed][1] and "Traceback" not in ended[failed][1]
     assert f"error: {distributed.ENDED}" in ended[1 - failed][1]
