@@ -19,6 +19,7 @@ from gptjax.data import ShardError
 from gptjax.optim import OptimizerConfig
 from gptjax.training import compilation, progress, status_line
 from gptjax.training import step as step_module
+from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.errors import StoppedError
 from gptjax.weights import CheckpointError
 
@@ -69,9 +70,7 @@ def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
             "put",
             lambda sharding, x: jax.device_put(x._replace(inputs=0 * x.inputs + 9999), sharding),
         )
-        with pytest.raises(
-            train_py.NotFiniteError, match=r"step 7: loss nan.*checkpoint of step 6 is kept"
-        ):
+        with pytest.raises(NotFiniteError, match=r"step 7: loss nan.*checkpoint of step 6 is kept"):
             run(bad)
     assert steps_kept(config) == [6]
     assert all(np.array_equal(a, b) for a, b in zip(last_state(config), good, strict=True))
@@ -123,7 +122,7 @@ def poisoned(monkeypatch, steps):
 def test_an_update_that_is_not_finite_is_skipped_where_skipping_is_on(config, monkeypatch):
     poisoned(monkeypatch, [3, 4])
     config = dataclasses.replace(config, compilation_cache=None, max_steps=8, sample_every=0)
-    with pytest.raises(train_py.NotFiniteError, match="step 3: loss nan"):
+    with pytest.raises(NotFiniteError, match="step 3: loss nan"):
         run(config)
     skipping = dataclasses.replace(
         config, name="skip", optimizer=OptimizerConfig(learning_rate=1e-2, skip_loss_z=5.0)
@@ -132,7 +131,7 @@ def test_an_update_that_is_not_finite_is_skipped_where_skipping_is_on(config, mo
     assert code == 0 and shown.count("update skipped; loss nan") == 2
     assert all(np.isfinite(x).all() for x in last_state(skipping))
     monkeypatch.setattr(progress, "MOST_NOT_FINITE", 2)
-    with pytest.raises(train_py.NotFiniteError, match="step 4: loss nan"):
+    with pytest.raises(NotFiniteError, match="step 4: loss nan"):
         run(dataclasses.replace(skipping, name="limit"))
 
 
@@ -161,7 +160,7 @@ def test_a_last_step_that_is_not_finite_is_an_error(config, monkeypatch):
 
     monkeypatch.setattr(compilation, "make_train_step", make)
     with pytest.raises(
-        train_py.NotFiniteError, match=r"step 5: validation loss nan.*checkpoint of step 4 is kept"
+        NotFiniteError, match=r"step 5: validation loss nan.*checkpoint of step 4 is kept"
     ):
         run(dataclasses.replace(config, compilation_cache=None))
     assert steps_kept(config) == [4]
@@ -173,7 +172,7 @@ def test_a_learning_rate_that_explodes_stops_the_run(config):
     config = dataclasses.replace(
         config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0), checkpoint_every=1
     )
-    with pytest.raises(train_py.NotFiniteError, match=r"step \d+: .*stopped") as error:
+    with pytest.raises(NotFiniteError, match=r"step \d+: .*stopped") as error:
         run(config)
     named = int(re.search(r"step (\d+)", str(error.value))[1])
     assert all(step < named for step in steps_kept(config))
