@@ -30,7 +30,7 @@ from torch_gpt2 import How
 from gptjax import Precision, generate, loss_fn, parallel
 from gptjax.config import Config
 from gptjax.models.base import abstract_params, graph, init_params
-from gptjax.models.llama3 import PRESETS, Block, Llama3Config, rotation
+from gptjax.models.llama3 import PRESETS, Llama3Config, rotation
 from gptjax.optim import NorMuonConfig, adamw
 from gptjax.parallel import Parallel, over_batch
 from gptjax.training.step import init_state, loss_and_grads, make_train_step
@@ -115,7 +115,8 @@ def gradient(config, params, windows):
 
 
 def test_recomputed_plain_and_bf16_forms():
-    """recompute changes nothing; `Block.__call__` is the plain form; bf16 stays near fp32."""
+    """recompute changes nothing; the model is x + attn(norm_1(x)), then x + mlp(norm_2(x)); bf16
+    stays near fp32."""
     one = dataclasses.replace(ODD, n_layer=1)
     params, tokens = jax.tree.map(jnp.asarray, random_of(one)), jnp.asarray(batch_of(one)[0])
 
@@ -128,7 +129,9 @@ def test_recomputed_plain_and_bf16_forms():
         model = build(one, params)
         x = model.embed(tokens)
         for block in model.blocks:
-            x = Block.__call__(block, x, None, None, rotation(one, jnp.arange(x.shape[1])[None]))
+            rotate = rotation(one, jnp.arange(x.shape[1])[None])
+            x = x + block.attn(block.norm_1(x), None, None, rotate).matmul_BTC
+            x = x + block.mlp(block.norm_2(x)).matmul_BTC
         plain = model.norm(x)
         gradients = [grad(recompute=name) for name in ("none", "block", "sublayer")]
         return plain, model.hidden(tokens), gradients, grad(precision=Precision("bf16"))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gptjax.models.base import ModelConfig
+from gptjax.models.base import TransformerConfig
 from gptjax.models.layers import Block, KVCache, PromptCache
 from gptjax.models.record import record, recording
 from gptjax.parallel import apply_block
@@ -49,11 +49,12 @@ class Norm(nnx.Module):
     The variance is biased, statistics are fp32.
 
     Args:
-        config: a config with a field `norm`, the back end.
         fp8: whether y is rows of FP8 numbers for a matmul.
     """
 
-    def __init__(self, config: Any, *, eps: float = 1e-5, bias: bool = True, fp8: bool = False):
+    def __init__(
+        self, config: TransformerConfig, *, eps: float = 1e-5, bias: bool = True, fp8: bool = False
+    ):
         self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((config.n_embd,), jnp.float32)) if bias else None
         self.eps, self.out_dtype = eps, config.precision.compute_dtype
@@ -128,7 +129,7 @@ class PreNormBlock(Block):
 
 
 def run_blocks(
-    config: ModelConfig,
+    config: TransformerConfig,
     blocks: Sequence[PreNormBlock],
     x_BTC: Float[Array, "B T C"],
     caches: Sequence[KVCache | PromptCache] | None,
