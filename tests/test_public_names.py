@@ -18,6 +18,7 @@ import pallas_kernels
 
 NAMES = {
     *(
+        "Batch",
         "Config",
         "GPT2",
         "GPT2Config",
