@@ -446,10 +446,10 @@ def test_two_results_beside_each_other(tmp_path, capsys):
     assert (
         "jit" in said
         and "1.060" in said
-        and "breaks · gpt2 · 4 × ?: out of memory" in said
+        and "breaks · gpt2 · batch 4: out of memory" in said
         and "came" not in said
     )
-    assert "gone · gpt2 · 4 × ?: absent" in said
+    assert "gone · gpt2 · batch 4: absent" in said
     a.write_text(json.dumps(of_rows(old[:1])))
     b.write_text(json.dumps(of_rows([new[0], new[2]])))
     assert main(["compare", str(a), str(b), "--fail-above", "1.07"]) == 0

@@ -80,12 +80,14 @@ def label(row: dict) -> str:
     row = identity(row)
     asked = [f"{part}={value}" for part, value in row.pop("asked", {}).items()]
     forms = {
-        "batch": f"{row.get('batch')} × {row.pop('sequence_length', '?')}",
+        "batch": f"batch {row.get('batch')}",
         "devices": f"{row.get('devices')} devices",
         "moments": f"moments {row.get('moments')}",
         "reshard_after_forward": "gathered once",
         "overlap_reduce": "no overlap",
     }
+    if "sequence_length" in row:
+        forms["batch"] = f"{row['batch']} × {row.pop('sequence_length')}"
     defaults = {"pass": "train", "algorithm": "adamw", "recompute": "none", "reduce_dtype": "fp32"}
     defaults |= {"reshard_after_forward": True, "overlap_reduce": True}
     given = {field: value for field, value in row.items() if value != defaults.get(field, "")}
