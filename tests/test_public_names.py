@@ -17,6 +17,7 @@ import gptjax.weights
 import pallas_kernels
 
 NAMES = {
+    "Batch",
     *(
         "Batch",
         "Config",
