@@ -22,7 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from attack_tools import counted, in_a_process
 
+from gptjax.config import Config
+from gptjax.training import resume
 from gptjax.training.checkpoint import CheckpointError, Checkpoints, silence_orbax
+from gptjax.weights.sources import CHECKPOINTS
 
 OLD, NEW = 15, 30
 
@@ -69,13 +72,10 @@ def restore(folder: Path) -> tuple[str, str]:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), _states[OLD]
     )
     try:
-        checkpoints = Checkpoints(folder, keep_last=2)
-        found = checkpoints.newest(lambda step: checkpoints.restore(step, like))
-        if found is None:
+        found = resume.find(Config(name=folder.parent.name, runs_dir=folder.parent.parent))
+        if found.step is None:
             return "refused", "no checkpoint"
-        step, state, damaged = found
-        meta = checkpoints.meta(step)
-        checkpoints.close()
+        step, state, meta = found.step, found.restore(like), found.meta
     except CheckpointError as error:
         return "refused", str(error)
     except BaseException as error:
@@ -87,7 +87,8 @@ def restore(folder: Path) -> tuple[str, str]:
     )
     if not right:
         return "silent wrong", f"step {step}"
-    return ("fell back", damaged[0]) if damaged else ("same", f"step {step}")
+    named = next(iter(found.damaged.values()), None)
+    return ("same", f"step {step}") if named is None else ("fell back", named)
 
 
 def flip(file: Path, rng: random.Random) -> str:
@@ -203,7 +204,7 @@ def folder_changes() -> dict[str, Callable[[Path], None]]:
         changes[f"{name} of the older one"] = replace(f"{old}/{name}", f"{new}/{name}")
     for position in (-1, 1.5, 2**70, 17, "480", None, [], True):
         changes[f"position {position!r}"] = metadata("position", position)
-    for field in ("step", "digests", "checksum", "format", "data"):
+    for field in ("step", "files", "checksum", "format", "data"):
         changes[f"{field} missing"] = metadata(field, None)
     return changes
 
@@ -221,7 +222,7 @@ def run(flips: int, seed: int = 0) -> list[dict]:
         trials = [(name, lambda folder, name=name: flip(folder / name, rng)) for name in files]
         trials = [trials[i % len(trials)] for i in range(flips)]
         for number, (name, change) in enumerate([*trials, *folder_changes().items()]):
-            folder = Path(temporary) / f"trial{number}"
+            folder = Path(temporary) / f"trial{number}" / CHECKPOINTS
             shutil.copytree(good, folder)
             change(folder)
             outcome, said = restore(folder)

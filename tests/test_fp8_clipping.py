@@ -11,7 +11,7 @@ from train_tools import losses, rows, run
 
 from gptjax import Precision
 from gptjax import parallel as parallel_module
-from gptjax.models import gpt2
+from gptjax.models import blocks
 from gptjax.models.base import graph, init_params
 from gptjax.parallel import Parallel
 from gptjax.training.step import make_clipping_step
@@ -115,7 +115,7 @@ def test_a_call_inside_a_call_is_no_call_of_its_own():
 def test_log_and_status_line(config, monkeypatch):
     """With a scale that clips the output of the norms. The losses are those of a run without
     counts, bit for bit."""
-    monkeypatch.setattr(gpt2, "ACTIVATION_SCALE", 256.0)
+    monkeypatch.setattr(blocks, "ACTIVATION_SCALE", 256.0)
     model = dataclasses.replace(config.model, precision=Precision("fp8"))
     on = dataclasses.replace(
         config, model=model, max_steps=5, log_every=1, val_every=0, sample_every=0

@@ -249,8 +249,7 @@ class Config:
         self._check_rates()
         if self.stages and self.overfit_one_batch:
             raise ConfigError("--overfit-one-batch has one batch only: leave the stages out")
-        begin: int | None = 0
-        last, packs = len(self.stages), None
+        begin, last, packs = 0, len(self.stages), None
         for number, stage in enumerate(self.stages, start=1):
             if stage.until is None and number < last:
                 raise ConfigError(
@@ -267,8 +266,8 @@ class Config:
                     f"stage {number}: --data-order sequential needs max_document_length in all "
                     "stages, or in none"
                 )
-            packs, begin = own_packs, stage.until
-        if begin is not None and self.stages and begin < self.max_steps:
+            packs, begin = own_packs, self.max_steps if stage.until is None else stage.until
+        if self.stages and begin < self.max_steps:
             raise ConfigError(
                 f"the last stage ends at step {begin}, before --max-steps {self.max_steps}; leave "
                 "its until out, or add a stage"
