@@ -6,6 +6,7 @@ captured in a new graph at each call.
 """
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -53,14 +54,17 @@ class TorchGeneration:
         """Return the prompts and `new` tokens of each."""
         drawn = {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
         self.cache.reset()
-        return self.model.generate(
-            self.prompt_BT,
-            attention_mask=torch.ones_like(self.prompt_BT),
-            max_new_tokens=new,
-            past_key_values=self.cache,
-            do_sample=temperature > 0,
-            **(drawn if temperature > 0 else {}),
-        )
+        with warnings.catch_warnings():
+            # transformers 6.0 removes the name; older versions have no other name.
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+            return self.model.generate(
+                self.prompt_BT,
+                attention_mask=torch.ones_like(self.prompt_BT),
+                max_new_tokens=new,
+                past_key_values=self.cache,
+                do_sample=temperature > 0,
+                **(drawn if temperature > 0 else {}),
+            )
 
     def kernel(self) -> str:
         """Return the cache and the compilation in words."""
