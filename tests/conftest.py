@@ -63,7 +63,7 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(os.cpu_count() or 1, 8)
 
 
-# The marker `quick`: whole files, and single tests of the slow ones, two minutes on two cores.
+# The marker `quick`: whole files, and single tests of the slow ones, one minute on two cores.
 QUICK = {
     *("test_adamw", "test_bench_profile", "test_cli", "test_config", "test_corpora"),
     *("test_data_check", "test_dataset", "test_dataset_contents", "test_devices"),
