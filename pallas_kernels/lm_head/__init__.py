@@ -16,7 +16,8 @@ Back ends:
         row belongs to one token. For dW = Σ_n g_n dlogits_n x_nᵀ the result is exact if all g_n are
         equal, as for a mean or a sum. If the g_n differ, the backward pass recomputes dW from the
         logits, chunk by chunk. At compile time, XLA detects that the g_n of a mean are equal, and
-        removes that branch.
+        removes that branch. If all tokens are one chunk, the backward pass runs the matmuls of both
+        gradients, with g x in place of x: a multiplication of dW would be one more pass over dW.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
@@ -173,6 +174,9 @@ def linear_cross_entropy(
     if backend == "fused":
         options = Options(chunk or _even_chunk(n), precision, **loss, fp8=fp8)
         f = _fused if fp8 is None else counted("linear_cross_entropy", _fused)
+        # In fp16, g x may underflow.
+        if options.chunk == n and fp8 is None and x_NC.dtype != jnp.float16:
+            f = _in_one_chunk
         return _calls.differentiable("linear_cross_entropy", f, options, *arrays)
     options = Options(chunk or n, precision, **loss)
     return _calls.differentiable("linear_cross_entropy", _in_xla, options, *arrays)
@@ -223,10 +227,18 @@ class Options:
             loss = {"vocab_size": self.vocab_size, "softcap": self.softcap}
             loss["ignore_index"] = self.ignore_index
             return chunk_gradients(self.fp8, x_KC, head, targets, weights_M, **loss)
-        w_VC, w_for_dx, axes = head
-        losses_K, dlogits_KV = self.classify(x_KC, w_VC, targets, weights_M)
-        dx_KC = jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_for_dx, precision=self.precision)
-        return losses_K, dx_KC, weight_gradient(self, dlogits_KV, x_KC)
+        losses_K, dlogits_KV = self.classify(x_KC, head[0], targets, weights_M)
+        return losses_K, self.dx(dlogits_KV, head), self.dw(dlogits_KV, x_KC)
+
+    def dx(self, dlogits_KV, head):
+        """Return dlogits W; head from `prepare`."""
+        _, w_VC, axes = head
+        return jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_VC, precision=self.precision)
+
+    def dw(self, dlogits_KV, x_KC):
+        """Return dlogitsᵀ x in fp32."""
+        how = {"precision": self.precision, "preferred_element_type": jnp.float32}
+        return jnp.einsum("kv,kc->vc", dlogits_KV, x_KC, **how)
 
     def prepare(self, w_VC, dtype):
         """Return the weights in the dtypes and layouts that `gradients` reads."""
@@ -301,17 +313,16 @@ def _fused_forward(options, x_NC, w_VC, targets, weights_M):
     return jnp.concatenate(losses), saved
 
 
-def weight_gradient(options, dlogits_KV, x_KC):
-    """Return dlogitsᵀ x in fp32."""
-    how = {"precision": options.precision, "preferred_element_type": jnp.float32}
-    return jnp.einsum("kv,kc->vc", dlogits_KV, x_KC, **how)
+def _scaled(x_KC, g_K):
+    """Return g x in x's dtype."""
+    return (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
 
 
 def _fused_backward(options, saved, g_N):
     dx_NC, dw_VC, x_NC, w_VC, targets, weights_M = saved
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
-    dx_NC = (dx_NC.astype(jnp.float32) * g_N[:, None]).astype(dx_NC.dtype)
+    dx_NC = _scaled(dx_NC, g_N)
     # Compare integers, because NaN ≠ NaN. The cotangent of a mean is one number broadcast, so XLA
     # detects at compile time that all g_n are equal, and removes the branch below.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
@@ -328,8 +339,7 @@ def _fused_backward(options, saved, g_N):
         for x_KC, of_chunk, g_K in options.chunks(x_NC, targets, g_N):
             x_KC, dw_VC = _after(x_KC, dw_VC)
             dlogits_KV = options.classify(x_KC, w_VC, of_chunk, weights_M)[1]
-            scaled_KC = (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
-            more_VC = weight_gradient(options, dlogits_KV, scaled_KC)
+            more_VC = options.dw(dlogits_KV, _scaled(x_KC, g_K))
             dw_VC = more_VC if dw_VC is None else dw_VC + more_VC
         return dw_VC
 
@@ -340,6 +350,27 @@ def _fused_backward(options, saved, g_N):
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_one_chunk(options, x_NC, w_VC, targets, weights_M):
+    return _in_one_chunk_forward(options, x_NC, w_VC, targets, weights_M)[0]
+
+
+def _in_one_chunk_forward(options, x_NC, w_VC, targets, weights_M):
+    x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
+    losses_N, dlogits_NV = options.classify(x_NC, w_VC.astype(x_NC.dtype), targets, weights_M)
+    return losses_N, (dlogits_NV, x_NC, w_VC)
+
+
+def _in_one_chunk_backward(options, saved, g_N):
+    dlogits_NV, x_NC, w_VC = saved
+    g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
+    dx_NC = _scaled(options.dx(dlogits_NV, options.prepare(w_VC, x_NC.dtype)), g_N)
+    return dx_NC, options.dw(dlogits_NV, _scaled(x_NC, g_N)).astype(w_VC.dtype), None, None
+
+
+_in_one_chunk.defvjp(_in_one_chunk_forward, _in_one_chunk_backward)
 
 
 # ----------------------------------------------------------------------------------------- examples
