@@ -43,6 +43,7 @@ from gptjax.training.signals import StopRequest
 from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.status_line import PipeConsole, elapsed, fitted
 from gptjax.training.step import init_state
+from gptjax.user_folders import cache_folder
 
 
 def train(config: Config, console: Console, given: frozenset[str] = frozenset()) -> int:
@@ -101,7 +102,7 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
     # -------------------------------------------------------------------------------------- compile
     say("compiling", "… usually less than a minute")
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
-    step, compiler = start.step or 0, Compiler(config.compilation_cache)
+    step, compiler = start.step or 0, Compiler(cache_folder())
     stages = StageCompiler(compiler, config, inputs, tx, abstract_state, parallel)
     with elapsed(console):
         stages.start(inputs.timeline.at(step).config)  # compiles in threads
@@ -176,8 +177,8 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
             wants_val, wants_eval = due(config.val_every, last), due(config.eval_every, last)
             wants_sample = due(config.sample_every, last)
             wants_save = last or due(config.checkpoint_every)
-            wants_clipped = own.model.precision.fp8_head and due(config.fp8_clipping_every)
-            if wants_val or wants_eval or wants_sample or wants_save or wants_clipped:
+            wants_clipped = wants_val and own.model.precision.fp8_head
+            if wants_val or wants_eval or wants_sample or wants_save:
                 read_metrics()  # raises if the loss is not finite: do not save such a state
                 if wants_val:
                     validate()

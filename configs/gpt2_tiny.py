@@ -19,8 +19,7 @@ config = Config(
         vocab_size=257, padded_vocab_size=384, block_size=128, n_layer=4, n_head=4, n_embd=128
     ),
     optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
-    dataset="stdlib",
-    tokenizer="byte",
+    dataset="stdlib_byte",
     sequence_length=128,
     batch_tokens=1024,
     micro_batch=8,
@@ -28,6 +27,5 @@ config = Config(
     val_every=250,
     val_tokens=65_536,
     sample_every=500,
-    sample_tokens=120,
     checkpoint_every=250,
 )

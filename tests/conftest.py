@@ -25,6 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("NPROC", "32")
 # PyTorch's threads: one for each process, or the threads of several processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No compilation cache but where a test names one.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = ""
 # A test session on a GPU shares it with the training runs that some tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -22,7 +22,7 @@ from gptjax import distributed, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.data import ShardError, write_shard
 from gptjax.optim import NorMuonConfig
-from gptjax.training import inputs, run_log
+from gptjax.training import inputs, progress, run_log
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 spec = importlib.util.spec_from_file_location("train", TRAIN)
@@ -122,7 +122,9 @@ def fail_shard() -> None:
 
 def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> None:
     """Run a scenario; the results are written as JSON beside the config file."""
-    group = {"coordinator": coordinator, "process_count": count, "process_index": index}
+    group = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": count}
+    os.environ.update({k: str(v) for k, v in (group | {"JAX_PROCESS_ID": index}).items()})
+    progress.LOG_EVERY = 1
     config = runpy.run_path(file)["config"]
     results = {}
     if scenario == "killed":  # the command itself, for what it prints and how it ends
@@ -132,7 +134,7 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
     if scenario == "failed shard" and index == 1:
         fail_shard()
     if scenario in ("killed", "command", "failed log", "failed shard"):
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in group.items()]
+        options = ["--distributed=auto"]
         if scenario.startswith("failed"):
             options.append(f"--name={scenario}")
         sys.argv = ["train.py", "--config", file, *options]
@@ -141,7 +143,7 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
     if count == 1:
         train.put = put_as_processes
     else:
-        config = dataclasses.replace(config, **group)
+        config = dataclasses.replace(config, distributed="auto")
     if scenario == "refusals":
         for name, refused in refusals(config, index).items():
             results[name] = run(dataclasses.replace(refused, name=f"refused {name}"))

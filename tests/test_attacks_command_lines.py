@@ -33,13 +33,11 @@ config = Config(
     model={MODEL},
     optimizer=OptimizerConfig(warmup_steps=0),
     dataset="corpus",
-    tokenizer="byte",
     sequence_length=32,
     batch_tokens=256,
     micro_batch=4,
     max_steps=1,
     val_tokens=256,
-    sample_tokens=2,
 )
 """
 
@@ -74,14 +72,11 @@ OPTIONS = {
     "--val-every": "-1",
     "--val-tokens": "0 -7",
     "--sample-every": "-2",
-    "--sample-tokens": "0",
     "--checkpoint-every": "-1",
     "--keep-last": "0",
     "--keep-every": "0",
-    "--log-every": "0",
     "--device": "tpu",
     "--resume": "maybe must",
-    "--tokenizer": "word",
     "--dataset": "no_such_dataset /dev/null config.py",
     "--model.loss-chunk": "100 0 -1",
     "--model.n-head": "3 0",
@@ -146,7 +141,6 @@ VALID = [
     ["--name", "b]y"],
     ["--name", "with blanks"],
     ["--name", "größe"],
-    ["--compilation-cache", "None"],
     ["--optimizer.clip-norm", "None"],
     ["--optimizer.weight-decay", "0"],
     ["--optimizer", "normuon", "--optimizer.embedding-b1", "0.5"],
@@ -155,9 +149,8 @@ VALID = [
     ["--seed", "4294967295"],
     ["--max_steps", "1"],
     ["--val-tokens", "2147483647"],
-    ["--sample-tokens", "1000"],
     ["--val-every", "0", "--sample-every", "0", "--checkpoint-every", "0"],
-    ["--resume-with-changes"],
+    ["--resume", "with_changes"],
     ["--help"],
 ]
 
@@ -196,28 +189,6 @@ OTHERS = {
         ["--data-dir", "{}/config.py", "--dataset", "stdlib"],
     ),
     "the dataset has no shard": ("/empty", ["--dataset", "{}/empty"]),
-    "the cache is a file": ("cache must be a folder", ["--compilation-cache", "{}/config.py"]),
-    "the cache is below a file": (
-        "cache must be a folder",
-        ["--compilation-cache", "{}/config.py/cache"],
-    ),
-    "others can write the cache": ("write, mode 777", ["--compilation-cache", "{}/open"]),
-    "the cache is /tmp": ("write, mode 1777|expected owner", ["--compilation-cache", "/tmp"]),
-    "others can write a file of the cache": (
-        "write, mode 666",
-        ["--compilation-cache", "{}/half_open"],
-    ),
-    "the cache has a link": ("found a link", ["--compilation-cache", "{}/linked"]),
-    "the cache has a pipe": ("found a link or a device", ["--compilation-cache", "{}/piped"]),
-}
-# These need root, which alone may give a file to another user.
-OWNERS = {
-    "another user owns the cache": ("found 65534", ["--compilation-cache", "{}/foreign"]),
-    "the cache is a link to another user's": ("found 65534", ["--compilation-cache", "{}/link"]),
-    "another user owns a file of the cache": (
-        "found 65534",
-        ["--compilation-cache", "{}/half_foreign"],
-    ),
 }
 
 
@@ -250,8 +221,6 @@ def cases() -> list[Case]:
     for name in (*FILES, *kinds):
         found.append(Case(f"config file {name}", name, [], config=os.path.join("{}/files", name)))
     found += [Case(name, says, arguments) for name, (says, arguments) in OTHERS.items()]
-    if os.geteuid() == 0:
-        found += [Case(name, says, arguments) for name, (says, arguments) in OWNERS.items()]
     found += [Case("no config", "--config FILE is missing", [], config=None)]
     found += [Case("config without a file", "--config", ["--config"], config=None)]
     return found + [Case(" ".join(arguments), None, arguments) for arguments in VALID]
@@ -260,25 +229,12 @@ def cases() -> list[Case]:
 def prepare(folder: Path) -> None:
     """Write the configs, and the folders that the commands name."""
     (folder / "config.py").write_text(CONFIG)
-    for name in ("files/folder.py", "empty", "open", "half_open", "linked", "piped"):
+    for name in ("files/folder.py", "empty"):
         (folder / name).mkdir(parents=True)
-    for name in ("foreign", "half_foreign"):
-        (folder / name).mkdir()
     for name, text in FILES.items():
         (folder / "files" / name).write_text(text)
     (folder / "files" / "binary.py").write_bytes(bytes(range(128, 256)))
     os.mkfifo(folder / "files" / "pipe.py")
-    for name in ("half_open", "half_foreign"):
-        (folder / name).chmod(0o755)
-        (folder / name / "jit_step-0-cache").write_text("")
-    (folder / "half_open" / "jit_step-0-cache").chmod(0o666)
-    (folder / "open").chmod(0o777)
-    (folder / "linked" / "jit_step-0-cache").symlink_to(folder / "config.py")
-    os.mkfifo(folder / "piped" / "jit_step-0-cache")
-    (folder / "link").symlink_to(folder / "foreign")
-    if os.geteuid() == 0:
-        os.chown(folder / "foreign", 65534, 65534)
-        os.chown(folder / "half_foreign" / "jit_step-0-cache", 65534, 65534)
 
 
 def command(case: Case, number: int, folder: Path) -> list[str]:
@@ -325,7 +281,7 @@ def outcome(case: Case, code: int, err: str) -> str:
 # Beginnings of the arguments that parsing alone does not judge: they need a folder, data or a
 # device.
 NEED_TRAIN_PY = (
-    *("--name x[", "--runs-dir {}", "--compilation-cache {}", "--compilation-cache /", "--dataset"),
+    *("--name x[", "--runs-dir {}", "--dataset"),
     *("--data-dir", "--resume must", "--model.vocab-size 10", "--model.attention"),
     *("--model.loss fast", "--batch-tokens 100", "--micro-batch 3"),
 )

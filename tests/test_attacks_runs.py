@@ -33,7 +33,6 @@ config = Config(
         learning_rate=3e-3, warmup_steps=20, skip_loss_z=3.0, skip_grad_norm_z=3.0
     ),
     dataset="stdlib",
-    tokenizer="byte",
     sequence_length=32,
     batch_tokens=512,
     micro_batch=4,
@@ -54,14 +53,16 @@ def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> s
         "--config": folder / "config.py",
         "--runs-dir": runs or folder / "runs",
         "--data-dir": folder / "data",
-        "--compilation-cache": folder / "cache",
         "--name": name,
         "--optimizer.schedule-steps": STEPS,
     }
     words = [str(word) for pair in arguments.items() for word in pair]
     with (folder / f"{name}.txt").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, ROOT / "train.py", *words, *options], stdout=log, stderr=log
+            [sys.executable, ROOT / "train.py", *words, *options],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")},
         )
 
 

@@ -19,7 +19,6 @@ model = GPT2Config(
 )
 config = Config(
     device="cpu", model=model, sequence_length=16, batch_tokens=128, micro_batch=4, val_tokens=128,
-    tokenizer="byte",
 )
 """
 

@@ -87,7 +87,7 @@ def test_the_cache_keeps_small_programs_too(tmp_path, cache_settings):
 @pytest.mark.parametrize("below", ["", "below"])
 def test_a_cache_that_is_no_folder_is_refused(tmp_path, below):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--compilation-cache must be a folder, but .*file"):
+    with pytest.raises(ConfigError, match="the compilation cache must be a folder, but .*file"):
         compilation.Compiler(tmp_path / "file" / below)
 
 
@@ -99,7 +99,8 @@ def test_a_cache_that_cannot_be_created_is_noted(tmp_path, monkeypatch):
     compiler = compilation.Compiler(tmp_path / "cache")
     (note,) = compiler.notes
     assert (
-        note.startswith("no cache: OSError: [Errno 30] Read-only") and "--compilation-cache" in note
+        note.startswith("no cache: OSError: [Errno 30] Read-only")
+        and "JAX_COMPILATION_CACHE_DIR" in note
     )
     assert compiler(jax.jit(double), jnp.arange(2.0))(jnp.arange(2.0)).tolist() == [0, 2]
     assert "(no cache: OSError" in str(compiler) and jax.config.jax_compilation_cache_dir is None

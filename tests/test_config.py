@@ -14,12 +14,13 @@ import jax
 import pytest
 
 from gptjax import config as configuration
-from gptjax.cli import from_command_line, load
+from gptjax.cli import load
 from gptjax.config import Config, ConfigError, to_json
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import ALGORITHMS, NorMuonConfig, OptimizerConfig, switch_algorithm
 from gptjax.ranges import ranges
 from gptjax.training.step import init_state
+from gptjax.user_folders import cache_folder
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 TINY = str(next(path for path in CONFIGS if path.stem == "gpt2_tiny"))
@@ -87,7 +88,7 @@ OUT_OF_RANGE = [
       for name in ("warmup_steps", "schedule_steps", "momentum_warmup_steps")),
     *(("optimizer.schedule_steps", 0), ("optimizer.adam_every", 0)),
     *((name, value)
-      for name in ("max_steps", "batch_tokens", "val_tokens", "sample_tokens", "keep_last",
+      for name in ("max_steps", "batch_tokens", "val_tokens", "keep_last",
                    "keep_every")
       for value in (0, -1, 2**31)),
     *((name, -1) for name in ("val_every", "sample_every", "checkpoint_every", "seed")),
@@ -124,7 +125,7 @@ def test_a_number_out_of_its_range_is_refused():
 def test_nan_and_infinity_are_refused():
     allowed = ranges(Config) | {f"optimizer.{n}": r for n, r in ranges(NorMuonConfig).items()}
     floats = [name for name, interval in allowed.items() if isinstance(interval.low, float)]
-    assert len(floats) == 19
+    assert len(floats) == 18
     for name, value in itertools.product(floats, (math.nan, math.inf, -math.inf)):
         with pytest.raises(
             ConfigError, match=f"--{name.replace('_', '-')} must be .*got -?(nan|inf)"
@@ -169,7 +170,7 @@ def test_the_ends_of_a_range_are_allowed():
             r"--optimizer.schedule must be one of cosine, linear, constant, wsd, got 'cos'",
         ),
         ("device", ["gpu"], r"--device must be one of auto, gpu, cpu, got \['gpu'\] \(list\)"),
-        ("overfit_one_batch", 1, r"--overfit-one-batch must be bool, got 1"),
+        ("deterministic", 1, r"--deterministic must be bool, got 1"),
         ("runs_dir", "runs", r"--runs-dir must be Path, got 'runs' \(str\)"),
         ("optimizer", {"learning_rate": 1}, r"--optimizer must be OptimizerConfig, got .*\(dict\)"),
         ("model", None, r"--model must be ModelConfig, got None"),
@@ -209,17 +210,19 @@ def test_a_chunk_of_the_loss_divides_a_micro_batch():
 
 
 def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Config().compilation_cache == tmp_path / "gptjax"
+    assert cache_folder() == tmp_path / "gptjax"
     assert Config().data_dir == tmp_path / "gptjax" / "data"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert Config().compilation_cache == tmp_path / ".cache" / "gptjax"
+    assert cache_folder() == tmp_path / ".cache" / "gptjax"
     # as where no home folder is known
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert Config().compilation_cache is None and Config().data_dir == Path("data")
-    command = ["--config", TINY, "--compilation-cache", "None"]
-    assert from_command_line(command).compilation_cache is None
+    assert cache_folder() is None and Config().data_dir == Path("data")
+    for folder, expected in (("/x", Path("/x")), ("", None)):
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+        assert cache_folder() == expected
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
@@ -354,8 +357,8 @@ def test_changes_are_allowed_on_purpose_only():
     assert {f"optimizer.{name}" for name in CHANGED} == configuration.changeable(changed)
     lines = configuration.differences(saved, changed)
     assert lines[2] == "--optimizer.learning-rate: the checkpoint has 0.003, now 0.0001"
-    assert len(lines) == 7 and lines[-1] == "--resume-with-changes allows such changes"
-    allowed = dataclasses.replace(changed, resume_with_changes=True)
+    assert len(lines) == 7 and lines[-1] == "--resume with_changes allows such changes"
+    allowed = dataclasses.replace(changed, resume="with_changes")
     assert configuration.differences(saved, allowed) == []
     found = configuration.changes(saved, allowed)
     assert found["optimizer.clip_norm"] == (1.0, None) and found.keys() == configuration.changeable(
@@ -367,10 +370,7 @@ def test_changes_are_allowed_on_purpose_only():
     assert configuration.differences(saved, other) == [
         "--optimizer.b1: the checkpoint has 0.9, now 0.5"
     ]
-    assert (
-        len(configuration.differences(saved, dataclasses.replace(other, resume_with_changes=False)))
-        == 7
-    )
+    assert len(configuration.differences(saved, dataclasses.replace(other, resume="auto"))) == 7
 
 
 def test_the_optimizers_state_has_one_form_for_all_allowed_changes():
@@ -387,10 +387,10 @@ def test_the_optimizers_state_has_one_form_for_all_allowed_changes():
 
 
 def test_another_algorithm_is_refused_in_one_line():
-    """Also with --resume-with-changes. The options that only one of them has do not matter."""
+    """Also with --resume with_changes. The options that only one of them has do not matter."""
     for old, new in itertools.permutations(ALGORITHMS, 2):
         saved = json.loads(json.dumps(to_json(tiny_with(old))))
-        now = dataclasses.replace(tiny_with(new), resume_with_changes=True)
+        now = dataclasses.replace(tiny_with(new), resume="with_changes")
         wanted = [f"--optimizer: the checkpoint has {old}, now {new}"]
         assert configuration.differences(saved, now) == wanted
     # As written before each algorithm had options of its own.
@@ -414,12 +414,21 @@ def test_a_damaged_config_of_a_checkpoint_is_a_sentence(saved):
         configuration.differences(saved, Config())
 
 
+def test_former_options():
+    """They do not matter, unless one changed what a run learned."""
+    saved = to_json(Config()) | {"tokenizer": "byte", "log_every": 3, "overfit_one_batch": False}
+    assert configuration.differences(saved, Config()) == []
+    (line,) = configuration.differences(saved | {"overfit_one_batch": True}, Config())
+    assert line.startswith("--overfit-one-batch: the checkpoint has True, now (no such option); ")
+
+
 def test_any_json_can_be_compared():
     config = Config()
     assert configuration.differences({}, config) == []
     saved = {"optimizer.b1": {"a": [1]}, "seed": None, "no\x1b[31m such": float("nan")}
     assert configuration.differences(saved, config) == [
-        "--no\ufffd[31m such: the checkpoint has nan, now (no such option)",
+        "--no\ufffd[31m such: the checkpoint has nan, now (no such option); gptjax of "
+        "commit 6811bb8 may resume the run",
         "--optimizer.b1: the checkpoint has {'a': [1]}, now 0.9",
         "--seed: the checkpoint has None, now 0",
     ]

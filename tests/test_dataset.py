@@ -129,7 +129,7 @@ def test_auto_is_else_the_embedded_stdlib_prepared_on_the_spot_once(tmp_path, no
             "byte",
             "NOTE: bytes",
         )
-    assert find_dataset("stdlib", tmp_path, "byte").note is None
+    assert find_dataset("stdlib_byte", tmp_path).note is None
     assert quick_stdlib == ["byte"]
 
 
@@ -159,8 +159,7 @@ def test_stdlib_is_a_reserved_name_in_any_working_directory(
     ("name", "command"),
     [
         ("fineweb10B", "fineweb10B --data-dir {}"),
-        ("stdlib_byte", "stdlib --tokenizer byte --data-dir {}"),
-        ("stdlib_gpt2", "stdlib --tokenizer gpt2 --data-dir {}"),
+        ("tinyshakespeare_byte", "tinyshakespeare --tokenizer byte --data-dir {}"),
         ("tinyshakespeare", "tinyshakespeare --tokenizer auto --data-dir {}"),
         ("mine", "text PATH... --name mine --tokenizer auto --data-dir {}"),
     ],

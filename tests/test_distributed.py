@@ -15,7 +15,7 @@ import pytest
 from saved_run_tools import random_params, save_run
 
 from gptjax import distributed
-from gptjax.config import Config, ConfigError
+from gptjax.config import Config
 from gptjax.training import resume
 from gptjax.weights import DamagedError
 
@@ -34,7 +34,7 @@ config = Config(
     name="interrupted", runs_dir=Path({folder!r}), dataset={words!r}, device="cpu", model=model,
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5), max_steps=10,
     sequence_length=32, batch_tokens=512, micro_batch=4, val_every=5, val_tokens=1024,
-    sample_every=0, checkpoint_every=2, log_every=1, compilation_cache=None,
+    sample_every=0, checkpoint_every=2,
 )
 """
 # Compiles in half of the time.
@@ -173,24 +173,7 @@ def test_processes_that_do_not_fit_together_are_refused(file):
     assert not (file.parent / "refused seed").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"process_count": 2}, "need --coordinator or --distributed auto"),
-        ({"coordinator": "host"}, "must be HOST:PORT, got 'host'"),
-        ({"coordinator": "host:65536"}, "must be HOST:PORT, got 'host:65536'"),
-        (
-            {"coordinator": "host:1", "process_count": 2, "process_index": 2},
-            "--process-index must be below --process-count 2, got 2",
-        ),
-    ],
-)
-def test_options_that_do_not_fit_together_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        Config(**options)
-
-
-def test_the_place_comes_from_the_options_or_the_environment(monkeypatch):
+def test_the_place_comes_from_the_environment(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     auto = Config(distributed="auto")
@@ -199,20 +182,19 @@ def test_the_place_comes_from_the_options_or_the_environment(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
-    assert distributed._place(auto) == ("host:1234", 4, 3)
-    given = Config(coordinator="other:1", process_count=5, process_index=0)
-    assert distributed._place(given) == ("other:1", 5, 0)
+    assert distributed._place() == ("host:1234", 4, 3)
     monkeypatch.setenv("JAX_PROCESS_ID", "4")
-    with pytest.raises(distributed.DistributedError, match="below the process count 4, got 4"):
-        distributed._place(auto)
+    with pytest.raises(distributed.DistributedError, match="below JAX_NUM_PROCESSES 4, got 4"):
+        distributed._place()
     monkeypatch.setenv("JAX_PROCESS_ID", "x")
     with pytest.raises(distributed.DistributedError, match="JAX_PROCESS_ID must be a number"):
-        distributed._place(auto)
+        distributed._place()
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    with pytest.raises(distributed.DistributedError, match="count is 5, but SLURM_STEP_NUM_TASKS"):
-        distributed._place(given)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "5")
-    assert distributed._place(given) == ("other:1", 5, 0)
+    with pytest.raises(distributed.DistributedError, match="ES is 4, but SLURM_STEP_NUM_TASKS"):
+        distributed._place()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert distributed._place() == ("host:1234", 4, 3)
 
 
 def two_processes(monkeypatch, *theirs):

@@ -283,7 +283,7 @@ def test_bench_measures_separate_documents():
 
 def test_data_without_end_of_text_is_refused(tmp_path):
     folder = make_folder(tmp_path / "x", manifest=False)
-    how = {"tokenizer": "auto", "sequence_length": 16, "micro_batch": 1, "batch_tokens": 16}
+    how = {"sequence_length": 16, "micro_batch": 1, "batch_tokens": 16}
     config = Config(dataset=str(folder), sample_every=0, separate_documents=True, **how)
     mesh = data_mesh(jax.devices("cpu")[:1])
     with pytest.raises(ConfigError, match="documents that begin with the end-of-text token .* gpt"):

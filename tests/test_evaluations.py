@@ -12,7 +12,6 @@ from gptjax.config import ConfigError
 from gptjax.evaluation import (
     Scorer,
     core_metric,
-    evenly_spaced,
     read_core,
     read_hellaswag,
     score_choices,
@@ -26,10 +25,10 @@ pytest_plugins = ["train_tools"]
 @pytest.fixture
 def evaluating(config, tmp_path):
     """A run of three steps; two evaluations of two tasks."""
-    write_jsonl(tmp_path / "hellaswag_val.jsonl", hellaswag_items(8))
-    write_core(tmp_path / "eval_bundle", 6)
+    write_jsonl(tmp_path / "hellaswag_val.jsonl", hellaswag_items(5))
+    write_core(tmp_path / "eval_bundle", 5)
     model = dataclasses.replace(config.model, block_size=96, n_layer=1)
-    options = {"eval_tasks": "hellaswag,core", "eval_every": 2, "eval_items": 5, "max_steps": 3}
+    options = {"eval_tasks": "hellaswag,core", "eval_every": 2, "max_steps": 3}
     return dataclasses.replace(
         config, model=model, data_dir=tmp_path, sample_every=0, val_every=0, **options
     )
@@ -42,8 +41,8 @@ def test_results_are_those_of_the_saved_model(evaluating):
     assert [*found] == [2, 3]  # and at the last step
     scorer = Scorer.of(load(evaluating.run_dir).model, jax.devices()[:1], 128)
     questions = read_hellaswag(evaluating.data_dir / "hellaswag_val.jsonl")
-    metrics = score_choices(scorer, BYTES, evenly_spaced(questions, 5)).metrics()
-    core = score_core(scorer, BYTES, read_core(evaluating.data_dir / "eval_bundle"), max_items=5)
+    metrics = score_choices(scorer, BYTES, questions).metrics()
+    core = score_core(scorer, BYTES, read_core(evaluating.data_dir / "eval_bundle"))
     expected = {f"hellaswag_{name}": metrics[name] for name in ("acc", "acc_norm")}
     expected |= {"core": core_metric(core)}
     expected |= {f"core_{name}": each["acc"] for name, each in core.items()}

@@ -48,7 +48,6 @@ def config(tmp_path, corpus, monkeypatch):
         device="cpu",
         model=dataclasses.replace(config.model, **sizes, padded_vocab_size=None),
         dataset=str(corpus),
-        tokenizer="byte",
         sequence_length=32,
         batch_tokens=256,
         micro_batch=4,
@@ -56,9 +55,7 @@ def config(tmp_path, corpus, monkeypatch):
         val_every=3,
         val_tokens=256,
         sample_every=3,
-        sample_tokens=8,
         checkpoint_every=3,
-        compilation_cache=None,
     )
 
 

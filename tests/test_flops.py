@@ -1,6 +1,5 @@
 """Peak rates, MFU and throughput."""
 
-import dataclasses
 import math
 from unittest import mock
 
@@ -137,12 +136,11 @@ def test_mfu_is_the_fraction_of_all_devices():
     assert mfu(300_000, 8e8, "NVIDIA X1", "bf16", 2, peak=240e12) == pytest.approx(1 / 2)
 
 
-def test_a_gpu_without_a_known_peak_gets_a_note_with_the_option():
+def test_a_gpu_without_a_known_peak_gets_a_note():
     config = Config(model=GPT2Config(precision=precision.Precision("bf16")))
     device = mock.Mock(spec=jax.Device, device_kind="NVIDIA X1", platform="gpu")
     note = no_mfu_note(config, device)
-    assert "no peak rate of 'NVIDIA X1' in bf16 is known; set it with --peak-tflops N" in note
-    assert no_mfu_note(dataclasses.replace(config, peak_tflops=100.0), device) is None
+    assert "no peak rate of 'NVIDIA X1' in bf16 is known" in note
     device.device_kind = "NVIDIA H200"
     assert no_mfu_note(config, device) is None
     assert no_mfu_note(config, jax.devices("cpu")[0]) is None

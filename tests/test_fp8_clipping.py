@@ -14,6 +14,7 @@ from gptjax import parallel as parallel_module
 from gptjax.models import blocks
 from gptjax.models.base import graph, init_params
 from gptjax.parallel import Parallel
+from gptjax.training import progress
 from gptjax.training.step import make_clipping_step
 from pallas_kernels import linear
 from pallas_kernels.fp8 import clipping, layers
@@ -116,19 +117,19 @@ def test_log_and_status_line(config, monkeypatch):
     """With a scale that clips the output of the norms. The losses are those of a run without
     counts, bit for bit."""
     monkeypatch.setattr(blocks, "ACTIVATION_SCALE", 256.0)
+    monkeypatch.setattr(progress, "LOG_EVERY", 1)
     model = dataclasses.replace(config.model, precision=Precision("fp8"))
     on = dataclasses.replace(
-        config, model=model, max_steps=5, log_every=1, val_every=0, sample_every=0
+        config, model=model, max_steps=5, val_every=2, sample_every=0, checkpoint_every=0
     )
-    on = dataclasses.replace(on, checkpoint_every=0, fp8_clipping_every=2)
     code, shown = run(on)
-    assert code == 0 and list(counts := rows(on, "clipping")) == [2, 4]
+    assert code == 0 and list(counts := rows(on, "clipping")) == [2, 4, 5]
     assert 0 < counts[4]["mlp.0.input"] < 1 and counts[4]["linear_cross_entropy.0.input"] == 0
     greatest = max(counts[4][f"{name}.0.input"] for name in ("mlp", "projected_attention"))
     lines = [line for line in shown.splitlines() if line.startswith("step ") and "loss" in line]
     assert "clips" not in lines[0] and f"FP8 clips {greatest:.1e} (" in lines[-1]
 
-    off = dataclasses.replace(on, name="off", fp8_clipping_every=0)
+    off = dataclasses.replace(on, name="off", val_every=0)
     code, shown = run(off)
     assert code == 0 and not rows(off, "clipping") and "clips" not in shown
     assert losses(on) == losses(off)

@@ -59,7 +59,6 @@ def test_it_resumes(tmp_path, one_device, optax_promotion):
         val_every=0,
         sample_every=0,
         checkpoint_every=0,
-        compilation_cache=None,
     )
     code, shown = run(config)
     assert code == 0 and "resuming from step 4" in shown

@@ -24,6 +24,10 @@ FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src",
 # Options of TensorBoard, ruff and Hugging Face's command; removed ones in CHANGELOG.md.
 OTHERS = {"--logdir", "--check", "--local-dir"}
 OTHERS |= {"--executable-cache", "--torch", "--llmc", "--picture", "--moment-dtype"}
+OTHERS |= {"--overlap-reduce", "--no-overlap-reduce", "--coordinator", "--connect-timeout"}
+OTHERS |= {"--peak-tflops", "--resume-with-changes", "--process-count", "--process-index"}
+OTHERS |= {"--sample-tokens", "--compilation-cache", "--log-every", "--eval-items"}
+OTHERS |= {"--fp8-clipping-every", "--overfit-one-batch"}
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
 GPT2_FILES = r"""(get_tokenizer|load)\("(my_)?gpt2"\)"""

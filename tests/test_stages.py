@@ -48,9 +48,7 @@ def staged(config):
 @pytest.fixture
 def whole(staged, program_folder):
     """The complete run, which the tests share: only the first runs it."""
-    whole = dataclasses.replace(
-        staged, runs_dir=program_folder / "runs", name="staged", log_every=1
-    )
+    whole = dataclasses.replace(staged, runs_dir=program_folder / "runs", name="staged")
     shown = program_folder / "shown"
     code, text = run(whole)
     assert code == 0
@@ -157,7 +155,6 @@ def test_the_windows_of_a_stage(staged):
             "stage 2: expected changes of the model that keep the shapes .*, got n_layer",
         ),
         ({"stages": (Stage(model={"windows": 2}),)}, "stage 1: GPT2Config has no fields 'windows'"),
-        ({"overfit_one_batch": True}, "--overfit-one-batch has one batch only"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(staged, changes, says):

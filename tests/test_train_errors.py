@@ -72,7 +72,6 @@ def test_the_124m_config_needs_a_gpu_and_says_how_to_get_it():
         ),
         ({"resume": "must"}, ConfigError, "--resume must: there is no checkpoint"),
         ({"batch_tokens": 500}, ConfigError, "take 512 or 384"),
-        ({"tokenizer": "gpt2"}, DatasetError, "gpt2.*found 'byte'"),
         (
             {"model": GPT2Config(n_layer=1, n_head=1, n_embd=8, block_size=32, attention="cudnn")},
             ConfigError,

@@ -64,7 +64,9 @@ def program_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def program_cache(program_folder):
     """A compilation cache for the runs of all files, and JAX's own setting again afterwards."""
-    yield program_folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(program_folder))
+        yield program_folder
     jax.config.update("jax_compilation_cache_dir", None)
 
 
@@ -87,9 +89,7 @@ def config(tmp_path, words, one_device, program_cache, optax_promotion):
         val_every=10,
         val_tokens=1024,
         sample_every=10,
-        sample_tokens=8,
         checkpoint_every=6,
-        compilation_cache=program_cache,
     )
 
 
@@ -152,6 +152,6 @@ def command_line(config: Config, tmp_path: Path, *more: str) -> list[str]:
         "max_steps=12,\n"
         f"  model=GPT2Config(**{shape}), dataset={config.dataset!r}, sequence_length=32, "
         "batch_tokens=512, micro_batch=8,\n"
-        "  val_every=0, sample_every=0, checkpoint_every=4, compilation_cache=None)\n"
+        "  val_every=0, sample_every=0, checkpoint_every=4)\n"
     )
     return [sys.executable, str(ROOT / "train.py"), "--config", str(file), *more]

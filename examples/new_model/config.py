@@ -14,8 +14,7 @@ config = Config(
     device="auto",
     model=RotaryConfig(vocab_size=257, block_size=128, n_layer=4, n_head=4, n_embd=128),
     optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
-    dataset="stdlib",
-    tokenizer="byte",
+    dataset="stdlib_byte",
     sequence_length=128,
     batch_tokens=1024,
     micro_batch=8,
@@ -23,6 +22,5 @@ config = Config(
     val_every=125,
     val_tokens=65_536,
     sample_every=250,
-    sample_tokens=120,
     checkpoint_every=125,
 )

@@ -19,10 +19,10 @@ from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig, Scheduled
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
-from gptjax.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from gptjax.ranges import NonNegativeInt, PositiveInt, Seed
 from gptjax.stages import Stage
 from gptjax.terminal import printable
-from gptjax.user_folders import cache_folder, data_folder
+from gptjax.user_folders import data_folder
 
 # Options of a `Stage` that replace options of the config.
 _OF_STAGE = ("batch_tokens", "sequence_length", "max_document_length", "micro_batch")
@@ -48,12 +48,10 @@ class Config:
     """Folder of all runs."""
     max_steps: PositiveInt = 19560
     """Optimizer steps in the whole run."""
-    resume: Literal["auto", "never", "must"] = "auto"
+    resume: Literal["auto", "never", "must", "with_changes"] = "auto"
     """auto: resume from the newest checkpoint, if any; never: refuse a run that has a checkpoint;
-    must: refuse a run that has none."""
-    resume_with_changes: bool = False
-    """Allow learning rates, final_fraction, clip_norm and skip options that differ from the
-    checkpoint's config; the log records the change."""
+    must: refuse a run that has none; with_changes: as auto, and learning rates, final_fraction,
+    clip_norm and skip options may differ from the checkpoint's config."""
     init_from: Path | None = None
     """Model with the initial parameters: a run, a checkpoint's folder, a Hugging Face folder or an
     llm.c file. The shape of this model replaces the defaults of --model. A run with a checkpoint
@@ -67,21 +65,10 @@ class Config:
     device stores a shard of both; the parameters of a block are gathered when the block runs."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are summed over the devices."""
-    overlap_reduce: bool = True
-    """Sum gradients over the devices during the backward pass. Otherwise the sums begin after the
-    backward pass. With fsdp, gradients of blocks are always summed during the backward pass."""
     distributed: Literal["off", "auto"] = "off"
     """auto: this process is one of several that train one model, each process on its visible
-    devices. Missing options below are read from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, else from Slurm or Open MPI."""
-    coordinator: str | None = None
-    """HOST:PORT of process 0; the port must be free. This option also turns on distributed."""
-    process_count: PositiveInt | None = None
-    """Number of processes."""
-    process_index: NonNegativeInt | None = None
-    """Index of this process, from 0."""
-    connect_timeout: PositiveInt = 300
-    """Seconds in which all processes must start."""
+    devices. JAX_COORDINATOR_ADDRESS (HOST:PORT of process 0), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID describe the group, else Slurm or Open MPI."""
     seed: Seed = 0
     """Seed of the initial weights, the order of the data and the samples."""
 
@@ -91,12 +78,10 @@ class Config:
     """The optimizer, its learning-rate schedule, and when an update is skipped."""
 
     dataset: str = "auto"
-    """auto (prepared FineWeb, else stdlib), stdlib (the source files of Python's standard library),
-    the name of a prepared dataset, or a folder of .bin shards."""
+    """auto (prepared FineWeb, else stdlib), stdlib (the source files of Python's standard library;
+    stdlib_byte: as bytes), the name of a prepared dataset, or a folder of .bin shards."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets that `python -m gptjax.data` prepares."""
-    tokenizer: Literal["auto", "gpt2", "byte"] = "auto"
-    """Tokenizer; a name must match the dataset's tokenizer. auto: the dataset's tokenizer."""
     sequence_length: PositiveInt = 1024
     """Tokens of a sequence; at most model.block_size."""
     batch_tokens: PositiveInt = 524_288
@@ -117,8 +102,6 @@ class Config:
     averaged over the sequences: the gradient grows with the sequence length of a stage."""
     micro_batch: PositiveInt = 64
     """Sequences on each device at a time; gradients are accumulated over the batch."""
-    overfit_one_batch: bool = False
-    """Train on the first batch only: the loss must approach 0."""
     stages: tuple[Stage, ...] = ()
     """Stages of training, each as JSON: '{"until": 500, "batch_tokens": 131072}' '{}'. More fields:
     sequence_length, max_document_length, micro_batch, learning_rate_factor, model. The last stage
@@ -133,12 +116,8 @@ class Config:
     data_dir."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations of eval_tasks; 0 for none."""
-    eval_items: PositiveInt | None = None
-    """Number of items of each task; every evaluation has the same items. None: all items."""
     sample_every: NonNegativeInt = 1000
     """Steps between samples; 0 for none."""
-    sample_tokens: PositiveInt = 128
-    """Tokens of a sample."""
     checkpoint_every: NonNegativeInt = 500
     """Steps between checkpoints; 0 for none. A checkpoint is also saved at the end, and on SIGTERM
     or Ctrl-C."""
@@ -146,28 +125,12 @@ class Config:
     """Number of the newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step are never deleted."""
-    log_every: PositiveInt = 10
-    """Steps between printed lines without a terminal; log.jsonl has every step."""
     wandb: str | None = None
     """Project on Weights & Biases to which the run is logged too (pip install -e '.[wandb]')."""
-    peak_tflops: PositiveFloat | None = None
-    """Dense peak of one device in TFLOP/s at the run's precision, for the MFU of a GPU that
-    gptjax's table does not have."""
-
-    fp8_clipping_every: NonNegativeInt = 500
-    """Steps between counts of the numbers that FP8 clips, with model.precision fp8 or fp8_head; 0
-    for none. A count runs a micro-batch once more; the first one compiles. log.jsonl has the share
-    of each operand, such as mlp.3.hidden: operation, index of its call in the model, and input,
-    hidden (result of the MLP's activation), output_gradient or hidden_gradient. Counted are the
-    numbers that are stored as the largest of their format, at most 4 % (e4m3) or 7 % (e5m2) below
-    it. Shares are means over the devices."""
     deterministic: bool = False
     """Make training on a GPU bitwise reproducible, through XLA's deterministic operations, which
     are slow. Refused if a kernel of the model is nondeterministic. A CPU is always
     deterministic."""
-    compilation_cache: Path | None = dataclasses.field(default_factory=cache_folder)
-    """Folder of JAX's compilation cache. Loading an executable runs its code: no other user may own
-    the folder or be able to write to the folder. None: compile at each start."""
 
     def __post_init__(self):
         try:
@@ -199,7 +162,6 @@ class Config:
             )
         if self.deterministic and (reason := self.model.nondeterministic()):
             raise ConfigError(f"--deterministic {reason}")
-        self._check_processes()
         self._check_optimizer()
         self._check_eval_tasks()
         self._check_stages()
@@ -247,8 +209,6 @@ class Config:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self._check_rates()
-        if self.stages and self.overfit_one_batch:
-            raise ConfigError("--overfit-one-batch has one batch only: leave the stages out")
         begin, last, packs = 0, len(self.stages), None
         for number, stage in enumerate(self.stages, start=1):
             if stage.until is None and number < last:
@@ -290,20 +250,6 @@ class Config:
             f"{zero_from} on; choose {choice}, or an --optimizer.final-fraction above 0; a run "
             "whose schedule has ended continues as a new run with --init-from"
         )
-
-    def _check_processes(self) -> None:
-        count, index = self.process_count, self.process_index
-        several = self.distributed == "auto" or self.coordinator is not None
-        if not several and (count is not None or index is not None):
-            raise ConfigError(
-                "--process-count and --process-index need --coordinator or --distributed auto"
-            )
-        if self.coordinator is not None:
-            host, _, port = self.coordinator.rpartition(":")
-            if not (host and port.isdecimal() and 1 <= int(port) <= 65535):
-                raise ConfigError(f"--coordinator must be HOST:PORT, got {self.coordinator!r}")
-        if count is not None and index is not None and index >= count:
-            raise ConfigError(f"--process-index must be below --process-count {count}, got {index}")
 
     def kernels(self) -> dict[str, str]:
         """Return the back end of each part of the model on the default device.
@@ -366,7 +312,7 @@ class Config:
 
     def parallel_on(self, devices: list[Any]) -> Parallel:
         """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""
-        return Parallel.of(devices, self.parallel, self.reduce_dtype, self.overlap_reduce)
+        return Parallel.of(devices, self.parallel, self.reduce_dtype)
 
     def micro_batches(self, devices: int, *, resumed: bool = False) -> int:
         """Return the number of micro-batches of a step on `devices` devices.
@@ -396,24 +342,29 @@ class Config:
 
 
 # Fields of Config that may differ between a checkpoint and the command that resumes it: these
-# fields do not change what the model learns. `operational` adds fields of the model. Checkpoints of
-# older versions also have executable_cache, an option that no longer exists.
+# fields do not change what the model learns. `operational` adds fields of the model.
 OPERATIONAL = frozenset(
-    "name runs_dir data_dir dataset resume resume_with_changes init_from device parallel "
-    "overlap_reduce distributed coordinator process_count process_index connect_timeout max_steps "
-    "micro_batch val_every val_tokens eval_tasks eval_every eval_items sample_every sample_tokens "
-    "checkpoint_every keep_last keep_every log_every wandb peak_tflops deterministic "
-    "fp8_clipping_every compilation_cache executable_cache".split()
+    "name runs_dir data_dir dataset resume init_from device parallel distributed max_steps "
+    "micro_batch val_every val_tokens eval_tasks eval_every sample_every checkpoint_every "
+    "keep_last keep_every wandb deterministic".split()
 )
+# Such options of older checkpoints, which no longer exist. The data have the tokenizer.
+_FORMER = frozenset(
+    "resume_with_changes overlap_reduce coordinator process_count process_index connect_timeout "
+    "tokenizer eval_items sample_tokens log_every peak_tflops fp8_clipping_every compilation_cache "
+    "executable_cache".split()
+)
+# Last commit with all options of older checkpoints.
+_READS_OLDER = "6811bb8"
 
 
 def operational(config: Config) -> frozenset[str]:
     """Return the fields that may differ between a checkpoint and the command that resumes it."""
-    return OPERATIONAL | {f"model.{name}" for name in config.model.operational}
+    return OPERATIONAL | _FORMER | {f"model.{name}" for name in config.model.operational}
 
 
 def changeable(config: Config) -> frozenset[str]:
-    """Return the fields that may also differ with --resume-with-changes."""
+    """Return the fields that may also differ with --resume with_changes."""
     return frozenset(f"optimizer.{name}" for name in config.optimizer.changeable)
 
 
@@ -488,17 +439,17 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
 def differences(saved: Any, config: Config) -> list[str]:
     """Describe the fields in which a checkpoint's config differs from `config`, one line per field.
 
-    `operational` fields may differ. With `config.resume_with_changes`, `changeable` fields may also
-    differ. If all lines are about changeable fields, a last line names --resume-with-changes.
+    `operational` fields may differ. With `--resume with_changes`, `changeable` fields may also
+    differ. If all lines are about changeable fields, a last line names this option.
 
     Raises:
         ConfigError: `saved` is not a config's JSON.
     """
     pairs, allowed = _differences(saved, config), changeable(config)
-    refused = pairs.keys() - allowed if config.resume_with_changes else pairs.keys()
+    refused = pairs.keys() - allowed if config.resume == "with_changes" else pairs.keys()
     lines = [printable(_difference(name, *pairs[name], config)) for name in sorted(refused)]
     if refused and refused <= allowed:
-        lines.append("--resume-with-changes allows such changes")
+        lines.append("--resume with_changes allows such changes")
     return lines
 
 
@@ -506,6 +457,8 @@ def _difference(name: str, old: Any, new: Any, config: Config) -> str:
     """Describe a field that differs."""
     if name == "optimizer.schedule_steps" and config.optimizer.schedule_steps is None:
         return _other_schedule(config, old)
+    if name not in to_json(config):
+        new = f"(no such option); gptjax of commit {_READS_OLDER} may resume the run"
     return f"{_flag(name)}: the checkpoint has {old}, now {new}"
 
 
@@ -544,15 +497,17 @@ def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
             "the checkpoint's config is damaged: expected a JSON object, found "
             f"{type(saved).__name__}; resume from another checkpoint, or choose another --name"
         )
-    now, missing = to_json(config), "(no such option)"
+    now = to_json(config)
     kinds = (*ALGORITHMS.values(), type(config.optimizer))
     options = {f"optimizer.{f.name}" for kind in kinds for f in dataclasses.fields(kind)}
     saved = defaults(config) | saved
+    if saved.get("overfit_one_batch") is False:  # former option
+        del saved["overfit_one_batch"]
     saved["stages"], now["stages"] = map(
         staging.without_micro_batch, (saved["stages"], now["stages"])
     )
     compared = saved.keys() - operational(config) - (options - now.keys())
-    pairs = {name: (saved[name], now.get(name, missing)) for name in compared}
+    pairs = {name: (saved[name], now.get(name)) for name in compared}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 

@@ -34,6 +34,8 @@ from gptjax.parallel import over_batch, put, replicated
 from gptjax.training.lock import FILE as LOCK
 from gptjax.training.signals import StopRequest
 
+# Seconds in which all processes must start.
+CONNECT_SECONDS = 300
 # Seconds after which a process reports that it waits for the start of other processes.
 _SAY_SECONDS = 10
 # Seconds without a heartbeat after which a process counts as dead.
@@ -48,10 +50,7 @@ _XLA_FLAGS = {
     "--xla_gpu_shard_autotuning": "false",
 }
 # Options that may differ between the processes of a run. The data are compared by content.
-PER_PROCESS = frozenset(
-    "distributed coordinator process_count process_index connect_timeout data_dir dataset "
-    "compilation_cache".split()
-)
+PER_PROCESS = frozenset(("data_dir", "dataset"))
 
 
 class DistributedError(RuntimeError):
@@ -65,7 +64,7 @@ def initialize(config: Config) -> None:
         DistributedError: coordinator, count or index is missing, or the processes' configs, code
             or packages differ.
     """
-    if config.distributed == "off" and config.coordinator is None:
+    if config.distributed == "off":
         return
     if not is_initialized():
         _connect(config)
@@ -88,16 +87,16 @@ def _connect(config: Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         # Concurrent executables could run their collectives in different orders.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    address, count, index = _place(config)
-    seconds, given = config.connect_timeout, None not in (address, count, index)
+    address, count, index = _place()
+    given = None not in (address, count, index)
     me = f"process {index} of {count} with the coordinator {address}" if given else "this process"
     _end_with_a_message(
-        f"the processes of this run did not connect within {seconds} s (--connect-timeout). This "
-        f"is {me}. Start all processes at the same time, with the same --process-count N, the "
-        "indices 0 to N - 1, each once, and as --coordinator the host of process 0 and a free "
-        "port that every host can reach"
+        f"the processes of this run did not connect within {CONNECT_SECONDS} s. This is {me}. "
+        "Start all processes at the same time, with one JAX_NUM_PROCESSES N, each JAX_PROCESS_ID "
+        "of 0 to N - 1 once, and as JAX_COORDINATOR_ADDRESS the host of process 0 and a free port "
+        "that every host can reach"
     )
-    text = f"{me} waits for the others, at most {seconds} s"
+    text = f"{me} waits for the others, at most {CONNECT_SECONDS} s"
     # JAX does not report which processes have connected. The printed lines of the processes show a
     # wrong count or address.
     waiting = threading.Timer(_SAY_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
@@ -108,7 +107,7 @@ def _connect(config: Config) -> None:
             address,
             count,
             index,
-            initialization_timeout=seconds,
+            initialization_timeout=CONNECT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=FINISH_SECONDS,
         )
@@ -137,7 +136,7 @@ def is_initialized() -> bool:
     return jax.distributed.is_initialized()
 
 
-def _place(config: Config) -> tuple[str | None, int | None, int | None]:
+def _place() -> tuple[str | None, int | None, int | None]:
     """Return coordinator, count and index; None for a value that Slurm or Open MPI determines."""
 
     def environment(name: str) -> int | None:
@@ -146,27 +145,25 @@ def _place(config: Config) -> tuple[str | None, int | None, int | None]:
             raise DistributedError(f"{name} must be a number, got {text!r}")
         return None if text is None else int(text)
 
-    address = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count, index = config.process_count, config.process_index
-    count = environment("JAX_NUM_PROCESSES") if count is None else count
-    index = environment("JAX_PROCESS_ID") if index is None else index
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count, index = environment("JAX_NUM_PROCESSES"), environment("JAX_PROCESS_ID")
     scheduled = any(name in os.environ for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
     if None in (address, count, index) and not scheduled:
         raise DistributedError(
-            "several processes need --coordinator HOST:PORT, --process-count and --process-index, "
-            "or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; leave them out "
-            f"only under Slurm's srun or Open MPI's mpirun. Found {address}, {count} and {index}"
+            "several processes need JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+            "JAX_PROCESS_ID; leave them out only under Slurm's srun or Open MPI's mpirun. Found "
+            f"{address}, {count} and {index}"
         )
     if count is not None and index is not None and index >= count:
         raise DistributedError(
-            f"the process index must be below the process count {count}, got {index}"
+            f"JAX_PROCESS_ID must be below JAX_NUM_PROCESSES {count}, got {index}"
         )
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         started = environment(name) or 1  # 1: the tasks are started individually
         if count is not None and started not in (1, count):
             raise DistributedError(
-                f"the process count is {count}, but {name} is {started}: leave out --process-count "
-                "and JAX_NUM_PROCESSES, or give the number of processes that are started"
+                f"JAX_NUM_PROCESSES is {count}, but {name} is {started}: leave out "
+                "JAX_NUM_PROCESSES, or give the number of processes that are started"
             )
     return address, count, index
 
@@ -250,7 +247,7 @@ def check_alike(value: dict[str, Any]) -> None:
         lines[10:] = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
         raise DistributedError(
             "the processes of this run differ:\n" + "\n".join(lines) + "\nStart every process with "
-            "the same command, code, packages and data; only --process-index differs."
+            "the same command, code, packages and data; only JAX_PROCESS_ID differs."
         )
 
 

@@ -5,10 +5,17 @@ from pathlib import Path
 
 
 def cache_folder() -> Path | None:
-    """Return the user's folder for compiled executables: $XDG_CACHE_HOME/gptjax or ~/.cache/gptjax.
+    """Return the folder of JAX's compilation cache: $JAX_COMPILATION_CACHE_DIR, else the user's.
 
-    None if the environment and the password database have no home folder.
+    None if the variable is empty, or there is no home folder.
     """
+    if (folder := os.environ.get("JAX_COMPILATION_CACHE_DIR")) is not None:
+        return Path(folder) if folder else None
+    return _user_folder()
+
+
+def _user_folder() -> Path | None:
+    """Return $XDG_CACHE_HOME/gptjax or ~/.cache/gptjax; None without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # XDG's specification: ignore a relative path
         base = os.path.join(os.path.expanduser("~"), ".cache")
@@ -16,9 +23,6 @@ def cache_folder() -> Path | None:
 
 
 def data_folder() -> Path:
-    """Return the user's folder for prepared datasets: `data` in `cache_folder()`.
-
-    Without a home folder, return `data` in the current folder.
-    """
-    cache = cache_folder()
-    return Path("data") if cache is None else cache / "data"
+    """Return the user's folder for prepared datasets: `data` in $XDG_CACHE_HOME/gptjax or
+    ~/.cache/gptjax, or in the current folder without a home folder."""
+    return (_user_folder() or Path()) / "data"

@@ -50,7 +50,6 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
         row |= {} if moments == ("fp32", "fp32") else {"moments": ", ".join(moments)}
     if devices > 1:
         row |= {"parallel": config.parallel, "reduce_dtype": config.reduce_dtype}
-        row |= {} if config.overlap_reduce else {"overlap_reduce": False}
     return row | {"asked": asked}
 
 

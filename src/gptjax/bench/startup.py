@@ -80,7 +80,6 @@ def starts(train: Path, config: Path, options: list[str]) -> list[dict]:
             "--config": config.absolute(),
             "--dataset": folder / "random",
             "--runs-dir": folder / "runs",
-            "--compilation-cache": folder / "cache",
             "--sample-every": 0,
             "--checkpoint-every": 0,
             # By default the schedule's length is max_steps: a longer run would not be the same run.
@@ -113,7 +112,9 @@ def _write_random_tokens(folder: Path, vocab_size: int) -> None:
 
 def _start(train: Path, name: str, arguments: list[str], run: Path) -> dict:
     """Run the training script to the end of its few steps; return the row of this start."""
-    environment = os.environ | {"CUDA_CACHE_PATH": str(run.parents[1] / "cuda")}
+    folder = run.parents[1]
+    environment = os.environ | {"CUDA_CACHE_PATH": str(folder / "cuda")}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     # `python -m gptjax.bench` sets it for itself; a training run preallocates its memory.
     environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
     launched = time.time()

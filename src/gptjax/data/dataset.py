@@ -264,9 +264,9 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
 
     Args:
         dataset: "auto" (FineWeb if prepared and the tokenizer is not "byte", else "stdlib"),
-            "stdlib" (prepared now if necessary), the name of a prepared dataset in `data_dir` with
-            or without the tokenizer's suffix, or the path of a folder with `*_train_*.bin` and
-            `*_val_*.bin`.
+            "stdlib", "stdlib_gpt2" or "stdlib_byte" (prepared now if necessary), the name of a
+            prepared dataset in `data_dir` with or without the tokenizer's suffix, or the path of a
+            folder with `*_train_*.bin` and `*_val_*.bin`.
         data_dir: folder of the prepared datasets.
         tokenizer: "auto" accepts any tokenizer; a name must match the dataset's tokenizer.
 
@@ -297,6 +297,8 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
         dataset = _FINEWEB if has_fineweb else "stdlib"
 
     note = None
+    if dataset in (f"stdlib_{name}" for name in TOKENIZERS):
+        dataset, tokenizer = dataset.split("_")
     folder = _named_folder(dataset, data_dir, tokenizer)
     if dataset == "stdlib" and (
         folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"

@@ -125,7 +125,7 @@ def model_options(name: str) -> str:
     """Return the options of train.py for a model of the ids of a tokenizer, padded to 128."""
     ids = VOCABULARIES[name][0]
     padded = -(-ids // 128) * 128
-    return f"--tokenizer {name} --model.vocab-size {ids} --model.padded-vocab-size {padded}"
+    return f"--model.vocab-size {ids} --model.padded-vocab-size {padded}"
 
 
 def get_tokenizer(name: str) -> GPT2Tokenizer | ByteTokenizer:

@@ -282,7 +282,7 @@ class OptimizerConfig:
 
     Attributes:
         name: the algorithm, as --optimizer names it.
-        changeable: options that --resume-with-changes allows to change. The structure of the
+        changeable: options that --resume with_changes allows to change. The structure of the
             optimizer's state must not depend on these options.
     """
 

@@ -51,14 +51,14 @@ def check_private(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"--compilation-cache must be a folder, but {folder} is not") from error
+        raise ConfigError(f"the compilation cache must be a folder, but {folder} is not") from error
     status = folder.stat()  # of the target of a symbolic link
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"executables in {folder} could run another user's code: expected a folder of user "
             f"{os.geteuid()} (you) with mode 700, found user {status.st_uid} and mode "
             f"{stat.S_IMODE(status.st_mode):o}. If the folder is yours: chmod 700 {folder}. "
-            "Otherwise choose another --compilation-cache, or None"
+            "Otherwise set JAX_COMPILATION_CACHE_DIR"
         )
 
 
@@ -85,7 +85,7 @@ class Compiler:
             try:
                 check_private(cache)
             except OSError as error:
-                self.notes.append(f"no cache: {_first_line(error)}; choose --compilation-cache")
+                self.notes.append(f"no cache: {_first_line(error)}; set JAX_COMPILATION_CACHE_DIR")
                 cache = None
         self._cache, self._events = cache, []
         self._began = self._ended = None

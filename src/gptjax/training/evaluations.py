@@ -10,7 +10,6 @@ from gptjax.evaluation import (
     EvaluationError,
     Scorer,
     core_metric,
-    evenly_spaced,
     score_choices,
     score_core,
 )
@@ -58,12 +57,11 @@ class Evaluations:
         try:
             for task, items in self._items.items():
                 if task == "core":
-                    results = score_core(scorer, self._tokenizer, items, max_items=c.eval_items)
+                    results = score_core(scorer, self._tokenizer, items)
                     found["core"] = core_metric(results)
                     found |= {f"core_{name}": each["acc"] for name, each in results.items()}
                     continue
-                questions = evenly_spaced(items, c.eval_items)
-                metrics = score_choices(scorer, self._tokenizer, questions).metrics()
+                metrics = score_choices(scorer, self._tokenizer, items).metrics()
                 found |= {f"{task}_{name}": metrics[name] for name in ("acc", "acc_norm")}
         except EvaluationError as error:
             raise data.DataError(str(error)) from error

@@ -46,12 +46,7 @@ def header(
         for i, line in enumerate(processes):
             yield "" if i else "processes", line
     if parallel.devices > 1:
-        when = "during" if config.overlap_reduce else "after"
-        yield (
-            "parallel",
-            f"{config.parallel}, gradients summed in {config.reduce_dtype} {when} the backward "
-            "pass",
-        )
+        yield "parallel", f"{config.parallel}, gradients summed in {config.reduce_dtype}"
     yield "precision", model.precision
     yield "kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items())
     padded = model.num_allocated_params != model.num_params
@@ -147,9 +142,9 @@ def _stages(
 def no_mfu_note(config: Config, device: jax.Device) -> str | None:
     """Return a sentence for the user if the MFU on this GPU is unknown, else None."""
     known = peak_flops(device.device_kind, config.model.precision.name) is not None
-    if known or config.peak_tflops is not None or device.platform != "gpu":
+    if known or device.platform != "gpu":
         return None
     return (
         f"MFU is unknown: no peak rate of {device.device_kind!r} in {config.model.precision.name} "
-        "is known; set it with --peak-tflops N, from the GPU's datasheet"
+        "is known"
     )

@@ -57,7 +57,7 @@ class Inputs:
                 span.config.micro_batches(mesh.size, resumed=resumed)
             except ConfigError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
-        dataset = data.find_dataset(config.dataset, config.data_dir, config.tokenizer)
+        dataset = data.find_dataset(config.dataset, config.data_dir)
         dataset = _checked_tokenizer(config, dataset)
         dataset.validate(config.model.vocab_size, max(lengths))
         try:
@@ -124,7 +124,7 @@ class Inputs:
             sequence_length=span.config.sequence_length,
             batch=span.config.batch,
             seed=c.seed,
-            start=0 if c.overfit_one_batch else self.timeline.position(step),
+            start=self.timeline.position(step),
             vocab_size=c.model.vocab_size,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
@@ -172,15 +172,12 @@ class Inputs:
 class Batches:
     """Iterator over the training batches after `step` steps, with a new loader for each stage.
 
-    With `config.overfit_one_batch`, every batch is the first.
-
     The arrays of a `Batch` have the shape (micro-batches, sequences of this process, T).
     """
 
     def __init__(self, inputs: Inputs, step: int):
         self._inputs, self._step = inputs, step
         self._loader = inputs.loader(step)
-        self._only: Batch | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -190,8 +187,7 @@ class Batches:
         if self._step == span.begin and span.number > 1:
             self._loader.close()
             self._loader = self._inputs.loader(self._step)
-        batch = next(self._loader) if self._only is None else self._only
-        self._only = batch if self._inputs.config.overfit_one_batch else None
+        batch = next(self._loader)
         self._step += 1
         micro_batches = span.config.micro_batches(self._inputs.mesh.size)
         return jax.tree.map(lambda x: x.reshape(micro_batches, -1, x.shape[1]), batch)

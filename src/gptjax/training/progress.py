@@ -22,6 +22,8 @@ from gptjax.training.run_log import RunLog
 from gptjax.training.status_line import StatusLine
 from gptjax.weights.sources import Source
 
+# Steps between printed lines without a terminal; log.jsonl has every step.
+LOG_EVERY = 10
 # Number of consecutive updates with NaN or infinity at which the run stops.
 MOST_NOT_FINITE = 50
 # The metric of each evaluation task on the status line.
@@ -62,7 +64,7 @@ class Progress:
         self._status = StatusLine(
             config.max_steps,
             on_gpu=devices[0].platform == "gpu",
-            every=config.log_every,
+            every=LOG_EVERY,
             console=console,
             tokens=self._timeline.tokens,
         )
@@ -143,7 +145,6 @@ class Progress:
                 self._devices[0].device_kind,
                 config.model.precision.name,
                 len(self._devices),
-                None if config.peak_tflops is None else 1e12 * config.peak_tflops,
             )
         rates = {"tokens_per_second": speed, "mfu": utilization}
         self.write("train", self.step, **values, ms=ms, **rates, **stage)
@@ -235,7 +236,7 @@ class Progress:
             )
         return NotFiniteError(
             f"{error}; stopped. {checkpoint} To go on, run the same command with "
-            "--resume-with-changes and a lower --optimizer.learning-rate, or with "
+            "--resume with_changes and a lower --optimizer.learning-rate, or with "
             "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
             "that are not finite."
         )

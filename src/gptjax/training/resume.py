@@ -72,7 +72,7 @@ class Resume:
             )
         expected = _place(config, self.step)["position"]
         product = "" if config.stages else f"{self.step} × {config.batch} = "
-        if place.get("position") != expected and not config.overfit_one_batch:
+        if place.get("position") != expected:
             raise CheckpointError(
                 f"{self.folder / str(self.step)}: expected a data position of "
                 f"{product}{expected} sequences, found {place.get('position')!r}; "
@@ -100,7 +100,7 @@ class Resume:
         return checkpoint.restore(self.folder / str(self.step), self.meta, like)
 
     def changes(self, config: Config) -> dict[str, tuple[Any, Any]]:
-        """Return {option: (old, new)} of the options changed with --resume-with-changes."""
+        """Return {option: (old, new)} of the options changed with --resume with_changes."""
         return {} if self.step is None else configuration.changes(self.meta["config"], config)
 
 

@@ -11,6 +11,9 @@ from gptjax.parallel import Parallel
 from gptjax.training.inputs import Inputs
 from gptjax.training.step import TrainState
 
+# Tokens of a sample, or fewer with a smaller block size.
+TOKENS = 128
+
 
 def draw(
     config: Config,
@@ -28,7 +31,7 @@ def draw(
     """
     tokenizer = inputs.tokenizer
     assert tokenizer is not None
-    length = min(config.sample_tokens, config.model.block_size - 1)
+    length = min(TOKENS, config.model.block_size - 1)
     params, rng = distributed.on_one_device((parallel.whole(state.params), state.rng))
     if jax.process_index():
         return None
