@@ -6,48 +6,32 @@
 This module does not import JAX, so that the command starts fast.
 """
 
-import dataclasses
+import functools
 import itertools
-import math
 import re
-import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
 
 from gptjax.bench import style
-from gptjax.terminal import command_line, printable
+from gptjax.terminal import command_line, exit_code
 from gptjax.training.run_log import read_log
 
 X = Literal["tokens", "steps", "time"]
 _SEED = re.compile(r"[-_.]?seed[-_.]?\d+$")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Curves:
+class _Run(NamedTuple):
+    """Arrays x and y of each curve; y is NaN where the metric is not finite."""
+
     name: str
-    train_x: np.ndarray
-    train_loss: np.ndarray
-    val_x: np.ndarray
-    val_loss: np.ndarray
-
-    @property
-    def _spacing(self) -> float:
-        return float(np.ptp(self.train_x)) / max(1, len(self.train_x) - 1)
-
-    @property
-    def half_width(self) -> float:
-        """2 % of the curve, and at least the distance of two points, in units of x."""
-        return max(self._spacing, float(np.ptp(self.train_x)) / 50)
-
-    def smoothed(self, half_width: float) -> np.ndarray:
-        """Return the moving mean of the training loss over 2·half_width, in units of x."""
-        return smooth(self.train_loss, round(half_width / (self._spacing or 1)))
+    train: tuple[np.ndarray, np.ndarray]
+    val: tuple[np.ndarray, np.ndarray]
 
 
 def plot_runs(
@@ -72,7 +56,7 @@ def plot_runs(
         `out` as a Path.
 
     Raises:
-        FileNotFoundError: a run, a log.jsonl or the folder of `out` does not exist.
+        FileNotFoundError: a run or the folder of `out` does not exist.
         ValueError: no paths, a log without a finite training value or without times (for `x` of
             "time"), a malformed log, runs of a group that have no steps in common, or an unknown
             image format.
@@ -81,49 +65,71 @@ def plot_runs(
     if not paths:
         raise ValueError("nothing to plot: pass at least one run folder or log.jsonl")
     if not out.parent.is_dir():
-        raise FileNotFoundError(
-            f"no folder {out.parent} to write {out.name} into; create the folder first"
-        )
-    logs = [_log_file(Path(path)) for path in paths]
-    names = [_run_name(log) for log in logs]
-    if len(set(names)) < len(names):
-        paths = [log.parent if log.name == "log.jsonl" else log.with_suffix("") for log in logs]
-        names = [str(path) for path in paths]
-    names = [printable(name) for name in names]
-    runs = [_read(log, name, x, metric) for log, name in zip(logs, names, strict=True)]
-    groups = _grouped(runs) if group else [[run] for run in runs]
-
-    half_width = max(run.half_width for run in runs)  # one for all curves, which are compared
-
+        raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into; create it first")
+    runs, groups = _read_all([Path(path) for path in paths], x, metric), {}
+    for run in runs:
+        groups.setdefault(_SEED.sub("", run.name) if group else run.name, []).append(run)
+    # One width for all curves, which are compared.
+    half_width = max(np.ptp(run.train[0]) for run in runs) / 50
     with style.picture(out, (9, 5.5)) as axes:
-        colours = itertools.cycle(style.COLOURS)
-        pairs = zip(groups, colours, strict=False)
-        handles = [_draw(axes, runs, half_width, color) for runs, color in pairs]
-        grey = {"color": "0.4", "linewidth": 1.6}
-        handles.append(Line2D([], [], **grey, label="training, smoothed"))
-        if any(len(runs) > 1 for runs in groups):
-            handles[-1].set_label("training, smoothed: mean of the seeds ± standard deviation")
-        if any(len(run.val_loss) for run in runs):
-            marker = {"linestyle": "", "marker": "o", "markersize": 4}
-            handles.append(Line2D([], [], color="0.4", label="validation", **marker))
-        _scale_losses(axes, runs)
+        colors = itertools.cycle(style.COLOURS)
+        handles = [
+            _draw(axes, name, seeds, half_width, color)
+            for (name, seeds), color in zip(groups.items(), colors, strict=False)
+        ]
+        grouped = len(groups) < len(runs)
+        what = ": mean of the seeds ± standard deviation" if grouped else ""
+        handles.append(Line2D([], [], color="0.4", label=f"training, smoothed{what}"))
+        marker = {"color": "0.4", "linestyle": "", "marker": "o", "markersize": 4}
+        handles.append(Line2D([], [], label="validation", **marker))
+        _scale(axes, np.concatenate([np.append(run.train[1], run.val[1]) for run in runs]))
         axes.set_xlim(left=0)
-        # A name may contain $.
-        title = ", ".join(_group_name(runs) for runs in groups)
-        axes.set_title(_shortened(title, 90), parse_math=False)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel("training time (minutes)" if x == "time" else f"training {x}")
-        scale = ", log scale" if axes.get_yscale() == "log" else ""
-        label = f"loss (nats per token{scale})" if metric == "loss" else f"{metric}{scale}"
-        axes.set_ylabel(label, parse_math=False)
+        axes.set_ylabel("loss (nats per token)" if metric == "loss" else metric, parse_math=False)
         for text in axes.legend(handles=handles).get_texts():
-            text.set_parse_math(False)
+            text.set_parse_math(False)  # a name may contain $
     return out
 
 
-def _run_name(log: Path) -> str:
-    """Return the name of the run's folder; of a copied log such as gpt2.jsonl, "gpt2"."""
-    return log.resolve().parent.name if log.name == "log.jsonl" else log.stem
+def _read_all(paths: list[Path], x: X, metric: str) -> list[_Run]:
+    """Return the runs, named by their folders; by their paths if two names are equal."""
+    logs = [path / "log.jsonl" if path.is_dir() else path for path in paths]
+    for path, log in zip(paths, logs, strict=True):
+        if not log.is_file():
+            raise FileNotFoundError(f"no run at {path}: expected a run folder or a log.jsonl")
+    runs = [log.parent if log.name == "log.jsonl" else log.with_suffix("") for log in logs]
+    names = [run.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = map(str, runs)
+    return [_read(log, name, x, metric) for log, name in zip(logs, names, strict=True)]
+
+
+def _read(log: Path, name: str, x: X, metric: str) -> _Run:
+    rows = read_log(log)
+    column = "tokens" if x == "tokens" else "step"
+
+    def values(kind: str, *names: str) -> np.ndarray:
+        found = [[row[n] for n in names] for row in rows if row["kind"] == kind and metric in row]
+        try:
+            array = np.array(found, float).reshape(-1, len(names)).T  # None becomes NaN
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{log}: expected numbers as {' and '.join(names)}: {error}") from None
+        return np.where(np.isfinite(array), array, np.nan)
+
+    train, val = values("train", column, metric), values("val", column, metric)
+    if not np.isfinite(train[1]).any():
+        raise ValueError(f"{log}: no training {metric} in it yet; nothing to plot")
+    if x == "time":
+        (ms,) = values("train", "ms")
+        timed = np.flatnonzero(np.isfinite(ms))
+        if not timed.size:
+            raise ValueError(f"{log}: no step has a time in ms; choose --x tokens or --x steps")
+        # A step without a time, such as the first of a process, gets that of its neighbors.
+        ms, steps = np.interp(np.arange(ms.size), timed, ms[timed]), np.append(0, train[0])
+        minutes = np.append(0, np.cumsum(ms * np.diff(steps)) / 60_000)
+        train[0], val[0] = (np.interp(at, steps, minutes) for at in (train[0], val[0]))
+    return _Run(name, tuple(train), tuple(val))
 
 
 def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
@@ -144,94 +150,9 @@ def smooth(values: np.ndarray, half_width: int) -> np.ndarray:
     return np.where(count > 0, (total[high] - total[low]) / np.maximum(count, 1), np.nan)
 
 
-def short_number(value: float | int) -> str:
-    """Format a number with at most four significant digits and a suffix: 950, 10k, 2.5M, 1B."""
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g}{suffix}"
-    return f"{value:.4g}"
-
-
-def _log_file(path: Path) -> Path:
-    if not path.exists():
-        raise FileNotFoundError(f"no run at {path}: expected a run folder or a log.jsonl")
-    log = path / "log.jsonl" if path.is_dir() else path
-    if not log.exists():
-        raise FileNotFoundError(f"no log.jsonl in {path}: is it a run folder?")
-    if not log.is_file():
-        raise ValueError(
-            f"{log}: expected a file, found a folder, a pipe or a device; pass a run folder"
-        )
-    return log
-
-
-def _read(log: Path, name: str, x: X, metric: str = "loss") -> _Curves:
-    rows = read_log(log)
-    column = {"tokens": "tokens", "steps": "step", "time": "step"}[x]
-
-    def points(kind):
-        found = []
-        for line, row in enumerate(rows, start=1):
-            if row["kind"] == kind and (metric == "loss" or metric in row):
-                at, loss = row[column], row.get(metric)
-                may_be_loss = loss is None or isinstance(loss, float) or _is_number(loss)
-                if not _is_number(at) or not may_be_loss:
-                    raise ValueError(
-                        f"{log}, line {line}: expected numbers as {column} and {metric}, "
-                        f"found {at!r:.40} and {loss!r:.40}; correct or delete the line"
-                    )
-                # A loss of NaN is null in the log and a gap in the curve.
-                found.append((at, loss if _is_number(loss) else math.nan))
-        array = np.array(found, float).reshape(-1, 2)
-        return _minutes(log, rows, array[:, 0]) if x == "time" else array[:, 0], array[:, 1]
-
-    curves = _Curves(name, *points("train"), *points("val"))
-    if not np.isfinite(curves.train_loss).any():
-        raise ValueError(f"{log}: no training {metric} in it yet; nothing to plot")
-    return curves
-
-
-def _minutes(log: Path, rows: list[dict], steps: np.ndarray) -> np.ndarray:
-    """Return the training time at each of `steps`: the sum of the times of all earlier steps.
-
-    A step without a time, such as the first of a process, gets the time of the next timed step.
-
-    Raises:
-        ValueError: no step has a time.
-    """
-    train = [row for row in rows if row["kind"] == "train"]
-    known = [i for i, row in enumerate(train) if _is_number(row.get("ms"))]
-    if not known:
-        raise ValueError(f"{log}: no step has a time in ms; choose --x tokens or --x steps")
-    nearest = np.minimum(np.searchsorted(known, np.arange(len(train))), len(known) - 1)
-    ms = np.array([train[known[i]]["ms"] for i in nearest], float)
-    # The log may lack steps.
-    at = np.array([0, *(row["step"] for row in train)], float)
-    return np.interp(steps, at, np.cumsum([0, *(ms * np.diff(at))]) / 60_000)
-
-
-def _grouped(runs: list[_Curves]) -> list[list[_Curves]]:
-    """Return the runs by name without the seed, in the order of the first run of each name."""
-    groups: dict[str, list[_Curves]] = {}
-    for run in runs:
-        groups.setdefault(_SEED.sub("", run.name), []).append(run)
-    return list(groups.values())
-
-
-def _group_name(runs: list[_Curves]) -> str:
-    name = runs[0].name
-    if len(runs) > 1:
-        name = f"{_SEED.sub('', name)} ({len(runs)} seeds)".strip()
-    return _shortened(name, 60)
-
-
-def _mean(curves: list[tuple[np.ndarray, np.ndarray]], what: str):
-    """Return x, mean and standard deviation of several curves, at the points of the first curve
-    that are within all.
-
-    Raises:
-        ValueError: there are no such points.
-    """
+def _mean(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
+    """Return x, mean and standard deviation of curves, at the points of the first curve that are
+    within all."""
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     if any(len(x) == 0 for x, _ in finite):
         return np.zeros(0), np.zeros(0), np.zeros(0)
@@ -240,54 +161,42 @@ def _mean(curves: list[tuple[np.ndarray, np.ndarray]], what: str):
     # Tolerance: sums of times are not exact.
     grid = grid[(grid >= low - 1e-9) & (grid <= high + 1e-9)]
     if len(grid) == 0:
-        raise ValueError(f"the seeds of {what} have no steps in common; plot them without --group")
+        raise ValueError("the seeds of a group have no steps in common; plot without --group")
     values = np.stack([np.interp(grid, x, y) for x, y in finite])
-    return grid, values.mean(0), values.std(0, ddof=1)
+    return grid, values.mean(0), values.std(0, ddof=len(curves) > 1)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _draw(axes, runs: list[_Curves], half_width: float, color) -> Line2D:
+def _draw(axes, name: str, runs: list[_Run], half_width: float, color: str) -> Line2D:
     """Draw one run, or the mean of several; return the legend's line."""
-    # A dark edge separates the markers from the curve.
-    marker = {"linestyle": "", "marker": "o", "markersize": 4, "mec": "black", "mew": 0.5}
-    name = _group_name(runs)
-    if len(runs) > 1:
-        x, mean, deviation = _mean([(run.train_x, run.smoothed(half_width)) for run in runs], name)
+    smoothed = []
+    for x, y in (run.train for run in runs):
+        spacing = np.ptp(x) / max(1, len(x) - 1)
+        smoothed.append((x, smooth(y, round(half_width / (spacing or 1)))))
+    x, mean, deviation = _mean(smoothed)
+    val_x, val, val_deviation = _mean([run.val for run in runs])
+    if several := len(runs) > 1:
         axes.fill_between(x, mean - deviation, mean + deviation, color=color, alpha=0.25, lw=0)
-        axes.plot(x, mean, color=color, linewidth=1.6)
-        val_x, val, val_deviation = _mean([(run.val_x, run.val_loss) for run in runs], name)
-        axes.errorbar(val_x, val, val_deviation, color=color, elinewidth=1.2, zorder=3, **marker)
-        ends = f" ± {val_deviation[-1]:.4f}" if len(val) else f" ± {deviation[-1]:.4f}"
     else:
-        (run,) = runs
-        axes.plot(run.train_x, run.train_loss, color=color, linewidth=0.5, alpha=0.3)
-        smoothed = run.smoothed(half_width)
-        axes.plot(run.train_x, smoothed, color=color, linewidth=1.6)
-        axes.plot(run.val_x, run.val_loss, color=color, zorder=3, **marker)
-        mean = smoothed[np.isfinite(smoothed)]
-        val, ends = run.val_loss[np.isfinite(run.val_loss)], ""
+        axes.plot(*runs[0].train, color=color, linewidth=0.5, alpha=0.3)
+    axes.plot(x, mean, color=color, linewidth=1.6)
+    # A dark edge separates the markers from the curve.
+    marker = {"fmt": "o", "markersize": 4, "mec": "black", "mew": 0.5, "elinewidth": 1.2}
+    axes.errorbar(val_x, val, val_deviation if several else None, color=color, zorder=3, **marker)
+    ends = f" ± {(val_deviation if len(val) else deviation)[-1]:.4f}" if several else ""
     final = f"val {val[-1]:.4f}{ends}" if len(val) else f"train {mean[-1]:.4f}{ends}, no val"
-    return Line2D([], [], color=color, linewidth=3, label=f"{name} · {final}")
+    seeds = f" ({len(runs)} seeds)" if several else ""
+    return Line2D([], [], color=color, linewidth=3, label=f"{name}{seeds} · {final}")
 
 
-def _scale_losses(axes, runs: list[_Curves]) -> None:
+def _scale(axes, values: np.ndarray) -> None:
     """Make the vertical axis logarithmic, which shows both the first and the last steps."""
-    losses = np.concatenate([[*run.train_loss, *run.val_loss] for run in runs])
-    low, high = np.nanmin(losses), np.nanmax(losses)
-    if low <= 0:
-        return
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_locator(NullLocator())
-    if high < 20 * low:  # powers of ten would label at most two points of the axis
-        axes.yaxis.set_major_locator(MaxNLocator(10))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length // 2]}…{text[-(length // 2) :]}"
+    low, high = np.nanmin(values), np.nanmax(values)
+    if low > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        if high < 20 * low:  # powers of ten would label at most two points of the axis
+            axes.yaxis.set_major_locator(MaxNLocator(10))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
 
 
 def main(
@@ -311,13 +220,9 @@ def main(
             standard deviation.
         metric: name of a number in the lines of log.jsonl, such as grad_norm.
     """
-    try:
-        print(printable(str(plot_runs(list(runs), out, x, group, metric))))
-    except (OSError, ValueError) as error:
-        sys.exit(printable(f"gptjax.plot: {error}"))
+    print(plot_runs(list(runs), out, x, group, metric))
 
 
 if __name__ == "__main__":
-    # End without a traceback if the reader, such as head, ends early.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    command_line(main, prog="python -m gptjax.plot")
+    command = functools.partial(command_line, main, prog="python -m gptjax.plot")
+    sys.exit(exit_code(command, (OSError, ValueError)))
