@@ -22,7 +22,7 @@ def numpy_adamw(
     m, v = ({k: np.zeros_like(x) for k, x in p.items()} for _ in range(2))
     for t, g in enumerate(grads, start=1):
         norm = np.sqrt(sum((x**2).sum() for x in g.values()))
-        g = {k: x * min(1.0, clip_norm / norm) for k, x in g.items()}
+        g = {k: x * min(1.0, (clip_norm or norm) / norm) for k, x in g.items()}
         for k in p:
             m[k] = b1 * m[k] + (1 - b1) * g[k]
             v[k] = b2 * v[k] + (1 - b2) * g[k] ** 2
@@ -38,7 +38,8 @@ def numpy_adamw(
     ("clip_norm", "decay"),
     [
         (0.5, {}),
-        (0.5, {"eps": 0.1}),
+        (0.5, {"eps": 0.1, "b1": 0.0, "b2": 0.0}),
+        (None, {"eps": 0.1}),
         (1e9, {"decay_form": "lr_squared"}),
         (1e9, {"decay_form": "lr_squared", "cautious_decay": True}),
     ],
@@ -57,26 +58,17 @@ def test_follows_the_equations(clip_norm, decay):
         return 0.05 * (count + 1)
 
     tx = adamw(lr, **settings)
+    update = jax.jit(tx.update)
     p = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     state, first = tx.init(p), p["matrix"]
     for g in grads:
-        updates, state = tx.update(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), g), state, p)
+        updates, state = update(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), g), state, p)
         p = optax.apply_updates(p, updates)
     wanted = numpy_adamw(params, grads, lr=lr, **settings)
     for k in shapes:
         np.testing.assert_allclose(p[k], wanted[k], rtol=2e-5, atol=2e-6, err_msg=k)
     moved = not np.array_equal(p["matrix"][0], first[0])
     assert moved != settings.get("cautious_decay", False), "a zero update"
-
-
-def test_no_clipping_when_clip_norm_is_none():
-    p = {"w": jnp.ones((2, 2))}
-    g = {"w": jnp.full((2, 2), 1e3)}
-    # a large eps, so that Adam does not undo the scale
-    settings = {"weight_decay": 0.0, "eps": 1e3}
-    clipped, free = (adamw(1.0, clip_norm=c, **settings) for c in (1.0, None))
-    a, b = (tx.update(g, tx.init(p), p)[0]["w"] for tx in (clipped, free))
-    assert float(jnp.abs(b).max()) > 100 * float(jnp.abs(a).max())
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 0.5, 1.0, 3.0, 1e4, np.inf, np.nan])
@@ -127,7 +119,7 @@ def test_the_norm_is_computed_once_and_no_clipped_gradient_written():
 def test_the_first_updates_are_exact(b2):
     """optax.adamw is off by 1e-5 at the second update with b2 = 0.999."""
     rng = np.random.default_rng(0)
-    lr, steps, p = 1e-3, 1000, np.float32(rng.normal(size=64))
+    lr, steps, p = 1e-3, 300, np.float32(rng.normal(size=64))
     update = jax.jit((tx := adamw(lr, b1=0.9, b2=b2, weight_decay=0.0, clip_norm=None)).update)
     state, m, v = tx.init(p), 0.0, 0.0
     for t in range(1, steps + 1):
@@ -151,12 +143,6 @@ def test_the_state_is_optaxs():
     )
 
 
-def test_betas_of_zero_take_the_gradients_sign():
-    p, g = jnp.zeros(3), jnp.float32([0.5, -2.0, 1e-3])
-    tx = adamw(1.0, b1=0.0, b2=0.0, eps=0.0, weight_decay=0.0, clip_norm=None)
-    np.testing.assert_allclose(tx.update(g, tx.init(p), p)[0], [-1.0, 1.0, -1.0], rtol=1e-6)
-
-
 def test_betas_may_be_arrays():
     """As under `optax.inject_hyperparams`."""
     p, g = {"w": jnp.ones((2, 2))}, {"w": jnp.float32([[1.0, -2.0], [0.5, 3.0]])}
@@ -173,9 +159,7 @@ def test_betas_may_be_arrays():
         {"learning_rate": math.inf},
         {"b1": 1.5},
         {"b2": -0.1},
-    ]
-    + [{"b2": 0.999999999}]
-    + [
+        {"b2": 0.999999999},
         {"eps": -1.0},
         {"weight_decay": -100.0},
         {"clip_norm": 0.0},
@@ -187,13 +171,6 @@ def test_numbers_out_of_range_are_refused(options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
         adamw(**{"learning_rate": 1e-3} | options)
-
-
-def test_a_dtype_may_be_a_name():
-    params = {"w": jnp.ones(3)}
-    tx = adamw(1e-3, mu_dtype="bfloat16", nu_dtype="bfloat16")
-    moments = [x.dtype for x in jax.tree.leaves(tx.init(params)) if x.shape == (3,)]
-    assert moments == [jnp.bfloat16] * 2
     with pytest.raises(ValueError, match="nu_dtype must be None or bfloat16, got float32"):
         adamw(1e-3, nu_dtype="float32")
 

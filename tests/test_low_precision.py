@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_tools import OPTIMIZED
 
-from gptjax.optim import normuon
 from gptjax.optim.low_precision import (
     apply_updates,
     join,
@@ -27,7 +26,6 @@ from gptjax.optim.low_precision import (
 # optax.apply_updates adds an fp32 step to a bf16 parameter, which strict promotion refuses.
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-ROUNDINGS = ["truncate", "nearest"]
 fp32 = st.integers(0, 2**32 - 1).map(lambda bits: np.uint32(bits).view(np.float32))
 
 
@@ -35,27 +33,27 @@ def bits(x):
     return np.asarray(x, np.float32).view(np.uint32)
 
 
-def kept(x, rounding):
+def kept(x):
     """The fp32 numbers that two halves keep: a tie that rounds towards zero moves by one bit."""
-    tie = (bits(x) & 0x1FFFF == 0x8000) & (rounding == "nearest")
-    return (bits(x) - tie).view(np.float32)
+    return (bits(x) - (bits(x) & 0x1FFFF == 0x8000)).view(np.float32)
 
 
 @settings(max_examples=100, deadline=None)
-@given(values=st.lists(fp32, min_size=1, max_size=20), rounding=st.sampled_from(ROUNDINGS))
-def test_split_and_join_are_inverse_for_every_pattern_of_bits(values, rounding):
+@given(values=st.lists(fp32, min_size=1, max_size=20))
+def test_split_and_join_are_inverse_for_every_pattern_of_bits(values):
     x = np.array(values, np.float32)
     x = x[np.isfinite(x)]
-    joined = join(*split(jnp.asarray(x), rounding=rounding), rounding=rounding)
-    np.testing.assert_array_equal(bits(joined), bits(kept(x, rounding)))
+    view, low = split(jnp.asarray(x))
+    np.testing.assert_array_equal(bits(join(view, low)), bits(kept(x)))
+    np.testing.assert_array_equal(view, jnp.asarray(x).astype(jnp.bfloat16))
 
 
 def test_ties_round_to_even():
     """1 and its neighbour are 2⁻⁷ apart; both ties are read as the even one between them."""
     x = jnp.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
-    view, low = split(x, rounding="nearest")
+    view, low = split(x)
     np.testing.assert_array_equal(view, x.astype(jnp.bfloat16))
-    joined = join(view, low, rounding="nearest")
+    joined = join(view, low)
     np.testing.assert_array_equal(bits(joined), bits(x) - np.uint32([1, 0, 1]))
     np.testing.assert_array_equal(joined.astype(jnp.bfloat16), view)
 
@@ -63,30 +61,16 @@ def test_ties_round_to_even():
 NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF80FFFF, 0x7FC00000]
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_every_nan_stays_nan(rounding):
+def test_every_nan_stays_nan():
     """0x7FFFFFFF is the result of arithmetic on NVIDIA GPUs."""
     x = jax.lax.bitcast_convert_type(jnp.array(NANS, jnp.uint32), jnp.float32)
-    view, low = split(x, rounding=rounding)
-    assert jnp.isnan(view).all() and jnp.isnan(join(view, low, rounding=rounding)).all()
+    view, low = split(x)
+    assert jnp.isnan(view).all() and jnp.isnan(join(view, low)).all()
     seed = jnp.array(0)
     assert jnp.isnan(round_stochastically(x, seed)).all()
 
 
-def test_the_view_is_the_upper_half_or_the_nearest():
-    x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
-    np.testing.assert_array_equal(
-        bits(split(jnp.asarray(x))[0].astype(jnp.float32)), bits(x) & 0xFFFF0000
-    )
-    np.testing.assert_array_equal(
-        split(jnp.asarray(x), rounding="nearest")[0], x.astype(jnp.bfloat16)
-    )
-    smaller = 1 - np.abs(np.asarray(split(jnp.asarray(x))[0], np.float32)).sum() / np.abs(x).sum()
-    assert 0.0025 < smaller < 0.0030
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit(rounding):
+def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit():
     """The gradients are those at the view, for both."""
     rng = np.random.default_rng(0)
     master = {
@@ -94,7 +78,7 @@ def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit(rounding):
         "b": jnp.asarray(rng.standard_normal(7), jnp.float32),
     }
     inner = optax.adamw(1e-3, weight_decay=0.1)
-    tx = with_mantissa(inner, rounding=rounding)
+    tx = with_mantissa(inner)
 
     def grads_at(views, noise):
         return jax.tree.map(lambda v, n: v.astype(jnp.float32) * 0.1 + n, views, noise)
@@ -108,20 +92,19 @@ def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit(rounding):
             updates, state = tx.update(grads_at(params, noise), state, params)
             params = optax.apply_updates(params, updates)
             updates, master_state = inner.update(
-                grads_at(view(master, rounding=rounding), noise), master_state, master
+                grads_at(view(master), noise), master_state, master
             )
             return (params, state, optax.apply_updates(master, updates), master_state), None
 
-        carry = (view(master, rounding=rounding), tx.init(master), master, inner.init(master))
+        carry = (view(master), tx.init(master), master, inner.init(master))
         return jax.lax.scan(step, carry, jax.random.split(jax.random.key(0), 1000))[0]
 
     params, state, last, _ = run(master)
     assert not np.array_equal(last["w"], master["w"])
     for name, p in whole(params, state).items():
         # A tie moves by one bit; there are a few in a quarter of a million values.
-        ulp = 0 if rounding == "truncate" else 8
-        np.testing.assert_array_max_ulp(np.asarray(p), np.asarray(last[name]), maxulp=ulp)
-        np.testing.assert_array_equal(params[name], view(last, rounding=rounding)[name])
+        np.testing.assert_array_max_ulp(np.asarray(p), np.asarray(last[name]), maxulp=8)
+        np.testing.assert_array_equal(params[name], view(last)[name])
 
 
 def test_small_updates_are_not_lost():
@@ -140,17 +123,12 @@ def test_small_updates_are_not_lost():
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    fall=st.integers(-40, 3),
-    near=st.integers(0, 24),
-    rounding=st.sampled_from(ROUNDINGS),
-)
-def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall, near, rounding):
+@given(seed=st.integers(0, 10**6), fall=st.integers(-40, 3), near=st.integers(0, 24))
+def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall, near):
     """Steps of any size beside the parameter's, and those that take it to almost nothing."""
     rng = np.random.default_rng(seed)
     w = (rng.standard_normal(64) * 2.0 ** rng.integers(-20, 20, 64)).astype(np.float32)
-    w = kept(w, rounding)
+    w = kept(w)
     u = np.concatenate(
         [
             w[:32] * 2.0**fall * rng.standard_normal(32),
@@ -158,50 +136,38 @@ def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall
         ]
     )
     u = u.astype(np.float32)
-    tx = with_mantissa(optax.sgd(-1.0), rounding=rounding)
-    params, state = view(jnp.asarray(w), rounding=rounding), tx.init(jnp.asarray(w))
+    tx = with_mantissa(optax.sgd(-1.0))
+    params, state = view(jnp.asarray(w)), tx.init(jnp.asarray(w))
     steps, state = tx.update(jnp.asarray(u), state, params)
     params = optax.apply_updates(params, steps)
-    found, wanted = np.asarray(whole(params, state)), kept(w + u, rounding)
-    # Of rounded views those that cross zero by a hair are off by a hair.
-    freak = (np.abs(wanted) < 2.0**-15 * np.abs(w)) & (rounding == "nearest")
+    found, wanted = np.asarray(whole(params, state)), kept(w + u)
+    # Views that cross zero by a hair are off by a hair.
+    freak = np.abs(wanted) < 2.0**-15 * np.abs(w)
     np.testing.assert_array_equal(bits(found)[~freak], bits(wanted)[~freak])
     assert (np.abs(found - wanted) <= 2.0**-22 * np.abs(w)).all()
 
 
-def test_normuon_on_views():
-    tx = with_mantissa(normuon(0.02, weight_decay=0.1))
-    params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((8, 12)), jnp.float32)}
-    state, params = tx.init(params), view(params)
-    updates, state = jax.jit(tx.update)({"w": jnp.ones((8, 12), jnp.bfloat16)}, state, params)
-    assert (
-        optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16
-        and state.low["w"].dtype == jnp.uint16
-    )
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_optimizers_of_different_parameters(rounding):
+def test_optimizers_of_different_parameters():
     """Inside optax.partition and optax.masked, which replace the other parameters by a node."""
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal(5), jnp.float32) for name in "abc"}
     grads = [
         {name: jnp.asarray(rng.standard_normal(5), jnp.float32) for name in "abc"} for _ in range(3)
     ]
-    split_tx = functools.partial(with_mantissa, rounding=rounding, select=lambda path: path != "c")
+    split_tx = functools.partial(with_mantissa, select=lambda path: path != "c")
     parts = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
     labels = {"a": "adam", "b": "sgd", "c": "sgd"}
     tx = optax.partition({name: split_tx(part) for name, part in parts.items()}, labels)
     master = optax.partition(parts, labels)
     state, of_master = tx.init(params), master.init(params)
-    views = view(params, rounding=rounding) | {"c": params["c"]}
+    views = view(params) | {"c": params["c"]}
     for g in grads:
         updates, state = jax.jit(tx.update)(g, state, views)
         views = apply_updates(views, updates)
         updates, of_master = jax.jit(master.update)(g, of_master, params)
         params = optax.apply_updates(params, updates)
     for name in "ab":
-        np.testing.assert_array_equal(views[name], split(params[name], rounding=rounding)[0])
+        np.testing.assert_array_equal(views[name], split(params[name])[0])
     np.testing.assert_array_equal(views["c"], params["c"])
 
 
@@ -239,10 +205,6 @@ def test_stochastic_rounding_of_what_is_hardly_a_number(size):
 
 
 def test_errors():
-    with pytest.raises(
-        ValueError, match=r"unknown rounding 'up'; choose one of \['truncate', 'nearest'\]"
-    ):
-        with_mantissa(optax.sgd(1.0), rounding="up")
     with pytest.raises(
         ValueError, match="with_mantissa: expected float32 or bfloat16, got float16 in block.w"
     ):

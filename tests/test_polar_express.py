@@ -36,9 +36,12 @@ def relative_error(found, true):
 @pytest.mark.parametrize("steps", [1, 5, 7])
 def test_follows_the_equations(shape, steps):
     x = normal(shape)
-    found = jax.jit(lambda x: polar_express(x, steps=steps, dtype=jnp.float32))(x)
+    found = jax.jit(lambda x: polar_express(x, steps=steps, dtype="float32"))(x)
     assert found.shape == x.shape and found.dtype == x.dtype
     assert relative_error(found, exact(x, steps=steps)) < FP32
+    if steps == 5:
+        found = jax.jit(lambda x: newton_schulz(x, dtype=jnp.float32))(x)
+        assert relative_error(found, exact(x, NEWTON_SCHULZ, margin=1.0)) < FP32
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 80), (80, 32), (2, 3, 24, 40)], ids=str)
@@ -49,12 +52,6 @@ def test_in_bf16_every_matrix_is_rounded_once(shape, dtype):
     assert found.dtype == dtype
     ours, once = (relative_error(y, exact(x)) for y in (found, exact(x, rounded=to_bf16)))
     assert 0.8 * once < ours < 1.2 * once < 0.022
-
-
-def test_newton_schulz_follows_the_equations():
-    x = normal((20, 12))
-    found = newton_schulz(x, dtype=jnp.float32)
-    assert relative_error(found, exact(x, NEWTON_SCHULZ, margin=1.0)) < FP32
 
 
 @pytest.mark.parametrize("rows, columns", [(40, 40), (24, 60), (60, 24)])
@@ -85,19 +82,11 @@ def test_the_band_holds_all_the_way():
     assert both.min() < 0.87 and both.max() > 1.13  # the band is no wider than it need be
 
 
-def test_a_zero_matrix_stays_zero_and_others_beside_it_do_not_care():
-    x = normal((3, 6, 10)).at[1].set(0)
-    found = polar_express(x)
-    np.testing.assert_array_equal(found[1], 0)
-    np.testing.assert_array_equal(found[0], polar_express(x[0]))
-    assert np.isfinite(np.asarray(found)).all()
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_becomes_nan_in_its_own_matrix_only(bad):
-    x = normal((2, 8, 12)).at[0, 3, 4].set(bad)
+def test_zero_stays_zero_and_what_is_not_finite_becomes_nan_in_its_own_matrix_only():
+    x = normal((4, 8, 12)).at[0, 3, 4].set(np.nan).at[1, 3, 4].set(np.inf).at[2].set(0)
     found = np.asarray(polar_express(x))
-    assert np.isnan(found[0]).any() and np.isfinite(found[1]).all()
+    assert np.isnan(found[0]).any() and np.isnan(found[1]).any() and (found[2] == 0).all()
+    np.testing.assert_array_equal(found[3], polar_express(x[3]))
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-4, 1e4, 1e18])
@@ -108,7 +97,7 @@ def test_the_scale_does_not_matter(size):
     assert relative_error(found, exact(np.asarray(x, np.float64) * size)) < FP32
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 40),
@@ -117,12 +106,12 @@ def test_the_scale_does_not_matter(size):
 )
 def test_drawn_shapes(rows, columns, batch, seed):
     x = normal((batch, rows, columns), seed=seed)
-    found = polar_express(x, dtype=jnp.float32)
-    true = exact(x)
-    assert relative_error(found, true) < FP32
+    in_fp32 = jax.jit(lambda x: polar_express(x, dtype=jnp.float32))
+    found = in_fp32(x)
+    assert relative_error(found, exact(x)) < FP32
     # A transposed matrix has the transposed factor.
     np.testing.assert_allclose(
-        polar_express(jnp.swapaxes(x, -1, -2), dtype=jnp.float32),
+        in_fp32(jnp.swapaxes(x, -1, -2)),
         jnp.swapaxes(found, -1, -2),
         atol=1e-4,
     )
@@ -138,15 +127,6 @@ def test_works_under_vmap_and_on_two_devices():
     found = jax.jit(lambda x: polar_express(x, dtype=jnp.float32))(split)
     assert found.sharding.is_equivalent_to(split.sharding, 3)
     np.testing.assert_allclose(found, exact(x), atol=FP32)
-
-
-def test_the_name_of_fp32_selects_true_fp32():
-    x = jnp.ones((3, 4))
-    traces = [
-        str(jax.make_jaxpr(lambda x, dtype=dtype: polar_express(x, dtype=dtype))(x))
-        for dtype in ("float32", jnp.float32)
-    ]
-    assert traces[0] == traces[1] and "HIGHEST" in traces[0]
 
 
 def test_errors():

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from gptjax.optim import SCHEDULES, schedule
 
@@ -30,33 +28,11 @@ def wanted(name: str, step: int) -> float:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step(name):
     of = schedule(name, peak=PEAK, warmup_steps=WARMUP, total_steps=TOTAL, final_fraction=FINAL)
-    for step in range(TOTAL + 20):
-        np.testing.assert_allclose(
-            of(step), wanted(name, step), rtol=1e-5, atol=1e-10, err_msg=f"step {step}"
-        )
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_reaches_the_floor_exactly_and_stays(name):
-    of = schedule(name, peak=1.0, warmup_steps=3, total_steps=50, final_fraction=0.0)
-    assert float(of(50)) == pytest.approx(0.0, abs=1e-7) and float(of(1000)) == pytest.approx(
-        0.0, abs=1e-7
-    )
-
-
-@given(
-    name=st.sampled_from(SCHEDULES),
-    warmup=st.integers(0, 40),
-    total=st.integers(1, 100),
-    step=st.integers(0, 200),
-    final=st.floats(0, 1),
-)
-def test_stays_between_zero_and_the_peak(name, warmup, total, step, final):
-    assume(name != "wsd" or warmup <= 0.8 * total)
-    lr = float(
-        schedule(name, peak=2.0, warmup_steps=warmup, total_steps=total, final_fraction=final)(step)
-    )
-    assert math.isfinite(lr) and -1e-6 <= lr <= 2.0 + 1e-6
+    steps = np.arange(TOTAL + 20)
+    np.testing.assert_allclose(of(steps), [wanted(name, n) for n in steps], rtol=1e-5, atol=1e-10)
+    zero = schedule(name, peak=1.0, warmup_steps=3, total_steps=50)
+    end = pytest.approx(1.0 if name == "constant" else 0.0, abs=1e-7)
+    assert float(zero(50)) == end and float(zero(1000)) == end
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
@@ -91,11 +67,6 @@ def test_a_cooldown_that_begins_during_the_warm_up_is_refused(name, steps):
     assert float(trial(9)) == pytest.approx(0.1)
 
 
-def test_unknown_name_lists_the_choices():
-    with pytest.raises(ValueError, match=r"unknown schedule 'cos'.*cosine.*linear.*constant.*wsd"):
-        schedule("cos", peak=1.0, warmup_steps=0, total_steps=1)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,10 +75,12 @@ def test_unknown_name_lists_the_choices():
         {"warmup_steps": -1},
         {"total_steps": -5},
         {"final_fraction": 50.0},
-    ]
-    + [{"final_fraction": -3.0}],
+        {"final_fraction": -3.0},
+    ],
 )
 def test_numbers_out_of_range_are_refused(options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"schedule: {name} must be .*, got {value}"):
         schedule("cosine", **{"peak": 1.0, "warmup_steps": 0, "total_steps": 10} | options)
+    with pytest.raises(ValueError, match=r"unknown schedule 'cos'.*cosine.*linear.*constant.*wsd"):
+        schedule("cos", peak=1.0, warmup_steps=0, total_steps=1)

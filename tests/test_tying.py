@@ -13,7 +13,7 @@ from flax import nnx
 from gptjax.models.base import graph, init_params, loss_fn
 from gptjax.models.speedrun import SpeedrunConfig, Stage
 from gptjax.optim import adamw, normuon_and_adamw, view, whole, with_mantissa
-from gptjax.optim.matrices import flatten
+from gptjax.optim.partition import flatten
 from gptjax.precision import Precision
 from gptjax.training.step import init_state, make_train_step
 from gptjax.training.tying import tie, tie_gradients

@@ -17,9 +17,7 @@ from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.llama3 import Llama3Config
 from gptjax.models.speedrun import SpeedrunConfig
-from gptjax.optim import OptimizerConfig
-from gptjax.optim.muon import MuonConfig
-from gptjax.optim.normuon import NorMuonConfig
+from gptjax.optim import MuonConfig, NorMuonConfig, OptimizerConfig
 from gptjax.precision import NAMES, Precision
 from gptjax.ranges import ranges
 from gptjax.stages import Stage

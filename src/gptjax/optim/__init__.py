@@ -1,12 +1,10 @@
 """Optimizers and learning-rate schedules as optax transformations, independent of any model."""
 
 from gptjax.optim.adamw import OptimizerConfig, adamw, add_cautious_decay, decay_mask
-from gptjax.optim.algorithms import ALGORITHMS, switch_algorithm
+from gptjax.optim.algorithms import ALGORITHMS, MuonConfig, switch_algorithm
 from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
-from gptjax.optim.matrices import Matrices
 from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
 from gptjax.optim.metrics import Metrics
-from gptjax.optim.muon import MuonConfig
 from gptjax.optim.normuon import (
     NorMuonConfig,
     distributed,
@@ -17,9 +15,8 @@ from gptjax.optim.normuon import (
     scale_by_matrix_shape,
     scale_by_nesterov,
     scale_by_neuron_norm,
-    scale_by_normuon,
 )
-from gptjax.optim.partition import Group, GroupError
+from gptjax.optim.partition import Group, GroupError, Matrices
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, Scheduled, schedule
 
@@ -49,7 +46,6 @@ __all__ = [
     "scale_by_matrix_shape",
     "scale_by_nesterov",
     "scale_by_neuron_norm",
-    "scale_by_normuon",
     "schedule",
     "switch_algorithm",
     "view",

@@ -6,7 +6,7 @@ Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from gptjax.optim.low_precision import round_stochastically, with_mantissa
-from gptjax.optim.matrices import flatten
-from gptjax.optim.partition import Group
+from gptjax.optim.partition import Group, flatten
 from gptjax.optim.schedules import Scheduled, schedule
 from gptjax.ranges import (
     DecayRate,
@@ -46,33 +45,30 @@ def global_norm(tree: optax.Updates) -> jax.Array:
     )
 
 
-def clip_by_global_norm(largest: ArrayLike) -> optax.GradientTransformation:
-    """Scale gradients: g ← g · min(1, largest/‖g‖), where ‖g‖ is the global norm.
+def clip_by_global_norm(clip_norm: ArrayLike | None) -> optax.GradientTransformation:
+    """Scale gradients: g ← g · min(1, clip_norm/‖g‖), where ‖g‖ is the global norm.
 
     optax's version divides every element by the norm. A multiplication by one factor is fused into
     the kernels of both moments, so that no clipped gradient is stored. The norm is the same
     expression as the metric, so that XLA computes the norm once.
-    """
 
-    def update(updates, state, params=None):
-        del params
-        factor = jnp.minimum(1.0, largest / global_norm(updates))
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def clip_or_identity(clip_norm: ArrayLike | None) -> optax.GradientTransformation:
-    """Return `clip_by_global_norm`, or the identity for None.
+    Args:
+        clip_norm: above 0; None for no clipping.
 
     Raises:
         ValueError: clip_norm is not positive.
     """
-    if clip_norm is None:
-        return optax.identity()
     if isinstance(clip_norm, (int, float)) and not clip_norm > 0:
         raise ValueError(f"clip_norm must be above 0, or None for no clipping, got {clip_norm}")
-    return clip_by_global_norm(clip_norm)
+
+    def update(updates, state, params=None):
+        del params
+        if clip_norm is None:
+            return updates, state
+        factor = jnp.minimum(1.0, clip_norm / global_norm(updates))
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def decay_mask(params: optax.Params) -> optax.Params:
@@ -138,10 +134,6 @@ def scale_by_adam(
     return optax.GradientTransformation(init, update)
 
 
-class CautiousDecayState(NamedTuple):
-    count: jax.Array
-
-
 def add_cautious_decay(
     weight_decay: optax.ScalarOrSchedule,
     *,
@@ -177,12 +169,11 @@ def add_cautious_decay(
             scaled = decay * factor(path) if factor else decay
             same_sign = leaves[i] * p >= 0 if at_zero else leaves[i] * p > 0
             leaves[i] = leaves[i] + jnp.where(same_sign, scaled * p, 0.0)
-        return jax.tree.unflatten(tree, leaves), CautiousDecayState(
-            optax.safe_increment(state.count)
-        )
+        state = optax.ScaleByScheduleState(optax.safe_increment(state.count))
+        return jax.tree.unflatten(tree, leaves), state
 
     return optax.GradientTransformation(
-        lambda params: CautiousDecayState(jnp.zeros((), jnp.int32)), update
+        lambda params: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update
     )
 
 
@@ -210,9 +201,9 @@ def adam_with_decay(
     check_range("adamw", below=1 - 2**-25, b1=b1, b2=b2)
     if decay_form not in ("lr", "lr_squared"):
         raise ValueError(f"unknown decay_form {decay_form!r}; choose one of ['lr', 'lr_squared']")
-    decay = weight_decay
+    decay, rate = weight_decay, learning_rate
     if decay_form == "lr_squared":
-        decay = _product(weight_decay, learning_rate)
+        decay = (lambda n: weight_decay * rate(n)) if callable(rate) else weight_decay * rate
     if cautious_decay:
         # An embedding whose token did not occur keeps its value.
         add_decay = add_cautious_decay(decay, at_zero=False)
@@ -224,11 +215,6 @@ def adam_with_decay(
         add_decay,
         optax.scale_by_learning_rate(learning_rate),
     )
-
-
-def _product(x: ArrayLike, rate: Any) -> Any:
-    """Return x · rate; rate is a number or a schedule."""
-    return (lambda n: x * rate(n)) if callable(rate) else x * rate
 
 
 def adamw(
@@ -266,12 +252,19 @@ def adamw(
         >>> updates, opt_state = tx.update(grads, opt_state, params)
         >>> params = optax.apply_updates(params, updates)
     """
-    betas = {"b1": b1, "b2": b2}
-    decay = {"weight_decay": weight_decay, "decay_form": decay_form}
-    decay |= {"cautious_decay": cautious_decay, "mask": decay_mask}
-    dtypes = {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}
-    adam = adam_with_decay(learning_rate, **betas, eps=eps, **decay, **dtypes)
-    return Scheduled.of(optax.chain(clip_or_identity(clip_norm), adam), learning_rate)
+    adam = adam_with_decay(
+        learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decay_form=decay_form,
+        cautious_decay=cautious_decay,
+        mask=decay_mask,
+        mu_dtype=mu_dtype,
+        nu_dtype=nu_dtype,
+    )
+    return Scheduled.of(optax.chain(clip_by_global_norm(clip_norm), adam), learning_rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,7 +379,7 @@ class OptimizerConfig:
         def is_matrix(path: str) -> bool:
             return any(re.fullmatch(rule, path) for rule in rules)
 
-        return with_mantissa(tx, rounding="nearest", select=is_matrix)
+        return with_mantissa(tx, select=is_matrix)
 
     def why_not(self, groups: Sequence[Group]) -> str | None:
         """Return None if the optimizer can train a model with these groups, else the reason why

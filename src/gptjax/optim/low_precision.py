@@ -1,19 +1,15 @@
 """Training of bf16 parameters, with low-order bits in the optimizer's state or with stochastic
 rounding.
 
-A bf16 number is the upper half of an fp32 number. `with_mantissa` stores the lower half as uint16
-in the optimizer's state: an update uses all 32 bits, and the model reads the upper 16. Both halves
-together are the fp32 master copy, at half the bytes of a separate copy. The upper half is
-truncated, as in modded-nanogpt's record, or rounded to nearest. Truncation reduces the magnitude of
-the weights that the model reads, by 0.27 % on average. Rounding to nearest is the conversion to
-bf16: the model reads the same weights as from an fp32 parameter that it converts.
+`with_mantissa` stores an fp32 parameter as its bf16 view, which the model reads, and as the lower
+16 bits in the optimizer's state. Both together are the fp32 master copy, at half the bytes of a
+separate copy. The view is rounded to nearest: the model reads the same weights as from an fp32
+parameter that it converts.
 
 `with_stochastic_rounding`, as in llm.c, stores nothing. Each updated parameter is rounded at random
 to one of its two bf16 neighbours, with an exact expected value.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,44 +18,33 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float, Integer, PyTree, UInt16, UInt32
 
-from gptjax.optim.matrices import flatten
+from gptjax.optim.partition import flatten
 
 
-@functools.partial(jax.jit, static_argnames="rounding")
-def split(
-    x: Float[Array, "*S"], *, rounding: str = "truncate"
-) -> tuple[BFloat16[Array, "*S"], UInt16[Array, "*S"]]:
+@jax.jit
+def split(x: Float[Array, "*S"]) -> tuple[BFloat16[Array, "*S"], UInt16[Array, "*S"]]:
     """Return the bf16 view of an fp32 array, and the low halves; `join` is the inverse.
 
-    Args:
-        rounding: "truncate", or "nearest" with ties to even, as in `x.astype(jnp.bfloat16)`. Two
-            ties round to one view, and 16 bits cannot distinguish them: with "nearest", a tie that
-            rounds towards zero becomes the next smaller fp32 number. These are 1 of 2¹⁷ numbers.
-            A NaN becomes the NaN 0x7FC00000, with its sign.
-
-    Raises:
-        ValueError: another `rounding`.
+    The view is rounded to nearest with ties to even, as in `x.astype(jnp.bfloat16)`. Two ties round
+    to one view, and 16 bits cannot distinguish them: a tie that rounds towards zero becomes the
+    next smaller fp32 number. These are 1 of 2¹⁷ numbers. A NaN becomes the NaN 0x7FC00000, with its
+    sign.
     """
     bits = _without_payload(jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32))
-    half = _half(rounding)
-    if half:
-        # A tie with an even upper half rounds down: make it less than a tie.
-        bits = bits - ((bits & 0x1FFFF) == half).astype(jnp.uint32)
-    high = (bits + jnp.uint32(half)) >> 16
+    # A tie with an even upper half rounds down: make it less than a tie.
+    bits = bits - ((bits & 0x1FFFF) == 0x8000).astype(jnp.uint32)
+    high = (bits + jnp.uint32(0x8000)) >> 16
     view = jax.lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
     return view, bits.astype(jnp.uint16)
 
 
-@functools.partial(jax.jit, static_argnames="rounding")
-def join(
-    view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"], *, rounding: str = "truncate"
-) -> Float[Array, "*S"]:
+@jax.jit
+def join(view: BFloat16[Array, "*S"], low: UInt16[Array, "*S"]) -> Float[Array, "*S"]:
     """Return the fp32 array that `split` received, bit for bit except for its ties and NaN."""
     high = jax.lax.bitcast_convert_type(view, jnp.uint16).astype(jnp.uint32) << 16
     low = low.astype(jnp.uint32)
-    if _half(rounding):
-        # `split` rounds up where the low half's highest bit is set.
-        high = high - (low & 0x8000)
+    # `split` rounds up where the low half's highest bit is set.
+    high = high - (low & 0x8000)
     return jax.lax.bitcast_convert_type(high | low, jnp.float32)
 
 
@@ -73,13 +58,6 @@ def _without_payload(bits: UInt32[Array, "*S"]) -> UInt32[Array, "*S"]:
     return jnp.where(is_nan, (bits & jnp.uint32(0x80000000)) | 0x7FC00000, bits)
 
 
-def _half(rounding: str) -> int:
-    """Return the rounding offset that is added before the truncation."""
-    if rounding not in ("truncate", "nearest"):
-        raise ValueError(f"unknown rounding {rounding!r}; choose one of ['truncate', 'nearest']")
-    return 0x8000 if rounding == "nearest" else 0
-
-
 class InFP32(NamedTuple):
     """Empty node in place of a low half.
 
@@ -87,30 +65,21 @@ class InFP32(NamedTuple):
     """
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["low", "inner"], meta_fields=["rounding"]
-)
-@dataclasses.dataclass(frozen=True)
-class MantissaState:
+class MantissaState(NamedTuple):
     """State of `with_mantissa`.
 
     Attributes:
         low: low halves of the parameters, uint16 of the same shapes; `InFP32` for a parameter that
             is stored in fp32.
         inner: state of the optimizer.
-        rounding: rounding of the views, see `split`.
     """
 
     low: PyTree
     inner: optax.OptState
-    rounding: str = "truncate"
 
 
 def with_mantissa(
-    tx: optax.GradientTransformation,
-    *,
-    rounding: str = "truncate",
-    select: Callable[[str], bool] = lambda path: True,
+    tx: optax.GradientTransformation, *, select: Callable[[str], bool] = lambda path: True
 ) -> optax.GradientTransformation:
     """Run an optimizer on fp32 parameters whose bf16 views the caller holds.
 
@@ -119,29 +88,26 @@ def with_mantissa(
     fp32 to the optimizer, and returns updates with which `apply_updates` computes the new views.
 
     Args:
-        rounding: rounding of the views, see `split`.
         select: function of a path such as "blocks.0.attn.c_attn.kernel". The caller holds a
             parameter for which it returns False in fp32.
 
     Raises:
-        ValueError: another `rounding`; parameters are neither fp32 nor bf16; `update` is called
-            without parameters, or with selected parameters that are not bf16.
+        ValueError: parameters are neither fp32 nor bf16; `update` is called without parameters, or
+            with selected parameters that are not bf16.
     """
-    _half(rounding)
 
     def init(params):
         names, leaves, structure = flatten(params)
-        lows = []
-        for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
+        for name, p in zip(names, leaves, strict=True):
             if p.dtype not in (jnp.float32, jnp.bfloat16):
                 raise ValueError(
                     f"with_mantissa: expected float32 or bfloat16, got {p.dtype} in {name}"
                 )
-            leaves[i] = p.astype(jnp.float32)
-            is_split = select(name)
-            lows.append(split(leaves[i], rounding=rounding)[1] if is_split else InFP32())
+        leaves = [p.astype(jnp.float32) for p in leaves]
+        pairs = zip(names, leaves, strict=True)
+        lows = [split(p)[1] if select(name) else InFP32() for name, p in pairs]
         inner = tx.init(jax.tree.unflatten(structure, leaves))
-        return MantissaState(jax.tree.unflatten(structure, lows), inner, rounding)
+        return MantissaState(jax.tree.unflatten(structure, lows), inner)
 
     def update(updates, state, params=None, **extra):
         _check_bf16("with_mantissa", params, select)
@@ -153,7 +119,7 @@ def with_mantissa(
         def apply(low, p, w, u):
             if _is_in_fp32(low):
                 return u, low
-            new, low = split(w + u.astype(jnp.float32), rounding=rounding)
+            new, low = split(w + u.astype(jnp.float32))
             p = p.astype(jnp.float32)
             step = new.astype(jnp.float32) - p
             # Exact with one exception: a view that was rounded up to a power of two and crosses
@@ -166,19 +132,19 @@ def with_mantissa(
         pairs = [apply(*x) for x in zip(lows, *leaves, strict=True)]
         steps, lows = zip(*pairs, strict=True)
         steps = jax.tree.unflatten(jax.tree.structure(params), steps)
-        return steps, MantissaState(jax.tree.unflatten(structure, lows), inner, rounding)
+        return steps, MantissaState(jax.tree.unflatten(structure, lows), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def view(params: optax.Params, *, rounding: str = "truncate") -> optax.Params:
+def view(params: optax.Params) -> optax.Params:
     """Return the bf16 parameters to train on, from the parameters of `with_mantissa(…).init`."""
-    return jax.tree.map(lambda p: split(p.astype(jnp.float32), rounding=rounding)[0], params)
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
 
 
 def whole(params: optax.Params, state: MantissaState) -> optax.Params:
     """Return the fp32 parameters of bf16 views."""
-    return _map(lambda low, p: join(p, low, rounding=state.rounding), state, params)
+    return _map(lambda low, p: join(p, low), state, params)
 
 
 def stored(params: optax.Params, state: optax.OptState) -> optax.Params:
@@ -188,7 +154,7 @@ def stored(params: optax.Params, state: optax.OptState) -> optax.Params:
     """
     if not isinstance(state, MantissaState):
         return params
-    return _map(lambda _, p: split(p, rounding=state.rounding)[0], state, params)
+    return _map(lambda _, p: view(p), state, params)
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -209,8 +175,9 @@ def _map(f: Callable, state: MantissaState, params: optax.Params) -> optax.Param
 
 
 class StochasticRoundingState(NamedTuple):
-    key: jax.Array
-    """Key data, uint32 of shape (2,)."""
+    """State of `with_stochastic_rounding`: the seed of the next update, and the optimizer's."""
+
+    seed: Integer[Array, ""]
     inner: optax.OptState
 
 
@@ -223,28 +190,21 @@ def with_stochastic_rounding(
         ValueError: `update` is called without parameters, or with parameters that are not bf16.
     """
 
+    def as_fp32(params):
+        return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
     def init(params):
-        as_fp32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return StochasticRoundingState(jax.random.key_data(jax.random.key(seed)), tx.init(as_fp32))
+        return StochasticRoundingState(_hash(jnp.uint32(seed)), tx.init(as_fp32(params)))
 
     def update(updates, state, params=None, **extra):
         _check_bf16("with_stochastic_rounding", params)
-        as_fp32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        updates, inner = optax.with_extra_args_support(tx).update(
-            updates, state.inner, as_fp32, **extra
-        )
-        key, *keys = jax.random.split(
-            jax.random.wrap_key_data(state.key), 1 + len(leaves := jax.tree.leaves(as_fp32))
-        )
-
-        def step(p, u, key):
-            new = p + u.astype(jnp.float32)
-            rounded = _round(new, jax.random.bits(key, p.shape, jnp.uint16))
-            return rounded.astype(jnp.float32) - p
-
-        steps = [step(*x) for x in zip(leaves, jax.tree.leaves(updates), keys, strict=True)]
-        state = StochasticRoundingState(jax.random.key_data(key), inner)
-        return jax.tree.unflatten(jax.tree.structure(params), steps), state
+        old = as_fp32(params)
+        update = optax.with_extra_args_support(tx).update
+        updates, inner = update(updates, state.inner, old, **extra)
+        new = jax.tree.map(lambda p, u: p + u.astype(jnp.float32), old, updates)
+        rounded = as_fp32(round_stochastically(new, state.seed))
+        steps = jax.tree.map(jnp.subtract, rounded, old)
+        return steps, StochasticRoundingState(state.seed + 1, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

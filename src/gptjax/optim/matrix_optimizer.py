@@ -1,14 +1,16 @@
 """Common part of matrix optimizers: AdamW for all other parameters, and its options."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import optax
 
-from gptjax.optim.adamw import OptimizerConfig, adam_with_decay, clip_or_identity
-from gptjax.optim.partition import Group, assign, describe, group_of, paths_of
+from gptjax.optim.adamw import OptimizerConfig, adam_with_decay, clip_by_global_norm
+from gptjax.optim.partition import Group, assign, flatten, group_of
 from gptjax.optim.schedules import Scheduled
 from gptjax.ranges import (
     DecayRate,
@@ -25,23 +27,19 @@ def matrices_and_adamw(
     *,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float = 0.1,
-    decay_form: Literal["lr", "lr_squared"] = "lr",
-    cautious_decay: bool = False,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
     clip_norm: float | None = 1.0,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-    nu_dtype: jax.typing.DTypeLike | None = None,
     every: int = 1,
+    **adam: Any,
 ) -> optax.GradientTransformation:
     """Return clipping, then `matrix` for groups of matrices and AdamW for other groups.
 
     Args:
         groups: rules of `assign`, which `init` calls.
         matrix: transformation of the matrices, learning rate included.
-        learning_rate, weight_decay, decay_form, cautious_decay, b1, b2, eps, clip_norm, mu_dtype,
-            nu_dtype: see `adamw`.
+        learning_rate, weight_decay, b1, b2, eps, clip_norm, adam: see `adamw`.
         every: period of AdamW in updates. AdamW steps at the end of a period with the sum of the
             period's clipped gradients. With a period of 2, AdamW steps in the updates with indices
             1, 3, ….
@@ -61,40 +59,33 @@ def matrices_and_adamw(
             else by * learning_rate
         )
 
-    def adam(group):
-        own: dict[str, Any] = {
-            "b1": b1 if group.b1 is None else group.b1,
-            "b2": b2 if group.b2 is None else group.b2,
-        }
-        own |= {"weight_decay": weight_decay * group.weight_decay, "decay_form": decay_form}
-        own |= {"cautious_decay": cautious_decay, "eps": eps}
-        own |= {"mu_dtype": mu_dtype, "nu_dtype": nu_dtype}
-        return adam_with_decay(scaled(group.learning_rate), **own)
+    def adam_of(group):
+        betas = (b1 if group.b1 is None else group.b1), (b2 if group.b2 is None else group.b2)
+        decay = weight_decay * group.weight_decay
+        rate = scaled(group.learning_rate)
+        return adam_with_decay(rate, b1=betas[0], b2=betas[1], eps=eps, weight_decay=decay, **adam)
+
+    def label(group):
+        return "matrix" if group.matrices is not None else str(groups.index(group))
 
     def labels(params):
-        names = [
-            "matrix" if group.matrices is not None else str(groups.index(group))
-            for group in (group_of(groups, path) for path in paths_of(params))
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), names)
+        names, _, structure = flatten(params)
+        return jax.tree.unflatten(structure, [label(group_of(groups, name)) for name in names])
 
     def checked_labels(params):
-        assign(groups, paths_of(params))
-        names = labels(params)
-        return names if every == 1 else jax.tree.map(_matrix_or_rest, names)
+        assign(groups, flatten(params)[0])
+        if every == 1:
+            return labels(params)
+        return jax.tree.map(lambda x: x if x == "matrix" else "rest", labels(params))
 
-    rest = {str(i): adam(group) for i, group in enumerate(groups) if group.matrices is None}
+    rest = {label(group): adam_of(group) for group in groups if group.matrices is None}
     if every > 1:
         # AdamW computes in each update; only every N-th result is used. XLA removes MultiSteps'
         # conditional, whose predicate is constant. For another, the host would wait on a GPU.
         summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
         rest = {"rest": summed.gradient_transformation()}
     parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
-    return Scheduled.of(optax.chain(clip_or_identity(clip_norm), parts), learning_rate)
-
-
-def _matrix_or_rest(label: str) -> str:
-    return label if label == "matrix" else "rest"
+    return Scheduled.of(optax.chain(clip_by_global_norm(clip_norm), parts), learning_rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,42 +122,48 @@ class MatrixOptimizerConfig(OptimizerConfig):
         return super().schedules(total_steps) | {"matrix_learning_rate": matrix_rate}
 
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
+        paths, leaves, _ = flatten(params)
+        assigned, kinds = assign(self._groups(groups), paths), {}
+        for path, leaf in zip(paths, leaves, strict=True):
+            key = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, assigned[path]
+            kinds[key] = kinds.get(key, 0) + 1
         rows = [("parameter", "shape", "optimizer", "betas", "lr", "decay")]
-        for path, shape, kind, group in describe(self._with_betas(groups), params, self.name):
-            rate, decay, betas = self.matrix_learning_rate, self.matrix_weight_decay, ""
-            if group.matrices is None:
-                rate, decay = self.learning_rate, self.weight_decay
-                b1, b2 = self._betas_of(group.b1, group.b2)
-                betas = f"{b1:g}, {b2:g}"
-            rate, decay = _product(rate, group.learning_rate), _product(decay, group.weight_decay)
-            rows.append((path, shape, kind, betas, rate, decay))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        for (path, shape, group), count in kinds.items():
+            optimizer, betas = "adamw", f"{group.b1:g}, {group.b2:g}"
+            rate, decay = self.learning_rate, self.weight_decay
+            if group.matrices is not None:
+                *lead, n_in, n_out = group.matrices.shape(shape, path)
+                many = f"{n} matrices" if (n := math.prod(lead)) > 1 else "1 matrix"
+                optimizer, betas = f"{self.name}, {many} of {n_in} × {n_out}", ""
+                rate, decay = self.matrix_learning_rate, self.matrix_weight_decay
+            rows.append(
+                (
+                    path + (f" (of {count})" if count > 1 else ""),
+                    " × ".join(map(str, shape)),
+                    optimizer,
+                    betas,
+                    _product(rate, group.learning_rate),
+                    _product(decay, group.weight_decay),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
         return [*super().describe(params, groups), *lines]
 
-    @property
-    def _betas(self) -> dict[str | None, tuple[float | None, float | None]]:
-        """Values of b1 and b2 of each `Group.kind`."""
-        return {
-            "embedding": (self.embedding_b1, self.embedding_b2),
-            "vector": (self.vector_b1, self.vector_b2),
-        }
+    def _groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """Return the groups with b1 and b2: this config's for their kind, their own, or AdamW's."""
 
-    def _betas_of(self, b1: float | None, b2: float | None) -> tuple[float, float]:
-        """Return b1 and b2; AdamW's values in place of None."""
-        return self.b1 if b1 is None else b1, self.b2 if b2 is None else b2
+        def beta(group: Group, name: str) -> float:
+            values = getattr(self, f"{group.kind}_{name}", None), getattr(group, name)
+            return next((x for x in values if x is not None), getattr(self, name))
 
-    def _with_betas(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """Return the groups with this config's b1 and b2 for their kind."""
-        result = []
-        for group in groups:
-            b1, b2 = self._betas.get(group.kind, (None, None))
-            b1, b2 = group.b1 if b1 is None else b1, group.b2 if b2 is None else b2
-            result.append(dataclasses.replace(group, b1=b1, b2=b2))
-        return tuple(result)
+        return tuple(
+            dataclasses.replace(group, b1=beta(group, "b1"), b2=beta(group, "b2"))
+            for group in groups
+        )
 
     def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
         return super()._adamw_options(schedules) | {"every": self.adam_every}

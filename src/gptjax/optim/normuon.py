@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -35,9 +35,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from gptjax.optim.adamw import add_cautious_decay
-from gptjax.optim.matrices import Layout, flatten, one_matrix
 from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
-from gptjax.optim.partition import Group, group_of
+from gptjax.optim.partition import Group, Layout, flatten, group_of, one_matrix
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.ranges import DecayRate, NonNegativeFloat, NonNegativeInt, check_range
 
@@ -180,18 +179,12 @@ def scale_by_neuron_norm(
     """Divide each neuron's update by its running root mean square, keeping each matrix's norm."""
     check_range("normuon", below=1, b2=b2)
 
-    def reduced(path, x):
-        inputs, outputs = layout(path).axes
-        return inputs if x.shape[outputs] >= x.shape[inputs] else outputs
-
     def init(params):
         paths, leaves, tree = flatten(params)
         moments = []
         for path, leaf in zip(paths, leaves, strict=True):
-            x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaf)
-            shape = list(x.shape)
-            shape[reduced(path, x)] = 1
-            moments.append(jnp.zeros(shape, jnp.float32))
+            *lead, i, o = layout(path).shape(leaf.shape, path)
+            moments.append(jnp.zeros((*lead, *((1, o) if o >= i else (i, 1))), jnp.float32))
         return NeuronNormState(jax.tree.unflatten(tree, moments))
 
     def update(updates, state, params=None):
@@ -200,10 +193,8 @@ def scale_by_neuron_norm(
         leaves = [leaf.astype(jnp.float32) for leaf in leaves]
         moments = jax.tree.leaves(state.variance)
         # Use the batches of `orthogonalize`: a few kernels instead of several for each parameter.
-        for indices, shapes, v_NIO in _batches(
-            paths, leaves, layout, key=lambda path: layout(path).axes
-        ):
-            axis = reduced(paths[indices[0]], v_NIO)
+        for indices, shapes, v_NIO in _batches(paths, leaves, layout):
+            axis = -2 if v_NIO.shape[-1] >= v_NIO.shape[-2] else -1
             # Without the barrier XLA computes the sums below from v, and reads v twice.
             squares = jax.lax.optimization_barrier(jnp.square(v_NIO).mean(axis, keepdims=True))
             old = jnp.concatenate([moments[i].reshape(-1, *moments[i].shape[-2:]) for i in indices])
@@ -233,32 +224,13 @@ def scale_by_matrix_shape(
         del params
         paths, leaves, tree = flatten(updates)
         for i, path in enumerate(paths):
-            x = jax.eval_shape(lambda leaf, path=path: layout(path).unpacked(leaf, path), leaves[i])
-            inputs, outputs = (x.shape[axis] for axis in layout(path).axes)
+            *_, inputs, outputs = layout(path).shape(leaves[i].shape, path)
             leaves[i] = leaves[i] * (
                 math.sqrt(max(1.0, outputs / max(inputs, 1))) * (factor(path) if factor else 1.0)
             )
         return jax.tree.unflatten(tree, leaves), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def scale_by_normuon(
-    momentum: optax.ScalarOrSchedule = 0.95,
-    b2: float = 0.95,
-    *,
-    method: Callable = polar_express,
-    layout: Layout = one_matrix,
-) -> optax.GradientTransformation:
-    """Chain the parts of NorMuon's direction.
-
-    These are `scale_by_nesterov`, `orthogonalize` and `scale_by_neuron_norm`.
-    """
-    return optax.chain(
-        scale_by_nesterov(momentum),
-        orthogonalize(method, layout=layout),
-        scale_by_neuron_norm(b2, layout=layout),
-    )
 
 
 def normuon(
@@ -296,7 +268,11 @@ def normuon(
     """
     check_range("normuon", learning_rate=learning_rate, weight_decay=weight_decay)
     return optax.chain(
-        scale_by_normuon(momentum, b2, method=method, layout=layout),
+        optax.chain(
+            scale_by_nesterov(momentum),
+            orthogonalize(method, layout=layout),
+            scale_by_neuron_norm(b2, layout=layout),
+        ),
         add_cautious_decay(weight_decay, factor=decay_factor),
         scale_by_matrix_shape(layout=layout, factor=factor),
         optax.scale_by_learning_rate(learning_rate),
@@ -307,11 +283,10 @@ def normuon_and_adamw(
     groups: Sequence[Group],
     *,
     matrix_learning_rate: optax.ScalarOrSchedule,
-    learning_rate: optax.ScalarOrSchedule,
     matrix_weight_decay: optax.ScalarOrSchedule = 0.0,
     momentum: optax.ScalarOrSchedule = 0.95,
     neuron_b2: float = 0.95,
-    method=polar_express,
+    method: Callable = polar_express,
     **adamw: Any,
 ) -> optax.GradientTransformation:
     """Return clipping, then NorMuon for groups of matrices and AdamW for other groups.
@@ -320,7 +295,7 @@ def normuon_and_adamw(
         groups: rules of `assign`, which `init` calls.
         matrix_learning_rate, matrix_weight_decay, momentum, neuron_b2, method: see `normuon`;
             neuron_b2 is its b2.
-        learning_rate, adamw: see `matrices_and_adamw`.
+        adamw: see `matrices_and_adamw`, which needs the learning rate.
 
     Raises:
         GroupError: at `init`, as in `assign`.
@@ -337,7 +312,7 @@ def normuon_and_adamw(
         factor=lambda path: of(path).learning_rate,
         decay_factor=lambda path: of(path).weight_decay,
     )
-    return matrices_and_adamw(groups, matrix, learning_rate=learning_rate, **adamw)
+    return matrices_and_adamw(groups, matrix, **adamw)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +362,7 @@ class NorMuonConfig(MatrixOptimizerConfig):
     ) -> optax.GradientTransformation:
         schedules = schedules or self.schedules(total_steps)
         return normuon_and_adamw(
-            self._with_betas(groups),
+            self._groups(groups),
             matrix_learning_rate=schedules["matrix_learning_rate"],
             matrix_weight_decay=schedules["matrix_weight_decay"],
             momentum=schedules["momentum"],
@@ -398,26 +373,17 @@ class NorMuonConfig(MatrixOptimizerConfig):
 
 
 def _batches(
-    paths: list[str],
-    leaves: list[jax.Array],
-    layout: Layout,
-    *,
-    key: Callable[[str], Hashable] = lambda path: None,
+    paths: list[str], leaves: list[jax.Array], layout: Layout
 ) -> Iterator[tuple[list[int], list[tuple[int, ...]], jax.Array]]:
-    """Yield a batch for each shape of matrices, except empty ones.
-
-    A batch consists of indices of leaves, their unpacked shapes, and the matrices.
-
-    Args:
-        key: function of a path; leaves with different values are in different batches.
-    """
+    """Yield a batch for each shape of matrices, except empty ones: the indices of the leaves, their
+    unpacked shapes, and the matrices."""
     by_shape: dict[tuple, list[tuple[int, jax.Array]]] = {}
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         matrices = layout(path).unpacked(leaf, path)
         if matrices.size == 0:
             continue
-        by_shape.setdefault((matrices.shape[-2:], key(path)), []).append((i, matrices))
-    for (shape, _), members in by_shape.items():
+        by_shape.setdefault(matrices.shape[-2:], []).append((i, matrices))
+    for shape, members in by_shape.items():
         batch = jnp.concatenate([matrices.reshape(-1, *shape) for _, matrices in members])
         yield [i for i, _ in members], [matrices.shape for _, matrices in members], batch
 

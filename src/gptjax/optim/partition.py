@@ -1,25 +1,152 @@
-"""Partition of a model's parameters into groups, by rules on their paths.
+"""Partition of a model's parameters into groups, by rules on their paths, and the layout of the
+matrices in a parameter.
 
 A path in the tree of parameters is a string such as "blocks.0.attn.c_attn.kernel". A rule is a
 regular expression that matches the whole path. Each parameter must match exactly one rule.
+
+A parameter of two axes holds one matrix of shape (inputs, outputs), like Flax's `kernel`, or
+several matrices concatenated along the outputs. With more axes, `Matrices` must name the axes of
+inputs and of outputs.
 """
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from gptjax.optim.matrices import Matrices, flatten
 from gptjax.ranges import check_range
 
 Kind = Literal["embedding", "vector"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Layout of the matrices in a parameter.
+
+    Attributes:
+        packed: number of matrices concatenated along the outputs (3 for q|k|v).
+        outputs_first: True for two axes (outputs, inputs), as in PyTorch: the same as inputs=(1,),
+            outputs=(0,).
+        inputs, outputs: axes of inputs and of outputs, for a parameter of any number of axes.
+            Several axes are merged in the given order. Each remaining axis holds separate matrices.
+
+    Example:
+        >>> # Flax's attention, query kernel (C, H, D): one C × H·D matrix
+        >>> Matrices(inputs=(0,), outputs=(1, 2))
+        >>> # Flax's attention, out kernel (H, D, C): one H·D × C matrix
+        >>> Matrices(inputs=(0, 1), outputs=(2,))
+        >>> # convolution (kh, kw, in, out): one kh·kw·in × out matrix
+        >>> Matrices(inputs=(0, 1, 2), outputs=(3,))
+        >>> # stacked layers (L, in, out): L matrices
+        >>> Matrices(inputs=(1,), outputs=(2,))
+
+    Raises:
+        ValueError: packed below 1; only one of inputs and outputs; an axis named twice;
+            outputs_first with named axes.
+    """
+
+    packed: int = 1
+    outputs_first: bool = False
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name in ("inputs", "outputs"):  # hashable, also if given as lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        named = (*self.inputs, *self.outputs)
+        if self.packed < 1:
+            raise ValueError(f"Matrices: packed must be at least 1, got {self.packed}")
+        if bool(self.inputs) != bool(self.outputs) or len(set(named)) != len(named):
+            raise ValueError(
+                "Matrices: expected inputs and outputs to name different axes, such as "
+                "inputs=(0,), outputs=(1, 2), "
+                f"got inputs={self.inputs}, outputs={self.outputs}"
+            )
+        if self.outputs_first and named:
+            raise ValueError("Matrices: leave out outputs_first where inputs and outputs are named")
+
+    def shape(self, shape: tuple[int, ...], path: str = "") -> tuple[int, ...]:
+        """Return the shape (…, packed, I, O) of the matrices in a parameter of this shape.
+
+        Raises:
+            ValueError: the shape has fewer than two axes; it has more axes and the layout does not
+                name them; an axis is out of range; the number of outputs is not a multiple of
+                `packed`.
+        """
+        batch, inputs, outputs = self._axes(shape, path)
+        n_in, n_out = (math.prod(shape[axis] for axis in axes) for axes in (inputs, outputs))
+        if n_out % self.packed:
+            raise ValueError(
+                f"{path or 'a parameter'} of shape {shape} does not hold {self.packed} matrices "
+                f"side by side: {n_out} outputs are not a multiple of {self.packed}; assign "
+                "the parameter to another optimizer"
+            )
+        return (*(shape[axis] for axis in batch), self.packed, n_in, n_out // self.packed)
+
+    def unpacked(self, x: jax.Array, path: str = "") -> jax.Array:
+        """Return the matrices, an array of `shape(x.shape)`."""
+        *lead, packed, n_in, n_out = self.shape(x.shape, path)
+        x = jnp.transpose(x, sum(self._axes(x.shape), ()))
+        return jnp.moveaxis(x.reshape(*lead, n_in, packed, n_out), -2, -3)
+
+    def together(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the parameter of this shape from its matrices: the inverse of `unpacked`."""
+        order = sum(self._axes(shape), ())
+        x = jnp.moveaxis(x, -3, -2).reshape(tuple(shape[axis] for axis in order))
+        return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
+
+    def _axes(self, shape: tuple[int, ...], path: str = "") -> tuple[tuple[int, ...], ...]:
+        """Return a parameter's remaining axes, its axes of inputs, and its axes of outputs."""
+        n, name = len(shape), path or "a parameter"
+        if n < 2:
+            raise ValueError(
+                f"{name} of shape {shape} does not hold a matrix; assign the parameter to another "
+                "optimizer"
+            )
+        if not self.inputs:
+            if n > 2:
+                raise ValueError(
+                    f"{name} of shape {shape} is ambiguous: NorMuon must know which of its {n} "
+                    "axes are inputs and which are outputs. Name the axes, such as "
+                    "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
+                    "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
+                )
+            return ((), (1,), (0,)) if self.outputs_first else ((), (0,), (1,))
+        named = tuple(axis + n if axis < 0 else axis for axis in (*self.inputs, *self.outputs))
+        if not set(named) <= set(range(n)) or len(set(named)) != len(named):
+            raise ValueError(
+                f"{name} of shape {shape}: inputs={self.inputs} and outputs={self.outputs} do not "
+                "name different axes of it"
+            )
+        batch, k = tuple(axis for axis in range(n) if axis not in named), len(self.inputs)
+        return batch, named[:k], named[k:]
+
+
+Layout = Callable[[str], Matrices]
+
+
+def one_matrix(path: str) -> Matrices:
+    """Return the layout of a parameter that is one Flax kernel of two axes."""
+    return Matrices()
+
+
+def flatten(tree) -> tuple[list[str], list, jax.tree_util.PyTreeDef]:
+    """Return the leaves' paths, such as "blocks.0.attn.c_attn.kernel", the leaves, the structure.
+
+    The last key of a leaf inside a Flax variable, `.value`, is left out. `nnx.Optimizer` calls
+    `init` with variables and `update` with their arrays, and both must have the same path.
+    """
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    value = jax.tree_util.GetAttrKey("value")
+    paths = [path[:-1] if path[-1:] == (value,) else path for path, _ in with_paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    return names, [leaf for _, leaf in with_paths], structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,52 +210,7 @@ def assign(groups: Sequence[Group], paths: Sequence[str]) -> dict[str, Group]:
     return {path: matching[0] for path, matching in matches.items()}
 
 
-def describe(
-    groups: Sequence[Group], params: optax.Params, optimizer: str
-) -> list[tuple[str, str, str, Group]]:
-    """Return a row for each kind of parameter.
-
-    The columns are the path (with * for numbers) and the number of such parameters, the shape, the
-    optimizer, and the group.
-
-    Args:
-        params: arrays, or `jax.ShapeDtypeStruct`s.
-        optimizer: name of the matrix optimizer; other parameters use adamw.
-
-    Raises:
-        GroupError: as in `assign`.
-    """
-    assigned = assign(groups, paths := paths_of(params))
-    kinds: dict[tuple, int] = {}
-    for path, leaf in zip(paths, jax.tree.leaves(params), strict=True):
-        key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, assigned[path])
-        kinds[key] = kinds.get(key, 0) + 1
-    rows = []
-    for (path, shape, group), count in kinds.items():
-        matrices = group.matrices
-        kind = "adamw" if matrices is None else f"{optimizer}{_in_words(matrices, path, shape)}"
-        size = " × ".join(map(str, shape))
-        rows.append((path + (f" (of {count})" if count > 1 else ""), size, kind, group))
-    return rows
-
-
-def _in_words(matrices: Matrices, path: str, shape: tuple[int, ...]) -> str:
-    """Describe the number of matrices if above 1, and the size if the layout names the axes."""
-    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    unpacked = jax.eval_shape(lambda x: matrices.unpacked(x, path), leaf).shape
-    count = math.prod(unpacked[:-2])
-    words = f"{count} matri{'x' if count == 1 else 'ces'}"
-    if matrices.inputs:
-        return f", {words} of {unpacked[-2]} × {unpacked[-1]}"
-    return f", {words}" if count > 1 else ""
-
-
 @functools.cache
 def group_of(groups: tuple[Group, ...], path: str) -> Group:
     """Return the group of a path, for groups and paths that `assign` has checked."""
     return next(group for group in groups if re.fullmatch(group.paths, path))
-
-
-def paths_of(params: optax.Params) -> list[str]:
-    """Return the path of each leaf, without the `.value` of a Flax variable."""
-    return flatten(params)[0]

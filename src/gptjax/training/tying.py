@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from gptjax.optim.matrices import flatten
+from gptjax.optim.partition import flatten
 
 Pairs = Sequence[tuple[str, str]]
 

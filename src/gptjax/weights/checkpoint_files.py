@@ -9,7 +9,6 @@ The digest of a file is the SHA-256 of the SHA-256 digests of its pieces of 16 M
 read and hashed in parallel.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -157,7 +156,7 @@ def read_params(folder: Path, like: Mapping) -> dict:
     compare(folder, saved, tree, needs="its config")
     by_path = leaves_by_path(restore(folder, tree))
     params = {key: by_path[_dotted(PARAMS, *key)] for key in keys}
-    params |= {key: _join(params[key], by_path[_dotted(*LOW, *key)]) for key in halves}
+    params |= {key: low_precision.join(params[key], by_path[_dotted(*LOW, *key)]) for key in halves}
     return traverse_util.unflatten_dict(params)
 
 
@@ -173,10 +172,6 @@ def _as(dtype: Any, x: jax.ShapeDtypeStruct, changes: bool = True) -> jax.ShapeD
 
 def _dotted(*key: str | int) -> str:
     return ".".join(map(str, key))
-
-
-# The rounding of `OptimizerConfig.with_storage`.
-_join = functools.partial(low_precision.join, rounding="nearest")
 
 
 def params_like(meta: dict[str, Any]) -> dict:
