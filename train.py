@@ -44,6 +44,7 @@ from gptjax.training.start_up_time import StartUpTime
 from gptjax.training.status_line import PipeConsole, elapsed, fitted
 from gptjax.training.step import init_state
 from gptjax.user_folders import cache_folder
+from gptjax.weights import checkpoint_files
 
 
 def train(config: Config, console: Console, given: frozenset[str] = frozenset()) -> int:
@@ -77,12 +78,11 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
     inputs = Inputs.find(config, parallel.mesh, resumed=start.step is not None)
     devices.reserve_memory(used)  # after the checks of the data
     evaluations = Evaluations(config, inputs.dataset.tokenizer, parallel)
-    if first and (no_locks := stack.enter_context(locked(config.run_dir))):
-        say("WARNING", no_locks)
+    warn = functools.partial(say, "WARNING")
+    stack.enter_context(locked(config.run_dir, warn))
     if source:
         init_from.check_tokenizer(source, inputs.dataset)
     processes = distributed.check_inputs(used, inputs.dataset)
-    distributed.check_folder(config.run_dir)
     start.check(config, inputs.dataset)
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
@@ -127,11 +127,10 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
     batches, val_batches = Batches(inputs, step), inputs.val_batches()
     stack.callback(batches.close)
     val_weights = inputs.val_weights(val_batches)
-    warn = functools.partial(say, "WARNING")
     resume_step = -1 if start.step is None else step
     log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
     stack.callback(log.close)
-    stop = distributed.SharedStop(stack.enter_context(StopRequest()), parallel.mesh)
+    stop = stack.enter_context(StopRequest(parallel.mesh))
     progress = Progress(config, log, console, step=step, devices=used, stop=stop)
     progress.started(kernels, start.changes(config), source)
     start_up.mark("loader and log")
@@ -161,7 +160,7 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
 
     # ------------------------------------------------------------------------------------- the loop
     train_step, eval_step = steps.at(step)
-    with errors.of_training(progress, checkpoints, steps, device), progress:
+    with errors.of_training(progress, checkpoints), progress:
         if config.val_every and start.step is None:
             validate()
             start_up.mark("validation")
@@ -199,7 +198,7 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
 
     # -------------------------------------------------------------------------------------- results
     checkpoints.close()
-    checkpoints.check_readable(step, abstract_state.params)
+    checkpoint_files.verify(checkpoints.folder / str(step))
     say("checkpoint", f"{checkpoints.folder}/{step}")
     say("log", log.path)
     if step and first:

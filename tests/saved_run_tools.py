@@ -10,6 +10,7 @@ from gptjax.config import Config, to_json
 from gptjax.models.base import abstract_params
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.checkpoint import Checkpoints
+from gptjax.weights import checkpoint_files
 
 # Eleven blocks: sorting block names as strings would change the order.
 MODEL = GPT2Config(
@@ -40,3 +41,9 @@ def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None
     checkpoints.wait()
     checkpoints.close()
     return run
+
+
+def restored(folder, step, like):
+    """Return the state of a verified checkpoint, as a resumed run does."""
+    arrays = checkpoint_files.verify(folder / str(step))["arrays"]
+    return checkpoint_files.restore(folder / str(step), arrays, like, needs="this run")

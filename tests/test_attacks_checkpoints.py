@@ -24,7 +24,8 @@ from attack_tools import counted, in_a_process
 
 from gptjax.config import Config
 from gptjax.training import resume
-from gptjax.training.checkpoint import CheckpointError, Checkpoints, silence_orbax
+from gptjax.training.checkpoint import Checkpoints, silence_orbax
+from gptjax.weights import CheckpointError
 from gptjax.weights.sources import CHECKPOINTS
 
 OLD, NEW = 15, 30

@@ -1,4 +1,4 @@
-"""python -m gptjax.checkpoints: list, average and delete."""
+"""python -m gptjax.checkpoints: list and average."""
 
 import json
 import os
@@ -16,8 +16,6 @@ from saved_run_tools import random_params, save_run
 import gptjax
 from gptjax import GPT2Config, checkpoints
 from gptjax.models.base import params_of
-from gptjax.training.lock import locked
-from gptjax.weights import checkpoint_files
 
 MODEL = GPT2Config(
     vocab_size=257, padded_vocab_size=264, block_size=16, n_layer=1, n_head=2, n_embd=8
@@ -68,10 +66,9 @@ def test_list(run, capsys):
     assert all(float(line.split()[2]) > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("which", [["--steps", 10, 30], ["--last", 2]])
-def test_average(run, tmp_path, capsys, which):
-    chosen = [10, 30] if which[0] == "--steps" else [20, 30]
-    said = command(capsys, run, "average", *which, "--out", tmp_path / "mean")
+def test_average(run, tmp_path, capsys):
+    chosen = [10, 30]
+    said = command(capsys, run, "average", "--steps", *chosen, "--out", tmp_path / "mean")
     assert str(chosen) in said
     model, tokenizer = gptjax.load(tmp_path / "mean")
     assert tokenizer.name == "byte" and model.config == MODEL
@@ -88,59 +85,16 @@ def test_average(run, tmp_path, capsys, which):
 def test_averages_that_are_refused_leave_nothing(run, tmp_path, capsys):
     damage(run, 20)
     out = ("--out", tmp_path / "mean")
-    for args, message in (
-        (("--last", 2), "20 is damaged"),
-        (("--last", 4), "--last must be 1 to 3"),
-        (("--steps", 10, 11), r"expected different steps of [30, 20, 10], found [10, 11]"),
-        (("--steps", 10, 10), "expected different steps"),
-        ((), "expected --steps"),
-        (("--steps", 10, "--last", 1), "and not both"),
+    for chosen, message in (
+        ((20, 30), "20 is damaged"),
+        ((10, 11), r"expected different steps of [30, 20, 10], found [10, 11]"),
+        ((10, 10), "expected different steps"),
     ):
-        assert message in command(capsys, run, "average", *args, *out, code=1)
-    assert "existing one" in command(capsys, run, "average", "--last", 1, "--out", run, code=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-def test_the_newest_intact_checkpoint_is_deleted_by_force_only(run, capsys):
-    damage(run, 30)
-    assert "20 is the newest intact" in command(capsys, run, "delete", "--steps", 20, 10, code=1)
-    assert steps(run) == ["10", "20", "30"]
-    command(capsys, run, "delete", "--steps", 30, 10)
-    assert steps(run) == ["20"]
-    command(capsys, run, "delete", "--steps", 20, "--force")
-    assert steps(run) == []
-
-
-def test_a_run_in_use_keeps_its_checkpoints(run, tmp_path, capsys):
-    with locked(run):
-        assert "in use by another" in command(capsys, run, "delete", "--steps", 10, code=1)
-    assert "found [40]" in command(capsys, run, "delete", "--steps", 40, code=1)
-    assert steps(run) == ["10", "20", "30"]
+        assert message in command(capsys, run, "average", "--steps", *chosen, *out, code=1)
+    refused = command(capsys, run, "average", "--steps", 30, "--out", run, code=1)
+    assert "existing one" in refused
     assert "expected a run's folder" in command(capsys, tmp_path / "no", "list", code=1)
-    assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize(("args", "code"), [((), 130), ((signal.SIGTERM,), 143)])
-def test_ctrl_c_and_sigterm_end_the_command_without_a_traceback(
-    run, capsys, monkeypatch, args, code
-):
-    def interrupted(folder):
-        raise KeyboardInterrupt(*args)
-
-    monkeypatch.setattr(checkpoint_files, "steps", interrupted)
-    assert checkpoints.main([str(run), "list"]) == code
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_a_closed_output_ends_the_command_without_a_message(run):
-    read, write = os.pipe()
-    os.close(read)
-    line = [sys.executable, "-m", "gptjax.checkpoints", str(run), "list"]
-    done = subprocess.run(
-        line, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 # The command line with a slow save: a thread of Orbax creates files for a second.
@@ -162,13 +116,12 @@ runpy.run_module("gptjax.checkpoints", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_average_leaves_nothing(run, tmp_path, number, code):
-    args = [str(run), "average", "--last", "2", "--out", str(tmp_path / "mean")]
+def test_an_interrupted_average_leaves_nothing(run, tmp_path):
+    args = [str(run), "average", "--steps", "20", "30", "--out", str(tmp_path / "mean")]
     line, pipes = [sys.executable, "-c", SLOW, *args], {"stdout": subprocess.PIPE}
     with subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, **pipes) as process:
         assert process.stdout.readline() == b"saving\n"
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (code, b"interrupted\n")
+    assert (process.returncode, error) == (128 + signal.SIGTERM, b"interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

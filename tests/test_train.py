@@ -20,7 +20,6 @@ from gptjax.config import Config
 from gptjax.optim import switch_algorithm
 from gptjax.training import compilation, flops
 from gptjax.training.run_log import read_log
-from gptjax.weights.checkpoint_files import checksum
 
 # The fixture `config`.
 pytest_plugins = ["train_tools"]
@@ -151,11 +150,8 @@ def test_a_step_is_dispatched_before_the_metrics_of_the_one_before_are_read(conf
     ]
 
 
-@pytest.mark.parametrize("device_count", [1, 2])
-def test_a_second_run_finds_its_programs_and_learns_the_same(
-    config, tmp_path, monkeypatch, device_count
-):
-    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:device_count], None))
+def test_a_second_run_finds_its_programs_and_learns_the_same(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:2], None))
     compilation_cache.reset_cache()  # of other tests' folder
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     first = dataclasses.replace(
@@ -180,20 +176,6 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(
     assert all(
         np.array_equal(a, b) for a, b in zip(last_state(first), last_state(second), strict=True)
     )
-
-
-def test_a_checkpoint_with_an_option_that_no_longer_exists_resumes(config):
-    optimizer = dataclasses.replace(config.optimizer, schedule_steps=4)
-    how = {"max_steps": 2, "val_every": 0, "sample_every": 0, "optimizer": optimizer}
-    config = dataclasses.replace(config, **how)
-    assert run(config)[0] == 0
-    path = config.run_dir / "checkpoints" / "2" / "meta" / "metadata"
-    meta = json.loads(path.read_text())
-    del meta["checksum"]
-    meta["config"] |= {"executable_cache": True, "tokenizer": "byte", "log_every": 3}
-    path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
-    longer = dataclasses.replace(config, resume="must", max_steps=4)
-    assert run(longer)[0] == 0 and steps_kept(config)[-1] == 4
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from saved_run_tools import restored
 
 from gptjax import devices
 from gptjax.config import Config
@@ -18,6 +19,7 @@ from gptjax.data import write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import OptimizerConfig
 from gptjax.parallel import data_mesh
+from gptjax.weights import checkpoint_files
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
@@ -126,16 +128,12 @@ def last_state(config: Config) -> list[np.ndarray]:
     abstract = jax.eval_shape(lambda: train_py.init_state(config.model, tx, config.seed))
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
-    checkpoints = train_py.Checkpoints(config.run_dir / "checkpoints")
-    state = checkpoints.restore(checkpoints.latest_step(), like)
-    checkpoints.close()
+    state = restored(config.run_dir / "checkpoints", steps_kept(config)[-1], like)
     return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
 def steps_kept(config: Config) -> list[int]:
-    return sorted(
-        int(p.name) for p in (config.run_dir / "checkpoints").iterdir() if p.name.isdigit()
-    )
+    return sorted(checkpoint_files.steps(config.run_dir / "checkpoints"))
 
 
 def command_line(config: Config, tmp_path: Path, *more: str) -> list[str]:

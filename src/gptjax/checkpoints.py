@@ -1,7 +1,6 @@
-"""The checkpoints of a run: `python -m gptjax.checkpoints RUN list | average | delete`."""
+"""The checkpoints of a run: `python -m gptjax.checkpoints RUN list | average`."""
 
 import dataclasses
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,9 +12,8 @@ import tyro
 
 from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.training.checkpoint import Checkpoints, NotFiniteError, silence_orbax
-from gptjax.training.lock import LockedError, locked
 from gptjax.training.run_log import LogError, read_log
-from gptjax.weights import CheckpointError, DamagedError, WeightsError, checkpoint_files
+from gptjax.weights import CheckpointError, WeightsError, checkpoint_files
 from gptjax.weights.export import check_new, created
 from gptjax.weights.sources import CHECKPOINTS, checkpoint_folder
 
@@ -32,10 +30,14 @@ class List:
         losses = _val_losses(run)
         print(f"{'step':>10}  {'val loss':>8}  {'MiB':>9}  state")
         for step in checkpoint_files.steps(folder):
-            path, loss = folder / str(step), losses.get(step)
+            path, loss, state = folder / str(step), losses.get(step), "intact"
+            try:
+                checkpoint_files.verify(path)
+            except CheckpointError as error:
+                state = str(error).removeprefix(f"{path} is ")
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             shown = "-" if loss is None else f"{loss:.4f}"
-            print(f"{step:>10}  {shown:>8}  {size / 2**20:>9.2f}  {printable(_state(path))}")
+            print(f"{step:>10}  {shown:>8}  {size / 2**20:>9.2f}  {printable(state)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,47 +50,17 @@ class Average:
 
     out: Path
     """The folder to create."""
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...]
     """The steps to average."""
-    last: int | None = None
-    """Average this number of newest steps, in place of --steps."""
 
     def run(self, run: Path) -> None:
         check_new(self.out)
         folder = _folder(run)
         known = checkpoint_files.steps(folder)
-        if (self.last is None) == (not self.steps):
-            raise WeightsError("expected --steps STEP STEP… or --last NUMBER, and not both")
-        if self.last is not None and not 1 <= self.last <= len(known):
-            raise WeightsError(f"--last must be 1 to {len(known)} here, got {self.last}")
-        chosen = tuple(known[: self.last]) if self.last is not None else self.steps
-        average(folder, _check_steps(chosen, known), self.out)
-        print(printable(f"{self.out}: the average of the steps {sorted(chosen)} of {run}"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Delete:
-    """Delete checkpoints. The newest intact checkpoint is kept, unless --force is given."""
-
-    steps: tuple[int, ...]
-    """The steps to delete."""
-    force: bool = False
-    """Delete the newest intact checkpoint, too."""
-
-    def run(self, run: Path) -> None:
-        folder = _folder(run)
-        with locked(run) as no_locks:
-            if no_locks:
-                print(f"WARNING: {no_locks}", file=sys.stderr)
-            known = checkpoint_files.steps(folder)
-            steps = _check_steps(self.steps, known)
-            if not self.force:
-                _keep_newest_intact(folder, known, steps)
-            for step in steps:
-                # After the rename, the folder is no checkpoint, even if the deletion is killed.
-                deleted = (folder / str(step)).rename(folder / f".{step}.deleted")
-                shutil.rmtree(deleted)
-                print(printable(f"{folder / str(step)} is deleted"))
+        if len({*self.steps}) < len(self.steps) or not {*self.steps} <= {*known}:
+            raise WeightsError(f"expected different steps of {known}, found {[*self.steps]}")
+        average(folder, [*self.steps], self.out)
+        print(printable(f"{self.out}: the average of the steps {sorted(self.steps)} of {run}"))
 
 
 def average(folder: Path, steps: list[int], out: Path) -> None:
@@ -134,34 +106,6 @@ def _folder(run: Path) -> Path:
     return folder
 
 
-def _check_steps(steps: tuple[int, ...], known: list[int]) -> list[int]:
-    if not steps or len(set(steps)) < len(steps) or not {*steps} <= {*known}:
-        raise WeightsError(f"expected different steps of {known}, found {list(steps)}")
-    return list(steps)
-
-
-def _keep_newest_intact(folder: Path, known: list[int], steps: list[int]) -> None:
-    """Raise WeightsError if the newest intact checkpoint is one of `steps`."""
-    for step in known:
-        if _state(folder / str(step)).startswith("damaged"):
-            continue
-        if step in steps:
-            raise WeightsError(
-                f"step {step} is the newest intact checkpoint of {folder.parent}: the run resumes "
-                "from it; --force deletes it"
-            )
-        return
-
-
-def _state(folder: Path) -> str:
-    try:
-        meta = checkpoint_files.verify(folder)
-    except CheckpointError as error:
-        kind = "damaged" if isinstance(error, DamagedError) else "unreadable"
-        return f"{kind}: {str(error).removeprefix(f'{folder} is damaged: ')}"
-    return "intact" if "files" in meta else "readable, saved without digests of files"
-
-
 def _val_losses(run: Path) -> dict[int, float]:
     """Return the validation losses in the log by step; empty without a log."""
     try:
@@ -175,7 +119,6 @@ def _val_losses(run: Path) -> dict[int, float]:
 type _Command = (
     Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Average, tyro.conf.subcommand("average")]
-    | Annotated[Delete, tyro.conf.subcommand("delete")]
 )
 
 
@@ -188,7 +131,7 @@ class _CommandLine:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    description = "List, average or delete the checkpoints of a run."
+    description = "List or average the checkpoints of a run."
 
     def command() -> None:
         line = command_line(
@@ -200,7 +143,7 @@ def main(args: list[str] | None = None) -> int:
         )
         line.command.run(line.run)
 
-    return exit_code(command, (WeightsError, LockedError, LogError, NotFiniteError, OSError))
+    return exit_code(command, (WeightsError, LogError, NotFiniteError, OSError))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ Process 0 hosts JAX's coordination service. The processes compare their configs,
 before training starts. Heartbeats detect a dead process, and end the others.
 """
 
-import contextlib
 import ctypes
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 import gptjax
@@ -30,9 +26,6 @@ import pallas_kernels
 from gptjax import config as configuration
 from gptjax.config import Config
 from gptjax.data import Dataset
-from gptjax.parallel import over_batch, put, replicated
-from gptjax.training.lock import FILE as LOCK
-from gptjax.training.signals import StopRequest
 
 # Seconds in which all processes must start.
 CONNECT_SECONDS = 300
@@ -284,15 +277,6 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
     return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange(_host()))]
 
 
-def check_folder(run_dir: Path) -> None:
-    """Refuse a run folder, locked by process 0, that differs between processes."""
-    if is_initialized():
-        lock = ""
-        with contextlib.suppress(OSError):
-            lock = (run_dir / LOCK).read_text().strip()
-        check_alike({f"{run_dir / LOCK} (the folder must be on a file system of all hosts)": lock})
-
-
 def local(devices: list[jax.Device]) -> list[jax.Device]:
     """Return the devices of this process."""
     return [device for device in devices if device.process_index == jax.process_index()]
@@ -301,70 +285,6 @@ def local(devices: list[jax.Device]) -> list[jax.Device]:
 def on_one_device(tree: PyTree) -> PyTree:
     """Return the copies of replicated arrays on one device of this process."""
     return jax.tree.map(lambda x: x.addressable_data(0), tree)
-
-
-class SharedStop:
-    """Request to stop, shared by all processes with the metrics of a step.
-
-    Each process adds the number of its signal to the metrics as a maximum over all processes, so
-    that all stop after the same step.
-
-    Args:
-        request: stop request of this process.
-        mesh: the devices of all processes.
-    """
-
-    def __init__(self, request: StopRequest, mesh: Mesh):
-        self._request, self._number, self._alone = request, 0, jax.process_count() == 1
-        sharding, count = over_batch(mesh, axis=0), jax.local_device_count()
-        self._put = functools.cache(lambda n: put(sharding, np.full(count, n, np.int32)))
-        # The unused argument `after` delays the maximum until the step has computed `after`, so
-        # that all processes run their collectives in one order.
-        self._maximum = jax.jit(
-            lambda numbers, after: jnp.max(numbers),
-            keep_unused=True,
-            out_shardings=replicated(mesh),
-        )
-
-    @property
-    def number(self) -> int:
-        """Number of the signal that stops the run; 0 before the signal."""
-        return self._request.number if self._alone else self._number
-
-    def metrics(self, after: jax.Array) -> dict[str, jax.Array]:
-        """Return the metric "stop" of a step; `after` is another metric of this step."""
-        if self._alone:
-            return {}
-        return {"stop": self._maximum(self._put(self._request.number), after)}
-
-    def read(self, values: dict[str, Any]) -> None:
-        """Remove "stop" from the values of a step's metrics, and store the value."""
-        self._number = values.pop("stop", 0) or self._number
-
-
-def explain(error: BaseException) -> str:
-    """Return the text of an error for the user; `ENDED` if a collective failed."""
-    lost = is_initialized() and _is_of_lost_peer(error)
-    return f"{ENDED}. {type(error).__name__}: {error}"[:1000] if lost else str(error)
-
-
-def _is_of_lost_peer(error: BaseException) -> bool:
-    chain = " ".join(map(str, (error, error.__cause__, error.__context__)))
-    return any(name in chain for name in ("Gloo", "NCCL", "CoordinationService"))
-
-
-def end_at_once(error: Exception) -> None:
-    """End one of several processes after an unexpected error; return if there is only one.
-
-    A normal exit of Python would wait for the other processes.
-    """
-    if not is_initialized():
-        return
-    if (text := explain(error)) != str(error):
-        print(f"error: {text}", file=sys.stderr, flush=True)
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-    os._exit(1)
 
 
 def finish() -> None:

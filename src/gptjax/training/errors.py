@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 
 import jax
@@ -12,10 +13,9 @@ from gptjax import devices, distributed
 from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.terminal import printable
-from gptjax.training import memory
 from gptjax.training.checkpoint import Checkpoints, NotFiniteError
-from gptjax.training.compilation import StagedStep
 from gptjax.training.lock import LockedError
+from gptjax.training.memory import is_full
 from gptjax.training.progress import Progress
 from gptjax.training.run_log import LogError
 from gptjax.weights.errors import CheckpointError, WeightsError
@@ -33,9 +33,7 @@ USER_ERRORS = (
 
 
 @contextlib.contextmanager
-def of_training(
-    progress: Progress, checkpoints: Checkpoints, steps: StagedStep, device: jax.Device
-) -> Iterator[None]:
+def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
     """Wait for the save in progress, and name step, reason and newest checkpoint of an error.
 
     Raises:
@@ -52,8 +50,12 @@ def of_training(
         kept = checkpoints.latest_step()
         if isinstance(error, NotFiniteError):
             raise progress.stop_not_finite(error, progress.step, kept) from error
-        if isinstance(error, jax.errors.JaxRuntimeError) and memory.is_full(error):
-            reason = memory.full(steps.at(progress.step)[0], device)
+        if isinstance(error, jax.errors.JaxRuntimeError) and is_full(error):
+            # Of 30.8 GiB on an H200, a step of 21.36 GiB failed: most of it is one block.
+            reason = (
+                "out of device memory: the free memory is fragmented. Choose a smaller "
+                "--micro-batch, or set the environment variable TF_GPU_ALLOCATOR=cuda_malloc_async"
+            )
         elif isinstance(error, (OSError, DataError, ConfigError)):
             reason = getattr(error, "strerror", None) or error
         else:
@@ -70,13 +72,15 @@ def run(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()
         distributed.finish()
+        return code
     except USER_ERRORS as error:
-        with contextlib.suppress(OSError):
-            print(f"error: {printable(distributed.explain(error))}", file=sys.stderr, flush=True)
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
-        # Exit at once: threads of a failed save or restore would print tracebacks afterwards.
-        os._exit(128 + signal.SIGPIPE if pipe else 1)
-    except Exception as error:
-        distributed.end_at_once(error)
-        raise
-    return code
+        code, text = 128 + signal.SIGPIPE if pipe else 1, f"error: {printable(str(error))}"
+    except Exception:
+        code, text = 1, traceback.format_exc()
+        text += distributed.ENDED if distributed.is_initialized() else ""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    # Exit at once: threads of a failed save or restore would print tracebacks, and a normal exit of
+    # one of several processes would wait for the others.
+    os._exit(code)

@@ -1,11 +1,16 @@
-"""Lock of a run's folder: one process at a time."""
+"""Lock of a run's folder: one run at a time."""
 
 import contextlib
 import errno
 import fcntl
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+
+import jax
+
+from gptjax import distributed
 
 FILE = "run.lock"
 
@@ -15,45 +20,38 @@ class LockedError(RuntimeError):
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path):
+def locked(run_dir: Path, warn: Callable[[str], object]):
     """Hold the lock of a run's folder, which is created if it does not exist.
 
-    The lock is an `flock`, which the operating system releases when the process ends for any
-    reason. The lock file is kept; it holds the host and pid of the last process.
+    The lock is an `flock` of process 0, which the operating system releases when the process ends
+    for any reason. The lock file is kept; it holds the host and pid of the last process.
 
-    Yields:
-        A sentence for the user if the file system does not support locks, else None.
+    Args:
+        warn: receives a sentence for the user if the file system does not support locks.
 
     Raises:
         LockedError: another process holds the lock. The message has the process's host and pid.
+        DistributedError: the processes of the run do not see the same folder.
         OSError: the folder or the file cannot be created.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        yield _acquire(path, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _acquire(path: Path, descriptor: int) -> str | None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        raise LockedError(
-            f"{path.parent} is in use by another process ({holder or 'just started'}); "
-            "wait for it, stop it, or choose another --name"
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        return (
-            f"{path.parent} is on a file system without locks: do not start a second process with "
-            "this --name"
-        )
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    os.fsync(descriptor)  # make the text visible on other hosts
-    return None
+    path, own = run_dir / FILE, f"pid {os.getpid()} on {socket.gethostname()}"
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LockedError(
+                    f"{run_dir} is in use by another process ({path.read_text().strip()}); wait "
+                    "for it, stop it, or choose another --name"
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                warn(f"{run_dir} is on a file system without locks: do not start a second process")
+            path.write_text(f"{own}\n")
+            os.fsync(file.fileno())  # make the text visible on other hosts
+        text = path.read_text() if path.exists() else ""
+        distributed.check_alike({f"{path} (on a file system of all hosts)": text})
+        yield

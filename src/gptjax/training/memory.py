@@ -45,17 +45,3 @@ def of_step(compiled: jax.stages.Compiled, device: jax.Device) -> str:
     """Return the need of a step and the available memory as text."""
     needed, available = needed_bytes(compiled), available_bytes(device)
     return f"{needed / GIB:.2f} GiB for a step, of {available / GIB:.1f} GiB"
-
-
-def full(compiled: jax.stages.Compiled, device: jax.Device) -> str:
-    """Return a sentence for a device whose memory is full, although a step fits.
-
-    The temporary arrays of a step are one contiguous block, and the free memory may be fragmented:
-    on an H200, a step that needed 21.36 of 30.8 GiB failed.
-    """
-    return (
-        f"out of device memory. A step needs {needed_bytes(compiled) / GIB:.2f} of "
-        f"{available_bytes(device) / GIB:.1f} GiB, mostly as one contiguous block, and the free "
-        "memory is fragmented. Choose a smaller --micro-batch, or set the environment variable "
-        "TF_GPU_ALLOCATOR=cuda_malloc_async"
-    )

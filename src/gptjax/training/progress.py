@@ -13,12 +13,12 @@ from rich.console import Console
 from gptjax import config as configuration
 from gptjax import provenance
 from gptjax.config import Config
-from gptjax.distributed import SharedStop
 from gptjax.terminal import printable
 from gptjax.timeline import Timeline
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.flops import Throughput, mfu
 from gptjax.training.run_log import RunLog
+from gptjax.training.signals import StopRequest
 from gptjax.training.status_line import StatusLine
 from gptjax.weights.sources import Source
 
@@ -54,7 +54,7 @@ class Progress:
         *,
         step: int,
         devices: list[jax.Device],
-        stop: SharedStop,
+        stop: StopRequest,
     ):
         self.val_loss: float | None = None
         self.val_step: int | None = None

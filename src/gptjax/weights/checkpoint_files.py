@@ -58,7 +58,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
         DamagedError: the metadata cannot be read, or changed after the checkpoint was saved.
         CheckpointError: the checkpoint has another format.
     """
-    check_regular(folder)
     try:
         meta = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     # JSON nested too deeply is a RecursionError, another encoding a ValueError.
@@ -117,20 +116,6 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return {name: one.hexdigest() for name, one in hashes.items()}
 
 
-def check_regular(folder: Path, files: str = "**/*") -> None:
-    """Raise DamagedError if a file is a FIFO, a socket or a device: Orbax would wait for it.
-
-    Args:
-        folder: folder of the step.
-        files: pattern of the files to check.
-    """
-    for path in folder.glob(files):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            name = path.relative_to(folder)
-            found = "a FIFO, a socket or a device"
-            raise damaged(folder, f"expected a regular file as {name}, found {found}")
-
-
 def read_params(folder: Path, like: Mapping) -> dict:
     """Return the parameters of a checkpoint after verifying its files.
 
@@ -153,8 +138,7 @@ def read_params(folder: Path, like: Mapping) -> dict:
     tree = traverse_util.unflatten_dict(wanted)
     read = (f"{PARAMS}.", f"{_dotted(*LOW)}.") if halves else f"{PARAMS}."
     saved = {path: text for path, text in meta["arrays"].items() if path.startswith(read)}
-    compare(folder, saved, tree, needs="its config")
-    by_path = leaves_by_path(restore(folder, tree))
+    by_path = leaves_by_path(restore(folder, saved, tree, needs="its config"))
     params = {key: by_path[_dotted(PARAMS, *key)] for key in keys}
     params |= {key: low_precision.join(params[key], by_path[_dotted(*LOW, *key)]) for key in halves}
     return traverse_util.unflatten_dict(params)
@@ -190,24 +174,31 @@ def params_like(meta: dict[str, Any]) -> dict:
     return traverse_util.unflatten_dict(like)
 
 
-def check_readable(folder: Path, params: Mapping) -> None:
-    """Verify all files of a checkpoint, and read the smallest parameter.
+def restore(folder: Path, saved: Mapping[str, str], like: PyTree, *, needs: str) -> PyTree:
+    """Return the arrays of `like`, in the shardings of `like`.
+
+    The number of devices may differ from the number at the save.
 
     Args:
-        folder: folder of the step.
-        params: parameters as nested dict of `jax.ShapeDtypeStruct`s, as they were saved.
+        folder: folder of the step, whose files are verified.
+        saved: dtype and shape of each array to read, by path, from the metadata.
+        like: pytree of `jax.ShapeDtypeStruct`, which may be a part of the saved tree.
+        needs: name of the owner of `like`, for the message.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: names, shapes or dtypes differ; Orbax would cast a wrong dtype silently.
+        DamagedError: the arrays cannot be read.
     """
-    verify(folder)
-    arrays: dict[tuple, Any] = traverse_util.flatten_dict({PARAMS: dict(params)})
-    key = min(arrays, key=lambda key: arrays[key].size)
-    restore(folder, traverse_util.unflatten_dict({key: arrays[key]}))
-
-
-def restore(folder: Path, like: PyTree) -> PyTree:
-    """Return the arrays of `like`, which may be a part of the saved tree."""
+    wanted = arrays_of(like)
+    lines = [
+        f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, {needs} needs "
+        f"{wanted.get(name, 'nothing')}"
+        for name in sorted({*saved, *wanted})
+        if saved.get(name) != wanted.get(name)
+    ]
+    if lines:
+        lines[10:] = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
+        raise CheckpointError(f"{folder} does not fit {needs}:\n" + "\n".join(lines))
     arguments = ocp.args.PyTreeRestore(
         item=like,
         restore_args=ocp.checkpoint_utils.construct_restore_args(like),
@@ -219,26 +210,6 @@ def restore(folder: Path, like: PyTree) -> PyTree:
     # Orbax's threads and C++ store raise errors of many types.
     except Exception as error:
         raise damaged(folder, first_line(error)) from error
-
-
-def compare(folder: Path, saved: dict[str, str], like: PyTree, *, needs: str) -> None:
-    """Raise CheckpointError if names, shapes or dtypes differ; Orbax casts a wrong dtype silently.
-
-    Args:
-        saved: dtype and shape of each array, by path.
-        needs: name of the owner of `like`, for the message.
-    """
-    wanted = arrays_of(like)
-    lines = [
-        f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, {needs} needs "
-        f"{wanted.get(name, 'nothing')}"
-        for name in sorted({*saved, *wanted})
-        if saved.get(name) != wanted.get(name)
-    ]
-    if lines:
-        more = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
-        shown = "\n".join(lines[:10] + more)
-        raise CheckpointError(f"{folder} does not fit {needs}:\n{shown}")
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
