@@ -76,11 +76,24 @@ class Placement:
         axis: the sharded axis; None if the parameter is replicated.
         dtype: dtype in which the model reads the parameter, and in which it is gathered.
         by_block: gather the parameter when its block runs, not at the beginning of the step.
+        reduce_dtype: dtype in which the gradient is summed over the devices.
     """
 
     axis: int | None
     dtype: Any
     by_block: bool = False
+    reduce_dtype: Any = jnp.float32
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["placement"]
+)
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """Shard of a parameter that `apply_block` gathers."""
+
+    shard: Any
+    placement: Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,49 +177,34 @@ class Parallel:
             return params
         return jax.jit(lambda x: x, out_shardings=self.replicated)(params)
 
-    def placements(self, read_dtypes: PyTree) -> PyTree:
-        """Return the `Placement` of each parameter.
+    def placement(self, x: Any, dtype: Any, in_block: bool) -> Placement:
+        """Return the placement of a parameter.
 
         Args:
-            read_dtypes: a `gptjax.models.base.Read` for each parameter, as nested dicts.
+            x: the parameter, or its shape.
+            dtype: dtype in which the model reads the parameter.
+            in_block: whether the parameter belongs to a block.
         """
-
-        def place(x) -> Placement:
-            axis = self.axis_of(x)
-            return Placement(axis, x.dtype, self.gathers_blocks and axis is not None and x.in_block)
-
-        return jax.tree.map(place, read_dtypes)
+        axis = self.axis_of(x)
+        by_block = self.gathers_blocks and in_block and axis is not None
+        return Placement(axis, dtype, by_block, self.reduce_dtype)
 
     def gather(self, params: PyTree, placements: PyTree) -> PyTree:
-        """Gather all parameters except parameters that a block gathers. Call inside `shard_map`.
+        """Gather the parameters; return a `Sharded` for each that a block gathers.
 
-        The transposed operation reduces each complete gradient at once, so that XLA can overlap the
-        collective with the rest of the backward pass.
+        Call inside `shard_map`. The transposed operation reduces each complete gradient at once, so
+        that XLA can overlap the collective with the rest of the backward pass.
+
+        Args:
+            placements: from `gptjax.models.base.placements`.
         """
 
         def one(x, place: Placement):
-            if place.by_block:
-                return x
             # Return x's dtype, so that the gradient has this dtype, too. XLA removes the
             # conversion.
-            return _gather(x, place, x.dtype, self.reduce_dtype)
+            return Sharded(x, place) if place.by_block else _gather(x, place, x.dtype)
 
         return jax.tree.map(one, params, placements)
-
-    def annotate(self, graphdef: nnx.GraphDef, placements: PyTree) -> nnx.GraphDef:
-        """Return the graph with the placement of each parameter that its block gathers.
-
-        `apply_block` reads the placements.
-        """
-        if not self.gathers_blocks:
-            return graphdef
-        model = nnx.merge(graphdef, placements)
-        for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.Param) and variable.get_raw_value().by_block:
-                variable.set_metadata(
-                    placement=variable.get_raw_value(), reduce_dtype=self.reduce_dtype
-                )
-        return nnx.split(model, nnx.Param)[0]
 
     def on_each_device(self, f: Callable, params: PyTree, batch_axis: int, out: Any) -> Callable:
         """Return f, a function of parameters and tokens, mapped over the devices.
@@ -256,20 +254,14 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
             stored, except gathered parameters, which the backward pass gathers again.
     """
     graphdef, state, captures = nnx.split(block, nnx.Param, ...)  # captures of `nnx.capture`
-    variables = jax.tree.leaves(state, is_leaf=_is_variable)
-    if not any("placement" in variable.get_metadata() for variable in variables):
+    if not any(map(_is_sharded, jax.tree.leaves(state, is_leaf=_is_sharded))):
         return (nnx.remat(f) if recompute else f)(block, *args)
 
-    def gathered(variable: nnx.Variable) -> nnx.Variable:
-        metadata = variable.get_metadata()
-        if "placement" not in metadata:
-            return variable
-        place, reduce_dtype = metadata["placement"], metadata["reduce_dtype"]
-        whole = _gather(variable.get_raw_value(), place, place.dtype, reduce_dtype)
-        return variable.replace(whole)
+    def gathered(x: Any) -> jax.Array:
+        return _gather(x.shard, x.placement, x.placement.dtype) if _is_sharded(x) else x
 
     def run(state, captures, *args):
-        whole = jax.tree.map(gathered, state, is_leaf=_is_variable)
+        whole = jax.tree.map(gathered, state, is_leaf=_is_sharded)
         block = nnx.merge(graphdef, whole, captures)
         return f(block, *args), nnx.state(block, nnx.Not(nnx.Param))
 
@@ -327,12 +319,12 @@ def _saving_bits(f: Callable) -> Callable:
     return saving
 
 
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, place: Placement, dtype: Any, reduce_dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, place: Placement, dtype: Any) -> jax.Array:
     """Gather a parameter in the placement's dtype, and return it in `dtype`."""
     return _all_gather(x, place, dtype)
 
@@ -344,13 +336,13 @@ def _all_gather(x, place, dtype):
     return whole.astype(dtype)
 
 
-def _gather_forward(x, place, dtype, reduce_dtype):
+def _gather_forward(x, place, dtype):
     # Not `_gather`: `_save_all_but_gathered` must see the all-gather, not a custom derivative.
     return _all_gather(x, place, dtype), jnp.zeros((0,), x.dtype)
 
 
-def _gather_backward(place, dtype, reduce_dtype, like, g):
-    g = g.astype(reduce_dtype)
+def _gather_backward(place, dtype, like, g):
+    g = g.astype(place.reduce_dtype)
     if place.axis is None:
         g = jax.lax.psum(g, AXIS)
     else:

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from gptjax.evaluation.errors import EvaluationError
-from gptjax.models.base import Model, ModelConfig, graph, params_of, read_dtypes
+from gptjax.models.base import Model, ModelConfig, abstract_params, graph, params_of, placements
 from gptjax.parallel import AXIS, Parallel, over_batch, put
 
 # Padded numbers of input tokens of a row: the lengths below block_size, and block_size.
@@ -248,7 +248,8 @@ def _function(config: ModelConfig, parallel: Parallel, greedy: bool) -> Callable
     # As in validation, gather all parameters in every strategy: there is no backward pass.
     strategy = "data" if parallel.strategy == "data" else "zero1"
     parallel = dataclasses.replace(parallel, strategy=strategy)
-    graphdef, placements = graph(config), parallel.placements(read_dtypes(config))
+    graphdef = graph(config)
+    places = placements(graphdef, abstract_params(config), parallel)
     score = _greedy if greedy else _losses
 
     # As in training, see `gptjax.training.compilation.compiler_options`.
@@ -262,7 +263,7 @@ def _function(config: ModelConfig, parallel: Parallel, greedy: bool) -> Callable
         )
 
     def on_one_device(params, windows_BT1):
-        model = nnx.merge(graphdef, parallel.gather(params, placements))
+        model = nnx.merge(graphdef, parallel.gather(params, places))
         return jax.tree.map(
             lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
             score(model, windows_BT1[:, :-1], windows_BT1[:, 1:]),

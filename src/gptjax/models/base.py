@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Integer, PyTree
 from gptjax.models.checks import check_ids, check_size
 from gptjax.models.layers import Block, KVCache, PromptCache
 from gptjax.optim import Group
+from gptjax.parallel import Parallel, Placement
 from gptjax.precision import Precision, check_precision
 from pallas_kernels import linear_cross_entropy, select
 from pallas_kernels.classifier import to_int32
@@ -506,32 +507,23 @@ def abstract_params(config: ModelConfig) -> dict:
     return nnx.to_pure_dict(_abstract(config)[1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """How a model reads a parameter.
+def placements(graphdef: nnx.GraphDef, params: PyTree, parallel: Parallel) -> dict:
+    """Return the `gptjax.parallel.Placement` of each parameter, as a nested dict.
 
-    Attributes:
-        shape: shape of the parameter.
-        dtype: `read_dtype` of its `nnx.Param`, or else the dtype in which it is stored.
-        in_block: whether the parameter belongs to a `gptjax.models.layers.Block`.
+    A parameter is read in the `read_dtype` of its `nnx.Param`, or else in its own dtype. The
+    parameters of a `gptjax.models.layers.Block` belong to this block.
+
+    Args:
+        params: parameters, or their shapes.
     """
+    model = nnx.merge(graphdef, params)
+    blocks = [path for path, module in nnx.iter_modules(model) if isinstance(module, Block)]
 
-    shape: tuple[int, ...]
-    dtype: Any
-    in_block: bool
-
-
-def read_dtypes(config: ModelConfig) -> dict:
-    """Return how the model reads each parameter, as a nested dict of `Read`."""
-    graphdef, state = _abstract(config)
-    modules = nnx.iter_modules(nnx.merge(graphdef, state))
-    blocks = [path for path, module in modules if isinstance(module, Block)]
-
-    def read(path, variable) -> Read:
+    def place(path, variable) -> Placement:
         x, in_block = variable.get_value(), any(path[: len(block)] == block for block in blocks)
-        return Read(x.shape, variable.get_metadata().get("read_dtype", x.dtype), in_block)
+        return parallel.placement(x, variable.get_metadata().get("read_dtype", x.dtype), in_block)
 
-    return nnx.to_pure_dict(nnx.map_state(read, state))
+    return nnx.to_pure_dict(nnx.map_state(place, nnx.split(model, nnx.Param)[1]))
 
 
 def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:

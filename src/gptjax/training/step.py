@@ -26,7 +26,7 @@ from gptjax.models.base import (
     ModelConfig,
     count_targets,
     init_params,
-    read_dtypes,
+    placements,
 )
 from gptjax.models.record import with_metrics
 from gptjax.optim import Scheduled, low_precision
@@ -126,16 +126,15 @@ def _loss_and_grads(graphdef, params, batch_ABT, parallel, step):
     if parallel is None or parallel.devices == 1:
         share = micro_batches * _inverse(count_targets(batch_ABT.targets))
         return _accumulate(graphdef, params, batch_ABT, share, step=step)
-    placements = parallel.placements(read_dtypes(nnx.merge(graphdef, params).config))
-    annotated = parallel.annotate(graphdef, placements)
+    places = placements(graphdef, params, parallel)
 
     def on_one_device(params_and_step, batch_ABT):
         params, step = params_and_step
-        whole, reduce = jax.vjp(lambda p: parallel.gather(p, placements), _in_fp32(params))
-        whole = jax.tree.map(lambda x, p: x.astype(p.dtype), whole, params)
+        whole, reduce = jax.vjp(lambda p: parallel.gather(p, places), _in_fp32(params))
+        whole = jax.tree.map(lambda p, x: _cast(x, p.dtype), params, whole)
         count = jax.lax.psum(count_targets(batch_ABT.targets), AXIS)
         share, gathers = micro_batches * _inverse(count), parallel.gathers_blocks
-        (loss, metrics), grads = _accumulate(annotated, whole, batch_ABT, share, gathers, step)
+        (loss, metrics), grads = _accumulate(graphdef, whole, batch_ABT, share, gathers, step)
         if not parallel.overlap_reduce:
             loss, grads = jax.lax.optimization_barrier((loss, grads))
         means = jax.lax.psum(loss, AXIS), jax.lax.pmean(metrics, AXIS)
@@ -199,7 +198,11 @@ def _in_fp32(params: PyTree) -> PyTree:
 
     The model converts a bf16 parameter back. XLA removes both conversions.
     """
-    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return _cast(params, jnp.float32)
+
+
+def _cast(tree: PyTree, dtype: Any) -> PyTree:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def _sum_of_losses(
@@ -345,10 +348,10 @@ def make_eval_step(
         batch_BT = _checked("eval_step", "(B, T + 1),", batch_BT, 2)
         if parallel is None or parallel.devices == 1:
             return mean_loss(params, batch_BT, lambda sums: sums)
-        gathering, placements = _gathering(graphdef, params, parallel)
+        gathering, places = _gathering(graphdef, params, parallel)
 
         def on_one_device(params, batch_BT):
-            whole = gathering.gather(params, placements)
+            whole = gathering.gather(params, places)
             return mean_loss(whole, batch_BT, lambda sums: jax.lax.psum(sums, AXIS))
 
         return gathering.on_each_device(on_one_device, params, batch_axis=0, out=None)(
@@ -381,11 +384,11 @@ def make_clipping_step(
         batch_ABT = _checked("clipping_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
         if parallel is None or parallel.devices == 1:
             return shares(params, _first(batch_ABT), step)
-        gathering, placements = _gathering(graphdef, params, parallel)
+        gathering, places = _gathering(graphdef, params, parallel)
 
         def on_one_device(params_and_step, batch_ABT):
             params, step = params_and_step
-            whole = gathering.gather(params, placements)
+            whole = gathering.gather(params, places)
             return jax.lax.pmean(shares(whole, _first(batch_ABT), step), AXIS)
 
         both = params, step
@@ -405,4 +408,4 @@ def _gathering(
     """
     strategy = "data" if parallel.strategy == "data" else "zero1"
     gathering = dataclasses.replace(parallel, strategy=strategy)
-    return gathering, gathering.placements(read_dtypes(nnx.merge(graphdef, params).config))
+    return gathering, placements(graphdef, params, gathering)
