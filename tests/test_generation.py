@@ -1,6 +1,7 @@
 """Sampling: the KV cache does not change the tokens, the filters keep the right tokens, and draws
 follow the softmax."""
 
+import functools
 import inspect
 import warnings
 
@@ -30,6 +31,7 @@ def advance(model, cache, tokens_BT):
     return model.hidden(tokens_BT, cache), cache
 
 
+@functools.cache
 def make_model(precision="fp32", seed=0, gain=6.0, **shape) -> GPT2:
     """A model whose weights are `gain` times the usual: fresh ones attend to everything alike and
     hide a wrong mask."""
@@ -106,15 +108,13 @@ def test_the_whole_block_can_be_filled(prompt):
 @pytest.mark.parametrize(
     "precision, filters",
     [
-        ("fp32", {"top_k": 1}),
-        ("tf32", {"top_p": 1e-6}),
+        ("fp32", {"top_p": 1e-6}),
         ("bf16", {"top_k": 1, "top_p": 0.5}),
-        ("bf16_residual_fp32", {"top_k": 1}),
     ],
 )
 def test_the_narrowest_filters_equal_greedy(precision, filters):
     model = make_model(precision, **ODD)
-    prompt_BT = random_tokens(4, 3, ODD["vocab_size"])
+    prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     greedy_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=0, key=KEY)
     drawn_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=1.5, key=KEY, **filters)
     np.testing.assert_array_equal(drawn_BT, greedy_BT)
@@ -164,7 +164,7 @@ def chi_square(drawn, probabilities):
     return (((counts - expected) ** 2) / expected).sum()
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_draws_follow_the_softmax(temperature):
     model = make_model(gain=5.0, **SMALL)
     prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
@@ -200,20 +200,20 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
     model = make_model(**ODD)
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     one, same, other = (
-        np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=jax.random.key(seed)))
+        np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=jax.random.key(seed)))
         for seed in (1, 1, 2)
     )
     longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=jax.random.key(1)))
     np.testing.assert_array_equal(one, same)
-    np.testing.assert_array_equal(longer[:, :14], one)
+    np.testing.assert_array_equal(longer[:, :13], one)
     assert (one[:, 4:] != other[:, 4:]).any() and (one[0] != one[1]).any()
-    uniform = np.asarray(generate(model, prompt_BT, max_new_tokens=10, temperature=1e30, key=KEY))
+    uniform = np.asarray(generate(model, prompt_BT, max_new_tokens=9, temperature=1e30, key=KEY))
     neighbours = uniform[:, 4:-1], uniform[:, 5:]
     assert np.not_equal(*neighbours).any(0).all(), "each position has a random number of its own"
     np.testing.assert_array_equal(one[:, :4], prompt_BT)
 
 
-@pytest.mark.parametrize("temperature", [1e-9, 1e-39, 1e-60])
+@pytest.mark.parametrize("temperature", [1e-9, 1e-39])
 def test_a_small_temperature_equals_greedy(temperature):
     model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
     greedy_BT, drawn_BT = (
@@ -232,23 +232,22 @@ def test_a_temperature_above_fp32_is_that_of_fp32():
     np.testing.assert_array_equal(out_BT, expected_BT)
 
 
-@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
-def test_a_draw_depends_on_key_row_and_position_for_any_key(implementation):
-    model, prompt_BT = make_model(**ODD), random_tokens(3, 4, ODD["vocab_size"])
-    key = jax.random.key(1, impl=implementation)
-    one = np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=key))
+def test_a_draw_depends_on_key_row_and_position_for_any_key():
+    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
+    key = jax.random.key(1, impl="rbg")
+    one = np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=key))
     longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=key))
-    np.testing.assert_array_equal(longer[:, :14], one)
-    fewer_rows = np.asarray(generate(model, prompt_BT[:2], max_new_tokens=10, key=key))
-    np.testing.assert_array_equal(fewer_rows, one[:2])
-    chunks = token_chunks(model, np.asarray(prompt_BT), max_new_tokens=10, key=key, steps=3)
+    np.testing.assert_array_equal(longer[:, :13], one)
+    fewer_rows = np.asarray(generate(model, prompt_BT[:1], max_new_tokens=9, key=key))
+    np.testing.assert_array_equal(fewer_rows, one[:1])
+    chunks = token_chunks(model, np.asarray(prompt_BT), max_new_tokens=9, key=key, steps=3)
     np.testing.assert_array_equal(np.concatenate([*chunks], axis=1), one[:, 4:])
     other = jax.random.fold_in(key, 1)
-    assert (np.asarray(generate(model, prompt_BT, max_new_tokens=10, key=other)) != one).any()
+    assert (np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=other)) != one).any()
 
 
 def test_padded_ids_are_never_produced():
-    model = make_model(**SMALL)
+    model = make_model.__wrapped__(**SMALL)  # changed below
     # Padded rows that would win every draw, were they looked at.
     model.wte[...] = (
         model.wte[...].at[SMALL["vocab_size"] :].set(100 * jnp.sign(model.wte[0])[None])
@@ -290,8 +289,8 @@ def test_a_prompt_continues_as_by_itself(new):
 
 
 def test_the_weights_of_the_decoding_kernel_are_the_models(monkeypatch):
-    model, prompt_BT = make_model("bf16", **ODD), random_tokens(2, 4, 61)
-    how = dict(max_new_tokens=8, temperature=0, key=KEY)
+    model, prompt_BT = make_model.__wrapped__("bf16", **ODD), random_tokens(2, 4, 61)
+    how = dict(max_new_tokens=9, temperature=0, key=KEY)
     expected_BT = generate(model, prompt_BT, **how)
     step = gpt2.decode_step
     # The branch for the Triton kernel, with the kernel's definition in JAX.
@@ -306,13 +305,13 @@ def test_the_weights_of_the_decoding_kernel_are_the_models(monkeypatch):
 
 
 def test_a_model_spread_over_devices_gives_the_same_tokens():
-    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
-    expected_BT = generate(model, prompt_BT, max_new_tokens=5, key=KEY)
+    model, prompt_BT = make_model.__wrapped__(**ODD), random_tokens(2, 4, ODD["vocab_size"])
+    expected_BT = generate(model, prompt_BT, max_new_tokens=9, key=KEY)
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), everywhere))
     np.testing.assert_array_equal(
-        generate(model, prompt_BT, max_new_tokens=5, key=KEY), expected_BT
+        generate(model, prompt_BT, max_new_tokens=9, key=KEY), expected_BT
     )
 
 
@@ -323,80 +322,37 @@ def test_a_model_spread_over_devices_gives_the_same_tokens():
             {"max_new_tokens": 20},
             r"4 prompt tokens and 20 new ones are 24.*block_size=23.*at most 19",
         ),
-        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
-        ({"temperature": -0.1}, "temperature .* got -0.1"),
-        ({"temperature": float("nan")}, "temperature .* got nan"),
-        ({"temperature": float("inf")}, "temperature .* got inf"),
-        ({"top_k": 0}, "top_k must be .* at least 1.* got 0"),
-        ({"top_p": 0.0}, r"top_p must be a number in \(0, 1\].* got 0.0"),
-        ({"top_p": 1.01}, r"top_p must be a number in \(0, 1\].* got 1.01"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must .* got nan"),
+        ({"temperature": float("inf")}, "temperature must .* got inf"),
+        ({"top_k": 0}, "top_k must be at least 1.* got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\].* got 0.0"),
+        ({"top_p": 1.01}, r"top_p must be in \(0, 1\].* got 1.01"),
         ({"prompt_BT": np.zeros((2, 0), np.int32)}, r"the prompt is empty, shape \(2, 0\)"),
         ({"prompt_BT": np.zeros((0, 3), np.int32)}, r"the prompt is empty, shape \(0, 3\)"),
+        ({"prompt_BT": np.ones((1, 23), np.int32)}, "leaves no room .* block_size=23"),
         ({"lengths_B": np.array([5])}, r"lengths_B of 1 integers from 1 to 4, .* got \[5\]"),
         ({"implementation": "triton"}, "needs an NVIDIA GPU"),
         ({"prompt_BT": np.full((1, 4), 61)}, r"prompt ids must lie in \[0, 61\), got 61…61"),
         ({"prompt_BT": np.full((1, 4), -1)}, r"prompt ids must lie in \[0, 61\), got -1…-1"),
+        ({"prompt_BT": np.ones(4, np.int32)}, r"shape \(batch, time\), got int32 .* \(4,\)"),
+        ({"prompt_BT": np.ones((1, 4))}, r"integer ids and shape \(batch, time\), got float64"),
+        ({"prompt_BT": [[True, True]]}, r"integer ids and shape \(batch, time\), got bool"),
     ],
 )
-def test_errors_state_the_numbers(change, message):
+def test_errors_state_the_numbers(change, message, monkeypatch):
+    monkeypatch.setattr(generation, "token_chunks", inspect.unwrap(generation.token_chunks))
     kwargs = {"prompt_BT": np.ones((1, 4), np.int32), "max_new_tokens": 3, "key": KEY} | change
     with pytest.raises(ValueError, match=message):
-        generate(make_model(**ODD), **kwargs)
+        inspect.unwrap(generate)(make_model(**ODD), **kwargs)  # without checks of annotations
 
 
-@pytest.fixture
-def unchecked(monkeypatch):
-    """`generate` as it is outside pytest, where no annotation is checked; it fails where it begins
-    to compile."""
-    monkeypatch.setattr(generation, "_start", lambda *_, **__: pytest.fail("compiled"))
-    return inspect.unwrap(generate)
-
-
-@pytest.mark.parametrize(
-    "prompt, message",
-    [
-        (np.ones(4, np.int32), r"integer ids and shape \(batch, time\), got int32 of shape \(4,\)"),
-        (np.ones((1, 4), np.float32), r"integer ids and shape \(batch, time\), got float32"),
-        (np.ones((1, 4), bool), r"integer ids and shape \(batch, time\), got bool"),
-        ([1, 2], r"integer ids and shape \(batch, time\), got int64 of shape \(2,\)"),
-        ([[1, 2], [3]], "rows have one length"),
-        ([[]], r"the prompt is empty, shape \(1, 0\)"),
-        ("hello", r"integer ids and shape \(batch, time\)"),
-    ],
-    ids=["1-D", "float", "bool", "list", "ragged", "empty", "text"],
-)
-def test_a_prompt_of_the_wrong_kind_is_named(unchecked, prompt, message):
-    with pytest.raises(ValueError, match=message):
-        unchecked(make_model(**SMALL), prompt, max_new_tokens=2, key=KEY)
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("max_new_tokens", 2.0),
-        ("max_new_tokens", "2"),
-        ("max_new_tokens", None),
-        ("max_new_tokens", True),
-    ]
-    + [("max_new_tokens", -3), ("temperature", "0.7"), ("temperature", None), ("temperature", True)]
-    + [("top_k", 2.5), ("top_k", "5"), ("top_p", "0.9"), ("top_p", float("nan"))]
-    + [("key", None), ("key", 0), ("key", jnp.zeros(2)), ("key", jax.random.split(KEY, 2))],
-)
-def test_an_argument_of_a_wrong_type_is_named(unchecked, name, value):
-    kwargs = {"max_new_tokens": 2, "key": KEY} | {name: value}
-    with pytest.raises(ValueError, match=f"generate: {name} must be .*, got "):
-        unchecked(make_model(**SMALL), np.ones((1, 2), np.int32), **kwargs)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int64"])
-@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_a_prompt_of_any_integer_type_gives_the_same_tokens(dtype, array):
-    model, prompt_BT = make_model(**SMALL), np.array([[3, 1]])
-    wanted_BT = generate(model, np.int32(prompt_BT), max_new_tokens=4, key=KEY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX has no int64 by default, and says so
-        prompt_BT = array(prompt_BT.astype(dtype))
-    np.testing.assert_array_equal(generate(model, prompt_BT, max_new_tokens=4, key=KEY), wanted_BT)
+@pytest.mark.parametrize("prompt", [np.uint8([[3, 1]]), np.int64([[3, 1]]), jnp.int16([[3, 1]])])
+def test_a_prompt_of_any_integer_type_gives_the_same_tokens(prompt):
+    model = make_model(**SMALL)
+    wanted_BT = generate(model, np.int32([[3, 1]]), max_new_tokens=4, key=KEY)
+    np.testing.assert_array_equal(generate(model, prompt, max_new_tokens=4, key=KEY), wanted_BT)
 
 
 @pytest.mark.gpu

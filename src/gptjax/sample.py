@@ -18,7 +18,6 @@ from gptjax.terminal import command_line, exit_code, printable
 
 STREAMED = 8
 """Tokens per update of a streamed text."""
-MAX_SEED = 2**32 - 1
 
 
 class SampleError(ValueError):
@@ -71,13 +70,8 @@ class Sample(ModelOptions):
             )
         if self.lines and not self.prompt_file:
             raise SampleError("--lines needs --prompt-file, got none")
-        for name in ("max_new_tokens", "num_samples", "batch_size"):
-            if (value := getattr(self, name)) < 1:
-                raise SampleError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise SampleError(f"--seed must be 0 to {MAX_SEED}, got {self.seed}")
-        if "" in self.stop:
-            raise SampleError("--stop must be a text of at least one character, got an empty one")
+        if min(self.num_samples, self.batch_size) < 1:
+            raise SampleError("--num-samples and --batch-size must be at least 1")
         self.check_precision()
 
 
@@ -97,17 +91,13 @@ def read_prompts(options: Sample) -> list[Prompt]:
     """
     prompts = [Prompt(f"prompt {n}", text) for n, text in enumerate(options.prompt, 1)]
     for file in options.prompt_file:
-        name = "standard input" if str(file) == "-" else str(file)
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         try:
             text = data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise SampleError(f"{name}: expected UTF-8 text, got other bytes: {error}") from error
-        if options.lines:
-            lines = enumerate(text.split("\n"), 1)
-            prompts += [Prompt(f"{name}, line {n}", line) for n, line in lines]
-        else:
-            prompts.append(Prompt(name, text))
+            raise SampleError(f"{file}: expected UTF-8 text, got other bytes: {error}") from error
+        texts = text.split("\n") if options.lines else [text]
+        prompts += [Prompt(f"{file}, prompt {n}", text) for n, text in enumerate(texts, 1)]
     for prompt in prompts:
         if not prompt.text:
             raise SampleError(f"{prompt.name}: expected a prompt, got an empty text")
@@ -122,9 +112,15 @@ class Sampler:
     """
 
     def __init__(self, options: Sample):
-        with _memory_checked(f"the model {options.path}", "free the device"):
-            self.model, tokenizer = options.load()
-        self.tokenizer, self.options = tokenizer, options
+        from gptjax.generation import check_options
+
+        o = options
+        try:
+            check_options(o.max_new_tokens, o.temperature, o.top_k, o.top_p)
+        except ValueError as error:
+            raise SampleError(str(error).removeprefix("generate: ")) from error
+        self.model, self.tokenizer = options.load()
+        self.options = options
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt; an empty text is the end-of-text token.
@@ -149,8 +145,7 @@ class Sampler:
             turn: number of earlier calls. Each number selects other random draws.
 
         Raises:
-            SampleError: a prompt is too long (nothing is printed), or the device has no memory for
-                a batch.
+            SampleError: a prompt is too long; nothing is printed.
         """
         encoded = [self.tokens(prompt) for prompt in prompts]
         count = self.options.num_samples
@@ -160,29 +155,17 @@ class Sampler:
         if len(batches) > 1:  # equal batch sizes, so that one executable serves all batches
             encoded.append([self.tokenizer.eot])
             batches[-1] = batches[-1] + [(len(prompts), 0)] * (size - len(batches[-1]))
+        streamed = len(rows) == 1 and not self.options.json
         for number, batch in enumerate(batches, turn * len(batches)):
-            streamed = len(rows) == 1 and not self.options.json
-            ids = [encoded[p] for p, _ in batch]
-            with _memory_checked(*self._tried(ids)):
-                completions = self._complete(ids, number, streamed)
-                if streamed:
-                    # With --interactive, the user has just typed the prompt.
-                    prompt = "" if self.options.interactive else prompts[0].text
-                    self._stream(prompt, completions)
-                else:
-                    chosen = [(prompts[p], p + 1, s + 1) for p, s in batch if p < len(prompts)]
-                    self._print_each(chosen, completions)
-
-    def _tried(self, prompts: list[list[int]]) -> tuple[str, str]:
-        """Describe the size of a batch, and the options that reduce this size."""
-        longest = max(map(len, prompts)) + self.options.max_new_tokens
-        positions = min(longest, self.model.config.block_size)
-        if len(prompts) == 1:
-            return f"1 text of {positions} tokens", "lower --max-new-tokens, free the device"
-        return (
-            f"{len(prompts)} texts of {positions} tokens at a time",
-            "lower --batch-size or --max-new-tokens",
-        )
+            completions = self._complete([encoded[p] for p, _ in batch], number, streamed)
+            if streamed:
+                # With --interactive, the user has just typed the prompt.
+                self._stream("" if self.options.interactive else prompts[0].text, completions)
+            else:
+                *_, done = completions
+                for (p, sample), completion in zip(batch, done, strict=True):
+                    if p < len(prompts):
+                        self._print(prompts[p].text, p + 1, sample + 1, completion)
 
     def _complete(self, prompts: list[list[int]], number: int, streamed: bool) -> Iterator[list]:
         """Return an iterator over the completions as they grow; `number` selects the key."""
@@ -216,46 +199,15 @@ class Sampler:
             shown = len(text)
         print(flush=True)
 
-    def _print_each(self, rows: list[tuple[Prompt, int, int]], completions: Iterator[list]) -> None:
-        """Print the completion of each row after this row and all earlier rows have stopped."""
-        waiting = iter(rows)
-        row, index = next(waiting, None), 0
-        for current in completions:
-            while row is not None and current[index].stopped:
-                self._print(*row, current[index])
-                row, index = next(waiting, None), index + 1
-            if row is None:
-                return
-
-    def _print(self, prompt: Prompt, number: int, sample: int, completion: Any) -> None:
+    def _print(self, prompt: str, number: int, sample: int, completion: Any) -> None:
+        c = completion
         if self.options.json:
-            row = {
-                "prompt": prompt.text,
-                "sample": sample,
-                "text": completion.text,
-                "tokens": completion.tokens,
-                "stop": completion.stopped,
-            }
-            print(json.dumps(row), flush=True)
+            row = {"prompt": prompt, "sample": sample, "text": c.text}
+            print(json.dumps(row | {"tokens": c.tokens, "stop": c.stopped}), flush=True)
             return
-        about = json.dumps(prompt.text[:60], ensure_ascii=False) if prompt.text else "end-of-text"
-        header = f"--- prompt {number}, sample {sample}: {about}, stopped by {completion.stopped}"
-        print(printable(f"{header}\n{completion.text}"), flush=True)
-
-
-@contextlib.contextmanager
-def _memory_checked(tried: str, advice: str) -> Iterator[None]:
-    """Raise SampleError if the device's memory is full; the message has `tried` and `advice`."""
-    import jax
-
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise SampleError(
-            f"the device has no memory for {tried}: {advice}, or set --device cpu"
-        ) from error
+        about = json.dumps(prompt[:60], ensure_ascii=False) if prompt else "end-of-text"
+        header = f"--- prompt {number}, sample {sample}: {about}, stopped by {c.stopped}"
+        print(printable(f"{header}\n{c.text}"), flush=True)
 
 
 def interact(sampler: Sampler) -> None:
@@ -293,29 +245,26 @@ def run(options: Sample) -> None:
     Raises:
         SampleError, DataError, WeightsError, ConfigError, OSError: a wrong option or file.
     """
+    import jax
+
     options.check()
     prompts = read_prompts(options) or [Prompt("no prompt", "")]
     used = options.select_devices(lambda note: print(printable(note), file=sys.stderr))
-    _check_sampling(options)
-    sampler = Sampler(options)
-    about = f"{used[0].device_kind}, {sampler.model.config.precision.name}"
-    print(printable(f"{options.path}: {about}"), file=sys.stderr)
-    if options.interactive:
-        interact(sampler)
-    else:
-        sampler.answer(prompts)
-
-
-def _check_sampling(options: Sample) -> None:
-    import jax
-
-    from gptjax.generation import _check_sampling
-
-    key = jax.random.key(options.seed)
     try:
-        _check_sampling(options.temperature, options.top_k, options.top_p, key)
-    except ValueError as error:
-        raise SampleError(str(error).removeprefix("generate: ")) from error
+        sampler = Sampler(options)
+        about = f"{used[0].device_kind}, {sampler.model.config.precision.name}"
+        print(printable(f"{options.path}: {about}"), file=sys.stderr)
+        if options.interactive:
+            interact(sampler)
+        else:
+            sampler.answer(prompts)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise SampleError(
+            "out of device memory: lower --batch-size or --max-new-tokens, free the device, or set "
+            "--device cpu"
+        ) from error
 
 
 def main(args: list[str] | None = None) -> int:
@@ -331,7 +280,7 @@ def main(args: list[str] | None = None) -> int:
             Sample,
             prog="python -m gptjax.sample",
             description="Continue prompts with a model. One sample is printed after its prompt, as "
-            "it is generated; several are printed in order, each when it is complete.",
+            "it is generated; several are printed when their batch is complete.",
             args=args,
         )
         run(options)

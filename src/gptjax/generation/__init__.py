@@ -24,6 +24,8 @@ UNROLLED = 4
 operations, such as the loop counter, run once per iteration."""
 SHORTEST_PROMPT = 16
 """Prompts are padded to a power of two of at least this length, so that few shapes are compiled."""
+NO_TOKEN = -1
+"""Padding after the last token of a sequence that has filled block_size."""
 
 
 def generate(
@@ -46,8 +48,7 @@ def generate(
 
     The computation is compiled once for each model shape, batch size, and power of two of the
     prompt's length and of the final length. Turning greedy decoding, `top_k` or `top_p` on or off
-    also compiles. New values of the options, weights or key do not. The function that joins prompts
-    and new tokens is compiled for each exact length.
+    also compiles. New values of the options, weights or key do not.
 
     Args:
         model: weights and shape; not changed.
@@ -70,48 +71,139 @@ def generate(
         the new tokens follow the prompt, and zeros fill the end.
 
     Raises:
-        ValueError: an argument of a wrong type or outside its range; more tokens than block_size.
+        ValueError: an argument outside its range; more tokens than block_size.
     """
-    prompt_BT = _check_prompt(model, prompt_BT)
-    lengths_B = _check_lengths(prompt_BT, lengths_B)
-    _check_length(model, prompt_BT.shape[1], max_new_tokens)
-    _check_sampling(temperature, top_k, top_p, key)
-    chunks = new_tokens(
-        model,
-        prompt_BT,
-        lengths_B,
-        new=int(max_new_tokens),
-        steps=STEPS,
-        filters=_filters(model, temperature, top_k, top_p),
-        key=key,
-        implementation=implementation,
-    )
-    return _joined(
-        prompt_BT.astype(np.int32),
-        lengths_B.astype(np.int32),
-        [*chunks],
-        new=int(max_new_tokens),
-        ragged=bool((lengths_B < prompt_BT.shape[1]).any()),
-    )
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+    options |= {"lengths_B": lengths_B, "implementation": implementation}
+    chunks = token_chunks(model, prompt_BT, max_new_tokens=max_new_tokens, **options)
+    prompt_BT = np.asarray(prompt_BT)
+    b, t = prompt_BT.shape
+    if t + max_new_tokens > (block_size := model.config.block_size):
+        raise ValueError(
+            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, "
+            f"more than block_size={block_size}; shorten the prompt or ask for at most "
+            f"{max(block_size - t, 0)}"
+        )
+    new_BN, out_BT = np.concatenate([*chunks], axis=1), np.zeros((b, t + max_new_tokens), np.int32)
+    for row, length in enumerate([t] * b if lengths_B is None else np.asarray(lengths_B)):
+        out_BT[row, :length] = prompt_BT[row, :length]
+        out_BT[row, length : length + max_new_tokens] = new_BN[row]
+    return jnp.asarray(out_BT)
 
 
-def new_tokens(
+def token_chunks(
     model: Model,
-    prompt_BT: np.ndarray,
-    lengths_B: np.ndarray,
+    prompt_BT: Integer[Array | np.ndarray, "B T"],
     *,
-    new: int,
-    steps: int,
-    filters: Filters,
-    key: Array,
-    implementation: str,
+    max_new_tokens: int,
+    lengths_B: Integer[Array | np.ndarray, " B"] | None = None,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    implementation: str = "auto",
+    steps: int = STEPS,
+) -> Iterator[np.ndarray]:
+    """Return an iterator over the new tokens of `generate`, `steps` at a time.
+
+    The device computes a chunk while the caller uses the previous chunk. The second chunk is the
+    exception: its launch would delay the first token, and therefore waits until the caller requests
+    the second chunk.
+
+    Args:
+        max_new_tokens: at least 1. Unlike in `generate`, prompt and new tokens may exceed
+            block_size: a sequence ends there, and the rest of its row is `NO_TOKEN`.
+        steps: number of tokens of a chunk. The first chunk has one token; the last may be shorter.
+        Others: see `generate`.
+
+    Yields:
+        int32, shape (B, N).
+
+    Raises:
+        ValueError: an argument outside its range; a prompt of block_size tokens.
+    """
+    prompt_BT, c = np.asarray(prompt_BT), model.config
+    _check_prompt(prompt_BT, c.vocab_size, c.block_size)
+    b, t = prompt_BT.shape
+    lengths_B = np.full(b, t) if lengths_B is None else np.asarray(lengths_B)
+    if lengths_B.shape != (b,) or lengths_B.min() < 1 or lengths_B.max() > t:
+        raise ValueError(
+            f"generate: expected lengths_B of {b} integers from 1 to {t}, one for each prompt, got "
+            f"{lengths_B.tolist()}"
+        )
+    check_options(max_new_tokens, temperature, top_k, top_p, steps)
+    # The shortest prompt has the most positions left.
+    new = min(max_new_tokens, c.block_size - int(lengths_B.min()))
+    filters = _filters(c.vocab_size, temperature, top_k, top_p)
+    chunks = _chunks_on_device(
+        model, prompt_BT, lengths_B, new, steps, filters, _threefry(key), implementation
+    )
+    return _on_host(chunks, lengths_B, new, c.block_size)
+
+
+def _check_prompt(prompt_BT: np.ndarray, vocab_size: int, block_size: int) -> None:
+    shape, dtype = prompt_BT.shape, prompt_BT.dtype
+    if 0 in shape:
+        raise ValueError(f"generate: the prompt is empty, shape {shape}; pass at least one token")
+    if len(shape) != 2 or not np.issubdtype(dtype, np.integer):
+        raise ValueError(
+            f"generate: expected a prompt of integer ids and shape (batch, time), got {dtype} of "
+            f"shape {shape}; a single prompt is prompt[None]"
+        )
+    if shape[1] >= block_size:
+        raise ValueError(
+            f"generate: a prompt of {shape[1]} tokens leaves no room for a new one in "
+            f"block_size={block_size}"
+        )
+    low, high = prompt_BT.min(), prompt_BT.max()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"generate: prompt ids must lie in [0, {vocab_size}), got {low}…{high}; "
+            "was the prompt encoded with the model's tokenizer?"
+        )
+
+
+def check_options(
+    max_new_tokens: int,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    steps: int = STEPS,
+) -> None:
+    """Raise ValueError for an option of `token_chunks` outside its range."""
+    for name, value, valid, expected in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1], or None"),
+        ("steps", steps, steps >= 1, "at least 1"),
+    ):
+        if not valid:
+            raise ValueError(f"generate: {name} must be {expected}, got {value!r}")
+
+
+def _on_host(
+    chunks: Iterator[Array], lengths_B: np.ndarray, new: int, block_size: int
+) -> Iterator[np.ndarray]:
+    """Yield chunks with a total of `new` tokens, and `NO_TOKEN` from block_size on."""
+    done, chunk_BN = 0, next(chunks)
+    while chunk_BN is not None:
+        # The next chunk is launched before the wait for this chunk, except for the first chunk: the
+        # launch may take longer than the device needs for the prompts.
+        following_BN = next(chunks, None) if done else None
+        tokens_BN = np.asarray(chunk_BN)[:, : new - done]
+        position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
+        yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
+        chunk_BN = following_BN if done else next(chunks, None)
+        done += tokens_BN.shape[1]
+
+
+def _chunks_on_device(
+    model, prompt_BT, lengths_B, new, steps, filters, key, implementation
 ) -> Iterator[Int[Array, "B _"]]:
     """Yield the first new token of each prompt, then `steps` at a time, at least `new` in all.
 
     `next` starts the computation of a chunk and does not wait for it.
-
-    Args:
-        prompt_BT, lengths_B, key, implementation: checked arguments of `generate`.
     """
     (b, t), block_size = prompt_BT.shape, model.config.block_size
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
@@ -119,7 +211,7 @@ def new_tokens(
     padded_BT = np.zeros((b, padded), np.int32)
     padded_BT[:, :t] = prompt_BT
     sampler = "xla" if implementation == "xla" else "auto"
-    how = {"filters": filters, "key": _threefry(key), "sampler": sampler}
+    how = {"filters": filters, "key": key, "sampler": sampler}
     kernel = model.decode_kernel(b, implementation)
     params, structure = jax.tree.flatten(model)
     changed, weights = _prepared(structure, params, kernel)
@@ -226,14 +318,14 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
     return *carry, new_MNB.reshape(steps, -1).T
 
 
-def _filters(model: Model, temperature, top_k, top_p) -> Filters:
+def _filters(vocab_size: int, temperature, top_k, top_p) -> Filters:
     """Return checked options as arrays: new values need no new executable, but None does."""
     # Dividing by a number below fp32's normal range results in NaN.
     fp32 = np.finfo(np.float32)
     greedy = temperature < float(fp32.tiny)
     return Filters(
         None if greedy else np.float32(min(temperature, float(fp32.max))),
-        None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
+        None if top_k is None else np.int32(min(top_k, vocab_size)),
         None if top_p in (None, 1) else np.float32(top_p),
     )
 
@@ -256,107 +348,6 @@ def _uniforms(filters, key, position_B):
     return jax.vmap(jax.random.uniform)(keys_B)
 
 
-@functools.partial(jax.jit, static_argnames=("new", "ragged"))
-def _joined(prompt_BT, length_B, chunks, *, new, ragged):
-    """Return each prompt followed by its `new` new tokens and by zeros."""
-    t, new_BN = prompt_BT.shape[1], jnp.concatenate(chunks, axis=1)[:, :new]
-    if not ragged:
-        return jnp.concatenate([prompt_BT, new_BN], axis=1)
-    both_BT = jnp.concatenate([prompt_BT, new_BN, jnp.zeros_like(prompt_BT)], axis=1)
-    position_1T, length_B1 = jnp.arange(t + new)[None], length_B[:, None]
-    source_BT = jnp.where(position_1T < length_B1, position_1T, position_1T - length_B1 + t)
-    return jnp.take_along_axis(both_BT, source_BT, axis=1)
-
-
 def _power_of_two(n: int) -> int:
     """Return the least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def _check_prompt(model: Model, prompt_BT) -> np.ndarray:
-    try:
-        prompt_BT = np.asarray(prompt_BT)
-    except ValueError as error:
-        message = f"generate: expected a prompt whose rows have one length: {error}"
-        raise ValueError(message) from None
-    if prompt_BT.ndim != 2 or (prompt_BT.size and not np.issubdtype(prompt_BT.dtype, np.integer)):
-        raise ValueError(
-            "generate: expected a prompt of integer ids and shape (batch, time), "
-            f"got {prompt_BT.dtype} of shape {prompt_BT.shape}; a single prompt is prompt[None]"
-        )
-    if not prompt_BT.size:
-        raise ValueError(
-            f"generate: the prompt is empty, shape {prompt_BT.shape}; pass at least one token a row"
-        )
-    vocab_size = model.config.vocab_size
-    low, high = prompt_BT.min(), prompt_BT.max()
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"generate: prompt ids must lie in [0, {vocab_size}), got {low}…{high}; "
-            "was the prompt encoded with the model's tokenizer?"
-        )
-    return prompt_BT
-
-
-def _check_lengths(prompt_BT: np.ndarray, lengths_B) -> np.ndarray:
-    b, t = prompt_BT.shape
-    if lengths_B is None:
-        return np.full((b,), t)
-    lengths_B = np.asarray(lengths_B)
-    if (
-        lengths_B.shape != (b,)
-        or not np.issubdtype(lengths_B.dtype, np.integer)
-        or lengths_B.min() < 1
-        or lengths_B.max() > t
-    ):
-        raise ValueError(
-            f"generate: expected lengths_B of {b} integers from 1 to {t}, one for each prompt, got "
-            f"{lengths_B.tolist()}"
-        )
-    return lengths_B
-
-
-def _check_count(max_new_tokens) -> None:
-    if not _is_scalar(max_new_tokens, np.integer) or max_new_tokens < 1:
-        raise ValueError(
-            f"generate: max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}"
-        )
-
-
-def _check_length(model: Model, t: int, max_new_tokens) -> None:
-    _check_count(max_new_tokens)
-    if t + max_new_tokens > (block_size := model.config.block_size):
-        raise ValueError(
-            f"generate: {t} prompt tokens and {max_new_tokens} new ones are {t + max_new_tokens}, "
-            f"more than block_size={block_size}; shorten the prompt or ask for at most "
-            f"{max(block_size - t, 0)}"
-        )
-
-
-def _check_sampling(temperature, top_k, top_p, key) -> None:
-    checks = (
-        ("temperature", temperature, np.number, "a finite number of at least 0 (0 is greedy)"),
-        ("top_k", top_k, np.integer, "an integer of at least 1, or None to keep every token"),
-        ("top_p", top_p, np.number, "a number in (0, 1], or None to keep every token"),
-    )
-    ranges = {
-        "temperature": lambda x: 0 <= x < math.inf,
-        "top_k": lambda x: x >= 1,
-        "top_p": lambda x: 0 < x <= 1,
-    }
-    for name, value, kind, expected in checks:
-        absent = value is None and name != "temperature"
-        if not absent and not (_is_scalar(value, kind) and ranges[name](value)):
-            raise ValueError(f"generate: {name} must be {expected}, got {value!r}")
-    is_key = isinstance(key, jax.Array) and (
-        (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
-        or (key.dtype == jnp.uint32 and key.shape == (2,))
-    )
-    if not is_key:
-        found = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
-        raise ValueError(f"generate: key must be one key, such as jax.random.key(0), got {found}")
-
-
-def _is_scalar(value, kind: type) -> bool:
-    """Return True for a number or a 0-dimensional array of a NumPy type; False for bool."""
-    return np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, kind)

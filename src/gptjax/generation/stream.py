@@ -1,95 +1,21 @@
-"""Streaming generation: the tokens of `gptjax.generate` and their texts, in chunks.
+"""Texts of the tokens of `gptjax.generate`, while the tokens are generated.
 
 Shapes: B sequences, T tokens of the longest prompt, N new tokens.
 """
 
-import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Array, Integer, Key, UInt32
 
-from gptjax import generation
 from gptjax.data.tokenizers import Tokenizer
+from gptjax.generation import token_chunks
 from gptjax.models.base import Model
 
 type StopReason = Literal["end-of-text", "stop-text", "max-new-tokens", "block-size"]
 
-NO_TOKEN = -1
-"""Padding after the last token of a sequence that has filled block_size."""
 INCOMPLETE = "\ufffd"
 """Result of decoding the first bytes of an incomplete character."""
-
-
-def token_chunks(
-    model: Model,
-    prompt_BT: Integer[Array | np.ndarray, "B T"],
-    *,
-    max_new_tokens: int,
-    lengths_B: Integer[Array | np.ndarray, " B"] | None = None,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | int | None = None,
-    key: Key[Array, ""] | UInt32[Array, "2"],
-    implementation: str = "auto",
-    steps: int = generation.STEPS,
-) -> Iterator[np.ndarray]:
-    """Return an iterator over the new tokens of `gptjax.generate`, `steps` at a time.
-
-    The device computes a chunk while the caller uses the previous chunk. The second chunk is the
-    exception: its launch would delay the first token, and therefore waits until the caller requests
-    the second chunk.
-
-    Args:
-        max_new_tokens: at least 1. Unlike in `gptjax.generate`, prompt and new tokens may exceed
-            block_size: a sequence ends there, and the rest of its row is `NO_TOKEN`.
-        steps: number of tokens of a chunk. The first chunk has one token; the last may be shorter.
-        Others: see `gptjax.generate`.
-
-    Yields:
-        int32, shape (B, N).
-
-    Raises:
-        ValueError: an argument of a wrong type or outside its range; a prompt of block_size tokens.
-    """
-    prompt_BT = generation._check_prompt(model, prompt_BT)
-    lengths_B = generation._check_lengths(prompt_BT, lengths_B)
-    generation._check_count(max_new_tokens)
-    generation._check_length(model, prompt_BT.shape[1], 1)
-    generation._check_sampling(temperature, top_k, top_p, key)
-    if not generation._is_scalar(steps, np.integer) or steps < 1:
-        raise ValueError(f"token_chunks: steps must be an integer of at least 1, got {steps!r}")
-    block_size = model.config.block_size
-    # The shortest prompt has the most positions left.
-    new = min(int(max_new_tokens), block_size - int(lengths_B.min()))
-    chunks = generation.new_tokens(
-        model,
-        prompt_BT,
-        lengths_B,
-        new=new,
-        steps=int(steps),
-        filters=generation._filters(model, temperature, top_k, top_p),
-        key=key,
-        implementation=implementation,
-    )
-    return _on_host(chunks, lengths_B, new, block_size)
-
-
-def _on_host(
-    chunks: Iterator[Array], lengths_B: np.ndarray, new: int, block_size: int
-) -> Iterator[np.ndarray]:
-    """Yield chunks with a total of `new` tokens, and `NO_TOKEN` from block_size on."""
-    done, chunk_BN = 0, next(chunks)
-    while chunk_BN is not None:
-        # The next chunk is launched before the wait for this chunk, except for the first chunk: the
-        # launch may take longer than the device needs for the prompts.
-        following_BN = next(chunks, None) if done else None
-        tokens_BN = np.asarray(chunk_BN)[:, : new - done]
-        position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
-        yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
-        chunk_BN = following_BN if done else next(chunks, None)
-        done += tokens_BN.shape[1]
 
 
 class Completion:
@@ -182,14 +108,16 @@ def complete(
         The completions of all prompts, always the same list, after each chunk of tokens.
 
     Raises:
-        ValueError: the errors of `token_chunks`, prompts that are no ids, or a stop text that is
-            empty or no text.
+        ValueError: the errors of `token_chunks`, prompts that are no ids, or an empty stop text.
     """
-    _check_stop(stop)
-    rows = [_ids(prompt) for prompt in prompts]
+    if isinstance(stop, str) or not all(stop):
+        raise ValueError(f"complete: expected a list of texts that are not empty, got {stop!r}")
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows or any(row_T.ndim != 1 or row_T.dtype.kind not in "iu" for row_T in rows):
+        raise ValueError("complete: expected prompts of token ids; encode texts with the tokenizer")
     lengths_B = np.array([len(row_T) for row_T in rows], np.int64)
     # int64: `token_chunks` checks the ids.
-    prompt_BT = np.zeros((len(rows), lengths_B.max(initial=0)), np.int64)
+    prompt_BT = np.zeros((len(rows), lengths_B.max()), np.int64)
     for padded_T, row_T in zip(prompt_BT, rows, strict=True):
         padded_T[: len(row_T)] = row_T
     options |= {"max_new_tokens": max_new_tokens, "lengths_B": lengths_B}
@@ -208,24 +136,3 @@ def complete(
         yield completions
         if all(completion.stopped for completion in completions):
             return
-
-
-def _check_stop(stop) -> None:
-    if isinstance(stop, str):
-        raise ValueError(f"complete: stop must be a list of texts, got {stop!r}; pass [{stop!r}]")
-    for text in stop:
-        if not isinstance(text, str) or not text:
-            raise ValueError(
-                f"complete: stop must have texts of at least one character, got {text!r}"
-            )
-
-
-def _ids(prompt) -> np.ndarray:
-    """Return the ids of a prompt, in any integer dtype."""
-    ids_T = np.asarray(prompt)
-    if ids_T.ndim != 1 or (ids_T.size and not np.issubdtype(ids_T.dtype, np.integer)):
-        raise ValueError(
-            f"complete: expected prompts of token ids, got {reprlib.repr(prompt)}; encode texts "
-            "with the tokenizer"
-        )
-    return ids_T
