@@ -16,7 +16,7 @@ from gptjax.config import Config, ConfigError, Stage
 from gptjax.optim import NorMuonConfig
 from gptjax.precision import Precision
 from gptjax.timeline import Timeline
-from gptjax.training import compilation
+from gptjax.training import compilation, progress
 from gptjax.training.errors import StoppedError
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.weights import checkpoint_files
@@ -47,8 +47,9 @@ def staged(config):
 
 
 @pytest.fixture
-def whole(staged, program_folder):
+def whole(staged, program_folder, monkeypatch):
     """The complete run, which the tests share: only the first runs it."""
+    monkeypatch.setattr(progress, "LOG_EVERY", 1)
     whole = dataclasses.replace(staged, runs_dir=program_folder / "runs", name="staged")
     shown = program_folder / "shown"
     code, text = run(whole)
