@@ -32,9 +32,10 @@ def tune(tmp_path, monkeypatch):
 def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypatch, triton_on_cpu):
     tried = []
 
-    def seconds(f, case):
+    def seconds(case, names):
         tile = tried[-1]
-        return 1e-3 * (1 + abs(tile["M"] - 32) + abs(tile["N"] - 64) + abs(tile["num_stages"] - 2))
+        far = abs(tile["M"] - 32) + abs(tile["N"] - 64) + abs(tile["num_stages"] - 2)
+        return dict.fromkeys(names, 1e-3 * (1 + far))
 
     run = tune._run
     monkeypatch.setattr(tune, "seconds", seconds)

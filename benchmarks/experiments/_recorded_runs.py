@@ -153,7 +153,7 @@ class RecordedRuns:
             if name != "limit_s"
         }
         result = results.new(
-            results.script_command(f"benchmarks/experiments/{script}", argv),
+            results.command(f"benchmarks/experiments/{script}", argv),
             self.made,
             device=", ".join(sorted({record["device"] for record in self.made})),
             options=options,

@@ -14,7 +14,6 @@ value of the sequences so far, read once in the compute dtype at the GPU's peak 
 """
 
 import dataclasses
-import math
 import statistics
 import sys
 import time
@@ -27,18 +26,15 @@ import numpy as np
 from flax import nnx
 from torch_side import require_torch, torch_generation, why_no_rival
 
+from gptjax.bench import BenchError, results
 from gptjax.bench import __main__ as bench
-from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
-from gptjax.bench.errors import BenchError
-from gptjax.bench.measuring import one_device, sustained
-from gptjax.bench.rows import first_line, kernel_names, label, raise_failures, say
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.harness import one_device, sustained
+from gptjax.bench.results import Row, first_line, label, print_table, raise_failures, say
 from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
 from gptjax.precision import Precision
-from gptjax.ranges import NonNegativeFloat
 from gptjax.training.flops import peak_bandwidth
 
 FIRST_TOKENS = 5
@@ -66,7 +62,7 @@ class Generate(ModelOptions):
     """Back ends of the decoding step."""
     torch: bool = True
     """Also measure transformers: a static cache, and a compiled step (not on a CPU)."""
-    seconds: NonNegativeFloat = 1.0
+    seconds: float = 1.0
     """Duration of each measurement."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results, written after each row."""
@@ -99,17 +95,8 @@ class Generate(ModelOptions):
         base = self.base()
         if self.torch and (why := why_no_rival(base)):
             raise BenchError(why)
-        for name in ("prompt", "top_k"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise BenchError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.new < 2:
             raise BenchError(f"--new must be at least 2, to measure a step, got {self.new}")
-        if not self.batch or min(self.batch) < 1:
-            raise BenchError(f"--batch must be numbers of at least 1, got {self.batch}")
-        if not self.implementation:
-            raise BenchError("--implementation must be auto, triton or xla, got none")
-        if not self.temperature or not all(0 <= t < math.inf for t in self.temperature):
-            raise BenchError(f"--temperature must be at least 0 and finite, got {self.temperature}")
         total, most = self.prompt + self.new, base.model.block_size
         if total > most:
             raise BenchError(
@@ -180,9 +167,8 @@ class Generate(ModelOptions):
     def _write(self, rows: list[dict], device: jax.Device) -> None:
         if not self.out:
             return
-        command = results.bench_command("generate", self)
-        command = command.replace("-m gptjax.bench generate", "benchmarks/rivals/generate.py")
-        packages = ("jax-triton", "triton") + ("torch", "transformers") * self.torch
+        command = results.command("benchmarks/rivals/generate.py")
+        packages = ("jax-triton", "triton", "torch", "transformers")
         bandwidth = peak_bandwidth(device.device_kind)
         result = results.new(
             command, rows, device=device.device_kind, packages=packages, bytes_per_s=bandwidth
@@ -324,7 +310,7 @@ def show(rows: list[dict], device: jax.Device) -> None:
             f"{row['compile_s']:.1f}",
             f"{row['of_torch']:.2f} ×" if "of_torch" in row else "",
         )
-        table.append(Row(label(row), texts, kernel_names(row)))
+        table.append(Row(label(row), texts, row["kernels"]))
     bandwidth = peak_bandwidth(device.device_kind)
     about = f"{bandwidth / 1e12:.2f} TB/s" if bandwidth else "unknown memory bandwidth"
     columns = ("tokens/s", "step µs", "of limit", "first token ms", "compile s", "of torch")

@@ -5,31 +5,29 @@ python benchmarks/rivals/kernels.py benchmarks/kernels --out benchmarks/results/
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import torch
 
 from gptjax.bench import __main__ as bench
-from gptjax.bench import results
 from gptjax.bench.harness import COPY, MATMUL, Case, Ceilings, ceilings, input_sets, median_seconds
-from gptjax.bench.kernels import Kernels, measure
+from gptjax.bench.kernels import Kernels, Rivals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beside(Kernels):
     """Measure kernels, compared with XLA and PyTorch; PyTorch in the cases with a target."""
 
-    def result(self, file: Path, cases: list[Case]) -> dict:
-        limits = best(ceilings())
-        return results.new(
-            f"python benchmarks/rivals/kernels.py {file}",
-            measure(cases, limits, torch_seconds),
-            device=jax.devices()[0].device_kind,
-            packages=("jax-triton", "triton", "torch"),
-            ceilings=dataclasses.asdict(limits),
-        )
+    script: ClassVar[str] = "benchmarks/rivals/kernels.py"
+
+    def ceilings(self) -> Ceilings:
+        return best(ceilings())
+
+    def rivals(self, case: Case) -> Rivals:
+        makers = case.torch if case.bar else {}
+        return {name: lambda make=make: seconds(make(torch), case) for name, make in makers.items()}
 
 
 def best(limits: Ceilings) -> Ceilings:
@@ -40,18 +38,13 @@ def best(limits: Ceilings) -> Ceilings:
     # Not in a CUDA graph: there the driver copies with another engine, at two thirds of the rate.
     copy = COPY.bytes / median_seconds(_runs(lambda: target.copy_(source)))[0]
     del source, target
-    matmul = dataclasses.replace(MATMUL, torch={"torch": lambda torch: torch.matmul})
-    product = MATMUL.flops / torch_seconds(matmul, ["torch"])["torch"]
-    return Ceilings(max(limits.bytes_per_s, copy), max(limits.flops_per_s, product))
+    matmul = MATMUL.flops / seconds(torch.matmul, MATMUL)
+    return Ceilings(max(limits.bytes_per_s, copy), max(limits.flops_per_s, matmul))
 
 
-def torch_seconds(case: Case, names: Iterable[str]) -> dict[str, float]:
-    """Return the device time of one call of each implementation in PyTorch: the same sets of
-    inputs, replayed as one CUDA graph."""
-    return {name: _seconds(case.torch[name](torch), case) for name in names}
-
-
-def _seconds(f: Callable, case: Case) -> float:
+def seconds(f: Callable, case: Case) -> float:
+    """Return the device time of one call of a function in PyTorch: the sets of inputs of JAX,
+    replayed as one CUDA graph."""
     sets = [_to_torch(inputs) for inputs in input_sets(next(iter(case.run.values())), case)]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -17,14 +17,13 @@ import tyro
 from torch_gpt2 import How
 from torch_side import require_torch, torch_step, why_no_step
 
+from gptjax.bench import BenchError, results
 from gptjax.bench import __main__ as bench
-from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
-from gptjax.bench.errors import BenchError
+from gptjax.bench.harness import one_device, sustained
 from gptjax.bench.ladder import SECONDS, compare, has_fp8
-from gptjax.bench.measuring import one_device, sustained
-from gptjax.bench.rows import figures, first_line, label, raise_failures, say
-from gptjax.bench.step import show, timed_result
+from gptjax.bench.results import first_line, label, raise_failures, say
+from gptjax.bench.step import figures, show, timed_result
 from gptjax.config import Config
 
 
@@ -39,15 +38,15 @@ class Beside(ModelOptions):
 
     def run(self) -> None:
         results.check_file(self.out)
-        ours = results.read(self.ladder, times=True)["rows"]
+        ours = results.read(self.ladder)["rows"]
         base = one_micro_batch(self.base(), ours[0]["batch"], ours[0]["sequence_length"])
         require_torch(one_device())
         if why := why_no_step(base):
             raise BenchError(why)
         rows = list(climb(self.name, base))
         compare(rows)
-        command = f"python benchmarks/rivals/ladder.py {self.ladder}"
-        results.report(timed_result(command, ours + rows, "torch"), self.out, show)
+        result = timed_result("benchmarks/rivals/ladder.py", ours + rows)
+        results.report(result, self.out, show)
         raise_failures(rows)
 
 

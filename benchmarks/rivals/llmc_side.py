@@ -18,8 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from gptjax.bench import measuring
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError, harness
 from gptjax.config import Config
 from gptjax.data.shards import write_shard
 from gptjax.models.gpt2 import GPT2, GPT2Config
@@ -159,10 +158,10 @@ class LlmcStep:
         """
         if not self._step_s:
             self.start()
-        warm_up = max(1, round(measuring.WARM_UP_SECONDS / self._step_s))
+        warm_up = max(1, round(harness.WARM_UP_SECONDS / self._step_s))
         steps = max(1, round(seconds / self._step_s))
         times = self._run(warm_up + steps, seconds)[warm_up:]
-        rounds = np.array_split(times, min(measuring.ROUNDS, steps))
+        rounds = np.array_split(times, min(harness.SUSTAINED_ROUNDS, steps))
         return [float(np.mean(each)) for each in rounds]
 
     def has_room(self) -> bool:

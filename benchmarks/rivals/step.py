@@ -11,7 +11,7 @@ several devices, DDP is measured for the strategy data, and FSDP2 for zero1 and 
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from llmc_side import LlmcStep, find_program, require_gpu, why_no_llmc
 from torch_side import (
@@ -24,14 +24,13 @@ from torch_side import (
 )
 from turns import take_turns
 
+from gptjax.bench import BenchError
 from gptjax.bench import __main__ as bench
-from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT
-from gptjax.bench.errors import BenchError
+from gptjax.bench.harness import first_devices, one_device
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.measuring import first_devices, one_device
-from gptjax.bench.rows import describe, figures, first_line, label, say
-from gptjax.bench.step import Step, compiled, timed_result
+from gptjax.bench.results import first_line, label, say
+from gptjax.bench.step import Step, compiled, describe, figures
 from gptjax.config import Config
 
 SAME = ("model", "precision", "batch", "sequence_length", "pass")
@@ -45,6 +44,7 @@ class Beside(Step):
     llmc: Annotated[Path | None, OWN_DEFAULT] = None
     """Path of llm.c's train_gpt2cu, or its folder: measure llm.c in place of PyTorch. Needs
     one GPU, GPT-2, AdamW and the precision of llm.c's build."""
+    script: ClassVar[str] = "benchmarks/rivals/step.py"
 
     def configs(self) -> list[tuple[Config, int]]:
         """Return each config, and its number of devices.
@@ -86,11 +86,6 @@ class Beside(Step):
         if all("ms" in each for each in rows.values()):
             row["of_llmc" if self.llmc else "of_torch"] = rival["ms"] / row["ms"]
         return list(rows.values())
-
-    def result(self, rows: list[dict]) -> dict:
-        command = results.bench_command("step", self)
-        command = command.replace("-m gptjax.bench step", "benchmarks/rivals/step.py")
-        return timed_result(command, rows, *([] if self.llmc else ["torch"]))
 
     def _compile_torch(self, asked: dict, config: Config, devices: int) -> tuple[dict, Any]:
         """Return PyTorch's row, with its error if it failed, and its compiled step."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch_worker import Spec, work
 
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError
 from gptjax.training.memory import GIB
 
 # For one reply: the first one includes the start of the processes and the compilation.

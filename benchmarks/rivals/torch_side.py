@@ -3,13 +3,12 @@
 PyTorch is imported only where it is asked for.
 """
 
-import importlib
+import importlib.util
 from typing import Any, Literal
 
 import jax
 
-from gptjax.bench import results
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError
 from gptjax.config import Config
 from gptjax.models.base import ModelConfig
 
@@ -25,7 +24,7 @@ HF_CONFIGS = {"GPT2Config": "gptjax.weights.hf", "Llama3Config": "gptjax.weights
 
 def has_torch(device: jax.Device) -> bool:
     """Return whether PyTorch is installed and can use the same kind of device."""
-    if not results.is_installed("torch"):
+    if not importlib.util.find_spec("torch"):
         return False
     import torch
 

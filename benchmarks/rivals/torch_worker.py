@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_gpt2 import How, TorchStep
 from torch_side import torch_model
 
-from gptjax.bench.rows import first_line
+from gptjax.bench.results import first_line
 from gptjax.models.base import ModelConfig
 
 

@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any
 
+from gptjax.bench.harness import sustained
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.measuring import sustained
 from gptjax.training.memory import needed_bytes
 
 TURNS = 2

@@ -68,9 +68,10 @@ class Side:
 
 def measure() -> None:
     """Answer the messages of `Side` with the gptjax of PYTHONPATH."""
+    import jax
+
     from gptjax import cli
     from gptjax.bench.jax_step import JaxStep
-    from gptjax.bench.measuring import one_device
     from gptjax.precision import Precision
     from gptjax.training.memory import GIB, needed_bytes
 
@@ -90,7 +91,7 @@ def measure() -> None:
                 micro_batch=int(batch),
                 batch_tokens=int(batch) * config.sequence_length,
             )
-            step = JaxStep(config, one_device())
+            step = JaxStep(config, jax.devices()[0])
             step.compile()
             step.run(2)
             answer = {"gib": needed_bytes(step.compiled) / GIB, "device": step.device.device_kind}
@@ -129,9 +130,9 @@ def main(options: Options) -> None:
         rows.append(compare(case, sides, options))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     from gptjax.bench import results  # only the processes use the GPU
-    from gptjax.bench.table import Row, print_table
+    from gptjax.bench.results import Row, print_table
 
-    command = results.script_command("benchmarks/tools/compare_commits.py")
+    command = results.command("benchmarks/tools/compare_commits.py")
     device = rows[0]["device"]
     result = results.new(command, rows, device=device, packages=("jax-triton", "triton"))
     if options.out:

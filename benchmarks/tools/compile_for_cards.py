@@ -19,7 +19,7 @@ import tyro
 
 import pallas_kernels  # noqa: F401  registers every operation
 from gptjax.bench import results
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.results import Row, print_table
 from pallas_kernels import _dispatch
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_table("Triton kernels", ("shared", "registers", "spills"), figures)
     print(f"{len(rows)} calls compiled, {len(bad)} do not fit")
     if options.out is not None:
-        command = results.script_command("benchmarks/tools/compile_for_cards.py", arguments)
+        command = results.command("benchmarks/tools/compile_for_cards.py", arguments)
         device = "compiled without a GPU"
         results.write(options.out, results.new(command, rows, device=device, packages=("triton",)))
     return 1 if bad else 0

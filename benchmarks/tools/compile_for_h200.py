@@ -30,13 +30,12 @@ import jax
 import tyro
 from jax._src.lib import xla_client
 
-from gptjax.bench import configs, results
+from gptjax.bench import BenchError, configs, results
 from gptjax.bench.configs import StepOptions
-from gptjax.bench.errors import BenchError
 from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.rows import describe, label, say
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.results import Row, label, print_table, say
+from gptjax.bench.step import describe
 from gptjax.config import Config, ConfigError
 from gptjax.training.memory import GIB, needed_bytes
 from pallas_kernels import _dispatch, _mosaic, _triton
@@ -246,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (BenchError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    command = results.script_command("benchmarks/tools/compile_for_h200.py", arguments)
+    command = results.command("benchmarks/tools/compile_for_h200.py", arguments)
     device = "NVIDIA H200, compiled for without a GPU"
     results.report(results.new(command, rows, device=device), options.out, show)
     return 0

@@ -77,7 +77,7 @@ def main(options: Options) -> None:
     row = run(options)
     print(results.compact_json(row))
     if options.out:
-        command = results.script_command("benchmarks/tools/gpu_suite.py")
+        command = results.command("benchmarks/tools/gpu_suite.py")
         device = jax.devices()[0].device_kind
         packages = ("jax-triton", "triton", "torch", "pytest", "pytest-xdist")
         results.write(options.out, results.new(command, [row], device=device, packages=packages))

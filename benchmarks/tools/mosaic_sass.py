@@ -28,7 +28,7 @@ import tyro
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from gptjax.bench import results
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.results import Row, print_table
 from pallas_kernels import _dispatch
 
 DRIVER = """
@@ -297,7 +297,7 @@ def main(args: list[str] | None = None) -> int:
     title = "sm_90a; registers are those of the launch, which warpgroups trade among themselves"
     print_table(title, columns, table)
     if options.out:
-        command = results.script_command("benchmarks/tools/mosaic_sass.py", args)
+        command = results.command("benchmarks/tools/mosaic_sass.py", args)
         device = "NVIDIA H200, compiled for without a GPU"
         results.write(options.out, results.new(command, rows, device=device, packages=("triton",)))
     return 0

@@ -144,7 +144,7 @@ def main(options: Options) -> None:
             complaints = [line for line in text.splitlines() if line.startswith("=========")]
             print(results.compact_json(rows[-1]), *complaints[:40], sep="\n", flush=True)
     if options.out:
-        command = results.script_command("benchmarks/tools/sanitize.py", asked)
+        command = results.command("benchmarks/tools/sanitize.py", asked)
         device = jax.devices()[0].device_kind
         results.write(options.out, results.new(command, rows, device=device))
     if dirty := [row["tool"] for row in rows if not row["clean"]]:

@@ -25,7 +25,7 @@ import tyro
 
 from gptjax.bench import results
 from gptjax.bench.harness import Case, seconds
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.results import Row, print_table
 from pallas_kernels import extend
 from pallas_kernels.attention import reference
 
@@ -258,7 +258,8 @@ def search(o: Options, args: list[str] | None) -> int:
             if (off := error(o, f)) > allowed:
                 row["why_not"] = f"off by {off:.1e}"
             else:
-                row["ms"] = seconds(f, case) * 1e3
+                timed = dataclasses.replace(case, run={"tiles": f})
+                row["ms"] = seconds(timed, ["tiles"])["tiles"] * 1e3
         except Exception as failure:  # what does not compile is no reason not to try the next
             row["why_not"] = (
                 f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[
@@ -287,7 +288,7 @@ def search(o: Options, args: list[str] | None) -> int:
     print_table(title, ("ms", "TFLOP/s"), table)
     if o.out:
         result = results.new(
-            results.script_command("benchmarks/tools/tune_attention.py", args),
+            results.command("benchmarks/tools/tune_attention.py", args),
             list(trials.values()),
             device=jax.devices()[0].device_kind,
             best=found[0] if found else None,

@@ -1,4 +1,4 @@
-"""Measure kernels, training steps and starts on this machine."""
+"""Measure kernels and training steps on this machine."""
 
 import os
 import signal
@@ -12,16 +12,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # As in train.py: a step that fits there fits here.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+from gptjax.bench import BenchError
 from gptjax.bench.compare import Compare
-from gptjax.bench.errors import BenchError
 from gptjax.bench.kernels import Kernels
 from gptjax.bench.ladder import Ladder
-from gptjax.bench.picture import Draw
 from gptjax.bench.profile import Profile
-from gptjax.bench.startup import Startup
 from gptjax.bench.step import Step
 from gptjax.config import ConfigError
-from gptjax.fields import check_ranges
 from gptjax.terminal import command_line, exit_code, interrupt
 
 _COMMANDS = (
@@ -29,9 +26,7 @@ _COMMANDS = (
     | Annotated[Ladder, tyro.conf.subcommand("ladder")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Profile, tyro.conf.subcommand("profile")]
-    | Annotated[Startup, tyro.conf.subcommand("startup")]
     | Annotated[Kernels, tyro.conf.subcommand("kernels")]
-    | Annotated[Draw, tyro.conf.subcommand("draw")]
 )
 
 
@@ -43,16 +38,10 @@ def main(
     Args:
         commands: dataclasses with a method `run`.
     """
-
-    def command() -> None:
-        options = command_line(commands, prog=prog, description=__doc__, args=args)
-        try:
-            check_ranges(options)
-        except ValueError as error:
-            raise BenchError(str(error)) from error
-        options.run()
-
-    return exit_code(command, (BenchError, ConfigError, OSError))
+    return exit_code(
+        lambda: command_line(commands, prog=prog, description=__doc__, args=args).run(),
+        (BenchError, ConfigError, OSError),
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gptjax import cli, optim
-from gptjax.bench.errors import BenchError
-from gptjax.bench.measuring import first_devices
+from gptjax.bench import BenchError
+from gptjax.bench.harness import first_devices
 from gptjax.config import Config
 from gptjax.models.registry import PRESETS
 from gptjax.parallel import Strategy
@@ -28,7 +28,7 @@ class ModelOptions:
     """Config file: its model, sequence length, micro-batch and optimizer. The options below
     override the config."""
     preset: Annotated[Literal[*PRESETS] | None, OWN_DEFAULT] = None
-    """The model's shape if there is no --config (default: gpt2)."""
+    """The model's shape without --config (default: gpt2)."""
 
     @property
     def name(self) -> str:
@@ -39,11 +39,8 @@ class ModelOptions:
         """Return the config before the other options; of a preset: bf16, 64 × 1024 tokens.
 
         Raises:
-            BenchError: a config file and a preset are both given.
             ConfigError: no such config file.
         """
-        if self.config and self.preset:
-            raise BenchError("--config and --preset both name a model: give one of them")
         if self.config:
             return cli.load(self.config)
         model = dataclasses.replace(PRESETS[self.preset or "gpt2"], precision=Precision("bf16"))
@@ -93,8 +90,7 @@ class StepOptions(ModelOptions):
         """Return the config of the stage before the other options.
 
         Raises:
-            BenchError: the config does not have the stage, or a config file and a preset are both
-                given.
+            BenchError: the config does not have the stage.
             ConfigError: no such config file.
         """
         config = super().base()
@@ -108,12 +104,9 @@ class StepOptions(ModelOptions):
         """Return each config to measure, and its number of devices.
 
         Raises:
-            BenchError: the model does not have an option, options contradict each other, a number
-                is below 1, or there are fewer devices.
+            BenchError: the model does not have an option, or there are fewer devices.
             ConfigError: no such config file, or an invalid config.
         """
-        if not self.devices:
-            raise BenchError("--devices must be numbers of at least 1, got none")
         for count in self.devices:
             first_devices(count)
         base = self.base()
@@ -157,15 +150,13 @@ def one_micro_batch(
         model: fields of the model to replace.
 
     Raises:
-        BenchError: the model does not have one of the fields, or a number is below 1.
+        BenchError: the model does not have one of the fields.
         ConfigError: the config is invalid.
     """
-    for option, value in (("--batch", batch), ("--sequence-length", sequence_length)):
-        if value is not None and value < 1:
-            raise BenchError(f"{option} must be at least 1, got {value}")
-    batch, length = batch or base.micro_batch, sequence_length or base.sequence_length
+    batch = base.micro_batch if batch is None else batch
+    length = base.sequence_length if sequence_length is None else sequence_length
     model = {field: value for field, value in model.items() if value is not None}
-    if unknown := [field for field in model if not has_field(base.model, field)]:
+    if unknown := sorted(model.keys() - {field.name for field in dataclasses.fields(base.model)}):
         name = type(base.model).__name__
         raise BenchError(f"{name} has no option {unknown[0]}: leave out --{unknown[0]}")
     return dataclasses.replace(
@@ -177,8 +168,3 @@ def one_micro_batch(
         model=dataclasses.replace(base.model, **model),
         optimizer=optim.switch_algorithm(base.optimizer, optimizer or base.optimizer.name),
     )
-
-
-def has_field(model: Any, name: str) -> bool:
-    """Return whether a model's config has a field."""
-    return any(field.name == name for field in dataclasses.fields(model))

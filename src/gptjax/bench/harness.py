@@ -1,11 +1,14 @@
-"""Device time of one operation in several implementations, compared with the GPU's own ceilings.
+"""Times of steps that run without a pause, and of kernels that rest in between.
 
-One executable calls an implementation on several sets of inputs, one call after the other, with
-separate memory for each result: neither the host nor the L2 cache is measured. The executable is
-long enough that its launch, 35 µs, does not count. It runs for about `SECONDS`, rests, and runs
-again, `ROUNDS` times. The result is the time of the median round divided by the number of calls.
-Without the rests an H200 that runs matmuls reaches its 700 W and slows from 1980 to 1470 MHz: an
-8192³ bf16 matmul then has 690 TFLOP/s, not 800.
+An H200 that runs matmuls without a pause reaches its 700 W and slows from 1980 to 1470 MHz: an
+8192³ bf16 matmul then has 690 TFLOP/s, not 800. A training step runs without a pause: `sustained`
+warms up for `WARM_UP_SECONDS`, then measures consecutive rounds.
+
+A kernel is measured at its full clock, compared with the GPU's own ceilings. One executable calls
+an implementation on several sets of inputs, one call after the other, with separate memory for
+each result: neither the host nor the L2 cache is measured. The executable is long enough that its
+launch, 35 µs, does not count. It runs for about `SECONDS`, rests, and runs again, `ROUNDS` times.
+The result is the time of the median round divided by the number of calls.
 """
 
 import dataclasses
@@ -18,6 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gptjax.bench import BenchError
+
+WARM_UP_SECONDS = 1.0
+SUSTAINED_ROUNDS = 5
 ROUNDS = 7
 SECONDS = 0.02
 REST_SECONDS = 0.05
@@ -27,6 +34,39 @@ ROTATED_BYTES = 2e9
 PROGRAM_SECONDS = 3e-3
 MOST_SETS = 40
 MOST_BYTES = 24e9
+
+
+def one_device() -> jax.Device:
+    """Return JAX's first device, which all measurements of one device use."""
+    return jax.config.jax_default_device or jax.devices()[0]
+
+
+def first_devices(count: int) -> list[jax.Device]:
+    """Return the first `count` devices; one device is `one_device`.
+
+    Raises:
+        BenchError: there are fewer.
+    """
+    available = len(jax.devices())
+    if not 1 <= count <= available:
+        raise BenchError(f"--devices {count}: expected 1 to {available}")
+    return jax.devices()[:count] if count > 1 else [one_device()]
+
+
+def sustained(run: Callable[[int], float], *, seconds: float) -> list[float]:
+    """Return the seconds of a step in each of several consecutive rounds, after a warm-up.
+
+    Args:
+        run: number of steps → their seconds.
+        seconds: of all rounds together.
+    """
+    run(1)  # the first step may compile or allocate
+    once = run(1)
+    warm_up = max(1, round(WARM_UP_SECONDS / once))
+    once = run(warm_up) / warm_up
+    rounds = max(1, min(SUSTAINED_ROUNDS, round(seconds / once)))
+    steps = max(1, round(seconds / once / rounds))
+    return [run(steps) / steps for _ in range(rounds)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +98,17 @@ class Case:
     """The target, in words."""
 
 
-def _random(*shape: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda key: jax.random.normal(key, shape, jnp.bfloat16)
-
-
 COPY = Case(
     kernel="ceiling",
     name="copy of 4 GiB",
-    make=lambda key: (_random(2**31)(key),),
+    make=lambda key: (jax.random.normal(key, (2**31,), jnp.bfloat16),),
     run={"xla": jnp.copy},
     bytes=2**33,
 )
 MATMUL = Case(
     kernel="ceiling",
     name="8192³ bf16",
-    make=lambda key: tuple(map(_random(8192, 8192), jax.random.split(key))),
+    make=lambda key: tuple(jax.random.normal(key, (2, 8192, 8192), jnp.bfloat16)),
     run={"xla": jnp.matmul},
     flops=2 * 8192**3,
     bound="bf16",

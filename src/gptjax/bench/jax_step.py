@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError
 from gptjax.config import Config
 from gptjax.data import Batch
 from gptjax.models.base import graph
@@ -123,18 +123,13 @@ class JaxStep:
     def _random_batch(self) -> Batch:
         sequences = self.config.micro_batch * self.parallel.devices
         shape = (sequences, self.config.sequence_length + 1)
-        tokens = jax.random.randint(
-            jax.random.key(1), shape, 0, self.config.model.vocab_size, jnp.int32
-        )
-        if self._eot is not None:
+        vocab_size, eot = self.config.model.vocab_size, None
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, vocab_size, jnp.int32)
+        if self.config.separate_documents:
+            eot = vocab_size - 1  # the last id of both tokenizers
             begins = jax.random.bernoulli(jax.random.key(2), 1 / DOCUMENT_TOKENS, shape)
-            tokens = jnp.where(begins, self._eot, tokens)
-        return Batch.of(tokens if self.forward else tokens[None], self._eot)
-
-    @property
-    def _eot(self) -> int | None:
-        # The last id of both tokenizers.
-        return self.config.model.vocab_size - 1 if self.config.separate_documents else None
+            tokens = jnp.where(begins, eot, tokens)
+        return Batch.of(tokens if self.forward else tokens[None], eot)
 
     @property
     def _over_batch(self):

@@ -5,21 +5,23 @@ benchmarks/rivals/kernels.py adds PyTorch.
 """
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import jax
 import tyro
 
-from gptjax.bench import results
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError, results
 from gptjax.bench.harness import Case, Ceilings, ceilings, seconds
-from gptjax.bench.rows import first_line, label, raise_failures, say
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.results import Row, first_line, label, print_table, raise_failures, say
+
+# Name → a function that returns the seconds of one call.
+Rivals = dict[str, Callable[[], float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,20 +38,21 @@ class Kernels:
     """Only cases with this text in their name, such as TF32. Not with --out."""
     out: Path | None = None
     """Folder for the results, one JSON file for each FILE. Created if absent."""
+    script: ClassVar[str] = "-m gptjax.bench"
 
     def run(self) -> None:
         if self.case and self.out:
             raise BenchError("--out holds all cases of a kernel: leave out --case")
         cases = {
             file: [case for case in load(file) if self.case in case.name]
-            for file in benchmark_files(self.files)
+            for path in self.files
+            for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])
         }
-        for file in cases if self.out else ():
-            results.check_file(self.out / f"{file.stem}.json")
-        if self.out and len({file.stem for file in cases}) < len(cases):
-            raise BenchError(f"two of the files have the same name in {self.out}: measure one")
         if not any(cases.values()):
-            raise BenchError(f"no case of {sorted(map(str, cases))} has {self.case!r} in its name")
+            raise BenchError(
+                f"no case in {sorted(map(str, cases))} has {self.case!r} in its name; expected "
+                "files with a function cases(), such as those of benchmarks/kernels"
+            )
         if jax.default_backend() != "gpu":
             raise BenchError(
                 "kernels are measured on an NVIDIA GPU, and JAX sees none here: pip install -e "
@@ -58,38 +61,25 @@ class Kernels:
         rows = []
         for file, of_file in cases.items():
             if of_file:
-                result = self.result(file, of_file)
+                limits = self.ceilings()
+                result = results.new(
+                    results.command(self.script),
+                    measure(of_file, limits, self.rivals),
+                    device=jax.devices()[0].device_kind,
+                    packages=("jax-triton", "triton", "torch"),
+                    ceilings=dataclasses.asdict(limits),
+                )
                 rows += result["rows"]
                 results.report(result, self.out and self.out / f"{file.stem}.json", show)
         raise_failures(rows)
 
-    def result(self, file: Path, cases: list[Case]) -> dict:
-        """Return the result of the cases of one file."""
-        limits = ceilings()
-        return results.new(
-            f"python -m gptjax.bench kernels {file}",
-            measure(cases, limits),
-            device=jax.devices()[0].device_kind,
-            packages=("jax-triton", "triton"),
-            ceilings=dataclasses.asdict(limits),
-        )
+    def ceilings(self) -> Ceilings:
+        """Measure the rates of this GPU."""
+        return ceilings()
 
-
-def benchmark_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files, and the Python files of the folders among them.
-
-    Raises:
-        BenchError: there are no files, a path does not exist, or a folder has no Python file.
-    """
-    found = {path: sorted(path.glob("*.py")) if path.is_dir() else [path] for path in paths}
-    if absent := [path for path in paths if not found[path] or not path.exists()]:
-        raise BenchError(f"{absent[0]}: expected a Python file with a function cases()")
-    if not paths:
-        raise BenchError(
-            "expected Python files with a function cases(), or folders of them, such as "
-            "benchmarks/kernels in the repository"
-        )
-    return [file for files in found.values() for file in files]
+    def rivals(self, case: Case) -> Rivals:
+        """Return functions that measure implementations outside JAX, by their names."""
+        return {}
 
 
 def load(file: Path) -> list[Case]:
@@ -99,7 +89,7 @@ def load(file: Path) -> list[Case]:
         BenchError: the file is not a Python file, or has no function cases().
     """
     spec = importlib.util.spec_from_file_location(f"benchmark_{file.stem}", file)
-    if spec is None or spec.loader is None:
+    if spec is None or spec.loader is None or not file.is_file():
         raise BenchError(f"{file}: expected a Python file with a function cases()")
     module = importlib.util.module_from_spec(spec)
     folder = str(file.parent.absolute())
@@ -112,22 +102,17 @@ def load(file: Path) -> list[Case]:
 
 
 def measure(
-    cases: list[Case], limits: Ceilings, torch_seconds: Callable | None = None
+    cases: list[Case], limits: Ceilings, rivals: Callable[[Case], Rivals] = lambda case: {}
 ) -> list[dict]:
-    """Return a row for each implementation of each case; a failure is a row with its error.
-
-    Args:
-        torch_seconds: `harness.seconds` of PyTorch's implementations, measured for the cases with
-            a target.
-    """
+    """Return a row for each implementation of each case; a failure is a row with its error."""
     rows = []
     for case in cases:
-        jobs = [(seconds, [*case.run])] if case.alternate else [(seconds, [n]) for n in case.run]
-        if torch_seconds and case.bar:
-            jobs += [(torch_seconds, [name]) for name in case.torch]
-        for time_of, names in jobs:
+        groups = [[*case.run]] if case.alternate else [[name] for name in case.run]
+        jobs = [(names, functools.partial(seconds, case, names)) for names in groups]
+        jobs += [([name], lambda n=name, f=f: {n: f()}) for name, f in rivals(case).items()]
+        for names, job in jobs:
             try:
-                taken = time_of(case, names)
+                taken = job()
             except Exception as error:  # a failure must not lose the other rows
                 taken = dict.fromkeys(names, first_line(error))
             for name, found in taken.items():

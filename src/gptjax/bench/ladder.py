@@ -11,14 +11,14 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from gptjax.bench import results
-from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, has_field, one_micro_batch
+from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
+from gptjax.bench.harness import one_device
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.measuring import one_device
-from gptjax.bench.rows import describe, raise_failures
-from gptjax.bench.step import compiled, show, timed, timed_result
+from gptjax.bench.results import raise_failures
+from gptjax.bench.step import compiled, describe, show, timed, timed_result
 from gptjax.models.base import ModelConfig
 from gptjax.precision import Precision
 from pallas_kernels.fp8 import why_not_fp8
@@ -59,8 +59,7 @@ class Ladder(ModelOptions):
             del step
             gc.collect()
         compare(rows)
-        command = results.bench_command("ladder", self)
-        results.report(timed_result(command, rows), self.out, show)
+        results.report(timed_result("-m gptjax.bench", rows), self.out, show)
         raise_failures(rows)
 
 
@@ -68,38 +67,29 @@ def rungs(model: ModelConfig) -> Iterator[tuple[str, ModelConfig, bool]]:
     """Yield name, model and whether it is compiled, of each rung. The last are the model of the
     config in bf16 and, if `has_fp8`, in FP8. A rung that changes nothing in this model is left
     out."""
-
-    def changed(model: ModelConfig, **changes) -> ModelConfig:
-        own = {name: value for name, value in changes.items() if has_field(model, name)}
-        return dataclasses.replace(model, **own)
-
-    last = changed(
-        model,
-        **dict.fromkeys(("attention", "loss", "norm", "mlp"), "xla"),
-        padded_vocab_size=model.vocab_size,
-        loss_chunk=None,
-        recompute="none",
-        precision=Precision("fp32"),
-    )
-    yield "fp32, no jit", last, False
-    yield "jit", last, True
-    for name, changes in (
-        ("TF32", {"precision": Precision("tf32")}),
-        ("bf16", {"precision": Precision("bf16")}),
+    own = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    plain: dict[str, Any] = dict.fromkeys(("attention", "loss", "norm", "mlp"), "xla")
+    plain |= {"padded_vocab_size": model.vocab_size, "loss_chunk": None, "recompute": "none"}
+    fp32, tf32, bf16, fp8 = map(Precision, ("fp32", "tf32", "bf16", "fp8"))
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("fp32, no jit", plain | {"precision": fp32}),
+        ("jit", {}),
+        ("TF32", {"precision": tf32}),
+        ("bf16", {"precision": bf16}),
         ("flash attention", {"attention": "auto"}),
         ("padded vocabulary", {"padded_vocab_size": model.padded_vocab_size}),
         ("fused classifier", {"loss": "auto"}),
         ("fused norms and MLP", {"norm": "auto", "mlp": "auto"}),
-    ):
-        rung = changed(last, **changes)
-        if rung != last:
-            yield name, rung, True
+        ("the rest", own | {"precision": bf16}),
+        ("FP8", {"precision": fp8} if has_fp8(model) else {}),
+    ]
+    last = model
+    for name, changes in steps:
+        changes = {field: value for field, value in changes.items() if field in own}
+        rung = dataclasses.replace(last, **changes)
+        if name == "jit" or rung != last:
+            yield name, rung, name != "fp32, no jit"
         last = rung
-    whole = dataclasses.replace(model, precision=Precision("bf16"))
-    if whole != last:
-        yield "the rest", whole, True
-    if has_fp8(model):
-        yield "FP8", dataclasses.replace(whole, precision=Precision("fp8")), True
 
 
 def has_fp8(model: ModelConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Result files: the schema of every JSON file that bench and the benchmarks write.
+"""Result files: the schema of every JSON file that bench and the benchmarks write, and its table.
 
 A result is an object with these fields:
 
@@ -10,14 +10,14 @@ A result is an object with these fields:
     command   the command line, typed in the repository's root
     rows      list of objects, one for each measurement
 
-Further fields belong to one command, such as the `ceilings` of `kernels`.
+Further fields belong to one command, such as the `ceilings` of `kernels`. A row describes its
+measurement, and has the figures or the "error".
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
-import math
 import shlex
 import sys
 import time
@@ -25,9 +25,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError
 from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
+from gptjax.terminal import printable
+
+# Rows with equal values in these fields are the same measurement. A missing field counts as empty.
+KEYS = (
+    *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
+    *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
+    *("overlap_reduce", "reshard_after_forward", "moments", "asked"),
+)
+# Values that a label leaves out.
+_DEFAULTS = {"pass": "train", "algorithm": "adamw", "recompute": "none", "reduce_dtype": "fp32"}
+_DEFAULTS |= {"reshard_after_forward": True, "overlap_reduce": True}
 
 
 def new(
@@ -39,7 +50,10 @@ def new(
         packages: names whose versions matter too, where they are installed.
         fields: further fields, of the command itself.
     """
-    installed = {name: importlib.metadata.version(name) for name in packages if is_installed(name)}
+    installed = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
@@ -51,9 +65,19 @@ def new(
     }
 
 
+def check_file(path: Path | None) -> None:
+    """Create the folder of a file, if the file is given. Called before a measurement.
+
+    Raises:
+        OSError: the folder cannot be created, or the path is not a regular file.
+    """
+    if path:
+        output(path).parent.mkdir(parents=True, exist_ok=True)
+
+
 def write(path: Path, result: dict) -> None:
     """Write a result, atomically; create the folder if it is absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_file(path)
     write_atomically(path, f"{compact_json(result)}\n".encode())
 
 
@@ -67,21 +91,9 @@ def report(result: dict, out: Path | None, show: Callable[[dict], None]) -> None
         print(f"wrote {out}")
 
 
-def check_file(path: Path | None) -> None:
-    """Create the folder of a file, if the file is given. Called before a measurement.
-
-    Raises:
-        OSError: the folder cannot be created, or the path is not a regular file.
-    """
-    if path:
-        output(path).parent.mkdir(parents=True, exist_ok=True)
-
-
 def compact_json(value: Any, depth: int = 0) -> str:
     """Return JSON in which objects and lists without nested ones are on one line."""
-    if not isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False)
-    inner = list(value.values()) if isinstance(value, dict) else value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if not any(isinstance(each, dict | list) and each for each in inner):
         return json.dumps(value, ensure_ascii=False)
     texts = [compact_json(each, depth + 1) for each in inner]
@@ -93,67 +105,99 @@ def compact_json(value: Any, depth: int = 0) -> str:
     return begin + ",".join(f"{indent} {text}" for text in texts) + indent + end
 
 
-def read(path: Path, *, times: bool = False) -> dict:
+def read(path: Path) -> dict:
     """Read a result.
-
-    Args:
-        times: require a time or an error in every row, as of step, ladder and kernels.
 
     Raises:
         OSError: the file cannot be read.
-        BenchError: the path is not a regular file, or the contents do not have the schema.
+        BenchError: the contents do not have the schema.
     """
-    if path.exists() and not path.is_file():
-        raise BenchError(f"{path}: expected a JSON file of bench, found a folder or a device")
     try:
         result = json.loads(path.read_text())
-        _check(result, times)
-    except (TypeError, ValueError, RecursionError) as error:
+        kinds = {"date": str, "device": str, "versions": dict, "command": str, "rows": list}
+        for name, kind in kinds.items():
+            if not isinstance(result.get(name), kind) or not result[name] and name == "rows":
+                raise ValueError(f"no {name}")
+    except (AttributeError, ValueError, RecursionError) as error:
         expected = "a result of gptjax.bench or benchmarks/"
         raise BenchError(f"{path}: expected {expected} ({error})") from error
     return result
 
 
-def bench_command(name: str, options: Any) -> str:
-    """Return the command line of a bench command: the options that differ from their defaults,
-    without the files to write."""
-    words = ["python", "-m", "gptjax.bench", name]
-    for field in dataclasses.fields(options):
-        value, flag = getattr(options, field.name), field.name.replace("_", "-")
-        if value == field.default or field.name == "out":
-            continue
-        if isinstance(field.default, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, str):
-            words.append(f"--{flag}={value}")
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            words += [f"--{flag}", *(str(v) for v in values)]
-    return shlex.join(words)
-
-
-def script_command(script: str, arguments: Sequence[str] | None = None) -> str:
-    """Return the command line of a script.
+def command(script: str, arguments: Sequence[str] | None = None) -> str:
+    """Return the command line of this process.
 
     Args:
-        script: its path from the repository's root.
+        script: its path from the repository's root, or "-m MODULE".
         arguments: the arguments of this process if None.
     """
-    return shlex.join(["python", script, *(sys.argv[1:] if arguments is None else arguments)])
+    words = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", *script.split(), *words])
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package.replace("-", "_")) is not None
+def identity(row: dict) -> dict:
+    """Return the fields of a row that identify the measurement: without the options of a rung,
+    which the rung's name implies, and without the number of devices if the number is 1, as in
+    results without that field."""
+    left_out = {"asked"} if "rung" in row else set()
+    if row.get("devices") == 1:
+        left_out.add("devices")
+    return {field: row[field] for field in KEYS if field in row and field not in left_out}
 
 
-def _check(result: Any, times: bool) -> None:
-    """Raise ValueError if a result does not have the fields of the schema."""
-    kinds = {"date": str, "device": str, "versions": dict, "command": str, "rows": list}
-    for name, kind in kinds.items():
-        if not isinstance(result, dict) or not isinstance(result.get(name), kind):
-            raise ValueError(f"no {name}")
-    for number, row in enumerate(result["rows"] or [None]):
-        if not isinstance(row, dict) or (times and not {"ms", "error"} & row.keys()):
-            raise ValueError(f"row {number} has neither ms nor error")
-        if times and not 0 < row.get("ms", 1) < math.inf:
-            raise ValueError(f"row {number} has ms {row['ms']!r}, not a positive number")
+def label(row: dict) -> str:
+    """Return the description of a row's measurement in words; defaults are left out."""
+    row = identity(row)
+    asked = [f"{part}={value}" for part, value in row.pop("asked", {}).items()]
+    forms = {
+        "batch": f"batch {row.get('batch')}",
+        "devices": f"{row.get('devices')} devices",
+        "moments": f"moments {row.get('moments')}",
+        "reshard_after_forward": "gathered once",
+        "overlap_reduce": "no overlap",
+    }
+    if "sequence_length" in row:
+        forms["batch"] = f"{row['batch']} × {row.pop('sequence_length')}"
+    given = {field: value for field, value in row.items() if value != _DEFAULTS.get(field, "")}
+    return " · ".join([*(forms.get(field, str(value)) for field, value in given.items()), *asked])
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and its first line, at most 300 characters."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
+
+
+def say(line: str) -> None:
+    """Print progress to standard error: standard output has the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def raise_failures(rows: Sequence[dict]) -> None:
+    """Raise BenchError with the rows that have an error, if there are any."""
+    if failed := [f"{label(row)}: {row['error']}" for row in rows if "error" in row]:
+        raise BenchError("\n".join(["did not run:", *failed]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a table. A row without figures is a heading, a failure or an empty line."""
+
+    label: str = ""
+    figures: Sequence[str] = ()
+    note: str = ""
+    """Text without a column, such as the kernels or an error."""
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print the title, the names of the figures, and the rows."""
+    rows = [Row("", columns), *rows]
+    measured = [row for row in rows if row.figures]
+    width = max(len(row.label) for row in measured)
+    sizes = [max(map(len, cells)) for cells in zip(*(r.figures for r in measured), strict=True)]
+    lines = [title]
+    for row in rows:
+        pairs = zip(row.figures, sizes, strict=True) if row.figures else ()
+        cells = [f"{row.label:<{width if row.figures else 0}}", *(f"{t:>{n}}" for t, n in pairs)]
+        lines.append("  ".join([*cells, row.note]).rstrip())
+    print(printable("\n".join(lines)))

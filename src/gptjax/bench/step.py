@@ -1,26 +1,19 @@
 """`python -m gptjax.bench step`: the training step, or forward pass, of one or several configs.
-`measuring` describes the method; benchmarks/rivals/step.py compares with PyTorch and llm.c."""
+`harness` describes the method; benchmarks/rivals/step.py compares with PyTorch and llm.c."""
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, StepOptions
+from gptjax.bench.harness import first_devices, one_device, sustained
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.measuring import first_devices, one_device, sustained
-from gptjax.bench.rows import (
-    describe,
-    figures,
-    first_line,
-    kernel_names,
-    label,
-    raise_failures,
-    say,
-)
-from gptjax.bench.table import Row, print_table
+from gptjax.bench.results import Row, first_line, label, print_table, raise_failures, say
 from gptjax.config import Config
-from gptjax.ranges import NonNegativeFloat
+from gptjax.training.flops import mfu
 from gptjax.training.memory import GIB, needed_bytes
 
 # Fields of a row: title of the column, and format.
@@ -44,16 +37,17 @@ class Step(StepOptions):
     """Measure time, memory and MFU of one config's training step. Print a row for each combination
     of --batch, --precision, --recompute, --devices, --parallel and --reduce-dtype."""
 
-    seconds: NonNegativeFloat = 3.0
+    seconds: float = 3.0
     """Seconds of each measurement."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
     """JSON file for the results."""
+    script: ClassVar[str] = "-m gptjax.bench"
 
     def run(self) -> None:
         results.check_file(self.out)
         rows = [row for config, devices in self.configs() for row in self.measure(config, devices)]
         compare_with_one_device(rows)
-        results.report(self.result(rows), self.out, show)
+        results.report(timed_result(self.script, rows), self.out, show)
         raise_failures(rows)
 
     def measure(self, config: Config, devices: int) -> list[dict]:
@@ -63,9 +57,39 @@ class Step(StepOptions):
         step = JaxStep(config, one_device(), parallel=parallel, forward=self.forward)
         return [timed(compiled(row, step), step, self.seconds)]
 
-    def result(self, rows: list[dict]) -> dict:
-        """Return the result of the rows."""
-        return timed_result(results.bench_command("step", self), rows)
+
+def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> dict:
+    """Return the fields of a row that describe the measurement.
+
+    Args:
+        name: of the model.
+        devices: number of devices that share the step.
+    """
+    model, optimizer = config.model, config.optimizer
+    # A field whose default is "auto" chooses a back end.
+    asked = {
+        field.name: value
+        for field in dataclasses.fields(model)
+        if field.default == "auto" and (value := getattr(model, field.name)) != "auto"
+    }
+    if model.loss_chunk:
+        asked["loss_chunk"] = model.loss_chunk
+    row = {
+        "system": "gptjax",
+        "devices": devices,
+        "model": name,
+        "precision": model.precision.name,
+        "batch": config.micro_batch,
+        "sequence_length": config.sequence_length,
+        "pass": "forward" if forward else "train",
+    }
+    if not forward:
+        row |= {"algorithm": optimizer.name, "recompute": model.recompute}
+        moments = optimizer.first_moment_dtype, optimizer.second_moment_dtype
+        row |= {} if moments == ("fp32", "fp32") else {"moments": ", ".join(moments)}
+    if devices > 1:
+        row |= {"parallel": config.parallel, "reduce_dtype": config.reduce_dtype}
+    return row | {"asked": asked}
 
 
 def compiled(row: dict, step: JaxStep) -> dict:
@@ -93,6 +117,27 @@ def timed(row: dict, step: JaxStep, seconds: float) -> dict:
         return row | {"error": first_line(error)}
 
 
+def figures(row: dict, config: Config, seconds: Sequence[float], peak: int | None) -> dict:
+    """Return the figures of a row.
+
+    Args:
+        seconds: of a step, in each round.
+        peak: bytes of memory, if known.
+    """
+    median, devices = statistics.median(seconds), row.get("devices", 1)
+    tokens = devices * config.micro_batch * config.sequence_length / median
+    passes = 1 / 3 if row["pass"] == "forward" else 1
+    flops = config.model.flops_per_token(config.sequence_length) * passes
+    return {
+        "ms": 1e3 * median,
+        "ms_lowest": 1e3 * min(seconds),
+        "ms_highest": 1e3 * max(seconds),
+        "tokens/s": tokens,
+        "mfu": mfu(tokens, flops, one_device().device_kind, row["precision"], devices),
+        "peak_gib": peak / GIB if peak else None,
+    }
+
+
 def compare_with_one_device(rows: list[dict]) -> None:
     """Add to each row of N devices its tokens/s divided by N times the tokens/s of one device.
 
@@ -106,14 +151,10 @@ def compare_with_one_device(rows: list[dict]) -> None:
             row["scaling"] = row["tokens/s"] / (row["devices"] * single["tokens/s"])
 
 
-def timed_result(command: str, rows: list[dict], *packages: str) -> dict:
-    """Return a result of a command that times steps.
-
-    Args:
-        packages: whose versions matter, too.
-    """
-    packages = ("jax-triton", "triton", *packages)
-    return results.new(command, rows, device=one_device().device_kind, packages=packages)
+def timed_result(script: str, rows: list[dict]) -> dict:
+    """Return the result of a script that times steps; `script` is that of `results.command`."""
+    packages, device = ("jax-triton", "triton", "torch"), one_device().device_kind
+    return results.new(results.command(script), rows, device=device, packages=packages)
 
 
 def show(result: dict) -> None:
@@ -126,5 +167,12 @@ def show(result: dict) -> None:
             table.append(Row(label(row), note=row["error"]))
             continue
         cells = [format(row[key], form) if row.get(key) else "" for key, (_, form) in used.items()]
-        table.append(Row(label(row), cells, kernel_names(row)))
+        table.append(Row(label(row), cells, kernel_names(row["kernels"])))
     print_table(result["device"], [title for title, _ in used.values()], table)
+
+
+def kernel_names(kernels: dict | str) -> str:
+    """Return the kernels of a row in words."""
+    if isinstance(kernels, str):
+        return kernels
+    return ", ".join(f"{part}: {name}" for part, name in kernels.items())

@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
-from gptjax.bench.errors import BenchError
+from gptjax.bench import BenchError
 from gptjax.files import replacing
 
 STYLE = {
