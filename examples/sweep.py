@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     gpus = queue.SimpleQueue()
-    ids = [str(gpu.index) for gpu in machine.gpus()] or [""]  # "": no GPU, one run at a time
+    ids = [str(gpu) for gpu in machine.gpus()] or [""]  # "": no GPU, one run at a time
     for gpu in ids:
         gpus.put(gpu)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from gptjax import cli
-from gptjax.doctor.machine import Gpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,8 +43,7 @@ def started(sweep, monkeypatch):
 
     started = type("Started", (), {"commands": commands, "gpus": gpus, "fail": None})
     monkeypatch.setattr(subprocess, "run", run)
-    found = [Gpu(index, "", "", 1, 0, "") for index in (2, 5)]
-    monkeypatch.setattr(sweep.machine, "gpus", lambda: found)
+    monkeypatch.setattr(sweep.machine, "gpus", lambda: [2, 5])
     return started
 
 
@@ -67,7 +65,7 @@ def test_each_run_has_its_own_command_and_a_gpu_to_itself(sweep, started, tmp_pa
     assert plot[-3:] == ["--group", "--out", str(tmp_path / "out" / "sweep.png")]
 
 
-@pytest.mark.parametrize("found, where", [([], "the CPU"), ([Gpu(2, "", "", 1, 0, "")], "GPU 2")])
+@pytest.mark.parametrize("found, where", [([], "the CPU"), ([2], "GPU 2")])
 def test_the_device_of_a_run_is_printed(
     sweep, started, tmp_path, monkeypatch, capsys, found, where
 ):

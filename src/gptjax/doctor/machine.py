@@ -1,32 +1,11 @@
-"""Facts of this machine: packages, driver, GPUs and their memory."""
+"""Facts of this machine: packages, driver and GPUs."""
 
-import csv
 import ctypes
-import dataclasses
 import importlib.metadata
 import os
 import subprocess
-from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
-
-if TYPE_CHECKING:
-    from jax import Device
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi reports it, before JAX allocates memory."""
-
-    index: int
-    uuid: str
-    name: str
-    total_mib: int
-    used_mib: int
-    driver: str
-    processes: tuple[str, ...] = ()
-    """Processes that use the GPU. In a container, processes outside the container are not
-    listed."""
 
 
 def installed(package: str) -> str | None:
@@ -38,20 +17,21 @@ def installed(package: str) -> str | None:
 
 
 def requirements(package: str, extra: str = "") -> list[Requirement]:
-    """Return the requirements of an installed package, or of one of its extras alone.
-
-    A package that is not installed requires nothing.
-    """
-    try:
-        lines = importlib.metadata.requires(package) or []
-    except importlib.metadata.PackageNotFoundError:
+    """Return the requirements of a package, or of one of its extras alone; none if the package is
+    not installed."""
+    if installed(package) is None:
         return []
+    parsed = map(Requirement, importlib.metadata.requires(package) or [])
 
     def applies(requirement: Requirement, extra: str) -> bool:
         return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
-    parsed = [Requirement(line) for line in lines]
     return [r for r in parsed if applies(r, extra) and not (extra and applies(r, ""))]
+
+
+def plugins() -> list[int]:
+    """Return the CUDA versions of the installed plugins of JAX, the newest first."""
+    return [n for n in (13, 12) if installed(f"jax-cuda{n}-plugin") is not None]
 
 
 def cuda_version() -> tuple[int, int] | None:
@@ -60,54 +40,22 @@ def cuda_version() -> tuple[int, int] | None:
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
             return None
-    except (OSError, AttributeError):
+    except OSError:
         return None
     return version.value // 1000, version.value % 1000 // 10
 
 
-def gpus() -> list[Gpu]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES; an empty list without nvidia-smi."""
-    processes: dict[str, list[str]] = {}
-    for uuid, pid, name, mib in _nvidia_smi("compute-apps=gpu_uuid,pid,process_name,used_memory"):
-        processes.setdefault(uuid, []).append(f"{name}, pid {pid}, {mib} MiB")
-    found = []
-    for row in _nvidia_smi("gpu=index,uuid,name,memory.total,memory.used,driver_version"):
-        index, uuid, name, total, used, driver = row
-        if total.isdigit() and used.isdigit():  # not "[N/A]", the value of a lost GPU
-            own = tuple(processes.get(uuid, ()))
-            found.append(Gpu(int(index), uuid, name, int(total), int(used), driver, own))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    names = [name.strip() for name in visible.split(",")]
-    return [
-        gpu
-        for gpu in found
-        if any(name and (name == str(gpu.index) or gpu.uuid.startswith(name)) for name in names)
-    ]
-
-
-def _nvidia_smi(query: str) -> list[list[str]]:
-    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+def gpus() -> list[int]:
+    """Return the indices of the GPUs in CUDA_VISIBLE_DEVICES; an empty list without nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    columns = query.count(",") + 1
-    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
-    return [row for row in rows if done.returncode == 0 and len(row) == columns]
-
-
-def jax_gpus() -> "list[Device]":
-    """Return the NVIDIA GPUs that JAX uses.
-
-    Raises:
-        RuntimeError: JAX has no GPU.
-    """
-    import jax
-
-    try:
-        devices = jax.devices("gpu")
-    except AssertionError as error:  # if JAX_PLATFORMS names platforms that do not work
-        raise RuntimeError("no platform of JAX_PLATFORMS works") from error
-    return [device for device in devices if device.platform == "gpu"]
+    found = [line.split(", ") for line in done.stdout.splitlines()]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-").split(",")  # GPU- begins every UUID
+    return [
+        int(index)
+        for index, uuid in found
+        if any(name and (name == index or uuid.startswith(name)) for name in map(str.strip, names))
+    ]
