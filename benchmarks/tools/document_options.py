@@ -4,11 +4,8 @@ python benchmarks/tools/document_options.py > FOLDER/configuration.md
 """
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import re
-import textwrap
 import types
 import typing
 
@@ -21,6 +18,7 @@ from gptjax.optim import MuonConfig, NorMuonConfig, OptimizerConfig
 from gptjax.precision import NAMES, Precision
 from gptjax.ranges import ranges
 from gptjax.stages import Stage
+from gptjax.terminal import docstrings
 
 HEADER = """# All options
 
@@ -43,19 +41,6 @@ SECTIONS = [
 SUBCLASSES = {Config: ("model", "optimizer")}
 
 
-def docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass and its bases, in one line each."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for field, after in zip(body, body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
-                found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
-    return found
-
-
 def type_name(hint: object) -> str:
     """Return a field's type: its choices, or the names of its classes."""
     if hint is Precision:
@@ -75,9 +60,8 @@ def default(field: dataclasses.Field) -> str:
         return f"`{type(field.default).__name__}(…)`"
     if field.default is not dataclasses.MISSING:
         return f"`{field.default}`" if field.default != "" else "empty"
-    return {"cache_folder": "`~/.cache/gptjax`", "data_folder": "`~/.cache/gptjax/data`"}.get(
-        field.default_factory.__name__, "empty"
-    )
+    factory = field.default_factory.__name__
+    return "`~/.cache/gptjax/data`" if factory == "data_folder" else "empty"
 
 
 def table(prefix: str, kind: type, others: tuple[type, ...]) -> list[str]:

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import sys
 import traceback
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -16,8 +18,23 @@ from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, OptimizerConfig, switch_algorithm
 from gptjax.precision import NAMES as PRECISIONS
 from gptjax.precision import Precision
-from gptjax.stages import Stage
-from gptjax.terminal import command_line, printable
+from gptjax.terminal import command_line, docstrings, printable
+
+# Boxes of --help with their options. Everyday options are first; the rest is in the box "training".
+BOXES = {
+    "": "name max_steps dataset sequence_length batch_tokens micro_batch model.n_layer "
+    "model.n_head model.n_embd model.precision optimizer.learning_rate device parallel resume "
+    "init_from",
+    "training": "seed",
+    "devices": "reduce_dtype distributed deterministic",
+    "data": "data_dir separate_documents max_document_length data_order",
+    "evaluation": "val_every val_tokens eval_tasks eval_every sample_every",
+    "checkpoint": "checkpoint_every keep_last keep_every",
+    "log": "runs_dir wandb",
+    "model": "",
+    "optimizer": "",
+}
+_BOX_OF = {name: box for box, names in BOXES.items() for name in names.split()}
 
 
 def from_command_line(argv: list[str] | None = None) -> Config:
@@ -45,32 +62,97 @@ def from_command_line(argv: list[str] | None = None) -> Config:
         )
     config = load(given.config[0]) if given.config else Config()
     if given.optimizer:
-        config = _with_optimizer(config, given.optimizer[0])
+        name, known = given.optimizer[0], _algorithms(config.optimizer)
+        if name not in known:
+            raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}")
+        config = dataclasses.replace(config, optimizer=switch_algorithm(config.optimizer, name))
     _check_optimizer_options(config.optimizer, rest)
-    _check_stages(rest)
-    file = given.config[0] if given.config else tyro.MISSING
-    return command_line(
+    values = command_line(
         _CommandLine,
+        _rule(config, given.config[0] if given.config else tyro.MISSING),
         prog="train.py",
         description="Train a language model."
         + ("" if given.config else " With --config, the defaults are the file's."),
         args=argv,
-        default=_CommandLine(file, config.optimizer.name, config),
-        registry=_registry,
-    ).options
+    )
+    return _with_values(config, values)
 
 
-def _check_stages(argv: list[str]) -> None:
-    """Raise ConfigError if a stage is malformed: tyro's message does not have the reason."""
-    if "--stages" not in argv:
-        return
-    for text in argv[argv.index("--stages") + 1 :]:
-        if text.startswith("--"):
-            return
-        try:
-            stages.from_json(text)
-        except ValueError as error:
-            raise ConfigError(f"--stages: {error}") from error
+@dataclasses.dataclass(frozen=True)
+class _CommandLine:
+    """The options that `_fields` does not have."""
+
+    config: Path
+    """Python file that defines `config`. The other options override its fields; the defaults are
+    the values in the file."""
+    optimizer: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
+    """Algorithm of the optimizer. If the file has another algorithm, options of both algorithms
+    keep the file's values."""
+
+
+def _rule(config: Config, file: Any) -> Any:
+    """Return the rule that describes the boxes of options to tyro."""
+    spec = tyro.constructors.StructFieldSpec
+    boxes, texts = {box: [] for box in BOXES}, docstrings(_CommandLine)
+    values = {"config": file, "optimizer": config.optimizer.name}
+    for name, hint in typing.get_type_hints(_CommandLine, include_extras=True).items():
+        boxes[""].append(spec(name, hint, values[name], texts[name]))
+    found = {field.name: field for field in _fields(config)}
+    for name in [*_BOX_OF, *found]:
+        if field := found.pop(name, None):
+            box = _BOX_OF.get(name, name.rpartition(".")[0] or "training")
+            boxes[box].append(field)
+    texts = docstrings(Config)
+    kinds: dict[type, list] = {_CommandLine: boxes.pop("")}
+    for box, options in boxes.items():
+        kind = type(box, (), {})
+        kinds[kind] = options
+        hint = Annotated[kind, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=box)]
+        kinds[_CommandLine].append(spec(f"{box} box", hint, tyro.MISSING, texts.get(box, "")))
+
+    def rule(info: tyro.constructors.StructTypeInfo) -> Any:
+        if info.type in kinds:
+            return tyro.constructors.StructConstructorSpec(dict, tuple(kinds[info.type]))
+        return None
+
+    return rule
+
+
+def _fields(config: Config) -> Iterator[tyro.constructors.StructFieldSpec]:
+    """Yield the options of a config; a field "n_layer" of the model is "model.n_layer"."""
+    parts = {"": config, "model.": config.model, "optimizer.": config.optimizer}
+    for prefix, part in parts.items():
+        hints = typing.get_type_hints(type(part), include_extras=True)
+        texts = docstrings(type(part))
+        for field in dataclasses.fields(part):
+            name, kind, value = prefix + field.name, hints[field.name], getattr(part, field.name)
+            if kind is Precision:
+                kind, value = Literal[*PRECISIONS], value.name
+            elif name == "stages":
+                kind = tuple[Annotated[str, tyro.conf.arg(metavar="JSON")], ...]
+                value = tuple(map(json.dumps, stages.to_json(value)))
+            if name not in ("model", "optimizer"):
+                text = texts.get(field.name)
+                yield tyro.constructors.StructFieldSpec(name, kind, value, text)
+
+
+def _with_values(config: Config, values: dict[str, Any]) -> Config:
+    """Return the config with the values of the options."""
+    parts: dict[str, dict[str, Any]] = {"": {}, "model": {}, "optimizer": {}}
+    for box in (values, *(values.pop(f"{box} box") for box in BOXES if box)):
+        for name, value in box.items():
+            prefix, _, field = name.rpartition(".")
+            parts[prefix][field] = value
+    own = parts[""]
+    del own["config"]
+    try:
+        own["stages"] = tuple(map(stages.from_json, own["stages"]))
+        parts["model"]["precision"] = Precision(parts["model"]["precision"])
+        own["model"] = dataclasses.replace(config.model, **parts["model"])
+        own["optimizer"] = dataclasses.replace(config.optimizer, **parts["optimizer"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Config(**own)
 
 
 def given_for_model(argv: list[str] | None = None) -> frozenset[str]:
@@ -88,16 +170,22 @@ def load(path: Path) -> Config:
         ConfigError: the file is missing, unreadable or not Python, it raises, or its `config` is
             missing or not a `Config`. The message names the line if it is known.
     """
-    _check_is_python(path)
+    try:
+        if not path.exists():
+            known = ", ".join(sorted(map(str, path.parent.glob("*.py"))))
+            raise ConfigError(f"no config file {path}" + (f"; there are: {known}" if known else ""))
+        if not path.is_file() or path.suffix != ".py":
+            raise ConfigError(f"--config must be a Python file, NAME.py, got {path}")
+    except OSError as error:  # the name is too long, or a folder is not readable
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     # As for a script, the config may import modules in its folder. The folder is removed from
     # sys.path after loading, because a file there could hide a module that is imported later.
     folder = str(path.parent.absolute())
     sys.path.insert(0, folder)
-    sys.modules[module.__name__] = (
-        module  # `config_class` finds the classes of imported modules only
-    )
+    # `config_class` finds the classes of imported modules only.
+    sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
         config = getattr(module, "config", None)  # may call a `__getattr__` of the file
@@ -114,25 +202,6 @@ def load(path: Path) -> Config:
     return config
 
 
-def _check_is_python(path: Path) -> None:
-    """Check that a path is a Python file.
-
-    Raises:
-        ConfigError: the path is not a Python file.
-    """
-    try:
-        is_file, is_folder, exists = path.is_file(), path.is_dir(), path.exists()
-        known = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
-    except OSError as error:  # the name is too long, or a folder is not readable
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-    if not exists:
-        there = f"; there are: {', '.join(known)}" if known else ""
-        raise ConfigError(f"no config file {path}{there}")
-    if not is_file or path.suffix != ".py":
-        found = "a folder" if is_folder else "another file" if is_file else "not a regular file"
-        raise ConfigError(f"--config must be a Python file, NAME.py, but {path} is {found}")
-
-
 def _why_not_loaded(path: Path, error: BaseException) -> str:
     """Describe an exception from the execution of a config file, with the file's line if known."""
     frames, file = traceback.extract_tb(error.__traceback__), str(path.absolute())
@@ -140,8 +209,6 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         lines = [error.lineno]
     where = f"{path}, line {lines[-1]}" if lines and lines[-1] else str(path)
-    if isinstance(error, SystemExit):
-        return f"{where}: expected a definition of `config`, but it exits with {error.code!r}"
     said = error.msg if isinstance(error, SyntaxError) else str(error)
     said = (said.strip().splitlines() or ["no message"])[0]
     if not isinstance(error, ConfigError):
@@ -151,34 +218,12 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
     return printable(f"{where}: {said}")
 
 
-def _with_optimizer(config: Config, name: str) -> Config:
-    """Return the config with the named algorithm, or unchanged if the config already has this
-    algorithm.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    known = _algorithms(config.optimizer)
-    if name not in known:
-        raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}")
-    return dataclasses.replace(config, optimizer=switch_algorithm(config.optimizer, name))
-
-
 def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -> None:
-    """Check that no argument is an option of another algorithm only.
-
-    Raises:
-        ConfigError: an argument is such an option; the message names the algorithms that have the
-            option.
-    """
-    options = {
-        name: {field.name for field in dataclasses.fields(kind)}
-        for name, kind in _algorithms(optimizer).items()
-    }
-    for argument in arguments:
-        flag = argument.partition("=")[0]
+    """Raise ConfigError for an option that only other algorithms have."""
+    for flag in (argument.partition("=")[0] for argument in arguments):
         option = flag.removeprefix("--optimizer.").replace("-", "_")
-        having = [name for name in options if option in options[name]]
+        kinds = _algorithms(optimizer).items()
+        having = [n for n, kind in kinds if option in kind.__dataclass_fields__]
         if flag.startswith("--optimizer.") and having and optimizer.name not in having:
             raise ConfigError(
                 f"{flag} is an option of {' and '.join(having)}, but the optimizer is "
@@ -189,50 +234,3 @@ def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -
 def _algorithms(optimizer: OptimizerConfig) -> dict[str, type[OptimizerConfig]]:
     """Return the known algorithms, and the algorithm that a config file defines itself."""
     return ALGORITHMS | {optimizer.name: type(optimizer)}
-
-
-_registry = tyro.constructors.ConstructorRegistry()
-
-
-@_registry.primitive_rule
-def _precision_rule(
-    info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Parse a precision from its name."""
-    if info.type is not Precision:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{" + ",".join(PRECISIONS) + "}",
-        instance_from_str=lambda args: Precision(args[0]),
-        is_instance=lambda value: isinstance(value, Precision),
-        str_from_instance=lambda precision: [precision.name],
-        choices=PRECISIONS,
-    )
-
-
-@_registry.primitive_rule
-def _stage_rule(
-    info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Parse a stage from JSON."""
-    if info.type is not Stage:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda args: stages.from_json(args[0]),
-        is_instance=lambda value: isinstance(value, Stage),
-        str_from_instance=lambda stage: [json.dumps(stages.to_json([stage])[0])],
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _CommandLine:
-    config: Path
-    """Python file that defines `config`. The options below override the fields of `config`; the
-    defaults are the values in the file."""
-    optimizer: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
-    """Algorithm of the optimizer. If the config file has another algorithm, options of both
-    algorithms keep the file's values. The options of the chosen algorithm are listed below."""
-    options: Annotated[Config, tyro.conf.arg(name="")]

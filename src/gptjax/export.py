@@ -26,12 +26,10 @@ def main(
 
     Args:
         path: Run's folder, the folder of a checkpoint, a Hugging Face folder or an llm.c file.
-        to: Format. hf: a folder with config.json, safetensors and tokenizer; llmc: a .bin file;
-            gguf: a .gguf file, which needs `pip install -e '.[gguf]'`.
+        to: hf: a folder with config, safetensors and tokenizer; llmc: .bin; gguf: [gguf] installed.
         out: Folder or file to create.
         step: Step of a run's checkpoint. None: the newest.
-        tokenizer: Tokenizer of the export. auto: the tokenizer of the run's data, or gpt2 for files
-            with a vocabulary of 50,257.
+        tokenizer: auto: the tokenizer of the run's data, or gpt2 for a vocabulary of 50,257.
     """
 
     def command() -> None:

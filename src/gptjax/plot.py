@@ -216,8 +216,7 @@ def main(
         runs: run folders or log.jsonl files.
         out: the image file; the suffix selects the format (png, pdf, svg).
         x: quantity of the horizontal axis; time: minutes of training steps.
-        group: average runs whose names differ only in a last part such as -seed3. Draw mean and
-            standard deviation.
+        group: draw mean and deviation of runs whose names differ in a last part such as -seed3.
         metric: name of a number in the lines of log.jsonl, such as grad_norm.
     """
     print(plot_runs(list(runs), out, x, group, metric))

@@ -1,13 +1,18 @@
 """Printing on a terminal, untrusted text, the command line, and the exit code of a command."""
 
+import ast
 import contextlib
+import dataclasses
+import inspect
+import itertools
 import os
 import shutil
 import signal
 import sys
 import textwrap
+import typing
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -39,17 +44,61 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
     return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
 
 
-def command_line(kind: Any, **options: Any) -> Any:
-    """Call `tyro.cli`; its --help is wrapped between words to fit the terminal."""
+def command_line(kind: Any, *rules: Callable, **options: Any) -> Any:
+    """Call `tyro.cli`. The help is wrapped between words to fit the terminal.
+
+    Args:
+        kind: dataclasses or a function. Options of a dataclass precede those of its bases.
+        rules: further rules for tyro's `ConstructorRegistry.struct_rule`.
+        options: as for `tyro.cli`.
+    """
     import tyro
 
+    registry = tyro.constructors.ConstructorRegistry()
+    for rule in (_rule, *rules):
+        registry.struct_rule(rule)
     given = options.get("args")
-    helps = {"-h", "--help"} & {*(sys.argv[1:] if given is None else given)}
-    # Also without --help, because tyro caches docstrings.
-    with _joined_docstrings(), contextlib.ExitStack() as stack:
-        if helps:
+    with contextlib.ExitStack() as stack:
+        if {"-h", "--help"} & {*(sys.argv[1:] if given is None else given)}:
             stack.enter_context(contextlib.redirect_stdout(_Wrapping(sys.stdout)))
-        return tyro.cli(kind, **options)
+        return tyro.cli(kind, registry=registry, **options)
+
+
+def _rule(info: Any) -> Any:
+    """Describe a dataclass that has docstrings of its fields to tyro; None for another type."""
+    import tyro
+
+    kind = info.type
+    if not dataclasses.is_dataclass(kind) or not (texts := docstrings(kind)):
+        return None
+
+    def default(field: dataclasses.Field) -> Any:
+        if isinstance(info.default, kind):
+            return getattr(info.default, field.name)
+        if field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+        return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+    hints = typing.get_type_hints(kind, include_extras=True)
+    own = sorted(dataclasses.fields(kind), key=lambda field: field.name not in kind.__annotations__)
+    spec = tyro.constructors.StructFieldSpec
+    fields = (spec(f.name, hints[f.name], default(f), texts.get(f.name)) for f in own)
+    return tyro.constructors.StructConstructorSpec(kind, tuple(fields))
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass and its bases, in one line each."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            try:
+                body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+            except (OSError, TypeError):  # defined in an interpreter
+                continue
+            for field, after in itertools.pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return found
 
 
 class _Wrapping:
@@ -63,30 +112,6 @@ class _Wrapping:
 
     def write(self, text: str) -> int:
         return self._out.write(text if "│" in text else wrapped(text, self._width))
-
-
-@contextlib.contextmanager
-def _joined_docstrings() -> Iterator[None]:
-    """Join the lines of each option's docstring: tyro keeps the breaks before indented lines."""
-    import docstring_parser
-
-    def joined(parse: Callable) -> Callable:
-        def parsed(*arguments: Any) -> Any:
-            found = parse(*arguments)
-            for param in found.params:
-                param.description = param.description and " ".join(param.description.split())
-            return found
-
-        return parsed
-
-    before = {name: getattr(docstring_parser, name) for name in ("parse", "parse_from_object")}
-    try:
-        for name, parse in before.items():
-            setattr(docstring_parser, name, joined(parse))
-        yield
-    finally:
-        for name, parse in before.items():
-            setattr(docstring_parser, name, parse)
 
 
 def interrupt(number: int, frame: object = None) -> None:
