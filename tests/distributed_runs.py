@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from gptjax import distributed, parallel
+from gptjax import distributed, parallel, provenance
 from gptjax.config import Config, ConfigError
-from gptjax.data import ShardError, write_shard
+from gptjax.data import write_shard
 from gptjax.optim import NorMuonConfig
-from gptjax.training import inputs, progress, run_log
+from gptjax.training import progress, run_log
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 spec = importlib.util.spec_from_file_location("train", TRAIN)
@@ -108,18 +108,6 @@ def fail_log() -> None:
     run_log.RunLog._append = fail
 
 
-def fail_shard() -> None:
-    """Raise an error when the batch of a step is read."""
-    read = inputs.Batches.__next__
-
-    def fail(self):
-        if self._step == FAILED_AT:
-            raise ShardError("the shard changed")
-        return read(self)
-
-    inputs.Batches.__next__ = fail
-
-
 def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> None:
     """Run a scenario; the results are written as JSON beside the config file."""
     group = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": count}
@@ -131,9 +119,7 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
         interrupt(KILLED_AT, signal.SIGKILL)
     if scenario == "failed log" and index == 0:
         fail_log()
-    if scenario == "failed shard" and index == 1:
-        fail_shard()
-    if scenario in ("killed", "command", "failed log", "failed shard"):
+    if scenario != "runs":
         options = ["--distributed=auto"]
         if scenario.startswith("failed"):
             options.append(f"--name={scenario}")
@@ -144,20 +130,18 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
         train.put = put_as_processes
     else:
         config = dataclasses.replace(config, distributed="auto")
-    if scenario == "refusals":
-        for name, refused in refusals(config, index).items():
-            results[name] = run(dataclasses.replace(refused, name=f"refused {name}"))
+    for name, own in strategies(config).items():
+        results[name] = run(dataclasses.replace(own, name=f"{name} {count}"))
+    if count == 2:
         if index:
-            distributed._digest_of_sources = lambda: "other"
-        results["sources"] = run(config)
-    else:
-        for name in scenario.split("+"):
-            named = dataclasses.replace(strategies(config)[name], name=f"{name} {count}")
-            results[name] = run(named)
-        if count == 2:
-            if index:
-                interrupt(STOPPED_AT, signal.SIGTERM)
-            results["stopped"] = run(dataclasses.replace(config, name="interrupted"))
+            interrupt(STOPPED_AT, signal.SIGTERM)
+        results["stopped"] = run(dataclasses.replace(config, name="interrupted"))
+        for name, refused in refusals(config, index).items():
+            name = f"refused {name}"
+            results[name] = run(dataclasses.replace(refused, name=name))
+        if index:
+            provenance.commit = lambda: "other"
+        results["refused commit"] = run(config)
     Path(file).with_name(f"{scenario} {count} {index}.json").write_text(json.dumps(results))
     distributed.finish()
 

@@ -88,12 +88,10 @@ def tokens(sequences: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape).astype(np.int32)
 
 
-def gradient(
-    strategy, devices, reduce_dtype, precision, windows, overlap_reduce=True, n_layer=CONFIG.n_layer
-):
+def gradient(strategy, devices, reduce_dtype, precision, windows, n_layer=CONFIG.n_layer):
     """Return `loss_and_grads`, jitted, and its arguments."""
     config = dataclasses.replace(CONFIG, precision=Precision(precision), n_layer=n_layer)
-    across = Parallel.of(jax.devices("cpu")[:devices], strategy, reduce_dtype, overlap_reduce)
+    across = Parallel.of(jax.devices("cpu")[:devices], strategy, reduce_dtype)
     params = init_params(config, 0)
     params = jax.device_put(params, across.shardings(params))
     windows = jax.device_put(windows, parallel.over_batch(across.mesh, axis=1))
@@ -171,20 +169,6 @@ def test_gradients_reduced_in_bf16(small_shards, strategy):
     # The gradient of each of two devices and their sum are rounded.
     error = relative_error(computed(strategy, reduce_dtype="bf16")[1], expected)
     assert 2**-12 < error < 2 * 2**-8
-
-
-@pytest.mark.parametrize("strategy", ["data", "zero1"])
-def test_sums_after_the_backward_pass(small_shards, strategy):
-    """Without overlap, no gradient is summed before the last one is computed; the number of targets
-    is."""
-    how = (strategy, 2, "fp32", "fp32", tokens(8))
-    f, arguments = gradient(*how, overlap_reduce=False, n_layer=1)
-    text = str(f.trace(*arguments).jaxpr)
-    backward, sums = text.split("optimization_barrier")
-    collective, counts = {"data": (" psum", 1), "zero1": (" reduce_scatter", 0)}[strategy]
-    assert backward.count(collective) == counts and collective in sums
-    overlapped, arguments = gradient(*how, n_layer=1)
-    jax.tree.map(np.testing.assert_array_equal, f(*arguments), overlapped(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,9 @@ Process 0 hosts JAX's coordination service. The processes compare their configs,
 before training starts. Heartbeats detect a dead process, and end the others.
 """
 
-import ctypes
-import hashlib
-import importlib.metadata
 import json
 import os
-import signal
 import socket
-import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,21 +14,13 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jaxtyping import PyTree
 
-import gptjax
-import pallas_kernels
 from gptjax import config as configuration
+from gptjax import provenance
 from gptjax.config import Config
 from gptjax.data import Dataset
 
-# Seconds in which all processes must start.
-CONNECT_SECONDS = 300
-# Seconds after which a process reports that it waits for the start of other processes.
-_SAY_SECONDS = 10
 # Seconds without a heartbeat after which a process counts as dead.
 HEARTBEAT_SECONDS = 30
-# Seconds for which a finished process waits for the other processes.
-FINISH_SECONDS = 300
-
 # Added to XLA_FLAGS unless a flag is set. An NCCL collective that a peer does not join ends the
 # process; without sharded autotuning, no process waits for the compilation in another process.
 _XLA_FLAGS = {
@@ -44,6 +29,10 @@ _XLA_FLAGS = {
 }
 # Options that may differ between the processes of a run. The data are compared by content.
 PER_PROCESS = frozenset(("data_dir", "dataset"))
+ENDED = (
+    "An error in one process ends all processes of the run: the first error in the output of all "
+    "processes is the cause. The same command in every process resumes from the newest checkpoint."
+)
 
 
 class DistributedError(RuntimeError):
@@ -54,111 +43,50 @@ def initialize(config: Config) -> None:
     """Connect the processes of a run if the config asks for several. Call before JAX starts.
 
     Raises:
-        DistributedError: coordinator, count or index is missing, or the processes' configs, code
+        DistributedError: coordinator, count or index is missing, or the processes' configs, commits
             or packages differ.
     """
     if config.distributed == "off":
         return
     if not is_initialized():
-        _connect(config)
+        _connect(config.device)
     options = configuration.to_json(config).items()
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     check_alike(
         {f"--{name.replace('_', '-')}": value for name, value in options if name not in PER_PROCESS}
-        | {name: importlib.metadata.version(name) for name in packages}
-        | {"source files": _digest_of_sources()},
+        | provenance.versions()
+        | {"commit": provenance.commit()},
     )
 
 
-def _connect(config: Config) -> None:
+def _connect(device: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"{flag}={value}" for flag, value in _XLA_FLAGS.items() if flag not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing])
     # JAX would install its own handler of SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
-    if config.device == "cpu":
+    if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         # Concurrent executables could run their collectives in different orders.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-    address, count, index = _place()
-    given = None not in (address, count, index)
-    me = f"process {index} of {count} with the coordinator {address}" if given else "this process"
-    _end_with_a_message(
-        f"the processes of this run did not connect within {CONNECT_SECONDS} s. This is {me}. "
-        "Start all processes at the same time, with one JAX_NUM_PROCESSES N, each JAX_PROCESS_ID "
-        "of 0 to N - 1 once, and as JAX_COORDINATOR_ADDRESS the host of process 0 and a free port "
-        "that every host can reach"
-    )
-    text = f"{me} waits for the others, at most {CONNECT_SECONDS} s"
-    # JAX does not report which processes have connected. The printed lines of the processes show a
-    # wrong count or address.
-    waiting = threading.Timer(_SAY_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
-    waiting.daemon = True
-    waiting.start()
+    # JAX reads JAX_COORDINATOR_ADDRESS itself; None: from Slurm or Open MPI.
+    place = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
     try:
         jax.distributed.initialize(
-            address,
-            count,
-            index,
-            initialization_timeout=CONNECT_SECONDS,
+            **{name: int(os.environ[key]) for name, key in place.items() if key in os.environ},
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=FINISH_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        raise DistributedError(f"JAX cannot connect the processes: {error}") from error
-    finally:
-        waiting.cancel()
-    _end_with_a_message(ENDED)
+        raise DistributedError(
+            f"JAX cannot connect the processes: {error} Without Slurm's srun or Open MPI's mpirun, "
+            "set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        ) from error
     if _has_all_gpus():
         jax.config.update("jax_cuda_visible_devices", "all")
-
-
-ENDED = (
-    "another process of this run ended or cannot be reached, so this one ended, too. The first "
-    "error in the output of all processes is the cause. The same command in every process resumes "
-    "from the newest checkpoint"
-)
-
-
-def _host() -> str:
-    return socket.gethostname()
 
 
 def is_initialized() -> bool:
     """Return whether this process is one of several."""
     return jax.distributed.is_initialized()
-
-
-def _place() -> tuple[str | None, int | None, int | None]:
-    """Return coordinator, count and index; None for a value that Slurm or Open MPI determines."""
-
-    def environment(name: str) -> int | None:
-        text = os.environ.get(name)
-        if text is not None and not text.isdecimal():
-            raise DistributedError(f"{name} must be a number, got {text!r}")
-        return None if text is None else int(text)
-
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count, index = environment("JAX_NUM_PROCESSES"), environment("JAX_PROCESS_ID")
-    scheduled = any(name in os.environ for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
-    if None in (address, count, index) and not scheduled:
-        raise DistributedError(
-            "several processes need JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
-            "JAX_PROCESS_ID; leave them out only under Slurm's srun or Open MPI's mpirun. Found "
-            f"{address}, {count} and {index}"
-        )
-    if count is not None and index is not None and index >= count:
-        raise DistributedError(
-            f"JAX_PROCESS_ID must be below JAX_NUM_PROCESSES {count}, got {index}"
-        )
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        started = environment(name) or 1  # 1: the tasks are started individually
-        if count is not None and started not in (1, count):
-            raise DistributedError(
-                f"JAX_NUM_PROCESSES is {count}, but {name} is {started}: leave out "
-                "JAX_NUM_PROCESSES, or give the number of processes that are started"
-            )
-    return address, count, index
 
 
 def _has_all_gpus() -> bool:
@@ -176,24 +104,6 @@ def _has_all_gpus() -> bool:
     return one_per_host or "SLURM_GPUS_PER_TASK" in os.environ
 
 
-def _end_with_a_message(message: str) -> None:
-    """Install a handler that prints `message` and exits with code 1 if JAX aborts the process.
-
-    JAX's client calls abort() in its own thread when a process dies. A Python handler would not run
-    any more, so the handler is a C function.
-    """
-    global _on_abort  # prevents garbage collection: C holds a pointer
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def _on_abort(number: int) -> None:
-        os.write(2, f"\nerror: {message}\n".encode())
-        os._exit(1)
-
-    install = ctypes.CDLL(None).signal
-    install.restype, install.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
-    install(signal.SIGABRT, ctypes.cast(_on_abort, ctypes.c_void_p))
-
-
 def exchange(value: Any) -> list[Any]:
     """Return the values of all processes, ordered by index. Every process must call this function.
 
@@ -209,7 +119,7 @@ def exchange(value: Any) -> list[Any]:
     if total != count * own:
         raise DistributedError(
             f"expected the same number of devices in all {count} processes, found {own} in process "
-            f"{jax.process_index()} on {_host()} and {total} in total"
+            f"{jax.process_index()} on {socket.gethostname()} and {total} in total"
         )
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = process_allgather(np.int32(len(text)))
@@ -226,7 +136,7 @@ def check_alike(value: dict[str, Any]) -> None:
     Raises:
         DistributedError: the values differ. The message has each difference and its processes.
     """
-    mine = {"host": _host(), "value": value}
+    mine = {"host": socket.gethostname(), "value": value}
     all_of_them, lines = exchange(mine), []
     for name in dict.fromkeys(name for one in all_of_them for name in one["value"]):
         texts = [str(one["value"].get(name)) for one in all_of_them]
@@ -244,15 +154,6 @@ def check_alike(value: dict[str, Any]) -> None:
         )
 
 
-def _digest_of_sources() -> str:
-    folders = [Path(str(package.__file__)).parent for package in (gptjax, pallas_kernels)]
-    digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
     """Compare devices and data of all processes; return one line per process with host and devices.
 
@@ -265,16 +166,12 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
     """
     mine = local(devices)
     kinds = f"{len(mine)} × {', '.join(sorted({device.device_kind for device in mine}))}"
-    shards = dataset.fingerprint() if is_initialized() else {"train": {}, "val": {}, "samples": {}}
-    tokens = shards["train"] | shards["val"]
-    check_alike(
-        {"devices": kinds, "number of shards": len(tokens)}
-        | {
-            name: f"{tokens[name]} tokens, {digest}" if name in tokens else digest
-            for name, digest in shards["samples"].items()
-        },
-    )
-    return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange(_host()))]
+    if is_initialized():
+        shards = dataset.fingerprint()
+        tokens = {f"tokens of {name}": n for name, n in (shards["train"] | shards["val"]).items()}
+        digests = {f"digest of {name}": digest for name, digest in shards["samples"].items()}
+        check_alike({"devices": kinds} | tokens | digests)
+    return [f"{i} on {host}: {kinds}" for i, host in enumerate(exchange(socket.gethostname()))]
 
 
 def local(devices: list[jax.Device]) -> list[jax.Device]:

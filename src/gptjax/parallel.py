@@ -104,24 +104,18 @@ class Parallel:
         mesh: from `data_mesh`.
         strategy: see the module's docstring.
         reduce_dtype: dtype in which gradients are summed over the devices.
-        overlap_reduce: whether the sums over the devices may overlap with the backward pass.
     """
 
     mesh: Mesh
     strategy: Strategy = "data"
     reduce_dtype: Any = jnp.float32
-    overlap_reduce: bool = True
 
     @classmethod
     def of(
-        cls,
-        devices: list[jax.Device],
-        strategy: Strategy = "data",
-        reduce_dtype: str = "fp32",
-        overlap_reduce: bool = True,
+        cls, devices: list[jax.Device], strategy: Strategy = "data", reduce_dtype: str = "fp32"
     ) -> "Parallel":
         """Return the strategy on these devices; `reduce_dtype` is "fp32" or "bf16"."""
-        return cls(data_mesh(devices), strategy, REDUCE_DTYPES[reduce_dtype], overlap_reduce)
+        return cls(data_mesh(devices), strategy, REDUCE_DTYPES[reduce_dtype])
 
     @property
     def devices(self) -> int:

@@ -52,6 +52,7 @@ def locked(run_dir: Path, warn: Callable[[str], object]):
                 warn(f"{run_dir} is on a file system without locks: do not start a second process")
             path.write_text(f"{own}\n")
             os.fsync(file.fileno())  # make the text visible on other hosts
+        distributed.exchange("process 0 has the lock")
         text = path.read_text() if path.exists() else ""
         distributed.check_alike({f"{path} (on a file system of all hosts)": text})
         yield

@@ -135,8 +135,6 @@ def _loss_and_grads(graphdef, params, batch_ABT, parallel, step):
         count = jax.lax.psum(count_targets(batch_ABT.targets), AXIS)
         share, gathers = micro_batches * _inverse(count), parallel.gathers_blocks
         (loss, metrics), grads = _accumulate(graphdef, whole, batch_ABT, share, gathers, step)
-        if not parallel.overlap_reduce:
-            loss, grads = jax.lax.optimization_barrier((loss, grads))
         means = jax.lax.psum(loss, AXIS), jax.lax.pmean(metrics, AXIS)
         return means, reduce(grads)[0]
 
