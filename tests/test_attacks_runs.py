@@ -1,7 +1,8 @@
-"""A run that is killed, or whose disk is full, resumes bit for bit: every logged loss and gradient
-norm, and every array of the last checkpoint, are those of an undisturbed run."""
+"""A run that is interrupted, killed, cut off from its reader and out of disk space, each time by
+another process, resumes bit for bit: every logged loss and gradient norm, and every array of the
+last checkpoint, are those of an undisturbed run."""
 
-import json
+import dataclasses
 import os
 import random
 import signal
@@ -10,169 +11,133 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from train_tools import ROOT, last_state, rows
 
-from gptjax import cli, parallel
-from gptjax.training.checkpoint import Checkpoints
-from gptjax.training.step import init_state
+from gptjax import cli
 
-ROOT = Path(__file__).parents[1]
-STEPS = 120
-CONFIG = f"""
-from gptjax.config import Config, OptimizerConfig
-from gptjax.models.gpt2 import GPT2Config
+# The fixture `words`.
+pytest_plugins = ["train_tools"]
+
+STEPS = 60
+CONFIG = """
+from pathlib import Path
+from gptjax import Config, GPT2Config, OptimizerConfig
 
 config = Config(
+    name="attacked",
+    runs_dir=Path({runs!r}),
     device="cpu",
     model=GPT2Config(
-        vocab_size=257, padded_vocab_size=384, block_size=32, n_layer=2, n_head=2, n_embd=64
+        vocab_size=257, padded_vocab_size=384, block_size=32, n_layer=1, n_head=2, n_embd=64
     ),
     optimizer=OptimizerConfig(
         learning_rate=3e-3, warmup_steps=20, skip_loss_z=3.0, skip_grad_norm_z=3.0
     ),
-    dataset="stdlib",
+    dataset={words!r},
     sequence_length=32,
     batch_tokens=512,
     micro_batch=4,
-    max_steps={STEPS},
-    val_every=50,
+    max_steps={steps},
+    val_every=20,
     val_tokens=1024,
     sample_every=0,
-    checkpoint_every=15,
+    checkpoint_every=6,
 )
 """
-# Seconds of a process from its start to its log, compilation included, or of a whole run.
-LONGEST = 300.0
-
-
-def start(folder: Path, name: str, *options: str, runs: Path | None = None) -> subprocess.Popen:
-    """Start a run in the background; its output goes to NAME.txt in the folder."""
-    arguments = {
-        "--config": folder / "config.py",
-        "--runs-dir": runs or folder / "runs",
-        "--data-dir": folder / "data",
-        "--name": name,
-        "--optimizer.schedule-steps": STEPS,
-    }
-    words = [str(word) for pair in arguments.items() for word in pair]
-    with (folder / f"{name}.txt").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, ROOT / "train.py", *words, *options],
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")},
-        )
-
-
-def wait_for_log(folder: Path, name: str, process: subprocess.Popen) -> float:
-    """Return the time at which the run began to write its log, just before its first step."""
-    end = time.monotonic() + LONGEST
-    while not (folder / "runs" / name / "log.jsonl").exists():
-        assert not process.poll() and time.monotonic() < end, said(folder, name)
-        time.sleep(0.005)
-    return time.monotonic()
-
-
-def finish(folder: Path, name: str, *options: str) -> float:
-    """Run to the end; return the seconds from the log's first line on."""
-    process = start(folder, name, *options)
-    began = wait_for_log(folder, name, process)
-    assert process.wait(LONGEST) == 0, said(folder, name)
-    return time.monotonic() - began
-
-
-def said(folder: Path, name: str) -> str:
-    return (folder / f"{name}.txt").read_text()
-
-
-def arrays_and_losses(folder: Path, run: Path) -> tuple[list[np.ndarray], dict]:
-    """Return the arrays of the last step's checkpoint, and every logged loss and gradient norm."""
-    config = cli.load(folder / "config.py")
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    tx = config.build_optimizer(parallel.data_mesh(jax.devices()[:1]))
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        state = jax.eval_shape(lambda: init_state(config.model, tx, 0))
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
-    checkpoints = Checkpoints(run / "checkpoints", keep_last=2)
-    leaves = [np.asarray(x) for x in jax.tree.leaves(checkpoints.restore(STEPS, state))]
-    checkpoints.close()
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    losses = {
-        (r["kind"], r["step"]): (r["loss"], r.get("grad_norm"))
-        for r in rows
-        if r["kind"] in ("train", "val")
-    }
-    return leaves, losses
-
-
-def check_same(a: tuple[list[np.ndarray], dict], b: tuple[list[np.ndarray], dict]) -> None:
-    assert a[1] == b[1]
-    assert all(np.array_equal(x, y) for x, y in zip(a[0], b[0], strict=True))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A folder with the config, the corpus and a full compilation cache; what the undisturbed run
-    ends with; and the seconds of its steps."""
+def file(words, tmp_path_factory):
+    """A config file."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "config.py").write_text(CONFIG)
-    finish(folder, "first", "--max-steps", "15")
-    seconds = finish(folder, "alone")
-    return folder, arrays_and_losses(folder, folder / "runs" / "alone"), seconds
+    fields = {"runs": str(folder / "runs"), "words": str(words), "steps": STEPS}
+    (folder / "config.py").write_text(CONFIG.format(**fields))
+    return folder / "config.py"
 
 
-def kill_in_a_save(run: Path, process: subprocess.Popen, rng: random.Random) -> bool:
-    """Wait for a later save to be under way, then kill. False if the run ended before one was
-    seen."""
-    skip, seen, folder = rng.randrange(8), set(), run / "checkpoints"
-    while process.poll() is None:
-        for path in folder.glob("*") if folder.exists() else ():
-            if path.name not in seen and (
-                "tmp" in path.name or not (path / "commit_success.txt").exists()
-            ):
-                seen.add(path.name)
-                if len(seen) > skip:
-                    time.sleep(rng.random() * 0.02)
-                    process.send_signal(signal.SIGKILL)
-                    return True
-    return False
+def start(file: Path, *options: str, before: tuple[str, ...] = ()) -> subprocess.Popen:
+    """Start a run; `before` are words of the command line before Python."""
+    return subprocess.Popen(
+        [*before, sys.executable, ROOT / "train.py", "--config", file, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(file.with_name("cache"))},
+    )
 
 
-def test_kill_9_in_training_and_while_saving(alone):
-    folder, expected, seconds = alone
-    rng = random.Random(102)  # the second or third save; a third of the run
-    for name in ("while_saving", "at_random"):
-        process = start(folder, name)
-        if name == "while_saving":
-            assert kill_in_a_save(folder / "runs" / name, process, rng)
-        else:
-            wait_for_log(folder, name, process)
-            time.sleep(rng.random() * seconds)
-            assert process.poll() is None
-            process.send_signal(signal.SIGKILL)
-        process.wait()
-        finish(folder, name)
-        check_same(arrays_and_losses(folder, folder / "runs" / name), expected)
+def read_until(process: subprocess.Popen, text: str) -> None:
+    for line in process.stdout:
+        if line.startswith(text):
+            return
+    pytest.fail(f"no {text}: {process.communicate()}")
 
 
-def mount(disk: Path, kib: int, *options: str) -> bool:
-    """Return whether a tmpfs of this size was mounted, which needs root."""
-    how = ",".join((f"size={kib}k", *options))
-    command = ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(disk)]
-    return os.geteuid() == 0 and not subprocess.run(command, check=False).returncode
+def interrupt_compilation(file: Path) -> None:
+    process = start(file)
+    read_until(process, "compiling")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "" and process.returncode == -signal.SIGINT
 
 
-def test_a_full_disk_ends_a_run_and_room_lets_it_resume(alone, tmp_path):
-    folder, expected, _ = alone
-    if not mount(tmp_path, 2_600):
-        pytest.skip("needs root and the right to mount a tmpfs")
-    try:
-        assert start(folder, "disk", runs=tmp_path).wait(LONGEST) == 1
-        assert "Traceback" not in said(folder, "disk")
-        assert mount(tmp_path, 100_000, "remount")
-        assert start(folder, "disk", runs=tmp_path).wait(LONGEST) == 0, said(folder, "disk")
-        check_same(arrays_and_losses(folder, tmp_path / "disk"), expected)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+def kill_in_a_save(file: Path) -> None:
+    process, folder = start(file), file.parent / "runs" / "attacked" / "checkpoints"
+    seen: set[str] = set()
+    while len(seen) < 3:  # the third save that is seen
+        assert process.poll() is None
+        paths = list(folder.glob("*")) if folder.exists() else []
+        seen |= {path.name for path in paths if not (path / "commit_success.txt").exists()}
+    time.sleep(0.02 * random.Random(0).random())
+    process.kill()
+    process.communicate()
+
+
+def kill(file: Path) -> None:
+    process = start(file)
+    read_until(process, "step 30/")
+    process.kill()
+    process.communicate()
+
+
+def close_the_pipe(file: Path) -> None:
+    process = start(file)
+    read_until(process, "step 40/")
+    process.stdout.close()
+    said = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGPIPE, said
+    assert said.startswith("error: stopped at step ") and ": the terminal or pipe " in said
+    assert "Traceback" not in said
+
+
+def fill_the_disk(file: Path) -> None:
+    """A full disk, as far as a file can tell: none may grow past 128 KiB; a checkpoint has more."""
+    process = start(file, before=("bash", "-c", 'trap "" XFSZ; ulimit -f 128; exec "$@"', "-"))
+    said = process.communicate()[1]
+    assert process.returncode == 1 and "Traceback" not in said, said
+    assert "failed: File too large; the newest complete checkpoint is of step " in said
+
+
+def finish(file: Path, *options: str) -> None:
+    process = start(file, *options)
+    shown = process.communicate()
+    assert process.returncode == 0, shown
+
+
+def test_a_run_after_every_attack_is_the_undisturbed_run(file, optax_promotion):
+    finish(file, "--name", "alone")
+    for attack in (
+        *(interrupt_compilation, kill_in_a_save, kill, close_the_pipe, fill_the_disk, finish),
+    ):
+        attack(file)
+    attacked = cli.load(file)
+    alone = dataclasses.replace(attacked, name="alone")
+    for kind in ("train", "val"):
+        found, expected = (
+            {step: (row["loss"], row.get("grad_norm")) for step, row in rows(config, kind).items()}
+            for config in (attacked, alone)
+        )
+        assert found == expected and max(found) == STEPS
+    both = zip(last_state(attacked), last_state(alone), strict=True)
+    assert all(np.array_equal(a, b) for a, b in both)
