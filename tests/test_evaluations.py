@@ -17,7 +17,6 @@ from gptjax.evaluation import (
     score_choices,
     score_core,
 )
-from gptjax.training.status_line import StatusLine
 
 pytest_plugins = ["train_tools"]
 
@@ -70,12 +69,3 @@ def test_a_missing_file_ends_the_run_before_it_starts(evaluating):
 def test_options(options, message, config):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(config, **options)
-
-
-def test_status_line(capsys):
-    with StatusLine(2, on_gpu=False, every=1) as status:
-        status.update(1, loss=3.0, lr=1e-3)
-        status.evaluated({"hellaswag": 0.25, "core": 0.125})
-        status.update(2, loss=3.0, lr=1e-3)
-    first, second = capsys.readouterr().out.splitlines()
-    assert "hellaswag" not in first and second.endswith("hellaswag 0.2500 · core 0.1250")

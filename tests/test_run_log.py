@@ -1,8 +1,6 @@
 """The run's log: lines, resume, TensorBoard events, damaged files."""
 
 import errno
-import inspect
-import io
 import json
 import math
 import os
@@ -14,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptjax.training import wandb_log
 from gptjax.training.run_log import LogError, RunLog, check_wandb, read_log
 
 
@@ -54,31 +51,17 @@ def write_steps(log, steps):
 
 
 def test_a_line_holds_every_field(tmp_path):
+    fields = {"loss": jnp.float32(2.5), "lr": np.float64(1e-3), "ok": True, "note": None}
     with RunLog(tmp_path / "new" / "run") as log:
-        log.write(
-            "train",
-            3,
-            3072,
-            loss=jnp.float32(2.5),
-            lr=np.float64(1e-3),
-            norm=jnp.bfloat16(1.5),
-            ok=True,
-            note=None,
-        )
+        log.write("train", 3, 3072, norm=jnp.bfloat16(1.5), **fields)
         log.write("sample", 4, 4096, text="Grüße\n\u2028\N{DUCK}")
         # The lines are in the file while the log is open.
         assert len(log.path.read_text().splitlines()) == 2
+        with pytest.raises(ValueError):
+            log.write("train", 1, 1, loss=jnp.ones(3))
+    train = {"kind": "train", "step": 3, "tokens": 3072, "norm": 1.5}
     assert read_log(log.path) == [
-        {
-            "kind": "train",
-            "step": 3,
-            "tokens": 3072,
-            "loss": 2.5,
-            "lr": 1e-3,
-            "norm": 1.5,
-            "ok": True,
-            "note": None,
-        },
+        train | {"loss": 2.5, "lr": 1e-3, "ok": True, "note": None},
         {"kind": "sample", "step": 4, "tokens": 4096, "text": "Grüße\n\u2028\N{DUCK}"},
     ]
     assert ("train/loss", 3, 2.5) in board_scalars(log.path.parent)
@@ -94,19 +77,8 @@ def test_nan_and_infinity_are_null_and_the_file_is_json(tmp_path):
 
     row = json.loads(line, parse_constant=refuse)
     assert row["loss"] is row["norm"] is row["low"] is None and row["fine"] == 1.0
-    assert any(
-        tag == "train/loss" and math.isnan(value) for tag, _, value in board_scalars(tmp_path)
-    )
-
-
-def test_a_wrong_kind_or_an_array_is_refused(tmp_path):
-    with RunLog(tmp_path) as log:
-        with pytest.raises(ValueError, match="unknown kind 'valid'; choose one of"):
-            # outside pytest no annotation is checked
-            inspect.unwrap(RunLog.write)(log, "valid", 1, 1, loss=1.0)
-        with pytest.raises(ValueError):
-            log.write("train", 1, 1, loss=jnp.ones(3))
-    assert log.path.read_text() == ""
+    (loss,) = (value for tag, _, value in board_scalars(tmp_path) if tag == "train/loss")
+    assert math.isnan(loss)
 
 
 def test_resume_joins_two_runs_into_one_curve(tmp_path):
@@ -128,7 +100,7 @@ def test_resume_joins_two_runs_into_one_curve(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
     # TensorBoard hides steps ≥ the START event's of every file before it.
     starts = [event.step for event in board_events(tmp_path) if event.HasField("session_log")]
-    assert starts == [5]
+    assert starts == [0, 5]
     assert [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"] == [
         *range(1, 8),
         *range(5, 9),
@@ -145,124 +117,66 @@ class FullDisk:
         self._file, self._room = file, room
 
     def write(self, data):
-        taken = data[: self._room]
-        if data and not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._room -= len(taken)
-        return self._file.write(taken)
-
-    def flush(self):
-        self.write(b"x")
+        self._file.write(data[: self._room])
+        self._file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def __getattr__(self, name):
         return getattr(self._file, name)
 
 
 @pytest.mark.parametrize("room", [0, 1, 30])
-def test_a_full_disk_is_an_error_and_leaves_no_torn_line(tmp_path, room):
+def test_a_full_disk_is_an_error_and_the_run_resumes(tmp_path, room):
     with RunLog(tmp_path) as log:
         log.write("train", 1, 10, loss=1.0)
-        real, log._file = log._file, FullDisk(log._file, room)
+        log._file = FullDisk(log._file, room)
         with pytest.raises(OSError, match="No space left"):
             log.write("train", 2, 20, loss=1.0)
-        log._file = real
+    with RunLog(tmp_path, 1) as log:
         log.write("train", 2, 20, loss=2.0)
     assert [row["loss"] for row in read_log(log.path)] == [1.0, 2.0]
-
-
-def test_tensorboard_is_turned_off_with_a_note_at_its_first_error(tmp_path):
-    notes = []
-    with RunLog(tmp_path, note=notes.append) as log:
-        record_writer = log._events._writer._py_recordio_writer
-        real, record_writer._writer = record_writer._writer, FullDisk(io.BytesIO(), 40)
-        for step in range(1, 30):  # more than the ten events that tensorboardX's own queue holds
-            log.write("train", step, step, loss=1.0, lr=0.1)
-        real.close()
-    assert notes == [
-        "TensorBoard's events are no longer written: No space left on device; "
-        "log.jsonl is still written"
-    ]
-    assert len(read_log(log.path)) == 29
 
 
 def test_starting_over_keeps_only_events(tmp_path):
     with RunLog(tmp_path) as log:
         log.write("val", 0, 0, loss=11.0)
         log.write("event", 0, 0, what="started")
-    RunLog(tmp_path, resume_step=-1).close()
+    RunLog(tmp_path).close()
     assert [row["kind"] for row in read_log(log.path)] == ["event"]
-    assert [event.step for event in board_events(tmp_path) if event.HasField("session_log")] == [0]
-
-
-def test_a_new_run_does_not_touch_an_old_log(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.write("train", 1, 1, loss=1.0)
-    with pytest.raises(
-        FileExistsError, match="earlier run; resume that run, or choose another folder"
-    ):
-        RunLog(tmp_path)
-    assert len(read_log(log.path)) == 1
 
 
 @pytest.mark.parametrize(
-    "tail",
+    "tail, steps",
     [
-        '{"kind": "train", "st',
-        '{"kind": "train"}',
-        "\0\0\0\0",
-        '{"kind": "train", "step": 3, "tokens',
+        ('{"kind": "train", "st', [1]),
+        ('{"kind": "train"}', [1]),
+        ("\0\0\0\0", [1]),
+        ('{"kind": "train", "step": 3, "tokens', [1]),
+        ('{"kind": "train", "step": 3, "tokens": 2}', [1, 3]),
     ],
 )
-def test_a_torn_last_line_is_left_out_and_dropped_on_resume(tmp_path, tail):
-    with RunLog(tmp_path) as log:
-        write_steps(log, [1, 3])
-    log.path.write_text(log.path.read_text() + tail)
-    assert [row["step"] for row in read_log(log.path)] == [1, 3]
+def test_a_torn_last_line_is_left_out_and_dropped_on_resume(tmp_path, tail, steps):
+    path = tmp_path / "log.jsonl"
+    path.write_text(STEP_1 + tail)
+    assert [row["step"] for row in read_log(path)] == steps
     with RunLog(tmp_path, resume_step=3) as log:
         write_steps(log, [5])
-    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 3, 5]
-
-
-def test_a_whole_last_line_without_its_newline_counts(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 2, "loss": 3}')
-    with RunLog(tmp_path, resume_step=1) as log:
-        write_steps(log, [3])
-    assert [row["step"] for row in read_log(log.path)] == [1, 3]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*steps, 5]
 
 
 @pytest.mark.parametrize("bad", ["nonsense", "", "[1, 2]", '{"kind": "train", "step": 2}'])
 def test_a_malformed_middle_line_is_named(tmp_path, bad):
     path = tmp_path / "log.jsonl"
-    good = '{"kind": "train", "step": 1, "tokens": 2}'
-    path.write_text(f"{good}\n{bad}\n{good}\n")
-    with pytest.raises(
-        ValueError, match=r"log\.jsonl, line 2: expected a JSON object.*correct or delete"
-    ):
-        read_log(path)
-    with pytest.raises(LogError, match="line 2"):
-        RunLog(tmp_path, resume_step=2)
+    path.write_text(f"{STEP_1}{bad}\n{STEP_1}")
+    for read in (read_log, lambda path: RunLog(path.parent, resume_step=2)):
+        with pytest.raises(LogError, match=r"log\.jsonl, line 2: expected .*correct or delete"):
+            read(path)
     assert path.read_text().splitlines()[1] == bad  # unchanged, for the user to correct
-    # Garbage of a power cut after the resumed step: these steps are repeated. Valid lines stay.
-    notes = []
-    RunLog(tmp_path, resume_step=1, note=notes.append).close()
-    assert path.read_text() == f"{good}\n{good}\n"
-    assert notes == [f"{path}: 1 malformed line dropped, the first is line 2"]
-
-
-@pytest.mark.parametrize(
-    "text, found", [(None, "none"), ("", "none"), (STEP_1, "the last of step 1")]
-)
-def test_a_resumed_log_that_lost_lines_is_named(tmp_path, text, found):
-    path, notes = tmp_path / "log.jsonl", []
-    if text is not None:
-        path.write_text(text)
-    RunLog(tmp_path, resume_step=1 if text else -1, note=notes.append).close()
-    assert not notes
-    RunLog(tmp_path, resume_step=4, note=notes.append).close()
-    assert notes == [f"{path}: expected lines up to step 4, found {found}; later lines are lost"]
 
 
 def test_a_log_that_is_not_a_regular_file_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_log(tmp_path / "log.jsonl")
     os.mkfifo(tmp_path / "log.jsonl")
     for read in (read_log, lambda path: RunLog(path.parent, resume_step=3)):
         with pytest.raises(LogError, match=r"log\.jsonl: cannot be read: a FIFO instead"):
@@ -277,13 +191,6 @@ def test_a_linked_log_stays_a_link(tmp_path):
     with RunLog(tmp_path / "run", resume_step=1) as log:
         write_steps(log, [2])
     assert log.path.is_symlink() and [row["step"] for row in read_log(target)][:2] == [1, 2]
-
-
-def test_a_missing_or_empty_log(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_log(tmp_path / "log.jsonl")
-    (tmp_path / "log.jsonl").write_text("")
-    assert read_log(tmp_path / "log.jsonl") == []
 
 
 # --------------------------------------------------------------------------------- Weights & Biases
@@ -374,9 +281,6 @@ def test_wandb_is_refused_before_the_run_if_it_is_missing(monkeypatch, tmp_path)
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    assert not wandb_log.is_installed()
     check_wandb(None)
     with pytest.raises(LogError, match=r"--wandb gpt needs .*pip install -e '\.\[wandb\]'"):
         check_wandb("gpt")
-    with pytest.raises(LogError, match="--wandb must be the name of a project"):
-        check_wandb("")

@@ -35,10 +35,12 @@ from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
 from gptjax.precision import Precision
-from gptjax.training.flops import peak_bandwidth
 
 FIRST_TOKENS = 5
 """Measurements of the first token; the median counts."""
+
+# Peak memory bandwidth, from the datasheets of H100 and H200.
+BYTES_PER_S = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ class Generate(ModelOptions):
         prompt_BT = np.random.default_rng(0).integers(
             0, model.config.vocab_size, (batch, self.prompt), np.int32
         )
-        bandwidth = peak_bandwidth(device.device_kind)
+        bandwidth = BYTES_PER_S.get(device.device_kind)
         limit = step_bytes(model, batch, self.prompt, self.new) / bandwidth if bandwidth else None
         for implementation in self.implementation:
             ours = JaxGeneration(model, prompt_BT, self.new, implementation)
@@ -169,7 +171,7 @@ class Generate(ModelOptions):
             return
         command = results.command("benchmarks/rivals/generate.py")
         packages = ("jax-triton", "triton", "torch", "transformers")
-        bandwidth = peak_bandwidth(device.device_kind)
+        bandwidth = BYTES_PER_S.get(device.device_kind)
         result = results.new(
             command, rows, device=device.device_kind, packages=packages, bytes_per_s=bandwidth
         )
@@ -311,7 +313,7 @@ def show(rows: list[dict], device: jax.Device) -> None:
             f"{row['of_torch']:.2f} ×" if "of_torch" in row else "",
         )
         table.append(Row(label(row), texts, row["kernels"]))
-    bandwidth = peak_bandwidth(device.device_kind)
+    bandwidth = BYTES_PER_S.get(device.device_kind)
     about = f"{bandwidth / 1e12:.2f} TB/s" if bandwidth else "unknown memory bandwidth"
     columns = ("tokens/s", "step µs", "of limit", "first token ms", "compile s", "of torch")
     print_table(f"{device.device_kind}, {about}", columns, table)

@@ -46,7 +46,7 @@ class ModelOptions:
         # Call after `select`, because JAX's caches depend on the platform.
         from gptjax.training.compilation import Compiler
 
-        for sentence in (about, *Compiler(cache_folder()).notes):
+        for sentence in (about, Compiler(cache_folder()).note):
             if sentence:
                 note(f"NOTE: {sentence}")
         return used

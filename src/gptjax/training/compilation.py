@@ -3,7 +3,6 @@
 import functools
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,13 +44,10 @@ def check_private(folder: Path) -> None:
     Loading an executable runs its code.
 
     Raises:
-        ConfigError: another user owns or can enter the folder, or `folder` is not a folder.
+        ConfigError: another user owns or can enter the folder.
         OSError: the folder cannot be created or read.
     """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"the compilation cache must be a folder, but {folder} is not") from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()  # of the target of a symbolic link
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
@@ -72,51 +68,30 @@ class Compiler:
         ConfigError: as in `check_private`.
 
     Attributes:
-        executables: one dict per executable: "name"; "source": "JAX's cache" or "compiled"; and the
-            seconds of "lower" (tracing, and the compilers of Triton and Mosaic) and "compile" (or
-            loading), including storing.
-        notes: the reason why there is no cache, if `cache` cannot be created.
+        executables: one dict per executable: "name"; and the seconds of "lower" (tracing, and the
+            compilers of Triton and Mosaic) and "compile" (or loading), including storing.
+        note: the reason why there is no cache, if `cache` cannot be created; else None.
+        seconds: from the construction to the end of the last wait.
     """
 
     def __init__(self, cache: Path | None):
         self.executables: list[dict[str, str | float]] = []
-        self.notes: list[str] = []
-        if cache is not None:
-            try:
+        self.note: str | None = None
+        self.seconds, self._began = 0.0, time.perf_counter()
+        self._cache, self._events, self._threads = cache, [], ThreadPoolExecutor(max_workers=4)
+        try:
+            if cache is not None:
                 check_private(cache)
-            except OSError as error:
-                self.notes.append(f"no cache: {_first_line(error)}; set JAX_COMPILATION_CACHE_DIR")
-                cache = None
-        self._cache, self._events = cache, []
-        self._began = self._ended = None
-        self._threads = ThreadPoolExecutor(max_workers=4)
-        if cache is not None:
+        except OSError as error:
+            self.note = f"no cache: {_first_line(error)}; set JAX_COMPILATION_CACHE_DIR"
+            self._cache = None
+        if self._cache is not None:
             jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
             # By default, JAX does not store the dozens of executables that compile in less than a
             # second.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-            # Appending to a list is thread-safe, incrementing a counter is not. JAX calls the
-            # listener in the thread that compiles.
-            jax.monitoring.register_event_listener(
-                lambda event, **_: self._events.append(
-                    (event.rpartition("/")[2], threading.get_ident())
-                )
-            )
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first call of `start` to the end of the last wait."""
-        return 0.0 if self._ended is None else self._ended - self._began
-
-    @property
-    def hits(self) -> int:
-        """Number of cache hits, including executables that JAX compiles by itself."""
-        return [event for event, _ in self._events].count("cache_hits")
-
-    @property
-    def misses(self) -> int:
-        """Number of cache misses, including executables that JAX compiles by itself."""
-        return [event for event, _ in self._events].count("cache_misses")
+            # Appending to a list is thread-safe, incrementing a counter is not.
+            jax.monitoring.register_event_listener(lambda event, **_: self._events.append(event))
 
     def start(
         self, lowerable: jax.stages.Wrapped, *abstract: object
@@ -128,44 +103,39 @@ class Compiler:
         Returns:
             A function that waits for the executable and returns it.
         """
-        self._began = self._began or time.perf_counter()
-        started, name = time.perf_counter(), lowerable.__name__
+        began, row = time.perf_counter(), {"name": lowerable.__name__}
         lowered = lowerable.lower(*abstract)
-        lowering = time.perf_counter() - started
+        row["lower"] = time.perf_counter() - began
 
         def compile_it() -> jax.stages.Compiled:
-            started, before = time.perf_counter(), len(self._events)
+            began = time.perf_counter()
             compiled = lowered.compile(compiler_options=compiler_options())
-            of_jax = [
-                event for event, thread in self._events[before:] if thread == threading.get_ident()
-            ]
-            source = "JAX's cache" if "cache_hits" in of_jax else "compiled"
-            seconds = {"lower": lowering, "compile": time.perf_counter() - started}
-            self.executables.append({"name": name, "source": source} | seconds)
+            self.executables.append(row | {"compile": time.perf_counter() - began})
             return compiled
 
         future = self._threads.submit(compile_it)
 
         def wait() -> jax.stages.Compiled:
             compiled = future.result()
-            self._ended = time.perf_counter()
+            self.seconds = time.perf_counter() - self._began
             return compiled
 
         return wait
 
-    def __call__(self, lowerable: jax.stages.Wrapped, *abstract: object) -> jax.stages.Compiled:
-        """Call `start` and wait for the executable."""
-        return self.start(lowerable, *abstract)()
-
     def summary(self) -> dict[str, Any]:
-        """Return the executables, and the numbers of hits and misses, for the log."""
-        counts = {"cache_hits": self.hits, "cache_misses": self.misses}
+        """Return the executables, and the numbers of cache hits and misses, for the log.
+
+        Hits and misses include executables that JAX compiles by itself.
+        """
+        counted = [event.rpartition("/")[2] for event in self._events]
+        counts = {name: counted.count(name) for name in ("cache_hits", "cache_misses")}
         return {"executables": self.executables} | counts
 
     def __str__(self) -> str:
         if self._cache is None:
-            return f"{self.seconds:.1f} s ({'; '.join(self.notes) or 'no cache'})"
-        outcome = "hit" if self.hits and not self.misses else "miss"
+            return f"{self.seconds:.1f} s ({self.note or 'no cache'})"
+        found = self.summary()
+        outcome = "hit" if found["cache_hits"] and not found["cache_misses"] else "miss"
         return f"{self.seconds:.1f} s ({outcome}, cache {self._cache})"
 
 
@@ -187,18 +157,18 @@ def compile_to_fit(
         return compiled
     message = (
         f"a step with --micro-batch {config.micro_batch} needs {needed / GIB:.1f} GiB on each "
-        "device, "
-        f"and {device.device_kind} has {available / GIB:.1f} GiB. "
+        f"device, and {device.device_kind} has {available / GIB:.1f} GiB. "
     )
     chunk = config.model.loss_chunk or 1
     for smaller in range(config.micro_batch - 1, 0, -1):
-        # Memory grows with the micro-batch: skip a micro-batch whose proportional need is far too
-        # large.
-        if config.micro_batch % smaller or needed * smaller / config.micro_batch > 2 * available:
-            continue
-        if smaller * config.sequence_length % chunk:  # `Config` refuses such a chunk
-            continue
-        if (fits := needed_bytes(compile_step(smaller))) <= available:
+        # `Config` refuses a micro-batch that the chunk does not divide. Memory grows with the
+        # micro-batch: skip one whose proportional need is far too large.
+        if (
+            config.micro_batch % smaller == 0
+            and smaller * config.sequence_length % chunk == 0
+            and needed * smaller / config.micro_batch <= 2 * available
+            and (fits := needed_bytes(compile_step(smaller))) <= available
+        ):
             raise ConfigError(message + f"--micro-batch {smaller} fits, with {fits / GIB:.1f} GiB")
     raise ConfigError(
         message + "No micro-batch of this model and sequence length fits; "

@@ -22,8 +22,6 @@ from gptjax.training.signals import StopRequest
 from gptjax.training.status_line import StatusLine
 from gptjax.weights.sources import Source
 
-# Steps between printed lines without a terminal; log.jsonl has every step.
-LOG_EVERY = 10
 # Number of consecutive updates with NaN or infinity at which the run stops.
 MOST_NOT_FINITE = 50
 # The metric of each evaluation task on the status line.
@@ -61,13 +59,7 @@ class Progress:
         self._read_any, self._stop = False, stop
         self._config, self._log, self._console, self._devices = config, log, console, devices
         self._timeline = Timeline(config)
-        self._status = StatusLine(
-            config.max_steps,
-            on_gpu=devices[0].platform == "gpu",
-            every=LOG_EVERY,
-            console=console,
-            tokens=self._timeline.tokens,
-        )
+        self._status = StatusLine(config.max_steps, console=console, tokens=self._timeline.tokens)
         self._throughput = Throughput()
         self.step = step
         self._unread: dict[str, jax.Array] | None = None
@@ -135,28 +127,18 @@ class Progress:
         if self.step - 1 == span.begin and not first:
             self._throughput = Throughput()
         config, stage = span.config, {"stage": span.number} if self._config.stages else {}
-        ms = self._throughput.step(time.perf_counter())
-        speed = utilization = None
-        if ms is not None:
-            speed = config.batch_tokens / ms * 1e3
-            utilization = mfu(
-                speed,
-                config.model.flops_per_token(config.sequence_length),
-                self._devices[0].device_kind,
-                config.model.precision.name,
-                len(self._devices),
-            )
-        rates = {"tokens_per_second": speed, "mfu": utilization}
-        self.write("train", self.step, **values, ms=ms, **rates, **stage)
+        rates = {"ms": self._throughput.step(time.perf_counter())}
+        rates |= {"tokens_per_second": None, "mfu": None}
+        if rates["ms"] is not None:
+            rates["tokens_per_second"] = speed = config.batch_tokens / rates["ms"] * 1e3
+            model, device = config.model, self._devices[0].device_kind
+            flops = model.flops_per_token(config.sequence_length)
+            rates["mfu"] = mfu(speed, flops, device, model.precision.name, len(self._devices))
+        self.write("train", self.step, **values, **rates, **stage)
         self._check(values)
-        self._status.update(
-            self.step,
-            loss=values["loss"],
-            lr=values["lr"],
-            ms_per_step=ms,
-            stage=f"{span.number}/{self._timeline.total}" if stage else None,
-            **rates,
-        )
+        if stage:
+            self._status.note("stage", f"stage {span.number}/{self._timeline.total}")
+        self._status.update(self.step, loss=values["loss"], lr=values["lr"], **rates)
         return first
 
     def _check(self, values: dict[str, float]) -> None:
@@ -195,9 +177,8 @@ class Progress:
         self.write("eval", step, **results)
         text = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
         self._console.print(f"step {step}: {text}")
-        self._status.evaluated(
-            {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
-        )
+        shown = {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
+        self._status.note("eval", " · ".join(f"{task} {x:.4f}" for task, x in shown.items()))
 
     def sampled(self, step: int, text: str | None) -> None:
         """Log and show a sampled text, if this process has one."""
@@ -212,9 +193,8 @@ class Progress:
         zero."""
         self.write("clipping", step, **shares)
         name = max(shares, key=shares.get, default="")
-        self._status.clipped(
-            f"FP8 clips {shares[name]:.1e} ({name})" if any(shares.values()) else ""
-        )
+        clips = any(shares.values())
+        self._status.note("clipped", f"FP8 clips {shares[name]:.1e} ({name})" if clips else "")
 
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput."""

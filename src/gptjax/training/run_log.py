@@ -5,38 +5,18 @@ arrays of one element.
 """
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from gptjax.files import read_regular, write_atomically
-from gptjax.training.flops import Number
-from gptjax.training.wandb_log import WandbLog, is_installed
-
-
-class LogError(ValueError):
-    """A log.jsonl that cannot be read, or a log that cannot be written."""
-
-
-def check_wandb(project: str | None) -> None:
-    """Check that wandb is installed if the run has a project on Weights & Biases.
-
-    Raises:
-        LogError: wandb is not installed, or the project has no name.
-    """
-    if project == "":
-        raise LogError("--wandb must be the name of a project, got ''")
-    if project is not None and not is_installed():
-        raise LogError(
-            f"--wandb {project} needs the package wandb: pip install -e '.[wandb]', or leave out "
-            "--wandb"
-        )
-
 
 Kind = Literal["train", "val", "eval", "sample", "clipping", "event"]
 
@@ -44,52 +24,48 @@ Kind = Literal["train", "val", "eval", "sample", "clipping", "event"]
 _FLUSH_SECONDS = 30
 
 
-@contextlib.contextmanager
-def _without_torch():
-    """Make `import torch` fail if torch is not imported yet.
+class LogError(ValueError):
+    """A log.jsonl that cannot be read, or a log that cannot be written."""
 
-    tensorboardX imports torch if possible. This import takes 1.2 s or more and is not needed.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
+
+def check_wandb(project: str | None) -> None:
+    """Raise LogError if the run has a project on Weights & Biases and wandb is not installed."""
+    # Python finds a folder `wandb`, which wandb itself writes, as a package without an origin.
+    spec = importlib.util.find_spec("wandb")
+    if project is not None and (spec is None or spec.origin is None):
+        raise LogError(
+            f"--wandb {project} needs the package wandb: pip install -e '.[wandb]', or leave out "
+            "--wandb"
+        )
 
 
 class RunLog:
-    """Writer of `log.jsonl`, one JSON object per line, and of TensorBoard events.
+    """Writer of `log.jsonl`, one JSON object per line, of TensorBoard events, and of a run on
+    Weights & Biases.
 
     Each line has `kind`, `step`, `tokens` and further fields. `write` passes the line to the
     operating system: a killed process loses at most the line that is being written. NaN and ±inf
     are written as null, because JSON does not represent them.
 
     On resume, all lines after `resume_step` except events are removed, because these steps are
-    repeated. TensorBoard hides the earlier values of these steps.
+    repeated. TensorBoard hides the earlier values of these steps; Weights & Biases shows both.
 
     Args:
         run_dir: the run's folder, created if it does not exist.
-        resume_step: step of the checkpoint from which the run resumes; -1 to restart in an existing
-            folder. None for a new run.
+        resume_step: step of the checkpoint from which the run resumes; -1 for none.
         wandb: project of the run on Weights & Biases; None: do not use Weights & Biases.
-        note: called with a sentence if lines are malformed or missing on resume. Also called if
-            TensorBoard's events or Weights & Biases cannot be written any more; log.jsonl is still
-            written.
+        note: called with a sentence if Weights & Biases cannot be written any more; the other logs
+            are still written.
 
     Raises:
-        FileExistsError: `resume_step` is None and the folder already holds a log.
-        LogError: on resume, a malformed line before the lines of `resume_step`, or a log that is
-            not a regular file.
+        LogError: a malformed line of the earlier log, or a log that is not a regular file.
         OSError: the log cannot be opened.
     """
 
     def __init__(
         self,
         run_dir: str | Path,
-        resume_step: int | None = None,
+        resume_step: int = -1,
         *,
         wandb: str | None = None,
         note: Callable[[str], object] = print,
@@ -97,54 +73,40 @@ class RunLog:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "log.jsonl"
-        if resume_step is not None:
-            _drop_after(self.path, resume_step, note)
-        elif self.path.exists():
-            raise FileExistsError(
-                f"{self.path} is the log of an earlier run; resume that run, or choose another "
-                "folder for this one"
-            )
-        # Unbuffered: on a full disk, `write` raises the error, not `close`.
-        self._file = self.path.open("ab", buffering=0)
-        self._events = _Events(run_dir, None if resume_step is None else resume_step + 1, note)
-        self._wandb = None if wandb is None else WandbLog(run_dir, wandb, note)
+        if self.path.exists():
+            rows = read_log(self.path)
+            kept = [row for row in rows if row["kind"] == "event" or row["step"] <= resume_step]
+            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._file = self.path.open("ab")
+        self._events = _Events(run_dir, resume_step + 1)
+        self._wandb = None if wandb is None else _Wandb(run_dir, wandb, note)
 
     def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
         """Write one line to log.jsonl, and each number or text as `kind/name` to the other logs.
 
         Args:
-            kind: "train", "val", "eval", "sample", "clipping" or "event".
             step: completed optimizer steps.
             tokens: tokens trained on so far.
-            fields: numbers, arrays of one element, text, booleans, None, or other JSON values.
+            fields: numbers, arrays of one element, text, booleans, None, or other JSON values. The
+                dictionary `config` becomes the run's config on Weights & Biases.
 
         Raises:
-            ValueError: unknown kind, or an array of several elements.
-            OSError: the line cannot be written to log.jsonl. No part of the line remains.
+            ValueError: an array of several elements.
+            OSError: a line or an event cannot be written.
         """
-        if kind not in get_args(Kind):
-            raise ValueError(f"unknown kind {kind!r}; choose one of {list(get_args(Kind))}")
-        fields = {name: _plain(value) for name, value in fields.items()}
-        line = {"kind": kind, "step": int(step), "tokens": int(tokens)} | {
-            k: _finite(v) for k, v in fields.items()
-        }
+        fields = {name: x.item() if hasattr(x, "item") else x for name, x in fields.items()}
+        line = {"kind": kind, "step": int(step), "tokens": int(tokens)}
+        for name, x in fields.items():
+            line[name] = None if isinstance(x, float) and not math.isfinite(x) else x
         self._append((json.dumps(line, allow_nan=False) + "\n").encode())
-        for name, value in fields.items():
-            if isinstance(value, (str, int, float)):
-                self._events.add(f"{kind}/{name}", value, int(step))
+        values = {f"{kind}/{k}": x for k, x in fields.items() if isinstance(x, str | int | float)}
+        self._events.write(values, int(step))
         if self._wandb is not None:
-            self._wandb.write(kind, int(step), int(tokens), fields)
+            self._wandb.write(values, int(step), int(tokens), fields.get("config"))
 
     def _append(self, line: bytes) -> None:
-        length = os.fstat(self._file.fileno()).st_size
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            # A partial line would make the next line unreadable.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file.fileno(), length)
-            raise
+        self._file.write(line)
+        self._file.flush()
 
     def sync(self) -> None:
         """Make the lines so far durable. Call this before a checkpoint of the same steps is
@@ -157,11 +119,9 @@ class RunLog:
 
     def close(self) -> None:
         """Close all logs without raising errors. The operating system already has every line."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-        self._events.close()
-        if self._wandb is not None:
-            self._wandb.close()
+        for close in (self._file.close, self._events.close, self._wandb and self._wandb.close):
+            with contextlib.suppress(OSError):
+                close and close()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -176,7 +136,7 @@ class NoLog(RunLog):
     def __init__(self, run_dir: str | Path, *_: Any, **__: Any):
         self.path = Path(run_dir) / "log.jsonl"
 
-    def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
+    def write(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
     def sync(self) -> None:
@@ -187,63 +147,88 @@ class NoLog(RunLog):
 
 
 class _Events:
-    """Writer of TensorBoard's event file without a thread. After an error, the writer stops with a
-    note.
+    """Writer of TensorBoard's event file without a thread.
 
     tensorboardX's `SummaryWriter` writes in a thread. On a full disk this thread ends, its queue of
     ten events fills up, and the next event blocks forever.
     """
 
-    def __init__(self, run_dir: Path, purge_step: int | None, note: Callable[[str], object]):
-        # Import here: only a training run needs tensorboardX.
-        with _without_torch():
+    def __init__(self, run_dir: Path, purge_step: int):
+        # tensorboardX would import torch, which takes 1.2 s or more and is not needed.
+        torch = sys.modules.setdefault("torch", None)  # pyright: ignore
+        try:
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2
+        finally:
+            if torch is None:
+                del sys.modules["torch"]
+        self._summary, self._proto = summary, event_pb2
+        # tensorboardX names a file by the time in seconds and would overwrite the file of a run
+        # that was killed in the same second, hence the suffix.
+        path, suffix = str(run_dir / "events"), f".{time.time_ns()}"
+        self._writer = event_file_writer.EventsWriter(path, suffix)
+        self._flushed = time.monotonic()
+        # TensorBoard hides the steps ≥ purge_step of earlier files.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=purge_step, file_version="brain.Event:2")
+        self._write(step=purge_step, session_log=start)
 
-        self._summary, self._proto, self._note = summary, event_pb2, note
-        self._off, self._flushed = False, time.monotonic()
-
-        def open_file():
-            # tensorboardX names a file by the time in seconds and would overwrite the file of a run
-            # that was killed in the same second, hence the suffix.
-            self._writer = event_file_writer.EventsWriter(
-                str(run_dir / "events"), f".{time.time_ns()}"
-            )
-            # TensorBoard hides the steps ≥ purge_step of earlier files.
-            if purge_step is not None:
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                self._write(step=purge_step, file_version="brain.Event:2")
-                self._write(step=purge_step, session_log=start)
-
-        self._guard(open_file)
-
-    def add(self, tag: str, value: str | Number, step: int) -> None:
-        """Write a text or a number, without raising errors."""
-        make = self._summary.text if isinstance(value, str) else self._summary.scalar
-        self._guard(lambda: self._write(step=step, summary=make(tag, value)))
+    def write(self, values: dict[str, str | float | int], step: int) -> None:
+        for tag, value in values.items():
+            make = self._summary.text if isinstance(value, str) else self._summary.scalar
+            self._write(step=step, summary=make(tag, value))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flushed = time.monotonic()
-            self._guard(lambda: self._writer.flush())
+            self._writer.flush()
 
     def close(self) -> None:
-        """Close the file without raising errors."""
-        self._guard(lambda: self._writer.close())
-        self._off = True
+        self._writer.close()
 
     def _write(self, **fields: Any) -> None:
         self._writer.write_event(self._proto.Event(wall_time=time.time(), **fields))
 
-    def _guard(self, action: Callable[[], object]) -> None:
-        if self._off:
-            return
+
+class _Wandb:
+    """Writer of a run on Weights & Biases. After the first error, the writer stops with a note.
+
+    The run's id is kept in the file `wandb_id` of the run's folder: a resumed run continues the
+    same run there.
+    """
+
+    def __init__(self, run_dir: Path, project: str, note: Callable[[str], object]):
+        self._note, self._run = note, None
+        if not (file := run_dir / "wandb_id").exists():
+            file.write_text(secrets.token_hex(8) + "\n")
+        options = {"project": project, "name": run_dir.name, "dir": run_dir, "resume": "allow"}
+        with self._noted():
+            import wandb
+
+            # Otherwise wandb replaces the process's stdout, which the status line needs.
+            options |= {"settings": wandb.Settings(console="off")}
+            self._run = wandb.init(id=file.read_text().strip(), **options)
+            self._run.define_metric("*", step_metric="step")
+
+    def write(self, values: dict[str, Any], step: int, tokens: int, config: dict | None) -> None:
+        with self._noted():
+            if self._run is not None and config is not None:
+                self._run.config.update(config, allow_val_change=True)
+            if self._run is not None and values:
+                self._run.log({"step": step, "tokens": tokens, **values})
+
+    def close(self) -> None:
+        """Finish the run. Wait until wandb has sent its data."""
+        with self._noted():
+            if self._run is not None:
+                self._run.finish()
+
+    @contextlib.contextmanager
+    def _noted(self):
         try:
-            action()
-        except OSError as error:
-            self._off = True
-            self._note(
-                f"TensorBoard's events are no longer written: {error.strerror or error}; log.jsonl "
-                "is still written"
-            )
+            yield
+        except Exception as error:  # errors of wandb, of the network, of the disk
+            self._run = None
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._note(f"Weights & Biases is no longer written: {text}; log.jsonl is still written")
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
@@ -256,66 +241,23 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
         LogError: a malformed line before the last one (the message has file and line number), or
             the file cannot be read.
     """
-    return _read(Path(path), complete_at=math.inf)[0]
-
-
-def _read(path: Path, complete_at: Number) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the lines of a log, and the numbers of malformed lines before the last line.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        LogError: the file cannot be read, or a line before the last line is malformed and no
-            earlier line has reached step `complete_at`.
-    """
     try:
         text = read_regular(path).decode("utf-8", errors="replace")
     except FileNotFoundError:
         raise
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from error
-    rows, malformed, lines = [], [], text.removesuffix("\n").split("\n")
-    newest = -math.inf
+    rows, lines = [], text.removesuffix("\n").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not (isinstance(row, dict) and {"kind", "step", "tokens"} <= row.keys()):
-                raise ValueError("kind, step or tokens is missing")
-            if type(row["step"]) is not int:
-                raise ValueError(f"step is {row['step']!r}")
-        except (ValueError, RecursionError) as error:
-            if number < len(lines) and newest < complete_at:
+            if type(row["step"]) is not int or not {"kind", "tokens"} <= row.keys():
+                raise ValueError("step is not an integer, or kind or tokens is missing")
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if number < len(lines):
                 raise LogError(
                     f"{path}, line {number}: expected a JSON object with kind, step and tokens, "
                     f"found {line[:60]!r} ({error}); correct or delete the line"
                 ) from error
-            if number < len(lines):
-                malformed.append(number)
-            continue
-        rows.append(row)
-        newest = max(newest, row["step"])
-    return rows, malformed
-
-
-def _drop_after(path: Path, step: int, note: Callable[[str], object]) -> None:
-    # After a power cut, garbage may follow the lines that were durable before the checkpoint.
-    rows, malformed = _read(path, complete_at=step) if path.exists() else ([], [])
-    if malformed:
-        lines = "1 malformed line" if len(malformed) == 1 else f"{len(malformed)} malformed lines"
-        note(f"{path}: {lines} dropped, the first is line {malformed[0]}")
-    # A checkpoint is saved after the lines of its step.
-    newest = max((row["step"] for row in rows), default=None)
-    if step > 0 and (newest is None or newest < step):
-        found = "none" if newest is None else f"the last of step {newest}"
-        note(f"{path}: expected lines up to step {step}, found {found}; later lines are lost")
-    kept = [row for row in rows if row["kind"] == "event" or row["step"] <= step]
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-
-
-def _plain(value: Any) -> Any:
-    """Convert a NumPy or JAX array of one element to a Python number; return other values
-    unchanged."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return rows

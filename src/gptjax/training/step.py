@@ -315,12 +315,8 @@ def _checked(step: str, expected: str, batch: Any, axes: int) -> Batch:
                 f"got {shape} and {batch.targets.shape}"
             )
         return batch
-    if (
-        batch.ndim != axes
-        or 0 in batch.shape
-        or batch.shape[-1] < 2
-        or not jnp.issubdtype(batch.dtype, jnp.integer)
-    ):
+    integers = jnp.issubdtype(batch.dtype, jnp.integer)
+    if batch.ndim != axes or 0 in batch.shape or batch.shape[-1] < 2 or not integers:
         raise ValueError(
             f"{step}: expected a Batch, or integers of shape {expected} B sequences of T + 1 "
             f"tokens each, got {batch.shape} in {batch.dtype}"
@@ -337,24 +333,16 @@ def make_eval_step(
         graphdef, parallel: see `make_train_step`.
     """
 
-    def mean_loss(params: PyTree, batch_BT: Batch, reduce) -> Float[Array, ""]:
-        total = _sum_of_losses(nnx.merge(graphdef, params), batch_BT)
-        total, count = reduce((total, count_targets(batch_BT.targets)))
-        return total * _inverse(count)
-
     def eval_step(params: PyTree, batch_BT: Batch | Int[Array, "B T1"]) -> Float[Array, ""]:
         batch_BT = _checked("eval_step", "(B, T + 1),", batch_BT, 2)
-        if parallel is None or parallel.devices == 1:
-            return mean_loss(params, batch_BT, lambda sums: sums)
-        gathering, places = _gathering(graphdef, params, parallel)
 
-        def on_one_device(params, batch_BT):
-            whole = gathering.gather(params, places)
-            return mean_loss(whole, batch_BT, lambda sums: jax.lax.psum(sums, AXIS))
+        def mean_loss(params, step, batch_BT, over_devices):
+            total = _sum_of_losses(nnx.merge(graphdef, params), batch_BT)
+            count = count_targets(batch_BT.targets)
+            total, count = over_devices(jax.lax.psum, (total, count))
+            return total * _inverse(count)
 
-        return gathering.on_each_device(on_one_device, params, batch_axis=0, out=None)(
-            params, batch_BT
-        )
+        return _on_devices(mean_loss, graphdef, params, None, batch_BT, 0, parallel)
 
     return eval_step
 
@@ -369,41 +357,41 @@ def make_clipping_step(
         graphdef, parallel: see `make_train_step`.
     """
 
-    def shares(params: PyTree, batch_BT: Batch, step) -> dict[str, Array]:
-        def loss():
-            share = _inverse(count_targets(batch_BT.targets))
-            return share * _sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
-
-        return clipping.shares(loss)
-
     def clipping_step(
         params: PyTree, batch_ABT: Batch | Int[Array, "A B T1"], step
     ) -> dict[str, Array]:
         batch_ABT = _checked("clipping_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
-        if parallel is None or parallel.devices == 1:
-            return shares(params, _first(batch_ABT), step)
-        gathering, places = _gathering(graphdef, params, parallel)
 
-        def on_one_device(params_and_step, batch_ABT):
-            params, step = params_and_step
-            whole = gathering.gather(params, places)
-            return jax.lax.pmean(shares(whole, _first(batch_ABT), step), AXIS)
+        def shares(params, step, batch_ABT, over_devices):
+            batch_BT = _first(batch_ABT)
 
-        both = params, step
-        return gathering.on_each_device(on_one_device, both, batch_axis=1, out=None)(
-            both, batch_ABT
-        )
+            def loss():
+                share = _inverse(count_targets(batch_BT.targets))
+                return share * _sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
+
+            return over_devices(jax.lax.pmean, clipping.shares(loss))
+
+        return _on_devices(shares, graphdef, params, step, batch_ABT, 1, parallel)
 
     return clipping_step
 
 
-def _gathering(
-    graphdef: nnx.GraphDef, params: PyTree, parallel: Parallel
-) -> tuple[Parallel, PyTree]:
-    """Return the strategy that gathers all parameters at once, and their placements.
+def _on_devices(function, graphdef, params, step, batch, batch_axis, parallel) -> PyTree:
+    """Return function(params, step, batch, over_devices) on each device's shard of the batch.
 
-    Without gradients of the parameters, nothing else is stored.
+    `over_devices(reduce, x)` is reduce(x, AXIS), or x on one device. All parameters are gathered at
+    once: without their gradients, nothing else is stored.
     """
+    if parallel is None or parallel.devices == 1:
+        return function(params, step, batch, lambda reduce, x: x)
     strategy = "data" if parallel.strategy == "data" else "zero1"
     gathering = dataclasses.replace(parallel, strategy=strategy)
-    return gathering, placements(graphdef, params, gathering)
+    places = placements(graphdef, params, gathering)
+
+    def on_one_device(params_and_step, batch):
+        params, step = params_and_step
+        whole = gathering.gather(params, places)
+        return function(whole, step, batch, lambda reduce, x: reduce(x, AXIS))
+
+    run = gathering.on_each_device(on_one_device, (params, step), batch_axis=batch_axis, out=None)
+    return run((params, step), batch)
