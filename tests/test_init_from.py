@@ -162,9 +162,13 @@ def test_unsuitable_models_are_refused(saved, tmp_path, words):
     says = "with the model at --init-from: .* block size 16; set --sequence-length 16 or less$"
     with pytest.raises(ConfigError, match=says):
         init_from.resolve(config)
-    other = save_run(tmp_path / "other", {1: {}}, tokenizer="gpt2", changes={"model": "Mine"})
-    with pytest.raises(ConfigError, match="a model of Mine, and the config has a GPT2Config"):
-        init_from.resolve(config_for(other, tmp_path))
+    for name, error, says in (
+        ("Mine", WeightsError, "found Mine; import the Python file that defines Mine first"),
+        ("Llama3Config", ConfigError, "a model of Llama3Config, and the config has a GPT2Config"),
+    ):
+        other = save_run(tmp_path / name, {1: {}}, tokenizer="gpt2", changes={"model": name})
+        with pytest.raises(error, match=says):
+            init_from.resolve(config_for(other, tmp_path))
     source = dataclasses.replace(sources.find(saved), tokenizer="gpt2")
     dataset = find_dataset(str(words), tmp_path, "auto")
     with pytest.raises(ConfigError, match="has the tokenizer gpt2, and .* has byte"):

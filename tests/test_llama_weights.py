@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from hf_tools import assert_same, read_gguf
 from llama_tools import ODD, batch_of, build, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
 
 import gptjax
-from gptjax.models.base import params_of
+from gptjax.export import export
 from gptjax.models.llama3 import rotation
-from gptjax.weights import WeightsError, export
 from gptjax.weights.hf import read_config
 from pallas_kernels import rotary_qkv
 
@@ -35,8 +35,7 @@ def test_a_folder_of_transformers_loads(config, tmp_path):
     theirs(config, params).save_pretrained(tmp_path)
     model = gptjax.load_hf(tmp_path)
     assert model.config == dataclasses.replace(config, padded_vocab_size=128)
-    for name, array in flatten(params_of(model)).items():
-        np.testing.assert_array_equal(array, flatten(params)[name], err_msg=name)
+    assert_same(model, params)
 
 
 @CONFIGS
@@ -54,24 +53,6 @@ def test_transformers_loads_a_saved_folder(config, tmp_path):
     assert again.config == dataclasses.replace(config, padded_vocab_size=61)
 
 
-def test_an_export_has_the_tokenizer(tmp_path):
-    model = build(ODD, random_of(ODD))
-    export.export(model, tmp_path / "out", "hf", tokenizer="byte")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        file.name for file in (tmp_path / "out").iterdir()
-    }
-    with pytest.raises(WeightsError, match="llmc files: expected one of .* found Llama3Config"):
-        export.export(model, tmp_path / "other", "llmc", tokenizer=None)
-
-
-def read_gguf(path):
-    """A function of a field's name, and the tensors as (out, in)."""
-    gguf = pytest.importorskip("gguf", reason="the package gguf is in the extra `gguf`")
-    reader = gguf.GGUFReader(path)
-    tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
-    return lambda name: reader.fields[name].contents(), tensors
-
-
 def half_split(rows, head_dim):
     """The rows of each head from the order 0, D/2, 1, D/2 + 1, … to 0, 1, 2, …."""
     channels = np.arange(head_dim)
@@ -81,9 +62,8 @@ def half_split(rows, head_dim):
 
 @CONFIGS
 def test_gguf_has_llama_cpps_keys_and_every_tensor(config, tmp_path):
-    gguf = pytest.importorskip("gguf", reason="the package gguf is in the extra `gguf`")
     params = random_of(config)
-    export.export(build(config, params), tmp_path / "m.gguf", "gguf", tokenizer=None)
+    export(build(config, params), tmp_path / "m.gguf", "gguf", tokenizer=None)
     fields, tensors = read_gguf(tmp_path / "m.gguf")
     expected = {
         "vocab_size": 61,
@@ -101,6 +81,8 @@ def test_gguf_has_llama_cpps_keys_and_every_tensor(config, tmp_path):
     assert fields("general.architecture") == "llama"
     assert ("rope_freqs.weight" in tensors) == (config.rope_scaling != 1)
     tensors.pop("rope_freqs.weight", None)
+    import gguf
+
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, tensor in in_pytorch(config, flatten(params)).items():
         found = tensors.pop(names.get_name(name, try_suffixes=(".weight",)))
@@ -113,7 +95,7 @@ def test_gguf_has_llama_cpps_keys_and_every_tensor(config, tmp_path):
 
 def test_interleaved_rotation_of_ggufs_rows_has_our_scores(tmp_path):
     params = random_of(ODD)
-    export.export(build(ODD, params), tmp_path / "m.gguf", "gguf", tokenizer=None)
+    export(build(ODD, params), tmp_path / "m.gguf", "gguf", tokenizer=None)
     fields, tensors = read_gguf(tmp_path / "m.gguf")
     base, d = fields("llama.rope.freq_base"), fields("llama.rope.dimension_count")
     t = np.arange(ODD.block_size)

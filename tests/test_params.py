@@ -1,7 +1,5 @@
 """Models from the parameters in a nested dict, for any architecture."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,7 @@ import pytest
 from flax import nnx
 
 import gptjax
-from gptjax.models.base import Model, ModelConfig, params_of
-from gptjax.models.layers import Linear
+from gptjax.models.base import params_of
 from gptjax.weights import WeightsError, model_from_params
 
 
@@ -51,12 +48,12 @@ def test_blocks_with_string_keys_are_found_by_number():
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda t: t.pop("wpe"), r"missing \['wpe'\], unexpected \[\]"),
-        (lambda t: t.update(extra=jnp.zeros(3)), r"missing \[\], unexpected \['extra'\]"),
-        (lambda t: t.update(extra={}), r"unexpected \['extra'\]"),
+        (lambda t: t.pop("wpe"), "missing wpe, unexpected none"),
+        (lambda t: t.update(extra=jnp.zeros(3)), "missing none, unexpected extra"),
+        (lambda t: t.update(extra={}), "unexpected extra"),
         (
             lambda t: t["blocks"].update({3: t["blocks"][2]}),
-            r"unexpected \['blocks.3.attn.c_attn.bias'",
+            "unexpected blocks.3.attn.c_attn.bias",
         ),
         (
             lambda t: t.update(wpe=t["wpe"].T),
@@ -69,7 +66,7 @@ def test_blocks_with_string_keys_are_found_by_number():
         (lambda t: t.update(wpe=[[0.0] * 6] * 7), "wpe to be an array .* found list"),
         (
             lambda t: t.update(blocks=[*t["blocks"].values()]),
-            r"missing \['blocks.0.*unexpected \['blocks'\]",
+            "missing blocks.0.*unexpected blocks",
         ),
     ],
 )
@@ -79,45 +76,3 @@ def test_params_that_are_not_the_models_are_refused(edit, message):
     edit(tree)
     with pytest.raises(WeightsError, match=message):
         model_from_params(model.config, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class TowersConfig(ModelConfig):
-    def build(self, rngs):
-        return Towers(self, rngs=rngs)
-
-    def parameter_groups(self):
-        return ()
-
-
-class Tower(nnx.Module):
-    def __init__(self, config, rngs):
-        self.stages = nnx.List(
-            Linear(config.n_embd, config.n_embd, std=0.02, precision=config.precision, rngs=rngs)
-            for _ in range(config.n_layer)
-        )
-
-
-class Towers(Model):
-    Config = TowersConfig
-
-    def __init__(self, config, *, rngs):
-        super().__init__(config, rngs=rngs)
-        self.left, self.right = Tower(config, rngs), Tower(config, rngs)
-
-
-def test_an_architecture_with_other_names():
-    config = TowersConfig(n_layer=11, n_head=2, n_embd=6)
-    params = params_of(config.build(nnx.Rngs(1)))
-    again = model_from_params(config, params)
-    assert type(again) is Towers
-    jax.tree.map(np.testing.assert_array_equal, params_of(again), params)
-    stages = params["right"].pop("stages")
-    params["right"]["stages"] = {str(i): stage for i, stage in stages.items()}
-    by_name = model_from_params(config, params)
-    jax.tree.map(np.testing.assert_array_equal, params_of(by_name), params_of(again))
-    params["right"] = 3.0
-    with pytest.raises(
-        WeightsError, match=r"missing \['right.stages.0.bias'.*unexpected \['right'\]"
-    ):
-        model_from_params(config, params)

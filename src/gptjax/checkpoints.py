@@ -14,7 +14,7 @@ from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.training.checkpoint import Checkpoints, NotFiniteError, silence_orbax
 from gptjax.training.run_log import LogError, read_log
 from gptjax.weights import CheckpointError, WeightsError, checkpoint_files
-from gptjax.weights.export import check_new, created
+from gptjax.weights.files import check_new, created
 from gptjax.weights.sources import CHECKPOINTS, checkpoint_folder
 
 

@@ -1,18 +1,76 @@
 """Export a trained model to other programs: `python -m gptjax.export RUN --to hf --out FOLDER`."""
 
+import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import tyro
 
 from gptjax.data import DataError
 from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.models.base import Model
+from gptjax.models.gpt2 import GPT2
 from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.training.checkpoint import silence_orbax
-from gptjax.weights import WeightsError, load, sources
-from gptjax.weights.export import Format, check_architecture, check_new, check_suffix, export
+from gptjax.weights import WeightsError, load, save_hf, save_llmc, sources
+from gptjax.weights.bpe_files import save_tokenizer
+from gptjax.weights.files import check_new, created
+from gptjax.weights.gguf_file import save_gguf
+
+Format = Literal["hf", "llmc", "gguf"]
+
+# Suffixes by which programs detect the format of a file.
+SUFFIXES: dict[Format, str] = {"llmc": ".bin", "gguf": ".gguf"}
+
+
+def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str | None) -> str:
+    """Write a model in another program's format, and return a sentence about its tokenizer.
+
+    The path appears when all files are complete and on disk.
+
+    Args:
+        path: a folder for hf, else a file: .bin for llmc, .gguf for gguf. The path must not exist;
+            its parent folder must.
+        to: "hf", "llmc" or "gguf".
+        tokenizer: "gpt2", "byte" or None. hf folders store both tokenizers, GGUF files store gpt2
+            only, and llm.c's files store no tokenizer.
+
+    Raises:
+        WeightsError: no export of this architecture, the path exists or lacks the suffix, or
+            writing fails.
+        TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
+    """
+    path = Path(path)
+    check_path(path, to)
+    with created(path) as temporary:
+        if to == "gguf":
+            save_gguf(model, temporary, tokenizer=tokenizer, name=path.stem)
+        elif to == "llmc":
+            save_llmc(cast(GPT2, model), temporary)
+        else:
+            save_hf(model, temporary)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, temporary, model.config.block_size)
+    if tokenizer is None:
+        return "only the model: its tokenizer is not known"
+    if to == "llmc":
+        return "only the model: llm.c's model files have no tokenizer"
+    if to == "gguf" and tokenizer != "gpt2":
+        return f"only the model: GGUF has no tokenizer like {tokenizer}"
+    return f"with the tokenizer {tokenizer}"
+
+
+def check_path(path: Path, to: Format) -> None:
+    """Raise WeightsError if a path exists, has no parent folder, or lacks the format's suffix."""
+    check_new(path)
+    suffix = SUFFIXES.get(to, path.suffix)
+    if path.suffix != suffix:
+        raise WeightsError(
+            f"{path}: expected a name that ends in {suffix} for the format {to}, such as "
+            f"{path.with_suffix(suffix)}"
+        )
 
 
 def main(
@@ -33,10 +91,8 @@ def main(
     """
 
     def command() -> None:
-        check_new(out)
-        check_suffix(out, to)
+        check_path(out, to)
         source = sources.find(path, step=step)
-        check_architecture(source.architecture, to)
         model, found = load(source.path, tokenizer=tokenizer)
         note = export(model, out, to, tokenizer=None if found is None else found.name)
         print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))

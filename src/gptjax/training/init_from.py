@@ -57,7 +57,7 @@ def resolve(
             f"{kind.__name__}; choose a config of {source.architecture}"
         )
     distributed.check_alike({f"--init-from {source}": source.identity()})
-    model = source.config(kind=kind)
+    model = source.config()
     resolved = _with_model(config, model, given)
     _refuse_conflicts(source, model, resolved.model)
     return resolved, source
@@ -123,7 +123,7 @@ def first_state(
 def read_params(model: ModelConfig, parallel: Parallel, source: Source) -> PyTree:
     """Return the parameters of `source`, in the shapes of `model`; each is sharded before the next
     is read."""
-    found = source.config(precision=model.precision, kind=type(model))
+    found = source.config(precision=model.precision)
     params = source.read(found, parallel.with_shardings(abstract_params(found)))
     return jax.tree.map(_fit, params, parallel.with_shardings(abstract_params(model)))
 

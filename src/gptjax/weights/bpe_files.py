@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
-from gptjax.files import read_regular
 
 BYTES = 256
-MAX_BYTE_TOKENIZER = 65_536
-"""Maximum size of a file to read; the tokenizer.json of bytes has 3 kB."""
 
 
 @functools.cache
@@ -83,16 +80,6 @@ def save_tokenizer(name: str, folder: Path, block_size: int) -> None:
     _write_json(folder / "tokenizer_config.json", config | {"tokenizer_class": kind})
     ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
     _write_json(folder / "generation_config.json", ends | {"pad_token_id": tokenizer.eot})
-
-
-def is_byte_tokenizer(file: Path) -> bool:
-    """Return whether a file is the tokenizer.json that `save_tokenizer` writes for bytes."""
-    try:
-        if file.stat().st_size > MAX_BYTE_TOKENIZER:
-            return False
-        return json.loads(read_regular(file)) == _byte_tokenizer(get_tokenizer("byte").eot)
-    except (OSError, ValueError, RecursionError):  # no file, or not JSON
-        return False
 
 
 def _byte_tokenizer(eot: int) -> dict[str, Any]:

@@ -136,25 +136,27 @@ def read_params(folder: Path, like: Mapping) -> dict:
     wanted = {(PARAMS, *key): _as(jnp.bfloat16, x, key in halves) for key, x in keys.items()}
     wanted |= {(*LOW, *key): _as(jnp.uint16, keys[key]) for key in halves}
     tree = traverse_util.unflatten_dict(wanted)
-    read = (f"{PARAMS}.", f"{_dotted(*LOW)}.") if halves else f"{PARAMS}."
+    read = (f"{PARAMS}.", f"{dotted(LOW)}.") if halves else f"{PARAMS}."
     saved = {path: text for path, text in meta["arrays"].items() if path.startswith(read)}
     by_path = leaves_by_path(restore(folder, saved, tree, needs="its config"))
-    params = {key: by_path[_dotted(PARAMS, *key)] for key in keys}
-    params |= {key: low_precision.join(params[key], by_path[_dotted(*LOW, *key)]) for key in halves}
+    params = {key: by_path[dotted((PARAMS, *key))] for key in keys}
+    low = {key: by_path[dotted((*LOW, *key))] for key in halves}
+    params |= {key: low_precision.join(params[key], low[key]) for key in halves}
     return traverse_util.unflatten_dict(params)
 
 
 def _is_split(key: tuple, meta: dict[str, Any]) -> bool:
     """Return whether a checkpoint has a parameter as two halves."""
     storage = (meta.get("config") or {}).get("optimizer.param_storage")
-    return storage == "bf16_mantissa" and _dotted(*LOW, *key) in meta["arrays"]
+    return storage == "bf16_mantissa" and dotted((*LOW, *key)) in meta["arrays"]
 
 
 def _as(dtype: Any, x: jax.ShapeDtypeStruct, changes: bool = True) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) if changes else x
 
 
-def _dotted(*key: str | int) -> str:
+def dotted(key: Iterable[str | int]) -> str:
+    """Return the path of an array as text, such as "params.blocks.0.attn.c_attn.kernel"."""
     return ".".join(map(str, key))
 
 
@@ -236,9 +238,11 @@ def checksum(meta: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def few(names: list[str]) -> str:
-    """Return the first three names, and the number of further names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def few(names: Iterable[str]) -> str:
+    """Return the first three names, sorted, and the number of further names; "none" for none."""
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name[:100] for name in names[:3]) + more or "none"
 
 
 def first_line(error: BaseException) -> str:

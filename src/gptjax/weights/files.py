@@ -1,48 +1,59 @@
-"""Checks of files before reading, and atomic writing."""
+"""Reading, checking and atomic writing of the files of other programs."""
 
 import contextlib
+import json
+import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from gptjax import files
-from gptjax.terminal import printable
 from gptjax.weights.errors import WeightsError
 
+# The header of a GPT-2 of 1,000 layers takes 2 MB. Parsed JSON takes many times the length of its
+# text.
+MAX_JSON_BYTES = 16 << 20
+# Errors of readers for files with wrong contents, and of the system.
+_ERRORS = (OSError, ValueError, TypeError, RecursionError, FloatingPointError, SafetensorError)
 
-def file_size(file: Path, *, missing: str = "Check the path") -> int:
-    """Return the length of a regular file, without opening it.
 
-    Args:
-        missing: advice at the end of the error message if the file does not exist.
-
-    Raises:
-        WeightsError: the file does not exist or is not a regular file.
-        OSError: `stat` failed.
-    """
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise any error of reading a file as a WeightsError that begins with the path."""
     try:
-        status = file.stat()
-    except FileNotFoundError:
-        raise WeightsError(f"{shown(file)}: not there. {missing}") from None
-    except ValueError as error:
-        # a null byte in the name
-        raise WeightsError(f"{shown(file)}: {reason(error)}") from error
-    if not stat.S_ISREG(status.st_mode):
-        found = files.file_type(status.st_mode)
-        raise WeightsError(f"{shown(file)}: expected a regular file, found {found}")
-    return status.st_size
-
-
-def shown(path: Path) -> str:
-    """Return a path for a message."""
-    return printable(str(path))
+        yield
+    except WeightsError:
+        raise
+    except _ERRORS as error:
+        raise WeightsError(f"{path}: {reason(error)}") from error
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an exception without the name of a temporary file."""
-    return getattr(error, "strerror", None) or printable(str(error))
+    """Return the first line of an exception, without the name of a temporary file."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text.split("\n", 1)[0]
+
+
+def file_size(file: Path) -> int:
+    """Return the length of a file without opening it. Raise ValueError if it is not regular."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"expected a regular file, found {files.file_type(status.st_mode)}")
+    return status.st_size
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    if (size := file_size(file)) > MAX_JSON_BYTES:
+        raise ValueError(f"expected at most {MAX_JSON_BYTES} bytes of JSON, found {size}")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, found {type(found).__name__}")
+    return found
 
 
 @contextlib.contextmanager
@@ -56,8 +67,49 @@ def replacing(path: Path) -> Iterator[Path]:
         with files.replacing(path) as temporary:
             yield temporary
     except files.OutputError as error:
-        raise WeightsError(printable(str(error))) from error
+        raise WeightsError(str(error)) from error
     except (OSError, SafetensorError) as error:
         raise WeightsError(
-            f"{shown(path)}: not written: {reason(error)}. An older file is unchanged"
+            f"{path}: not written: {reason(error)}. An older file is unchanged"
         ) from error
+
+
+def check_new(path: Path) -> None:
+    """Raise WeightsError if a path exists, or if its parent does not."""
+    if path.exists() or path.is_symlink():
+        raise WeightsError(f"{path}: expected a new path, found an existing one")
+    if not path.absolute().parent.is_dir():
+        raise WeightsError(f"{path}: the folder {path.parent} does not exist")
+
+
+@contextlib.contextmanager
+def created(path: Path) -> Iterator[Path]:
+    """Yield a temporary path for a new file or folder, and rename it to `path` at the end.
+
+    All files are durable before the rename. After an error, nothing is left.
+
+    Raises:
+        WeightsError: writing fails, for example because the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        for file in (*temporary.rglob("*"), temporary):
+            _synchronize(file)
+        check_new(path)
+        os.rename(temporary, path)
+        _synchronize(path.absolute().parent)
+    except OSError as error:
+        raise WeightsError(f"{path}: not written: {reason(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _synchronize(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

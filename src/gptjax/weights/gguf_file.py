@@ -33,14 +33,14 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
         OSError: the file cannot be written.
     """
-    check_model("save_gguf", model, *(found.model for found in ARCHITECTURES.values()))
+    check_model("save_gguf", model, *(each.model for each in ARCHITECTURES.values()))
     try:
         import gguf
     except ModuleNotFoundError as error:
         raise WeightsError("GGUF files need the package gguf: pip install -e '.[gguf]'") from error
     config: Any = model.config
     architecture = of_config(config)
-    writer = gguf.GGUFWriter(path, architecture.gguf)
+    writer = gguf.GGUFWriter(path, architecture.name)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_vocab_size(config.vocab_size)
@@ -52,7 +52,7 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
     }
     for key, value in (sizes | architecture.metadata(config)).items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add(f"{architecture.gguf}.{key}", value)
+        add(f"{architecture.name}.{key}", value)
     if tokenizer == GPT2Tokenizer.name:
         _add_gpt2_bpe(writer, gguf.TokenType, config.vocab_size)
     else:
@@ -93,7 +93,7 @@ def _tensors(model: Model, architecture: Architecture) -> Iterator[tuple[str, np
             yield name, array
     # GPT-2's head is tied; llama.cpp before 2024 needs the head as a separate tensor. For a Llama
     # without a head, llama.cpp uses the embedding.
-    if architecture.gguf == "gpt2":
+    if architecture.name == "gpt2":
         yield "output.weight", params[("wte",)][: config.vocab_size]
     elif config.rope_scaling != 1:
         unscaled = frequencies(dataclasses.replace(config, rope_scaling=1.0))

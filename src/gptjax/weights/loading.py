@@ -12,13 +12,15 @@ from gptjax.data.tokenizers import (
     TokenizerUnavailable,
     get_tokenizer,
 )
-from gptjax.models.base import Model, ModelConfig
+from gptjax.models.base import Model
 from gptjax.models.gpt2 import GPT2
 from gptjax.models.llama3 import Llama3
 from gptjax.precision import Precision
 from gptjax.weights import hf, llmc, sources
 from gptjax.weights.errors import DamagedError, WeightsError
-from gptjax.weights.params import FP32, model_from_params
+from gptjax.weights.params import model_from_params
+
+FP32 = Precision("fp32")
 
 
 class Loaded(NamedTuple):
@@ -52,9 +54,9 @@ def load(
             modded-nanogpt's pull request #233.
         precision: precision of the model. None: the run's precision, and fp32 for other files.
         step: step of a run's checkpoint; None for the newest.
-        tokenizer: "auto": the tokenizer of the run's data; "gpt2" for files with a vocabulary of
-            50,257, and no tokenizer for files with another vocabulary. A name selects the
-            tokenizer. None loads no tokenizer.
+        tokenizer: "auto": the tokenizer of the run's data; for other files, the tokenizer with the
+            model's vocabulary of 50,257 (or 50,304 with padding) or 257 ids, if any. A name selects
+            the tokenizer. None loads no tokenizer.
         options: fields of the model's config that do not change what the model computes: loss,
             loss_chunk, recompute, and fields of the architecture, such as attention. Missing
             options have their defaults, not the run's values.
@@ -62,7 +64,7 @@ def load(
     Raises:
         WeightsError: the path holds no model that gptjax can compute.
         DamagedError: the checkpoint changed after it was saved; a WeightsError. The message names
-            the other steps.
+            another step.
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
         ValueError: a wrong option.
     """
@@ -70,7 +72,12 @@ def load(
         _check_precision(precision)
     source = sources.find(path, step=step)
     config = source.config(precision=precision, **options).for_evaluation()
-    _check_kernels(config, options)
+    try:
+        config.kernels(config.block_size)
+    except ValueError as error:
+        # Generation might not use it. A known back end that cannot run here raises when called.
+        if "unknown implementation" in str(error):
+            raise ValueError(f"load: {error}") from error
     chosen = _tokenizer(source.tokenizer if tokenizer == "auto" else tokenizer, config.vocab_size)
     try:
         params = source.read(config)
@@ -92,8 +99,8 @@ def load_hf(
     dropout.
 
     Args:
-        path: a folder with config.json and model.safetensors (or an index and shards), or one
-            .safetensors file in the same folder as config.json.
+        path: a folder with config.json and model.safetensors (or shards model-*.safetensors), or
+            one .safetensors file in the same folder as config.json.
         precision: precision of the model. The parameters are fp32 in every precision.
         padded_vocab_size: rows of the embedding. None: the next multiple of 128.
         **options: other fields of the model's config that the folder does not determine, such as
@@ -104,8 +111,8 @@ def load_hf(
             a tensor does not fit config.json.
         ValueError: a wrong option.
     """
-    options |= {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
-    return cast(GPT2 | Llama3, _load(hf, path, precision, options))
+    padding = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
+    return cast(GPT2 | Llama3, _load(hf, path, precision, options, padding))
 
 
 def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options: Any) -> GPT2:
@@ -120,17 +127,16 @@ def load_llmc(path: str | os.PathLike, *, precision: Precision = FP32, **options
             loss_chunk, recompute.
 
     Raises:
-        WeightsError: the file is not an llm.c checkpoint, or is too short or too long. The message
-            names the offset.
+        WeightsError: the file is not an llm.c checkpoint, or is too short or too long.
         ValueError: a wrong option.
     """
-    return cast(GPT2, _load(llmc, path, precision, options))
+    return cast(GPT2, _load(llmc, path, precision, options, {}))
 
 
-def _load(format: Any, path: str | os.PathLike, precision: Any, options: dict) -> Model:
+def _load(format: Any, path: str | os.PathLike, precision: Any, options: dict, more: dict) -> Model:
     _check_precision(precision)
-    source = sources.File(Path(path), "", None, format)
-    config = source.config(precision=precision, **options)
+    source = sources.file_source(Path(path), format)
+    config = dataclasses.replace(source.config(precision=precision, **options), **more)
     return model_from_params(config, source.read(config))
 
 
@@ -140,19 +146,6 @@ def _check_precision(precision: Any) -> None:
             "expected precision to be a gptjax.Precision, such as gptjax.Precision('bf16'), got "
             f"{precision!r}"
         )
-
-
-def _check_kernels(config: ModelConfig, options: dict[str, Any]) -> None:
-    """Raise ValueError for the name of an unknown back end, which generation might not use."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.name in options}
-    for name in options:
-        alone = dataclasses.replace(config, **defaults | {name: options[name]})
-        try:
-            alone.kernels(config.block_size)
-        except ValueError as error:
-            # A known back end that cannot run here raises an error when it is called.
-            if "unknown implementation" in str(error):
-                raise ValueError(f"load: {error}") from error
 
 
 def _tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:

@@ -1,7 +1,6 @@
 """Conversion between models and arrays, for every architecture and file format."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,10 +8,8 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from gptjax.models.base import Model, ModelConfig, abstract_params, graph, params_of
-from gptjax.precision import Precision
+from gptjax.weights.checkpoint_files import dotted, few
 from gptjax.weights.errors import WeightsError
-
-FP32 = Precision("fp32")
 
 Key = tuple[str | int, ...]
 """Path of a parameter in the nested dict: ("blocks", 0, "attn", "c_attn", "kernel")."""
@@ -65,7 +62,7 @@ def model_from_params(config: ModelConfig, params: Mapping) -> Model:
     if missing or unexpected:
         raise WeightsError(
             f"model_from_params: expected the {len(expected)} parameters of this config, missing "
-            f"{few(map(_dotted, missing))}, unexpected {few(map(_dotted, unexpected))}. "
+            f"{few(map(dotted, missing))}, unexpected {few(map(dotted, unexpected))}. "
             "Check that the config is the one of these parameters"
         )
     for key, like in expected.items():
@@ -74,7 +71,7 @@ def model_from_params(config: ModelConfig, params: Mapping) -> Model:
         if (shape, dtype) != (like.shape, like.dtype):
             text = type(value).__name__ if dtype is None else f"{shape} {dtype}"
             raise WeightsError(
-                f"model_from_params: expected {_dotted(key)} to be an array of shape {like.shape} "
+                f"model_from_params: expected {dotted(key)} to be an array of shape {like.shape} "
                 f"and dtype {like.dtype}, found {text}. Check the config, or convert the array"
             )
     # Copies of NumPy arrays: JAX may share their memory on a CPU.
@@ -94,42 +91,3 @@ def _flatten(tree: Mapping, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from _flatten(value, key)
         else:
             yield key, value
-
-
-def _dotted(key: Key) -> str:
-    return ".".join(map(str, key))
-
-
-def few(names: Iterable) -> str:
-    """Return the first six names, sorted and quoted, and the number of further names."""
-    names = sorted(map(str, names))
-    first = [name[:100] for name in names[:6]]
-    return f"{first}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
-
-
-def check_options(
-    config_class: type[ModelConfig],
-    precision: Any,
-    options: dict[str, Any],
-    *,
-    source: str,
-    decided: Iterable[str],
-) -> None:
-    """Check the options of a loader by themselves, so that errors do not blame the file.
-
-    Args:
-        config_class: the architecture's config; `options` are fields of this class.
-        source: the file that determines the sizes.
-        decided: fields of config_class that the file determines.
-
-    Raises:
-        ValueError: an option that the file determines; an unknown option; a wrong value.
-    """
-    fields = {field.name for field in dataclasses.fields(config_class)} - {"precision"}
-    decided = {*decided, "padded_vocab_size"}
-    if wrong := sorted(decided & options.keys()):
-        raise ValueError(f"{source} decides {wrong}; leave them out")
-    if wrong := sorted(options.keys() - fields):
-        choices = sorted(fields - decided)
-        raise ValueError(f"unknown options {wrong}; choose from {choices}")
-    config_class(precision=precision, **options)

@@ -5,7 +5,6 @@ folder or .safetensors file, an llm.c .bin file, or a .pt file of modded-nanogpt
 array.
 """
 
-import abc
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -23,56 +22,61 @@ from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
 from gptjax.weights import checkpoint_files, hf, llmc, modded_nanogpt
-from gptjax.weights.bpe_files import is_byte_tokenizer
 from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
-from gptjax.weights.files import reason, shown
-from gptjax.weights.params import FP32, Key
+from gptjax.weights.files import reading
+from gptjax.weights.params import Key
 
 CHECKPOINTS = "checkpoints"
+# Modules with `read_config(path)`, and with `tensors_of(path, config)`, which yields keys and host
+# arrays. Their ValueErrors and OSErrors have no path.
 FORMATS = {".bin": llmc, ".pt": modded_nanogpt}
-EXPECTED = (
-    "expected a run's folder, the folder of a checkpoint, a Hugging Face folder with config.json, "
-    "an llm.c .bin file, or a .pt file of modded-nanogpt"
-)
+# Tokenizers of files by vocabulary size; 50,304 is GPT-2's vocabulary with padding.
+_TOKENIZERS = {size: name for name, (size, _) in VOCABULARIES.items()} | {50304: "gpt2"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Source(abc.ABC):
+class Source:
     """A model on disk.
 
     Attributes:
         path: the folder or file that is read.
-        architecture: name of the model's config class.
+        stored: the model's config, with the defaults of the fields that are `operational`: the
+            source's values may need another GPU.
         tokenizer: "gpt2" or "byte"; None if the source does not determine it.
+        format: a module like `FORMATS`; None for a checkpoint.
+        meta: metadata of a checkpoint, from `checkpoint_files.read_meta`.
     """
 
     path: Path
-    architecture: str
+    stored: ModelConfig
     tokenizer: str | None
+    format: Any = None
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
-    @abc.abstractmethod
-    def config(
-        self,
-        *,
-        precision: Precision | None = None,
-        kind: type[ModelConfig] | None = None,
-        **options: Any,
-    ) -> ModelConfig:
+    @property
+    def architecture(self) -> str:
+        """Name of the model's config class."""
+        return type(self.stored).__name__
+
+    def config(self, *, precision: Precision | None = None, **options: Any) -> ModelConfig:
         """Return the model's config.
 
         Args:
             precision: precision of the model. None: the source's precision, or fp32.
-            kind: the config class; None to find it by `architecture`.
             options: fields of the config that do not change what the model computes, such as
-                attention. Missing options have their defaults, because the source's values may need
-                another GPU.
+                attention.
 
         Raises:
-            WeightsError: the source does not describe a model, or the architecture is not known.
             ValueError: a wrong option.
         """
+        if wrong := sorted(options.keys() - self.stored.operational):
+            raise ValueError(
+                f"unknown options {wrong}, or the file decides them; choose from "
+                f"{sorted(self.stored.operational)}"
+            )
+        options |= {} if precision is None else {"precision": precision}
+        return dataclasses.replace(self.stored, **options)
 
-    @abc.abstractmethod
     def read(self, config: ModelConfig, like: Mapping | None = None) -> dict:
         """Return the parameters as a nested dict of arrays.
 
@@ -84,74 +88,23 @@ class Source(abc.ABC):
         Raises:
             WeightsError: the parameters are damaged or do not fit.
         """
+        if self.format is None:
+            return checkpoint_files.read_params(self.path, like or on_default_device(config))
+        with reading(self.path):
+            tensors = self.format.tensors_of(self.path, config)
+            shapes = dict(like or on_default_device(config))
+            wanted: dict[Key, Any] = traverse_util.flatten_dict(shapes)
+            return traverse_util.unflatten_dict({key: _put(x, wanted[key]) for key, x in tensors})
 
-    @abc.abstractmethod
     def identity(self) -> str:
         """Return a text that differs between models: lengths of files, or a checksum."""
-
-    def __str__(self) -> str:
-        return shown(self.path)
-
-
-@dataclasses.dataclass(frozen=True)
-class File(Source):
-    """A file or folder of another program.
-
-    Attributes:
-        format: module with `read_config(path, *, precision, **options)` and
-            `tensors_of(path, config)`, which yields keys and host arrays.
-    """
-
-    format: Any
-
-    def config(self, *, precision=None, kind=None, **options) -> ModelConfig:
-        return self.format.read_config(self.path, precision=precision or FP32, **options)
-
-    def read(self, config, like=None) -> dict:
-        tensors = self.format.tensors_of(self.path, config)
-        shapes = dict(like or on_default_device(config))
-        wanted: dict[Key, Any] = traverse_util.flatten_dict(shapes)
-        return traverse_util.unflatten_dict({key: _put(x, wanted[key]) for key, x in tensors})
-
-    def identity(self) -> str:
+        if self.format is None:
+            return f"step {self.meta['step']}, {self.meta['checksum']}"
         paths = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
         return ", ".join(f"{path.name} {path.stat().st_size}" for path in paths)
 
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint(Source):
-    """A checkpoint of a run.
-
-    Attributes:
-        meta: from `checkpoint_files.read_meta`.
-    """
-
-    meta: dict[str, Any] = dataclasses.field(repr=False, compare=False)
-
-    def config(self, *, precision=None, kind=None, **options) -> ModelConfig:
-        try:
-            kind = kind or config_class(self.architecture)
-        except LookupError as error:
-            raise WeightsError(f"{self}: {error.args[0]}") from error
-        if wrong := sorted(options.keys() - kind.operational):
-            raise ValueError(
-                f"{self}: unknown options {wrong}, or the checkpoint decides them; choose from "
-                f"{sorted(kind.operational)}"
-            )
-        fields = dataclasses.fields(kind)
-        changes = {f.name: f.default for f in fields if f.name in kind.operational} | options
-        changes |= {} if precision is None else {"precision": precision}
-        try:
-            flat = last_stage(self.path, self.meta)
-            return model_from_json(flat, kind, **changes)
-        except ConfigError as error:
-            raise WeightsError(f"{self}: {error}") from error
-
-    def read(self, config, like=None) -> dict:
-        return checkpoint_files.read_params(self.path, like or on_default_device(config))
-
-    def identity(self) -> str:
-        return f"step {self.meta['step']}, {self.meta['checksum']}"
+    def __str__(self) -> str:
+        return str(self.path)
 
 
 def last_stage(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +119,7 @@ def last_stage(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
     try:
         model = meta["config"]["stages"][number - 1].get("model", {})
     except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{shown(folder)}: expected stage {number} in its config") from error
+        raise CheckpointError(f"{folder}: expected stage {number} in its config") from error
     return meta["config"] | {f"model.{name}": value for name, value in model.items()}
 
 
@@ -182,21 +135,17 @@ def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
             checkpoints.
     """
     path = Path(path)
-    try:
+    with reading(path):
         folder = checkpoint_folder(path)
         if folder is not None:
             return _checkpoint(_step_folder(folder, path, step))
         if step is not None:
             raise WeightsError(
-                f"{shown(path)}: expected a run's folder for step={step}; leave out the step"
+                f"{path}: expected a run's folder for step={step}; leave out the step"
             )
-        return _find_model(path)
-    except OSError as error:
-        raise WeightsError(f"{shown(path)}: cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(f"{shown(path)}: {reason(error)}") from error  # a null byte in the name
+        if (path / checkpoint_files.METADATA).exists():
+            return _checkpoint(path)
+        return file_source(path, _format(path))
 
 
 def checkpoint_folder(path: Path) -> Path | None:
@@ -207,58 +156,58 @@ def checkpoint_folder(path: Path) -> Path | None:
     if any((path / str(n) / checkpoint_files.METADATA).exists() for n in steps):
         return path
     if (path / "log.jsonl").is_file():
-        raise WeightsError(f"{shown(path)}: expected a checkpoint, found a run without one")
+        raise WeightsError(f"{path}: expected a checkpoint, found a run without one")
     return None
 
 
 def _step_folder(folder: Path, path: Path, step: int | None) -> Path:
     steps = checkpoint_files.steps(folder)
     if not steps:
-        raise WeightsError(f"{shown(path)}: expected a checkpoint, found a run without one")
+        raise WeightsError(f"{path}: expected a checkpoint, found a run without one")
     if step is not None and step not in steps:
-        raise WeightsError(f"{shown(path)}: expected one of the steps {steps}, found step={step!r}")
+        raise WeightsError(f"{path}: expected one of the steps {steps}, found step={step!r}")
     return folder / str(steps[0] if step is None else step)
 
 
-def _find_model(path: Path) -> Source:
-    if not path.exists():
-        raise WeightsError(f"{shown(path)}: {EXPECTED}; the path does not exist")
-    if path.is_dir() and (path / checkpoint_files.METADATA).exists():
-        return _checkpoint(path)
-    folder = path if path.is_dir() else path.parent
+def _format(path: Path) -> Any:
+    """Return the module of a file's format."""
     if path.is_file() and path.suffix in FORMATS:
-        return _file(path, FORMATS[path.suffix])
+        return FORMATS[path.suffix]
+    folder = path if path.is_dir() else path.parent
     if (folder / hf.CONFIG).is_file() and (path.is_dir() or path.suffix == ".safetensors"):
-        return _file(path, hf)
+        return hf
     found = "a folder without these files" if path.is_dir() else "another file"
-    raise WeightsError(f"{shown(path)}: {EXPECTED}; found {found}")
+    raise WeightsError(
+        f"{path}: expected a run's folder, the folder of a checkpoint, a Hugging Face folder with "
+        "config.json, an llm.c .bin file, or a .pt file of modded-nanogpt; "
+        + (f"found {found}" if path.exists() else "the path does not exist")
+    )
 
 
-def _file(path: Path, format: Any) -> File:
-    config = format.read_config(path, precision=FP32)
-    tokenizer = None
-    if config.vocab_size == (gpt2 := VOCABULARIES["gpt2"][0]):
-        tokenizer = "gpt2"
-    elif format is modded_nanogpt:
-        tokenizer = "gpt2" if config.vocab_size > gpt2 else None  # its vocabulary has padding
-    elif format is hf:
-        folder = path if path.is_dir() else path.parent
-        tokenizer = "byte" if is_byte_tokenizer(folder / "tokenizer.json") else None
-    return File(path, type(config).__name__, tokenizer, format)
+def file_source(path: Path, format: Any) -> Source:
+    """Return the model in a file or folder. Raise WeightsError if it is not of this format."""
+    with reading(path):
+        stored = format.read_config(path)
+    return Source(path, stored, _TOKENIZERS.get(stored.vocab_size), format)
 
 
-def _checkpoint(folder: Path) -> Checkpoint:
+def _checkpoint(folder: Path) -> Source:
     try:
         meta = checkpoint_files.read_meta(folder)
     except DamagedError as error:
         raise DamagedError(f"{error}{other_steps(folder)}") from error
     config = meta.get("config")
     if not isinstance(config, dict) or not isinstance(config.get("model"), str):
-        raise CheckpointError(f"{shown(folder)}: expected the config of a run, found none")
-    data = meta.get("data") or {}
-    tokenizer = (data.get("dataset") or {}).get("tokenizer")
-    known = tokenizer if tokenizer in TOKENIZERS else None
-    return Checkpoint(folder, config["model"], known, meta)
+        raise CheckpointError(f"{folder}: expected the config of a run, found none")
+    try:
+        kind = config_class(config["model"])
+        fields = [field for field in dataclasses.fields(kind) if field.name in kind.operational]
+        defaults = {field.name: field.default for field in fields}
+        stored = model_from_json(last_stage(folder, meta), kind, **defaults)
+    except (LookupError, ConfigError) as error:
+        raise WeightsError(f"{folder}: {error.args[0]}") from error
+    tokenizer = ((meta.get("data") or {}).get("dataset") or {}).get("tokenizer")
+    return Source(folder, stored, tokenizer if tokenizer in TOKENIZERS else None, meta=meta)
 
 
 def other_steps(folder: Path) -> str:
@@ -266,9 +215,7 @@ def other_steps(folder: Path) -> str:
     if not folder.name.isdecimal():
         return ""
     others = [step for step in checkpoint_files.steps(folder.parent) if step != int(folder.name)]
-    if not others:
-        return "; there is no other checkpoint"
-    return f"; use another checkpoint: step={others[0]} (--step {others[0]}), of {others}"
+    return f"; use another checkpoint: step={others[0]} (--step {others[0]})" if others else ""
 
 
 def _put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
