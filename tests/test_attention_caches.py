@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gptjax.models.layers import KVCache, PromptCache, attention, attention_pattern
+from gptjax.models.layers import KVCache, attention, attention_pattern
 
 B, T, H, K, D = 2, 13, 4, 2, 8
 SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0])
@@ -70,7 +70,7 @@ def test_the_cache_equals_the_pass_without_a_cache(options):
     np.testing.assert_allclose(
         in_cache(q, k, v, precision="highest", **options), whole, rtol=0, atol=2e-6
     )
-    prompt = PromptCache()
+    prompt = KVCache.of_prompt()
     first = prompt.attend(q[:, :9], k[:, :9], v[:, :9], precision="highest", **options)
     cache = prompt.extended(T, jnp.full((B,), 9))
     rest = cache.attend(q[:, 9:], k[:, 9:], v[:, 9:], precision="highest", **options)

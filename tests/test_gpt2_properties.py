@@ -59,21 +59,6 @@ def test_padding_is_invisible(precision, chunk):
         )
 
 
-@pytest.mark.parametrize(
-    "where, token",
-    [("tokens", 64), ("tokens", 10**6), ("targets", 61), ("targets", 10**6), ("targets", -2)],
-)
-def test_an_id_beyond_the_table_gives_nan(where, token):
-    config = config_of(SHAPES["odd"])
-    tokens, targets = batch_of(config, 2)
-    (tokens if where == "tokens" else targets)[1, 3] = token
-    model = build(config, random_of(config))
-    assert np.isnan(jax.jit(loss_fn)(model, jnp.asarray(tokens), jnp.asarray(targets)))
-
-
-INTEGERS = [jnp.uint8, jnp.int8, jnp.uint16, jnp.int16, jnp.uint32]
-
-
 @functools.cache
 def tiny_model(vocab):
     """A model, and its logits and loss, compiled."""
@@ -82,7 +67,7 @@ def tiny_model(vocab):
 
 
 @pytest.mark.parametrize(
-    "vocab, dtype", [*((61, dtype) for dtype in INTEGERS), (256, jnp.uint8), (65536, jnp.uint16)]
+    "vocab, dtype", [(61, jnp.int8), (61, jnp.uint32), (256, jnp.uint8), (65536, jnp.uint16)]
 )
 def test_tokens_of_any_integer_type(vocab, dtype):
     """Types that hold every id, though not the number of rows."""
@@ -98,13 +83,20 @@ def test_tokens_of_any_integer_type(vocab, dtype):
 
 @pytest.mark.parametrize("where", ["tokens", "targets"])
 @pytest.mark.parametrize(
-    "dtype, token", [(jnp.uint8, 61), (jnp.int8, -2), (jnp.uint32, 2**31), (jnp.uint32, 2**32 - 1)]
+    "dtype, tokens",
+    [
+        (jnp.uint8, [61]),
+        (jnp.int8, [-2]),
+        (jnp.uint32, [2**31, 2**32 - 1]),
+        (jnp.int32, [61, 128, 10**6, -2]),
+    ],
 )
-def test_an_id_beyond_the_vocabulary_in_any_type_gives_nan(where, dtype, token):
-    config = config_of(SHAPES["odd"], n_layer=1)
-    inputs = {name: jnp.ones((1, 7), dtype) for name in ("tokens", "targets")}
-    inputs[where] = inputs[where].at[0, 3].set(token)
-    assert np.isnan(jax.jit(loss_fn)(build(config, random_of(config)), *inputs.values()))
+def test_an_id_beyond_the_vocabulary_in_any_type_gives_nan(where, dtype, tokens):
+    model, _, loss = tiny_model(61)
+    for token in tokens:
+        inputs = {name: jnp.ones((1, 8), dtype) for name in ("tokens", "targets")}
+        inputs[where] = inputs[where].at[0, 3].set(token)
+        assert np.isnan(loss(model, *inputs.values())), token
 
 
 # -------------------------------------------------------------------------------- recompute, memory
@@ -134,7 +126,7 @@ def temp_bytes(config, size):
 
 def test_recompute_and_chunked_loss_save_memory():
     config = GPT2Config(
-        vocab_size=64, padded_vocab_size=64, block_size=128, n_layer=6, n_head=4, n_embd=32
+        vocab_size=64, padded_vocab_size=64, block_size=128, n_layer=5, n_head=4, n_embd=32
     )
     none, block, sublayer = (
         temp_bytes(dataclasses.replace(config, recompute=how), 4)
@@ -151,20 +143,8 @@ def test_recompute_and_chunked_loss_save_memory():
 # ------------------------------------------------------------------------- transformations, devices
 
 
-def test_under_jit_and_without():
-    config = config_of(SHAPES["odd"])
-    model = build(config, random_of(config))
-    tokens, targets = (jnp.asarray(x) for x in batch_of(config, 2))
-    np.testing.assert_allclose(
-        jax.jit(GPT2.__call__)(model, tokens), model(tokens), rtol=0, atol=5e-6
-    )
-    np.testing.assert_allclose(
-        jax.jit(loss_fn)(model, tokens, targets), loss_fn(model, tokens, targets), atol=1e-6
-    )
-
-
 def test_batch_sharded_over_two_devices():
-    config = config_of(SHAPES["tiny gpt2"], n_layer=2)
+    config = config_of(SHAPES["tiny gpt2"], n_layer=1)
     params = random_of(config)
     tokens, targets = batch_of(config, 4)
     expected = run(config, params, tokens, targets)
@@ -226,12 +206,11 @@ def test_kernels_are_for_arrays_of_one_device(devices, where):
     assert ours <= kernels if (devices, where) != (2, "jit") else not kernels, kernels
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_the_fused_loss_is_the_plain_one(chunk):
+def test_the_fused_loss_is_the_plain_one():
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 7
     found = {}
     for loss in ("xla", "fused"):
-        config = config_of(SHAPES["odd"], block_size=12, loss=loss, loss_chunk=chunk)
+        config = config_of(SHAPES["odd"], block_size=12, loss=loss, loss_chunk=4)
         graphdef, params = nnx.split(build(config, random_of(config)), nnx.Param)
         value = lambda params, graphdef=graphdef: loss_fn(
             nnx.merge(graphdef, params), tokens, (tokens + 1) % 7

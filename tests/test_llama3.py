@@ -218,9 +218,8 @@ def test_pytorchs_model_of_the_benchmark():
 def test_initial_parameters():
     params = init_params(dataclasses.replace(ODD, n_embd=96, n_inner=None), 0)
     assert params["blocks"][0]["mlp"]["gate"]["kernel"].shape == (96, 256)
-    unpadded = init_params(
-        dataclasses.replace(ODD, n_embd=96, n_inner=None, padded_vocab_size=61), 0
-    )
+    sizes = {"n_embd": 96, "n_inner": None, "padded_vocab_size": 61}
+    unpadded = init_params(dataclasses.replace(ODD, **sizes), 0)
     for name in ("wte", "lm_head"):
         assert not params[name][61:].any()
         np.testing.assert_array_equal(params[name][:61], unpadded[name])

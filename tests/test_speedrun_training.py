@@ -14,7 +14,7 @@ from reference import speedrun as reference
 from reference.speedrun_optimizer import RecordOptimizer
 from reference.torch_gpt2 import assert_within_twice, rms
 from saved_run_tools import save_run
-from test_speedrun import random_of
+from test_speedrun import LAYERS, random_of
 from train_tools import run
 
 import gptjax
@@ -34,21 +34,8 @@ pytest_plugins = ["train_tools"]
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 # The record's factor of mlp_out's learning rate needs n_inner = 4 · n_embd.
-TINY = SpeedrunConfig(
-    vocab_size=29,
-    padded_vocab_size=32,
-    block_size=64,
-    n_layer=3,
-    n_head=2,
-    n_embd=16,
-    n_inner=64,
-    bigram_rows=7,
-    paired_layers=(0,),
-    long_layers=(2,),
-    value_layers=(2,),
-    skip=(0, 1),
-    lanes_from=2,
-)
+SIZES = {"vocab_size": 29, "padded_vocab_size": 32, "block_size": 64, "bigram_rows": 7}
+TINY = SpeedrunConfig(**SIZES, **LAYERS, n_head=2, n_embd=16, n_inner=64)
 TIED = ModelStage(2, 5, (5,), (1.0, 0.5), tied=True, final_token_weights=(1.0, 0.0), steps=(0, 6))
 UNTIED = ModelStage(4, 9, (5, 9), evaluation_window=11)
 CONFIG = Config(
@@ -136,16 +123,8 @@ def test_ten_steps_in_two_stages(params, seen, monkeypatch):
         functools.partial(polar_express, dtype=jnp.float32),
     )
     tx = CONFIG.build_optimizer(parallel.data_mesh(jax.devices()[:1]))
-    steps = {
-        k: jax.jit(
-            make_train_step(
-                graph(stage_config(k)),
-                tx,
-                loss_reduction=CONFIG.loss_reduction,
-            )
-        )
-        for k in (0, 6)
-    }
+    how = {"loss_reduction": CONFIG.loss_reduction}
+    steps = {k: jax.jit(make_train_step(graph(stage_config(k)), tx, **how)) for k in (0, 6)}
     state, losses = init_state(TINY, tx, 0, params=jax.tree.map(jnp.asarray, params)), []
     for k, windows in enumerate(seen):
         state, metrics = steps[0 if k < 6 else 6](state, jnp.asarray(windows))

@@ -15,7 +15,7 @@ from gptjax import data
 from gptjax.config import ConfigError
 from gptjax.data import DatasetError, ShardError, write_shard
 from gptjax.models.gpt2 import GPT2Config
-from gptjax.models.layers import PromptCache
+from gptjax.models.layers import KVCache
 from gptjax.training import compilation
 from gptjax.training.lock import LockedError, locked
 from gptjax.weights import CheckpointError
@@ -171,7 +171,7 @@ def test_an_error_in_the_first_sample_loses_no_step(config, monkeypatch):
     """A model of the user may generate for the first time after hours of training."""
 
     def fail(*_):
-        PromptCache().extended(8, jnp.zeros(1, jnp.int32))
+        KVCache.of_prompt().extended(8, jnp.zeros(1, jnp.int32))
 
     monkeypatch.setattr(train_py.samples, "draw", fail)
     config = dataclasses.replace(config, max_steps=6, sample_every=6, checkpoint_every=6)

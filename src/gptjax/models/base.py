@@ -2,7 +2,7 @@
 
 An architecture is one file with a frozen dataclass derived from `ModelConfig` and a module derived
 from `Model`. The training step, checkpoints, generation, the optimizer's partition and
-`gptjax.bench` use only this interface, and no other file names an architecture.
+`gptjax.bench` use only this interface; `gptjax.models.registry` names the architectures.
 
 Shapes: B batch, T time, C channels (n_embd), V real vocabulary, P padded vocabulary, N = B·T.
 """
@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
-from gptjax.models.checks import check_ids, check_size
-from gptjax.models.layers import Block, KVCache, PromptCache
+from gptjax.models.layers import Block, KVCache
 from gptjax.optim import Group
 from gptjax.parallel import Parallel, Placement
 from gptjax.precision import Precision, check_precision
@@ -31,6 +30,30 @@ from pallas_kernels.classifier import to_int32
 MAX_PADDING = 1023
 # Target without a loss and without a gradient, such as a token of a prompt.
 IGNORED = -1
+
+
+def check_size(config: str, name: str, value) -> None:
+    """Raise ValueError unless a field of a config is an int of at least 1."""
+    # bool is an int. NumPy's integers are not: a checkpoint stores the config as JSON.
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"{config}: {name} must be an int of at least 1, got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+
+
+def check_ids(name: str, ids) -> None:
+    """Check that `ids` is a two-dimensional array of integers.
+
+    Raises:
+        ValueError: `ids` has another shape or dtype; the message begins with `name`.
+    """
+    if getattr(ids, "ndim", None) != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        got = f"{ids.shape} in {ids.dtype}" if hasattr(ids, "shape") else f"a {type(ids).__name__}"
+        raise ValueError(
+            f"{name}: expected an array of integer ids of shape (batch, time), such as "
+            f"jnp.array([[1, 2]]), got {got}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +355,7 @@ class Model(nnx.Module):
             implementation: as in `decode_kernel`.
         """
         self.decode_kernel(len(tokens_BT), implementation)
-        caches = [PromptCache() for _ in range(self.config.n_layer)]
+        caches = [KVCache.of_prompt() for _ in range(self.config.n_layer)]
         x_BTC = self.hidden(tokens_BT, caches)
         return x_BTC, None, [cache.extended(positions, length_B) for cache in caches]
 
@@ -386,25 +409,32 @@ class Model(nnx.Module):
                 an id.
             segment_ids_BT: see `hidden`. The last token of a segment also has a loss.
         """
-        c, x_BTC = self.config, self.hidden(tokens_BT, **_segments(segment_ids_BT))
-        with jax.named_scope("head"):
-            return linear_cross_entropy(
-                x_BTC.reshape(-1, x_BTC.shape[-1]),
-                self.head(),
-                targets_BT.reshape(-1),
-                vocab_size=c.vocab_size,
-                chunk=c.loss_chunk,
-                ignore_index=ignore_index,
-                fp8=c.precision.head_scales,
-                implementation=c.loss,
-                precision=c.precision.matmul,
-            )
+        x_BTC = self.hidden(tokens_BT, **_segments(segment_ids_BT))
+        return self.losses_of(x_BTC, targets_BT.reshape(-1), ignore_index=ignore_index)
+
+    @jax.named_scope("head")
+    def losses_of(
+        self, x_BTC: Float[Array, "B T C"], targets: Integer[Array, "N *K"], **options: Any
+    ) -> Float[Array, " N"]:
+        """Return the `linear_cross_entropy` of hidden states."""
+        c = self.config
+        return linear_cross_entropy(
+            x_BTC.reshape(-1, x_BTC.shape[-1]),
+            self.head(),
+            targets,
+            vocab_size=c.vocab_size,
+            chunk=c.loss_chunk,
+            fp8=c.precision.head_scales,
+            implementation=c.loss,
+            precision=c.precision.matmul,
+            **options,
+        )
 
     def check_tokens(
         self,
         tokens_BT: Integer[Array, "B T"],
         segment_ids_BT: Integer[Array, "B T"] | None = None,
-        cache: list[KVCache] | list[PromptCache] | None = None,
+        cache: list[KVCache] | None = None,
     ) -> None:
         """Raise the errors of `hidden`."""
         check_ids(type(self).__name__, tokens_BT)

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from gptjax.models.base import TransformerConfig
-from gptjax.models.layers import Block, KVCache, PromptCache
+from gptjax.models.layers import Block, KVCache
 from gptjax.models.record import record, recording
 from gptjax.parallel import apply_block
 from pallas_kernels import layer_norm, rms_norm
@@ -94,24 +94,12 @@ class PreNormBlock(Block):
 
     norms: ClassVar[tuple[str, str]]
 
-    def attention_sublayer(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending: PendingResidual | None = None,
-        cache: KVCache | PromptCache | None = None,
-        *args: Any,
-    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
+    def attention_sublayer(self, x_BTC, pending, cache=None, *args):
         """Return x + pending, and attn(norm_1(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = getattr(self, self.norms[0]).add_norm(x_BTC, pending)
         return x_BTC, self.attn(y_BTC, cache, *args)
 
-    def mlp_sublayer(
-        self,
-        x_BTC: Float[Array, "B T C"],
-        pending: PendingResidual | None = None,
-        cache: KVCache | PromptCache | None = None,
-        *args: Any,
-    ) -> tuple[Float[Array, "B T C"], PendingResidual]:
+    def mlp_sublayer(self, x_BTC, pending, cache=None, *args):
         """Return x + pending, and mlp(norm_2(x + pending)) as the next pending residual."""
         y_BTC, x_BTC = getattr(self, self.norms[1]).add_norm(x_BTC, pending)
         return x_BTC, self.mlp(y_BTC, decoding=cache is not None)
@@ -119,20 +107,19 @@ class PreNormBlock(Block):
     def sublayers(
         self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None, *args: Any
     ) -> tuple[Float[Array, "B T C"], PendingResidual]:
-        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending)."""
-        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending, *args), *args)
+        """Return `mlp_sublayer` of `attention_sublayer` of (x, pending).
 
-    def __call__(self, x_BTC: Float[Array, "B T C"], *args: Any) -> Float[Array, "B T C"]:
-        """Return the residual stream after the block."""
-        x_BTC, pending = self.sublayers(x_BTC, None, *args)
-        return pending.added_to(x_BTC)
+        Args:
+            args: the block's cache or None, and further arguments of `attn`.
+        """
+        return self.mlp_sublayer(*self.attention_sublayer(x_BTC, pending, *args), *args)
 
 
 def run_blocks(
     config: TransformerConfig,
     blocks: Sequence[PreNormBlock],
     x_BTC: Float[Array, "B T C"],
-    caches: Sequence[KVCache | PromptCache] | None,
+    caches: Sequence[KVCache] | None,
     *args: Any,
 ) -> tuple[Float[Array, "B T C"], PendingResidual | None]:
     """Return the residual stream after the blocks, as a pair.
@@ -142,21 +129,16 @@ def run_blocks(
     Args:
         args: arguments of each block's `attn` after the cache.
     """
-    pending = None
+    pending, recompute = None, config.recompute != "none" and not caches
     for i, block in enumerate(blocks):
         kind, cache = type(block), caches[i] if caches else None
-        # Recomputation starts from the sum x + pending: storing the pair would take two arrays.
-        match "none" if caches else config.recompute:
-            case "block":
-                x_BTC = apply_block(kind.__call__, block, x_BTC, None, *args, recompute=True)
-            case "sublayer":
-                for sublayer in (kind.attention_sublayer, kind.mlp_sublayer):
-                    x_BTC, pending = apply_block(
-                        sublayer, block, x_BTC, None, None, *args, recompute=True
-                    )
-                    x_BTC, pending = pending.added_to(x_BTC), None
-            case _:
-                x_BTC, pending = apply_block(kind.sublayers, block, x_BTC, pending, cache, *args)
+        by_sublayer = recompute and config.recompute == "sublayer"
+        parts = [kind.attention_sublayer, kind.mlp_sublayer] if by_sublayer else [kind.sublayers]
+        for part in parts:
+            how = {"recompute": recompute}
+            x_BTC, pending = apply_block(part, block, x_BTC, pending, cache, *args, **how)
+            if recompute:  # from the sum x + pending: storing the pair would take two arrays
+                x_BTC, pending = pending.added_to(x_BTC), None
         if recording(block):
             record(block, "residual", x_BTC if pending is None else pending.added_to(x_BTC))
     return x_BTC, pending

@@ -19,7 +19,6 @@ from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
 from gptjax.models.layers import (
     KVCache,
     Linear,
-    PromptCache,
     attention_pattern,
     lookup,
     normal,
@@ -43,13 +42,7 @@ INIT_STD = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config(TransformerConfig):
-    """Shape, precision and kernel choices of a GPT-2.
-
-    Raises:
-        ValueError: a field of a wrong type or out of range, a width that is not a multiple of the
-            number of heads, a padded vocabulary below the real vocabulary or more than 1,023 rows
-            above.
-    """
+    """Shape, precision and kernel choices of a GPT-2. Errors: see `ModelConfig`."""
 
     def build(self, rngs: nnx.Rngs) -> "GPT2":
         return GPT2(self, rngs=rngs)
@@ -111,7 +104,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTC: Float[Array, "B T C"] | Fp8Rows,
-        cache: KVCache | PromptCache | None = None,
+        cache: KVCache | None = None,
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> PendingResidual:
         c, b, t = self.config, *rows_of(x_BTC).shape[:2]
@@ -230,7 +223,7 @@ class GPT2(Model):
     def hidden(
         self,
         tokens_BT: Integer[Array, "B T"],
-        cache: list[KVCache] | list[PromptCache] | None = None,
+        cache: list[KVCache] | None = None,
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         self.check_tokens(tokens_BT, segment_ids_BT, cache)
@@ -270,12 +263,6 @@ class GPT2(Model):
                 if (kernel_IO := layer.kernel[...]).dtype != dtype:
                     layer.kernel.set_value(kernel_IO.astype(dtype))
 
-    def decoding_weights(self, implementation):
-        if implementation != "triton":
-            return None
-        # `decode` adds the embeddings: `jax.jit` would return copies of them.
-        return dataclasses.replace(self.decoder_weights(), wte_VC=None, wpe_SC=None)
-
     def start_decoding(self, tokens_BT, length_B, positions, implementation="auto"):
         x_BTC, _, caches = super().start_decoding(tokens_BT, length_B, positions, "xla")
         if self.decode_kernel(len(tokens_BT), implementation) != "triton":
@@ -308,8 +295,10 @@ class GPT2(Model):
             implementation="triton",
         )
 
-    def decoder_weights(self) -> DecoderWeights:
-        """Return the weights of `decode_step`: copies, except the embeddings."""
+    def decoding_weights(self, implementation):
+        """See `Model.decoding_weights`: copies, except the embeddings, which `decode` adds."""
+        if implementation != "triton":
+            return None
         dtype = self.config.precision.compute_dtype
 
         def vectors(parameter):
@@ -319,8 +308,8 @@ class GPT2(Model):
             return jnp.stack([layer(block).kernel[...].astype(dtype).T for block in self.blocks])
 
         return DecoderWeights(
-            wte_VC=self.wte[...],
-            wpe_SC=self.wpe[...],
+            wte_VC=None,
+            wpe_SC=None,
             ln_1_scale_LC=vectors(lambda block: block.ln_1.scale),
             ln_1_bias_LC=vectors(lambda block: block.ln_1.bias),
             qkv_LNC=matrices(lambda block: block.attn.c_attn),

@@ -26,33 +26,34 @@ def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.
 
     The sampler runs unsharded on one device: a sharded sampler would differ in the last bits.
     """
-    samples, sharding = _normal(key, shape, std=std, dtype=dtype), initial_sharding(shape)
-    return samples if sharding is None else jax.device_put(samples, sharding)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype"))
-def _normal(key, shape, *, std, dtype):
-    """Return samples of N(0, std²).
-
-    The barrier keeps XLA from folding std into a constant of the sampler. Folding would change the
-    last bit of the samples between executables.
-    """
-    samples = jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))
-    return samples * jnp.array(std, dtype)
+    return _placed(_samples(key, shape, jax.random.normal, std, dtype))
 
 
 def uniform(
     key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike
 ) -> Array:
-    """Return uniform samples of mean 0, in `gptjax.parallel.initial_sharding`, as `normal` does."""
-    samples, sharding = _uniform(key, shape, std=std, dtype=dtype), initial_sharding(shape)
+    """Return uniform samples of mean 0, sharded as those of `normal`."""
+    return _placed(_samples(key, shape, _minus_one_to_one, 3**0.5 * std, dtype))
+
+
+def _minus_one_to_one(key, shape, dtype):
+    return jax.random.uniform(key, shape, dtype, -1, 1)
+
+
+def _placed(samples):
+    sharding = initial_sharding(samples.shape)
     return samples if sharding is None else jax.device_put(samples, sharding)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype"))
-def _uniform(key, shape, *, std, dtype):
-    samples = jax.lax.optimization_barrier(jax.random.uniform(key, shape, dtype, -1, 1))
-    return samples * jnp.array(3**0.5 * std, dtype)
+@functools.partial(jax.jit, static_argnames=("shape", "sample", "factor", "dtype"))
+def _samples(key, shape, sample, factor, dtype):
+    """Return samples · factor.
+
+    The barrier keeps XLA from folding the factor into a constant of the sampler. Folding would
+    change the last bit of the samples between executables.
+    """
+    samples = jax.lax.optimization_barrier(sample(key, shape, dtype))
+    return samples * jnp.array(factor, dtype)
 
 
 class Block(nnx.Module):
@@ -93,16 +94,14 @@ class Linear(nnx.Module):
         self.precision, self.implementation, self.fp8 = precision, implementation, fp8
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        return self.apply(x, None if self.bias is None else self.bias[...])
+        return self.matmul(x, None if self.bias is None else self.bias[...])
 
-    def matmul(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        """Return x W without the bias, in x's dtype."""
-        return self.apply(x, None)
-
-    def apply(self, x, bias_O):
+    def matmul(
+        self, x: Float[Array, "*B I"], bias_O: Float[Array, " O"] | None = None
+    ) -> Float[Array, "*B O"]:
+        """Return x W + bias_O, by default without a bias, in x's dtype."""
         how = {"implementation": self.implementation, "precision": self.precision.matmul}
-        how["fp8"] = self.fp8
-        return linear(x, self.kernel[...], bias_O, **how)
+        return linear(x, self.kernel[...], bias_O, fp8=self.fp8, **how)
 
 
 def lookup(
@@ -155,12 +154,12 @@ def weighted_sum(dtype: jax.typing.DTypeLike, *terms: tuple) -> Float[Array, "..
 
 
 def rotary_angles(
-    frequency_E: np.ndarray, times: int
-) -> tuple[Float[Array, "1 T E"], Float[Array, "1 T E"]]:
-    """Return cosine and sine of time · frequency, times 0…T − 1, in fp32."""
-    time_T = jnp.arange(times, dtype=jnp.float32)
-    angle_TE = time_T[:, None] * jnp.asarray(frequency_E, jnp.float32)[None]
-    return jnp.cos(angle_TE)[None], jnp.sin(angle_TE)[None]
+    frequency_E: np.ndarray, position_BT: Integer[Array, "#B T"]
+) -> tuple[Float[Array, "#B T E"], Float[Array, "#B T E"]]:
+    """Return cosine and sine of position · frequency, in fp32."""
+    frequency_E = jnp.asarray(frequency_E, jnp.float32)
+    angle_BTE = position_BT.astype(jnp.float32)[:, :, None] * frequency_E[None, None]
+    return jnp.cos(angle_BTE), jnp.sin(angle_BTE)
 
 
 def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, "N K"]:
@@ -279,8 +278,10 @@ def _visible(position_BT, s: int, window: int | None):
 class KVCache:
     """Keys and values of one block. `attend` replaces the arrays of the object in place.
 
+    A cache of a prompt has no arrays before the pass over the prompt, which attends to itself only.
+
     Attributes:
-        k_BSHD, v_BSHD: keys and values of S positions.
+        k_BSHD, v_BSHD: keys and values of S positions; None in a cache of a prompt.
         length_B: number of filled positions of each sequence, int32. Other positions are masked.
     """
 
@@ -295,7 +296,13 @@ class KVCache:
         k_BSHD, v_BSHD = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return KVCache(k_BSHD, v_BSHD, jnp.zeros(shape[:1], jnp.int32))
 
-    def positions(self, t: int) -> Int[Array, "B T"]:
+    @staticmethod
+    def of_prompt() -> "KVCache":
+        """Return a cache for the pass over a prompt, from which `extended` makes a cache of S
+        positions."""
+        return KVCache(None, None, jnp.zeros((1,), jnp.int32))
+
+    def positions(self, t: int) -> Int[Array, "#B T"]:
         """Return the positions of the next T tokens of each sequence."""
         return self.length_B[:, None] + jnp.arange(t)[None]
 
@@ -315,6 +322,9 @@ class KVCache:
         Args:
             options: scale, softcap, sinks_H and precision of `attention`.
         """
+        if self.k_BSHD is None:
+            self.k_BSHD, self.v_BSHD = k_BTKD, v_BTKD
+            return attention(q_BTHD, k_BTKD, v_BTKD, window=window, **options)
         append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
         self.k_BSHD = append(self.k_BSHD, k_BTKD, self.length_B)
         self.v_BSHD = append(self.v_BSHD, v_BTKD, self.length_B)
@@ -323,44 +333,16 @@ class KVCache:
         visible_BTS = _visible(position_BT, self.k_BSHD.shape[1], window)
         return _attend(q_BTHD, self.k_BSHD, self.v_BSHD, visible_BTS, **options)
 
-
-class PromptCache:
-    """Replacement of a block's `KVCache` during the pass over a prompt, which attends to itself
-    only.
-
-    Attributes:
-        length_B: zeros, as in an empty `KVCache`.
-        k_BTKD, v_BTKD: keys and values of the prompt, after `attend`.
-    """
-
-    def __init__(self):
-        self.length_B = jnp.zeros((1,), jnp.int32)
-
-    def positions(self, t: int) -> Int[Array, "1 T"]:
-        """See `KVCache.positions`."""
-        return jnp.arange(t)[None]
-
-    def attend(
-        self,
-        q_BTHD: Float[Array, "B T H D"],
-        k_BTKD: Float[Array, "B T K D"],
-        v_BTKD: Float[Array, "B T K D"],
-        **options: Any,
-    ) -> Float[Array, "B T H D"]:
-        """Store the keys and values; return the `attention` of the prompt. See `KVCache.attend`."""
-        self.k_BTKD, self.v_BTKD = k_BTKD, v_BTKD
-        return attention(q_BTHD, k_BTKD, v_BTKD, **options)
-
-    def extended(self, s: int, length_B: Int[Array, " B"]) -> KVCache:
+    def extended(self, s: int, length_B: Int[Array, " B"]) -> "KVCache":
         """Return a cache of S positions that begins with the prompt.
 
         Raises:
             TypeError: `attend` was not called.
         """
-        if not hasattr(self, "k_BTKD"):
+        if self.k_BSHD is None:
             raise TypeError(
                 "expected the model's hidden(tokens, cache) to call cache[i].attend in block i; a "
                 "model without a KV cache defines start_decoding and decode (docs/extending.md)"
             )
-        pad = ((0, 0), (0, s - self.k_BTKD.shape[1]), (0, 0), (0, 0))
-        return KVCache(jnp.pad(self.k_BTKD, pad), jnp.pad(self.v_BTKD, pad), length_B)
+        pad = ((0, 0), (0, s - self.k_BSHD.shape[1]), (0, 0), (0, 0))
+        return KVCache(jnp.pad(self.k_BSHD, pad), jnp.pad(self.v_BSHD, pad), length_B)

@@ -9,7 +9,6 @@ E = D/2, F channels of the MLP (n_inner), P padded vocabulary.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,10 @@ from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
 from gptjax.models.layers import (
     KVCache,
     Linear,
-    PromptCache,
     attention_pattern,
     lookup,
     normal,
+    rotary_angles,
     segment_positions,
 )
 from gptjax.models.record import record, recording
@@ -144,13 +143,6 @@ PRESETS: dict[str, Llama3Config] = {
 }
 
 
-class Rotation(NamedTuple):
-    """Cosine and sine of each position's angles, fp32."""
-
-    cos_BTE: Float[Array, "#B T E"]
-    sin_BTE: Float[Array, "#B T E"]
-
-
 def frequencies(config: Llama3Config) -> np.ndarray:
     """Return the angle per position of each pair of channels, (E,) in fp64.
 
@@ -163,11 +155,9 @@ def frequencies(config: Llama3Config) -> np.ndarray:
     return kept * f + (1 - kept) * f / config.rope_scaling
 
 
-def rotation(config: Llama3Config, position_BT: Integer[Array, "#B T"]) -> Rotation:
-    """Return the rotation of the positions (Su et al., 2021)."""
-    frequency_E = jnp.asarray(frequencies(config), jnp.float32)
-    angle_BTE = position_BT.astype(jnp.float32)[:, :, None] * frequency_E[None, None]
-    return Rotation(jnp.cos(angle_BTE), jnp.sin(angle_BTE))
+def rotation(config: Llama3Config, position_BT: Integer[Array, "#B T"]) -> tuple[Array, Array]:
+    """Return cosine and sine of the positions' angles, (B, T, E) in fp32 (Su et al., 2021)."""
+    return rotary_angles(frequencies(config), position_BT)
 
 
 class Attention(nnx.Module):
@@ -193,9 +183,9 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTC: Float[Array, "B T C"] | Fp8Rows,
-        cache: KVCache | PromptCache | None,
+        cache: KVCache | None,
         segment_ids_BT: Integer[Array, "B T"] | None,
-        rotate: Rotation,
+        angles: tuple[Float[Array, "#B T E"], Float[Array, "#B T E"]],
     ) -> PendingResidual:
         c, precision = self.config, self.config.precision.matmul
         qkv_BTO = linear(
@@ -207,7 +197,7 @@ class Attention(nnx.Module):
         )
         q_BTHD, k_BTKD, v_BTKD = rotary_qkv(
             qkv_BTO,
-            *rotate,
+            *angles,
             heads=c.n_head,
             key_heads=c.kv_heads,
             pairs="halves",
@@ -297,7 +287,7 @@ class Llama3(Model):
     def hidden(
         self,
         tokens_BT: Integer[Array, "B T"],
-        cache: list[KVCache] | list[PromptCache] | None = None,
+        cache: list[KVCache] | None = None,
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> Float[Array, "B T C"]:
         self.check_tokens(tokens_BT, segment_ids_BT, cache)
@@ -305,9 +295,9 @@ class Llama3(Model):
         position_BT = cache[0].positions(t) if cache else jnp.arange(t)[None]
         if segment_ids_BT is not None:
             position_BT = segment_positions(segment_ids_BT)
-        rotate = rotation(self.config, position_BT)
+        angles = rotation(self.config, position_BT)
         x_BTC = self.embed(tokens_BT)
-        stream = run_blocks(self.config, self.blocks, x_BTC, cache, segment_ids_BT, rotate)
+        stream = run_blocks(self.config, self.blocks, x_BTC, cache, segment_ids_BT, angles)
         return self.norm.add_norm(*stream)[0]
 
     def head(self) -> Float[Array, "P C"]:

@@ -1,13 +1,12 @@
 """Lookup of architectures and presets by name, in gptjax and in imported modules."""
 
-import importlib
-import pkgutil
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 
-import gptjax.models
+from gptjax.models import gpt2, llama3, speedrun
 from gptjax.models.base import ModelConfig
+
+PRESETS: dict[str, ModelConfig] = {**gpt2.PRESETS, **llama3.PRESETS, **speedrun.PRESETS}
 
 
 def config_class(name: str) -> type[ModelConfig]:
@@ -31,19 +30,6 @@ def config_class(name: str) -> type[ModelConfig]:
         f"expected one of the architectures {names}, found {name}; import the Python file that "
         f"defines {name} first (gptjax.sample and gptjax.evaluate: --config FILE)"
     )
-
-
-def _modules() -> Iterator[ModuleType]:
-    """Import the modules of gptjax.models and yield each."""
-    for module in pkgutil.iter_modules(gptjax.models.__path__, "gptjax.models."):
-        if module.name != __name__:
-            yield importlib.import_module(module.name)
-
-
-PRESETS: dict[str, ModelConfig] = {
-    name: config for module in _modules() for name, config in getattr(module, "PRESETS", {}).items()
-}
-"""The configs in `PRESETS` of each architecture's module, by name."""
 
 
 def _subclasses(kind: type[ModelConfig]) -> Iterator[type[ModelConfig]]:

@@ -49,7 +49,6 @@ from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, checked_targets, to_int32
 from pallas_kernels.fp8.layers import ACTIVATION_SCALE, Fp8Rows, activated_mlp, rows_of
-from pallas_kernels.lm_head import linear_cross_entropy
 from pallas_kernels.rotary import rotary_qkv
 
 BTC, BTHD = Float[Array, "B T C"], Float[Array, "B T H D"]
@@ -295,7 +294,7 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
     (b, t), (frequency_E, scale) = tokens_BT.shape, rotary(c)
     # Rotation by −θ, with tables in the compute dtype: as the record.
-    angles = rotary_angles(-frequency_E, 2 * t if paired else t)
+    angles = rotary_angles(-frequency_E, jnp.arange(2 * t if paired else t)[None])
     angles = (rounded(x, c.precision.compute_dtype) for x in angles)
     how = {"eps": EPS, "pair_heads": paired, "implementation": matmul["implementation"]}
     qkv_BTO = linear(given, tuple(qkv), fp8=fp8, **matmul)
@@ -476,23 +475,12 @@ class Speedrun(Model):
         Targets that are `ignore_index` or after the sequence have no term. `token_weights` are the
         K weights, an array or a tuple; None for the stage's. See `Model.losses`.
         """
-        c = self.config
         checked_targets("Speedrun.losses", targets_BT.reshape(-1), None, ignore_index)
-        weights = c.stage.token_weights if token_weights is None else token_weights
+        weights = self.config.stage.token_weights if token_weights is None else token_weights
         # The kernel for one target needs no weights. No target is the smallest int32.
         alone = isinstance(weights, tuple) and weights == (1.0,)
         end = jnp.iinfo(jnp.int32).min if ignore_index is None else ignore_index
-        x_NC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT).reshape(-1, c.n_embd)
-        how = {"chunk": c.loss_chunk, "implementation": c.loss, "precision": c.precision.matmul}
-        with jax.named_scope("head"):
-            return linear_cross_entropy(
-                x_NC,
-                self.head(),
-                next_targets(to_int32(targets_BT), len(weights), end),
-                vocab_size=c.vocab_size,
-                softcap=SOFTCAP,
-                target_weights=None if alone else weights,
-                ignore_index=end,
-                fp8=c.precision.head_scales,
-                **how,
-            )
+        x_BTC = self.hidden(tokens_BT, segment_ids_BT=segment_ids_BT)
+        targets_NK = next_targets(to_int32(targets_BT), len(weights), end)
+        how = {"softcap": SOFTCAP, "target_weights": None if alone else weights}
+        return self.losses_of(x_BTC, targets_NK, ignore_index=end, **how)
