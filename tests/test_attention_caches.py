@@ -67,9 +67,8 @@ def test_attention_is_its_definition(options, segmented):
 def test_the_cache_equals_the_pass_without_a_cache(options):
     q, k, v = qkv()
     whole = attention(q, k, v, precision="highest", **options)
-    np.testing.assert_allclose(
-        in_cache(q, k, v, precision="highest", **options), whole, rtol=0, atol=2e-6
-    )
+    cached = jax.jit(lambda *qkv: in_cache(*qkv, precision="highest", **options))
+    np.testing.assert_allclose(cached(q, k, v), whole, rtol=0, atol=2e-6)
     prompt = KVCache.of_prompt()
     first = prompt.attend(q[:, :9], k[:, :9], v[:, :9], precision="highest", **options)
     cache = prompt.extended(T, jnp.full((B,), 9))
@@ -97,7 +96,7 @@ def test_gradients_are_those_of_the_cache(options):
             how = options if sinks_H is None else options | {"sinks_H": sinks_H}
             return jnp.sin(f(*args, **how)).sum()
 
-        return jax.grad(loss, (0, 1) if sinks is not None else 0)(args, sinks)
+        return jax.jit(jax.grad(loss, (0, 1) if sinks is not None else 0))(args, sinks)
 
     for got, want in zip(
         jax.tree.leaves(gradients(attention)), jax.tree.leaves(gradients(in_cache)), strict=True

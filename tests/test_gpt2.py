@@ -78,21 +78,6 @@ def test_bf16_parity(name, shape):
     assert abs(ours[1] - exact[1]) < 2 * rms(theirs[0] - exact[0])
 
 
-@pytest.mark.parametrize("name, recompute", [("bf16", "sublayer"), ("bf16_residual_fp32", "block")])
-def test_a_model_of_references_is_the_plain_one(name, recompute):
-    """In bf16: the same roundings of the same numbers, whichever back end makes the stream's
-    sums."""
-    shape = SHAPES["odd"]
-    config = config_of(shape, precision=Precision(name), recompute=recompute)
-    params, (tokens, targets) = random_of(config), batch_of(config, 2)
-    plain = run(config, params, tokens, targets)
-    found = run(dataclasses.replace(config, **REFERENCES), params, tokens, targets)
-    size = rms(plain[0])
-    assert rms(found[0] - plain[0]) < 2**-7 * size and abs(found[1] - plain[1]) < 2**-7 * size
-    for key, grad in plain[2].items():
-        assert rms(found[2][key] - grad) < 2**-5 * rms(grad) + 1e-6, key
-
-
 @pytest.mark.parametrize("name, recompute", [("tf32", "none"), ("fp32", "sublayer")])
 def test_parity_of_the_mlps_passes(triton_on_cpu, name, recompute):
     """Triton's kernels around XLA's products, which on a CPU are fp32 whatever is asked for: fp32
@@ -148,7 +133,7 @@ def test_kernels_names_the_back_end_of_each_part():
 def test_sampling_needs_no_whole_tiles():
     """A kernel that the model names for training does not stand in the way of one token at a
     time."""
-    config = config_of(SHAPES["odd"])
+    config = config_of(SHAPES["odd"], n_layer=1)
     params, prompt = random_of(config), jnp.asarray(batch_of(config, 2)[0][:, :3])
     how = {"max_new_tokens": 3, "temperature": 0, "key": jax.random.key(0)}
     named = build(dataclasses.replace(config, mlp="mosaic"), params)

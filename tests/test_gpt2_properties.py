@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from gpt2_tools import SHAPES, batch_of, build, config_of, random_of, run, split
+from gpt2_tools import SHAPES, batch_of, config_of, random_of, run, split
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_tools import lower_for_h200
 from reference.torch_gpt2 import flatten, max_abs
@@ -104,7 +104,7 @@ def test_an_id_beyond_the_vocabulary_in_any_type_gives_nan(where, dtype, tokens)
 
 def test_recompute_changes_nothing():
     shape = SHAPES["wide head"]
-    plain = config_of(shape, n_layer=2)
+    plain = config_of(shape, n_layer=1)
     params = random_of(plain)
     tokens, targets = batch_of(plain, shape[-1])
     expected = run(plain, params, tokens, targets)
@@ -204,19 +204,3 @@ def test_kernels_are_for_arrays_of_one_device(devices, where):
     }
     ours = {"norm_forward", "norm_backward", "classifier_kernel", "forward_kernel"}
     assert ours <= kernels if (devices, where) != (2, "jit") else not kernels, kernels
-
-
-def test_the_fused_loss_is_the_plain_one():
-    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12) % 7
-    found = {}
-    for loss in ("xla", "fused"):
-        config = config_of(SHAPES["odd"], block_size=12, loss=loss, loss_chunk=4)
-        graphdef, params = nnx.split(build(config, random_of(config)), nnx.Param)
-        value = lambda params, graphdef=graphdef: loss_fn(
-            nnx.merge(graphdef, params), tokens, (tokens + 1) % 7
-        )
-        found[loss] = jax.jit(jax.value_and_grad(value))(params)
-    for ours, plain in zip(
-        jax.tree.leaves(found["fused"]), jax.tree.leaves(found["xla"]), strict=True
-    ):
-        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
