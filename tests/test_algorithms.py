@@ -93,7 +93,7 @@ def given(monkeypatch, config, groups):
     """The arguments of the transformation that a config builds."""
     seen = {}
     monkeypatch.setattr(
-        importlib.import_module("gptjax.optim.normuon"),
+        importlib.import_module("gptjax.optim.algorithms"),
         "normuon_and_adamw",
         lambda groups, **how: seen.update(how, groups=groups) or optax.identity(),
     )

@@ -11,9 +11,8 @@ import pytest
 
 from gptjax import parallel
 from gptjax.optim import Group, OptimizerConfig, adamw
-from gptjax.optim.adamw import scale_by_adam
+from gptjax.optim.adamw import matrices_and_adamw, scale_by_adam
 from gptjax.optim.low_precision import round_stochastically
-from gptjax.optim.matrix_optimizer import matrices_and_adamw
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 MESH = parallel.data_mesh(jax.devices()[:1])
@@ -45,7 +44,8 @@ def test_the_first_moment_is_rounded_once_after_its_use():
 def test_losses_with_moments_in_bf16(moments):
     """An update differs by less than 0.4 % for the first moment, and by about 0.4 % for the second;
     so do the losses."""
-    x, y = gradients(64, 12), gradients(64, 5)
+    x = gradients(64, 12)
+    y = np.tanh(x[:, :5])
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def run(first, second):

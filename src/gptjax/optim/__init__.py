@@ -1,12 +1,17 @@
 """Optimizers and learning-rate schedules as optax transformations, independent of any model."""
 
-from gptjax.optim.adamw import OptimizerConfig, adamw, add_cautious_decay, decay_mask
-from gptjax.optim.algorithms import ALGORITHMS, MuonConfig, switch_algorithm
+from gptjax.optim.adamw import adamw, add_cautious_decay, decay_mask, matrices_and_adamw
+from gptjax.optim.algorithms import (
+    ALGORITHMS,
+    MatrixOptimizerConfig,
+    MuonConfig,
+    NorMuonConfig,
+    OptimizerConfig,
+    switch_algorithm,
+)
 from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
-from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
 from gptjax.optim.metrics import Metrics
 from gptjax.optim.normuon import (
-    NorMuonConfig,
     distributed,
     momentum_schedule,
     normuon,

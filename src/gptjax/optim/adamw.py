@@ -1,31 +1,20 @@
-"""AdamW with gradient clipping, and the base class of all optimizer configs.
+"""AdamW with gradient clipping, for all parameters or beside an optimizer of matrices.
 
 Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
-import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from gptjax.optim.low_precision import round_stochastically, with_mantissa
-from gptjax.optim.partition import Group, flatten
-from gptjax.optim.schedules import Scheduled, schedule
-from gptjax.ranges import (
-    DecayRate,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    UnitFloat,
-    check_range,
-)
+from gptjax.optim.low_precision import round_stochastically
+from gptjax.optim.partition import Group, assign, flatten, group_of
+from gptjax.optim.schedules import Scheduled
+from gptjax.ranges import check_range
 
 
 def global_norm(tree: optax.Updates) -> jax.Array:
@@ -267,163 +256,68 @@ def adamw(
     return Scheduled.of(optax.chain(clip_by_global_norm(clip_norm), adam), learning_rate)
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW for every parameter, and the options that all algorithms share.
+def matrices_and_adamw(
+    groups: Sequence[Group],
+    matrix: optax.GradientTransformation,
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float = 0.1,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    clip_norm: float | None = 1.0,
+    every: int = 1,
+    **adam: Any,
+) -> optax.GradientTransformation:
+    """Return clipping, then `matrix` for groups of matrices and AdamW for other groups.
 
-    Configs of other algorithms derive from this class and add only their own options.
+    Args:
+        groups: rules of `assign`, which `init` calls.
+        matrix: transformation of the matrices, learning rate included.
+        learning_rate, weight_decay, b1, b2, eps, clip_norm, adam: see `adamw`.
+        every: period of AdamW in updates. AdamW steps at the end of a period with the sum of the
+            period's clipped gradients. With a period of 2, AdamW steps in the updates with indices
+            1, 3, ….
 
-    Attributes:
-        name: the algorithm, as --optimizer names it.
-        changeable: options that --resume with_changes allows to change. The structure of the
-            optimizer's state must not depend on these options.
+    Raises:
+        GroupError: at `init`, as in `assign`.
+        ValueError: a number outside its range.
     """
+    groups = tuple(groups)
+    check_range("matrices_and_adamw", at_least=1, every=every)
 
-    name: ClassVar[str] = "adamw"
-    changeable: ClassVar[frozenset[str]] = frozenset(
-        ("learning_rate", "final_fraction", "clip_norm", "skip_loss_z", "skip_grad_norm_z")
-    )
-
-    learning_rate: PositiveFloat = 6e-4
-    """Peak learning rate of AdamW."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the cooldown, which follows the warm-up. The cooldown of wsd, 1 − √progress, takes
-    the last 20 % of the steps."""
-    warmup_steps: NonNegativeInt = 700
-    """Steps of linear warm-up."""
-    schedule_steps: PositiveInt | None = None
-    """Step at which the schedule ends; max_steps when None."""
-    cooldown_steps: PositiveInt | None = None
-    """Steps of the cooldown, after a constant learning rate. None: the default of the schedule."""
-    final_steps: NonNegativeInt = 0
-    """Steps with the final learning rate, after the cooldown."""
-    final_fraction: UnitFloat = 0.0
-    """Learning rate at the schedule's end, as a fraction of the peak."""
-    b1: DecayRate = 0.9
-    """Decay rate of AdamW's first moment."""
-    b2: DecayRate = 0.95
-    """Decay rate of AdamW's second moment."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's epsilon, outside the square root."""
-    weight_decay: NonNegativeFloat = 0.1
-    """AdamW's decoupled weight decay; norms and biases have none."""
-    decay_form: Literal["lr", "lr_squared"] = "lr"
-    """AdamW's decay proportional to the learning rate, or to its square."""
-    cautious_decay: bool = False
-    """With AdamW, decay only where update and weight have the same sign."""
-    clip_norm: PositiveFloat | None = 1.0
-    """Largest global gradient norm; None for no clipping."""
-    skip_loss_z: PositiveFloat | None = None
-    """Skip an update if its loss exceeds the mean of the last 128 losses by this many standard
-    deviations. None: never skip."""
-    skip_grad_norm_z: PositiveFloat | None = None
-    """Skip an update if its gradient norm exceeds the mean of the last 128 norms by this many
-    standard deviations. None: never skip."""
-    first_moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which AdamW's first moment is stored. An update computes in fp32."""
-    second_moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which AdamW's second moment is stored; bf16 with stochastic rounding. An update
-    computes in fp32."""
-    param_storage: Literal["fp32", "bf16_mantissa"] = "fp32"
-    """Storage of the matrices inside the blocks. bf16_mantissa: the bf16 values that the model
-    reads, and the other 16 bits of the fp32 values. An update reads both and computes in fp32.
-    Needs a model in bf16."""
-
-    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
-        """Return the hyperparameters that change during a run, as functions of the update's index.
-
-        Args:
-            total_steps: end of the schedule if `schedule_steps` is None.
-        """
-        return {"learning_rate": self._learning_rate(self.learning_rate, total_steps)}
-
-    def zero_from(self, total_steps: int) -> int | None:
-        """Return the index of the first update with learning rate 0, or None.
-
-        Args:
-            total_steps: as in `schedules`.
-        """
-        if self.final_fraction > 0 or self.schedule == "constant":
-            return None
-        return (self.schedule_steps or total_steps) - self.final_steps
-
-    def build(
-        self,
-        *,
-        total_steps: int,
-        groups: Sequence[Group],
-        mesh: Mesh,
-        schedules: Mapping[str, optax.Schedule] | None = None,
-    ) -> optax.GradientTransformation:
-        """Return the transformation of a run: clipping, optimizer, learning rate and decay.
-
-        Args:
-            total_steps: optimizer steps of the run.
-            groups: the `Group`s of the model's parameters.
-            mesh: the devices of the run.
-            schedules: used instead of `self.schedules(total_steps)`. A schedule may read an
-                argument of the compiled function: one executable then serves runs of any learning
-                rate and length.
-        """
-        del groups, mesh
-        return adamw(**self._adamw_options(schedules or self.schedules(total_steps)))
-
-    def with_storage(
-        self, tx: optax.GradientTransformation, groups: Sequence[Group]
-    ) -> optax.GradientTransformation:
-        """Return the transformation of `build`, for parameters in `param_storage`."""
-        if self.param_storage == "fp32":
-            return tx
-        rules = [group.paths for group in groups if group.matrices is not None]
-
-        def is_matrix(path: str) -> bool:
-            return any(re.fullmatch(rule, path) for rule in rules)
-
-        return with_mantissa(tx, select=is_matrix)
-
-    def why_not(self, groups: Sequence[Group]) -> str | None:
-        """Return None if the optimizer can train a model with these groups, else the reason why
-        not."""
-        del groups
-        return None
-
-    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        """Describe the optimizer with all options that differ from the defaults, and the options of
-        each group of parameters, one line each.
-
-        Args:
-            params: arrays, or `jax.ShapeDtypeStruct`s.
-            groups: the `Group`s of the model's parameters.
-        """
-        del params, groups
-        options = [f"lr {self.learning_rate:g}", f"decay {self.weight_decay:g}"]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and field.name not in ("learning_rate", "weight_decay"):
-                options.append(f"{field.name} {value}")
-        return [f"{self.name}: {', '.join(options)}"]
-
-    def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
-        return schedule(
-            self.schedule,
-            peak=float(peak),
-            warmup_steps=self.warmup_steps,
-            total_steps=self.schedule_steps or total_steps,
-            final_fraction=float(self.final_fraction),
-            cooldown_steps=self.cooldown_steps,
-            final_steps=self.final_steps,
+    def scaled(by):
+        # AdamW counts its own updates; the schedule counts all updates.
+        return (
+            (lambda n: by * learning_rate(every * n + every - 1))
+            if callable(learning_rate)
+            else by * learning_rate
         )
 
-    def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
-        return {
-            "learning_rate": schedules["learning_rate"],
-            "weight_decay": self.weight_decay,
-            "decay_form": self.decay_form,
-            "cautious_decay": self.cautious_decay,
-            "b1": self.b1,
-            "b2": self.b2,
-            "eps": self.eps,
-            "clip_norm": self.clip_norm,
-            "mu_dtype": jnp.bfloat16 if self.first_moment_dtype == "bf16" else None,
-            "nu_dtype": jnp.bfloat16 if self.second_moment_dtype == "bf16" else None,
-        }
+    def adam_of(group):
+        betas = (b1 if group.b1 is None else group.b1), (b2 if group.b2 is None else group.b2)
+        decay = weight_decay * group.weight_decay
+        rate = scaled(group.learning_rate)
+        return adam_with_decay(rate, b1=betas[0], b2=betas[1], eps=eps, weight_decay=decay, **adam)
+
+    def label(group):
+        return "matrix" if group.matrices is not None else str(groups.index(group))
+
+    def labels(params):
+        names, _, structure = flatten(params)
+        return jax.tree.unflatten(structure, [label(group_of(groups, name)) for name in names])
+
+    def checked_labels(params):
+        assign(groups, flatten(params)[0])
+        if every == 1:
+            return labels(params)
+        return jax.tree.map(lambda x: x if x == "matrix" else "rest", labels(params))
+
+    rest = {label(group): adam_of(group) for group in groups if group.matrices is None}
+    if every > 1:
+        # AdamW computes in each update; only every N-th result is used. XLA removes MultiSteps'
+        # conditional, whose predicate is constant. For another, the host would wait on a GPU.
+        summed = optax.MultiSteps(optax.partition(rest, labels), every, use_grad_mean=False)
+        rest = {"rest": summed.gradient_transformation()}
+    parts = optax.partition({"matrix": matrix, **rest}, checked_labels)
+    return Scheduled.of(optax.chain(clip_by_global_norm(clip_norm), parts), learning_rate)

@@ -1,23 +1,336 @@
-"""Optimizers by name, and Muon (Jordan et al., 2024) as optax implements it."""
+"""The config of each optimizer, which builds the transformation of a run."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 from jax.sharding import Mesh
 
-from gptjax.optim.adamw import OptimizerConfig
-from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
-from gptjax.optim.normuon import NorMuonConfig
-from gptjax.optim.partition import Group, Matrices
+from gptjax.optim.adamw import adamw, matrices_and_adamw
+from gptjax.optim.low_precision import with_mantissa
+from gptjax.optim.normuon import distributed, momentum_schedule, normuon_and_adamw
+from gptjax.optim.partition import Group, Matrices, assign, flatten
+from gptjax.optim.polar_express import newton_schulz, polar_express
+from gptjax.optim.schedules import schedule
+from gptjax.ranges import (
+    DecayRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+)
+
+METHODS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW for every parameter, and the options that all algorithms share.
+
+    Configs of other algorithms derive from this class and add only their own options.
+
+    Attributes:
+        name: the algorithm, as --optimizer names it.
+        changeable: options that --resume with_changes allows to change. The structure of the
+            optimizer's state must not depend on these options.
+    """
+
+    name: ClassVar[str] = "adamw"
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        ("learning_rate", "final_fraction", "clip_norm", "skip_loss_z", "skip_grad_norm_z")
+    )
+
+    learning_rate: PositiveFloat = 6e-4
+    """Peak learning rate of AdamW."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the cooldown, which follows the warm-up. The cooldown of wsd, 1 − √progress, takes
+    the last 20 % of the steps."""
+    warmup_steps: NonNegativeInt = 700
+    """Steps of linear warm-up."""
+    schedule_steps: PositiveInt | None = None
+    """Step at which the schedule ends; max_steps when None."""
+    cooldown_steps: PositiveInt | None = None
+    """Steps of the cooldown, after a constant learning rate. None: the default of the schedule."""
+    final_steps: NonNegativeInt = 0
+    """Steps with the final learning rate, after the cooldown."""
+    final_fraction: UnitFloat = 0.0
+    """Learning rate at the schedule's end, as a fraction of the peak."""
+    b1: DecayRate = 0.9
+    """Decay rate of AdamW's first moment."""
+    b2: DecayRate = 0.95
+    """Decay rate of AdamW's second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon, outside the square root."""
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's decoupled weight decay; norms and biases have none."""
+    decay_form: Literal["lr", "lr_squared"] = "lr"
+    """AdamW's decay proportional to the learning rate, or to its square."""
+    cautious_decay: bool = False
+    """With AdamW, decay only where update and weight have the same sign."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest global gradient norm; None for no clipping."""
+    skip_loss_z: PositiveFloat | None = None
+    """Skip an update if its loss exceeds the mean of the last 128 losses by this many standard
+    deviations. None: never skip."""
+    skip_grad_norm_z: PositiveFloat | None = None
+    """Skip an update if its gradient norm exceeds the mean of the last 128 norms by this many
+    standard deviations. None: never skip."""
+    first_moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which AdamW's first moment is stored. An update computes in fp32."""
+    second_moment_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which AdamW's second moment is stored; bf16 with stochastic rounding. An update
+    computes in fp32."""
+    param_storage: Literal["fp32", "bf16_mantissa"] = "fp32"
+    """Storage of the matrices inside the blocks. bf16_mantissa: the bf16 values that the model
+    reads, and the other 16 bits of the fp32 values. An update reads both and computes in fp32.
+    Needs a model in bf16."""
+
+    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
+        """Return the hyperparameters that change during a run, as functions of the update's index.
+
+        Args:
+            total_steps: end of the schedule if `schedule_steps` is None.
+        """
+        return {"learning_rate": self._learning_rate(self.learning_rate, total_steps)}
+
+    def zero_from(self, total_steps: int) -> int | None:
+        """Return the index of the first update with learning rate 0, or None.
+
+        Args:
+            total_steps: as in `schedules`.
+        """
+        if self.final_fraction > 0 or self.schedule == "constant":
+            return None
+        return (self.schedule_steps or total_steps) - self.final_steps
+
+    def build(
+        self,
+        *,
+        total_steps: int,
+        groups: Sequence[Group],
+        mesh: Mesh,
+        schedules: Mapping[str, optax.Schedule] | None = None,
+    ) -> optax.GradientTransformation:
+        """Return the transformation of a run: clipping, optimizer, learning rate and decay.
+
+        Args:
+            total_steps: optimizer steps of the run.
+            groups: the `Group`s of the model's parameters.
+            mesh: the devices of the run.
+            schedules: used instead of `self.schedules(total_steps)`. A schedule may read an
+                argument of the compiled function: one executable then serves runs of any learning
+                rate and length.
+        """
+        return self._build(schedules or self.schedules(total_steps), groups, mesh)
+
+    def _build(
+        self, schedules: Mapping[str, optax.Schedule], groups: Sequence[Group], mesh: Mesh
+    ) -> optax.GradientTransformation:
+        return adamw(**self._adamw_options(schedules))
+
+    def with_storage(
+        self, tx: optax.GradientTransformation, groups: Sequence[Group]
+    ) -> optax.GradientTransformation:
+        """Return the transformation of `build`, for parameters in `param_storage`."""
+        if self.param_storage == "fp32":
+            return tx
+        rules = [group.paths for group in groups if group.matrices is not None]
+        return with_mantissa(tx, select=lambda path: any(re.fullmatch(r, path) for r in rules))
+
+    def why_not(self, groups: Sequence[Group]) -> str | None:
+        """Return None if the optimizer can train a model with these groups, else the reason why
+        not."""
+        del groups
+        return None
+
+    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
+        """Describe the optimizer with all options that differ from the defaults, and the options of
+        each group of parameters, one line each.
+
+        Args:
+            params: arrays, or `jax.ShapeDtypeStruct`s.
+            groups: the `Group`s of the model's parameters.
+        """
+        del params, groups
+        options = [f"lr {self.learning_rate:g}", f"decay {self.weight_decay:g}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in ("learning_rate", "weight_decay"):
+                options.append(f"{field.name} {value}")
+        return [f"{self.name}: {', '.join(options)}"]
+
+    def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
+        return schedule(
+            self.schedule,
+            peak=float(peak),
+            warmup_steps=self.warmup_steps,
+            total_steps=self.schedule_steps or total_steps,
+            final_fraction=float(self.final_fraction),
+            cooldown_steps=self.cooldown_steps,
+            final_steps=self.final_steps,
+        )
+
+    def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
+        return {
+            "learning_rate": schedules["learning_rate"],
+            "weight_decay": self.weight_decay,
+            "decay_form": self.decay_form,
+            "cautious_decay": self.cautious_decay,
+            "b1": self.b1,
+            "b2": self.b2,
+            "eps": self.eps,
+            "clip_norm": self.clip_norm,
+            "mu_dtype": jnp.bfloat16 if self.first_moment_dtype == "bf16" else None,
+            "nu_dtype": jnp.bfloat16 if self.second_moment_dtype == "bf16" else None,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixOptimizerConfig(OptimizerConfig):
+    """Optimizer of the matrices inside the blocks, with AdamW for all other parameters."""
+
+    changeable: ClassVar[frozenset[str]] = OptimizerConfig.changeable | {"matrix_learning_rate"}
+
+    matrix_learning_rate: PositiveFloat = 0.035
+    """Peak learning rate of the matrices; the schedule has the same shape as AdamW's."""
+    matrix_weight_decay: NonNegativeFloat = 0.025
+    """Weight decay of the matrices."""
+    momentum: DecayRate = 0.95
+    """Momentum of the matrices."""
+    adam_every: PositiveInt = 1
+    """Apply AdamW every N steps, using the sum of the N gradients. A step that an outlier skips
+    adds no gradient; if that step is the Nth, the sum is kept for the next N steps."""
+    embedding_b1: DecayRate | None = None
+    """b1 of the embeddings; None for the value of b1."""
+    embedding_b2: DecayRate | None = None
+    """b2 of the embeddings; None for the value of b2."""
+    vector_b1: DecayRate | None = None
+    """b1 of norms and biases; None for the value of b1."""
+    vector_b2: DecayRate | None = None
+    """b2 of norms and biases; None for the value of b2."""
+
+    def why_not(self, groups: Sequence[Group]) -> str | None:
+        if all(group.matrices is None for group in groups):
+            return "the model has no groups of matrices; choose --optimizer adamw"
+        return None
+
+    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
+        matrix_rate = self._learning_rate(self.matrix_learning_rate, total_steps)
+        return super().schedules(total_steps) | {"matrix_learning_rate": matrix_rate}
+
+    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
+        paths, leaves, _ = flatten(params)
+        assigned, kinds = assign(self._groups(groups), paths), {}
+        for path, leaf in zip(paths, leaves, strict=True):
+            key = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, assigned[path]
+            kinds[key] = kinds.get(key, 0) + 1
+        rows = [("parameter", "shape", "optimizer", "betas", "lr", "decay")]
+        for (path, shape, group), count in kinds.items():
+            optimizer, betas = "adamw", f"{group.b1:g}, {group.b2:g}"
+            rate, decay = self.learning_rate, self.weight_decay
+            if group.matrices is not None:
+                *lead, n_in, n_out = group.matrices.shape(shape, path)
+                many = f"{n} matrices" if (n := math.prod(lead)) > 1 else "1 matrix"
+                optimizer, betas = f"{self.name}, {many} of {n_in} × {n_out}", ""
+                rate, decay = self.matrix_learning_rate, self.matrix_weight_decay
+            rows.append(
+                (
+                    path + (f" (of {count})" if count > 1 else ""),
+                    " × ".join(map(str, shape)),
+                    optimizer,
+                    betas,
+                    _product(rate, group.learning_rate),
+                    _product(decay, group.weight_decay),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return [*super().describe(params, groups), *lines]
+
+    def _groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """Return the groups with b1 and b2: this config's for their kind, their own, or AdamW's."""
+
+        def beta(group: Group, name: str) -> float:
+            values = getattr(self, f"{group.kind}_{name}", None), getattr(group, name)
+            return next((x for x in values if x is not None), getattr(self, name))
+
+        return tuple(
+            dataclasses.replace(group, b1=beta(group, "b1"), b2=beta(group, "b2"))
+            for group in groups
+        )
+
+    def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
+        return super()._adamw_options(schedules) | {"every": self.adam_every}
+
+
+def _product(value: float, factor: float) -> str:
+    """Return value · factor as text, with the factor if it is neither 0 nor 1."""
+    return f"{value * factor:g}" + (f" (× {factor:g})" if factor not in (0, 1) else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class NorMuonConfig(MatrixOptimizerConfig):
+    """NorMuon for the matrices inside the blocks, AdamW for all other parameters."""
+
+    name: ClassVar[str] = "normuon"
+
+    matrix_weight_decay: NonNegativeFloat = 0.025
+    """Weight decay of the matrices, applied where update and weight have the same sign."""
+    matrix_decay_form: Literal["lr", "lr_squared"] = "lr"
+    """Decay proportional to the learning rate, or to its square."""
+    momentum_low: DecayRate = 0.85
+    """Momentum at the first and the last step."""
+    momentum_warmup_steps: NonNegativeInt = 300
+    """Number of first steps in which the momentum rises."""
+    momentum_cooldown_steps: NonNegativeInt = 50
+    """Steps before the schedule's end in which the momentum falls."""
+    neuron_b2: DecayRate = 0.95
+    """Decay rate of each neuron's second moment."""
+    orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
+    """Iteration that orthogonalizes the matrices."""
+
+    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
+        result = super().schedules(total_steps)
+        rate, squared = result["matrix_learning_rate"], self.matrix_decay_form == "lr_squared"
+
+        def weight_decay(count):
+            return self.matrix_weight_decay * (rate(count) if squared else 1.0)
+
+        momentum = momentum_schedule(
+            self.schedule_steps or total_steps,
+            low=self.momentum_low,
+            high=self.momentum,
+            warmup_steps=self.momentum_warmup_steps,
+            cooldown_steps=self.momentum_cooldown_steps,
+        )
+        return result | {"matrix_weight_decay": weight_decay, "momentum": momentum}
+
+    def _build(self, schedules, groups, mesh):
+        return normuon_and_adamw(
+            self._groups(groups),
+            matrix_learning_rate=schedules["matrix_learning_rate"],
+            matrix_weight_decay=schedules["matrix_weight_decay"],
+            momentum=schedules["momentum"],
+            neuron_b2=self.neuron_b2,
+            method=distributed(METHODS[self.orthogonalization], mesh),
+            **self._adamw_options(schedules),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig(MatrixOptimizerConfig):
-    """optax's Muon for the matrices inside the blocks, AdamW for all other parameters.
+    """optax's Muon (Jordan et al., 2024) for the matrices inside the blocks, AdamW for all other
+    parameters.
 
     Each parameter is one matrix, even if its layout packs several matrices.
     """
@@ -35,16 +348,7 @@ class MuonConfig(MatrixOptimizerConfig):
                 )
         return super().why_not(groups)
 
-    def build(
-        self,
-        *,
-        total_steps: int,
-        groups: Sequence[Group],
-        mesh: Mesh,
-        schedules: Mapping[str, optax.Schedule] | None = None,
-    ) -> optax.GradientTransformation:
-        del mesh
-        schedules = schedules or self.schedules(total_steps)
+    def _build(self, schedules, groups, mesh):
         whole = optax.contrib.MuonDimensionNumbers(0, 1)
         # The AdamW of optax.contrib.muon would have Nesterov momentum, and decay for all
         # parameters. Hence optax.contrib.muon gets matrices only.
@@ -54,8 +358,7 @@ class MuonConfig(MatrixOptimizerConfig):
             weight_decay=self.matrix_weight_decay,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: whole, params),
         )
-        options = self._adamw_options(schedules)
-        return matrices_and_adamw(self._groups(groups), muon, **options)
+        return matrices_and_adamw(self._groups(groups), muon, **self._adamw_options(schedules))
 
     def _groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         def whole(group: Group) -> Group:

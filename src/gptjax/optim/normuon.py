@@ -21,12 +21,11 @@ parameter's matrices, `gptjax.optim.Matrices`.
 Shapes: N matrices of one shape, I inputs, O outputs.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +33,10 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from gptjax.optim.adamw import add_cautious_decay
-from gptjax.optim.matrix_optimizer import MatrixOptimizerConfig, matrices_and_adamw
+from gptjax.optim.adamw import add_cautious_decay, matrices_and_adamw
 from gptjax.optim.partition import Group, Layout, flatten, group_of, one_matrix
-from gptjax.optim.polar_express import newton_schulz, polar_express
-from gptjax.ranges import DecayRate, NonNegativeFloat, NonNegativeInt, check_range
-
-METHODS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
+from gptjax.optim.polar_express import polar_express
+from gptjax.ranges import check_range
 
 
 def momentum_schedule(
@@ -313,63 +309,6 @@ def normuon_and_adamw(
         decay_factor=lambda path: of(path).weight_decay,
     )
     return matrices_and_adamw(groups, matrix, **adamw)
-
-
-@dataclasses.dataclass(frozen=True)
-class NorMuonConfig(MatrixOptimizerConfig):
-    """NorMuon for the matrices inside the blocks, AdamW for all other parameters."""
-
-    name: ClassVar[str] = "normuon"
-
-    matrix_weight_decay: NonNegativeFloat = 0.025
-    """Weight decay of the matrices, applied where update and weight have the same sign."""
-    matrix_decay_form: Literal["lr", "lr_squared"] = "lr"
-    """Decay proportional to the learning rate, or to its square."""
-    momentum_low: DecayRate = 0.85
-    """Momentum at the first and the last step."""
-    momentum_warmup_steps: NonNegativeInt = 300
-    """Number of first steps in which the momentum rises."""
-    momentum_cooldown_steps: NonNegativeInt = 50
-    """Steps before the schedule's end in which the momentum falls."""
-    neuron_b2: DecayRate = 0.95
-    """Decay rate of each neuron's second moment."""
-    orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
-    """Iteration that orthogonalizes the matrices."""
-
-    def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
-        result = super().schedules(total_steps)
-        rate, squared = result["matrix_learning_rate"], self.matrix_decay_form == "lr_squared"
-
-        def weight_decay(count):
-            return self.matrix_weight_decay * (rate(count) if squared else 1.0)
-
-        momentum = momentum_schedule(
-            self.schedule_steps or total_steps,
-            low=self.momentum_low,
-            high=self.momentum,
-            warmup_steps=self.momentum_warmup_steps,
-            cooldown_steps=self.momentum_cooldown_steps,
-        )
-        return result | {"matrix_weight_decay": weight_decay, "momentum": momentum}
-
-    def build(
-        self,
-        *,
-        total_steps: int,
-        groups: Sequence[Group],
-        mesh: Mesh,
-        schedules: Mapping[str, optax.Schedule] | None = None,
-    ) -> optax.GradientTransformation:
-        schedules = schedules or self.schedules(total_steps)
-        return normuon_and_adamw(
-            self._groups(groups),
-            matrix_learning_rate=schedules["matrix_learning_rate"],
-            matrix_weight_decay=schedules["matrix_weight_decay"],
-            momentum=schedules["momentum"],
-            neuron_b2=self.neuron_b2,
-            method=distributed(METHODS[self.orthogonalization], mesh),
-            **self._adamw_options(schedules),
-        )
 
 
 def _batches(
