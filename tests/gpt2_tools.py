@@ -1,4 +1,4 @@
-"""GPT-2 and its PyTorch reference from the same weights, and their comparison by the 2× rule."""
+"""A model from random weights; GPT-2 and its PyTorch reference, compared by the 2× rule."""
 
 import functools
 
@@ -18,7 +18,8 @@ from reference.torch_gpt2 import (
     to_numpy,
 )
 
-from gptjax import GPT2, GPT2Config, loss_fn
+from gptjax import GPT2Config, loss_fn
+from gptjax.models.base import abstract_params, graph
 
 # (vocabulary, padded, time, layers, heads, width, batch)
 SHAPES = {
@@ -38,19 +39,18 @@ def config_of(shape, **how):
 
 def split(config):
     """The static graph and the abstract parameters."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))), nnx.Param)
-    return graph, nnx.to_pure_dict(state)
+    return graph(config), abstract_params(config)
 
 
 def build(config, params):
-    return nnx.merge(split(config)[0], jax.tree.map(jnp.asarray, params))
+    return nnx.merge(graph(config), jax.tree.map(jnp.asarray, params))
 
 
 def random_of(config, seed=0):
     return random_params(split(config)[1], config.vocab_size, seed)
 
 
-def batch_of(config, size, seed=0, time=None):
+def batch_of(config, size=2, seed=0, time=None):
     shape = (2, size, time or config.block_size)
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
@@ -61,7 +61,7 @@ def run(config, params, tokens, targets, compiler_options=None):
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
     def everything(params, tokens, targets):
-        model = lambda params: nnx.merge(split(config)[0], params)
+        model = lambda params: nnx.merge(graph(config), params)
         loss, grads = jax.value_and_grad(lambda params: loss_fn(model(params), tokens, targets))(
             params
         )
@@ -72,8 +72,9 @@ def run(config, params, tokens, targets, compiler_options=None):
     )
     assert loss.dtype == jnp.float32
     grads = {name: np.asarray(grad, np.float64) for name, grad in flatten(grads).items()}
-    assert not grads["wte"][config.vocab_size :].any(), "a padded row of wte has a gradient"
-    grads["wte"] = grads["wte"][: config.vocab_size]
+    for name in {"wte", "lm_head"} & grads.keys():
+        assert not grads[name][config.vocab_size :].any(), f"a padded row of {name} has a gradient"
+        grads[name] = grads[name][: config.vocab_size]
     return np.asarray(logits, np.float64), float(loss), grads
 
 

@@ -2,15 +2,12 @@
 
 import warnings
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from flax import nnx
 from reference.torch_gpt2 import flatten, random_params
 from torch.nn import functional
 
-from gptjax.models.base import abstract_params, graph, loss_fn
+from gptjax.models.base import abstract_params
 from gptjax.models.llama3 import Llama3Config
 
 with warnings.catch_warnings():
@@ -48,15 +45,6 @@ def random_of(config, seed=0):
     for name in {"wte", "lm_head"} & params.keys():
         params[name][config.vocab_size :] = 0
     return params
-
-
-def build(config, params):
-    return nnx.merge(graph(config), jax.tree.map(jnp.asarray, params))
-
-
-def batch_of(config, size=2, seed=0, time=None):
-    shape = (2, size, time or config.block_size)
-    return np.random.default_rng(seed).integers(0, config.vocab_size, shape).astype(np.int32)
 
 
 def in_pytorch(config, flat: dict) -> dict[str, torch.Tensor]:
@@ -163,23 +151,3 @@ def exact_logits(model: TorchLlama, tokens):
     model(tokens, tokens)
     model.head_loss = loss
     return found[0]
-
-
-def ours(config, params, tokens, targets):
-    """Logits, loss and gradients of our model in fp64; padded rows have no gradient and are left
-    out."""
-
-    @jax.jit
-    def everything(params, tokens, targets):
-        model = lambda params: nnx.merge(graph(config), params)
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(model(p), tokens, targets))(params)
-        return model(params)(tokens).astype(jnp.float32), loss, grads
-
-    logits, loss, grads = everything(
-        jax.tree.map(jnp.asarray, params), jnp.asarray(tokens), jnp.asarray(targets)
-    )
-    grads = {name: np.asarray(grad, np.float64) for name, grad in flatten(grads).items()}
-    for name in {"wte", "lm_head"} & grads.keys():
-        assert not grads[name][config.vocab_size :].any(), f"a padded row of {name} has a gradient"
-        grads[name] = grads[name][: config.vocab_size]
-    return np.asarray(logits, np.float64), float(loss), grads

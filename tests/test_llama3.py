@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch_side
 from flax import nnx
+from gpt2_tools import batch_of, build
+from gpt2_tools import run as ours
 from kernel_tools import lower_for_h200
 from llama_tools import (
     ODD,
-    batch_of,
-    build,
     exact,
     exact_gradients,
     exact_logits,
     in_pytorch,
-    ours,
     random_of,
     theirs,
 )

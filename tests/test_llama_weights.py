@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gpt2_tools import batch_of, build
 from hf_tools import assert_same, read_gguf
-from llama_tools import ODD, batch_of, build, in_pytorch, random_of, theirs
+from llama_tools import ODD, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
 
 import gptjax

@@ -58,19 +58,12 @@ def _without_payload(bits: UInt32[Array, "*S"]) -> UInt32[Array, "*S"]:
     return jnp.where(is_nan, (bits & jnp.uint32(0x80000000)) | 0x7FC00000, bits)
 
 
-class InFP32(NamedTuple):
-    """Empty node in place of a low half.
-
-    `optax.MaskedNode` would not differ from the parameters that `optax.partition` masks.
-    """
-
-
 class MantissaState(NamedTuple):
     """State of `with_mantissa`.
 
     Attributes:
-        low: low halves of the parameters, uint16 of the same shapes; `InFP32` for a parameter that
-            is stored in fp32.
+        low: low halves of the parameters, uint16 of the same shapes; None for a parameter that is
+            stored in fp32.
         inner: state of the optimizer.
     """
 
@@ -105,7 +98,7 @@ def with_mantissa(
                 )
         leaves = [p.astype(jnp.float32) for p in leaves]
         pairs = zip(names, leaves, strict=True)
-        lows = [split(p)[1] if select(name) else InFP32() for name, p in pairs]
+        lows = [split(p)[1] if select(name) else None for name, p in pairs]
         inner = tx.init(jax.tree.unflatten(structure, leaves))
         return MantissaState(jax.tree.unflatten(structure, lows), inner)
 
@@ -117,7 +110,7 @@ def with_mantissa(
         )
 
         def apply(low, p, w, u):
-            if _is_in_fp32(low):
+            if low is None:
                 return u, low
             new, low = split(w + u.astype(jnp.float32))
             p = p.astype(jnp.float32)
@@ -127,7 +120,7 @@ def with_mantissa(
             # is 0.
             return step, jnp.where((p + step).astype(jnp.bfloat16) == new, low, jnp.uint16(0))
 
-        lows, structure = jax.tree.flatten(state.low, is_leaf=_is_in_fp32)
+        lows, structure = jax.tree.flatten(state.low, is_leaf=_is_none)
         leaves = map(jax.tree.leaves, (params, fp32, updates))
         pairs = [apply(*x) for x in zip(lows, *leaves, strict=True)]
         steps, lows = zip(*pairs, strict=True)
@@ -162,16 +155,16 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     return jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
 
 
-def _is_in_fp32(x: object) -> bool:
-    return isinstance(x, InFP32)
+def _is_none(x: object) -> bool:
+    return x is None
 
 
 def _map(f: Callable, state: MantissaState, params: optax.Params) -> optax.Params:
     """Return the parameters, with f(low half, parameter) for parameters that have a low half."""
-    lows = jax.tree.leaves(state.low, is_leaf=_is_in_fp32)
+    lows = jax.tree.leaves(state.low, is_leaf=_is_none)
     leaves, structure = jax.tree.flatten(params)
     pairs = zip(lows, leaves, strict=True)
-    return jax.tree.unflatten(structure, [p if _is_in_fp32(x) else f(x, p) for x, p in pairs])
+    return jax.tree.unflatten(structure, [p if x is None else f(x, p) for x, p in pairs])
 
 
 class StochasticRoundingState(NamedTuple):
