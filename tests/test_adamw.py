@@ -1,6 +1,5 @@
 """AdamW against its equations in NumPy float64."""
 
-import math
 import re
 
 import jax
@@ -151,26 +150,7 @@ def test_betas_may_be_arrays():
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"learning_rate": -1e-3},
-        {"learning_rate": math.nan},
-        {"learning_rate": math.inf},
-        {"b1": 1.5},
-        {"b2": -0.1},
-        {"b2": 0.999999999},
-        {"eps": -1.0},
-        {"weight_decay": -100.0},
-        {"clip_norm": 0.0},
-        {"clip_norm": -1.0},
-        {"clip_norm": math.nan},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
-        adamw(**{"learning_rate": 1e-3} | options)
+def test_another_dtype_of_the_second_moment_is_refused():
     with pytest.raises(ValueError, match="nu_dtype must be None or bfloat16, got float32"):
         adamw(1e-3, nu_dtype="float32")
 

@@ -68,8 +68,6 @@ def test_momentum_rises_and_falls_back():
     assert [round(float(risen(step)), 6) for step in (0, 50, 100)] == [0.95, 0.95, 0.85]
     constant = momentum_schedule(100, warmup_steps=0, cooldown_steps=0)
     assert [round(float(constant(step)), 6) for step in (0, 99, 100, 200)] == [0.95] * 4
-    with pytest.raises(ValueError, match=r"momentum_schedule: high must be in \[0, 1\), got 1.5"):
-        momentum_schedule(100, high=1.5)
 
 
 @pytest.mark.parametrize("momentum", [0.9, lambda count: 0.5 + 0.1 * jnp.float32(count)])
@@ -303,33 +301,14 @@ def test_under_nnx_optimizer_gpt2s_groups_apply():
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"learning_rate": -0.1},
-        {"learning_rate": float("nan")},
-        {"momentum": 1.0},
-        {"b2": 1.5},
-        {"weight_decay": -1.0},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"normuon: {name} must be .*, got {value}"):
-        normuon(**{"learning_rate": 0.1} | options)
-
-
 # ----------------------------------------------------------------------------------------- matrices
 
 
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_packed_matrices_are_matrices_of_their_own(outputs_first):
     q, k, v = (normal(6, 8, seed=i) for i in range(3))
-    join = (
-        (lambda *x: np.concatenate([y.T for y in x]))
-        if outputs_first
-        else (lambda *x: np.concatenate(x, axis=1))
-    )
+    turned = (lambda x: x.T) if outputs_first else (lambda x: x)
+    join = lambda *x: turned(np.concatenate(x, axis=1))
     layout = lambda path: Matrices(packed=3, outputs_first=outputs_first)
     tx = optax.chain(orthogonalize(in_fp32, layout=layout), scale_by_neuron_norm(layout=layout))
     (found,) = run(tx, [{"qkv": join(q, k, v)}])

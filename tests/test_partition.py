@@ -133,36 +133,6 @@ def test_parameters_without_a_rule_or_with_two_are_errors():
         )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"b1": 1.0},
-        {"eps": -1.0},
-        {"clip_norm": -1.0},
-        {"every": 0},
-        {"neuron_b2": 1.5},
-        {"momentum": -0.1},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name.removeprefix('neuron_')} must be .*, got {value}"):
-        normuon_and_adamw(GROUPS, matrix_learning_rate=0.1, learning_rate=0.1, **options)
-
-
-def test_a_groups_factors_are_checked():
-    with pytest.raises(
-        ValueError, match=r"Group\('wte'\): learning_rate must be finite and at least 0, got -1.0"
-    ):
-        Group("wte", learning_rate=-1.0)
-    with pytest.raises(ValueError, match=r"Group\('wte'\): b2 must be in \[0, 1\), got 1.0"):
-        Group("wte", b2=1.0)
-    group = Group("wte")
-    object.__setattr__(group, "kind", "embeding")  # the test's type checks refuse it as an argument
-    with pytest.raises(ValueError, match=r"Group\('wte'\): unknown kind 'embeding'; choose one of"):
-        group.__post_init__()
-
-
 def table(params, groups):
     """The cells of the header's rows by the parameter's name."""
     lines = NorMuonConfig().describe(params, groups)[2:]

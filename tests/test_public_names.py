@@ -16,29 +16,11 @@ import gptjax.optim
 import gptjax.weights
 import pallas_kernels
 
-NAMES = {
-    "Batch",
-    *(
-        "Batch",
-        "Config",
-        "GPT2",
-        "GPT2Config",
-        "Llama3",
-        "Llama3Config",
-        "OptimizerConfig",
-        "PRESETS",
-        "Parallel",
-        "Precision",
-        "Speedrun",
-        "SpeedrunConfig",
-        "Stage",
-        "generate",
-        "init_state",
-        "load",
-        "load_hf",
-    ),
-    *("load_llmc", "loss_fn", "make_train_step", "save_hf", "save_llmc"),
-}
+NAMES = set(
+    "Batch Config GPT2 GPT2Config Llama3 Llama3Config OptimizerConfig PRESETS Parallel Precision "
+    "Speedrun SpeedrunConfig Stage generate init_state load load_hf load_llmc loss_fn "
+    "make_train_step save_hf save_llmc".split()
+)
 
 
 def test_public_names_are_listed_and_are_what_their_modules_define():

@@ -67,20 +67,6 @@ def test_a_cooldown_that_begins_during_the_warm_up_is_refused(name, steps):
     assert float(trial(9)) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"peak": -1.0},
-        {"peak": math.nan},
-        {"warmup_steps": -1},
-        {"total_steps": -5},
-        {"final_fraction": 50.0},
-        {"final_fraction": -3.0},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"schedule: {name} must be .*, got {value}"):
-        schedule("cosine", **{"peak": 1.0, "warmup_steps": 0, "total_steps": 10} | options)
+def test_unknown_name_lists_the_choices():
     with pytest.raises(ValueError, match=r"unknown schedule 'cos'.*cosine.*linear.*constant.*wsd"):
         schedule("cos", peak=1.0, warmup_steps=0, total_steps=1)
