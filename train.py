@@ -47,13 +47,13 @@ from gptjax.user_folders import cache_folder
 from gptjax.weights import checkpoint_files
 
 
-def train(config: Config, console: Console, given: frozenset[str] = frozenset()) -> int:
-    """Train with a config; return the exit code. `given` is as in `init_from.resolve`."""
+def train(config: Config, console: Console) -> int:
+    """Train with a config; return the exit code."""
     with ExitStack() as stack:  # lock, log, threads, signal handlers
-        return _train(config, console, stack, given)
+        return _train(config, console, stack)
 
 
-def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[str]) -> int:
+def _train(config: Config, console: Console, stack: ExitStack) -> int:
     def say(name: str, text: object) -> None:
         line = fitted(console, printable(f"{name:<11} {text}"), indent=12)
         console.print(line, markup=False)
@@ -70,7 +70,7 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
     first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
     console.quiet |= not first
     start = resume.find(config)
-    config, source = init_from.resolve(config, given, start)
+    config, source = init_from.resolve(config, start)
     kernels, parallel = config.kernels(), config.parallel_on(used)
     start_up.mark("devices")
 
@@ -217,4 +217,4 @@ def _train(config: Config, console: Console, stack: ExitStack, given: frozenset[
 if __name__ == "__main__":
     silence_orbax()
     console = PipeConsole(highlight=False, soft_wrap=True)
-    sys.exit(errors.run(lambda: train(cli.from_command_line(), console, cli.given_for_model())))
+    sys.exit(errors.run(lambda: train(cli.from_command_line(), console)))

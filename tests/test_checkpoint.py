@@ -24,12 +24,15 @@ CONFIG = GPT2Config(
 
 @functools.cache
 def state_and_shape(devices=1, config=CONFIG):
-    mesh = parallel.replicated(parallel.data_mesh(jax.devices("cpu")[:devices]))
-    state = jax.device_put(init_state(config, optim.adamw(1e-3), 0), mesh)
-    state = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state)
-    return state, jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh), state
+    """Return a state in which no two arrays are the same, and its shapes and shardings."""
+    sharding = parallel.replicated(parallel.data_mesh(jax.devices("cpu")[:devices]))
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(lambda: init_state(config, optim.adamw(1e-3), 0)),
     )
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: rng.uniform(0, 100, x.shape).astype(x.dtype), like)
+    return jax.device_put(state, sharding), like
 
 
 def save(folder, states, **options):

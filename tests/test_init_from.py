@@ -12,7 +12,6 @@ from train_tools import rows, run
 
 import gptjax
 from gptjax import parallel
-from gptjax.cli import given_for_model
 from gptjax.config import Config, ConfigError
 from gptjax.data import find_dataset
 from gptjax.models.base import abstract_params, graph, params_of
@@ -20,7 +19,7 @@ from gptjax.optim import OptimizerConfig
 from gptjax.parallel import Parallel
 from gptjax.training import init_from
 from gptjax.training.inputs import Inputs
-from gptjax.weights import DamagedError, WeightsError, sources
+from gptjax.weights import WeightsError, sources
 
 # The fixtures `config` and `words`.
 pytest_plugins = ["train_tools"]
@@ -143,17 +142,6 @@ def test_another_shape_is_refused_with_both_values(saved, tmp_path, given, messa
     assert not (tmp_path / "new").exists()
 
 
-def test_a_default_on_the_command_line_counts_as_given(saved, tmp_path):
-    given = given_for_model(["--model.n-layer", "12", "--model.n_embd=768", "--seed", "1"])
-    assert given == {"n_layer", "n_embd"}
-    assert given_for_model(["--model.no-tie-embeddings"]) >= {"tie_embeddings"}
-    config = config_for(saved, tmp_path)
-    with pytest.raises(ConfigError, match=r"n-embd: 8 there, 768 .*\n.*n-layer: 11 there, 12 in"):
-        init_from.resolve(config, given)
-    config = config_for(saved, tmp_path, block_size=16)
-    assert init_from.resolve(config, frozenset({"block_size"}))[0].model == MODEL
-
-
 def test_unsuitable_models_are_refused(saved, tmp_path, words):
     with pytest.raises(WeightsError, match="the path does not exist"):
         init_from.resolve(config_for(tmp_path / "no", tmp_path))
@@ -174,15 +162,6 @@ def test_unsuitable_models_are_refused(saved, tmp_path, words):
     with pytest.raises(ConfigError, match="has the tokenizer gpt2, and .* has byte"):
         init_from.check_tokenizer(source, dataset)
     init_from.check_tokenizer(sources.find(saved), dataset)
-
-
-def test_a_damaged_model_is_refused(tmp_path):
-    path = save_run(tmp_path / "run", {4: random_params()})
-    for file in (path / "checkpoints" / "4" / "state").rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:10])
-    config, source = init_from.resolve(config_for(path, tmp_path))
-    with pytest.raises(DamagedError, match="4 is damaged"):
-        init_from.read_params(config.model, Parallel.of(jax.devices("cpu")[:1]), source)
 
 
 def test_the_state_holds_the_parameters_and_is_new_otherwise(saved, tmp_path, optax_promotion):

@@ -95,10 +95,10 @@ def config(tmp_path, words, one_device, program_cache, optax_promotion):
     )
 
 
-def run(config: Config, given: frozenset[str] = frozenset()) -> tuple[int, str]:
+def run(config: Config) -> tuple[int, str]:
     """Exit code and what was shown."""
     shown = io.StringIO()
-    code = train_py.train(config, Console(file=shown, width=200), given)
+    code = train_py.train(config, Console(file=shown, width=200))
     return code, shown.getvalue()
 
 

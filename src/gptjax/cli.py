@@ -155,14 +155,6 @@ def _with_values(config: Config, values: dict[str, Any]) -> Config:
     return Config(**own)
 
 
-def given_for_model(argv: list[str] | None = None) -> frozenset[str]:
-    """Return the names that follow `--model.` on the command line, as names of fields."""
-    argv = sys.argv[1:] if argv is None else argv
-    flags = [argument.partition("=")[0] for argument in argv if argument.startswith("--model.")]
-    names = {flag.removeprefix("--model.").replace("-", "_") for flag in flags}
-    return frozenset(names | {name.removeprefix("no_") for name in names})
-
-
 def load(path: Path) -> Config:
     """Return the `config` that a Python file defines.
 

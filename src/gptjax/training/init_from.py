@@ -23,17 +23,13 @@ from gptjax.weights import sources
 from gptjax.weights.sources import Source
 
 
-def resolve(
-    config: Config, given: frozenset[str] = frozenset(), start: Resume | None = None
-) -> tuple[Config, Source | None]:
+def resolve(config: Config, start: Resume | None = None) -> tuple[Config, Source | None]:
     """Return the config with the shape of the model at `init_from`, and the source of this model.
 
     If the run has a checkpoint, the config has the checkpoint's shape, and the second result is
     None.
 
     Args:
-        given: fields of the model that the user has set, possibly to default values. Any other
-            field with its default value is replaced.
         start: the run's own checkpoint, if there is one; None if not.
 
     Raises:
@@ -49,7 +45,7 @@ def resolve(
             own = model_from_json(sources.last_stage(start.folder, start.meta), kind)
         except ConfigError:  # another architecture, which `Resume.check` reports
             return config, None
-        return _with_model(config, own, given), None
+        return _with_model(config, own), None
     source = sources.find(config.init_from)
     if source.architecture != kind.__name__:
         raise ConfigError(
@@ -58,7 +54,7 @@ def resolve(
         )
     distributed.check_alike({f"--init-from {source}": source.identity()})
     model = source.config()
-    resolved = _with_model(config, model, given)
+    resolved = _with_model(config, model)
     _refuse_conflicts(source, model, resolved.model)
     return resolved, source
 
@@ -69,12 +65,10 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names - {"padded_vocab_size"}}
 
 
-def _with_model(config: Config, found: ModelConfig, given: frozenset[str]) -> Config:
-    """Return the config with the shape of `found`. Fields in `given` and fields with other values
-    than the defaults are kept."""
-    shape, default = _shape(found), _shape(type(config.model)())
-    own = _shape(config.model).items()
-    shape |= {name: value for name, value in own if name in given or value != default[name]}
+def _with_model(config: Config, found: ModelConfig) -> Config:
+    """Return the config with the shape of `found`. Values other than the defaults are kept."""
+    default, own = _shape(type(config.model)()), _shape(config.model)
+    shape = _shape(found) | {name: x for name, x in own.items() if x != default[name]}
     if shape["vocab_size"] != config.model.vocab_size:
         shape["padded_vocab_size"] = found.padded_vocab_size
     try:

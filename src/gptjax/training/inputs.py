@@ -209,18 +209,11 @@ def _checked_tokenizer(config: Config, dataset: data.Dataset) -> data.Dataset:
     if ids <= model_ids:
         return dataset
     fewer = f"the model has {model_ids:,} ids, and the tokenizer {name} has {ids:,}"
-    larger = "" if config.init_from else f"set --model.vocab-size {ids}, or "
-    needing = [flag for flag in ("sample_every", "eval_every") if getattr(config, flag)]
-    if needing and dataset.listed:
+    if config.sample_every or config.eval_every:
+        assumed = "" if dataset.listed else ", which is assumed because there is no dataset.json"
         raise ConfigError(
-            f"{dataset.path}: {fewer}; {larger}prepare the text again with --tokenizer byte and "
-            "another --name"
-        )
-    if needing:
-        unset = " ".join(f"--{flag.replace('_', '-')} 0" for flag in needing)
-        raise ConfigError(
-            f"{dataset.path}: {fewer}, which is assumed because there is no dataset.json; {larger}"
-            f"for ids of another tokenizer train without texts: {unset}"
+            f"{dataset.path}: {fewer}{assumed}; set --model.vocab-size {ids}, prepare the text "
+            "with another tokenizer, or train without texts: --sample-every 0 --eval-every 0"
         )
     if dataset.listed:
         return dataset
@@ -289,11 +282,4 @@ def _val_batch(timeline: Timeline, dataset: data.Dataset, device_count: int) -> 
             f"{dataset.path} has {dataset.val_tokens} validation tokens: too few for one sequence "
             f"of {length} on each of {device_count} devices"
         )
-    for span in timeline.spans:
-        chunk = span.config.model.loss_chunk
-        if chunk and batch * length % chunk:
-            raise ConfigError(
-                f"{timeline.name(span)}--model.loss-chunk {chunk} must divide the {batch} × "
-                f"{length} = {batch * length} tokens of a validation batch; choose a divisor"
-            )
     return batch
