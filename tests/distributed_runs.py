@@ -22,7 +22,7 @@ from gptjax import distributed, parallel, provenance
 from gptjax.config import Config, ConfigError
 from gptjax.data import write_shard
 from gptjax.optim import NorMuonConfig
-from gptjax.training import progress, run_log
+from gptjax.training import run_log, status_line
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 spec = importlib.util.spec_from_file_location("train", TRAIN)
@@ -112,7 +112,7 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
     """Run a scenario; the results are written as JSON beside the config file."""
     group = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": count}
     os.environ.update({k: str(v) for k, v in (group | {"JAX_PROCESS_ID": index}).items()})
-    progress.LOG_EVERY = 1
+    status_line.LOG_EVERY = 1
     config = runpy.run_path(file)["config"]
     results = {}
     if scenario == "killed":  # the command itself, for what it prints and how it ends

@@ -14,6 +14,7 @@ from gptjax import parallel as parallel_module
 from gptjax.models import blocks
 from gptjax.models.base import graph, init_params
 from gptjax.parallel import Parallel
+from gptjax.training import status_line
 from gptjax.training.step import make_clipping_step
 from pallas_kernels import linear
 from pallas_kernels.fp8 import clipping, layers
@@ -116,6 +117,7 @@ def test_log_and_status_line(config, monkeypatch):
     """With a scale that clips the output of the norms. The losses are those of a run without
     counts, bit for bit."""
     monkeypatch.setattr(blocks, "ACTIVATION_SCALE", 256.0)
+    monkeypatch.setattr(status_line, "LOG_EVERY", 1)
     model = dataclasses.replace(config.model, precision=Precision("fp8"))
     on = dataclasses.replace(
         config, model=model, max_steps=5, val_every=2, sample_every=0, checkpoint_every=0

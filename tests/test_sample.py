@@ -99,21 +99,6 @@ def test_a_row_ends_at_block_size(model):
     assert (new_BN[0] >= 0).all() and (new_BN[1, :19] >= 0).all()
 
 
-def test_greedy_completions_are_those_without_a_cache(model):
-    prompts, forward = [BYTES.encode(text) for text in ("abé", "third")], nnx.jit(lambda m, x: m(x))
-    *_, completions = complete(
-        model, BYTES, prompts, max_new_tokens=30, temperature=0, key=KEY, stop_at_eot=False
-    )
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = prompt.tolist()
-        while len(ids) < 24:  # one shape; the model is causal
-            logits_BTV = forward(model, jnp.array([ids + [0] * (24 - len(ids))]))
-            ids.append(int(logits_BTV[0, len(ids) - 1].argmax()))
-        assert completion.tokens == ids[len(prompt) :] and completion.stopped == "block-size"
-        assert completion.text == BYTES.decode(completion.tokens)
-        assert len({*completion.tokens}) > 4  # not one token again and again
-
-
 def grown(ids, limit=100, **how):
     """A completion of given ids, and its text after each."""
     completion, texts = Completion(BYTES, (limit, "max-new-tokens"), **how), []
@@ -189,11 +174,6 @@ def test_prompts_of_any_integer_type_are_completed(model):
     *_, found = complete(model, BYTES, prompts, **how)
     *_, expected = complete(model, BYTES, [[*map(int, prompt)] for prompt in prompts], **how)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
-
-
-def test_the_begin_of_a_stop_text_is_held_back():
-    _, texts = grown(b"a\nUser\nUse", stop=["\nUser:"])
-    assert texts == ["a"] * 6 + ["a\nUser"] * 4
 
 
 def test_the_device_computes_the_next_chunk_while_one_is_used(model, monkeypatch):

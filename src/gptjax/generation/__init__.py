@@ -321,10 +321,9 @@ def _advance(structure, params, weights, cache, token_B, length_B, *, filters, k
 def _filters(vocab_size: int, temperature, top_k, top_p) -> Filters:
     """Return checked options as arrays: new values need no new executable, but None does."""
     # Dividing by a number below fp32's normal range results in NaN.
-    fp32 = np.finfo(np.float32)
-    greedy = temperature < float(fp32.tiny)
+    greedy = temperature < float(np.finfo(np.float32).tiny)
     return Filters(
-        None if greedy else np.float32(min(temperature, float(fp32.max))),
+        None if greedy else np.float32(temperature),
         None if top_k is None else np.int32(min(top_k, vocab_size)),
         None if top_p in (None, 1) else np.float32(top_p),
     )

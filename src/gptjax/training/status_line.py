@@ -14,6 +14,9 @@ from rich.text import Text
 
 from gptjax.terminal import wrapped
 
+# Steps between printed lines without a terminal; log.jsonl has every step.
+LOG_EVERY = 10
+
 
 class PipeConsole(Console):
     """Console that raises BrokenPipeError instead of ending the process without a save."""
@@ -55,7 +58,6 @@ class StatusLine:
 
     Args:
         total_steps: last step of training.
-        every: steps between lines if the output is not a terminal.
         console: output; None: standard output.
         clock: function that returns the time in seconds.
         tokens: function that returns the tokens in a number of steps, for the remaining time.
@@ -65,13 +67,12 @@ class StatusLine:
         self,
         total_steps: int,
         *,
-        every: int = 10,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         tokens: Callable[[int], int] = lambda steps: steps,
     ):
         self.console = console or Console()
-        self._total_steps, self._every = total_steps, every
+        self._total_steps = total_steps
         self._clock, self._tokens = clock, tokens
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None
@@ -117,7 +118,7 @@ class StatusLine:
         last = step >= self._total_steps
         if self._live is not None:
             self._show(due=last or now - self._drawn_at >= 0.1)
-        elif last or step % self._every == 0 or step == self._first[0]:
+        elif last or step % LOG_EVERY == 0 or step == self._first[0]:
             self._show()
 
     def validated(self, loss: float) -> None:
