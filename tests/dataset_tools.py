@@ -16,9 +16,7 @@ def tokens_of(batch):
     return np.concatenate([batch.inputs, batch.targets[..., -1:]], axis=-1)
 
 
-def make_folder(
-    folder, *, tokenizer="byte", train=(100, 60), val=(50,), manifest=True, version=2, **extra
-):
+def make_folder(folder, *, tokenizer="byte", train=(100, 60), val=(50,), manifest=True, **extra):
     """Write a dataset folder with the given shard sizes, without gptjax's writer."""
     folder.mkdir(parents=True)
     shards = {}
@@ -26,17 +24,18 @@ def make_folder(
         for number, size in enumerate(sizes, start=first):
             file = f"some_{split}_{number:06d}.bin"
             write_shard(folder / file, np.arange(size, dtype=np.uint16) % 200)
+            digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
             shards[file] = {"tokens": size, "max_token": min(size - 1, 199)}
-            if version == 2:
-                digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
-                shards[file] |= {"sha256": digest, "sample": digest}
-    said = {
-        "format": version,
-        "tokenizer": tokenizer,
-        **KINDS[tokenizer],
-        "source": "test",
-        "shards": shards,
-    }
+            shards[file] |= {"sha256": digest, "sample": digest}
+    content = {"format": 2, "tokenizer": tokenizer, **KINDS[tokenizer], "source": "test"}
     if manifest:
-        (folder / "dataset.json").write_text(json.dumps(said | extra))
+        content |= {"source_digest": "0" * 64, "shards": shards, **extra}
+        (folder / "dataset.json").write_text(json.dumps(content))
     return folder
+
+
+def edit_manifest(folder, change):
+    """Apply a function to the content of dataset.json, or merge a dictionary."""
+    content = json.loads((folder / "dataset.json").read_text())
+    content = change(content) or content if callable(change) else content | change
+    (folder / "dataset.json").write_text(json.dumps(content))

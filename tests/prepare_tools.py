@@ -23,19 +23,17 @@ def tokens_of(folder, split):
     return np.concatenate([open_shard(path) for path in sorted(folder.glob(f"*_{split}_*.bin"))])
 
 
-def documents_of(folder, split):
+def documents_of(folder, *splits):
     """Return the texts in the shards; each must be preceded by an EOT."""
-    tokens = tokens_of(folder, split)
-    assert tokens[0] == EOT
-    return [
-        part[1:].astype(np.uint8).tobytes().decode()
-        for part in np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
-    ]
+    texts = []
+    for split in splits:
+        tokens = tokens_of(folder, split)
+        assert tokens[0] == EOT
+        parts = np.split(tokens, np.flatnonzero(tokens == EOT))[1:]
+        texts += [part[1:].astype(np.uint8).tobytes().decode() for part in parts]
+    return texts
 
 
-def prepare_texts(folder, data_dir, **options):
-    return prepare_corpus(
-        "mine",
-        corpora.text([folder]),
-        Options(**({"data_dir": data_dir, "tokenizer": "byte"} | options)),
-    )
+def prepare_texts(folder, data_dir, log=print, **options):
+    options = Options(**({"data_dir": data_dir, "tokenizer": "byte"} | options))
+    return prepare_corpus("mine", corpora.text([folder]), options, log=log)

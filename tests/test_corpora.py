@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gptjax.data import CorpusError, corpora
@@ -30,33 +31,22 @@ def test_stdlib_is_the_running_pythons_own_sources():
 
 
 def test_stdlib_excludes_folders_that_some_installations_lack(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    says = "expected the .py sources .* found none .*gptjax.data text PATH"
+    with pytest.raises(CorpusError, match=says):
+        corpora.stdlib()
     kept = ["abc.py", "json/decoder.py", "json/tool.py"]
     left_out = [
-        "site-packages/numpy.py",
-        "test/test_abc.py",
-        "json/tests/t.py",
-        "idlelib/run.py",
-        "lib2to3/main.py",
-        "config-3.12-x86_64-linux-gnu/python-config.py",
-        "_sysconfigdata__linux_.py",
-        "__pycache__/a.py",
-        "a.txt",
+        *("site-packages/numpy.py", "test/test_abc.py", "json/tests/t.py", "idlelib/run.py"),
+        *("lib2to3/main.py", "config-3.12-x86_64-linux-gnu/python-config.py", "a.txt"),
+        *("_sysconfigdata__linux_.py", "__pycache__/a.py"),
     ]
     for name in [*left_out, *reversed(kept)]:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "empty.py").touch()
     (tmp_path / "zlatin.py").write_bytes(b"caf\xe9")
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     assert texts(corpora.stdlib()) == [*kept, "caf\ufffd"]
-
-
-def test_a_python_without_sources_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(
-        CorpusError, match="expected the .py sources .* found none .*gptjax.data text PATH"
-    ):
-        corpora.stdlib()
 
 
 def test_text_reads_files_folders_and_globs_once_each(tmp_path, monkeypatch):
@@ -65,125 +55,74 @@ def test_text_reads_files_folders_and_globs_once_each(tmp_path, monkeypatch):
         Path(name).parent.mkdir(exist_ok=True, parents=True)
         Path(name).write_text(name)
     Path("in/empty.txt").touch()
-    assert texts(corpora.text(["b.txt", "a.txt"])) == ["b.txt", "a.txt"]
-    assert texts(corpora.text(["in"])) == ["in/d.txt", "in/deep/c.md"]
-    assert texts(corpora.text(["**/*.txt"])) == ["a.txt", "b.txt", "in/d.txt"]
-    assert texts(corpora.text(["in/deep/c.md", "in", "*.txt"])) == [
-        "in/deep/c.md",
-        "in/d.txt",
-        "a.txt",
-        "b.txt",
-    ]
+    for paths, expected in (
+        (["b.txt", "a.txt"], ["b.txt", "a.txt"]),
+        (["in"], ["in/d.txt", "in/deep/c.md"]),
+        (["**/*.txt"], ["a.txt", "b.txt", "in/d.txt"]),
+        (["in/deep/c.md", "in", "*.txt"], ["in/deep/c.md", "in/d.txt", "a.txt", "b.txt"]),
+        ([Path()], ["a.txt", "b.txt", "in/d.txt", "in/deep/c.md"]),
+    ):
+        assert texts(corpora.text(paths)) == expected
+    Path("b.txt").write_bytes("é\r\n\n🙂 \n".encode())
+    assert texts(corpora.text(["b.txt"])) == ["é\r\n\n🙂 \n"]
 
 
-def test_text_keeps_every_byte(tmp_path):
-    (tmp_path / "a.txt").write_bytes("é\r\n\n🙂 \n".encode())
-    assert texts(corpora.text([tmp_path / "a.txt"])) == ["é\r\n\n🙂 \n"]
-
-
-def test_a_missing_file_or_one_that_is_not_text_is_an_error(tmp_path):
+def test_a_path_without_text_is_an_error(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
-    with pytest.raises(
-        CorpusError, match="no.txt: expected a file, a folder of files or a glob .* found nothing"
+    for name, says in (
+        ("no.txt", "no.txt': expected a file, a folder of files or a glob .* found nothing"),
+        ("empty.txt", "empty.txt: expected files with text, found nothing but empty files"),
+        ("latin.txt", "latin.txt: at byte 3: expected UTF-8 text, found 0xe9; convert"),
     ):
-        corpora.text([tmp_path / "no.txt"])
-    with pytest.raises(CorpusError, match="empty.txt: expected .* found nothing but empty files"):
-        corpora.text([tmp_path / "empty.txt"])
-    with pytest.raises(
-        CorpusError, match="latin.txt: at byte 3: expected UTF-8 text, found 0xe9; convert"
-    ):
-        texts(corpora.text([tmp_path / "latin.txt"]))
+        with pytest.raises(CorpusError, match=says):
+            texts(corpora.text([tmp_path / name]))
+    for corpus in (corpora.text, corpora.jsonl):
+        with pytest.raises(CorpusError, match="'': expected a file"):  # not the current folder
+            corpus([tmp_path / "latin.txt", ""])
 
 
 def test_jsonl_yields_the_field_of_every_line(tmp_path):
-    rows = ["one", "zwei ü", "three\nlines"]
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join(json.dumps({"body": row, "id": 1}) for row in rows) + "\n\n"
-    )
-    assert texts(corpora.jsonl([tmp_path / "a.jsonl"], field="body")) == rows
+    rows = ["one", "", "zwei ü", "three\nlines"]
+    lines = [json.dumps({"body": row, "id": 1}) for row in rows]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n\n")
+    corpus = corpora.jsonl([tmp_path / "a.jsonl"], field="body")
+    assert [*corpus.documents()] == rows
+    sizes = [len(line) if row else 0 for row, line in zip(rows, lines, strict=True)]
+    np.testing.assert_array_equal(corpus.measure(), sizes)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "found"),
     [
-        (b"{oops", "a.jsonl, line 3: expected a JSON object, found b'{oops'"),
-        (b'{"text": "caf\xe9"}', "a.jsonl, line 3: expected a JSON object"),
-        (
-            b'{"title": "x", "id": 2}',
-            "a.jsonl, line 3: expected an object with text in the field 'text', found the "
-            "fields 'title', 'id'",
-        ),
-        (
-            b"[1]",
-            r"a.jsonl, line 3: expected an object with text in the field 'text', found b'\[1\]",
-        ),
-        (
-            b'{"text": 5}',
-            "a.jsonl, line 3: expected .* text in the field 'text', found int in it; .*--field",
-        ),
-        (
-            b'{"text": null}',
-            "line 3: .* text in .*'text', found NoneType in it; .*--field .*--skip-bad-lines",
-        ),
-        (b"[" * 200_000, r"a.jsonl, line 3: expected a JSON object, found b'\[\[\["),
+        (b"{oops", r"b'\{oops'"),
+        (b'{"text": "caf\xe9"}', r".*can't decode"),
+        (b'{"title": "x", "id": 2}', 'b\'{"title": "x", "id": 2}\''),
+        (b"[1]", r"b'\[1\]"),
+        (b'{"text": 5}', "int in it"),
+        (b'{"text": null}', "NoneType in it"),
+        (b"[" * 200_000, r"b'\[\[\["),
     ],
 )
-def test_a_bad_line_is_an_error_with_its_number_before_any_text_is_used(tmp_path, line, says):
+def test_a_bad_line_is_an_error_with_its_number_or_skipped(tmp_path, line, found):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "two"}\n{oops')
-    with pytest.raises(CorpusError, match=says):
+    says = "a.jsonl, line 3: expected a JSON object with text in the field 'text' .option --field.,"
+    says += f" found {found}"
+    with pytest.raises(CorpusError, match=f"{says}.*; .*--skip-bad-lines"):
         corpora.jsonl([tmp_path / "a.jsonl"]).measure()
-    said = []
-    corpus = corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=said.append)
+    notes = []
+    corpus = corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=notes.append)
     assert texts(corpus) == ["fine", "two"]
-    assert said[0].startswith("NOTE: skipped 2 bad lines, kept 2; the first: ") and re.search(
-        says, said[0]
-    )
+    assert re.match(f"NOTE: skipped 2 bad lines, kept 2: .*{says}", notes[0])
     assert corpus.measure().tolist() == [len('{"text": "fine"}'), len('{"text": "two"}')]
 
 
-def test_jsonl_of_bad_lines_only_is_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_text("1\n2\n")
-    with pytest.raises(CorpusError, match="a.jsonl: expected lines of JSON, found only bad lines"):
+@pytest.mark.parametrize("content", ["1\n2\n", "\n\n", '{"text": ""}\n' * 3])
+def test_jsonl_without_texts_is_an_error(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    says = "a.jsonl: expected lines of JSON with texts in field 'text', found none"
+    with pytest.raises(CorpusError, match=says):
         corpora.jsonl([tmp_path / "a.jsonl"], skip_bad_lines=True, log=str).measure()
-
-
-def test_the_digest_of_the_documents_tells_texts_apart():
-    same = corpora.digest(iter(["one", "two"]))
-    assert same == corpora.digest(iter(["one", "two"]))
-    others = [["onetwo"], ["one", "twO"], ["two", "one"], ["one", "two", ""], ["one\ud800", "two"]]
-    assert len({same, *(corpora.digest(iter(other)) for other in others)}) == 6
-
-
-def test_jsonl_without_lines_is_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(
-        CorpusError, match="a.jsonl: expected lines of JSON, found only empty files"
-    ):
-        corpora.jsonl([tmp_path / "a.jsonl"]).measure()
-
-
-def test_an_empty_text_of_jsonl_has_no_size(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": ""}\n')
-    corpus = corpora.jsonl([tmp_path / "a.jsonl"])
-    assert corpus.measure().tolist() == [len('{"text": "one"}'), 0]
-    assert [*corpus.documents()] == ["one", ""]
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
-    with pytest.raises(
-        CorpusError, match="a.jsonl: expected lines of JSON, found only empty texts; .*--field"
-    ):
-        corpora.jsonl([tmp_path / "a.jsonl"]).measure()
-
-
-def test_an_empty_path_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
-    for corpus in (corpora.text, corpora.jsonl):
-        with pytest.raises(
-            CorpusError, match="a folder or a glob, found an empty path; .*variable"
-        ):
-            corpus(["a.txt", ""])
-    assert texts(corpora.text([Path()])) == ["text"]
 
 
 def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch):
@@ -197,10 +136,6 @@ def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch)
         urllib.request, "urlopen", lambda url, timeout: fetched.append(url) or io.BytesIO(play)
     )
     downloaded = corpora.tinyshakespeare()
-    # Known without the download, and equal to the file's.
-    assert downloaded.digest == corpora.digest(
-        corpora.tinyshakespeare(tmp_path / "input.txt").documents()
-    )
     assert not fetched
     assert texts(downloaded) == [play.decode()]
     assert len(fetched) == 1 and "karpathy/char-rnn" in fetched[0]
@@ -210,16 +145,9 @@ def test_tinyshakespeare_without_a_network_or_with_a_damaged_download_is_an_erro
     def refuse(url, timeout):
         raise urllib.error.URLError("no route to host")
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    with pytest.raises(
-        CorpusError,
-        match="could not download https.*no route to host.*--file PATH.*gptjax.data stdlib",
-    ):
-        corpora.tinyshakespeare().measure()
-    monkeypatch.setattr(
-        urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"<html>log in first")
-    )
-    with pytest.raises(
-        CorpusError, match=r"expected SHA-256 86c4e6aa.*, found .* \(18 bytes\).*--file PATH"
-    ):
-        corpora.tinyshakespeare().measure()
+    html = lambda url, timeout: io.BytesIO(b"<html>log in first")
+    for answer, says in ((refuse, "no route to host"), (html, "expected SHA-256 86c4e6aa.* found")):
+        monkeypatch.setattr(urllib.request, "urlopen", answer)
+        says = f"could not download https.*{says}.*--file PATH.*gptjax.data stdlib"
+        with pytest.raises(CorpusError, match=says):
+            corpora.tinyshakespeare().measure()

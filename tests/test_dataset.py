@@ -1,75 +1,71 @@
-"""Finding a prepared dataset, and reading its dataset.json."""
+"""Finding a prepared dataset, its dataset.json, its fingerprint, and the checks of its files."""
 
 import dataclasses
-import errno
+import hashlib
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
-from dataset_tools import make_folder
+from dataset_tools import edit_manifest, make_folder
 
+from gptjax import data
 from gptjax.data import (
     DataError,
     DatasetError,
+    ShardError,
+    check_dataset,
     few_tokens_note,
     find_dataset,
     get_tokenizer,
     write_shard,
 )
 from gptjax.data import dataset as module
-from gptjax.data import manifest as manifest_module
+from gptjax.data import shards as shards_module
+from gptjax.data.__main__ import main
 from gptjax.user_folders import data_folder
 
-
-@pytest.fixture
-def no_bpe(monkeypatch):
-    def choose(choice):
-        assert choice in ("auto", "byte")
-        return get_tokenizer("byte"), "NOTE: bytes" if choice == "auto" else None
-
-    monkeypatch.setattr(module, "choose_tokenizer", choose)
+TRAIN_1, TRAIN_2, VAL = "some_train_000001.bin", "some_train_000002.bin", "some_val_000000.bin"
 
 
 @pytest.fixture
 def quick_stdlib(monkeypatch):
-    """Replace prepare_stdlib by a fast one; test_prepare.py tests the real one."""
-    made = []
+    """Replace prepare_stdlib and the tokenizer GPT-2; test_prepare.py tests the real one."""
+    made, available = [], {"auto": get_tokenizer("byte"), "byte": get_tokenizer("byte")}
 
     def prepare_stdlib(data_dir, tokenizer):
         made.append(tokenizer)
         return make_folder(data_dir / f"stdlib_{tokenizer}", tokenizer=tokenizer)
 
+    def choose(choice):
+        chosen = available[choice]
+        note = "NOTE: bytes" if choice == "auto" and chosen.name == "byte" else None
+        return chosen, note
+
     monkeypatch.setattr(module, "prepare_stdlib", prepare_stdlib)
-    return made
+    monkeypatch.setattr(module, "choose_tokenizer", choose)
+    return made, available
+
+
+# -------------------------------------------------------------------------------- finding a dataset
 
 
 def test_a_prepared_dataset_is_found_by_name_with_its_shards_in_order(tmp_path):
-    folder = make_folder(tmp_path / "mine", train=(10,) * 11)
-    dataset = find_dataset("mine", tmp_path, "auto")
-    assert (dataset.name, dataset.path, dataset.tokenizer, dataset.note) == (
-        "mine",
-        folder,
-        "byte",
-        None,
-    )
+    folder = make_folder(tmp_path / "mine_byte", train=(10,) * 11)
+    for name, tokenizer in (("mine_byte", "auto"), ("mine", "auto"), ("mine", "byte")):
+        dataset = find_dataset(name, tmp_path, tokenizer)
+        assert (dataset.name, dataset.path) == ("mine_byte", folder)
+    assert (dataset.tokenizer, dataset.note) == ("byte", None)
     assert [path.name for path in dataset.train] == [
         f"some_train_{number:06d}.bin" for number in range(1, 12)
     ]
-    assert [path.name for path in dataset.val] == ["some_val_000000.bin"]
+    assert [path.name for path in dataset.val] == [VAL]
     assert (dataset.train_tokens, dataset.val_tokens) == (110, 50)
     with pytest.raises(dataclasses.FrozenInstanceError):
         dataset.name = "other"
-
-
-def test_the_suffix_of_the_tokenizer_may_be_left_out(tmp_path):
-    make_folder(tmp_path / "plays_byte")
-    assert find_dataset("plays", tmp_path, "auto").name == "plays_byte"
-    assert find_dataset("plays", tmp_path, "byte").name == "plays_byte"
-    make_folder(tmp_path / "plays_gpt2", tokenizer="gpt2")
-    assert find_dataset("plays", tmp_path, "auto").name == "plays_gpt2"
-    assert find_dataset("plays", tmp_path, "byte").name == "plays_byte"
+    make_folder(tmp_path / "mine_gpt2", tokenizer="gpt2")
+    assert find_dataset("mine", tmp_path, "auto").name == "mine_gpt2"
+    assert find_dataset("mine", tmp_path, "byte").name == "mine_byte"
 
 
 def test_a_folder_is_found_by_its_path(tmp_path, monkeypatch):
@@ -82,23 +78,10 @@ def test_a_folder_is_found_by_its_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("fineweb_train_000001.bin", "fineweb_val_000000.bin"), ("tiny_train.bin", "tiny_val.bin")],
-)
-def test_a_folder_of_llm_c_is_assumed_to_be_gpt2_with_a_note(tmp_path, names):
-    for name in names:
-        write_shard(tmp_path / name, np.arange(20, dtype=np.uint16))
-    dataset = find_dataset(str(tmp_path), tmp_path, "gpt2")
-    assert (
-        dataset.tokenizer == "gpt2"
-        and "no dataset.json" in dataset.note
-        and "GPT-2 BPE" in dataset.note
-    )
-
-
-@pytest.mark.parametrize(
     ("train", "val"),
     [
+        ("fineweb_train_000001.bin", "fineweb_val_000000.bin"),
+        ("tiny_train.bin", "tiny_val.bin"),
         ("wiki_train_small_train_000001.bin", "wiki_train_small_val_000000.bin"),
         ("my_val_set_train_000001.bin", "my_val_set_val_000000.bin"),
         ("a_val_train.bin", "a_train_val.bin"),
@@ -106,53 +89,39 @@ def test_a_folder_of_llm_c_is_assumed_to_be_gpt2_with_a_note(tmp_path, names):
         ("line\n_val_x_train_1.bin", "line\n_train_x_val_1.bin"),
     ],
 )
-def test_the_last_split_in_a_file_name_decides(tmp_path, train, val):
+def test_a_folder_of_llm_c_is_gpt2_with_a_note(tmp_path, train, val):
+    """The last split in a file name decides."""
+    folder = tmp_path / "red\x1b[31m"
+    folder.mkdir()
     for name in (train, val):
-        write_shard(tmp_path / name, np.arange(20, dtype=np.uint16))
-    dataset = find_dataset(str(tmp_path), tmp_path)
+        write_shard(folder / name, np.arange(20, dtype=np.uint16))
+    dataset = find_dataset(str(folder), tmp_path, "gpt2")
     assert [path.name for path in dataset.train] == [train]
     assert [path.name for path in dataset.val] == [val]
+    assert dataset.tokenizer == "gpt2"
+    assert "red\ufffd[31m has no dataset.json: assuming GPT-2 BPE" in dataset.note
 
 
-def test_auto_is_fineweb_where_it_is_prepared(tmp_path, no_bpe, quick_stdlib):
+def test_auto_is_fineweb_where_it_is_prepared_else_stdlib(tmp_path, quick_stdlib, monkeypatch):
+    made, available = quick_stdlib
+    for _ in range(2):  # the note is repeated when the dataset exists
+        dataset = find_dataset("auto", tmp_path, "auto")
+        assert (dataset.name, dataset.note) == ("stdlib_byte", "NOTE: bytes")
+    assert find_dataset("stdlib_byte", tmp_path).note is None and made == ["byte"]
+    # Bytes are replaced by GPT-2's tokenizer once available.
+    available["auto"] = type("GPT2", (), {"name": "gpt2"})
+    for _ in range(2):
+        assert find_dataset("stdlib", tmp_path, "auto").name == "stdlib_gpt2"
+    assert made == ["byte", "gpt2"]
     make_folder(tmp_path / "fineweb10B", tokenizer="gpt2")
     for tokenizer in ("auto", "gpt2"):
         assert find_dataset("auto", tmp_path, tokenizer).name == "fineweb10B"
     assert find_dataset("auto", tmp_path, "byte").name == "stdlib_byte"
-
-
-def test_auto_is_else_the_embedded_stdlib_prepared_on_the_spot_once(tmp_path, no_bpe, quick_stdlib):
-    for _ in range(2):  # the note is repeated when the dataset exists
-        dataset = find_dataset("auto", tmp_path, "auto")
-        assert (dataset.name, dataset.tokenizer, dataset.note) == (
-            "stdlib_byte",
-            "byte",
-            "NOTE: bytes",
-        )
-    assert find_dataset("stdlib_byte", tmp_path).note is None
-    assert quick_stdlib == ["byte"]
-
-
-def test_stdlib_in_bytes_is_replaced_by_bpe_once_available(tmp_path, monkeypatch, quick_stdlib):
-    class Gpt2:
-        name = "gpt2"
-
-    make_folder(tmp_path / "stdlib_byte")
-    monkeypatch.setattr(module, "choose_tokenizer", lambda choice: (Gpt2, None))
-    assert find_dataset("stdlib", tmp_path, "auto").name == "stdlib_gpt2"
-    assert quick_stdlib == ["gpt2"]
-    monkeypatch.setattr(module, "choose_tokenizer", lambda choice: pytest.fail("no need to ask"))
-    assert find_dataset("stdlib", tmp_path, "auto").name == "stdlib_gpt2"
-
-
-def test_stdlib_is_a_reserved_name_in_any_working_directory(
-    tmp_path, monkeypatch, no_bpe, quick_stdlib
-):
+    # A reserved name, also where the current folder has such a folder.
     make_folder(tmp_path / "stdlib")
     monkeypatch.chdir(tmp_path)
-    assert (
-        find_dataset("stdlib", tmp_path / "data", "byte").path == tmp_path / "data" / "stdlib_byte"
-    )
+    dataset = find_dataset("stdlib", tmp_path / "data", "byte")
+    assert dataset.path == tmp_path / "data" / "stdlib_byte"
 
 
 @pytest.mark.parametrize(
@@ -167,189 +136,29 @@ def test_stdlib_is_a_reserved_name_in_any_working_directory(
 def test_an_unprepared_dataset_is_an_error_with_the_command_that_prepares_it(
     tmp_path, name, command
 ):
+    with pytest.raises(DatasetError, match="found nothing prepared in"):
+        find_dataset(name, tmp_path / "none", "auto")
     make_folder(tmp_path / "other")
-    with pytest.raises(DatasetError) as error:
+    with pytest.raises(DatasetError, match=f"{name!r} is not prepared.*only other prep") as error:
         find_dataset(name, tmp_path, "auto")
-    assert f"{name!r} is not prepared" in str(error.value) and "found only other prepared" in str(
-        error.value
-    )
     assert str(error.value).endswith(f"python -m gptjax.data {command.format(tmp_path)}")
 
 
-def test_an_empty_data_dir_is_an_error(tmp_path):
-    with pytest.raises(DatasetError, match="found nothing prepared in"):
-        find_dataset("mine", tmp_path / "none", "auto")
-    with pytest.raises(DatasetError, match="found an empty name"):
-        find_dataset("", tmp_path, "auto")
-
-
-def test_another_tokenizer_than_the_shards_is_refused(tmp_path):
+def test_what_is_no_dataset_of_the_run_is_refused(tmp_path):
     make_folder(tmp_path / "mine")
-    with pytest.raises(
-        DatasetError,
-        match="mine: expected shards made with tokenizer 'gpt2', found 'byte'; .*--tokenizer gpt2",
+    for name, tokenizer, says in (
+        ("", "auto", "found an empty name"),
+        ("mine", "gpt2", "mine: expected shards made with tokenizer 'gpt2', found 'byte'; .*gpt2"),
+        ("mine", "gpt4", "expected shards made with tokenizer 'gpt4', found 'byte'"),
     ):
-        find_dataset("mine", tmp_path, "gpt2")
-    with pytest.raises(
-        DatasetError, match="unknown tokenizer 'gpt4'; choose one of auto, gpt2, byte"
-    ):
-        find_dataset("mine", tmp_path, "gpt4")
-
-
-@pytest.mark.parametrize(("train", "val", "missing"), [((), (9,), "train"), ((9,), (), "val")])
-def test_a_folder_without_a_split_is_refused(tmp_path, train, val, missing):
-    make_folder(tmp_path / "mine", train=train, val=val)
-    with pytest.raises(
-        DatasetError,
-        match=rf"mine: expected token shards .* found no \*_{missing}_\*.bin; .*gptjax.data",
-    ):
-        find_dataset("mine", tmp_path, "auto")
-
-
-def test_a_missing_listed_shard_is_an_error(tmp_path):
-    folder = make_folder(tmp_path / "mine")
-    (folder / "some_train_000002.bin").unlink()
-    with pytest.raises(
-        DatasetError,
-        match="mine: expected the 3 shards .* found some_train_000002.bin missing; remove",
-    ):
-        find_dataset("mine", tmp_path, "auto")
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"{", "JSONDecodeError"),
-        (b"[" * 200_000, "RecursionError"),
-        (b'{"format": ' + b"9" * 5000 + b"}", "ValueError: Exceeds the limit"),
-        (b'{"format": 1e999}', "ValueError: format inf instead of an integer in 1..3"),
-        (b'{"a": "\xe9"}', "UnicodeDecodeError"),
-        (b"", "JSONDecodeError"),
-        (b"[]", "ValueError: list instead of an object for the file"),
-        (b" " * 3000, "ValueError: more than 2000 bytes"),
-    ],
-)
-def test_a_dataset_json_that_cannot_be_parsed_is_an_error(tmp_path, monkeypatch, content, says):
-    if content.isspace():
-        monkeypatch.setattr(manifest_module, "_MAX_BYTES", 2000)
-    folder = make_folder(tmp_path / "mine")
-    (folder / "dataset.json").write_bytes(content)
-    says = f"dataset.json: expected a description of shards, format 1 to 3, found {says}.*; restore"
-    with pytest.raises(DatasetError, match=says):
-        find_dataset("mine", tmp_path, "auto")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"format": 4}, "format 4 instead of an integer in 1..3"),
-        ({"format": True}, "format True instead"),
-        ({"tokenizer": "gpt4"}, "tokenizer 'gpt4'; known are gpt2, byte"),
-        ({"tokenizer": "gpt2"}, "vocab_size 257 instead of 50257"),
-        ({"tokenizer": ["byte"]}, r"tokenizer \['byte'\] instead of a text"),
-        ({"tokenizer": "\x1b[31mred"}, r"tokenizer '\\x1b\[31mred'"),
-        ({"vocab_size": 257.0}, "vocab_size 257.0 instead of 257"),
-        ({"eot": None}, "eot None instead of 256"),
-        ({"source": 5}, "source 5 instead of a text"),
-        ({"source_digest": "abc"}, "source_digest 'abc' instead of 64 hexadecimal digits"),
-        ({"options": [1]}, "list instead of an object for options"),
-        ({"shards": None}, "NoneType instead of an object for shards"),
-        ({"shards": [1]}, "list instead of an object for shards"),
-        ({"tokens": -5}, "tokens -5 instead of an integer in 1..2147483647"),
-        ({"tokens": 10**400}, "tokens 1000.* instead of an integer"),
-        ({"tokens": "100"}, "tokens '100' instead"),
-        ({"tokens": True}, "tokens True instead"),
-        ({"tokens": 100.0}, "tokens 100.0 instead"),
-        ({"tokens": float("nan")}, "tokens nan instead"),
-        ({"max_token": -1}, "max_token -1 instead of an integer in 0..256"),
-        ({"max_token": 300}, "max_token 300 instead of an integer in 0..256"),
-        ({"sha256": "g" * 64}, "sha256 'ggg.* instead of 64 hexadecimal digits"),
-        ({"sample": None}, "sample None instead of a text"),
-    ],
-)
-def test_a_field_of_dataset_json_of_a_wrong_type_or_range_is_an_error(tmp_path, change, says):
-    folder = make_folder(tmp_path / "mine")
-    said = json.loads((folder / "dataset.json").read_text())
-    (name, value) = next(iter(change.items()))
-    where = (
-        said["shards"]["some_train_000001.bin"]
-        if name in ("tokens", "max_token", "sha256", "sample")
-        else said
-    )
-    where[name] = value
-    (folder / "dataset.json").write_text(json.dumps(said))
-    with pytest.raises(
-        DatasetError,
-        match=f"dataset.json: expected a description of shards.* found ValueError: {says}",
-    ):
-        find_dataset("mine", tmp_path, "auto")
-
-
-@pytest.mark.parametrize(
-    "name", ["../some_train_000001.bin", "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"]
-)
-def test_a_listed_name_without_a_shard_is_an_error_without_control_characters(tmp_path, name):
-    folder = make_folder(tmp_path / "mine")
-    said = json.loads((folder / "dataset.json").read_text())
-    said["shards"][name] = said["shards"]["some_train_000001.bin"]
-    (folder / "dataset.json").write_text(json.dumps(said))
-    with pytest.raises(DatasetError, match="expected the 4 shards .* missing; remove") as error:
-        find_dataset("mine", tmp_path, "auto")
-    assert "\x1b" not in str(error.value) and name.replace("\x1b", "\ufffd") in str(error.value)
-
-
-@pytest.mark.parametrize("file", ["dataset.json", "some_train_000001.bin"])
-@pytest.mark.parametrize(
-    ("replace", "says"),
-    [
-        (os.mkdir, "a directory instead of a regular file"),
-        (os.mkfifo, "a FIFO instead of a regular file"),  # opening a FIFO waits for a writer
-        (lambda path: os.symlink("/dev/zero", path), "a device instead of a regular file"),
-        (lambda path: os.symlink(path, path), "Too many levels of symbolic links"),
-    ],
-)
-def test_a_file_that_is_no_regular_file_is_refused(tmp_path, file, replace, says):
-    folder = make_folder(tmp_path / "mine")
-    (folder / file).unlink()
-    replace(folder / file)
-    with pytest.raises(DataError, match=rf"{file}: .*found .*{says}.*; "):
-        find_dataset("mine", tmp_path, "auto").validate(257, 4)
-
-
-@pytest.mark.parametrize("file", ["dataset.json", "some_train_000001.bin"])
-def test_a_file_without_permission_is_an_error(tmp_path, monkeypatch, file):
-    """`os.open` is patched to refuse, because root ignores permissions."""
-    folder, real = make_folder(tmp_path / "mine"), os.open
-
-    def refuse(path, *rest):
-        if Path(path) == folder / file:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *rest)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DataError, match=f"{file}: .*found .*Permission denied"):
-        find_dataset("mine", tmp_path, "auto").validate(257, 4)
-
-
-def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
-    make_folder(tmp_path / "mine")
-
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    with pytest.raises(
-        DatasetError,
-        match="dataset 'mine' in .* found .*Permission denied.*choose another --dataset",
-    ):
-        find_dataset("mine", tmp_path, "auto")
-    with pytest.raises(DatasetError, match="File name too long"):
-        find_dataset("m" * 400, tmp_path, "auto")
-
-
-def test_control_characters_of_a_folder_do_not_reach_the_note(tmp_path):
-    folder = make_folder(tmp_path / "red\x1b[31m", manifest=False)
-    assert "red\ufffd[31m has no dataset.json" in find_dataset(str(folder), tmp_path, "auto").note
+        with pytest.raises(DatasetError, match=says):
+            find_dataset(name, tmp_path, tokenizer)
+    for name in ("train", "val"):
+        make_folder(tmp_path / name, **{name: ()})
+        with pytest.raises(
+            DatasetError, match=rf"{name}: expected token shards .* found .*\b0 for"
+        ):
+            find_dataset(name, tmp_path)
 
 
 @pytest.mark.parametrize(("epochs", "shards"), [(8.5, 1), (2e6, 4), (1e12, 103)])
@@ -361,7 +170,224 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_dat
     note = few_tokens_note(dataset, epochs, data_folder())
     assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
     assert note.endswith(f"python -m gptjax.data fineweb10B --shards {shards}")
-    assert few_tokens_note(dataset, epochs, tmp_path).endswith(
-        f"--shards {shards} --data-dir {tmp_path}"
-    )
+    other = few_tokens_note(dataset, epochs, tmp_path)
+    assert other.endswith(f"--shards {shards} --data-dir {tmp_path}")
     assert few_tokens_note(dataset, 8.0, data_folder()) is None
+
+
+def test_every_error_of_the_data_package_is_a_data_error():
+    names = [name for name in data.__all__ if name.endswith(("Error", "Unavailable"))]
+    errors = [getattr(data, name) for name in names]
+    assert len(errors) == 6 and all(issubclass(error, data.DataError) for error in errors)
+    assert issubclass(data.TokenizerUnavailable, RuntimeError)
+    for error in (data.ShardError, data.DatasetError, data.PrepareError, data.CorpusError):
+        assert issubclass(error, ValueError)
+        assert str(error("a\x1b[31m\n")) == "a\ufffd[31m\n"
+
+
+# ----------------------------------------------------------------- dataset.json and the fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "JSONDecodeError"),
+        (b"[" * 200_000, "RecursionError"),
+        (b'{"a": "\xe9"}', "UnicodeDecodeError"),
+        (b"[]", "TypeError"),
+        ({"format": 4}, "ValueError: format 4, tokenizer 'byte'"),
+        ({"tokenizer": "\x1b[31mred"}, r"ValueError: format 2, tokenizer '\\x1b\[31mred'"),
+        ({"tokenizer": ["byte"]}, "TypeError"),
+        ({"shards": None}, "AttributeError"),
+        ({"shards": {TRAIN_1: {"max_token": float("nan")}}}, "ValueError"),
+        ({"shards": {TRAIN_1: {"max_token": float("inf")}}}, "OverflowError"),
+        ({"shards": {TRAIN_1: {}}}, "KeyError: 'max_token'"),
+        ({"options": [1]}, "TypeError"),
+    ],
+)
+def test_a_dataset_json_that_cannot_be_parsed_is_an_error(tmp_path, content, says):
+    folder = make_folder(tmp_path / "mine")
+    if isinstance(content, bytes):
+        (folder / "dataset.json").write_bytes(content)
+    else:
+        edit_manifest(folder, content)
+    says = f"dataset.json: expected a description of shards, format 1 to 3, found {says}.*; restore"
+    with pytest.raises(DatasetError, match=says):
+        find_dataset("mine", tmp_path, "auto")
+
+
+@pytest.mark.parametrize("name", ["../" + TRAIN_1, "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"])
+def test_a_listed_shard_that_is_missing_is_an_error(tmp_path, name):
+    folder = make_folder(tmp_path / "mine")
+
+    def add(content):
+        content["shards"][name] = content["shards"][TRAIN_1]
+
+    edit_manifest(folder, add)
+    says = "mine: expected the 4 files that .* missing; remove"
+    with pytest.raises(DatasetError, match=says) as error:
+        find_dataset("mine", tmp_path, "auto")
+    assert "\x1b" not in str(error.value) and name.replace("\x1b", "\ufffd") in str(error.value)
+
+
+def test_format_1_has_no_digests(tmp_path):
+    folder = make_folder(tmp_path / "mine")
+
+    def older(content):
+        for info in content["shards"].values():
+            del info["sha256"], info["sample"]
+        return content | {"format": 1}
+
+    edit_manifest(folder, older)
+    find_dataset("mine", tmp_path).validate(257, 4)
+    assert check_dataset(folder, log=str) == []
+
+
+def test_the_fingerprint_survives_json_and_names_each_difference(tmp_path):
+    folder = make_folder(tmp_path / "mine")
+    dataset = find_dataset("mine", tmp_path, "auto")
+    saved = dataset.fingerprint()
+    assert json.loads(json.dumps(saved)) == saved and dataset.differences(saved) == []
+    assert (saved["train"], saved["val"]) == ({TRAIN_1: 100, TRAIN_2: 60}, {VAL: 50})
+    # Earlier versions saved digests of dataset.json, too, or neither digests nor samples.
+    assert dataset.differences(saved | {"sha256": {TRAIN_1: "0"}}) == []
+    older = {name: saved[name] for name in ("tokenizer", "train", "val")}
+    assert dataset.differences(older) == []
+    older["train"] = {TRAIN_1: 99, "gone_train_000002.bin": 60}
+    assert dataset.differences(older | {"tokenizer": "gpt2"}) == [
+        "gone_train_000002.bin: expected training tokens 60, found None",
+        f"{TRAIN_1}: expected training tokens 99, found 100",
+        f"{TRAIN_2}: expected training tokens None, found 60",
+        "tokenizer: expected 'gpt2', found 'byte'",
+    ]
+    assert len(dataset.differences(None)) == 4
+    for manifest in (True, False):  # the same names and counts
+        write_shard(folder / TRAIN_2, np.arange(60, dtype=np.uint16) + 1)
+        (line,) = find_dataset("mine", tmp_path, "auto").differences(saved)
+        assert line.startswith(f"{TRAIN_2}: expected SHA-256 of a sample '")
+        if manifest:
+            (folder / "dataset.json").unlink()
+            saved["tokenizer"] = "gpt2"
+    assert dataset.fingerprint() == saved | {"tokenizer": "byte"}  # the files are read once
+    many = find_dataset(make_folder(tmp_path / "many", train=(9,) * 30).name, tmp_path)
+    lines = many.differences(many.fingerprint() | {"train": {}})
+    assert len(lines) == 10 and lines[-1] == "and 21 more"
+
+
+# --------------------------------------------------------------------- the checks before a training
+
+
+def test_validate_reads_a_small_shard_completely_and_names_an_id_out_of_range(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gptjax.data.shards._CHUNK_TOKENS", 16)
+    for manifest in (True, False):
+        folder = make_folder(tmp_path / f"m{manifest}", tokenizer="gpt2", manifest=manifest)
+        dataset = find_dataset(folder.name, tmp_path)
+        dataset.validate(100, 49)  # an exact fit
+        with pytest.raises(ShardError, match="expected at least 51 tokens .* found 50"):
+            dataset.validate(100, 50)
+        says = rf"{TRAIN_1}: at byte 1204: expected ids below .* 90, found id 90 \(token 90\); .*vo"
+        with pytest.raises(ShardError, match=says):
+            dataset.validate(90, 4)
+
+
+def test_only_shards_that_are_not_listed_are_scanned_and_noted(tmp_path, monkeypatch):
+    folder, scanned = make_folder(tmp_path / "mine"), []
+    real = module._check_ids
+    monkeypatch.setattr(
+        module, "_check_ids", lambda path, ids: scanned.append(path.name) or real(path, ids)
+    )
+    find_dataset("mine", tmp_path).validate(257, 4)
+    write_shard(folder / "some_train_000003.bin", np.full(61, 300, dtype=np.uint16))
+    dataset = find_dataset("mine", tmp_path)
+    assert "has 1 files that dataset.json does not list (some_train_000003.bin)" in dataset.note
+    with pytest.raises(ShardError, match="some_train_000003.bin: at byte 1024: .* found id 300"):
+        dataset.validate(257, 4)
+    assert scanned == ["some_train_000003.bin"]
+
+
+def test_a_sample_reads_the_same_blocks_of_a_large_shard_the_first_and_last_bytes_among_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shards_module, "_SAMPLE_WHOLE", 4000)
+    monkeypatch.setattr(shards_module, "_SAMPLE_BLOCKS", 3)
+    monkeypatch.setattr(shards_module, "_SAMPLE_BLOCK_BYTES", 100)
+    write_shard(tmp_path / "a.bin", np.arange(4000, dtype=np.uint16))
+    content = (tmp_path / "a.bin").read_bytes()  # 9024 bytes
+    expected = hashlib.sha256(content[:100] + content[4462:4562] + content[-100:]).hexdigest()
+    assert shards_module.Shard(tmp_path / "a.bin").sample() == expected
+
+
+def flip(path, byte=1500):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+def replace(path, by):
+    path.unlink()
+    by(path)
+
+
+# Changes of a file, and what the checks say about a shard.
+FAULTS = {
+    "a bit": (flip, "at byte 0: expected s.* .*, as dataset.json lists, found"),
+    "magic": (lambda path: flip(path, 0), "at byte 0: expected magic"),
+    "cut short": (lambda path: os.truncate(path, 1500), "at byte 8: expected token count"),
+    "another": (lambda path: write_shard(path, np.zeros(999, int)), "at byte 0: expected s"),
+    "folder": (lambda path: replace(path, os.mkdir), "a directory instead of a regular file"),
+    "fifo": (lambda path: replace(path, os.mkfifo), "a FIFO instead of a regular file"),
+    "device": (
+        lambda path: replace(path, lambda p: os.symlink("/dev/zero", p)),
+        "a device instead of a regular file",
+    ),
+    "loop": (
+        lambda path: replace(path, lambda p: os.symlink(p, p)),
+        "Too many levels of symbolic links",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_damaged_shard_is_named_and_the_others_are_still_checked(tmp_path, capsys, fault):
+    damage, says = FAULTS[fault]
+    folder = make_folder(tmp_path / "mine", train=(999, 999, 999))
+    assert main(["check", str(folder)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"{folder}: all files are intact"
+    names = [TRAIN_1, TRAIN_2, "some_train_000003.bin", VAL]
+    for number, (line, name) in enumerate(zip(lines, names, strict=True), start=1):
+        assert line.startswith(f"{number}/4 {name}: ") and line.endswith("as dataset.json lists")
+    for name in names[:2]:
+        damage(folder / name)
+    with pytest.raises(ShardError, match=f"{TRAIN_1}: .*{says}.*; "):
+        find_dataset("mine", tmp_path).validate(257, 4)
+    assert main(["check", str(folder)]) == 1
+    out, error = capsys.readouterr()
+    assert out.count("DAMAGED") == 2 and out.count("as dataset.json lists") == 2
+    assert f"error: {folder}: 2 damaged files:" in error
+    assert all(any(name in line for line in error.splitlines()) for name in names[:2])
+
+
+@pytest.mark.parametrize("fault", ["folder", "fifo", "device", "loop"])
+def test_a_dataset_json_that_is_no_regular_file_is_refused(tmp_path, fault):
+    folder, (damage, says) = make_folder(tmp_path / "mine"), FAULTS[fault]
+    damage(folder / "dataset.json")
+    with pytest.raises(DataError, match=rf"dataset.json: .*found .*{says}.*; "):
+        find_dataset("mine", tmp_path)
+
+
+def test_without_dataset_json_headers_and_ids_are_checked(tmp_path):
+    for name in ("a_train_1.bin", "a_val_1.bin"):
+        write_shard(tmp_path / name, np.full(9, 50256, dtype=np.uint16))
+    lines = []
+    assert check_dataset(tmp_path, log=lines.append) == []
+    assert "has no dataset.json" in lines[0] and lines[1].endswith("not listed")
+    write_shard(tmp_path / "a_val_1.bin", np.full(9, 50257, dtype=np.uint16))
+    (problem,) = check_dataset(tmp_path, log=str)
+    assert (
+        "a_val_1.bin: at byte 1024: expected ids below the model's vocabulary of 50257" in problem
+    )
+    with pytest.raises(DatasetError, match="none: expected token shards"):
+        check_dataset(tmp_path / "none")

@@ -4,17 +4,14 @@ Every error that a user can correct is a `DataError`. The package imports NumPy 
 imports grain.
 """
 
-from gptjax.data.atomic import PrepareError
-from gptjax.data.check import check_dataset
 from gptjax.data.corpora import CorpusError
-from gptjax.data.dataset import Dataset, few_tokens_note, find_dataset
-from gptjax.data.errors import DataError
+from gptjax.data.dataset import Dataset, check_dataset, few_tokens_note, find_dataset
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.loader import Batch, Loader, Windows, fixed_batches
 from gptjax.data.manifest import DatasetError
 from gptjax.data.packing import Packing, Stretch
-from gptjax.data.prepare import Options, prepare_corpus, prepare_stdlib
-from gptjax.data.shards import ShardError, open_shard, write_shard
+from gptjax.data.prepare import Options, PrepareError, prepare_corpus, prepare_stdlib
+from gptjax.data.shards import DataError, ShardError, open_shard, write_shard
 from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
 
 __all__ = [

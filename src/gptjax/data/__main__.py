@@ -10,79 +10,64 @@ from typing import Annotated
 import tyro
 
 from gptjax.data import corpora
-from gptjax.data.atomic import PrepareError
-from gptjax.data.check import check_dataset
 from gptjax.data.corpora import Corpus
-from gptjax.data.errors import DataError
+from gptjax.data.dataset import check_dataset
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
-from gptjax.data.tokenizers import TokenizerChoice, model_options
+from gptjax.data.shards import DataError
+from gptjax.data.tokenizers import model_options
 from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.user_folders import data_folder
 
-_PATHS = tyro.conf.arg(metavar="PATH...", help_behavior_hint="(at least one)")
-type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], _PATHS]]
+type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]]
+
+
+def _prepare(kind: str, corpus: Corpus, options: Options) -> None:
+    """Prepare the corpus and print the command that trains a small model on it."""
+    folder = prepare_corpus(kind, corpus, options)
+    command = ["python", "train.py", "--config", "configs/gpt2_tiny.py"]
+    command += ["--name", folder.name, "--dataset", folder.name]
+    if options.data_dir != data_folder():
+        command += ["--data-dir", str(options.data_dir)]
+    manifest = read_manifest(folder)
+    if manifest and manifest.tokenizer != "byte":  # the config's
+        command += model_options(manifest.tokenizer).split()
+    print(printable(f"train a small model: {shlex.join(command)}"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Common(Options):
-    data_dir: Path = dataclasses.field(default_factory=data_folder)
-    """Folder of the datasets, created if it does not exist."""
-    tokenizer: TokenizerChoice = "auto"
-    """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs no files; auto: gpt2 if
-    available, else byte with a note."""
-
-    def __post_init__(self) -> None:
-        """Leave the checks to `prepare`: tyro would report an error as one of the syntax."""
-
-    def prepare(self, kind: str, corpus: Corpus) -> None:
-        """Prepare the corpus and print the command that trains a small model on it."""
-        names = [field.name for field in dataclasses.fields(Options)]
-        options = Options(**{name: getattr(self, name) for name in names})
-        folder = prepare_corpus(kind, corpus, options)
-        command = ["python", "train.py", "--config", "configs/gpt2_tiny.py"]
-        command += ["--name", folder.name, "--dataset", folder.name]
-        if self.data_dir != data_folder():
-            command += ["--data-dir", str(self.data_dir)]
-        manifest = read_manifest(folder)
-        if manifest and manifest.tokenizer != "byte":  # the config's
-            command += model_options(manifest.tokenizer).split()
-        print(printable(f"train a small model: {shlex.join(command)}"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stdlib(_Common):
+class Stdlib(Options):
     """Sources of the running Python's standard library: 10 MB on every machine, no download."""
 
     def run(self) -> None:
-        self.prepare("stdlib", corpora.stdlib())
+        _prepare("stdlib", corpora.stdlib(), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TinyShakespeare(_Common):
+class TinyShakespeare(Options):
     """Shakespeare's plays, 1.1 MB, downloaded or from --file."""
 
     file: Path | None = None
     """File with the text. None: download from karpathy/char-rnn on GitHub."""
 
     def run(self) -> None:
-        self.prepare("tinyshakespeare", corpora.tinyshakespeare(self.file))
+        _prepare("tinyshakespeare", corpora.tinyshakespeare(self.file), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Text(_Common):
+class Text(Options):
     """UTF-8 text files, one document for each file."""
 
     paths: _Paths
     """Files, folders (all files in them, at any depth) and globs such as 'books/**/*.txt'."""
 
     def run(self) -> None:
-        self.prepare("text", corpora.text(_non_empty(self.paths)))
+        _prepare("text", corpora.text(self.paths), self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Jsonl(_Common):
+class Jsonl(Options):
     """JSON lines, one document for each line, or one pair of prompt and answer."""
 
     paths: _Paths
@@ -100,15 +85,9 @@ class Jsonl(_Common):
     lines and the first skipped line."""
 
     def run(self) -> None:
-        fields = self.prompt_field, self.answer_field
-        if None in fields and (fields != (None, None) or self.separator != Jsonl.separator):
-            raise PrepareError(
-                "expected --prompt-field and --answer-field together, and both with --separator"
-            )
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(Jsonl)}
         own = ("field", "prompt_field", "answer_field", "separator", "skip_bad_lines")
-        corpus = corpora.jsonl(_non_empty(self.paths), **{name: options[name] for name in own})
-        self.prepare("jsonl", corpus)
+        corpus = corpora.jsonl(self.paths, **{name: getattr(self, name) for name in own})
+        _prepare("jsonl", corpus, self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,9 +116,9 @@ class Check:
     def run(self) -> None:
         if problems := check_dataset(self.folder):
             raise DatasetError(
-                f"{self.folder}: {len(problems)} damaged shards:\n  " + "\n  ".join(problems)
+                f"{self.folder}: {len(problems)} damaged files:\n  " + "\n  ".join(problems)
             )
-        print(f"{printable(str(self.folder))}: all shards are intact")
+        print(f"{printable(str(self.folder))}: all files are intact")
 
 
 type _Command = (
@@ -150,12 +129,6 @@ type _Command = (
     | Annotated[FineWeb, tyro.conf.subcommand("fineweb10B")]
     | Annotated[Check, tyro.conf.subcommand("check")]
 )
-
-
-def _non_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
-    if not paths:
-        raise PrepareError("expected at least one PATH (a file, a folder or a glob), found none")
-    return paths
 
 
 def main(args: list[str] | None = None) -> int:

@@ -5,7 +5,6 @@ validation is known at the start. It yields the texts one by one, so that a corp
 memory.
 """
 
-import array
 import dataclasses
 import functools
 import glob
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptjax.data.errors import DataError
+from gptjax.data.shards import DataError
 
 TINYSHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -61,34 +60,13 @@ class Corpus:
             one size above 0. The size of an empty document is 0.
         documents: returns a new iterator over the documents that `measure` counts: texts or, with
             `masked`, pairs.
-        digest: `digest` of the documents if known without reading them, else None.
         masked: whether the documents are pairs.
     """
 
     source: str
     measure: Callable[[], np.ndarray]
     documents: Callable[[], Iterator[Document]]
-    digest: str | None = None
     masked: bool = False
-
-
-def digest(documents: Iterator[Document]) -> str:
-    """Return the SHA-256 of the SHA-256 digests of all documents, in order."""
-    total = hashlib.sha256()
-    for _ in hashed(documents, total):
-        pass
-    return total.hexdigest()
-
-
-def hashed(documents: Iterator[Document], total: "hashlib._Hash") -> Iterator[Document]:
-    """Yield each document after updating `total` with the document's SHA-256."""
-    for document in documents:
-        if isinstance(document, Pair):  # JSON tells ("a", "bc") from ("ab", "c")
-            content = json.dumps(document).encode()
-        else:
-            content = document.encode(errors="surrogatepass")
-        total.update(hashlib.sha256(content).digest())
-        yield document
 
 
 def stdlib() -> Corpus:
@@ -96,15 +74,10 @@ def stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in _STDLIB_EXCLUDED and not name.startswith("config-")
-        ]
-        sources = (
-            name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        )
-        paths += [path for path in (Path(folder, name) for name in sources) if path.stat().st_size]
+        folders[:] = [x for x in folders if x not in _STDLIB_EXCLUDED and x[:7] != "config-"]
+        sources = [name for name in names if name.endswith(".py")]
+        paths += [Path(folder, name) for name in sources if not name.startswith("_sysconfigdata")]
+    paths = [path for path in paths if path.stat().st_size]
     if not paths:
         raise CorpusError(
             f"{root}: expected the .py sources of Python's standard library, found none (a Python "
@@ -125,7 +98,6 @@ def tinyshakespeare(file: str | os.PathLike | None = None) -> Corpus:
         "tinyshakespeare",
         lambda: np.array([len(download())]),
         lambda: iter([download().decode()]),
-        digest=hashlib.sha256(bytes.fromhex(_TINYSHAKESPEARE_SHA256)).hexdigest(),
     )
 
 
@@ -133,20 +105,15 @@ def _download_tinyshakespeare() -> bytes:
     try:
         with urllib.request.urlopen(TINYSHAKESPEARE_URL, timeout=20) as response:
             content = response.read()
+        if (found := hashlib.sha256(content).hexdigest()) != _TINYSHAKESPEARE_SHA256:
+            raise OSError(f"expected SHA-256 {_TINYSHAKESPEARE_SHA256}, found {found}")
+        return content
     except OSError as error:  # URLError, timeouts and broken connections are OSErrors
         raise CorpusError(
             f"could not download {TINYSHAKESPEARE_URL} ({error}); fetch it on a machine with a "
             "network and pass `--file PATH`, or use the corpus that needs no network: `python -m "
             "gptjax.data stdlib`"
         ) from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != _TINYSHAKESPEARE_SHA256:
-        raise CorpusError(
-            f"{TINYSHAKESPEARE_URL}: expected SHA-256 {_TINYSHAKESPEARE_SHA256}, found {found} "
-            f"({len(content)} bytes); the download is damaged or comes from another server, such "
-            "as a proxy: try again, or pass `--file PATH`"
-        )
-    return content
 
 
 def text(paths: Sequence[str | os.PathLike]) -> Corpus:
@@ -156,16 +123,11 @@ def text(paths: Sequence[str | os.PathLike]) -> Corpus:
         paths: files, folders (all files at any depth except hidden files) and globs, including
             `**`.
     """
-    files: dict[Path, None] = {}  # a set that keeps its order
-    for given in paths:
-        found = [path for path in _expand(given) if path.stat().st_size]
-        if not found:
-            raise CorpusError(
-                f"{given}: expected a file, folder or glob with text in it, found nothing but "
-                "empty files"
-            )
-        files.update(dict.fromkeys(found))
-    return _files("text: " + " ".join(os.fspath(path) for path in paths), list(files))
+    files = [path for path in _expand(paths) if path.stat().st_size]
+    shown = " ".join(map(os.fspath, paths))
+    if not files:
+        raise CorpusError(f"{shown}: expected files with text, found nothing but empty files")
+    return _files(f"text: {shown}", files)
 
 
 def jsonl(
@@ -191,54 +153,53 @@ def jsonl(
             bad line, before tokenizing.
         log: called with each message for the user.
     """
-    files = list(dict.fromkeys(path for given in paths for path in _expand(given)))
+    if (prompt_field is None) != (answer_field is None):
+        raise CorpusError("expected a prompt field and an answer field together, found one")
+    files = _expand(paths)
     shown, fields = " ".join(map(os.fspath, paths)), f"field {field!r}"
     if prompt_field:
         fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
 
     def read(line: bytes, where: str) -> Document:
-        if not prompt_field or not answer_field:
+        if prompt_field is None or answer_field is None:
             return _field_of(line, field, where, "--field")
         prompt = _field_of(line, prompt_field, where, "--prompt-field")
-        if not (answer := _field_of(line, answer_field, where, "--answer-field")):
-            raise CorpusError(
-                f"{where}: expected a text in the field {answer_field!r}, found an empty one; "
-                f"{_BAD_LINE_ADVICE}"
-            )
-        return Pair(prompt + separator, answer)
+        if answer := _field_of(line, answer_field, where, "--answer-field"):
+            return Pair(prompt + separator, answer)
+        raise CorpusError(f"{where}: expected a text in {answer_field!r}, found an empty one")
 
-    def rows() -> Iterator[tuple[int, Document | CorpusError]]:
-        for path, number, line in _lines(files):
-            try:
-                document = read(line, f"{path}, line {number}")
-            except CorpusError as error:
-                if not skip_bad_lines:
-                    raise
-                document = error
-            # An empty text has no tokens, and would fill the validation split with nothing.
-            yield len(line) if document else 0, document
+    def rows(skipped: list[CorpusError]) -> Iterator[tuple[int, Document]]:
+        for path in files:
+            with path.open("rb") as file:
+                for number, line in enumerate(map(bytes.strip, file), start=1):
+                    if not line:
+                        continue
+                    try:
+                        document = read(line, f"{path}, line {number}")
+                    except CorpusError as error:
+                        if not skip_bad_lines:
+                            raise CorpusError(f"{error}; {_BAD_LINE_ADVICE}") from error
+                        skipped.append(error)
+                        continue
+                    # An empty text has no tokens, and would fill the validation split with nothing.
+                    yield len(line) if document else 0, document
 
     def measure() -> np.ndarray:
-        sizes, bad, first_bad = array.array("q"), 0, None
-        for size, document in rows():
-            if isinstance(document, CorpusError):
-                bad, first_bad = bad + 1, first_bad or document
-            else:
-                sizes.append(size)
-        if bad:
-            log(f"NOTE: skipped {bad:,} bad lines, kept {len(sizes):,}; the first: {first_bad}")
-        if not any(sizes):
-            found = "bad lines" if bad else "empty files"
-            if sizes:
-                found = "empty texts; name another field with --field NAME"
-            raise CorpusError(f"{shown}: expected lines of JSON, found only {found}")
-        return np.array(sizes)
-
-    def documents() -> Iterator[Document]:
-        return (document for _, document in rows() if not isinstance(document, CorpusError))
+        skipped: list[CorpusError] = []
+        sizes = np.fromiter((size for size, _ in rows(skipped)), np.int64)
+        if skipped:
+            log(f"NOTE: skipped {len(skipped):,} bad lines, kept {sizes.size:,}: {skipped[0]}")
+        if not sizes.any():
+            raise CorpusError(f"{shown}: expected lines of JSON with texts in {fields}, found none")
+        return sizes
 
     source = f"jsonl: {shown} ({fields}{', without bad lines' if skip_bad_lines else ''})"
-    return Corpus(source, measure, documents, masked=prompt_field is not None)
+    return Corpus(
+        source,
+        measure,
+        lambda: (document for _, document in rows([])),
+        masked=prompt_field is not None,
+    )
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
@@ -259,61 +220,40 @@ def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
     return Corpus(source, measure, documents)
 
 
-def _expand(given: str | os.PathLike) -> list[Path]:
-    """Return the files that match one PATH of the command line, sorted."""
-    if not os.fspath(given):  # Path("") is the current folder
-        raise CorpusError(
-            "expected a file, a folder or a glob, found an empty path; check that the variables of "
-            "the command are set"
-        )
-    path = Path(given)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        inside = (found for found in path.rglob("*") if found.is_file())
-        files = sorted(
-            f for f in inside if not any(part.startswith(".") for part in f.relative_to(path).parts)
-        )
-    else:
-        files = sorted(
-            Path(name)
-            for name in glob.glob(os.fspath(given), recursive=True)
-            if os.path.isfile(name)
-        )
-    if not files:
-        raise CorpusError(
-            f"{given}: expected a file, a folder of files or a glob that matches some, found "
-            "nothing"
-        )
-    return files
-
-
-def _lines(files: list[Path]) -> Iterator[tuple[Path, int, bytes]]:
-    """Yield file, line number from 1 and bytes of every line that is not blank."""
-    for path in files:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line := line.strip():
-                    yield path, number, line
+def _expand(paths: Sequence[str | os.PathLike]) -> list[Path]:
+    """Return the files that match the PATHs of the command line, each once, sorted for a PATH."""
+    files: dict[Path, None] = {}  # a set that keeps its order
+    for given in paths or [""]:
+        path = Path(given)
+        if path.is_dir() and os.fspath(given):  # Path("") is the current folder
+            inside = {f: f.relative_to(path).parts for f in path.rglob("*") if f.is_file()}
+            found = [f for f, parts in inside.items() if not any(x[0] == "." for x in parts)]
+        else:
+            found = [
+                f for f in map(Path, glob.glob(os.fspath(given), recursive=True)) if f.is_file()
+            ]
+            found = [path] if path.is_file() else found
+        if not found:
+            raise CorpusError(
+                f"{os.fspath(given)!r}: expected a file, a folder of files or a glob that matches "
+                "some, found nothing"
+            )
+        files.update(dict.fromkeys(sorted(found)))
+    return list(files)
 
 
 def _field_of(line: bytes, field: str, where: str, option: str) -> str:
     try:
         row = json.loads(line)
+        if isinstance(row[field], str):
+            return row[field]
+        found = f"{type(row[field]).__name__} in it"
+    except (KeyError, TypeError):
+        found = f"{line[:60]!r}"
     # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
     except (ValueError, RecursionError) as error:
-        raise CorpusError(
-            f"{where}: expected a JSON object, found {line[:60]!r} ({error}); {_BAD_LINE_ADVICE}"
-        ) from error
-    if not isinstance(row, dict):
-        found = f"{line[:60]!r}"
-    elif field not in row:
-        found = f"the fields {', '.join(map(repr, row))[:200]}"
-    elif not isinstance(row[field], str):
-        found = f"{type(row[field]).__name__} in it"
-    else:
-        return row[field]
+        found = f"{line[:60]!r} ({error})"
     raise CorpusError(
-        f"{where}: expected an object with text in the field {field!r}, found {found}; name "
-        f"another with {option} NAME, or {_BAD_LINE_ADVICE}"
+        f"{where}: expected a JSON object with text in the field {field!r} (option {option}), "
+        f"found {found}"
     )

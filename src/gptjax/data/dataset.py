@@ -1,41 +1,33 @@
 """Datasets of runs: find by name, prepare the default corpus, check before training."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gptjax.data.atomic import is_partial
-from gptjax.data.fineweb import ALL_SHARDS
-from gptjax.data.manifest import (
-    MANIFEST,
-    DatasetError,
-    MaskInfo,
-    ShardInfo,
-    read_manifest,
-    sample,
-)
-from gptjax.data.masks import Mask, mask_path
+from gptjax.data.fineweb import ALL_SHARDS, SHARD_TOKENS
+from gptjax.data.loader import Windows
+from gptjax.data.manifest import MANIFEST, DatasetError, Files, describe, read_manifest
 from gptjax.data.prepare import prepare_stdlib
-from gptjax.data.shards import Shard, shard_error, token_offset
+from gptjax.data.shards import Shard, ShardError, mask_path, shard_error
 from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES, choose_tokenizer, model_options
 from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
 
-_FINEWEB, _FINEWEB_SHARD_TOKENS = "fineweb10B", 100_000_000
+_FINEWEB = "fineweb10B"
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
 _MANY_EPOCHS = 8
 # Descriptions of the sections of a fingerprint.
 _UNITS = {
-    "train": "training tokens",
-    "val": "validation tokens",
-    "samples": "SHA-256 of a sample",
-    "sha256": f"SHA-256 in {MANIFEST}",
+    "tokenizer": "",
+    "train": "training tokens ",
+    "val": "validation tokens ",
+    "samples": "SHA-256 of a sample ",
 }
 # The last split in a file name decides, because the name of a dataset may contain the name of a
 # split. The file names of llm.c's smallest datasets have no number.
@@ -53,7 +45,7 @@ class Dataset:
         val: validation shards, at least one.
         tokenizer: name of the tokenizer; "unknown" for ids of another tokenizer (`Inputs.find`).
         note: message for the user, or None.
-        listed: descriptions in dataset.json, by file name.
+        listed: descriptions of shards and masks in dataset.json, by file name.
         masked: whether each shard has a loss mask.
     """
 
@@ -63,15 +55,8 @@ class Dataset:
     val: tuple[Path, ...]
     tokenizer: str
     note: str | None = None
-    listed: dict[str, ShardInfo] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    listed: Files = dataclasses.field(default_factory=dict, compare=False, repr=False)
     masked: bool = False
-    # Token count and sample of each shard, and sample of its mask, from the first `validate` or
-    # `fingerprint`.
-    _seen: dict[Path, tuple[int, str, str | None]] = dataclasses.field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
     @property
     def train_tokens(self) -> int:
@@ -86,10 +71,25 @@ class Dataset:
     @property
     def counted_train_tokens(self) -> int | None:
         """Number of training tokens that count as targets; None if dataset.json does not say."""
-        masks = [info.mask for path in self.train if (info := self.listed.get(path.name))]
-        if len(masks) < len(self.train) or None in masks:
-            return None
-        return sum(mask.counted for mask in masks if mask is not None)
+        masks = [self.listed.get(mask_path(path).name) for path in self.train]
+        return None if None in masks else sum(mask["counted"] for mask in masks if mask)
+
+    @property
+    def files(self) -> list[Path]:
+        """All shards, then their loss masks."""
+        shards = [*self.train, *self.val]
+        return shards + [mask_path(path) for path in shards if self.masked]
+
+    @functools.cached_property
+    def _contents(self) -> dict[Path, tuple[int, str]]:
+        """Token count and sample of each file. The files are read only once."""
+
+        def read(path: Path) -> tuple[int, str]:
+            shard = Shard(path)
+            return shard.size, shard.sample()
+
+        with ThreadPoolExecutor(_CHECK_THREADS) as pool:
+            return dict(zip(self.files, pool.map(read, self.files), strict=True))
 
     def find_eot(self) -> int | None:
         """Return the end-of-text id if a training shard contains the id, else None.
@@ -107,156 +107,110 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """Return a JSON-serializable fingerprint of the data, for checkpoints.
 
-        Equal data have equal fingerprints. The files are read only once, in `validate` or here.
+        Equal data have equal fingerprints.
         """
-        paths = (*self.train, *self.val)
-        for path in paths:
-            if path not in self._seen:
-                shard = Shard(path)
-                mask = sample(Mask.of(shard)) if self.masked else None
-                self._seen[path] = shard.size, sample(shard), mask
-        listed = {
-            path.name: self.listed[path.name].sha256 for path in paths if path.name in self.listed
-        }
         return {
             "tokenizer": self.tokenizer,
-            "train": {path.name: self._seen[path][0] for path in self.train},
-            "val": {path.name: self._seen[path][0] for path in self.val},
-            "samples": {path.name: self._seen[path][1] for path in paths}
-            | {mask_path(path).name: mask for path in paths if (mask := self._seen[path][2])},
-            "sha256": {name: digest for name, digest in listed.items() if digest is not None},
+            "train": {path.name: self._contents[path][0] for path in self.train},
+            "val": {path.name: self._contents[path][0] for path in self.val},
+            "samples": {path.name: sample for path, (_, sample) in self._contents.items()},
         }
 
-    def differences(self, saved: Any) -> list[str]:
+    def differences(self, saved: dict[str, Any] | None) -> list[str]:
         """Compare this dataset with the fingerprint in a checkpoint.
 
-        Args:
-            saved: any JSON value.
-
         Returns:
-            A sentence for each shard that differs, at most 10; empty if the data are the same.
+            A sentence for each file that differs, at most 10; empty if the data are the same.
         """
-        now, saved = self.fingerprint(), saved if isinstance(saved, dict) else {}
+        now, saved = self.fingerprint(), saved or {}
         lines: dict[str, str] = {}
-        if saved.get("tokenizer") != now["tokenizer"]:
-            tokenizers = f"expected {saved.get('tokenizer')!r:.60}, found {now['tokenizer']!r}"
-            lines["tokenizer"] = tokenizers
-        for section in ("train", "val", "samples", "sha256"):
-            before, here = saved.get(section, {}), now[section]
-            if not isinstance(before, dict):
-                lines[section] = f"expected a list of shards, found {type(before).__name__}"
+        for section, unit in _UNITS.items():
+            if section == "samples" and section not in saved:  # an older checkpoint
                 continue
-            # Older checkpoints have no digests. Only listed shards have digests of whole files.
-            both = section == "sha256" or section not in saved
-            names = before.keys() & here.keys() if both else before.keys() | here.keys()
-            for name in sorted(names):
-                found, expected = here.get(name), before.get(name)
-                if found != expected:  # a shard with another token count has another digest too
-                    text = f"expected {_UNITS[section]} {expected!r:.70}, found {found!r}"
-                    lines.setdefault(name, text)
-        texts = [printable(f"{name}: {text}") for name, text in lines.items()]
+            before, here = saved.get(section) or {}, now[section]
+            if section == "tokenizer":
+                before, here = {section: before}, {section: here}
+            for name in before.keys() | here.keys():
+                if before.get(name) != here.get(name):
+                    text = f"expected {unit}{before.get(name)!r:.70}, found {here.get(name)!r}"
+                    lines.setdefault(name, f"{name}: {text}")
+        texts = [printable(lines[name]) for name in sorted(lines)]
         return [*texts[:9], f"and {len(texts) - 9} more"] if len(texts) > 10 else texts
 
     def validate(self, vocab_size: int, sequence_length: int) -> None:
         """Check every shard before training starts.
 
-        A shard in dataset.json must have the listed token count and sample. A sample covers 1 MiB
-        of a large shard, or a shard of up to 32 MiB completely. The listed largest id is not
-        verified. A shard that is not listed is read completely. Loss masks have samples, too.
+        A file in dataset.json must have the listed sample, which covers a small file completely. A
+        shard that is not listed is read completely.
 
         Raises:
             ShardError: a bad header or length, a shard or mask that differs from dataset.json, a
-                shard without a mask in a dataset with masks, fewer than sequence_length + 1 tokens,
-                or an id that is not below vocab_size.
+                split without a window of sequence_length + 1 tokens, or an id that is not below
+                vocab_size.
         """
-        paths = (*self.train, *self.val)
+        for split in (self.train, self.val):
+            Windows(split, sequence_length)
+        for path, (_, sample) in self._contents.items():
+            _compare(path, self.listed, sample=sample)
+        wide = [
+            path
+            for path in (*self.train, *self.val)
+            if self.listed.get(path.name, {}).get("max_token", vocab_size) >= vocab_size
+        ]
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-
-            def check(path):
-                info = self.listed.get(path.name)
-                return _check(path, info, self.masked, vocab_size, sequence_length)
-
-            self._seen.update(zip(paths, pool.map(check, paths), strict=True))
+            list(pool.map(_check_ids, wide, [vocab_size] * len(wide)))
 
 
-def _check(
-    path: Path, info: ShardInfo | None, masked: bool, vocab_size: int, sequence_length: int
-) -> tuple[int, str, str | None]:
-    """Return token count and sample of a shard, and the sample of its mask.
-
-    Raises:
-        ShardError: see `Dataset.validate`.
-    """
-    shard = Shard(path)
-    sampled, mask = sample(shard), sample(Mask.of(shard)) if masked else None
-    if info is not None:
-        compare(path, info, tokens=shard.size, sample=sampled)
-        if masked:
-            compare(mask_path(path), info.mask, sample=mask)
-    if shard.size < sequence_length + 1:
-        raise shard_error(
-            path,
-            8,
-            expected=f"at least {sequence_length + 1} tokens "
-            f"(one window of sequence length {sequence_length})",
-            found=f"{shard.size}",
-            do="train with a shorter sequence, or prepare more text "
-            "or longer shards (--shard-tokens)",
-        )
-    if info is None or info.max_token >= vocab_size:
-        scan_ids(shard, vocab_size)
-    return shard.size, sampled, mask
-
-
-def compare(path: Path, listed: ShardInfo | MaskInfo | None, **found: Any) -> None:
-    """Raise ShardError if a file differs from its description in dataset.json.
-
-    Args:
-        path: a shard or a mask.
-        listed: the description.
-        found: fields of the description, as they are in the file.
-    """
+def _compare(path: Path, listed: Files, **found: str) -> None:
+    """Raise ShardError if a digest of a file is not the listed one."""
     for name, value in found.items():
-        expected = getattr(listed, name, None)
-        unknown = expected is None and listed is not None
-        if expected != value and not unknown:
+        expected = listed.get(path.name, {}).get(name, value)
+        if expected != value:
             raise shard_error(
                 path,
-                8 if name == "tokens" else 0,
+                0,
                 expected=f"{name} {expected}, as {MANIFEST} lists",
-                found=f"{value}",
+                found=value,
                 do="the file was changed or damaged: restore it, or prepare the dataset again; "
                 f"`python -m gptjax.data check {path.parent}` reads all shards completely",
             )
 
 
-def scan_ids(shard: Shard, vocab_size: int) -> None:
-    """Raise ShardError if an id of the shard is not below `vocab_size`."""
+def _check_ids(path: Path, vocab_size: int) -> None:
+    shard = Shard(path)
     for begin, tokens in shard.chunks():
-        check_ids(shard.path, begin, tokens, vocab_size)
+        shard.check_ids(begin, tokens, vocab_size)
 
 
-def check_ids(path: Path, begin: int, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise ShardError if an id in `tokens` is not below `vocab_size`.
+def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = print) -> list[str]:
+    """Read every shard and loss mask completely and compare its digest with dataset.json.
 
     Args:
-        path: the shard, for the message.
-        begin: index in the shard of the first of `tokens`.
-        tokens: uint16 of shape (count,).
-        vocab_size: exclusive upper bound of the ids.
+        folder: the dataset's folder.
+        log: called with a line for each file.
+
+    Returns:
+        A sentence for each damaged file; empty if the dataset is intact.
+
+    Raises:
+        DatasetError: the folder is not a dataset, or is an incomplete dataset.
     """
-    if tokens.max() < vocab_size:
-        return
-    bad = int(np.argmax(tokens >= vocab_size))
-    raise shard_error(
-        path,
-        token_offset(begin + bad),
-        expected=f"ids below the model's vocabulary of {vocab_size}",
-        found=f"id {tokens[bad]} (token {begin + bad})",
-        do="the shard was made with another tokenizer or is damaged: "
-        "set the model's vocab_size to the tokenizer's, or prepare the shard again with `python -m "
-        "gptjax.data`",
-    )
+    dataset, problems = open_folder(Path(folder)), []
+    if dataset.note:
+        log(dataset.note)
+    for number, path in enumerate(dataset.files, start=1):
+        try:
+            info = describe(path)
+            _compare(path, dataset.listed, sha256=info["sha256"])
+            if info.get("max_token", 0) >= (ids := VOCABULARIES[dataset.tokenizer][0]):
+                _check_ids(path, ids)
+            said = ", ".join(f"{name} {value}" for name, value in info.items())
+            said += f", as {MANIFEST} lists" if path.name in dataset.listed else ", not listed"
+        except ShardError as error:
+            problems.append(str(error))
+            said = "DAMAGED"
+        log(printable(f"{number}/{len(dataset.files)} {path.name}: {said}"))
+    return problems
 
 
 def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Dataset:
@@ -274,32 +228,25 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
         DatasetError: the dataset is not prepared, incomplete, or was made with another tokenizer.
         TokenizerUnavailable: "stdlib" must be prepared with "gpt2", whose files are not available.
     """
-    try:
-        return _find(dataset, data_dir, tokenizer)
-    except OSError as error:
-        raise DatasetError(
-            f"dataset {dataset!r} in {data_dir}: expected files and folders that can be read and "
-            f"written, found {error}; correct that, or choose another --dataset or --data-dir"
-        ) from error
-
-
-def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
     if not dataset:
         raise DatasetError(
             "expected a dataset (auto, stdlib, a prepared name or a folder), found an empty name"
-        )
-    if tokenizer not in ("auto", *TOKENIZERS):
-        raise DatasetError(
-            f"unknown tokenizer {tokenizer!r}; choose one of auto, {', '.join(TOKENIZERS)}"
         )
     if dataset == "auto":
         has_fineweb = (data_dir / _FINEWEB / MANIFEST).exists() and tokenizer != "byte"
         dataset = _FINEWEB if has_fineweb else "stdlib"
 
-    note = None
     if dataset in (f"stdlib_{name}" for name in TOKENIZERS):
         dataset, tokenizer = dataset.split("_")
-    folder = _named_folder(dataset, data_dir, tokenizer)
+    if dataset != Path(dataset).name:  # a path, such as `.` or `corpora/mine`
+        candidates = [Path(dataset)]
+    else:
+        suffixes = TOKENIZERS if tokenizer == "auto" else (tokenizer,)
+        names = [dataset, *(f"{dataset}_{suffix}" for suffix in suffixes)]
+        candidates = [data_dir / name for name in names]
+        if dataset != "stdlib":  # a reserved name, even if the current folder has such a folder
+            candidates.append(Path(dataset))
+    note, folder = None, next((folder for folder in candidates if folder.is_dir()), None)
     if dataset == "stdlib" and (
         folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"
     ):
@@ -314,43 +261,25 @@ def _find(dataset: str, data_dir: Path, tokenizer: str) -> Dataset:
     return open_folder(folder, tokenizer, note)
 
 
-def _named_folder(dataset: str, data_dir: Path, tokenizer: str) -> Path | None:
-    """Return the folder of a name or path, or None if it does not exist."""
-    if dataset != Path(dataset).name:  # a path, such as `.` or `corpora/mine`
-        return Path(dataset) if Path(dataset).is_dir() else None
-    suffixes = TOKENIZERS if tokenizer == "auto" else (tokenizer,)
-    candidates = [data_dir / dataset, *(data_dir / f"{dataset}_{suffix}" for suffix in suffixes)]
-    if dataset != "stdlib":  # a reserved name, even if the working directory has such a folder
-        candidates.append(Path(dataset))
-    return next((folder for folder in candidates if folder.is_dir()), None)
-
-
 def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) -> Dataset:
     """Return the dataset in `folder`. Raises the errors of `find_dataset`, and OSError."""
-    if is_partial(folder):
-        raise DatasetError(
-            f"{folder}: expected a dataset, found one that is being prepared or was interrupted; "
-            "wait for it, or run its `python -m gptjax.data` command again"
-        )
-    names = sorted(os.listdir(folder))
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
     splits = {name: match[1] for name in names if (match := _SHARD_NAME.fullmatch(name))}
     train, val = (
         tuple(folder / name for name in splits if splits[name] == split)
         for split in ("train", "val")
     )
     if not train or not val:
-        missing = " and ".join(
-            f"*_{split}_*.bin" for split, shards in (("train", train), ("val", val)) if not shards
-        )
         raise DatasetError(
-            f"{folder}: expected token shards *_train_*.bin and *_val_*.bin, found no {missing}; "
-            "make a dataset with `python -m gptjax.data` (--help lists the kinds)"
+            f"{folder}: expected token shards *_train_*.bin and *_val_*.bin, found {len(train)} "
+            f"for training and {len(val)} for validation; make a dataset with `python -m "
+            "gptjax.data` (--help lists the kinds)"
         )
-    manifest, paths = read_manifest(folder), (*train, *val)
-    listed, made_with = ({}, "gpt2") if manifest is None else (manifest.shards, manifest.tokenizer)
-    if lost := sorted(listed.keys() - {path.name for path in paths}):
+    manifest = read_manifest(folder)
+    listed, made_with = ({}, "gpt2") if manifest is None else (manifest.files, manifest.tokenizer)
+    if lost := sorted(listed.keys() - {*names}):
         raise DatasetError(
-            f"{folder}: expected the {len(listed)} shards that {MANIFEST} lists, found "
+            f"{folder}: expected the {len(listed)} files that {MANIFEST} lists, found "
             f"{', '.join(lost[:5])} missing; remove the folder and prepare it again with `python "
             "-m gptjax.data`"
         )
@@ -360,8 +289,10 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
             f"train with {model_options(made_with)}, or prepare the text again with "
             f"--tokenizer {tokenizer} and another --name"
         )
+    masked = any(mask_path(path).name in names for path in (*train, *val))
+    dataset = Dataset(folder.name, folder, train, val, made_with, note, listed, masked)
     notes = [note] if note else []
-    extra = [path.name for path in paths if path.name not in listed]
+    extra = [path.name for path in dataset.files if path.name not in listed]
     if manifest is None:
         notes.append(
             f"{folder} has no {MANIFEST}: assuming GPT-2 BPE, the tokenizer of llm.c's and "
@@ -369,14 +300,10 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
         )
     elif extra:
         notes.append(
-            f"{folder} has {len(extra)} shards that {MANIFEST} does not list ({extra[0]}): "
+            f"{folder} has {len(extra)} files that {MANIFEST} does not list ({extra[0]}): "
             "they are used as they are"
         )
-    masked = any(info.mask for info in listed.values()) or any(
-        mask_path(path).name in names for path in paths
-    )
-    note = printable("\n".join(notes)) or None
-    return Dataset(folder.name, folder, train, val, made_with, note, listed, masked)
+    return dataclasses.replace(dataset, note=printable("\n".join(notes)) or None)
 
 
 def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | None:
@@ -389,7 +316,7 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | No
     """
     if epochs <= _MANY_EPOCHS:
         return None
-    shards = min(ALL_SHARDS, math.ceil(epochs * dataset.train_tokens / _FINEWEB_SHARD_TOKENS))
+    shards = min(ALL_SHARDS, math.ceil(epochs * dataset.train_tokens / SHARD_TOKENS))
     where = "" if data_dir == data_folder() else f" --data-dir {data_dir}"
     return printable(
         f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training "
@@ -401,12 +328,9 @@ def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | No
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
     prepared = sorted(path.parent.name for path in data_dir.glob(f"[!.]*/{MANIFEST}"))
     kind, _, suffix = dataset.rpartition("_")
-    kind, chosen = (kind, suffix) if suffix in TOKENIZERS else (dataset, tokenizer)
-    if kind == _FINEWEB:
-        command = kind
-    elif kind in ("stdlib", "tinyshakespeare"):
-        command = f"{kind} --tokenizer {chosen}"
-    else:
+    kind, tokenizer = (kind, suffix) if suffix in TOKENIZERS else (dataset, tokenizer)
+    command = kind if kind == _FINEWEB else f"{kind} --tokenizer {tokenizer}"
+    if kind not in (_FINEWEB, "stdlib", "tinyshakespeare"):
         command = f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer}"
     return (
         f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or "

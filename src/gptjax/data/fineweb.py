@@ -9,14 +9,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from gptjax.data.atomic import PrepareError, commit, dataset_folder, locked, partial_folder
-from gptjax.data.manifest import Manifest, ShardInfo, read_manifest, sample
+from gptjax.data.manifest import Files, Manifest, describe, read_manifest
+from gptjax.data.prepare import PrepareError, dataset_folder, locked, partial_folder
 from gptjax.data.shards import Shard, ShardError
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
-ALL_SHARDS = 103
-_GPT2_VOCABULARY, _GPT2_EOT = 50257, 50256
+ALL_SHARDS, SHARD_TOKENS = 103, 100_000_000
 
 
 def prepare_fineweb(
@@ -33,7 +33,8 @@ def prepare_fineweb(
 
     Raises:
         PrepareError: `shards` not in 1..103, huggingface_hub is not installed, a download failed,
-            or a downloaded shard is damaged. Complete shards are kept for the next attempt.
+            or the name is not a plain one. Complete shards are kept for the next attempt.
+        ShardError: a downloaded shard is damaged.
     """
     if not 1 <= shards <= ALL_SHARDS:
         raise PrepareError(f"expected shards in 1..{ALL_SHARDS}, found {shards}")
@@ -50,39 +51,25 @@ def prepare_fineweb(
         *(f"fineweb_train_{number:06d}.bin" for number in range(1, shards + 1)),
     ]
     with locked(final, log):
-        before = read_manifest(final)
-        known = before.shards if before else {}
-        partial = partial_folder(final)
-        fetched = 0
+        # A new dataset appears when it is complete. More shards join an existing one.
+        folder = final if final.exists() else partial_folder(final)
+        folder.mkdir(exist_ok=True)
+        before = read_manifest(folder)
+        files, fetched = dict(before.files) if before else {}, 0
         for number, file in enumerate(wanted, start=1):
             where = f"{number}/{len(wanted)} {file}"
-            # A shard may be in the dataset, or in the partial folder of an interrupted run.
-            info = _info(final / file, known.get(file)) or _info(partial / file)
-            if info is not None:
-                log(f"{where}: already there ({info.tokens:,} tokens)")
+            if (info := _info(folder / file, files)) is not None:
+                log(f"{where}: already there")
             else:
                 log(f"{where}: downloading from {REPOSITORY}")
-                partial.mkdir(exist_ok=True)
-                (partial / file).unlink(missing_ok=True)
-                _download(huggingface_hub, file, partial)
-                info = _info(partial / file, must=True)
-                fetched += 1
-            known = known | {file: info}
-
-        source = f"{REPOSITORY} on the Hugging Face Hub"
-        manifest = Manifest("gpt2", _GPT2_VOCABULARY, _GPT2_EOT, source, None, known)
-        if partial.exists():
-            # huggingface_hub's metadata of the downloads
-            shutil.rmtree(partial / ".cache", ignore_errors=True)
-        if not final.exists():
-            manifest.write(partial)
-            commit(partial, final)
-        else:
-            # Each file is complete, and the existing dataset is complete without the new files.
-            for file in sorted(partial.glob("*.bin")) if partial.exists() else []:
-                os.replace(file, final / file.name)
-            manifest.write(final)
-            shutil.rmtree(partial, ignore_errors=True)
+                (folder / file).unlink(missing_ok=True)
+                _download(huggingface_hub, file, folder)
+                info, fetched = describe(folder / file), fetched + 1
+            files[file] = info
+        Manifest("gpt2", f"{REPOSITORY} on the Hugging Face Hub", files).write(folder)
+        shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub's metadata
+        if folder != final:
+            os.replace(folder, final)
     log(
         f"{final}: {len(wanted) - 1} training shards and 1 validation shard, {fetched} of them "
         "downloaded now"
@@ -90,23 +77,14 @@ def prepare_fineweb(
     return final
 
 
-def _info(path: Path, listed: ShardInfo | None = None, must: bool = False) -> ShardInfo | None:
-    """Return the description of a complete shard, or None if the shard is missing or damaged.
-
-    Args:
-        listed: description in dataset.json. A shard is damaged if its sample differs.
-        must: raise PrepareError instead of returning None.
-    """
+def _info(path: Path, files: Files) -> dict[str, Any] | None:
+    """Return the description of a complete shard, or None if it is missing or damaged."""
     try:
-        shard = Shard(path)
-        if listed is None or listed.sample is None:
-            return ShardInfo.from_shard(shard)
-        return listed if listed.sample == sample(shard) else None
-    except ShardError as error:
-        if must:
-            raise PrepareError(
-                f"the downloaded shard is damaged: {error}. Run the same command again"
-            ) from error
+        if path.name not in files:
+            return describe(path)
+        listed, found = files[path.name], Shard(path).sample()
+        return listed if listed.get("sample", found) == found else None
+    except ShardError:
         return None
 
 

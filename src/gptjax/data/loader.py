@@ -13,7 +13,7 @@ order does not depend on the number of processes, and the number of windows cons
 sufficient to resume.
 
 A window becomes a `Batch` of inputs and targets. Targets that a loss mask excludes
-(`gptjax.data.masks`) are `IGNORED`. With a `Packing`, the batch has the documents of the inputs.
+(`gptjax.data.shards`) are `IGNORED`. With a `Packing`, the batch has the documents of the inputs.
 
 With `sequential` stretches, nothing is shuffled or repeated: the windows of the last stretch are
 read in order, after those of the earlier stretches.
@@ -30,25 +30,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gptjax.data.dataset import check_ids
-from gptjax.data.masks import Mask, mask_path
-from gptjax.data.packing import (
-    PackedSpans,
-    Packing,
-    SequentialSpans,
-    Stretch,
-    document_bounds,
-    split_by_shard,
-)
-from gptjax.data.shards import Shard, ShardError
+from gptjax.data.packing import PackedSpans, Packing, Stretch, document_begins
+from gptjax.data.shards import Shard, ShardError, mask_path
 
 # Number of prefetched batches, and of threads that read batches.
 _PREFETCH_BATCHES = 8
 _PREFETCH_THREADS = 4
 
 # Maximum number of open files, below the usual limit of 1,024 for a process.
-_OPEN_SHARDS = 128
-_MAX_START = 2**53  # windows; JSON represents smaller integers exactly
+_OPEN_FILES = 128
 
 # Target without a loss and without a gradient, such as a token of a prompt.
 IGNORED = -1
@@ -113,61 +103,41 @@ class Windows:
         if not shards:
             raise ValueError("expected at least one shard, found none")
         self._paths = paths = [Path(shard) for shard in shards]
-        self._masked = masked = any(mask_path(path).exists() for path in paths)
-        self._eot = None if packing is None else packing.eot
-        sizes, stamps, mask_stamps = zip(
-            *(
-                (shard.size, shard.stamp, Mask.of(shard).stamp if masked else None)
-                for shard in map(Shard, paths)
-            ),
-            strict=True,
-        )
-
         # A file is closed when neither the cache nor a thread holds the Shard.
-        @functools.lru_cache(_OPEN_SHARDS)
-        def opened(number: int) -> tuple[Shard, Mask | None]:
-            shard = Shard(paths[number], stamps[number])
-            return shard, Mask.of(shard, mask_stamps[number]) if masked else None
-
-        self._open = opened
+        self._open = functools.lru_cache(_OPEN_FILES)(Shard)
+        sizes = [self._open(path).size for path in paths]
+        where = f"{paths[0]}{' and the shards after it' if len(paths) > 1 else ''}"
+        self._masked = any(mask_path(path).exists() for path in paths)
+        if self._masked and sizes != [self._open(mask_path(path)).size for path in paths]:
+            raise ShardError(f"{where}: expected loss masks with the token counts of the shards")
+        self._eot = None if packing is None else packing.eot
         # position of each shard's first token in the sequence, then the number of tokens
         self._begins = [0, *itertools.accumulate(sizes)]
-        self._length, self._vocab_size = sequence_length, vocab_size
-        tokens = self._begins[-1]
-        where = f"{paths[0]}{' and the shards after it' if len(paths) > 1 else ''}"
-        if tokens < sequence_length + 1:
-            raise ShardError(
-                f"{where}: expected at least {sequence_length + 1} tokens (one window of sequence "
-                f"length {sequence_length}), found {tokens}; train with a shorter sequence or "
-                "prepare more text"
+        self._length, self._vocab_size, self._first = sequence_length, vocab_size, 0
+        self._packed: PackedSpans | None = None
+        tokens, needed, found = self._begins[-1], sequence_length + 1, str(self._begins[-1])
+        if tokens < needed:
+            self._count = 0
+        elif packing is not None and (most := packing.max_document_length) is not None:
+            documents, found = (
+                document_begins(paths, packing.eot),
+                f"fewer in documents cut to {most}",
             )
-        self._first, self._count, self._packed = 0, (tokens - 1) // sequence_length, None
-        if packing is not None and packing.max_document_length is not None:
-            bounds = document_bounds(tuple(paths), stamps, packing.eot)
-            if sequential:
-                self._packed = SequentialSpans(split_by_shard(bounds, self._begins), sequential)
-            else:
-                length = packing.max_document_length
-                self._packed = PackedSpans(bounds, length, sequence_length + 1)
+            self._packed = PackedSpans(documents, self._begins, needed, most, sequential)
             self._count = len(self._packed)
-            if not self._count:
-                raise ShardError(
-                    f"{where}: expected at least {sequence_length + 1} tokens (one window of "
-                    f"sequence length {sequence_length}) in documents cut to "
-                    f"{packing.max_document_length} tokens, found fewer; train with a shorter "
-                    "sequence or a larger max_document_length, or prepare more text"
-                )
-        elif sequential:
-            *earlier, own = sequential
-            self._first = sum(s.steps * s.batch * s.sequence_length for s in earlier)
-            self._count = own.steps * own.batch
-            needed = self._first + self._count * sequence_length + 1
-            if needed > tokens:
-                raise ShardError(
-                    f"{where}: expected at least {needed} tokens, which the run reads once, found "
-                    f"{tokens}; train for fewer steps, prepare more text, or choose --data-order "
-                    "shuffled"
-                )
+        else:
+            self._count = (tokens - 1) // sequence_length
+            if sequential:
+                *earlier, own = sequential
+                self._first = sum(s.steps * s.batch * s.sequence_length for s in earlier)
+                self._count = own.steps * own.batch
+                needed = self._first + self._count * sequence_length + 1
+        if not self._count or needed > tokens:
+            raise ShardError(
+                f"{where}: expected at least {needed} tokens for windows of sequence length "
+                f"{sequence_length}, found {found}; train with a shorter sequence or for "
+                "fewer steps, or prepare more text"
+            )
 
     def __len__(self) -> int:
         return self._count
@@ -199,15 +169,13 @@ class Windows:
         while filled < out.size:  # one iteration for each shard that the tokens cover
             begin = at + filled - self._begins[shard]
             count = min(out.size - filled, self._begins[shard + 1] - at - filled)
-            tokens, mask = self._open(shard)
-            part = tokens.read(begin, count)
+            part, path = slice(filled, filled + count), self._paths[shard]
+            out[part] = tokens = self._open(path).read(begin, count)
             if self._vocab_size is not None:
-                check_ids(self._paths[shard], begin, part, self._vocab_size)
-            out[filled : filled + part.size] = part
-            if mask is not None:
-                counts[filled : filled + part.size] = mask.read(begin, count)
-            filled += part.size
-            shard += 1
+                self._open(path).check_ids(begin, tokens, self._vocab_size)
+            if self._masked:
+                counts[part] = self._open(mask_path(path)).read(begin, count)
+            filled, shard = filled + count, shard + 1
 
 
 class Loader:
@@ -254,13 +222,11 @@ class Loader:
         import grain  # imports JAX, which `python -m gptjax.data` does not need
 
         rows = _rows_of_a_process(batch, process_index, process_count)
-        if type(start) is not int or not 0 <= start < _MAX_START:
+        if not (0 <= start < 2**53 and 0 <= seed < 2**32):
             raise ValueError(
-                "expected start (windows consumed so far) as an integer in 0..2**53-1, found "
-                f"{start}"
+                "expected start (windows consumed so far) in 0..2**53-1 and a seed in 0..2**32-1, "
+                f"found {start} and {seed}"
             )
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"expected a seed in 0..{2**32 - 1}, found {seed}")
         windows = Windows(shards, sequence_length, vocab_size, packing, sequential)
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
@@ -294,12 +260,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        try:
-            batch = next(self._iterator)
-        except BaseException:
-            # A caller that caught the error would otherwise continue after the bad batch.
-            self.close()
-            raise
+        batch = next(self._iterator)
         self._steps += 1
         return batch
 
@@ -310,7 +271,8 @@ class Loader:
         """
         self._iterator.close()
 
-    def __enter__(self) -> "Loader":  # noqa: PYI034 (the tests' type checker knows Self only in whole classes)
+    # Not `Self`: jaxtyping's hook checks single functions, in which beartype does not know it.
+    def __enter__(self) -> "Loader":  # noqa: PYI034
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -348,22 +310,15 @@ def fixed_batches(
         ShardError: a shard is bad, or an id is not below vocab_size.
     """
     _rows_of_a_process(batch, process_index, process_count)
-    if count < 1:
-        raise ValueError(f"expected count of at least 1 batch, found {count}")
     packing = None if eot is None else Packing(eot)
     windows = Windows(shards, sequence_length, vocab_size, packing)
     count = min(count, len(windows) // batch)
-    if not count:
-        fits = len(windows) // process_count * process_count
+    if count < 1:
         raise ValueError(
             f"the validation split does not fill one batch: expected at least {batch} windows of "
-            f"sequence length {sequence_length}, found {len(windows)} in "
-            f"{shards[0]}{' and the shards after it' if len(shards) > 1 else ''}; "
-            + (
-                f"a validation batch of {fits} would fit"
-                if fits
-                else "prepare more text or validate with shorter sequences"
-            )
+            f"sequence length {sequence_length}, found {len(windows)} in {shards[0]}"
+            f"{' and the shards after it' if len(shards) > 1 else ''}; validate with a smaller "
+            "batch or shorter sequences, or prepare more text"
         )
     # strictly increasing: no window twice
     chosen = np.arange(count * batch)
@@ -381,14 +336,10 @@ def _stacked(windows: Any) -> Batch:
 
 
 def _rows_of_a_process(batch: int, process_index: int, process_count: int) -> int:
-    if process_count < 1 or not 0 <= process_index < process_count:
-        raise ValueError(
-            f"expected process_index in 0..process_count-1, found {process_index} of "
-            f"{process_count}"
-        )
-    if batch < 1 or batch % process_count:
+    if not 0 <= process_index < process_count or batch < 1 or batch % process_count:
         raise ValueError(
             f"expected a batch (windows a step over all processes) that {process_count} processes "
-            f"can share equally, found {batch}; use a multiple of {process_count}"
+            f"can share equally, found {batch} for process {process_index}; use a multiple of "
+            f"{process_count}"
         )
     return batch // process_count

@@ -9,7 +9,11 @@ Three parts are not read: the rest of a cut document, tokens before the first EO
 the end that do not fill a window. The last token of a document predicts the EOT of the next
 document in the window, even if the document was cut.
 
-modded-nanogpt packs the documents of a shard in the same way ("align_to_bos" in train_gpt.py).
+In a run that reads its data in order, documents end with their shard, and a step reads documents
+of one shard: those at its end that do not fill a step are left out. modded-nanogpt packs documents
+in the same way ("align_to_bos" in train_gpt.py).
+
+Axes: D documents, W windows.
 """
 
 import dataclasses
@@ -22,8 +26,6 @@ from pathlib import Path
 import numpy as np
 
 from gptjax.data.shards import Shard, ShardError
-
-Stamp = tuple[int, int]
 
 _THREADS = 8  # to read shards; each thread needs about 50 MB
 
@@ -49,55 +51,6 @@ class Packing:
             )
 
 
-class PackedSpans:
-    """Spans of tokens in each window of packed documents.
-
-    Args:
-        bounds: position of the first token of each document, in ascending order, then the end of
-            the last document; int64 of shape (documents + 1,).
-        max_document_length: see `Packing`.
-        window: T + 1, tokens of a window.
-    """
-
-    def __init__(self, bounds: np.ndarray, max_document_length: int, window: int) -> None:
-        self._bounds, self._max_length, self._window = bounds, max_document_length, window
-        # Documents before i have ends[i] tokens, and a window that begins with document i ends in
-        # document following[i] − 1.
-        ends = np.zeros_like(bounds)
-        np.cumsum(np.minimum(np.diff(bounds), max_document_length), out=ends[1:])
-        self._following = memoryview(np.searchsorted(ends, ends + window))
-        self._firsts = self.firsts(0, len(bounds))
-
-    def firsts(self, first: int, windows: int) -> list[int]:
-        """Return the first document of each window from document `first` on, then one more.
-
-        Args:
-            windows: largest number of windows.
-        """
-        firsts = []
-        while first < len(self._bounds) and len(firsts) <= windows:
-            firsts.append(first)
-            first = self._following[first]
-        return firsts
-
-    def __len__(self) -> int:
-        return len(self._firsts) - 1
-
-    def __getitem__(self, index: int) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each span of window `index`. A cut document ends a span."""
-        return self.spans(*self._firsts[index : index + 2])
-
-    def spans(self, first: int, after: int) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each span of the window of documents first … after − 1."""
-        bounds = self._bounds[first : after + 1]
-        begins, ends = bounds[:-1], np.minimum(bounds[1:], bounds[:-1] + self._max_length)
-        ends[-1] -= (ends - begins).sum() - self._window
-        new = np.flatnonzero(begins[1:] != ends[:-1])
-        return zip(
-            begins[[0, *new + 1]].tolist(), ends[[*new, len(ends) - 1]].tolist(), strict=True
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Stretch:
     """Consecutive steps of a run that reads its data in order.
@@ -115,95 +68,117 @@ class Stretch:
     packing: Packing | None
 
 
-class SequentialSpans:
-    """Spans of tokens in each window of the last of several stretches of packed documents.
-
-    A step reads the documents that follow those of the step before, from one shard. The documents
-    at the end of a shard that do not fill a step are left out, as in modded-nanogpt.
+class PackedSpans:
+    """Spans of tokens in each window of packed documents.
 
     Args:
-        shards: the `bounds` of the documents of each shard.
-        stretches: all stretches of the run up to the one that is read.
+        begins_D: position of the first token of each document, ascending int64.
+        shards: position of the first token of each shard, then the number of tokens.
+        window: T + 1, tokens of a window.
+        max_document_length: see `Packing`.
+        sequential: stretches of a run that reads its data in order, see `Windows`.
 
     Raises:
         ShardError: the shards end before the last stretch.
     """
 
-    def __init__(self, shards: Sequence[np.ndarray], stretches: Sequence[Stretch]) -> None:
+    def __init__(
+        self,
+        begins_D: np.ndarray,
+        shards: Sequence[int],
+        window: int,
+        max_document_length: int,
+        sequential: Sequence[Stretch] = (),
+    ) -> None:
+        self._begins_D, self._window = begins_D, window
+        ends_D = np.append(begins_D[1:], shards[-1])
+        if not sequential:
+            following = self._cut(ends_D, window, max_document_length)
+            firsts = _firsts(following, 0, len(begins_D), len(begins_D))
+            self._windows_W2 = np.stack([firsts[:-1], firsts[1:]], axis=1)
+            return
+        counts = np.searchsorted(begins_D, shards[1:]).tolist()  # documents up to each shard's end
+        ends_D = np.minimum(ends_D, np.repeat(shards[1:], np.diff(counts, prepend=0)))
         shard, first = 0, 0  # of the next window
-        for stretch in stretches:
-            self._windows: list[tuple[PackedSpans, int, int]] = []
-            spans = None
+        for stretch in sequential:
+            most = stretch.packing.max_document_length
+            following, windows = self._cut(ends_D, stretch.sequence_length + 1, most), []
             for step in range(stretch.steps):
                 while True:
-                    if shard == len(shards):
+                    if shard == len(counts):
                         raise ShardError(
                             "expected training shards for all steps of the run, which reads them "
                             f"once, found their end at step {step} of {stretch.steps} with batches "
                             f"of {stretch.batch} × {stretch.sequence_length} tokens; train for "
                             "fewer steps, prepare more shards, or choose --data-order shuffled"
                         )
-                    if spans is None:
-                        length = stretch.packing.max_document_length
-                        spans = PackedSpans(shards[shard], length, stretch.sequence_length + 1)
-                    firsts = spans.firsts(first, stretch.batch)
+                    firsts = _firsts(following, first, counts[shard], stretch.batch)
                     if len(firsts) > stretch.batch:
                         break
-                    shard, first, spans = shard + 1, 0, None
-                self._windows += [(spans, *pair) for pair in itertools.pairwise(firsts)]
+                    shard, first = shard + 1, counts[shard]
+                windows += itertools.pairwise(firsts)
                 first = firsts[-1]
+            self._windows_W2 = np.array(windows)
+
+    def _cut(self, ends_D: np.ndarray, window: int, max_document_length: int) -> memoryview:
+        """Cut the documents. Return the document after each window that begins with document i."""
+        self._ends_D = np.minimum(ends_D, self._begins_D + max_document_length)
+        sums = np.append(0, np.cumsum(self._ends_D - self._begins_D))
+        return memoryview(np.searchsorted(sums, sums + window))
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return len(self._windows_W2)
 
     def __getitem__(self, index: int) -> Iterator[tuple[int, int]]:
-        """See `PackedSpans`."""
-        spans, first, after = self._windows[index]
-        return spans.spans(first, after)
+        """Return begin and end of each span of window `index`. A cut document ends a span."""
+        documents = slice(*self._windows_W2[index])
+        begins, ends = self._begins_D[documents], self._ends_D[documents].copy()
+        ends[-1] -= (ends - begins).sum() - self._window
+        new = np.flatnonzero(begins[1:] != ends[:-1])
+        return zip(
+            begins[[0, *new + 1]].tolist(), ends[[*new, len(ends) - 1]].tolist(), strict=True
+        )
 
 
-def split_by_shard(bounds: np.ndarray, begins: Sequence[int]) -> list[np.ndarray]:
-    """Return the `bounds` of the documents that begin in each shard, cut at the shard's end.
+def _firsts(following: memoryview, first: int, end: int, windows: int) -> list[int]:
+    """Return the first document of each window from document `first` on, then one more.
 
     Args:
-        bounds: of all shards.
-        begins: position of each shard's first token, then the number of tokens.
+        following: first document after the window that begins with each document.
+        end: the windows' documents are below it.
+        windows: largest number of windows.
     """
-    cuts = np.searchsorted(bounds[:-1], begins)
-    return [
-        np.append(bounds[i:j], end)
-        for (i, j), end in zip(itertools.pairwise(cuts), begins[1:], strict=True)
-    ]
+    firsts = []
+    while first <= end and len(firsts) <= windows:
+        firsts.append(first)
+        first = following[first]
+    return firsts
+
+
+def document_begins(paths: Sequence[Path], eot: int) -> np.ndarray:
+    """Return the `begins_D` of `PackedSpans`; the shards are read completely.
+
+    Raises:
+        ShardError: no token is `eot`.
+    """
+    return _document_begins(tuple((path, path.stat().st_mtime_ns) for path in paths), eot)
 
 
 @functools.lru_cache(1)  # the stages of a run read the same shards
-def document_bounds(paths: tuple[Path, ...], stamps: tuple[Stamp, ...], eot: int) -> np.ndarray:
-    """Return the `bounds` of `PackedSpans`; the shards are read completely.
-
-    Args:
-        paths: the shards, which are one sequence of tokens.
-        stamps: `Shard.stamp` of each.
-        eot: id that begins each document.
-
-    Raises:
-        ShardError: no token is `eot`, or a shard has changed.
-    """
-
-    def find(path: Path, stamp: Stamp) -> tuple[int, np.ndarray]:
-        shard = Shard(path, stamp)
+def _document_begins(paths: tuple[tuple[Path, int], ...], eot: int) -> np.ndarray:
+    def find(item: tuple[Path, int]) -> tuple[int, np.ndarray]:
+        shard = Shard(item[0])
         found = [np.flatnonzero(tokens == eot) + begin for begin, tokens in shard.chunks()]
         return shard.size, np.concatenate(found)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        sizes, found = zip(*pool.map(find, paths, stamps), strict=True)
-    begins = [0, *itertools.accumulate(sizes)]
-    parts = [begin + at for begin, at in zip(begins[:-1], found, strict=True)]
-    bounds = np.concatenate([*parts, begins[-1:]])
-    if len(bounds) == 1:
+        sizes, found = zip(*pool.map(find, paths), strict=True)
+    begins_D = np.concatenate(found) + np.repeat(np.cumsum([0, *sizes[:-1]]), [*map(len, found)])
+    if not len(begins_D):
         raise ShardError(
-            f"{paths[0]}{' and the shards after it' if len(paths) > 1 else ''}: expected documents "
-            f"that begin with the end-of-text token {eot}, found no such token; train without "
-            "max_document_length, or prepare the text again with `python -m gptjax.data`"
+            f"{paths[0][0]}{' and the shards after it' if len(paths) > 1 else ''}: expected "
+            f"documents that begin with the end-of-text token {eot}, found no such token; train "
+            "without max_document_length, or prepare the text again with `python -m gptjax.data`"
         )
-    bounds.setflags(write=False)
-    return bounds
+    begins_D.setflags(write=False)
+    return begins_D

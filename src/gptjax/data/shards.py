@@ -1,103 +1,138 @@
-"""llm.c's format of token shards, which modded-nanogpt reads too.
+"""llm.c's format of token shards, which modded-nanogpt reads too, and loss masks.
 
     bytes 0 .. 1023     256 little-endian int32: magic 20240520, version 1, token count, then zeros
     bytes 1024 ..       the tokens, little-endian uint16
 
+The loss mask of the shard NAME.bin is the file NAME.mask in the same folder. A mask has the same
+layout with the magic number 20261122 and one byte per token: 1 if the token counts as a target of
+the loss, 0 if not (a token of a prompt). A dataset has masks for all shards, or none.
+
 `Shard` reads by position, `open_shard` maps a file into memory, and `write_shard` writes a file
-atomically. A bad file raises `ShardError`, whose message names the file, the byte, what was
-expected, what was found, and what to do.
+atomically. A bad file raises `ShardError`.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
-from gptjax.data.errors import DataError
 from gptjax.files import open_regular, write_atomically
+from gptjax.terminal import printable
 
-MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024  # 256 int32
-TOKEN_BYTES = 2
 MAX_TOKENS = 2**31 - 1  # the count is an int32
+MASK_SUFFIX = ".mask"
 
-_LLAMA3_MAGIC = 20240801  # llm.c's shards of uint32 tokens, for vocabularies above 65536
 _PREPARE_AGAIN = "prepare the shard again, for example with `python -m gptjax.data`"
 _CHUNK_TOKENS = 1 << 24  # 32 MB
 
+# A sample covers a file of up to 32 MiB completely, and 1 MiB of a larger file: the check at the
+# start of a run reads 100 MB of 100 shards of 200 MB.
+_SAMPLE_WHOLE = 1 << 25
+_SAMPLE_BLOCKS, _SAMPLE_BLOCK_BYTES = 32, 1 << 15
+
+
+class DataError(Exception):
+    """Data that is missing, damaged or unsuitable: an error that the user can correct.
+
+    Base class of CorpusError, DatasetError, PrepareError, ShardError and TokenizerUnavailable.
+    Messages quote file names and contents, so `str` replaces control characters.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class ShardError(DataError, ValueError):
-    """A token shard that cannot be read, written or trained on."""
+    """A token shard or a loss mask that cannot be read, written or trained on."""
 
 
 def shard_error(
-    path: str | os.PathLike, offset: int, *, expected: str, found: str, do: str = _PREPARE_AGAIN
+    path: Path, offset: int, *, expected: str, found: str, do: str = _PREPARE_AGAIN
 ) -> ShardError:
     """Return an error with file and offset, the expected and the found value, and what to do."""
-    return ShardError(
-        f"{os.fspath(path)}: at byte {offset}: expected {expected}, found {found}; {do}"
-    )
+    return ShardError(f"{path}: at byte {offset}: expected {expected}, found {found}; {do}")
 
 
-def token_offset(index: int, token_bytes: int = TOKEN_BYTES) -> int:
-    """Return the offset in the file of token `index`, in bytes."""
-    return HEADER_BYTES + token_bytes * index
+def mask_path(shard: Path) -> Path:
+    """Return the path of a shard's loss mask."""
+    return shard.with_suffix(MASK_SUFFIX)
+
+
+def _form(path: Path) -> tuple[int, np.dtype]:
+    """Return magic number and dtype of a file."""
+    if path.suffix == MASK_SUFFIX:
+        return 20261122, np.dtype("u1")
+    return 20240520, np.dtype("<u2")
 
 
 class Shard:
-    """Tokens of a shard, read by position.
+    """Tokens of a shard or values of a loss mask, read by position.
 
     Training does not use a memory map: reading the map of a truncated file ends the process with
-    SIGBUS. A subclass reads a file of the same layout with another magic number and dtype.
+    SIGBUS.
 
     Attributes:
         path: the file.
         size: number of tokens.
-        stamp: length in bytes and modification time of the file. A read raises ShardError if either
-            has changed.
+        dtype: uint16, or uint8 of a mask.
+        stamp: length in bytes and modification time. A read raises ShardError if they have changed.
     """
 
-    magic: ClassVar[int] = MAGIC
-    dtype: ClassVar[np.dtype] = np.dtype("<u2")
-    description: ClassVar[str] = "a token shard of llm.c's"
-
-    def __init__(self, path: str | os.PathLike, stamp: tuple[int, int] | None = None) -> None:
-        """Open a shard and check its header.
-
-        Args:
-            path: the file.
-            stamp: `stamp` of an earlier Shard of this file, if the file must be unchanged.
+    def __init__(self, path: str | os.PathLike) -> None:
+        """Open a file and check its header.
 
         Raises:
-            ShardError: the file is missing, is not a shard, has no tokens, or its length is not
+            ShardError: the file is missing, has another format or no tokens, or its length is not
                 the one in the header.
         """
         self.path, self._descriptor = Path(path), -1
+        magic, self.dtype = _form(self.path)
         try:
             self._descriptor = open_regular(self.path)
-            status = os.fstat(self._descriptor)
-            head = os.pread(self._descriptor, HEADER_BYTES, 0)
-        except (OSError, ValueError) as error:  # ValueError: a null character in the path
-            raise _unreadable(self.path, 0, error) from error
-        self.size = _token_count(type(self), self.path, head, status.st_size)
-        self.stamp = stamp or (status.st_size, status.st_mtime_ns)
+        except OSError as error:
+            raise shard_error(
+                self.path, 0, expected="a readable shard", found=error.strerror or str(error)
+            ) from error
+        self.stamp = self._status()
+        count = (self.stamp[0] - HEADER_BYTES) / self.dtype.itemsize
+        head = os.pread(self._descriptor, HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0")
+        fields = np.frombuffer(head, "<i4")[:3].tolist()
+        tokens = count if count > 0 else "above 0"
+        expected = {"magic": magic, "version": VERSION, "token count": tokens}
+        for index, (name, right) in enumerate(expected.items()):
+            if fields[index] != right:
+                raise shard_error(
+                    self.path,
+                    4 * index,
+                    expected=f"{name} {right}",
+                    found=f"{fields[index]} in a file of {self.stamp[0]} bytes",
+                )
+        self.size = int(count)
 
     def __del__(self, close=os.close) -> None:
         if self._descriptor >= 0:
             close(self._descriptor)
 
+    def _status(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def offset(self, index: int) -> int:
+        """Return the offset in the file of token `index`, in bytes."""
+        return HEADER_BYTES + self.dtype.itemsize * index
+
     def read(self, begin: int, count: int) -> np.ndarray:
-        """Read tokens begin .. begin + count - 1, read-only uint16 of shape (count,).
+        """Read tokens begin .. begin + count - 1, read-only, of shape (count,).
 
         Raises:
-            ShardError: the file cannot be read, or has changed since it was opened.
+            ShardError: the file has changed since it was opened.
         """
-        width = self.dtype.itemsize
-        content = self.read_bytes(token_offset(begin, width), width * count)
-        return np.frombuffer(content, dtype=self.dtype)
+        content = self.read_bytes(self.offset(begin), self.dtype.itemsize * count)
+        return np.frombuffer(content, self.dtype)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all tokens in order: the index of the first token of a chunk, and the chunk."""
@@ -106,25 +141,39 @@ class Shard:
 
     def read_bytes(self, offset: int, count: int) -> bytes:
         """Read bytes offset .. offset + count - 1 of the file. Raise the errors of `read`."""
-        try:
-            content = os.pread(self._descriptor, count, offset)
-            while len(content) < count:  # a read returns at most 2 GiB
-                more = os.pread(self._descriptor, count - len(content), offset + len(content))
-                if not more:
-                    break
-                content += more
-            status = os.fstat(self._descriptor)
-        except OSError as error:
-            raise _unreadable(self.path, offset, error) from error
-        if len(content) == count and (status.st_size, status.st_mtime_ns) == self.stamp:
+        content, status = os.pread(self._descriptor, count, offset), self._status()
+        if len(content) == count and status == self.stamp:
             return content
         raise shard_error(
             self.path,
             offset,
             expected=f"the file of {self.stamp[0]} bytes that was opened, unchanged",
-            found=f"a file of {status.st_size} bytes that was written to since",
-            do="nothing may write to a shard that is in use: restore it, "
-            "then run the same command again",
+            found=f"a file of {status[0]} bytes that was written to since",
+            do="restore it, then run the same command again",
+        )
+
+    def sample(self) -> str:
+        """Return the SHA-256 of evenly spaced blocks of the file, or of a small file."""
+        size, block = self.stamp[0], _SAMPLE_BLOCK_BYTES
+        if size <= _SAMPLE_WHOLE:
+            return hashlib.sha256(self.read_bytes(0, size)).hexdigest()
+        digest = hashlib.sha256()
+        for number in range(_SAMPLE_BLOCKS):  # the first and the last bytes are included
+            digest.update(self.read_bytes((size - block) * number // (_SAMPLE_BLOCKS - 1), block))
+        return digest.hexdigest()
+
+    def check_ids(self, begin: int, tokens: np.ndarray, vocab_size: int) -> None:
+        """Raise ShardError if one of the `tokens` from index `begin` on is not below vocab_size."""
+        if tokens.max() < vocab_size:
+            return
+        bad = int(np.argmax(tokens >= vocab_size))
+        raise shard_error(
+            self.path,
+            self.offset(begin + bad),
+            expected=f"ids below the model's vocabulary of {vocab_size}",
+            found=f"id {tokens[bad]} (token {begin + bad})",
+            do="the shard was made with another tokenizer or is damaged: set the model's "
+            f"vocab_size to the tokenizer's, or {_PREPARE_AGAIN}",
         )
 
 
@@ -133,84 +182,35 @@ def open_shard(path: str | os.PathLike) -> np.ndarray:
 
     Returns:
         A read-only memory-mapped uint16 array of shape (tokens,). Only the header has been read.
-        Reading the array after the file was truncated ends the process with SIGBUS; `Shard` raises
-        an error instead.
 
     Raises:
-        ShardError: the file is missing, is not a shard, has no tokens, or its length is not the one
-            in the header.
+        ShardError: see `Shard`.
     """
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(Shard(path).size,))
-
-
-def _unreadable(path: Path, offset: int, error: OSError | ValueError) -> ShardError:
-    reason = error.strerror if isinstance(error, OSError) else None
-    return shard_error(path, offset, expected="a readable shard", found=reason or str(error))
-
-
-def _token_count(kind: type[Shard], path: Path, head: bytes, size: int) -> int:
-    """Check the header of a file of `size` bytes and return the number of tokens."""
-    fields = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
-    magic, version, count = (int(field) for field in fields[:3])
-    end = token_offset(count, kind.dtype.itemsize)
-    unused = 3 + int(np.argmax(fields[3:] != 0))
-    llama = " (llm.c's shards of uint32 tokens)" if magic == _LLAMA3_MAGIC else ""
-    wrong = "cut short" if size < end else "too long"
-    checks = (
-        (len(head), HEADER_BYTES, len(head), f"a header of {HEADER_BYTES} bytes", f"{size} bytes"),
-        (magic, kind.magic, 0, f"magic {kind.magic} ({kind.description})", f"{magic}{llama}"),
-        (version, VERSION, 4, f"version {VERSION}", f"version {version}"),
-        (max(count, 0), count or 1, 8, "a token count above 0", f"{count}"),
-        (fields[unused], 0, 4 * unused, "0 in the unused header fields", f"{fields[unused]}"),
-        (
-            *(size, end, min(size, end), f"{end} bytes for the {count} tokens of the header"),
-            f"a file of {size} bytes ({wrong})",
-        ),
-    )
-    for value, right, offset, expected, found in checks:
-        if value != right:
-            raise shard_error(path, offset, expected=expected, found=found)
-    return count
+    shard = Shard(path)
+    return np.memmap(path, shard.dtype, mode="r", offset=HEADER_BYTES, shape=(shard.size,))
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
     """Write a shard atomically: `path` stays unchanged until the new file is on disk.
 
     Args:
-        path: the file to create or replace.
+        path: the file to create or replace; a loss mask if it ends in `.mask`.
         tokens: at least one integer, of shape (tokens,), each in 0..65535.
 
     Raises:
-        ShardError: no tokens, not a one-dimensional array of integers, or an id outside uint16.
+        ShardError: no tokens, not a one-dimensional array of integers, or an id out of range.
         OSError: writing failed (disk full, read-only). No temporary file is left.
     """
-    path = Path(path)
-    tokens = np.asarray(tokens)
-    if tokens.size == 0:
-        raise ShardError(f"{path}: not written: expected at least one token, found none")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+    path, tokens = Path(path), np.asarray(tokens)
+    magic, dtype = _form(path)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 0 < tokens.size <= MAX_TOKENS:
         raise ShardError(
-            f"{path}: not written: expected integers of shape (tokens,), found {tokens.dtype} of "
-            f"shape {tokens.shape}"
+            f"{path}: not written: expected 1 to {MAX_TOKENS} integers of shape (tokens,), found "
+            f"{tokens.dtype} of shape {tokens.shape}"
         )
-    if tokens.size > MAX_TOKENS:
-        raise ShardError(
-            f"{path}: not written: expected at most {MAX_TOKENS} tokens (the header's int32), "
-            f"found {tokens.size}; split them over several shards"
-        )
-    if tokens.dtype != np.uint16:
-        bad = np.flatnonzero((tokens < 0) | (tokens > 65535))
-        if bad.size:
-            raise ShardError(
-                f"{path}: not written: expected ids in 0..65535 (uint16), found {tokens[bad[0]]} "
-                f"at token {bad[0]}"
-            )
-
-    write_atomically(path, header(MAGIC, tokens.size), tokens.astype("<u2", copy=False))
-
-
-def header(magic: int, count: int) -> np.ndarray:
-    """Return the header of a file of `count` tokens, int32 of shape (256,)."""
-    fields = np.zeros(256, dtype="<i4")
-    fields[:3] = magic, VERSION, count
-    return fields
+    most = np.iinfo(dtype).max
+    if bad := [int(x) for x in (tokens.min(), tokens.max()) if not 0 <= x <= most]:
+        raise ShardError(f"{path}: not written: expected ids in 0..{most}, found {bad[0]}")
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = magic, VERSION, tokens.size
+    write_atomically(path, header, tokens.astype(dtype, copy=False))

@@ -7,11 +7,12 @@ It raises `TokenizerUnavailable` within seconds if neither the cache nor the net
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from gptjax.data.errors import DataError
+from gptjax.data.shards import DataError
 
 EOT_TEXT = "<|endoftext|>"
 TOKENIZERS = ("gpt2", "byte")
@@ -64,7 +65,11 @@ class ByteTokenizer:
     eot = 256
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(_without_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
+        try:
+            content = text.encode()
+        except UnicodeEncodeError:  # JSON allows lone surrogates; replace them as tiktoken does
+            content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        return np.frombuffer(content, np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
         """Return `encode` of each text."""
@@ -96,12 +101,11 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         # Before tiktoken 0.11, encode_to_numpy encoded `<|endoftext|>` as the special token.
-        return np.array(self._bpe.encode_ordinary(_without_surrogates(text)), dtype=np.uint16)
+        return np.array(self._bpe.encode_ordinary(text), dtype=np.uint16)
 
     def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
         """Return `encode` of each text, from `workers` threads."""
-        texts = [_without_surrogates(text) for text in texts]
-        ids = self._bpe.encode_ordinary_batch(texts, num_threads=workers)
+        ids = self._bpe.encode_ordinary_batch(list(texts), num_threads=workers)
         return [np.array(each, dtype=np.uint16) for each in ids]
 
     def token_bytes(self) -> list[bytes]:
@@ -110,8 +114,7 @@ class GPT2Tokenizer:
 
     def byte_lengths(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
-        lengths = [len(self._bpe.decode_single_token_bytes(id)) for id in range(self.eot)]
-        return np.array([*lengths, 0], np.int32)
+        return np.array([*map(len, self.token_bytes()), 0], np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._bpe.decode(_checked(ids, self).tolist(), errors="replace")
@@ -135,27 +138,16 @@ def get_tokenizer(name: str) -> GPT2Tokenizer | ByteTokenizer:
         ValueError: unknown name.
         TokenizerUnavailable: the files of "gpt2" are neither cached nor downloadable.
     """
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    if name == "byte":
-        return ByteTokenizer()
-    raise ValueError(f"unknown tokenizer {name!r}; choose one of {', '.join(TOKENIZERS)}")
+    if name not in TOKENIZERS:
+        raise ValueError(f"unknown tokenizer {name!r}; choose one of {', '.join(TOKENIZERS)}")
+    return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()
 
 
 def choose_tokenizer(choice: str) -> tuple[GPT2Tokenizer | ByteTokenizer, str | None]:
-    """Return the tokenizer `choice`; "auto" is gpt2 if available, else byte.
+    """Return the tokenizer `choice`, and a note for the user or None.
 
-    Returns:
-        The tokenizer, and a note for the user if "auto" returned byte, else None.
-
-    Raises:
-        ValueError: unknown name.
-        TokenizerUnavailable: `choice` is "gpt2", and its files are not available.
+    "auto" is gpt2 if available, else byte with a note. Raises the errors of `get_tokenizer`.
     """
-    if choice not in ("auto", *TOKENIZERS):
-        raise ValueError(
-            f"unknown tokenizer {choice!r}; choose one of auto, {', '.join(TOKENIZERS)}"
-        )
     if choice != "auto":
         return get_tokenizer(choice), None
     try:
@@ -167,24 +159,11 @@ def choose_tokenizer(choice: str) -> tuple[GPT2Tokenizer | ByteTokenizer, str | 
         )
 
 
-def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON allows and UTF-8 does not, by U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """Return `ids` as an int64 array of shape (tokens,) after a check of the range."""
-    array = np.asarray(ids)
-    if array.size == 0:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"expected token ids of shape (tokens,), found {array.dtype} of shape {array.shape}"
-        )
+    array = np.asarray(ids, np.int64)
+    if array.ndim != 1:
+        raise ValueError(f"expected token ids of shape (tokens,), found shape {array.shape}")
     bad = np.flatnonzero((array < 0) | (array >= tokenizer.vocab_size))
     if bad.size:
         raise ValueError(
@@ -192,32 +171,32 @@ def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarra
             f"{array[bad[0]]} at position {bad[0]}; logits of a padded vocabulary must be cut to "
             f"{tokenizer.vocab_size} before sampling"
         )
-    return array.astype(np.int64)
+    return array
 
 
 def _load_tiktoken(name: str):
     """Return tiktoken's encoding, or raise TokenizerUnavailable after at most `_LOAD_SECONDS`."""
-    result: list = []
+    answer: Future = Future()
 
     def load() -> None:
         try:
             import tiktoken
 
-            result.append(tiktoken.get_encoding(name))
-        except Exception as error:  # error of another thread, raised below
-            result.append(error)
+            answer.set_result(tiktoken.get_encoding(name))
+        except Exception as error:
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(_LOAD_SECONDS)
-    cause, reason = None, f"no answer from the network within {_LOAD_SECONDS:g} s"
-    if result and not isinstance(result[0], Exception):
-        return result[0]
-    if result:
-        cause, reason = result[0], f"{type(result[0]).__name__}: {str(result[0])[:120]}"
-    raise TokenizerUnavailable(
-        f"tokenizer {name!r} needs its BPE files, which are not in tiktoken's cache and could not "
-        f"be downloaded ({reason}). What to do: run once on a machine with a network with "
-        "TIKTOKEN_CACHE_DIR=FOLDER, copy the folder here and set TIKTOKEN_CACHE_DIR to it; or use "
-        "bytes: `--tokenizer byte`"
-    ) from cause
+    threading.Thread(target=load, daemon=True).start()
+    try:
+        return answer.result(_LOAD_SECONDS)
+    # tiktoken, the HTTP client and the disk raise errors without a common base class.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:120]}"
+        if not answer.done():
+            reason = f"no answer from the network within {_LOAD_SECONDS:g} s"
+        raise TokenizerUnavailable(
+            f"tokenizer {name!r} needs its BPE files, which are not in tiktoken's cache and could "
+            f"not be downloaded ({reason}). What to do: run once on a machine with a network with "
+            "TIKTOKEN_CACHE_DIR=FOLDER, copy the folder here and set TIKTOKEN_CACHE_DIR to it; or "
+            "use bytes: `--tokenizer byte`"
+        ) from error
