@@ -172,8 +172,6 @@ def test_one_case_of_a_kernel(tmp_path, monkeypatch, capsys):
     assert "fp32 as TF32" in measured and "bf16" not in measured
     assert main(["kernels", double(tmp_path), "--case", "fp8"]) == 1
     assert "has 'fp8' in its name" in capsys.readouterr().err
-    assert main(["kernels", double(tmp_path), "--case", "TF32", "--out", str(tmp_path)]) == 1
-    assert "--out holds all cases" in capsys.readouterr().err
 
 
 def test_errors(tmp_path, capsys):

@@ -28,8 +28,7 @@ from flax import nnx
 from llmc_side import LlmcStep, find_program, why_no_llmc
 from reference.torch_gpt2 import TorchGPT2
 from reference.torch_train import train
-from torch import distributed, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_gpt2 import How, TorchStep
 from torch_several import Spec, TorchSeveral
@@ -124,23 +123,6 @@ def test_pytorchs_options():
     assert trained.model is ours.model
     trained.run(1)
     assert not torch.equal(before[0], trained.model.wte)
-
-
-def test_pytorch_gives_up_its_memory_where_it_must(monkeypatch):
-    how = How(precision="fp32", compiled=False)
-    theirs = TorchStep(TINY, how, batch=1, sequence_length=4, device="cpu")
-    assert theirs.run(1) > 0
-    theirs.device = "cuda"
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 2000))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
-    theirs.make_room(1000)
-    theirs.peak = 1300
-    assert theirs.model is not None and theirs.has_room()
-    theirs.peak = 1301
-    assert not theirs.has_room()
-    theirs.peak = 1300
-    theirs.make_room(1001)
-    assert theirs.model is None and not theirs.has_room()
 
 
 LLAMA = Llama3Config(
@@ -296,11 +278,6 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
         found["torch"] == [1.0, 1.0]
         and results.first_line(found["gptjax"]) == "RuntimeError: out of memory"
     )
-    # Nor does an error between two turns cost what was measured.
-    order = []
-    monkeypatch.setattr(Side, "make_room", lambda *_: 1 / 0)
-    found = turns.take_turns(sides, seconds=1.0)
-    assert found["torch"] == [1.0, 1.0] and isinstance(found["gptjax"], ZeroDivisionError)
     monkeypatch.setattr(Side, "make_room", lambda *_: None)
     order, fits = [], False
     assert turns.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
@@ -358,43 +335,6 @@ def test_the_step_is_that_of_one_process_on_the_whole_batch(forked, strategy, re
     np.testing.assert_allclose(found, expected, rtol=5e-7)
     assert found[0] - found[3] > 0.05
     assert several.peak is None and several.has_room() and not multiprocessing.active_children()
-
-
-class Allocations(TorchDispatchMode):
-    """Records the elements of the largest new tensor that has memory."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **kwargs or {})
-        if isinstance(out, torch.Tensor) and out.device.type != "meta":
-            self.largest = max(self.largest, out.untyped_storage().nbytes() // out.itemsize)
-        return out
-
-
-def test_fsdp2_allocates_shards(monkeypatch):
-    """One process of four: the model is sharded before it has memory, and then filled one parameter
-    at a time."""
-    shard, without_memory = torch_worker.shard, []
-
-    def record(model, spec):
-        without_memory.extend(p.is_meta for p in model.parameters())
-        shard(model, spec)
-
-    monkeypatch.setattr(torch_worker, "shard", record)
-    model = dataclasses.replace(TINY, n_layer=6)
-    spec = dataclasses.replace(SPEC, model=model, strategy="fsdp2", devices=4)
-    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
-        with Allocations() as allocations:
-            step = torch_worker.WorkerStep(spec, 1)
-        parameters = list(step.model.parameters())
-        assert len(without_memory) == len(parameters) and all(without_memory)
-        total = sum(p.numel() for p in parameters)
-        assert sum(p.to_local().numel() for p in parameters) == total / 4
-        assert allocations.largest == max(p.numel() for p in parameters) < total / 8
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_the_strategy_of_pytorch():
@@ -592,17 +532,31 @@ def test_rows_of_llmc(llmc, card, tmp_path, monkeypatch, capsys):
 
 def test_a_row_for_each_system_back_end_and_draw(card, tmp_path, capsys):
     out = tmp_path / "out.json"
-    options = ["--prompt", 3, "--new", 4, "--batch", 2, "--top-k", 5, "--seconds", 0, "--out", out]
+    options = [
+        "--prompt",
+        3,
+        "--new",
+        4,
+        "--batch",
+        2,
+        "--temperature",
+        1,
+        "--top-k",
+        5,
+        "--seconds",
+        0,
+        "--out",
+        out,
+    ]
     assert run(generate, "--config", card, *options, "--implementation", "triton", "auto") == 1
     result = results.read(out)
     rows = result["rows"]
-    draws = ["3 + 4 tokens, greedy", "3 + 4 tokens, top-k 5"]
-    assert [(row["system"], row["case"]) for row in rows] == [
-        *itertools.product(["gptjax", "gptjax", "transformers"], draws)
-    ]
+    case = "3 + 4 tokens, top-k 5"
+    systems = [(system, case) for system in ("gptjax", "gptjax", "transformers")]
+    assert [(row["system"], row["case"]) for row in rows] == systems
     # The named back end needs a GPU; the others are measured.
-    assert all("triton" in row["error"] and "ms" not in row for row in rows[:2])
-    for ours, theirs in zip(rows[2:4], rows[4:], strict=True):
+    assert "triton" in rows[0]["error"] and "ms" not in rows[0]
+    for ours, theirs in [rows[1:]]:
         assert ours["kernels"] == "xla" and theirs["kernels"] == "static cache, eager"
         assert ours["tokens/s"] == pytest.approx(2 * 4 / (ours["ms"] / 1e3))
         assert ours["of_torch"] == pytest.approx(theirs["ms"] / ours["ms"])
@@ -610,7 +564,7 @@ def test_a_row_for_each_system_back_end_and_draw(card, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "unknown memory bandwidth" in printed.out and "error: did not run:" in printed.err
     # A line of progress as soon as a row is complete.
-    assert printed.err.count("tokens/s, step") == 4
+    assert printed.err.count("tokens/s, step") == 2
 
 
 def test_the_figures_of_a_row():
@@ -668,17 +622,3 @@ def spread(module):
     for parameter in module.parameters(recurse=False):
         if parameter.ndim == 2:
             parameter.data *= 10
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--new", "1"], "--new must be at least 2"),
-        (["--new", "1020"], "--prompt 32 and --new 1020 are 1052 tokens, and the model has 1024"),
-    ],
-)
-def test_refusals(options, message, capsys, monkeypatch):
-    model = type(PRESETS["gpt2"])
-    monkeypatch.setattr(model, "build", lambda *_: pytest.fail("built a model"))
-    assert run(generate, *options) == 1
-    assert f"error: {message}" in capsys.readouterr().err

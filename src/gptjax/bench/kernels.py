@@ -35,14 +35,12 @@ class Kernels:
     """Python files with a function cases(), such as benchmarks/kernels/attention.py, or folders of
     them."""
     case: str = ""
-    """Only cases with this text in their name, such as TF32. Not with --out."""
+    """Only cases with this text in their name, such as TF32."""
     out: Path | None = None
     """Folder for the results, one JSON file for each FILE. Created if absent."""
     script: ClassVar[str] = "-m gptjax.bench"
 
     def run(self) -> None:
-        if self.case and self.out:
-            raise BenchError("--out holds all cases of a kernel: leave out --case")
         cases = {
             file: [case for case in load(file) if self.case in case.name]
             for path in self.files

@@ -26,7 +26,6 @@ COLUMNS = {
     "compile_s": ("compile s", ".1f"),
     "of_torch": ("of torch", ".3f"),
     "of_llmc": ("of llm.c", ".3f"),
-    "scaling": ("of n × one", ".1%"),
     "factor": ("rung", ".2f"),
     "since_start": ("since start", ".2f"),
 }
@@ -46,7 +45,6 @@ class Step(StepOptions):
     def run(self) -> None:
         results.check_file(self.out)
         rows = [row for config, devices in self.configs() for row in self.measure(config, devices)]
-        compare_with_one_device(rows)
         results.report(timed_result(self.script, rows), self.out, show)
         raise_failures(rows)
 
@@ -136,19 +134,6 @@ def figures(row: dict, config: Config, seconds: Sequence[float], peak: int | Non
         "mfu": mfu(tokens, flops, one_device().device_kind, row["precision"], devices),
         "peak_gib": peak / GIB if peak else None,
     }
-
-
-def compare_with_one_device(rows: list[dict]) -> None:
-    """Add to each row of N devices its tokens/s divided by N times the tokens/s of one device.
-
-    The row of one device has the same model, precision, batch and optimizer, in the same run.
-    """
-    same = ("system", "model", "precision", "batch", "sequence_length", "algorithm", "recompute")
-    one = {tuple(r.get(key) for key in same): r for r in rows if r.get("devices", 1) == 1}
-    for row in rows:
-        single = one.get(tuple(row.get(key) for key in same), {})
-        if row.get("devices", 1) > 1 and "tokens/s" in row and "tokens/s" in single:
-            row["scaling"] = row["tokens/s"] / (row["devices"] * single["tokens/s"])
 
 
 def timed_result(script: str, rows: list[dict]) -> dict:
