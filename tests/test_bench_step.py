@@ -206,6 +206,8 @@ def test_a_layout(capsys):
         "",
         "b  failed",
     ]
+    print_table("title", (), [Row("b", note="failed")])
+    assert capsys.readouterr().out == "title\n\nb  failed\n"
 
 
 GOOD = {

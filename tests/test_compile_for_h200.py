@@ -36,6 +36,7 @@ def tool():
 def test_bytes_of_launches(tool):
     fusions, matmul = tool.launch_bytes(TEXT)
     assert fusions["launch"] == "loop_fusion" and fusions["calls"] == 2
+    assert (fusions["opcode"], matmul["opcode"]) == ("fusion", "custom-call")
     assert fusions["bytes"] == 2 * (128 + 64)
     # The workspace of 64 bytes counts, the second use of w does not.
     assert matmul["bytes"] == 64 + 64 + 64 + 64
@@ -46,20 +47,3 @@ def test_bytes_of_launches(tool):
 def test_errors(tool, tmp_path, capsys):
     assert tool.main(["--plugin", str(tmp_path)]) == 1
     assert "xla_cuda_plugin.so is not there; --help tells how" in capsys.readouterr().err
-
-
-def test_launches_are_counted(tool):
-    text = """
-  %fused_computation (p: f32[2]) -> f32[2] {
-  }
-ENTRY %main {
-  %a = (f32[2], f32[3]) fusion(%p), kind=kLoop, calls=%fused_computation
-  %b = f32[2] custom-call(%a), custom_call_target="__cublas$gemm", backend_config={}
-  %c = f32[2] custom-call(%a), custom_call_target="__cublas$gemm"
-  %d = f32[2] call(%b), to_apply=%command_buffer.1
-}"""
-    assert tool.launches(text) == {
-        "fusions": 1,
-        "custom_calls": {"__cublas$gemm": 2},
-        "command_buffers": 1,
-    }

@@ -38,9 +38,3 @@ def test_counts_and_failures(suite, tmp_path):
     assert (row["passed"], row["failed"], row["skipped"]) == (1, 1, 1) and row["finished"]
     assert row["failures"] == ["test_it::test_fails"]
     assert set(row["slowest"]) == {f"test_it::test_{x}" for x in ("passes", "fails", "skipped")}
-
-
-def test_no_report_is_an_error(suite, monkeypatch):
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
-    with pytest.raises(SystemExit, match="pytest wrote no report, exit code 4"):
-        suite.run(suite.Options())

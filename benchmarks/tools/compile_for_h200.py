@@ -135,7 +135,8 @@ NO_LAUNCH = "parameter constant get-tuple-element tuple bitcast opt-barrier afte
 def launch_bytes(text: str) -> list[dict[str, Any]]:
     """Return the launches of an executable, those with the most bytes first.
 
-    Equal launches of a part are one row: "launch", "part", "pass", "result", "calls", "bytes".
+    Equal launches of a part are one row: "launch", "opcode", "part", "pass", "result", "calls",
+    "bytes".
     """
     sizes: dict[str, int] = {}
     found = places(text)
@@ -152,10 +153,10 @@ def launch_bytes(text: str) -> list[dict[str, Any]]:
         target = re.search(r'custom_call_target="([^"]+)"', rest)
         launch = target[1] if target else re.sub(r"[.\d]+$", "", name)
         shape = re.sub(r"\{[\d,]*\}|, s8\[\d+\]", "", shape)
-        key = launch, found[name].part, found[name].pass_, shape
+        key = launch, opcode, found[name].part, found[name].pass_, shape
         rows[key] += size + sum(sizes.get(operand, 0) for operand in operands)
         calls[key] += 1
-    names = ("launch", "part", "pass", "result")
+    names = ("launch", "opcode", "part", "pass", "result")
     return [
         dict(zip(names, key, strict=True)) | {"calls": calls[key], "bytes": size}
         for key, size in rows.most_common()
@@ -169,24 +170,6 @@ def _bytes(shape: str) -> int:
         bits = int(re.search(r"\d+", dtype)[0]) if dtype != "pred" else 8
         total += bits // 8 * math.prod(map(int, filter(None, sizes.split(","))))
     return total
-
-
-def launches(text: str) -> dict[str, Any]:
-    """Count what an executable launches: fusions, custom calls by target, and CUDA graphs if the
-    text has them.
-
-    Args:
-        text: `compiled.as_text()`.
-    """
-    calls: dict[str, int] = {}
-    for target in re.findall(r'custom-call\(.*?custom_call_target="([^"]+)"', text):
-        calls[target] = calls.get(target, 0) + 1
-    graphs = len(re.findall(r"to_apply=%?command_buffer", text))
-    return {
-        "fusions": len(re.findall(r" fusion\(", text)),
-        "custom_calls": calls,
-        "command_buffers": graphs or None,
-    }
 
 
 def row_of(options: Options, config: Config, count: int, plugin: Plugin) -> dict[str, Any]:
@@ -203,12 +186,14 @@ def row_of(options: Options, config: Config, count: int, plugin: Plugin) -> dict
         options.keep.mkdir(parents=True, exist_ok=True)
         name = f"{options.name}_{config.model.precision.name}_{config.micro_batch}_{count}.txt"
         (options.keep / name).write_text(text)
-    row |= {"needed_gib": needed_bytes(step.compiled) / GIB, "program": launches(text)}
-    bytes_of = collections.Counter()
-    for launch in (of_launches := launch_bytes(text)):
+    row |= {"needed_gib": needed_bytes(step.compiled) / GIB}
+    bytes_of, counts = collections.Counter(), collections.Counter()
+    for launch in (launches := launch_bytes(text)):
         bytes_of[launch["part"]] += launch["bytes"]
+        counts[launch["opcode"]] += launch["calls"]
+    row |= {"fusions": counts["fusion"], "custom_calls": counts["custom-call"]}
     row |= {"bytes": {part: bytes_of[part] for part in ORDER if bytes_of[part]}}
-    row |= {"launches": of_launches[: options.top]}
+    row |= {"launches": launches[: options.top]}
     return row | {"compile_s": step.compile_s, "kernels": config.kernels()}
 
 
@@ -216,9 +201,9 @@ def show(result: dict) -> None:
     """Print the tables."""
     table, launch_table = [], []
     for row in result["rows"]:
-        calls, sizes = row["program"]["custom_calls"], row["bytes"]
+        sizes = row["bytes"]
         names = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes.items())
-        counts = str(row["program"]["fusions"]), str(sum(calls.values()))
+        counts = str(row["fusions"]), str(row["custom_calls"])
         texts = f"{row['needed_gib']:.2f}", *counts, f"{sum(sizes.values()) / 1e9:.1f}"
         table.append(Row(label(row), texts, names))
         for launch in row["launches"]:

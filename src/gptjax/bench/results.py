@@ -193,7 +193,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None
     """Print the title, the names of the figures, and the rows."""
     rows = [Row("", columns), *rows]
     measured = [row for row in rows if row.figures]
-    width = max(len(row.label) for row in measured)
+    width = max((len(row.label) for row in measured), default=0)
     sizes = [max(map(len, cells)) for cells in zip(*(r.figures for r in measured), strict=True)]
     lines = [title]
     for row in rows:
