@@ -1,4 +1,5 @@
-"""pallas_kernels.fused_classifier against the equations in fp64, by the 2× rule."""
+"""pallas_kernels.fused_classifier against the equations in fp64, by the 2× rule: of one target a
+row, and of several (multi-token prediction)."""
 
 import functools
 
@@ -6,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
-from kernel_tools import triton_kernels, unchecked
+from kernel_tools import unchecked
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+from rule_tools import in_fp64, refused
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, linear_cross_entropy, lm_head
 from pallas_kernels.classifier import (
     SigmoidCap,
     apply_softcap,
@@ -24,6 +23,8 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 CAPS = [None, 15.0, SigmoidCap(), SigmoidCap(scale=9, shift=-1, width=2)]
 BACKENDS = ["xla", "triton", "reference"]
 IGNORE = -100
+WEIGHTS = (1.0, 0.5, -0.25)
+SAME = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
 
 # (rows, columns, vocabulary)
 SHAPES = [
@@ -35,55 +36,36 @@ SHAPES = [
 ]
 
 
-def inputs(shape, dtype, seed=0, spread=3.0):
-    """Logits with NaN and infinities in the padding, targets with the first, the last, an ignored
-    and an unknown one; the losses' cotangent."""
+def inputs(shape, dtype, weights=None, seed=0):
+    """Logits with NaN and infinities in the padding; targets with the first, the last, an ignored
+    and an unknown one, or rows of several with those and a column twice; the losses' cotangent."""
     n, v, vocab_size = shape
     rng = np.random.default_rng(seed)
-    logits = spread * rng.standard_normal((n, v))
+    logits = 3 * rng.standard_normal((n, v))
     logits[:, vocab_size:] = rng.choice([np.nan, np.inf, -np.inf, 7.0], (n, v - vocab_size))
-    targets = rng.integers(vocab_size, size=n)
-    targets[:5] = [0, vocab_size - 1, IGNORE, vocab_size, -1]
-    return (
-        jnp.asarray(logits, dtype),
-        jnp.asarray(targets, jnp.int32),
-        jnp.asarray(rng.standard_normal(n), jnp.float32),
-    )
+    if weights is None:
+        targets = rng.integers(vocab_size, size=n)
+        targets[:5] = [0, vocab_size - 1, IGNORE, vocab_size, -1]
+    else:
+        targets = rng.integers(vocab_size, size=(n, 3))
+        rows = [[0, vocab_size - 1, 0], [5, 5, 5], [IGNORE, 0, IGNORE], [IGNORE] * 3]
+        targets[:5] = [*rows, [3, vocab_size, 1]]  # the last is no column of the vocabulary
+    cotangent = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    return jnp.asarray(logits, dtype), jnp.asarray(targets, jnp.int32), cotangent
 
 
-def exact(logits, targets, vocab_size, softcap=None):
-    """Losses and dlogits in fp64, from the equations, a row at a time."""
-    logits = np.asarray(logits, np.float64)
-    losses, dlogits = np.zeros(len(logits)), np.zeros_like(logits)
-    for n, target in enumerate(np.asarray(targets)):
-        if target == IGNORE:
-            continue
-        if not 0 <= target < vocab_size:
-            losses[n] = dlogits[n, :vocab_size] = np.nan
-            continue
-        x = logits[n, :vocab_size]
-        if softcap is None:
-            z, slope = x, np.ones_like(x)
-        elif isinstance(softcap, SigmoidCap):
-            sigma = 1 / (1 + np.exp(-(x + softcap.shift) / softcap.width))
-            z, slope = softcap.scale * sigma, softcap.scale / softcap.width * sigma * (1 - sigma)
-        else:
-            z, slope = softcap * np.tanh(x / softcap), 1 - np.tanh(x / softcap) ** 2
-        weights = np.exp(z - z.max())
-        losses[n] = np.log(weights.sum()) + z.max() - z[target]
-        dlogits[n, :vocab_size] = (
-            weights / weights.sum() - (np.arange(vocab_size) == target)
-        ) * slope
-    return losses, dlogits
-
-
-def plain(logits, targets, vocab_size, softcap=None):
+def plain(logits, targets, weights, vocab_size, softcap=None):
     """The textbook in fp32, its gradient rounded to the logits' dtype."""
+    targets_NM = targets[:, None] if weights is None else targets
 
     def losses(real):
         z = apply_softcap(real, softcap)
-        hit = jax.nn.one_hot(targets, vocab_size, dtype=jnp.float32)
-        return jax.nn.logsumexp(z, axis=-1) - jnp.where(hit == 1, z, 0.0).sum(-1)
+        total = 0.0
+        for weight, targets_N in zip(weights or (1.0,), targets_NM.T, strict=True):
+            hit = jax.nn.one_hot(targets_N, vocab_size, dtype=jnp.float32)
+            term = jax.nn.logsumexp(z, axis=-1) - jnp.where(hit == 1, z, 0.0).sum(-1)
+            total += weight * jnp.where(targets_N == IGNORE, 0.0, term)
+        return total
 
     real = logits[:, :vocab_size].astype(jnp.float32)
     losses, pull = jax.vjp(losses, real)
@@ -91,55 +73,44 @@ def plain(logits, targets, vocab_size, softcap=None):
     return losses, jnp.pad(dlogits, ((0, 0), (0, logits.shape[1] - vocab_size)))
 
 
-def check(implementation, shape, dtype, softcap=None, seed=0):
-    logits, targets, cotangent = inputs(shape, dtype, seed)
+def check(implementation, shape, dtype, softcap=None, weights=None):
+    logits, targets, cotangent = inputs(shape, dtype, weights)
     vocab_size = shape[2]
-    f = functools.partial(
-        fused_classifier,
-        vocab_size=vocab_size,
-        softcap=softcap,
-        ignore_index=IGNORE,
-        implementation=implementation,
-    )
+    how = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": IGNORE}
+    if weights is not None:
+        how["target_weights"] = jnp.asarray(weights, jnp.float32)
+    f = functools.partial(fused_classifier, implementation=implementation, **how)
 
     @jax.jit
     def outputs_and_gradient(logits, targets, cotangent):
-        losses, dlogits = f(logits, targets)
         losses_alone, pull = jax.vjp(lambda x: f(x, targets)[0], logits)
-        return losses, dlogits, losses_alone, pull(cotangent)[0]
+        return *f(logits, targets), losses_alone, pull(cotangent)[0]
 
     losses, dlogits, losses_alone, gradient = outputs_and_gradient(logits, targets, cotangent)
     np.testing.assert_array_equal(losses, losses_alone)
     assert losses.dtype == jnp.float32 and dlogits.dtype == gradient.dtype == dtype
     losses, dlogits, gradient = (np.asarray(x, np.float64) for x in (losses, dlogits, gradient))
-    true_losses, true_dlogits = exact(logits, targets, vocab_size, softcap)
+    true_losses, true_dlogits = in_fp64(functools.partial(reference, **how), logits, targets)
 
     np.testing.assert_array_equal(np.isnan(losses), np.isnan(true_losses))
     np.testing.assert_array_equal(np.isnan(dlogits), np.isnan(true_dlogits))
-    ignored = np.asarray(targets) == IGNORE
-    for zero in (
-        losses[ignored],
-        dlogits[ignored],
-        gradient[ignored],
-        dlogits[:, vocab_size:],
-        gradient[:, vocab_size:],
-    ):
-        np.testing.assert_array_equal(zero, 0)
+    ignored = (np.asarray(targets).reshape(len(targets), -1) == IGNORE).all(-1)
+    padding = np.s_[:, vocab_size:]
+    assert not losses[ignored].any()
+    assert not any(d[at].any() for d in (dlogits, gradient) for at in (ignored, padding))
 
     rows = np.isfinite(true_losses) & ~ignored
     plain_losses, plain_dlogits = (
-        np.asarray(x, np.float64)[rows] for x in plain(logits, targets, vocab_size, softcap)
+        np.asarray(x, np.float64)[rows]
+        for x in plain(logits, targets, weights, vocab_size, softcap)
     )
     g = np.asarray(cotangent, np.float64)[rows, None]
+    rounded = np.asarray(jnp.asarray(g * plain_dlogits, dtype), np.float64)
+    true_losses, true_dlogits = true_losses[rows], true_dlogits[rows]
     for norm in (rms, max_abs):
-        assert_within_twice(losses[rows], plain_losses, true_losses[rows], norm=norm, name="losses")
-        assert_within_twice(
-            dlogits[rows], plain_dlogits, true_dlogits[rows], norm=norm, name="dlogits"
-        )
-        rounded = np.asarray(jnp.asarray(g * plain_dlogits, dtype), np.float64)
-        assert_within_twice(
-            gradient[rows], rounded, g * true_dlogits[rows], norm=norm, name="gradient"
-        )
+        assert_within_twice(losses[rows], plain_losses, true_losses, norm=norm, name="losses")
+        assert_within_twice(dlogits[rows], plain_dlogits, true_dlogits, norm=norm, name="dlogits")
+        assert_within_twice(gradient[rows], rounded, g * true_dlogits, norm=norm, name="gradient")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -156,42 +127,69 @@ def test_softcaps(implementation, dtype, softcap, triton_on_cpu):
     check(implementation, SHAPES[1], dtype, softcap)
 
 
-@settings(max_examples=5, deadline=None)
-@given(
-    n=st.integers(5, 9), v=st.integers(2, 40), padding=st.integers(0, 20), seed=st.integers(0, 99)
+@pytest.mark.parametrize("softcap", [None, SigmoidCap()], ids=str)
+@pytest.mark.parametrize(
+    "implementation, dtype",
+    [(name, jnp.float32) for name in BACKENDS] + [("triton", jnp.bfloat16)],
 )
-def test_drawn_shapes(n, v, padding, seed):
-    check("xla", (n, v + padding, v), jnp.bfloat16, seed=seed)
+def test_several_targets(implementation, dtype, softcap, triton_on_cpu):
+    check(implementation, (9, 137, 101), dtype, softcap, WEIGHTS)
 
 
+def test_several_targets_in_several_blocks_of_columns(triton_on_cpu):
+    check("triton", (9, 9000, 8500), jnp.bfloat16, SigmoidCap(), WEIGHTS)
+
+
+def test_an_unknown_target_is_nan_and_an_ignored_one_zero():
+    for weights, unknown, ignored in ((None, [3, 4], [2]), (WEIGHTS, [4], [3])):
+        logits, targets, _ = inputs(SHAPES[1], jnp.float32, weights)
+        how = {"vocab_size": 101, "ignore_index": IGNORE, "target_weights": weights}
+        losses, _ = fused_classifier(logits, targets, **how)
+        assert np.flatnonzero(np.isnan(losses)).tolist() == unknown
+        assert np.flatnonzero(losses == 0).tolist() == ignored
+
+
+def exact(logits, targets_NM, weights, softcap):
+    """Losses and dlogits in fp64, from the equations, a term at a time."""
+    x = np.asarray(logits, np.float64)
+    z, slope = x, np.ones_like(x)
+    if isinstance(softcap, SigmoidCap):
+        sigma = 1 / (1 + np.exp(-(x + softcap.shift) / softcap.width))
+        z, slope = softcap.scale * sigma, softcap.scale / softcap.width * sigma * (1 - sigma)
+    elif softcap is not None:
+        z, slope = softcap * np.tanh(x / softcap), 1 - np.tanh(x / softcap) ** 2
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    losses, dlogits = np.zeros(len(x)), np.zeros_like(x)
+    for n, targets in enumerate(np.asarray(targets_NM)):
+        for target, weight in zip(targets, weights, strict=True):
+            known = 0 <= target < x.shape[1]
+            if target != IGNORE:
+                losses[n] -= weight * np.log(p[n, target]) if known else np.nan
+                hit = np.arange(x.shape[1]) == target
+                dlogits[n] += weight * (p[n] - hit) * slope[n] if known else np.nan
+    return losses, dlogits
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["one target", "three"])
 @pytest.mark.parametrize("softcap", CAPS, ids=str)
-def test_reference_is_the_definition(softcap):
-    logits, targets, _ = inputs(SHAPES[1], jnp.bfloat16)
-    losses, dlogits = reference(
-        logits, targets, vocab_size=101, softcap=softcap, ignore_index=IGNORE
-    )
-    true_losses, true_dlogits = exact(logits, targets, 101, softcap)
-    assert losses.dtype == dlogits.dtype == jnp.float32
+def test_reference_is_the_definition(softcap, weights):
+    logits, targets, _ = inputs(SHAPES[1], jnp.bfloat16, weights)
+    how = {"vocab_size": 101, "softcap": softcap, "ignore_index": IGNORE, "target_weights": weights}
+    losses, dlogits = reference(logits, targets, **how)
+    targets_NM = targets.reshape(len(targets), -1)
+    true_losses, true_dlogits = exact(logits[:, :101], targets_NM, weights or (1.0,), softcap)
+    assert losses.dtype == dlogits.dtype == jnp.float32 and not dlogits[:, 101:].any()
     np.testing.assert_allclose(losses, true_losses, rtol=1e-6, atol=2e-6)
-    np.testing.assert_allclose(dlogits, true_dlogits, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(dlogits[:, :101], true_dlogits, rtol=1e-5, atol=2e-7)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_a_row_of_gradients_sums_to_zero(implementation, triton_on_cpu):
+def test_a_row_of_gradients_sums_to_zero_and_a_shift_changes_nothing(implementation, triton_on_cpu):
     logits, _, _ = inputs((5, 333, 333), jnp.float32)
-    _, dlogits = fused_classifier(
-        logits, jnp.arange(5, dtype=jnp.int32), implementation=implementation
-    )
-    np.testing.assert_allclose(np.asarray(dlogits, np.float64).sum(-1), 0, atol=2e-6)
-
-
-@pytest.mark.parametrize("implementation", BACKENDS)
-def test_a_shift_changes_nothing(implementation, triton_on_cpu):
-    logits, _, _ = inputs((5, 64, 64), jnp.float32)
-    targets = jnp.arange(5, dtype=jnp.int32)
-    here, there = (
-        fused_classifier(x, targets, implementation=implementation) for x in (logits, logits + 1000)
-    )
+    f = functools.partial(fused_classifier, implementation=implementation)
+    here, there = (f(x, jnp.arange(5, dtype=jnp.int32)) for x in (logits, logits + 1000))
+    np.testing.assert_allclose(np.asarray(here[1], np.float64).sum(-1), 0, atol=2e-6)
     for a, b in zip(here, there, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-4)  # fp32 near 1000 is that coarse
 
@@ -231,54 +229,35 @@ def test_extreme_logits_under_a_cap(implementation, softcap, triton_on_cpu):
         logits, targets, softcap=softcap, implementation=implementation
     )
     with np.errstate(over="ignore"):
-        true_losses, true_dlogits = exact(logits, targets, 8, softcap)
+        true_losses, true_dlogits = exact(logits, targets[:, None], (1.0,), softcap)
     np.testing.assert_allclose(losses, true_losses, atol=3e-6)
     np.testing.assert_allclose(dlogits, true_dlogits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int16, jnp.int32])
+BEYOND = {"uint32": [2**31, 2**32 - 100], "int64": [2**32 + 3, -(2**32)], "uint64": [2**40]}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", *BEYOND])
+@pytest.mark.parametrize("implementation", [*BACKENDS, "fused"])
 def test_targets_of_any_integer_type(implementation, dtype, triton_on_cpu):
-    logits, _, _ = inputs((5, 64, 64), jnp.float32)
-    found, wanted = (
-        fused_classifier(
-            logits, jnp.arange(5, dtype=t), ignore_index=3, implementation=implementation
-        )
-        for t in (dtype, jnp.int32)
-    )
-    np.testing.assert_array_equal(found[1], wanted[1])
-    assert found[0][3] == 0
+    """One beyond int32 wraps neither to a column nor to ignore_index: its loss is NaN, and no other
+    row's. "fused" is a back end of linear_cross_entropy."""
+    logits, _, _ = inputs((8, 64, 64), jnp.float32)
 
+    def losses(targets, ignored):
+        how = {"ignore_index": ignored, "implementation": implementation}
+        if implementation == "fused":
+            return linear_cross_entropy(logits, jnp.eye(64, dtype=jnp.float32), targets, **how)
+        return fused_classifier(logits, targets, **how)[0]
 
-@pytest.mark.parametrize("implementation", BACKENDS)
-def test_under_the_transformations(implementation, triton_on_cpu):
-    """vmap over logits, targets and both; checkpoint; shard_map over two devices."""
-    f = functools.partial(fused_classifier, vocab_size=60, implementation=implementation)
-    logits, _, _ = inputs((6, 64, 60), jnp.float32)
-    logits_BNV, targets_BN = logits.reshape(2, 3, 64), jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
-    same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
-
-    for in_axes in ((0, 0), (0, None), (None, 0)):
-        args = [
-            x if axis == 0 else x[0]
-            for x, axis in zip((logits_BNV, targets_BN), in_axes, strict=True)
-        ]
-        found = jax.jit(jax.vmap(f, in_axes))(*args)
-        for b in range(2):
-            one = f(*(x[b] if axis == 0 else x for x, axis in zip(args, in_axes, strict=True)))
-            jax.tree.map(same, jax.tree.map(lambda batch, b=b: batch[b], found), one)
-
-    mean = lambda x, t: f(x, t)[0].mean()
-    gradient = jax.grad(mean)(logits, targets_BN.ravel())
-    same(gradient, f(logits, targets_BN.ravel())[1] / 6)
-    same(jax.jit(jax.grad(jax.checkpoint(mean)))(logits, targets_BN.ravel()), gradient)
-    mesh = jax.make_mesh(
-        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2]
-    )
-    shards = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    same(
-        jax.jit(jax.grad(lambda x, t: shards(x, t)[0].mean()))(logits, targets_BN.ravel()), gradient
-    )
+    with jax.enable_x64(True):
+        targets = jnp.arange(8, dtype=dtype)
+        expected = losses(targets.astype(jnp.int32), 3)
+        np.testing.assert_array_equal(losses(targets, 3), expected)
+        assert expected[3] == 0
+        for target in BEYOND.get(dtype, ()):
+            found = losses(targets.at[3].set(target), -100)
+            np.testing.assert_array_equal(np.flatnonzero(np.isnan(found)), [3])
 
 
 def test_the_gradient_is_not_differentiable():
@@ -292,13 +271,6 @@ def test_the_gradient_is_not_differentiable():
         + jax.lax.stop_gradient(fused_classifier(x, jnp.arange(5, dtype=jnp.int32))[1]).sum()
     )
     np.testing.assert_array_equal(jax.grad(used)(logits), 1)
-
-
-def test_nothing_in_nothing_out(triton_on_cpu):
-    losses, dlogits = fused_classifier(
-        jnp.zeros((0, 8)), jnp.zeros((0,), jnp.int32), implementation="triton"
-    )
-    assert losses.shape == (0,) and dlogits.shape == (0, 8)
 
 
 def test_a_large_tanh_cap_is_computed_by_xla(triton_on_cpu):
@@ -315,77 +287,137 @@ def test_a_large_tanh_cap_is_computed_by_xla(triton_on_cpu):
     )
 
 
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_one_target_is_the_call_without_weights(implementation, triton_on_cpu):
+    """Targets (N, 1) give the bits of targets (N,); a weight of 2, doubled results."""
+    logits, targets_N, _ = inputs((9, 137, 101), jnp.float32)
+    targets_N1 = targets_N[:, None]
+    options = {"vocab_size": 101, "softcap": 15.0, "ignore_index": IGNORE}
+    f = functools.partial(fused_classifier, logits, implementation=implementation, **options)
+    expected, same, doubled = jax.jit(
+        lambda: (f(targets_N1[:, 0]), f(targets_N1), f(targets_N1, target_weights=[2]))
+    )()
+    jax.tree.map(np.testing.assert_array_equal, same, expected)
+    for found, right in zip(doubled, expected, strict=True):
+        np.testing.assert_allclose(found, 2 * right, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_weights_default_to_one_and_may_be_mapped(implementation, triton_on_cpu):
+    logits, targets_NM, _ = inputs((9, 137, 101), jnp.float32, WEIGHTS)
+    options = {"vocab_size": 101, "ignore_index": IGNORE, "implementation": implementation}
+    f = lambda x, t, w=None: fused_classifier(x, t, target_weights=w, **options)
+    two = lambda x: jnp.stack([x, x[::-1]])
+    mapped_rows = two(logits), two(targets_NM), jnp.array(WEIGHTS)
+    mapped_weights = logits, targets_NM, two(jnp.array(WEIGHTS))
+
+    def pairs():
+        """Equal results."""
+        yield f(logits, targets_NM), f(logits, targets_NM, jnp.ones(3))
+        for args, axes in ((mapped_rows, (0, 0, None)), (mapped_weights, (None, None, 0))):
+            each = [
+                f(*(x if axis is None else x[b] for x, axis in zip(args, axes, strict=True)))
+                for b in range(2)
+            ]
+            yield jax.vmap(f, axes)(*args), jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+    for found, expected in jax.jit(lambda: list(pairs()))():
+        jax.tree.map(SAME, found, expected)
+
+
+def test_the_weights_are_constants():
+    logits, targets_NM, _ = (
+        x[:4] for x in inputs((9, 137, 101), jnp.float32, WEIGHTS)
+    )  # the known targets
+    w_VC, x_NC = jnp.ones((101, 4)), jnp.ones((4, 4))
+
+    def classifier(weights_M, **how):
+        options = {"vocab_size": 101, "ignore_index": IGNORE, "target_weights": weights_M}
+        return fused_classifier(logits, targets_NM, **options, **how)[0].sum()
+
+    def head(weights_M):
+        return linear_cross_entropy(x_NC, w_VC, targets_NM, target_weights=weights_M).sum()
+
+    for name, f in (("fused_classifier", classifier), ("linear_cross_entropy", head)):
+        with pytest.raises(NotImplementedError, match=f"{name}: expected constant target_weights"):
+            jax.eval_shape(jax.grad(f), jnp.array(WEIGHTS))
+    in_reference = jax.jit(
+        jax.value_and_grad(functools.partial(classifier, implementation="reference"))
+    )
+    value, gradient = in_reference(jnp.array(WEIGHTS))  # the loss is linear in the weights
+    np.testing.assert_allclose(value, gradient @ jnp.array(WEIGHTS), rtol=1e-6)
+
+
 def test_errors():
     logits, targets, _ = inputs((5, 8, 8), jnp.float32)
-    with pytest.raises(
-        ValueError, match=r"unknown implementation 'fast'; choose one of \['auto', "
-    ):
-        fused_classifier(logits, targets, implementation="fast")
-    with pytest.raises(
-        ValueError, match="'triton' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"
-    ):
-        fused_classifier(logits, targets, implementation="triton")
-    with pytest.raises(ValueError, match=r"0 < vocab_size ≤ V, got \(5, 8\), \(5,\), 9"):
-        fused_classifier(logits, targets, vocab_size=9)
-    for implementation in ("auto", "reference"):
-        with pytest.raises(ValueError, match="a softcap's scale and width are positive, got -1"):
-            fused_classifier(logits, targets, softcap=-1.0, implementation=implementation)
-    with pytest.raises(
-        ValueError, match="expected float32, bfloat16 or float16 logits, got float8_e4m3fn"
-    ):
-        fused_classifier(logits.astype(jnp.float8_e4m3fn), targets)
-    # jaxtyping refuses first under pytest; without it the function itself does.
+    both = {"fused_classifier": (fused_classifier, (logits,))}
+    both["linear_cross_entropy"] = (linear_cross_entropy, (jnp.ones((5, 4)), jnp.ones((8, 4))))
+    message = r"0 < vocab_size ≤ V, got \(5, 8\), \(5,\), 9"
+    refused(fused_classifier, logits, targets, vocab_size=9, match=message)
     for bad, message in (
         ((logits, targets[:4]), r"targets \(N,\)"),
         ((logits[None], targets[None]), r"logits \(N, V\), .* got \(1, 5, 8\)"),
         ((logits[0], targets), r"logits \(N, V\), .* got \(8,\)"),
-        ((logits, targets.astype(jnp.float32)), "integer targets"),
     ):
-        with pytest.raises((ValueError, TypeError)):
-            fused_classifier(*bad)
-        with pytest.raises(ValueError, match=message):
-            unchecked(fused_classifier)(*bad)
+        refused(fused_classifier, *bad, match=message)
+    several = jnp.zeros((5, 3), jnp.int32)
+    message = r"expected targets \(N, M\) with M ≥ 1 and target_weights \(M,\), got "
+    for name, (f, arrays) in both.items():
+        for how in ({}, {"implementation": "reference"}):
+            cap = f"{name}: a softcap's scale and width are positive, got -1"
+            refused(f, *arrays, targets, softcap=-1.0, match=cap, **how)
+            for index in (2**31, 2**40, -(2**31) - 1):
+                ignored = f"{name}: expected ignore_index .* got {index}"
+                refused(f, *arrays, targets, ignore_index=index, match=ignored, **how)
+        for wrong in (targets.astype(jnp.float32), targets > 3):
+            integer = f"{name}: expected integer targets, got {wrong.dtype}"
+            refused(f, *arrays, wrong, match=integer)
+        for wrong, weights, shapes in (
+            (targets, [1.0], r"\(5,\) and \(1,\)"),
+            (several, [1.0, 2.0], r"\(5, 3\) and \(2,\)"),
+            (several, [[1.0, 2.0, 3.0]], r"\(5, 3\) and \(1, 3\)"),
+            (several[:, :0], None, r"\(5, 0\) and \(0,\)"),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: {message}{shapes}"):
+                unchecked(f)(*arrays, wrong, target_weights=weights)
 
 
-def test_auto(monkeypatch):
-    assert _dispatch.select("fused_classifier") == "xla"
-    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
-    assert _dispatch.select("fused_classifier") == "triton"
+@functools.cache
+def head_results(implementation):
+    """Losses and gradients of a head stored as (C, V), in chunks, for three cotangents.
+
+    The first cotangent is that of a mean over the tokens that are not ignored; in the second, a
+    token with an ignored target has another value.
+    """
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    x_NC, w_CV, mean_N = normal(12, 8), normal(8, 19), jnp.full(12, 0.1).at[5].set(0)
+    targets_NM = jnp.asarray(rng.integers(0, 17, (12, 3)), jnp.int32)
+    targets_NM = targets_NM.at[5].set(IGNORE).at[7:, 1].set(IGNORE)
+    f = lm_head.reference
+    if implementation != "reference":
+        how = {"implementation": implementation, "chunk": 4, "precision": "highest"}
+        f = functools.partial(linear_cross_entropy, **how)
+    loss = {"vocab_size": 17, "softcap": SigmoidCap(6.0, 1.0, 2.0), "ignore_index": IGNORE}
+
+    @jax.jit
+    def run(cotangent_N, weights_M):
+        g = lambda x, w: f(x, w.T, targets_NM, target_weights=weights_M, **loss)
+        losses, pull = jax.vjp(g, x_NC, w_CV)
+        return (losses, *pull(cotangent_N))
+
+    cotangents = (mean_N, mean_N.at[8].set(0.3), normal(12))
+    return [run(cotangent_N, jnp.array(WEIGHTS)) for cotangent_N in cotangents]
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90])
-@pytest.mark.parametrize("softcap", CAPS[:3], ids=str)
-def test_compiles_without_spills(capability, softcap):
-    logits = jax.ShapeDtypeStruct((64, 50304), jnp.bfloat16)
-    targets = jax.ShapeDtypeStruct((64,), jnp.int32)
-    f = functools.partial(
-        fused_classifier, vocab_size=50257, softcap=softcap, implementation="triton"
-    )
-    (kernel,) = triton_kernels(f, logits, targets, capability=capability)
-    assert kernel.spill_bytes == 0
-    if softcap is None and capability == 90:
-        assert (
-            kernel.registers <= 32
-            # with more, a multiprocessor holds one program instead of two: 98 % of the copy rate,
-            # or 72 %
-        )
-    # Every load and store is one of 16 bytes, but for the target, its logit and the loss.
-    accesses = [
-        line for line in kernel.ptx.splitlines() if "ld.global" in line or "st.global" in line
-    ]
-    assert sum(".v4.b32" not in line for line in accesses) == 3 < len(accesses)
-
-
-def test_invalid_targets_are_one_number_that_is_not_ignored(triton_on_cpu):
-    from pallas_kernels.classifier.triton import aligned
-
-    targets = jnp.array([-(2**31), -2, -1, 0, 9, 10, 2**31 - 1])
-    for ignored, expected in (
-        (None, [-1, -1, -1, 0, 9, -1, -1]),
-        (-1, [-2, -2, -1, 0, 9, -2, -2]),
-        (-(2**31), [-(2**31), -1, -1, 0, 9, -1, -1]),
-    ):
-        np.testing.assert_array_equal(aligned(targets, 10, ignored), expected)
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_the_head(implementation):
+    pairs = zip(head_results(implementation), head_results("reference"), strict=True)
+    for found, expected in pairs:
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=3e-6)
+        assert found[0][5] == 0 and not np.asarray(found[1][5]).any()
+        assert not np.asarray(found[2][:, 17:]).any()
 
 
 # ---------------------------------------------------------------------------------------------- GPU
@@ -400,18 +432,24 @@ GPU_SHAPES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape, dtype, softcap",
+    "shape, dtype, softcap, weights",
     [
-        *((shape, jnp.bfloat16, None) for shape in GPU_SHAPES),
-        *((GPU_SHAPES[0], jnp.bfloat16, softcap) for softcap in CAPS[1:3]),
-        (GPU_SHAPES[0], jnp.float32, None),
-        (GPU_SHAPES[3], jnp.float32, CAPS[1]),
-        (GPU_SHAPES[3], jnp.float16, CAPS[2]),
+        *((shape, jnp.bfloat16, None, None) for shape in GPU_SHAPES),
+        *((GPU_SHAPES[0], jnp.bfloat16, softcap, None) for softcap in CAPS[1:3]),
+        (GPU_SHAPES[0], jnp.float32, None, None),
+        (GPU_SHAPES[3], jnp.float32, CAPS[1], None),
+        (GPU_SHAPES[3], jnp.float16, CAPS[2], None),
+        *(
+            (shape, dtype, softcap, WEIGHTS)
+            for shape in (*GPU_SHAPES[:2], (9, 137, 101))
+            for dtype in (jnp.float32, jnp.bfloat16)
+            for softcap in (None, SigmoidCap())
+        ),
     ],
     ids=str,
 )
-def test_triton_on_the_gpu(shape, dtype, softcap):
-    check("triton", shape, dtype, softcap)
+def test_triton_on_the_gpu(shape, dtype, softcap, weights):
+    check("triton", shape, dtype, softcap, weights)
 
 
 @pytest.mark.gpu
@@ -437,3 +475,45 @@ def test_targets_that_begin_in_another_array():
     f = functools.partial(fused_classifier, vocab_size=512, implementation="triton")
     found = jax.jit(lambda logits, tokens: f(logits, tokens[1:]))(logits, tokens)
     jax.tree.map(np.testing.assert_array_equal, found, f(logits, jnp.arange(1, 65)))
+
+
+@pytest.mark.gpu
+def test_the_same_each_time_on_the_gpu():
+    """More rows than run at once; a target's column is stored twice, in order."""
+    n, v = 1024, 50304
+    logits = jax.random.normal(jax.random.key(0), (n, v), jnp.bfloat16)
+    targets_NM = jnp.stack([jnp.arange(n) * 37, jnp.arange(n) * 41, jnp.arange(n)], 1)
+    how = {"vocab_size": 50257, "softcap": SigmoidCap(), "target_weights": (1.0, 0.5, 0.25)}
+    f = jax.jit(functools.partial(fused_classifier, **how))
+    first, *others = (f(logits, targets_NM) for _ in range(5))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+    in_xla = jax.jit(functools.partial(fused_classifier, implementation="xla", **how))
+    expected = jnp.take_along_axis(in_xla(logits, targets_NM)[1], targets_NM, 1)
+    found = jnp.take_along_axis(first[1], targets_NM, 1)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=2**-7
+    )
+
+
+@pytest.mark.gpu
+def test_the_speedruns_head_on_the_gpu():
+    """Losses and gradients of a head stored as (768, 50304), in bf16, against the reference."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x_NC = jax.random.normal(keys[0], (512, 768), jnp.bfloat16)
+    w_CV = 0.05 * jax.random.normal(keys[1], (768, 50304), jnp.float32)
+    targets_NM = jax.random.randint(keys[2], (512, 3), -1, 50257)
+    loss = {"vocab_size": 50257, "softcap": SigmoidCap(), "ignore_index": IGNORE}
+    loss |= {"target_weights": (1.0, 0.5, 0.25)}
+
+    def run(f, x_NC, w_CV):
+        mean = lambda x, w: f(x, w.T, targets_NM, **loss).mean()
+        return jax.jit(jax.value_and_grad(mean, (0, 1)))(x_NC, w_CV)
+
+    ours = functools.partial(linear_cross_entropy, implementation="fused", chunk=256)
+    in_xla = functools.partial(linear_cross_entropy, implementation="xla")
+    found, plain, right = (run(f, x_NC, w_CV) for f in (ours, in_xla, lm_head.reference))
+    for name, *three in zip(("dx", "dw"), found[1], plain[1], right[1], strict=True):
+        assert_within_twice(*(np.asarray(a, np.float64) for a in three), norm=rms, name=name)
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-3)
+    assert not np.asarray(found[1][1][:, 50257:]).any()

@@ -287,3 +287,47 @@ def test_what_cannot_be_registered():
     with pytest.raises(TypeError, match=r"expected BackEnd objects such as XLA, got \['xla'\]"):
         unchecked(_dispatch.register)("mine", back_ends=["xla"])
     assert "mine" not in _dispatch.OPERATIONS
+
+
+# ---------------------------------------------------------------------------- choice of each kernel
+
+CHOICES = {
+    "softmax": {},
+    "layer_norm": {"channels": 768},
+    "fused_classifier": {},
+    "transpose_copy": {},
+    "swiglu": {},
+    "rotary_qkv": {"head_dim": 128, "angles": 32},
+    "linear_cross_entropy": {},
+    "quantize": {},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_takes_a_kernel_on_a_gpu_and_none_where_arrays_may_be_split(name, monkeypatch):
+    """The choices that depend on more facts have tests in the files of their operations."""
+    expected = "fused" if name == "linear_cross_entropy" else "triton"
+    assert select(name, **CHOICES[name]) == "xla"
+    monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
+    assert select(name, **CHOICES[name]) == expected
+    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
+    assert select(name, **CHOICES[name]) == "xla"
+    if expected == "triton":
+        message = f"{name}: implementation 'triton' needs arrays of one device"
+        with pytest.raises(ValueError, match=message):
+            select(name, "triton", **CHOICES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_takes_a_kernel_on_this_gpu(name):
+    if _dispatch.partitioned():
+        pytest.skip("several GPUs: outside a shard_map auto leaves kernels of ours out")
+    assert select(name, **CHOICES[name]) != "xla"
+    assert select("linear_gelu", dtype="float32", rows=65536, inputs=768, outputs=3072) == "triton"
+    for dtype in ("bfloat16", "float32"):
+        assert select("flash_attention", dtype=dtype, length=128, head_dim=64) != "xla"
+    shape = {"dtype": "bfloat16", "shape": (48, 768, 768)}
+    mosaic = "mosaic" if _dispatch.why_not_mosaic() is None else "xla"
+    assert {select(name, **shape) for name in ("xxt", "xtx", "ba_plus_caa")} == {mosaic}

@@ -1,13 +1,12 @@
 """pallas_kernels.swiglu against its definition, by the 2× rule."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import lower_for_h200, triton_kernels, unchecked
+from kernel_tools import lower_for_h200, unchecked
 from rule_tools import check
 
 from pallas_kernels import select, swiglu
@@ -39,8 +38,7 @@ def plain(x, w_gate, w_up, w_down):
 
 def compare(implementation, args):
     f = functools.partial(swiglu, implementation=implementation, precision="highest")
-    names = ("x", "w_gate", "w_up", "w_down")
-    check(f, plain, reference, args, argnums=(0, 1, 2, 3), names=names)
+    check(f, plain, reference, args)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -86,17 +84,6 @@ def test_the_hidden_layer_is_not_saved():
     assert sorted(s for s in saved if s[:1] == (64,)) == [(64, 8), (64, 64)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_without_spills_and_with_16_byte_accesses(dtype, capability):
-    gu, dh = (jax.ShapeDtypeStruct((512, width), dtype) for width in (4096, 2048))
-    run = lambda gu, dh: (activated(gu, "triton"), activated_backward(gu, dh, "triton"))
-    for kernel in triton_kernels(run, gu, dh, capability=capability):
-        assert kernel.spill_bytes == 0
-        accesses = [line for line in kernel.ptx.splitlines() if re.search(r"(ld|st)\.global", line)]
-        assert accesses and all(".v4.b32" in line for line in accesses)
-
-
 def test_lowers_for_an_h200():
     """Two launches beside six matmuls; triton is the default there."""
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 64, 64), (64, 96), (64, 96))]
@@ -124,14 +111,6 @@ def test_several_matrices_in_one_matmul():
         np.testing.assert_allclose(jnp.concatenate(dws, axis=1), dw_joined, rtol=1e-6)
     with pytest.raises(ValueError, match=r"expected x \(\.\.\., I\).*\(8, 3\), \(7, 6\)"):
         unchecked(linear)(x, (ws[0], ws[1][:7]))
-
-
-def test_errors():
-    args = arrays((4,), 8, 6, 5, jnp.float32)
-    with pytest.raises(ValueError, match="'triton' needs an NVIDIA GPU"):
-        swiglu(*args, implementation="triton")
-    with pytest.raises(ValueError, match=r"unknown implementation 'fast'; choose one of \['auto'"):
-        swiglu(*args, implementation="fast")
 
 
 # In fp32 the reference, too, is off by a unit in the last place: the large array is in 16 bits.

@@ -127,40 +127,65 @@ def test_errors():
         linear_cross_entropy(x, w, targets, fp8=HeadScales(), implementation="xla")
 
 
-@pytest.mark.parametrize("weights", [None, (1.0, 0.5)], ids=["one target", "two"])
-@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
-def test_the_classifier_kernel(triton_on_cpu, monkeypatch, softcap, weights):
-    """The gradient that the kernel stores in fp32, rounded once, stochastically; beyond the range,
-    its end."""
+def in_fp32(call):
+    """`_triton.call` with fp32 results in place of FP8."""
+
+    def wide(*args, out, **options):
+        return call(*args, out=[jax.ShapeDtypeStruct(o.shape, jnp.float32) for o in out], **options)
+
+    return wide
+
+
+def check_classifier(monkeypatch, rows, columns, vocab, dtype, softcap, weights):
+    """The gradient that the kernel stores in fp32, rounded once, stochastically, by the bits of
+    `stochastic_e5m2`; beyond the range, its end. NaN and ignored rows too. Return the logits, the
+    targets, and the losses and the gradient for each scale."""
     from pallas_kernels import _triton
 
     rng = np.random.default_rng(0)
-    logits = 6 * rng.standard_normal((5, 300))
-    logits[:, 257:] = np.nan
-    logits = jnp.asarray(logits, jnp.float32)
-    targets = jnp.asarray(rng.integers(0, 257, (5, 2)), jnp.int32)
-    targets = targets.at[0].set(-1).at[1].set(300)  # ignored, and no column
+    logits = jnp.asarray(5 * rng.standard_normal((rows, columns)), dtype).at[:, vocab:].set(jnp.nan)
+    targets = jnp.asarray(rng.integers(0, vocab, (rows, 2)), jnp.int32)
+    targets = targets.at[0].set(-1).at[1].set(vocab + 43)  # ignored, and no column
     weights_M = None if weights is None else jnp.asarray(weights, jnp.float32)
     targets = targets[:, 0] if weights is None else targets
-    how = {"vocab_size": 257, "softcap": softcap, "ignore_index": -1}
-    losses, d = fused_classifier(
-        logits, targets, target_weights=weights, implementation="triton", **how
-    )
+    results = {}
     for scale in (512.0, 2.0**17):
-        classify = functools.partial(classify_to_fp8, scale=scale, **how)
-        found = jax.jit(classify)(logits, targets, weights_M)
+        how = {"vocab_size": vocab, "softcap": softcap, "ignore_index": -1, "scale": scale}
+        classify = functools.partial(classify_to_fp8, **how)
+        losses, found = jax.jit(classify)(logits, targets, weights_M)
         with monkeypatch.context() as patch:
             patch.setattr(_triton, "call", in_fp32(_triton.call))
-            scaled = classify(logits, targets, weights_M)
-        np.testing.assert_array_equal(found[0], losses)
-        # The exponents of exp2 are rounded differently.
-        np.testing.assert_allclose(scaled[1], d * np.float32(scale), rtol=2e-6, atol=2e-6 * scale)
-        expected = stochastic_e5m2(scaled[1].clip(-57344, 57344))
-        np.testing.assert_array_equal(
-            np.asarray(found[1]).astype(np.float32), expected.astype(np.float32)
+            same_losses, scaled = jax.jit(lambda *args, f=classify: f(*args))(
+                logits, targets, weights_M
+            )
+        np.testing.assert_array_equal(losses, same_losses)
+        found, expected = (
+            np.asarray(x).astype(np.float32)
+            for x in (found, stochastic_e5m2(scaled.clip(-57344, 57344)))
         )
-    assert np.isnan(losses[1]) and not np.asarray(found[1]).astype(np.float32)[0].any()
-    assert np.isnan(np.asarray(found[1]).astype(np.float32)[1, :257]).all()
+        np.testing.assert_array_equal(found, expected)
+        assert np.isnan(losses[1]) and np.isnan(found[1, :vocab]).all() and not found[0].any()
+        results[scale] = losses, scaled
+    return logits, targets, results
+
+
+CLASSIFIERS = pytest.mark.parametrize(
+    "softcap, weights",
+    [(None, None), (None, (1.0, 0.5)), (CAP, None), (CAP, (1.0, 0.5))],
+    ids=["plain", "plain, two targets", "capped", "capped, two targets"],
+)
+
+
+@CLASSIFIERS
+def test_the_classifier_kernel(triton_on_cpu, monkeypatch, softcap, weights):
+    sizes = 5, 300, 257, jnp.float32
+    logits, targets, results = check_classifier(monkeypatch, *sizes, softcap, weights)
+    how = {"vocab_size": 257, "softcap": softcap, "ignore_index": -1, "target_weights": weights}
+    losses, d = fused_classifier(logits, targets, implementation="triton", **how)
+    for scale, (found, scaled) in results.items():
+        np.testing.assert_array_equal(found, losses)
+        # The exponents of exp2 are rounded differently.
+        np.testing.assert_allclose(scaled, d * np.float32(scale), rtol=2e-6, atol=2e-6 * scale)
 
 
 def test_the_classifier_kernel_with_large_logits(triton_on_cpu, monkeypatch):
@@ -179,15 +204,6 @@ def test_the_classifier_kernel_with_large_logits(triton_on_cpu, monkeypatch):
     assert np.abs(np.asarray(large) / np.asarray(small) - 1).max() > tolerance / 100
 
 
-def in_fp32(call):
-    """`_triton.call` with fp32 results in place of FP8."""
-
-    def wide(*args, out, **options):
-        return call(*args, out=[jax.ShapeDtypeStruct(o.shape, jnp.float32) for o in out], **options)
-
-    return wide
-
-
 def test_errors_of_the_gradient_average_out():
     """Sums over rows with nearly equal probabilities, against the same with the nearest numbers."""
     rng = np.random.default_rng(0)
@@ -201,9 +217,14 @@ def test_errors_of_the_gradient_average_out():
     assert rms(found - d.sum(0)) < 0.1 * rms(nearest - d.sum(0))
 
 
-@pytest.mark.parametrize("capability", [89, 90, 100, 120])
-@pytest.mark.parametrize("columns", [50304, 50257], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "softcap, columns, capability",
+    [
+        *((softcap, 50304, capability) for softcap in (None, CAP) for capability in (89, 90, 100)),
+        *((softcap, 50257, 90) for softcap in (None, CAP)),
+        (None, 50304, 120),
+    ],
+)
 def test_the_compiled_classifier(softcap, columns, capability):
     """Two numbers per conversion. On an SM with 64 warps, two programs of 32."""
     f = functools.partial(
@@ -244,31 +265,10 @@ def test_the_limit_reaches_triton(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", [None, (1.0, 0.5)], ids=["one target", "two"])
-@pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
+@CLASSIFIERS
 @pytest.mark.parametrize("columns", [50304, 50257], ids=["aligned", "unaligned"])
 def test_the_classifier_on_the_gpu(monkeypatch, columns, softcap, weights):
-    """The bits of `stochastic_e5m2`, by the GPU's instructions; NaN and clipped rows too."""
-    from pallas_kernels import _triton
-
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(4 * rng.standard_normal((64, columns)), jnp.bfloat16)
-    targets = jnp.asarray(rng.integers(0, 50257, (64, 2)), jnp.int32)
-    targets = targets.at[0].set(-1).at[1].set(50300)  # ignored, and no column
-    weights_M = None if weights is None else jnp.asarray(weights, jnp.float32)
-    targets = targets[:, 0] if weights is None else targets
-    for scale in (512.0, 2.0**17):
-        how = {"vocab_size": 50257, "softcap": softcap, "ignore_index": -1, "scale": scale}
-        classify = functools.partial(classify_to_fp8, **how)
-        losses, found = jax.jit(classify)(logits, targets, weights_M)
-        with monkeypatch.context() as patch:
-            patch.setattr(_triton, "call", in_fp32(_triton.call))
-            expected_losses, scaled = jax.jit(classify)(logits, targets, weights_M)
-        expected = stochastic_e5m2(scaled.clip(-57344, 57344))
-        np.testing.assert_array_equal(losses, expected_losses)
-        found = np.asarray(found).astype(np.float32)
-        np.testing.assert_array_equal(found, np.asarray(expected).astype(np.float32))
-    assert np.isnan(found[1, :50257]).all() and not found[0].any()
+    check_classifier(monkeypatch, 64, columns, 50257, jnp.bfloat16, softcap, weights)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,10 @@
 """pallas_kernels.rotary_qkv against its definition, by the 2× rule."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import lower_for_h200, triton_kernels, unchecked
+from kernel_tools import lower_for_h200, unchecked
 from rule_tools import check
 
 from pallas_kernels import rotary_qkv, select
@@ -58,8 +55,7 @@ def compare(implementation, case, dtype):
         results = reference(x.reshape(qkv.shape), cos, sin, without)
         return tuple(x.astype(dtype) for x in results)
 
-    true = functools.partial(reference, cos_BTE=cos, sin_BTE=sin, options=options)
-    check(ours, plain, lambda qkv: true(qkv), (qkv,), names=("qkv",))
+    check(ours, plain, lambda qkv: reference(qkv, cos, sin, options), (qkv,))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -99,31 +95,6 @@ def test_reference_is_the_definition():
                 expected[result][0, 2 * time + half, slot] = x
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_compiles_without_spills_and_with_wide_accesses(dtype, capability):
-    for h, g, d, e, how in [
-        (6, 6, 128, 32, NORM | {"pair_heads": True}),
-        (32, 8, 64, 32, {"pairs": "halves"}),
-    ]:
-        shapes = [jax.ShapeDtypeStruct((2, 512, (h + 2 * g) * d), dtype)]
-        shapes += [
-            jax.ShapeDtypeStruct((1, 512 * (1 + how.get("pair_heads", 0)), e), jnp.float32)
-        ] * 2
-
-        def run(qkv, cos, sin, h=h, g=g, how=how):
-            call = lambda qkv: rotary_qkv(
-                qkv, cos, sin, heads=h, key_heads=g, implementation="triton", **how
-            )
-            results, pull = jax.vjp(call, qkv)
-            return pull(results)
-
-        for kernel in triton_kernels(run, *shapes, capability=capability):
-            assert kernel.spill_bytes == 0
-            lines = [x for x in kernel.ptx.splitlines() if re.search(r"(ld|st)\.global", x)]
-            assert lines and all(".v4.b32" in line for line in lines), lines
 
 
 def test_lowers_for_an_h200():

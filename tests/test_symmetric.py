@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
-from kernel_tools import lower_for_h200, triton_kernels, unchecked
+from kernel_tools import lower_for_h200
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
-from rule_tools import check
+from rule_tools import check, refused
 
 from pallas_kernels import _dispatch
 from pallas_kernels.symmetric import (
@@ -76,9 +73,9 @@ def plain(kernel):
 def check_kernel(kernel, shape, dtype, **keywords):
     a = matrices(kernel, shape, dtype)
     function = functools.partial(FUNCTIONS[kernel], **keywords)
-    check(function, plain(kernel), REFERENCES[kernel], (a,), names=("a",))
-    out = np.asarray(jax.jit(function)(a), np.float32)
-    assert out.dtype == np.float32 and np.array_equal(out, out.swapaxes(-1, -2))
+    out, _ = check(function, plain(kernel), REFERENCES[kernel], (a,))
+    out = np.asarray(out, np.float32)
+    assert np.array_equal(out, out.swapaxes(-1, -2))
 
 
 def check_output(kernel, shape, dtype, **keywords):
@@ -122,13 +119,6 @@ def test_xla_output_and_gradient(kernel, shape, dtype):
     check_kernel(kernel, shape, dtype, implementation="xla", precision="highest")
 
 
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-def test_the_back_end_reference_is_the_reference_rounded(kernel):
-    a = matrices(kernel, (2, 9, 5), jnp.bfloat16)
-    found = FUNCTIONS[kernel](a, implementation="reference")
-    np.testing.assert_array_equal(found, REFERENCES[kernel](a).astype(jnp.bfloat16))
-
-
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_gradient_of_the_coefficients(implementation, request):
     if implementation == "triton":
@@ -154,6 +144,8 @@ TRITON_SHAPES = [
     (1, 1, 3),  # less than a tile every way
     (2, 130, 70),  # two rows, six columns past a tile: edges in both
     (1, 257, 129),  # one past two tiles; tiles off the diagonal
+    (3, 77, 40),
+    (2, 20, 80),
 ]
 
 
@@ -163,51 +155,10 @@ def test_triton_output_and_gradient(triton_on_cpu, kernel, shape):
     check_kernel(kernel, shape, jnp.float16, implementation="triton")
 
 
-@settings(max_examples=6, deadline=None)
-@given(
-    kernel=st.sampled_from(list(FUNCTIONS)),
-    batch=st.integers(1, 3),
-    m=st.integers(1, 140),
-    k=st.integers(1, 80),
-    seed=st.integers(0, 9),
-)
-def test_triton_takes_any_shape(kernel, batch, m, k, seed):
-    from kernel_tools import interpret_call
-
-    from pallas_kernels import _triton
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_triton, "call", interpret_call)
-        patch.setattr(_dispatch, "why_not_triton", lambda: None)
-        a = matrices(kernel, (batch, m, k), jnp.float16, seed)
-        found = np.asarray(FUNCTIONS[kernel](a, implementation="triton"), np.float32)
-    true = np.asarray(REFERENCES[kernel](a))
-    np.testing.assert_allclose(found, true, rtol=0, atol=1e-3 * np.abs(true).max())
-    np.testing.assert_array_equal(found, found.swapaxes(-1, -2))
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    "contract, coefficients", [(2, 0), (1, 0), (2, 2), (2, 3)], ids=list(FUNCTIONS)
-)
-@pytest.mark.parametrize("side", [768, 1601])
-def test_triton_compiles_without_spills(contract, coefficients, side, capability):
-    from pallas_kernels.symmetric import triton
-
-    a = jax.ShapeDtypeStruct((4, side, side), jnp.bfloat16)
-    bcd = jax.ShapeDtypeStruct((coefficients,), jnp.float32) if coefficients else None
-    (made,) = triton_kernels(
-        functools.partial(triton.symmetric_matmul, contract=contract), a, bcd, capability=capability
-    )
-    assert made.spill_bytes == 0
-    assert ("wgmma" if capability == 90 else "mma.sync") in made.ptx
-
-
 # ------------------------------------------------------------------------------------------- Mosaic
 
 
-@settings(max_examples=30, deadline=None)
-@given(n=st.integers(1, 40))
+@pytest.mark.parametrize("n", [*range(1, 10), 16, 25, 40])
 def test_schedule_has_every_tile_once(n):
     work = schedule(n)
     tiles = [tuple(sorted((s, other))) for s, p, q, _ in work for other in (p, q) if other >= 0]
@@ -238,7 +189,8 @@ def test_mosaic_output(mosaic_on_cpu, kernel, shape):
 @pytest.mark.parametrize(
     ("kernel", "shape"),
     [
-        *itertools.product(FUNCTIONS, [(48, 768, 768), (2, 1600, 1600), (1, 64, 64)]),
+        *itertools.product(FUNCTIONS, [(48, 768, 768)]),
+        *itertools.product(("xxt", POLYNOMIAL), [(2, 1600, 1600), (1, 64, 64)]),
         *(("xxt", (24, 3072, 768)), ("xtx", (24, 3072, 768))),
     ],
 )
@@ -247,66 +199,6 @@ def test_mosaic_lowers_for_an_h200(kernel, shape):
     assert "mosaic_gpu" in lower_for_h200(
         functools.partial(FUNCTIONS[kernel], implementation="mosaic"), a
     )
-
-
-# ---------------------------------------------------------------------------------- transformations
-
-
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-def test_vmap_is_one_more_batch_axis(kernel, implementation, request):
-    if implementation == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    a = matrices(kernel, (3, 2, 6, 5), jnp.float16)
-    f = functools.partial(FUNCTIONS[kernel], implementation=implementation)
-    gradient = jax.grad(lambda a: f(a).astype(jnp.float32).sum())
-
-    @jax.jit
-    def mapped(a):
-        return jax.vmap(f)(a), jax.vmap(f, in_axes=1, out_axes=1)(a), jax.vmap(gradient)(a)
-
-    expected, expected_gradient = jax.jit(lambda a: (f(a), gradient(a)))(a)
-    first, second, gradients = mapped(a)
-    np.testing.assert_array_equal(first, expected)
-    np.testing.assert_array_equal(second, expected)
-    np.testing.assert_allclose(gradients, expected_gradient, rtol=1e-3)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_vmap_over_coefficients(implementation, request):
-    if implementation == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    a = matrices("ba_plus_caa", (2, 5, 5), jnp.float16)
-    b_J, c_J = jnp.float32([1, 2, 3]), jnp.float32([-1, 0, 4])
-    f = lambda b, c: ba_plus_caa(a, b=b, c=c, implementation=implementation)
-    np.testing.assert_array_equal(
-        jax.vmap(f)(b_J, c_J), jnp.stack([f(b, c) for b, c in zip(b_J, c_J, strict=True)])
-    )
-
-
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-def test_checkpoint(kernel, implementation, request):
-    if implementation == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    a = matrices(kernel, (4, 6, 5), jnp.float16)
-    f = functools.partial(FUNCTIONS[kernel], implementation=implementation)
-    total = lambda f: lambda a: f(a).astype(jnp.float32).sum()
-    np.testing.assert_array_equal(jax.grad(total(jax.checkpoint(f)))(a), jax.grad(total(f))(a))
-
-
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-def test_shard_map(kernel):
-    a, f = matrices(kernel, (4, 6, 5), jnp.float16), FUNCTIONS[kernel]
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
-    spec = PartitionSpec("data")
-    sharded = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    np.testing.assert_array_equal(sharded(a), f(a))
-
-
-def test_an_empty_batch():
-    a = jnp.zeros((0, 4, 3), jnp.bfloat16)
-    assert xxt(a).shape == (0, 4, 4) and xtx(a).shape == (0, 3, 3)
 
 
 def test_64_bit_offsets(triton_on_cpu, monkeypatch):
@@ -334,43 +226,17 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
         )
 
 
-# ------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------- errors, choice
 
 
 def test_errors():
     a = matrices("xxt", (2, 4, 3), jnp.bfloat16)
-    with pytest.raises(
-        ValueError,
-        match=r"xxt: unknown implementation 'cublas'; "
-        r"choose one of \['auto', 'mosaic', 'triton', 'xla'",
-    ):
-        xxt(a, implementation="cublas")
-    for name in ("mosaic", "triton"):
-        with pytest.raises(
-            ValueError,
-            match=f"xtx: implementation '{name}' needs an NVIDIA GPU, "
-            "and the default device is a cpu",
-        ):
-            xtx(a, implementation=name)
-    with pytest.raises(
-        ValueError,
-        match=r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)",
-    ):
-        unchecked(ba_plus_caa)(a, b=1.0, c=1.0)
-    with pytest.raises(ValueError, match=r"expected scalars b, c and d, got shapes \(\), \(2,\)"):
-        unchecked(ba_plus_caa)(a[:, :3], b=1.0, c=jnp.ones(2))
-    for bad, said in (
-        (a[0, 0], r"bfloat16 of shape \(3,\)"),
-        (jnp.zeros((2, 2), jnp.int32), "int32 of shape"),
-    ):
-        with pytest.raises((ValueError, TypeError)):
-            xxt(bad)
-        with pytest.raises(
-            ValueError,
-            match=rf"xxt: expected matrices \(..., M, K\) "
-            rf"in float32, bfloat16 or float16, got {said}",
-        ):
-            unchecked(xxt)(bad)
+    how = {"b": 1.0, "c": 1.0}
+    message = r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)"
+    refused(ba_plus_caa, a, **how, match=message)
+    message = r"expected scalars b, c and d, got shapes \(\), \(2,\)"
+    refused(ba_plus_caa, a[:, :3], b=1.0, c=jnp.ones(2), match=message)
+    refused(xxt, a[0, 0], match=r"xxt: expected .* \(..., M, K\) .* bfloat16 of shape \(3,\)")
 
 
 def selected(operation, dtype, shape, implementation="auto"):
@@ -419,10 +285,6 @@ def test_auto_counts_rounds(mosaic_on_cpu, monkeypatch):
     )
 
 
-def test_auto_on_a_cpu_is_xla():
-    assert selected("xxt", "bfloat16", (48, 768, 768)) == "xla"
-
-
 # ---------------------------------------------------------------------------------------------- GPU
 
 GPU_SHAPES = [
@@ -452,26 +314,3 @@ def test_odd_sides_and_fp16_on_the_gpu():
 @pytest.mark.gpu
 def test_gradient_on_the_gpu():
     check_kernel("ba_plus_caa", GPU_SHAPES[0], jnp.bfloat16, implementation="mosaic")
-
-
-@pytest.mark.gpu
-def test_repeated_runs_are_equal():
-    a = matrices("ba_plus_caa", (48, 768, 768), jnp.bfloat16)
-    f = jax.jit(FUNCTIONS["ba_plus_caa"])
-    first = f(a)
-    assert all(bool((f(a) == first).all()) for _ in range(10))
-
-
-@pytest.mark.gpu
-def test_auto_on_a_gpu():
-    if _dispatch.partitioned():
-        pytest.skip("several GPUs: outside a shard_map auto leaves kernels of ours out")
-    for kernel in FUNCTIONS:
-        assert selected(kernel.removesuffix(", d"), "bfloat16", (48, 768, 768)) == (
-            "mosaic" if _dispatch.why_not_mosaic() is None else "xla"
-        )
-    assert (
-        selected("xxt", "bfloat16", (1, 768, 768))
-        == selected("xxt", "float32", (48, 768, 768))
-        == "xla"
-    )
