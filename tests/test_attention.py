@@ -1,4 +1,4 @@
-"""pallas_kernels.flash_attention against its `reference()` and NumPy, by the 2× rule."""
+"""pallas_kernels.flash_attention in plain JAX and by cuDNN, and what all back ends share."""
 
 import functools
 
@@ -6,194 +6,90 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_tools import h200, unchecked
-from reference.torch_gpt2 import assert_within_twice, rms
+from attention_tools import check, inputs, results, visible
+from kernel_tools import h200
+from reference.torch_gpt2 import rms
+from rule_tools import refused, runs_are_equal
 
 from pallas_kernels import _dispatch, attention, flash_attention, flash_attention_qkv
 from pallas_kernels.attention import reference
 
-# (batch, time, heads, head dimension)
+RMS = {"norms": (rms,)}
 SHAPES = [
-    (2, 16, 2, 8),  # aligned
-    (1, 1, 1, 1),  # one key: the output is v
-    (2, 7, 3, 5),  # all odd
-    (1, 33, 3, 20),  # just above a power of two
+    (2, 16, 2, 2, 8),  # aligned
+    (1, 1, 1, 1, 1),  # one key: the output is v
+    (2, 7, 3, 3, 5),  # all odd
+    (1, 33, 3, 3, 20),  # just above a power of two
 ]
-SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [5, 3, 5, 5, 3, 3, 9]])
+ODD = (2, 7, 3, 3, 5)
+SEGMENTS = {"segment_ids": np.array([[0, 0, 0, 1, 1, 1, 1], [5, 3, 5, 5, 3, 3, 9]], np.int32)}
 MASKS = [
     {},
     {"causal": False},
     {"window": 1},
     {"window": 5},
     {"scale": 0.7},
-    {"segment_ids": SEGMENTS},
-    {"segment_ids": SEGMENTS, "causal": False},
-    {"segment_ids": SEGMENTS, "window": 2},
+    SEGMENTS,
+    SEGMENTS | {"causal": False},
+    SEGMENTS | {"window": 2},
 ]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+CASES = [
+    *((shape, dtype, {}) for shape in SHAPES for dtype in DTYPES),
+    *((ODD, dtype, mask) for mask in MASKS[1:] for dtype in (jnp.float32, jnp.bfloat16)),
+    *(((2, 7, 4, k, 5), jnp.float32, mask) for k in (1, 2) for mask in (MASKS[0], MASKS[6])),
+]
 
 
-def named(mask):
-    return (
-        ", ".join(key if key == "segment_ids" else f"{key}={value}" for key, value in mask.items())
-        or "causal"
-    )
+@pytest.mark.parametrize("shape, dtype, mask", CASES, ids=str)
+def test_output_and_gradients(shape, dtype, mask):
+    check("xla", shape, dtype, **RMS, **mask)
 
 
-def runs_of(segment_ids):
-    """Number of the run of equal ids that each token belongs to."""
-    return np.cumsum(np.diff(segment_ids, axis=1, prepend=0) != 0, axis=1)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_packed_is_unpacked(mask):
+    found = [check("xla", ODD, jnp.float32, **RMS, **mask, packed=p) for p in (False, True)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def inputs(shape, dtype, seed=0, key_heads=None):
-    """q, k, v and directions for the gradients of O and L. Scores have a standard deviation of 2:
-    weights are far from uniform."""
-    rng = np.random.default_rng(seed)
-    keys = (*shape[:2], key_heads or shape[2], shape[3])
-    q, k, v, direction = (
-        jnp.asarray(rng.standard_normal(s), dtype) for s in (shape, keys, keys, shape)
-    )
-    dlse = jnp.asarray(rng.standard_normal((shape[0], shape[2], shape[1])), jnp.float32)
-    return q * jnp.asarray(2, dtype), k, v, direction, dlse
-
-
-def exact(q, k, v, direction, dlse, *, causal=True, scale=None, window=None, segment_ids=None):
-    """O, L and the three gradients in fp64, from the equations, a row at a time."""
-    q, k, v, direction, dlse = (np.asarray(x, np.float64) for x in (q, k, v, direction, dlse))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, dq, dk, dv, lse = *(np.zeros_like(x) for x in (q, q, k, v)), np.zeros_like(dlse)
-    batch, time, heads, _ = q.shape
-    run = None if segment_ids is None else runs_of(segment_ids)
-    for b, h, t in np.ndindex(batch, heads, time):
-        g = h // (heads // k.shape[2])
-        keys = (
-            range(time)
-            if not causal
-            else range(0 if window is None else max(0, t - window + 1), t + 1)
-        )
-        keys = [s for s in keys if run is None or run[b, s] == run[b, t]]
-        scores = scale * k[b, keys, g] @ q[b, t, h]
-        lse[b, h, t] = scores.max() + np.log(np.exp(scores - scores.max()).sum())
-        weights = np.exp(scores - lse[b, h, t])
-        out[b, t, h] = weights @ v[b, keys, g]
-        dweights = v[b, keys, g] @ direction[b, t, h]
-        dscores = weights * (dweights - weights @ dweights + dlse[b, h, t])
-        dq[b, t, h] = scale * dscores @ k[b, keys, g]
-        dk[b, keys, g] += scale * np.outer(dscores, q[b, t, h])
-        dv[b, keys, g] += np.outer(weights, direction[b, t, h])
-    return out, lse, dq, dk, dv
-
-
-def with_gradients(f, q, k, v, direction, dlse):
-    found, pull = jax.vjp(f, q, k, v)
-    return (*found, *pull((direction, dlse)))
-
-
-def plain(q, k, v, *, causal=True, scale=None, window=None, segment_ids=None):
-    """The textbook in the inputs' own dtype; the softmax alone is fp32."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest").astype(jnp.float32) * scale
-    time = q.shape[1]
-    mask = np.ones((1, 1, time, time), bool)
-    if causal:
-        mask = mask & np.tril(mask) & ~np.tril(mask, -(window or time))
-    if segment_ids is not None:
-        run = runs_of(segment_ids)
-        mask = mask & (run[:, None, :, None] == run[:, None, None, :])
-    scores = jnp.where(mask, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest"), jax.nn.logsumexp(
-        scores, axis=-1
-    )
-
-
-def check(f, shape, dtype, norm, key_heads=None, lse=True, **mask):
-    """O, every gradient and, where the back end has it, L by the 2× rule."""
-    *args, dlse = inputs(shape, dtype, key_heads=key_heads)
-    args += [dlse if lse else jnp.zeros_like(dlse)]
-    arrays = {
-        key: jnp.asarray(x, jnp.int32) if key == "segment_ids" else x for key, x in mask.items()
-    }
-
-    def with_lse(q, k, v):
-        return (
-            f(q, k, v, return_lse=True, **arrays)
-            if lse
-            else (f(q, k, v, **arrays), jnp.zeros_like(dlse))
-        )
-
-    found = jax.jit(functools.partial(with_gradients, with_lse))(*args)
-    # Not under jit: XLA leaves out roundings to bf16 between the operations that it fuses.
-    same_dtype = with_gradients(functools.partial(plain, **mask), *args)
-    for name, ours, theirs, true in zip(
-        ("out", "lse", "dq", "dk", "dv"), found, same_dtype, exact(*args, **mask), strict=True
-    ):
-        if name != "lse" or lse:
-            assert ours.dtype == (jnp.float32 if name == "lse" else dtype)
-            assert_within_twice(ours, theirs, true, norm=norm, name=name)
-
-
-def packed(q, k, v, **how):
-    return flash_attention_qkv(jnp.stack((q, k, v), axis=2), **how)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_output_and_gradients(shape, dtype):
-    check(functools.partial(flash_attention, precision="highest"), shape, dtype, rms)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=named)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_masks(mask, dtype):
-    check(functools.partial(flash_attention, precision="highest"), (2, 7, 3, 5), dtype, rms, **mask)
-
-
-@pytest.mark.parametrize("mask", [{}, {"segment_ids": SEGMENTS, "causal": False}], ids=named)
-@pytest.mark.parametrize("key_heads", [1, 2])
-def test_grouped_query_heads(key_heads, mask):
-    f = functools.partial(flash_attention, precision="highest")
-    check(f, (2, 7, 4, 5), jnp.float32, rms, key_heads=key_heads, **mask)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=named)
-def test_packed(mask):
-    check(functools.partial(packed, precision="highest"), (2, 7, 3, 5), jnp.float32, rms, **mask)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=named)
 @pytest.mark.parametrize("key_heads", [1, 3])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_reference_is_the_definition(mask, key_heads):
-    args = inputs((2, 7, 3, 5), jnp.bfloat16, key_heads=key_heads)
-    found = reference(*args[:3], **mask, return_lse=True)
-    for ours, true in zip(found, exact(*args, **mask), strict=False):
+    """O and L in fp64, from the equations, a row at a time."""
+    (q, k, v), _ = inputs((2, 7, 3, key_heads, 5), jnp.bfloat16)
+    found = reference(q, k, v, **mask, return_lse=True)
+    np.testing.assert_array_equal(reference(q, k, v, **mask), found[0])
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    how = {name: x for name, x in mask.items() if name in ("causal", "window")}
+    seen = np.broadcast_to(visible(mask.get("segment_ids"), 7, **how), (2, 7, 7))
+    out, lse = np.zeros_like(q), np.zeros((2, 3, 7))
+    for b, h, t in np.ndindex(2, 3, 7):
+        g, keys = h // (3 // key_heads), seen[b, t]
+        scores = mask.get("scale", 5**-0.5) * k[b, keys, g] @ q[b, t, h]
+        lse[b, h, t] = np.log(np.exp(scores).sum())
+        out[b, t, h] = np.exp(scores - lse[b, h, t]) @ v[b, keys, g]
+    for ours, true in zip(found, (out, lse), strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, true, rtol=0, atol=2e-6)
-    np.testing.assert_array_equal(reference(*args[:3], **mask), found[0])
 
 
-@settings(max_examples=10, deadline=None)
-@given(time=st.integers(1, 9), window=st.integers(1, 12), seed=st.integers(0, 99))
-def test_each_query_sees_exactly_its_window(time, window, seed):
+@pytest.mark.parametrize("time, window", [(1, 1), (5, 2), (9, 1), (9, 4), (9, 9), (6, 12)])
+def test_each_query_sees_exactly_its_window(time, window):
     """With v = the key's own index as one-hot, the output is the attention matrix."""
-    q, k, *_ = inputs((1, time, 1, time), jnp.float32, seed)
+    (q, k, _), _ = inputs((1, time, 1, 1, time), jnp.float32)
     one_hot = jnp.eye(time, dtype=jnp.float32)[None, :, None, :]
     weights = np.asarray(flash_attention(q, k, one_hot, window=window))[0, :, 0]
-    t, s = np.arange(time)[:, None], np.arange(time)[None, :]
-    np.testing.assert_array_equal(weights > 0, (s <= t) & (t - s < window))
+    np.testing.assert_array_equal(weights > 0, visible(None, time, window=window)[0])
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
 def test_a_window_as_long_as_the_sequence_is_none():
-    q, k, v, *_ = inputs((2, 7, 3, 5), jnp.float32)
+    (q, k, v), _ = inputs(ODD, jnp.float32)
     np.testing.assert_array_equal(flash_attention(q, k, v, window=7), flash_attention(q, k, v))
 
 
 def test_the_future_does_not_matter():
-    q, k, v, *_ = inputs((1, 8, 2, 4), jnp.float32)
+    (q, k, v), _ = inputs((1, 8, 2, 2, 4), jnp.float32)
     changed = flash_attention(q, k.at[:, 5:].set(99.0), v.at[:, 5:].set(99.0))
     np.testing.assert_array_equal(changed[:, :5], flash_attention(q, k, v)[:, :5])
     assert not np.array_equal(changed[:, 5:], flash_attention(q, k, v)[:, 5:])
@@ -201,11 +97,10 @@ def test_the_future_does_not_matter():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_scores_stay_finite(dtype):
-    q, k, v, direction, dlse = inputs((1, 9, 1, 4), dtype)
+    (q, k, v), directions = inputs((1, 9, 1, 1, 4), dtype)
+    f = functools.partial(flash_attention, return_lse=True)
     size = jnp.asarray(100, dtype)
-    found = with_gradients(
-        functools.partial(flash_attention, return_lse=True), q * size, k * size, v, direction, dlse
-    )
+    found = jax.jit(functools.partial(results, f))((q * size, k * size, v), directions)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
@@ -239,82 +134,54 @@ def sizes(jaxpr):
                 yield from sizes(inner)
 
 
+def test_errors():
+    (q, k, v), _ = inputs((1, 4, 2, 2, 8), jnp.bfloat16)
+    window = "needs causal=True and an integer size of at least 1, got causal={} window={}"
+    ids = r"expected segment_ids of shape \(1, 4\) in integers"
+    packed = r"expected \(batch, time, 3, heads, head_dim\), got \(1, 4, 2, 2, 8\)"
+    for args, how, message in [
+        ((q, k, v), {"causal": False, "window": 2}, window.format(False, 2)),
+        ((q, k, v), {"window": 0}, window.format(True, 0)),
+        ((q, k, v), {"window": 2.5}, window.format(True, 2.5)),
+        ((q, k.astype(jnp.float32), v), {}, "one dtype for q, k, v, got bfloat16, float32, bfl"),
+        ((q, k[:, :3], v), {}, "expected q of shape"),
+        ((q, k, v[..., :4]), {}, "expected q of shape"),
+        ((q[0], k[0], v[0]), {}, "expected q of shape"),
+        ((q, k[:, :, :0], v[:, :, :0]), {}, "expected q of shape"),
+        ((q[..., :0], k[..., :0], v[..., :0]), {}, "expected q of shape"),
+        ((q[:, :, [0, 1, 1]], k, v), {}, "a multiple of that of key heads"),
+        ((q, k, v), {"segment_ids": jnp.zeros((1, 3), jnp.int32)}, ids),
+        ((q, k, v), {"segment_ids": jnp.zeros((1, 4))}, ids),
+    ]:
+        refused(flash_attention, *args, **how, match=message)
+    refused(flash_attention_qkv, jnp.zeros((1, 4, 2, 2, 8)), match=packed)
+
+
 def selected(dtype, length, head_dim, implementation="auto", **facts):
     facts |= {"dtype": dtype, "length": length, "head_dim": head_dim}
     return _dispatch.select("flash_attention", implementation, **facts)
 
 
-def test_auto_on_a_cpu_is_xla():
-    assert selected("bfloat16", 128, 64) == "xla"
-
-
-def test_errors():
-    q, k, v, *_ = inputs((1, 4, 2, 8), jnp.bfloat16)
-    with pytest.raises(
-        ValueError,
-        match=r"flash_attention: unknown implementation 'flash'; choose one of \['auto', 'cudnn'",
-    ):
-        flash_attention(q, k, v, implementation="flash")
-    with pytest.raises(
-        ValueError, match="'cudnn' needs an NVIDIA GPU, and the default device is a cpu; .*'xla'"
-    ):
-        flash_attention(q, k, v, implementation="cudnn")
-    with pytest.raises(
-        ValueError,
-        match="needs causal=True and an integer size of at least 1, got causal=False window=2",
-    ):
-        flash_attention(q, k, v, causal=False, window=2)
-    with pytest.raises(ValueError, match="got causal=True window=0"):
-        flash_attention(q, k, v, window=0)
-    with pytest.raises(ValueError, match="got causal=True window=2.5"):
-        unchecked(flash_attention)(q, k, v, window=2.5)
-    with pytest.raises(
-        ValueError, match="expected one dtype for q, k, v, got bfloat16, float32, bfloat16"
-    ):
-        flash_attention(q, k.astype(jnp.float32), v)
-    # jaxtyping refuses first under pytest; without it the function itself does.
-    no_heads, no_channels = (q, k[:, :, :0], v[:, :, :0]), (q[..., :0], k[..., :0], v[..., :0])
-    shapes = ((q, k[:, :3], v), (q, k, v[..., :4]), (q[0], k[0], v[0]))
-    for bad in (*shapes, no_heads, no_channels):
-        with pytest.raises((ValueError, TypeError)):
-            flash_attention(*bad)
-        with pytest.raises(ValueError, match="expected q of shape"):
-            unchecked(flash_attention)(*bad)
-    with pytest.raises(ValueError, match="a multiple of that of key heads"):
-        unchecked(flash_attention)(
-            jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 2, 8))
-        )
-    with pytest.raises(ValueError, match="expected float32, bfloat16 or float16, got int32"):
-        unchecked(flash_attention)(*(jnp.zeros((1, 4, 2, 8), jnp.int32),) * 3)
-    for ids in (jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 4))):
-        with pytest.raises(ValueError, match=r"expected segment_ids of shape \(1, 4\) in integers"):
-            unchecked(flash_attention)(q, k, v, segment_ids=ids)
-    with pytest.raises(
-        ValueError, match=r"expected \(batch, time, 3, heads, head_dim\), got \(1, 4, 2, 2, 8\)"
-    ):
-        unchecked(flash_attention_qkv)(jnp.zeros((1, 4, 2, 2, 8)))
-
-
-def test_cudnn_says_what_it_cannot_take(monkeypatch):
+@pytest.mark.parametrize(
+    "capability, dtype, length, head_dim, how, message",
+    [
+        ((7, 5), "bfloat16", 128, 64, {}, r"needs compute capability 8.0 .* not \(7, 5\)"),
+        ((9, 0), "float32", 128, 64, {}, "supports bfloat16 or float16, not float32"),
+        ((9, 0), "bfloat16", 128, 20, {}, "multiple of 8 and at most 128, not 20"),
+        ((9, 0), "bfloat16", 128, 136, {}, "at most 128, not 136"),
+        ((9, 0), "bfloat16", 65, 64, {}, "an even sequence length .* not 65"),
+        ((9, 0), "bfloat16", 64, 64, {"segments": True}, "does not support segment ids"),
+        ((9, 0), "bfloat16", 64, 64, {"return_lse": True}, "drops the gradient of the log-sum-ex"),
+        ((9, 0), "bfloat16", 64, 64, {"deterministic": True}, "in any order, and deterministic="),
+    ],
+)
+def test_cudnn_says_what_it_cannot_take(
+    capability, dtype, length, head_dim, how, message, monkeypatch
+):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
-    monkeypatch.setattr(_dispatch, "capability", lambda: (7, 5))
-    with pytest.raises(ValueError, match=r"'cudnn' needs compute capability 8.0 .* not \(7, 5\)"):
-        selected("bfloat16", 128, 64, "cudnn")
-    monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
-    with pytest.raises(ValueError, match="'cudnn' supports bfloat16 or float16, not float32"):
-        selected("float32", 128, 64, "cudnn")
-    with pytest.raises(ValueError, match="multiple of 8 and at most 128, not 20"):
-        selected("bfloat16", 128, 20, "cudnn")
-    with pytest.raises(ValueError, match="at most 128, not 136"):
-        selected("bfloat16", 128, 136, "cudnn")
-    with pytest.raises(ValueError, match="an even sequence length .* not 65"):
-        selected("bfloat16", 65, 64, "cudnn")
-    with pytest.raises(ValueError, match="does not support segment ids"):
-        selected("bfloat16", 64, 64, "cudnn", segments=True)
-    with pytest.raises(ValueError, match="drops the gradient of the log-sum-exp"):
-        selected("bfloat16", 64, 64, "cudnn", return_lse=True)
-    with pytest.raises(ValueError, match="sums the gradients in any order, and deterministic=True"):
-        selected("bfloat16", 64, 64, "cudnn", deterministic=True)
+    monkeypatch.setattr(_dispatch, "capability", lambda: capability)
+    with pytest.raises(ValueError, match=f"'cudnn' .*{message}"):
+        selected(dtype, length, head_dim, "cudnn", **how)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +209,7 @@ def test_cudnn_says_what_it_cannot_take(monkeypatch):
 def test_auto_takes_the_fastest_that_can_run(
     capability, dtype, length, head_dim, how, chosen, monkeypatch
 ):
+    assert selected(dtype, length, head_dim, **how) == "xla"
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: capability)
     assert selected(dtype, length, head_dim, **how) == chosen
@@ -353,7 +221,7 @@ def test_no_precision_is_the_default_precision_of_jax(triton_on_cpu, monkeypatch
     real = attention.Options.true_fp32.fget
     watched = property(lambda options: seen.append(real(options)) or seen[-1])
     monkeypatch.setattr(attention.Options, "true_fp32", watched)
-    q, k, v, *_ = inputs((1, 8, 2, 16), jnp.float32)
+    (q, k, v), _ = inputs((1, 8, 2, 2, 16), jnp.float32)
     f = functools.partial(flash_attention, implementation="triton")
     with jax.default_matmul_precision("highest"):
         out, pull_back = jax.vjp(f, q, k, v)
@@ -374,42 +242,42 @@ def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):
 # ---------------------------------------------------------------------------------------------- GPU
 
 GPU_SHAPES = [
-    (2, 128, 12, 64),  # GPT-2 124M's heads
-    (1, 100, 3, 64),  # T is no multiple of a tile
-    (1, 66, 2, 8),  # the smallest head dimension
-    (1, 258, 2, 128),  # the largest, two rows into a new tile
+    (2, 128, 12, 12, 64),  # GPT-2 124M's heads
+    (1, 100, 3, 3, 64),  # T is no multiple of a tile
+    (1, 66, 2, 2, 8),  # the smallest head dimension
+    (1, 258, 2, 2, 128),  # the largest, two rows into a new tile
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape, dtype, mask",
+    "back_end, shape, dtype, mask",
     [
-        *((shape, jnp.bfloat16, {}) for shape in GPU_SHAPES),
-        *((GPU_SHAPES[1], dtype, {"causal": False}) for dtype in (jnp.bfloat16, jnp.float16)),
-        *((GPU_SHAPES[1], dtype, {"window": 17}) for dtype in (jnp.bfloat16, jnp.float16)),
-        (GPU_SHAPES[1], jnp.bfloat16, {"scale": 0.2}),
-        (GPU_SHAPES[0], jnp.float16, {}),
+        *(("cudnn", shape, jnp.bfloat16, {}) for shape in GPU_SHAPES),
+        ("cudnn", GPU_SHAPES[0], jnp.float16, {}),
+        *(
+            ("cudnn", GPU_SHAPES[1], dtype, mask)
+            for dtype in (jnp.bfloat16, jnp.float16)
+            for mask in ({"causal": False}, {"window": 17}, {"scale": 0.2})
+        ),
+        *(("xla", shape, dtype, {}) for shape in GPU_SHAPES[:2] for dtype in DTYPES),
     ],
     ids=str,
 )
-def test_cudnn_output_and_gradients(shape, dtype, mask):
-    check(
-        functools.partial(flash_attention, implementation="cudnn"),
-        shape,
-        dtype,
-        rms,
-        lse=False,
-        **mask,
-    )
+def test_on_the_gpu(back_end, shape, dtype, mask):
+    check(back_end, shape, dtype, lse=back_end != "cudnn", **RMS, **mask)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", GPU_SHAPES[:2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_xla_output_and_gradients_on_the_gpu(shape, dtype):
-    f = functools.partial(flash_attention, implementation="xla", precision="highest")
-    check(f, shape, dtype, rms)
+@pytest.mark.parametrize("back_end", ["mosaic", "triton"])
+@pytest.mark.parametrize(
+    "shape, window", [((16, 1024, 3, 12, 64), None), ((2, 4096, 3, 4, 128), 256)], ids=str
+)
+def test_deterministic_runs_are_equal(back_end, shape, window):
+    qkv = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    how = {"implementation": back_end, "deterministic": True, "window": window}
+    f = functools.partial(flash_attention_qkv, **how)
+    runs_are_equal(lambda qkv: jax.vjp(f, qkv)[1](qkv[:, :, 0]), qkv, times=10)
 
 
 @pytest.mark.gpu
@@ -449,8 +317,3 @@ def test_cudnn_memory_is_linear_in_time():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temp_bytes("cudnn") < 2 * 4096 * 4096 < temp_bytes("xla")
-
-
-@pytest.mark.gpu
-def test_auto_on_a_gpu_is_not_xla():
-    assert selected("bfloat16", 128, 64) != "xla" and selected("float32", 128, 64) != "xla"

@@ -1,29 +1,43 @@
-"""The Triton back end of pallas_kernels.flash_attention against the equations in fp64, by the 2×
-rule."""
+"""The Triton back end of pallas_kernels.flash_attention by the 2× rule, in fp32, fp16 and TF32, and
+its tiles and compiled kernels."""
 
+import copy
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_triton_tools import (
+import triton as triton_package
+from attention_tools import (
     NAMES,
-    attend,
-    attend_packed,
+    call,
     check,
-    equations,
-    gradients,
     inputs,
-    packed_gradients,
-    set_tiles,
-    tf32_product,
-    with_gradients,
+    plain_and_exact,
+    results,
+    segments,
+    tf32_matmul,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from kernel_tools import triton_kernels
+from ptx_tools import to_tf32
+from reference.torch_gpt2 import rms
 
-from pallas_kernels.attention import flash_attention_qkv
+from pallas_kernels import flash_attention, flash_attention_qkv
+
+FP32, FP16 = jnp.float32, jnp.float16
+TF32 = {"precision": None, "multiply": tf32_matmul}
+# The worst of a few fp32 roundings is a matter of luck.
+RMS = {"norms": (rms,)}
+
+
+def set_tiles(monkeypatch, m, n, backward="split"):
+    """Blocks so small that a few rows make several of them."""
+    from pallas_kernels.attention import triton
+
+    tile = {"M": m, "N": n, "rows": 100, "num_warps": 4, "num_stages": 2}
+    entry = {"backward": backward, "precision": "ieee", **dict.fromkeys(triton.PASSES, tile)}
+    monkeypatch.setattr(triton, "tuning", lambda *_: entry)
 
 
 @pytest.fixture
@@ -31,32 +45,13 @@ def small(triton_on_cpu, monkeypatch):
     set_tiles(monkeypatch, 16, 16)
 
 
+def check_triton(shape, dtype=FP32, **how):
+    check("triton", shape, dtype, **(RMS if dtype == FP32 else {}) | how)
+
+
 # ------------------------------------------------------------------------------------------ numbers
 
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (2, 64, 2, 2, 16),  # whole blocks
-        (1, 1, 1, 1, 1),  # one key: the output is v
-        (2, 7, 3, 3, 5),  # less than a block
-        (1, 33, 2, 2, 20),  # one row into a new block, a head dimension between two powers of two
-        (1, 150, 2, 1, 16),  # many blocks, and a part of one
-    ],
-    ids=str,
-)
-def test_output_and_gradients(shape, dtype, small):
-    check(shape, dtype)
-
-
-@pytest.mark.parametrize(
-    "dtype, shape", [(jnp.float32, (1, 70, 1, 1, 8)), (jnp.float16, (1, 300, 1, 1, 64))], ids=str
-)
-def test_the_tiles_of_the_file(dtype, shape, triton_on_cpu):
-    check(shape, dtype)
-
-
+SPLIT, FUSED = (16, 16, "split"), (16, 16, "fused")
 MASKS = [
     {"causal": False},
     {"window": 1},
@@ -66,67 +61,196 @@ MASKS = [
     {"scale": -0.7},
     {"scale": 0.0},
 ]
+CASES = [
+    *(
+        (shape, dtype, SPLIT, {})
+        for dtype in (FP32, FP16)
+        for shape in (
+            (2, 64, 2, 2, 16),  # whole blocks
+            (1, 1, 1, 1, 1),  # one key: the output is v
+            (2, 7, 3, 3, 5),  # less than a block
+            (1, 33, 2, 2, 20),  # one row into a new block, a head dimension of no power of two
+            (1, 150, 2, 1, 16),  # many blocks, and a part of one
+        )
+    ),
+    # The tiles of the file.
+    ((1, 70, 1, 1, 8), FP32, None, {}),
+    ((1, 300, 1, 1, 64), FP16, None, {}),
+    # Every head dimension, grouped heads, packed ones.
+    *(
+        ((1, 50, 1, 1, d), FP16, (32, 32, backward), {})
+        for backward in ("split", "fused")
+        for d in (5, 20, 64, 80, 128)
+    ),
+    *(
+        (shape, dtype, tiles, how)
+        for tiles in (SPLIT, FUSED)
+        for heads in ((4, 2), (3, 1))
+        for shape, dtype, how in (
+            ((2, 40, *heads, 8), FP32, {"window": 30}),
+            ((1, 32, *heads, 16), FP16, {}),
+        )
+    ),
+    # Contiguous documents, and shuffled ids.
+    *(
+        ((2, 75, 1, 1, 8), FP32, tiles, how | segments((2, 75), 4, seed) | {"seed": seed})
+        for tiles in (SPLIT, FUSED)
+        for seed in (0, 1)
+        for how in ({}, {"window": 20}, {"causal": False})
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, tiles, how", CASES, ids=str)
+def test_output_and_gradients(shape, dtype, tiles, how, triton_on_cpu, monkeypatch):
+    if tiles is not None:
+        set_tiles(monkeypatch, *tiles)
+    check_triton(shape, dtype, **how)
 
 
 @pytest.mark.parametrize("how", MASKS, ids=str)
-@pytest.mark.parametrize("m, n", [(16, 32), (32, 16)])
 @pytest.mark.parametrize("backward", ["split", "fused"])
-def test_masks_over_every_kind_of_block(backward, m, n, how, triton_on_cpu, monkeypatch):
-    """128 rows end with a block, 107 inside one."""
-    set_tiles(monkeypatch, m, n, backward)
-    check((1, 107, 1, 1, 8), **how)
-    if "window" in how or "causal" in how:
-        check((1, 128, 1, 1, 16), **how)
-
-
-@pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("seed", [0, 1], ids=["contiguous", "shuffled"])
-@pytest.mark.parametrize("how", [{}, {"window": 20}, {"causal": False}], ids=str)
-def test_segments(how, seed, backward, triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16, backward)
-    check((2, 75, 1, 1, 8), segments=4, seed=seed, **how)
-
-
-@pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("heads, key_heads", [(4, 2), (3, 1)])
-def test_grouped_heads(heads, key_heads, backward, triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16, backward)
-    check((2, 40, heads, key_heads, 8), window=30)
-    check((1, 32, heads, key_heads, 16), jnp.float16)
-
-
-@pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("head_dim", [5, 20, 64, 80, 128])
-def test_head_dimensions(head_dim, backward, triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 32, 32, backward)
-    check((1, 50, 1, 1, head_dim), jnp.float16)
+def test_masks_over_every_kind_of_block(backward, how, triton_on_cpu, monkeypatch):
+    """107 rows end inside a block, 128 with one; blocks are tall, and wide."""
+    set_tiles(monkeypatch, 16, 32, backward)
+    check_triton((1, 107, 1, 1, 8), **how)
+    set_tiles(monkeypatch, 32, 16, backward)
+    check_triton((1, 128 if "scale" not in how else 107, 1, 1, 16), **how)
 
 
 @pytest.mark.parametrize("backward", ["split", "fused"])
 @pytest.mark.parametrize("shape", [(2, 48, 3, 3, 16), (1, 35, 2, 2, 5)], ids=str)
 def test_packed_is_unpacked(shape, backward, triton_on_cpu, monkeypatch):
     set_tiles(monkeypatch, 16, 16, backward)
-    args = inputs(shape, jnp.float16, segments=3)
-    found = [jax.jit(functools.partial(with_gradients, f))(*args) for f in (attend, attend_packed)]
+    how = segments(shape, 3)
+    found = [check("triton", shape, FP16, packed=packed, **how) for packed in (True, False)]
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
-    check(shape, packed=True)
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+# ------------------------------------------------------------------------------------------ in TF32
+
+
+@pytest.fixture
+def tensor_cores(triton_on_cpu, monkeypatch):
+    """Products in TF32 leave out the low 13 bits of their operands, and their only NaN is a
+    GPU's."""
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, precision, *args):
+        if not precision.name.startswith("TF32"):
+            return multiply(self, a, b, d, precision, *args)
+        cut = [
+            (np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32)
+            for x in (a, b)
+        ]
+        product = np.matmul(*cut) + d.data
+        product.view(np.uint32)[np.isnan(product)] = 0x7FFFFFFF
+        return interpreter.TensorHandle(product, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize(
+    "shape, how",
+    [
+        ((1, 1, 1, 1, 1), {}),
+        ((3, 77, 2, 1, 5), {}),
+        ((1, 64, 2, 2, 16), {"packed": True, "window": 20}),
+        ((1, 50, 2, 2, 20), {"packed": True} | segments((1, 50), 3)),
+        ((1, 70, 1, 1, 64), {"causal": False, "scale": -0.2}),
+    ],
+    ids=str,
 )
-@given(data=st.data())
-def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
-    draw = lambda *choices: data.draw(st.sampled_from(choices))
-    set_tiles(monkeypatch, draw(16, 32), draw(16, 32), draw("split", "fused"))
-    key_heads = draw(1, 2)
-    t, d = data.draw(st.integers(20, 70)), data.draw(st.integers(1, 40))
-    causal = draw(True, False)
-    window = data.draw(st.none() | st.integers(1, 80)) if causal else None
-    shape = (draw(1, 2), t, key_heads * draw(1, 2), key_heads, d)
-    # Of few numbers, or in fp16, the textbook may be right by luck.
-    check(shape, jnp.float32, draw(None, 3), draw(0, 1), causal=causal, window=window)
+def test_tf32(shape, how, backward, tensor_cores, monkeypatch):
+    """Without rounding to nearest errors are three times as large."""
+    set_tiles(monkeypatch, 16, 32, backward)
+    check_triton(shape, **TF32, **how)
+
+
+def test_tf32_in_the_tiles_of_the_file(tensor_cores):
+    check_triton((1, 150, 1, 1, 64), **TF32)
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+def test_tf32_is_not_too_small(backward, tensor_cores, monkeypatch):
+    """One operand that is cut off and not rounded makes a product smaller by 2^−11.5 on average."""
+    set_tiles(monkeypatch, 32, 32, backward)
+    args, directions = inputs((1, 150, 2, 2, 64), FP32)
+    found = results(call("triton"), args, directions)
+    for name, ours, true in zip(NAMES, found, plain_and_exact(args, directions)[1], strict=True):
+        size = np.vdot(ours, true) / np.vdot(true, true)
+        assert abs(size - 1) < 2.0**-14, (name, size - 1)
+
+
+def turned(x_BTHD, rows):
+    """Rounded, B·H·D·T′ with zeros from T on, and of 8 columns the even ones first."""
+    b, t, h, d = x_BTHD.shape
+    x_BHDT = np.zeros((b, h, d, -(-t // rows) * rows), np.float32)
+    x_BHDT[..., :t] = to_tf32(np.asarray(x_BTHD)).transpose(0, 2, 3, 1)
+    return x_BHDT.reshape(b, h, d, -1, 4, 2).swapaxes(-1, -2).reshape(x_BHDT.shape)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("t, d", [(128, 16), (70, 5), (1, 20)])
+def test_copies_in_tf32(t, d, packed, triton_on_cpu):
+    """Blocks are of 64 rows there; those of 128 and 16 rows, for which the turned copies are, end
+    elsewhere."""
+    from pallas_kernels.attention.triton import _inputs, _shape
+    from pallas_kernels.attention.triton_tf32 import tf32_copies, tf32_copies_of_dout
+
+    (q, k, v), (dout, _) = inputs((2, t, 4, 4 if packed else 2, d), jnp.float32)
+    operands = (jnp.stack([q, k, v], 2),) if packed else (q, k, v)
+    shape = _shape(operands, None, True, 1.0, None, False, {})
+    held = _inputs(operands, None)[:3]
+    backward = sum(tf32_copies(*held, shape, straight="qkv", transposed={"q": 128, "k": 16}), ())
+    _, k_straight, _, _, _, v_transposed = sum(
+        tf32_copies(*held, shape, straight="k", transposed={"v": 16}), ()
+    )
+    dout_straight, dout_transposed, delta = tf32_copies_of_dout(dout, q, shape, transposed=128)
+    found = (*backward[:5], k_straight, v_transposed, dout_straight, dout_transposed)
+    wanted = [to_tf32(np.asarray(x)) for x in (q, k, v)]
+    wanted += [turned(q, 128), turned(k, 16), to_tf32(np.asarray(k)), turned(v, 16)]
+    wanted += [to_tf32(np.asarray(dout)), turned(dout, 128)]
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # Of numbers that are not rounded: those would be off by 2^−12 or so of the largest products.
+    products = np.asarray(dout, np.float64) * np.asarray(q, np.float64)
+    error = np.abs(delta - products.sum(-1).swapaxes(1, 2))
+    assert (error <= d * 2.0**-24 * np.abs(products).sum(-1).swapaxes(1, 2)).all()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
+def test_not_a_number_stays_so_in_tf32(bits, tensor_cores, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
+    not_a_number(bits)
+
+
+def not_a_number(bits):
+    """Numbers that are rounded by adding to their bits could become finite."""
+    (q, k, v), directions = inputs((1, 40, 1, 1, 8), jnp.float32)
+    bad = np.array(q)
+    bad.view(np.uint32)[0, 20, 0, 3] = bits
+    f = jax.jit(functools.partial(results, call("triton")))
+    rows = np.arange(40)
+    for name, ours, clean in zip(
+        NAMES,
+        f((jnp.asarray(bad), k, v), directions),
+        f((q, k, v), directions),
+        strict=True,
+    ):
+        ours, clean = (
+            np.moveaxis(np.asarray(x), 2, 1) if name == "lse" else np.asarray(x)
+            for x in (ours, clean)
+        )
+        touched = rows <= 20 if name in ("dk", "dv") else rows == 20
+        assert np.isnan(ours[:, touched]).all(), name
+        if name != "dk":  # there 0·NaN comes through to later keys of the block
+            np.testing.assert_array_equal(ours[:, ~touched], clean[:, ~touched])
 
 
 # --------------------------------------------------------------------------------- what is not read
@@ -134,29 +258,30 @@ def test_drawn_shapes(data, triton_on_cpu, monkeypatch):
 
 # the interpreter's, about the other sequences
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
-@pytest.mark.parametrize("f", [attend, attend_packed])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "how, backward",
     [({}, "split"), ({"causal": False}, "split"), ({"window": 12}, "split"), ({}, "fused")],
     ids=str,
 )
-def test_nothing_leaks_from_the_next_sequence(how, backward, f, triton_on_cpu, monkeypatch):
+def test_nothing_leaks_from_the_next_sequence(how, backward, packed, triton_on_cpu, monkeypatch):
     """What lies behind row T is the next sequence; here all of it is NaN, or infinite."""
     set_tiles(monkeypatch, 32, 16, backward)
-    q, k, v, _, dout, dlse = inputs((3, 37, 1, 1, 5), jnp.float32)
+    args, (dout, dlse) = inputs((3, 37, 1, 1, 5), jnp.float32)
     bad = jnp.asarray([1, np.nan, np.inf], jnp.float32)[:, None, None, None]
-    f = jax.jit(functools.partial(with_gradients, functools.partial(f, **how)))
-    clean = f(q[:1], k[:1], v[:1], None, dout[:1], dlse[:1])
-    for one, other in zip(f(q * bad, k * bad, v * bad, None, dout * bad, dlse), clean, strict=True):
+    f = call("triton", packed=packed, precision="highest", **how)
+    f = jax.jit(functools.partial(results, f))
+    clean = f(*jax.tree.map(lambda x: x[:1], (args, (dout, dlse))))
+    for one, other in zip(f([x * bad for x in args], (dout * bad, dlse)), clean, strict=True):
         np.testing.assert_array_equal(one[:1], other)
 
 
 def test_blocks_outside_the_window_are_not_read(small):
-    q, k, v, _, dout, dlse = inputs((1, 96, 1, 1, 8), jnp.float32)
-    f = functools.partial(with_gradients, functools.partial(attend, window=10))
+    (q, k, v), directions = inputs((1, 96, 1, 1, 8), jnp.float32)
+    f = functools.partial(results, call("triton", window=10, precision="highest"))
     far = jnp.asarray(np.arange(96) < 48)[None, :, None, None]
-    found = f(q, jnp.where(far, jnp.nan, k), jnp.where(far, jnp.nan, v), None, dout, dlse)
-    for name, one, other in zip(NAMES, found, f(q, k, v, None, dout, dlse), strict=True):
+    found = f((q, *(jnp.where(far, jnp.nan, x) for x in (k, v))), directions)
+    for name, one, other in zip(NAMES, found, f((q, k, v), directions), strict=True):
         axis = 2 if name == "lse" else 1
         np.testing.assert_array_equal(*(np.take(x, range(64, 96), axis) for x in (one, other)))
 
@@ -167,131 +292,220 @@ def test_scores_far_below_those_of_no_key(causal, backward, triton_on_cpu, monke
     """Rows from T on are read as zeros: their scores of 0 are e^280 times as heavy as those of the
     keys that there are."""
     set_tiles(monkeypatch, 16, 32, backward)
-    q, k, v, _, dout, dlse = inputs((1, 37, 1, 1, 8), jnp.float32)
-    q, k = 10 + 0.01 * q, -10 + 0.01 * k
-    f = jax.jit(functools.partial(with_gradients, functools.partial(attend, causal=causal)))
-    for ours, true in zip(
-        f(q, k, v, None, dout, dlse),
-        equations(q, k, v, None, dout, dlse, causal=causal),
-        strict=True,
-    ):
+    (q, k, v), directions = inputs((1, 37, 1, 1, 8), jnp.float32)
+    args = (10 + 0.01 * q, -10 + 0.01 * k, v)
+    f = call("triton", causal=causal, precision="highest")
+    found = jax.jit(functools.partial(results, f))(args, directions)
+    for ours, true in zip(found, plain_and_exact(args, directions, causal=causal)[1], strict=True):
         np.testing.assert_allclose(ours, true, rtol=2e-3, atol=2e-3 * np.abs(true).max())
 
 
 def test_rows_of_huge_scores_stay_finite(small):
-    q, k, v, _, dout, dlse = inputs((1, 40, 1, 1, 8), jnp.float16)
-    found = with_gradients(attend, q * jnp.float16(100), k * jnp.float16(100), v, None, dout, dlse)
+    (q, k, v), directions = inputs((1, 40, 1, 1, 8), FP16)
+    found = results(call("triton"), (q * FP16(100), k * FP16(100), v), directions)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
-# ---------------------------------------------------------------------------------- transformations
+# -------------------------------------------------------------------------- tiles, compiled kernels
 
 
-def test_vmap_checkpoint_and_jit(small):
-    q, k, v, ids, dout, dlse = (
-        jnp.stack([x, x[::-1]]) for x in inputs((2, 20, 2, 1, 8), jnp.float32, segments=2)
-    )
-    f = functools.partial(with_gradients, attend)
-    singly = [f(*(x[i] for x in (q, k, v, ids, dout, dlse))) for i in range(2)]
-    want = jax.tree.map(lambda *x: jnp.stack(x), *singly)
-    jax.tree.map(
-        np.testing.assert_array_equal, jax.jit(jax.vmap(f))(q, k, v, ids, dout, dlse), want
-    )
-    # One key and value for all.
-    shared = jax.vmap(f, (0, None, None, None, 0, 0))(q, k[0], v[0], ids[0], dout, dlse)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[0], shared), singly[0])
-    again = jax.jit(functools.partial(with_gradients, jax.checkpoint(attend)))
-    jax.tree.map(
-        np.testing.assert_array_equal, again(q[0], k[0], v[0], ids[0], dout[0], dlse[0]), singly[0]
-    )
+def gradients(deterministic=False, **how):
+    f = functools.partial(flash_attention, implementation="triton", deterministic=deterministic)
+    return jax.grad(lambda *qkv: f(*qkv, **how).astype(FP32).sum(), (0, 1, 2))
+
+
+def packed_gradients(**how):
+    f = functools.partial(flash_attention_qkv, implementation="triton", **how)
+    return jax.grad(lambda qkv: f(qkv).astype(FP32).sum())
+
+
+@pytest.mark.parametrize(
+    "heads, t, together",
+    [
+        (48, 1024, 24),
+        (384, 1024, 32),
+        (33, 1024, 17),
+        (5, 1024, 5),
+        (1, 1024, 1),
+        (3, 40_000, 1),
+        (768, 700, 46),
+    ],
+)
+def test_groups_of_heads_are_even(heads, t, together):
+    """As few as may be of at most 32,768 rows, the last no more than a few heads smaller than the
+    others."""
+    from pallas_kernels.attention import triton
+
+    tile = {"M": 64, "N": 64, "rows": 32768, "num_warps": 4, "num_stages": 3}
+    found = triton._launched(tile, t, heads)
+    assert found == {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3, "TOGETHER": together}
+    assert -(-heads // together) == -(-heads // max(1, 32768 // t))
+
+
+def test_deterministic_is_split(monkeypatch):
+    """The names are the only thing that a CPU can tell apart: its interpreter adds in one order."""
+    set_tiles(monkeypatch, 64, 64, "fused")
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    names = lambda deterministic: [
+        k.name for k in triton_kernels(gradients(deterministic), x, x, x)
+    ]
+    assert names(True) == ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
+    assert names(False) == ["forward_kernel", "delta_kernel", "dkv_kernel", "convert_kernel"]
+
+
+@pytest.mark.parametrize(
+    "capability, listed",
+    [
+        ((8, 0), "8.0"),
+        ((8, 6), "8.6"),
+        ((8, 7), "8.0"),  # 163 KB, as much as 8.0
+        ((8, 9), "8.6"),
+        ((9, 0), "9.0"),
+        ((10, 0), "9.0"),
+        ((12, 0), "8.6"),  # 99 KB
+        ((13, 0), "8.6"),  # unknown: the least
+    ],
+)
+def test_tiles_of_every_gpu(capability, listed):
+    from pallas_kernels.attention import triton
+
+    for products in ("16", "tf32", "fp32"):
+        # True fp32 in Hopper's tiles spills there.
+        own = capability == (10, 0) and products == "fp32"
+        entries = triton._tiles()["10.0" if own else listed][products]
+        assert triton.tuning(capability, products, 5) is entries["64"]
+        assert triton.tuning(capability, products, 65) is entries["128"]
+
+
+def test_errors_of_tiles():
+    from pallas_kernels.attention import triton
+
+    for where, message in [
+        (((7, 5), "16", 64), r"compute capability 7.5 with 99 KB of shared .*; it lists \['9.0'"),
+        (((9, 0), "16", 129), "nothing under '9.0', '16' for a head dimension of 129; it has "),
+        (((9, 0), "8", 64), "nothing under '9.0', '8' for a head dimension of 64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            triton.tuning(*where)
+    assert triton._checked(triton._tiles()) is triton._tiles()
+    for products, place, value, message in [
+        ("16", ("dq", "M"), 48, "M and N of 'dq' are powers of two from 16 on, not {'M': 48"),
+        ("16", ("dq", "M"), None, "'dq' needs a positive number for each of .*, and has {'N'"),
+        ("fp32", ("precision",), "tf32", "'precision' is 'ieee' or 'tf32x3', not 'tf32'"),
+        ("16", ("backward",), "both", "'backward' is 'split' or 'fused', not 'both'"),
+    ]:
+        tiles = copy.deepcopy(triton._tiles())
+        entry = tiles["9.0"][products]["64"]
+        *path, last = place
+        entry = entry[path[0]] if path else entry
+        entry[last] = value
+        if value is None:
+            del entry[last]
+        with pytest.raises(ValueError, match=f"'9.0', '{products}', '64': {message}"):
+            triton._checked(tiles)
+    del tiles["9.0"]["shared_kb"]
+    with pytest.raises(ValueError, match="'9.0' needs a number of 'shared_kb'"):
+        triton._checked(tiles)
+
+
+SHARED_KB = {80: 163, 89: 99, 90: 227}
+
+
+@pytest.mark.parametrize("capability", SHARED_KB)
+@pytest.mark.parametrize(
+    "dtype, head_dim, precision",
+    [
+        (jnp.bfloat16, 64, None),
+        (jnp.bfloat16, 128, None),
+        (jnp.float32, 64, None),
+        (jnp.float32, 128, None),
+        (jnp.float32, 64, "highest"),
+    ],
+    ids=["bf16 64", "bf16 128", "tf32 64", "tf32 128", "fp32 64"],
+)
+def test_compiles_without_spills(dtype, head_dim, precision, capability):
+    # Bytes of the one kernel that spills, by version of Triton.
+    spills = {("3.8", "dkv_kernel", jnp.float32, 128, 90): 88}
+    version = triton_package.__version__.rpartition(".")[0]
+    qkv = jax.ShapeDtypeStruct((64, 1024, 3, 12, head_dim), dtype)
+    kernels = triton_kernels(packed_gradients(precision=precision), qkv, capability=capability)
+    for kernel in kernels:
+        spilled = spills.get((version, kernel.name, dtype, head_dim, capability), 0)
+        assert kernel.spill_bytes == spilled, (kernel.name, kernel.registers, kernel.spill_bytes)
+        assert kernel.shared_bytes <= SHARED_KB[capability] * 1024
+        assert not kernel.serialized, kernel.name
+    names = ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
+    if dtype == jnp.float32 and precision is None:
+        # Copies of k and v; of q, k and v; and of dO, with delta.
+        names = [
+            "tf32_kernel",
+            "forward_kernel",
+            "tf32_kernel",
+            "tf32_dout_kernel",
+            "dkv_kernel",
+            "dq_kernel",
+        ]
+    assert [k.name for k in kernels] == names
+    for kernel in kernels:
+        if kernel.name not in ("forward_kernel", "dkv_kernel", "dq_kernel"):
+            continue
+        instruction = "wgmma.mma_async" if capability == 90 else "mma.sync"
+        # True fp32 has products in threes on Hopper's tensor cores, and on the plain cores
+        # elsewhere.
+        assert (instruction in kernel.ptx) == (precision is None or capability == 90)
+        if precision is None:
+            # Tiles go from global to shared memory while others are multiplied.
+            assert "cp.async" in kernel.ptx
 
 
 # ---------------------------------------------------------------------------------------------- GPU
 
-
-def check_on_the_gpu(shape, dtype, **how):
-    if dtype == "tf32":
-        how = {"precision": None, "product": tf32_product, **how}
-    check(shape, jnp.float32 if dtype in ("tf32", "fp32") else dtype, **how)
+GPU_CASES = [
+    ((2, 100, 3, 3, 64), {}),
+    ((2, 1000, 2, 2, 64), {}),
+    ((2, 1024, 3, 3, 64), {}),
+    ((1, 4096, 1, 1, 64), {}),
+    ((1, 1000, 2, 2, 64), {"causal": False}),
+    ((1, 1000, 2, 2, 64), {"window": 256}),
+    ((1, 1000, 2, 2, 64), segments((1, 1000), 5)),
+    # Sorted ids: in a document of one token the exact gradient of q is that of L alone. The
+    # difference of dO·V in TF32 and of Σ dO∘O in fp32 is more than the 2× rule allows.
+    ((1, 1024, 2, 2, 64), {"window": 256, "seed": 2} | segments((1, 1024), 5, 2)),
+    ((1, 1024, 2, 2, 64), {"packed": True}),
+    ((1, 1000, 4, 4, 80), {"packed": True}),
+    ((1, 1024, 8, 2, 64), {}),
+    ((1, 1024, 2, 2, 128), {}),
+    ((1, 1000, 2, 2, 128), {"packed": True}),
+    ((3, 77, 2, 1, 5), {}),
+    ((1, 1, 1, 1, 1), {}),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "tf32"])
-@pytest.mark.parametrize(
-    "shape, how",
-    [
-        ((2, 100, 3, 3, 64), {}),
-        ((2, 1000, 2, 2, 64), {}),
-        ((2, 1024, 3, 3, 64), {}),
-        ((1, 4096, 1, 1, 64), {}),
-        ((1, 1000, 2, 2, 64), {"causal": False}),
-        ((1, 1000, 2, 2, 64), {"window": 256}),
-        ((1, 1000, 2, 2, 64), {"segments": 5, "seed": 0}),
-        # Sorted ids: in a document of one token the exact gradient of q is that of L alone. The
-        # difference of dO·V in TF32 and of Σ dO∘O in fp32 is more than the 2× rule allows.
-        ((1, 1024, 2, 2, 64), {"segments": 5, "seed": 2, "window": 256}),
-        ((1, 1024, 2, 2, 64), {"packed": True}),
-        ((1, 1000, 4, 4, 80), {"packed": True}),
-        ((1, 1024, 8, 2, 64), {}),
-        ((1, 1024, 2, 2, 128), {}),
-        ((1, 1000, 2, 2, 128), {"packed": True}),
-        ((3, 77, 2, 1, 5), {}),
-        ((1, 1, 1, 1, 1), {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP16, "tf32", FP32], ids=str)
+@pytest.mark.parametrize("shape, how", GPU_CASES, ids=str)
 def test_on_the_gpu(shape, how, dtype):
-    check_on_the_gpu(shape, dtype, **how)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.float16, "fp32"])
-@pytest.mark.parametrize(
-    "shape, how",
-    [
-        ((2, 1000, 2, 2, 64), {}),
-        ((1, 1000, 2, 2, 64), {"causal": False}),
-        ((1, 1024, 2, 2, 64), {"segments": 5, "seed": 2, "window": 256}),
-        ((1, 1000, 4, 4, 80), {"packed": True}),
-        ((1, 1024, 8, 2, 64), {}),
-        ((1, 1000, 2, 2, 128), {"packed": True}),
-        ((3, 77, 2, 1, 5), {}),
-    ],
-    ids=str,
-)
-def test_other_dtypes_on_the_gpu(shape, how, dtype):
-    """The kernels of bf16 and TF32, with other instructions."""
-    check_on_the_gpu(shape, dtype, **how)
+    dtype, tf32 = (FP32, TF32) if dtype == "tf32" else (dtype, {})
+    check_triton(shape, dtype, **tf32, **how)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "tf32", "fp32"])
-def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, backward, monkeypatch):
+@pytest.mark.parametrize("dtype, how", [(jnp.bfloat16, {}), (FP32, TF32), (FP32, {})], ids=str)
+def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, how, backward, monkeypatch):
     from pallas_kernels.attention import triton
 
     tuning = triton.tuning
     monkeypatch.setattr(triton, "tuning", lambda *where: tuning(*where) | {"backward": backward})
     for packed in (False, True):
-        check_on_the_gpu((2, 1000, 2, 2, 64), dtype, packed=packed)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 256])
-def test_runs_are_equal(window):
-    q, k, v, *_ = inputs((4, 1024, 12, 12, 64), jnp.bfloat16)
-    f = jax.jit(gradients(deterministic=True, window=window))
-    first, *others = (f(q, k, v) for _ in range(4))
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
+        check_triton((2, 1000, 2, 2, 64), dtype, packed=packed, **how)
 
 
 @pytest.mark.gpu
 def test_packed_is_unpacked_on_the_gpu():
-    args = inputs((2, 1000, 4, 4, 64), jnp.bfloat16)
-    how = {"deterministic": True}
-    found = [with_gradients(functools.partial(f, **how), *args) for f in (attend, attend_packed)]
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    args, directions = inputs((2, 1000, 4, 4, 64), jnp.bfloat16)
+    forms = [call("triton", packed=packed, deterministic=True) for packed in (False, True)]
+    jax.tree.map(np.testing.assert_array_equal, *(results(f, args, directions) for f in forms))
 
 
 @pytest.mark.gpu
@@ -321,3 +535,9 @@ def test_the_gradient_of_a_packed_projection_is_not_copied():
     compiled = jax.jit(f).lower(shape).compile()
     out_and_its_gradient = 2 * 8 * 1024 * 12 * 64 * 2
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * out_and_its_gradient
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
+def test_not_a_number_stays_so_in_tf32_on_the_gpu(bits):
+    not_a_number(bits)

@@ -1,0 +1,205 @@
+"""Inputs, the textbook, and the check by the 2× rule for the tests of
+pallas_kernels.flash_attention. Shapes are (B, T, H, K, D)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from kernel_tools import forget_races
+from reference.attention import at_once
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+from rule_tools import in_fp64, with_gradients
+
+from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
+from pallas_kernels.attention import mosaic_backward, mosaic_forward, reference
+from pallas_kernels.attention.documents import document_bounds
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+SPLIT_HEADS = mosaic_backward.Tiles(whole_heads=False)
+WHOLE_HEADS = mosaic_backward.Tiles(whole_heads=True)
+
+
+def inputs(shape, dtype, seed=0):
+    """q, k, v; directions for the gradients of the output and of L. Scores have a standard
+    deviation of 2: weights are far from uniform."""
+    b, t, h, k, d = shape
+    rng = np.random.default_rng(seed)
+    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
+    q, k, v, dout = draw(b, t, h, d), draw(b, t, k, d), draw(b, t, k, d), draw(b, t, h, d)
+    dlse = jnp.asarray(rng.standard_normal((b, h, t)), jnp.float32)
+    return (q * jnp.asarray(2, dtype), k, v), (dout, dlse)
+
+
+def segments(shape, number, seed=0):
+    """Random segment ids, sorted where the seed is even; as an argument of the calls below."""
+    ids = np.random.default_rng(seed).integers(0, number, shape[:2]).astype(np.int32)
+    if seed % 2 == 0:
+        ids.sort(axis=1)
+    return {"segment_ids": ids}
+
+
+def visible(ids, time, *, causal=True, window=None):
+    """B·T·S: whether query t sees key s, from the definition."""
+    t, s = np.arange(time)[:, None], np.arange(time)[None]
+    seen = (s <= t) & (s > t - (window or time)) if causal else s >= 0
+    if ids is None:
+        return np.broadcast_to(seen, (1, time, time))
+    run = np.cumsum(np.diff(ids, axis=1, prepend=0) != 0, axis=1)
+    return seen & (run[:, :, None] == run[:, None, :])
+
+
+def textbook(q, k, v, *, multiply=None, scale=None, segment_ids=None, **mask):
+    """O and L in the inputs' own dtype; the softmax alone is fp32.
+
+    Args:
+        multiply: function of (B, H, M, K) and (B, H, K, N) instead of a matmul.
+    """
+    multiply = multiply or functools.partial(jnp.matmul, precision="highest")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    seen = jnp.asarray(visible(segment_ids, q.shape[2], **mask))[:, None]
+    scores = multiply(q, k.swapaxes(2, 3)).astype(jnp.float32) * scale
+    scores = jnp.where(seen, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return multiply(weights, v).swapaxes(1, 2), jax.nn.logsumexp(scores, axis=-1)
+
+
+@jax.custom_vjp
+def tf32_matmul(a, b):
+    """Of TF32's numbers. XLA multiplies small arrays as they are, also where it has TF32."""
+    return jnp.matmul(_to_tf32(a), _to_tf32(b), precision="highest")
+
+
+def _to_tf32(x):
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x1000)
+    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFE000), jnp.float32)
+
+
+def _tf32_backward(saved, dy):
+    a, b = saved
+    return tf32_matmul(dy, b.swapaxes(-1, -2)), tf32_matmul(a.swapaxes(-1, -2), dy)
+
+
+tf32_matmul.defvjp(lambda a, b: (tf32_matmul(a, b), (a, b)), _tf32_backward)
+
+
+def results(f, args, directions):
+    """out, lse, dq, dk and dv of a function that returns out and lse."""
+    out, gradients = with_gradients(f)(args, directions)
+    return (*out, *gradients)
+
+
+def plain_and_exact(args, directions, *, multiply=None, segment_ids=None, **mask):
+    """The five results of the textbook and of the definition.
+
+    On a GPU one sequence after another: the scores of many would fill a GPU that other tests use.
+    """
+
+    def of(i):
+        how = mask | ({} if segment_ids is None else {"segment_ids": segment_ids[i]})
+        plain = functools.partial(textbook, multiply=multiply, **how)
+        exact = functools.partial(reference, return_lse=True, **how)
+        parts = jax.tree.map(lambda x: x[i], (args, directions))
+        return at_once(functools.partial(results, plain))(*parts), in_fp64(
+            functools.partial(results, exact), *parts
+        )
+
+    batch = len(args[0])
+    many = batch > 1 and _dispatch.platform() == "gpu"
+    parts = [of(np.s_[i : i + 1]) for i in range(batch)] if many else [of(np.s_[:])]
+    join = lambda *x: np.concatenate([np.asarray(y, np.float64) for y in x])
+    return [[join(*x) for x in zip(*which, strict=True)] for which in zip(*parts, strict=True)]
+
+
+def compare(found, plain, exact, names=NAMES, norms=(rms, max_abs)):
+    for name, ours, theirs, true in zip(names, found, plain, exact, strict=True):
+        for norm in norms:
+            assert_within_twice(ours, theirs, true, norm=norm, name=name)
+
+
+def call(back_end, *, packed=False, **how):
+    """A function of q, k and v that returns O and L."""
+    how = {"return_lse": True, "implementation": back_end, **how}
+
+    def f(q, k, v):
+        if packed:
+            return flash_attention_qkv(jnp.stack([q, k, v], 2), **how)
+        return flash_attention(q, k, v, **how)
+
+    return f
+
+
+def mask_of(how):
+    return {k: how[k] for k in ("causal", "scale", "window", "segment_ids") if k in how}
+
+
+def check(back_end, shape, dtype, *, multiply=None, seed=0, norms=(rms, max_abs), lse=True, **how):
+    """Output, L and the gradients of a public function by the 2× rule. Return them.
+
+    Args:
+        lse: whether the back end has L.
+    """
+    args, directions = inputs(shape, dtype, seed)
+    if not lse:
+        directions = directions[0], jnp.zeros_like(directions[1])
+    arrays = {k: jnp.asarray(x) if k == "segment_ids" else x for k, x in how.items()}
+    f = call(back_end, **{"precision": "highest", "return_lse": lse, **arrays})
+    with_lse = f if lse else lambda *qkv: (f(*qkv), directions[1])
+    found = jax.jit(functools.partial(results, with_lse))(args, directions)
+    assert [x.dtype for x in found] == [dtype, jnp.float32, dtype, dtype, dtype]
+    plain, exact = plain_and_exact(args, directions, multiply=multiply, **mask_of(how))
+    if not lse:
+        plain[1] = exact[1] = np.asarray(directions[1])
+    compare(found, plain, exact, norms=norms)
+    return found
+
+
+# ------------------------------------------------------------------------------------------- Mosaic
+
+SMALL = mosaic_forward.Tiles(block_kv=64, stages=2, warpgroups=2, q_slots=1)
+
+
+@functools.cache
+def mosaic_kernel(part, tiles, options):
+    run = mosaic_forward.forward if part == "forward" else mosaic_backward.backward
+    how = {"causal": True, "scale": None, "window": None, "deterministic": False}
+    how |= {"true_fp32": False, "tiles": tiles} | dict(options)
+
+    def f(operands, *args):
+        scale = operands[0].shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+        return run(operands, *args, **how | {"scale": scale})
+
+    return jax.jit(f)
+
+
+def check_mosaic(part, shape, dtype=jnp.float16, tiles=SMALL, *, packed=False, with_dlse=False,
+                 args=None, deterministic=False, **mask):  # fmt: skip
+    """Results of one kernel, the "forward" or the "backward" pass, by the 2× rule. Return them."""
+    args, (dout, dlse) = inputs(shape, dtype) if args is None else args
+    dlse = dlse * jnp.float32(with_dlse)
+    plain, exact = plain_and_exact(args, (dout, dlse), **mask)
+    options = {k: v for k, v in mask.items() if k != "segment_ids"}
+    ids = mask.get("segment_ids")
+    bounds = None if ids is None else document_bounds(ids, window=mask.get("window"))
+    operands = (jnp.stack(args, axis=2),) if packed else args
+    inputs_of = (operands, bounds)
+    if part == "backward":
+        options["deterministic"] = deterministic
+        lse, out = jnp.asarray(exact[1], jnp.float32), jnp.asarray(exact[0], dtype)
+        inputs_of += (lse, dout, out, dlse if with_dlse else None)
+    # Not while matmuls of XLA are in progress: they and the interpreter can wait for each other's
+    # threads.
+    kernel = mosaic_kernel(part, tiles, tuple(options.items()))
+    found = jax.block_until_ready(kernel(*jax.block_until_ready(inputs_of)))
+    if part == "forward":
+        assert found[0].dtype == dtype and found[1].dtype == jnp.float32
+        compare(found, plain[:2], exact[:2], NAMES[:2])
+        return found
+    if not (deterministic or (tiles and tiles.whole_heads)):
+        forget_races()
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in operands]
+    found = tuple(found[0][:, :, i] for i in range(3)) if packed else found
+    compare(found, plain[2:], exact[2:], NAMES[2:])
+    return found

@@ -1,0 +1,696 @@
+"""The Mosaic kernels of flash attention on Hopper, forward and backward, with and without packed
+documents: on the host, in JAX's interpreter for Mosaic GPU, lowered for an H200, and on a GPU."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_tools import (
+    NAMES,
+    SMALL,
+    SPLIT_HEADS,
+    WHOLE_HEADS,
+    call,
+    check_mosaic,
+    compare,
+    inputs,
+    plain_and_exact,
+    results,
+    visible,
+)
+from kernel_tools import forget_races, h200, lower_for_h200
+from rule_tools import runs_are_equal
+
+from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
+from pallas_kernels._mosaic import schedule
+from pallas_kernels.attention import mosaic_backward, mosaic_forward, reference
+from pallas_kernels.attention.documents import document_bounds, padded, schedule_by_cost
+from pallas_kernels.attention.mosaic_backward import Tiles as BackwardTiles
+from pallas_kernels.attention.mosaic_forward import Tiles, key_blocks, why_not_tiles
+
+FP16, BF16 = jnp.float16, jnp.bfloat16
+FORWARD = functools.partial(check_mosaic, "forward")
+BACKWARD = functools.partial(check_mosaic, "backward")
+
+# Documents. One token; ends before, at and after the edges of tiles of 64; several inside of one.
+EDGES = (1, 62, 1, 64, 65, 7, 56, 8)
+# Two whole tiles and a little more; the others begin there.
+OTHERS = (136, 64, 64)
+LENGTH = sum(EDGES)
+
+
+def ids_of(*sequences):
+    """Segment ids of sequences with documents of these lengths. Ids decrease, and return."""
+    return np.stack([np.repeat(-np.arange(len(x)) % 3, x) for x in sequences]).astype(np.int32)
+
+
+# -------------------------------------------------------------------------------------- on the host
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 64, 100, 129])
+@pytest.mark.parametrize("causal", [True, False])
+def test_key_blocks_against_the_mask(causal, window):
+    if window is not None and not causal:
+        return
+    for length, rows, block in [
+        (1, 64, 64),
+        (7, 64, 128),
+        (100, 64, 64),
+        (300, 64, 128),
+        (300, 128, 64),
+        (400, 128, 192),
+    ]:
+        seen = visible(None, length, causal=causal, window=window)[0]
+        seen = np.pad(seen, [(0, 0), (0, -length % block)])
+        for first in range(0, length, rows):
+            found = key_blocks(first, rows, length, block, causal=causal, window=window)
+            blocks = functools.partial(
+                key_blocks, rows=rows, length=length, block=block, causal=causal, window=window
+            )
+            traced = jax.jit(blocks)(first)
+            assert tuple(map(int, traced)) == found
+            start, full_start, full_stop, stop = found
+            assert 0 <= start <= full_start <= full_stop <= stop
+            mine = seen[first : first + rows].reshape(-1, seen.shape[1] // block, block)
+            assert [j for j in range(mine.shape[1]) if mine[:, j].any()] == list(range(start, stop))
+            full = [j for j in range(mine.shape[1]) if mine[:, j].all()]
+            # The queries past the end, which are not there, may cost one block its fullness.
+            assert set(range(full_start, full_stop)) <= set(full)
+            if first + rows <= length:
+                assert full == list(range(full_start, full_stop))
+
+
+@pytest.mark.parametrize(
+    "heads, costs, blocks",
+    [(768, [9.0, 8.0, 6.0, 5.0, 3.0, 2.0], 132), (3, [2.0], 7), (5, [3.0, 1.0], 2)],
+)
+def test_schedule_gives_each_piece_once_and_equal_shares(heads, costs, blocks):
+    table = schedule(heads, costs, blocks)
+    pieces = [list(row[1 : 1 + row[0]]) for row in table]
+    assert sorted(piece for row in pieces for piece in row) == list(range(heads * len(costs)))
+    assert table.shape[1] > 1 + table[:, 0].max()
+    loads = [sum(costs[piece % len(costs)] for piece in row) for row in pieces]
+    assert max(loads) - min(loads) <= max(costs)
+    if heads == 768:
+        assert max(loads) <= 1.02 * sum(costs) * heads / blocks
+        # At any time the blocks are at work on neighbouring heads.
+        middle = [row[len(row) // 2] // len(costs) for row in pieces]
+        assert max(middle) - min(middle) < 150
+
+
+def test_few_heads_are_under_way_together():
+    """Of 96 heads of 4,096 keys, in blocks of 128 on an H200: their dQ in fp32, 2 MB each, has to
+    fit into its L2 cache of 60 MB."""
+    costs = [2.0 * (32 - block) + 1 for block in range(32)]
+    work = []
+    for row in schedule(96, costs, 132):
+        begins = 0.0
+        for piece in row[1 : 1 + row[0]]:
+            work.append((begins, begins + costs[piece % 32], piece // 32))
+            begins = work[-1][1]
+    for now in np.linspace(0, max(ends for _, ends, _ in work), 100, endpoint=False):
+        assert len({head for begins, ends, head in work if begins <= now < ends}) <= 20
+
+
+def test_tiles_that_cannot_be_compiled_say_why():
+    assert why_not_tiles(Tiles(), 64) is None
+    for change, head_dim, reason in [
+        ({"block_q": 96}, 64, "block_q is 64 or 128"),
+        ({"block_kv": 80}, 64, "block_kv is a multiple of 64"),
+        ({"warpgroups": 4}, 64, "1 to 3 warpgroups"),
+        ({"warpgroups": 1}, 64, "ping_pong needs at least two warpgroups"),
+        ({"stages": 1}, 64, "two stages"),
+        ({"stages": 8}, 64, "shared memory"),
+        ({"block_q": 128, "warpgroups": 2, "stages": 2, "q_slots": 1}, 64, "registers"),
+        ({"block_kv": 256, "stages": 2}, 64, "registers"),
+    ]:
+        assert reason in why_not_tiles(dataclasses.replace(Tiles(), **change), head_dim)
+    with pytest.raises(ValueError, match="cannot be used with head_dim=64: shared memory"):
+        FORWARD((1, 64, 1, 1, 64), tiles=Tiles(stages=8))
+
+
+EVERYWHERE = {"head_dim": 64, "causal": True, "tiles": dataclasses.asdict(SMALL)}
+
+
+def test_tiles_are_those_of_the_head_dimension_and_mask(monkeypatch):
+    full = EVERYWHERE | {"causal": False, "tiles": {"stages": 2}}
+    monkeypatch.setattr(mosaic_forward, "_choices", lambda: {"forward": [full, EVERYWHERE]})
+    assert mosaic_forward.tiles("forward", 64, False) == {"stages": 2}
+    assert mosaic_forward.tiles("forward", 64, True) == EVERYWHERE["tiles"]
+    with pytest.raises(ValueError, match="no forward tiles for head_dim=128 causal=True"):
+        mosaic_forward.tiles("forward", 128, True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_default_tiles_can_be_compiled(head_dim, causal):
+    assert why_not_tiles(mosaic_forward.default_tiles(head_dim, causal), head_dim) is None
+
+
+def test_tiles_of_the_backward_pass_that_cannot_be():
+    why_not = mosaic_backward.why_not_tiles
+    assert why_not(BackwardTiles(stages=3), 64) is None
+    assert "bytes of shared memory" in why_not(BackwardTiles(stages=5), 64)
+    assert "bytes of shared memory" in why_not(BackwardTiles(key_stages=2), 128)
+    assert "at least one" in why_not(BackwardTiles(stages=0), 64)
+    assert "only 1 of the slots" in why_not(BackwardTiles(slots=2), 64)
+    with pytest.raises(ValueError, match="cannot be used with head_dim=64: .* shared memory"):
+        BACKWARD((1, 8, 1, 1, 64), tiles=BackwardTiles(stages=9))
+
+
+def test_which_way_dq_is_summed():
+    sms = 132
+    assert mosaic_backward.whole_heads_are_faster(64 * 12, 1024, sms)  # six rounds, 97 % busy
+    assert not mosaic_backward.whole_heads_are_faster(16 * 12, 4096, sms)  # two rounds, 73 % busy
+    assert not mosaic_backward.whole_heads_are_faster(12, 1024, sms)
+    # the sums are never more than the first
+    assert mosaic_backward.whole_heads_are_faster(60, 64, sms)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_bounds(window):
+    ids = ids_of(EDGES, OTHERS, [1] * LENGTH, [LENGTH])
+    bounds = document_bounds(ids, window=window)
+    seen = visible(ids, LENGTH, window=window)
+    np.testing.assert_array_equal(bounds.first_BT, seen.argmax(2))
+    np.testing.assert_array_equal(bounds.last_BT, LENGTH - 1 - seen[:, ::-1].argmax(1))
+    # Equal rows of an id that is its own successor in the next sequence are not one document.
+    np.testing.assert_array_equal(document_bounds(ids[:, :1]).last_BT, 0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "mosaic", "triton"])
+def test_x64_changes_no_bit(implementation):
+    """Kernels are traced only, forward and backward."""
+    q = jax.random.normal(jax.random.key(0), (2, LENGTH, 2, 64), jnp.bfloat16)
+    ids = jnp.asarray(ids_of(EDGES, OTHERS))
+    f = functools.partial(flash_attention, segment_ids=ids, implementation=implementation)
+    gradient = jax.jit(jax.grad(lambda q: f(q, q, q).astype(jnp.float32).sum()))
+    if implementation in ("mosaic", "triton"):
+        with jax.enable_x64(True), h200():
+            gradient.trace(q)
+        return
+    expected = gradient(q)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(gradient(q), expected)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 50), (False, None)])
+def test_tiles_outside_are_skipped_and_tiles_inside_are_not_masked(causal, window):
+    ids = ids_of(EDGES, OTHERS)
+    bounds = padded(document_bounds(ids, window=window))
+    seen = visible(ids, LENGTH, causal=causal, window=window)
+    seen = np.pad(seen, [(0, 0), (0, -LENGTH % 128), (0, -LENGTH % 128)])
+    for rows, block in [(64, 64), (64, 128), (128, 64)]:
+        blocks = functools.partial(
+            mosaic_forward.key_blocks_of_documents,
+            rows=rows, length=LENGTH, block=block, causal=causal,
+        )  # fmt: skip
+        for b, first in np.ndindex(2, LENGTH):
+            if first % rows:
+                continue
+            top, bottom = (tuple(x[b, t] for x in bounds) for t in (first, first + rows - 1))
+            found = blocks(jnp.int32(first), top=top, bottom=bottom)
+            start, full_start, full_stop, stop = map(int, found)
+            mine = seen[b, first : min(first + rows, LENGTH)].reshape(-1, 384 // block, block)
+            assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
+            full = np.flatnonzero(mine.all((0, 2))).tolist()
+            # With rows that are out of bounds a full block may be masked.
+            ours = list(range(full_start, full_stop))
+            assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
+    for queries in (64, 128):
+        for b, j in np.ndindex(2, 3):
+            ends = bounds.first_BT[b, j * 128], bounds.last_BT[b, j * 128 + 127]
+            sizes = {"length": LENGTH, "queries": queries, "causal": causal, "window": None}
+            found = mosaic_backward.blocks_of_queries(j, *ends, **sizes)
+            mine = seen[b, :, j * 128 : (j + 1) * 128].reshape(384 // queries, queries, 128)
+            assert np.flatnonzero(mine.any((1, 2))).tolist() == list(range(*map(int, found)))
+
+
+@pytest.mark.parametrize(
+    "batch, heads, items, blocks", [(1, 6, 384, 132), (3, 2, 1, 4), (1, 1, 1, 1)]
+)
+def test_schedule_by_cost_has_each_item_once_in_equal_shares(batch, heads, items, blocks):
+    rng = np.random.default_rng(0)
+    costs = np.minimum(rng.exponential(4, (batch, items)).astype(np.int32) + 1, 12)
+    schedule = jax.jit(schedule_by_cost, static_argnums=(1, 2))
+    table = np.asarray(schedule(costs, heads, blocks))
+    lists = [row[1 : 1 + row[0]] for row in table]
+    number = batch * heads * items
+    assert sorted(np.concatenate(lists)) == list(range(number))
+    assert {len(x) for x in lists} <= {number // blocks, -(-number // blocks)}
+    assert table.shape[1] > 1 + max(map(len, lists))
+    loads = [costs[x // items // heads, x % items].sum() for x in lists]
+    assert max(loads) <= 1.05 * np.mean(loads) + 1 or number < 2 * blocks
+
+
+# ------------------------------------------------------------------------------- in the interpreter
+
+
+LARGE = dataclasses.replace(SMALL, stages=3)
+FORWARD_CASES = [
+    # Lengths: less than a tile, whole tiles, one more than two blocks.
+    ((1, 1, 1, 1, 64), FP16, SMALL, {}),
+    ((1, 7, 1, 1, 64), BF16, SMALL, {}),
+    ((1, 128, 1, 1, 64), FP16, SMALL, {}),
+    ((1, 257, 1, 1, 64), BF16, SMALL, {}),
+    ((2, 130, 3, 3, 64), FP16, SMALL, {}),  # more work than blocks
+    ((2, 100, 4, 2, 64), BF16, SMALL, {}),  # grouped heads
+    ((1, 64, 2, 2, 64), FP16, SMALL, {"causal": False}),
+    ((1, 130, 2, 2, 64), FP16, SMALL, {"causal": False}),
+    *(((1, 200, 1, 1, 64), FP16, SMALL, {"window": w}) for w in (1, 20, 64, 100)),
+    *(((1, 70, 1, 1, 64), FP16, SMALL, {"scale": scale}) for scale in (0.3, 0.0, -0.2)),
+    ((1, 130, 1, 1, 128), FP16, LARGE, {}),
+    *(
+        ((1, 330, 1, 1, 64), FP16, tiles, mask)
+        for tiles, mask in [
+            (Tiles(), {}),
+            (Tiles(), {"window": 90}),
+            (Tiles(warpgroups=1, block_kv=64, stages=2, q_slots=1, ping_pong=False), {}),
+            (dataclasses.replace(LARGE, overlap=False, ping_pong=False), {"window": 90}),
+            (Tiles(stages=2, overlap=False), {}),
+            (Tiles(warpgroups=2, block_kv=192, stages=2, ping_pong=False), {}),
+            (Tiles(block_q=128, warpgroups=2, block_kv=64, stages=2, q_slots=1), {}),
+            (Tiles(block_q=128, warpgroups=2, block_kv=64, stages=2, q_slots=1), {"window": 90}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, tiles, mask", FORWARD_CASES, ids=str)
+def test_forward(mosaic_on_cpu, shape, dtype, tiles, mask):
+    assert why_not_tiles(tiles, shape[-1]) is None
+    FORWARD(shape, dtype, tiles, **mask)
+
+
+ONE = (1, 136, 1, 1, 64)
+BACKWARD_CASES = [
+    *(((1, 384, 1, 1, 64), dtype, WHOLE_HEADS, {}) for dtype in (FP16, BF16)),
+    # Not a multiple of 8; one more than two blocks of keys; two in the last block; tiny ones.
+    ((1, 100, 1, 1, 64), FP16, WHOLE_HEADS, {}),
+    ((1, 257, 1, 1, 64), FP16, WHOLE_HEADS, {}),
+    ((1, 130, 1, 1, 64), FP16, SPLIT_HEADS, {}),
+    ((2, 1, 1, 1, 64), BF16, WHOLE_HEADS, {}),
+    ((2, 7, 1, 1, 64), BF16, WHOLE_HEADS, {}),
+    *(((2, 136, 4, 2, 64), FP16, tiles, {}) for tiles in (WHOLE_HEADS, SPLIT_HEADS)),
+    ((1, 384, 2, 2, 64), FP16, SPLIT_HEADS, {"packed": True}),
+    ((1, 257, 1, 1, 64), FP16, WHOLE_HEADS, {"causal": False}),
+    # Inside a block; over two blocks, with keys in the middle whose tiles need no mask.
+    ((1, 264, 1, 1, 64), FP16, WHOLE_HEADS, {"window": 70}),
+    ((1, 400, 1, 1, 64), FP16, WHOLE_HEADS, {"window": 270}),
+    ((1, 264, 1, 1, 64), FP16, SPLIT_HEADS, {"window": 140}),
+    *(
+        ((1, 264, 1, 1, 128), FP16, WHOLE_HEADS, mask)
+        for mask in ({}, {"causal": False}, {"window": 90})
+    ),
+    ((1, 200, 2, 1, 128), BF16, SPLIT_HEADS, {}),
+    (ONE, FP16, WHOLE_HEADS, {"with_dlse": True}),
+    (ONE, FP16, WHOLE_HEADS, {"scale": -0.2}),
+    *(
+        ((1, 272, 1, 1, head_dim), FP16, BackwardTiles(**options), {})
+        for head_dim, options in [
+            (64, {"stages": 3, "more_barriers": False, "whole_heads": True}),
+            (64, {"key_stages": 2, "whole_heads": True}),
+            (64, {"score_stages": 2, "whole_heads": True}),
+            (64, {"key_stages": 2, "whole_heads": False}),
+            (128, {"score_stages": 2, "slots": 2, "whole_heads": True}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, tiles, how", BACKWARD_CASES, ids=str)
+def test_backward(mosaic_on_cpu, shape, dtype, tiles, how):
+    BACKWARD(shape, dtype, tiles, **how)
+
+
+def test_packed_equals_separate(mosaic_on_cpu):
+    for check, tiles in ((FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)):
+        found = [check((1, 200, 2, 2, 64), tiles=tiles, packed=packed) for packed in (True, False)]
+        jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_window_of_one(mosaic_on_cpu):
+    """dq and dk are zero: all that is left is what fp32 rounds, smaller than what the rule lets
+    pass only for small gradients."""
+    args, (dout, dlse) = inputs(ONE, FP16)
+    BACKWARD(ONE, tiles=WHOLE_HEADS, args=(args, (dout / FP16(16), dlse)), window=1)
+
+
+def test_very_negative_scores(mosaic_on_cpu):
+    """Far below any exponent: what lies past the end, with scores of 0, would be infinitely more
+    likely than any key."""
+    (q, k, v), directions = inputs((1, 100, 1, 1, 64), FP16)
+    args = (jnp.abs(q) * FP16(8), -jnp.abs(k) * FP16(8), v), directions
+    ours = BACKWARD(ONE, tiles=WHOLE_HEADS, args=args, causal=False)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in ours)
+
+
+DOCUMENTS = {
+    "window": ((2, LENGTH, 2, 1, 64), (EDGES, OTHERS), {"window": 50}),
+    "one document and tokens alone": ((2, LENGTH, 2, 1, 64), ([LENGTH], [1] * LENGTH), {}),
+    "head dimension 128": ((1, 200, 1, 1, 128), ([1, 70, 129],), {"causal": False}),
+}
+
+
+@pytest.mark.parametrize("check, tiles", [(FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(mosaic_on_cpu, check, tiles, name):
+    shape, documents, mask = DOCUMENTS[name]
+    check(shape, tiles=tiles, segment_ids=ids_of(*documents), **mask)
+
+
+def test_documents_of_split_heads(mosaic_on_cpu):
+    BACKWARD((1, 200, 1, 1, 128), tiles=SPLIT_HEADS, segment_ids=ids_of([1, 70, 129]))
+
+
+@pytest.mark.parametrize("check, tiles", [(FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)])
+def test_documents_do_not_see_each_other(mosaic_on_cpu, check, tiles):
+    """Results outside of a document are the same bits, whatever its tokens are."""
+    ids, shape = ids_of(EDGES, OTHERS), (2, LENGTH, 2, 1, 64)
+    document = np.zeros(ids.shape, bool)
+    document[0, 128:193] = True
+    document[1, :136] = True
+    args, (dout, dlse) = inputs(shape, FP16)
+    changed = [jnp.where(document[..., None, None], -x / FP16(2), x) for x in (*args, dout)]
+    found = []
+    for q, k, v, direction in ((*args, dout), changed):
+        mine = ((q, k, v), (direction, dlse))
+        found.append(check(shape, tiles=tiles, args=mine, segment_ids=ids))
+    for before, after in zip(*found, strict=True):
+        if before.shape[1] != LENGTH:  # L
+            before, after = (jnp.moveaxis(x, 2, 1) for x in (before, after))
+        np.testing.assert_array_equal(before[~document], after[~document])
+        assert (np.asarray(before[document]) != np.asarray(after[document])).mean() > 0.4
+
+
+def test_public_functions(mosaic_on_cpu, monkeypatch):
+    monkeypatch.setattr(mosaic_forward, "_choices", lambda: {"forward": [EVERYWHERE]})
+    args, directions = inputs((1, 100, 2, 2, 64), FP16)
+    ours, packed = (call("mosaic", packed=p)(*args) for p in (False, True))
+    jax.tree.map(np.testing.assert_array_equal, ours, packed)
+    plain, exact = plain_and_exact(args, directions)
+    compare(ours, plain[:2], exact[:2], NAMES[:2])
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize(
+    "length, head_dim, sums", [(300, 64, True), (256, 128, True), (77, 128, False)]
+)
+def test_lse_and_delta_of_each_query(triton_on_cpu, monkeypatch, length, head_dim, sums, with_dlse):
+    """By Triton as by XLA, zeros past the end included."""
+    (q, _, _), (dout, _) = inputs((2, length, 3, 3, head_dim), FP16)
+    out = q / FP16(2)
+    lse, dlse = (
+        jnp.asarray(np.random.default_rng(i).standard_normal((2, 3, length)), jnp.float32)
+        for i in (5, 6)
+    )
+    dlse, how = dlse if with_dlse else None, {"sums": sums, "bias": with_dlse}
+    make = functools.partial(mosaic_backward._lse_and_delta, lse, dout, out, dlse, **how)
+    rows, zeros, total = make()
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: "not here")
+    rows_of_xla, zeros_of_xla, total_of_xla = make()
+    if with_dlse:
+        np.testing.assert_allclose(
+            total, np.asarray(dout, np.float64).sum((0, 1)), rtol=0, atol=1e-4
+        )
+        np.testing.assert_allclose(total, total_of_xla, rtol=0, atol=1e-4)
+    else:
+        assert total is None and total_of_xla is None
+    queries = 8192 // head_dim
+    assert rows.shape == (2, 3, 2, -(-length // queries) * queries)
+    np.testing.assert_allclose(rows, rows_of_xla, atol=1e-4)
+    assert not np.asarray(rows[..., length:]).any()
+    if sums:
+        assert zeros.shape == zeros_of_xla.shape == (2, length + -length % 8, 3, head_dim)
+        assert not np.asarray(zeros).any()
+
+
+@pytest.mark.parametrize("length, heads, head_dim", [(8, 3, 64), (2056, 2, 128), (8200, 1, 64)])
+def test_sums_become_dq_where_it_lies(triton_on_cpu, length, heads, head_dim):
+    """More columns than a program has; more rows than one time of every program."""
+    from pallas_kernels.attention import triton_passes
+
+    rng = np.random.default_rng(0)
+    sums = jnp.asarray(rng.standard_normal((2, length, heads, head_dim)), jnp.float32)
+    dqkv = jnp.asarray(rng.standard_normal((2, length, 3, heads, head_dim)), jnp.bfloat16)
+    found, total = jax.jit(functools.partial(triton_passes.into_packed, scale=0.125))(sums, dqkv)
+    np.testing.assert_array_equal(found[:, :, 0], (sums * 0.125).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(found[:, :, 1:], dqkv[:, :, 1:])
+    np.testing.assert_allclose(
+        total, np.asarray(sums, np.float64).sum((0, 1)) / 8, rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("time, tiles", [(200, WHOLE_HEADS), (130, SPLIT_HEADS)])
+def test_sums_for_a_bias(mosaic_on_cpu, time, tiles):
+    """Of dq as it is written, and of dO; and the sum of dk is what rounding leaves of 0, that of dv
+    the sum of dO."""
+    args, (direction, _) = inputs((2, time, 2, 2, 64), FP16)
+    out, lse = reference(*args, return_lse=True)
+    rest = (lse, direction, out.astype(FP16), None)
+    how = {"causal": True, "scale": 0.125, "window": None, "deterministic": False}
+    how |= {"true_fp32": False, "tiles": tiles, "bias": True}
+    f = jax.jit(lambda *args: mosaic_backward.backward(*args, **how))
+    args = jax.block_until_ready(((jnp.stack(args, axis=2),), None, *rest))
+    (dqkv,), dq_sum, dout_sum = jax.block_until_ready(f(*args))
+    if not tiles.whole_heads:
+        forget_races()
+    sums = np.asarray(dqkv, np.float64).sum((0, 1))
+    rounded = 2e-3 * np.abs(np.asarray(dqkv, np.float64)).sum((0, 1))
+    assert (np.abs(dq_sum - sums[0]) <= rounded[0]).all()
+    assert (np.abs(sums[1]) <= rounded[1]).all() and (
+        np.abs(dout_sum - sums[2]) <= rounded[2]
+    ).all()
+    np.testing.assert_allclose(
+        dout_sum, np.asarray(direction, np.float64).sum((0, 1)), rtol=0, atol=1e-3
+    )
+
+
+# ------------------------------------------------------------------------------ lowered for an H200
+
+
+def lowered(part, shape, *, packed=True, dtype=BF16, tiles=None, **mask):
+    """Return the text of one pass, without the strings."""
+    b, t, h, k, d = shape
+    q, kv = (jax.ShapeDtypeStruct((b, t, n, d), dtype) for n in (h, k))
+    operands = (jax.ShapeDtypeStruct((b, t, 3, h, d), dtype),) if packed else (q, kv, kv)
+    lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)
+    how = {"causal": True, "scale": 0.1, "window": None, "deterministic": False}
+    how |= {"true_fp32": False, "tiles": tiles} | mask
+    if part == "forward":
+        text = lower_for_h200(lambda o: mosaic_forward.forward(o, None, **how), operands)
+    else:
+        run = lambda o, *rest: mosaic_backward.backward(o, None, *rest, None, **how)
+        text = lower_for_h200(run, operands, lse, q, q)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    return re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 256}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 1024, 12, 12, 64), (4, 4096, 16, 16, 128), (2, 1001, 25, 25, 64)], ids=str
+)
+def test_forward_lowers_for_an_h200(shape, mask):
+    """Each shape and each mask are packed once, at least, and once not."""
+    lowered("forward", shape, packed=(shape[0] == 4) == bool(mask), **mask)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_grouped_heads_ragged_and_tiny_lengths_lower_for_an_h200(part):
+    lowered(part, (2, 1000, 8, 2, 64), packed=False, dtype=FP16, window=256)
+    lowered(part, (2, 1001, 12, 4, 128), packed=False, window=256)
+    for time in (1, 7, 9) if part == "forward" else ():
+        lowered(part, (1, time, 2, 2, 64))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ping_pong", [True, False])
+def test_options_lower_for_an_h200(head_dim, overlap, ping_pong):
+    for sizes in [(64, 3, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128)]:
+        tiles = Tiles(*sizes, stages=2, q_slots=1, overlap=overlap, ping_pong=ping_pong)
+        if why_not_tiles(tiles, head_dim) is None:
+            lowered("forward", (2, 1024, 2, 2, head_dim), tiles=tiles)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 16384)])  # whole heads, split heads
+def test_backward_lowers_for_an_h200(batch, time, head_dim, causal):
+    """The gradient is written where it belongs; D comes with L, and with zeros for dQ, from one
+    launch."""
+    text = lowered("backward", (batch, time, 12, 12, head_dim), causal=causal)
+    assert "transpose" not in text and "concatenate" not in text
+    assert text.count("@delta_kernel") == 1 and "dense<0.000000e+00>" not in text
+    assert ("dynamic_update_slice" in text) == (batch == 4)
+
+
+def test_deterministic_means_whole_heads():
+    shape, tiles = (4, 4096, 12, 12, 64), BackwardTiles(key_stages=2, whole_heads=True)
+    one = lowered("backward", shape, deterministic=True)
+    assert one == lowered("backward", shape, tiles=tiles)
+
+
+@pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 16384)])
+def test_lowers_inside_of_a_model(batch, time):
+    """Under `scan`, `checkpoint` and `vmap`: the sums of split heads are a reference, which not
+    everything takes."""
+
+    def layer(x, w):
+        qkv = jnp.einsum("btc,cd->btd", x, w).reshape(batch, time, 3, 12, 64)
+        f = jax.vmap(lambda one: flash_attention_qkv(one[None], implementation="mosaic"))
+        return f(qkv).reshape(batch, time, 768), None
+
+    def loss(w, x):
+        return jax.lax.scan(jax.checkpoint(layer), x, w)[0].astype(jnp.float32).sum()
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 768, 2304), (batch, time, 768))
+    ]
+    text = lower_for_h200(jax.grad(loss), *shapes)
+    # Forward, forward again, backward; each kernel is lowered once.
+    assert len(re.findall(r"call @(?:forward|backward)\w*\(", text)) == 3
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        BackwardTiles(stages=3, more_barriers=False),
+        BackwardTiles(key_stages=2),
+        BackwardTiles(score_stages=2),
+    ],
+    ids=str,
+)
+def test_tiles_that_the_model_lets_through_fit(tiles):
+    """Mosaic itself raises where shared memory does not suffice."""
+    assert mosaic_backward.why_not_tiles(tiles, 64) is None
+    lowered("backward", (2, 1024, 12, 12, 64), tiles=tiles)
+
+
+@pytest.mark.parametrize(
+    "shape, window", [((64, 1024, 3, 12, 64), None), ((1, 49152, 3, 6, 128), 1408)], ids=str
+)
+def test_documents_lower_for_an_h200(shape, window):
+    qkv = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+
+    def loss(qkv, ids):
+        options = {"window": window, "implementation": "mosaic"}
+        return flash_attention_qkv(qkv, segment_ids=ids, **options).astype(jnp.float32).sum()
+
+    assert lower_for_h200(jax.grad(loss), qkv, ids).count("custom_call @mosaic_gpu") == 2
+
+
+# ----------------------------------------------------------------------------------------- on a GPU
+
+
+def lengths_of_documents(time, most=2048, seed=0):
+    """Lengths like those of web pages, at most `most`, that add up to `time`."""
+    drawn = np.random.default_rng(seed).lognormal(6, 1, time).astype(int).clip(1, most)
+    ends = np.minimum(np.cumsum(drawn), time)
+    return np.diff(np.unique(ends), prepend=0)
+
+
+def slices(ids, most=2048):
+    """Whole documents, from one in the middle on and up to the last, of at most so many tokens."""
+    edges = np.append(np.flatnonzero(np.diff(ids, prepend=ids[0] - 1)), len(ids))
+    middle = int(edges[len(edges) // 2])
+    yield slice(middle, int(edges[edges <= middle + most].max()))
+    yield slice(int(edges[edges >= len(ids) - most].min()), len(ids))
+
+
+GPU_CASES = [
+    *(
+        ((2, time, 4, 4, d), dtype, mask)
+        for time in (1, 100, 1000, 1024, 4096)
+        for mask in ({}, {"causal": False}, {"window": 256})
+        for d, dtype in ((64, BF16), (128, FP16))
+    ),
+    *(((3, 1000, 12, k, 64), FP16, {}) for k in (1, 3)),
+    ((2, 1024, 8, 2, 64), BF16, {}),
+    ((2, 1024, 8, 2, 128), BF16, {}),
+    ((1, 4096, 4, 4, 128), BF16, {}),
+    ((24, 1024, 12, 12, 64), BF16, {}),  # whole heads, more than two each
+    # Documents
+    ((2, 2048, 6, 6, 128), BF16, {"window": 384, "documents": True}),
+    ((4, 2048, 6, 6, 64), BF16, {"documents": True}),
+    ((2, 2001, 6, 2, 64), BF16, {"window": 128, "documents": True}),
+    ((2, 2000, 4, 1, 128), BF16, {"causal": False, "documents": True}),
+    ((2, 2048, 6, 6, 64), BF16, {"causal": False, "documents": True}),
+    ((1, 49152, 6, 6, 128), BF16, {"window": 1408, "documents": True}),
+    ((1, 49152, 12, 12, 64), BF16, {"documents": True}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, dtype, mask", GPU_CASES, ids=str)
+def test_on_a_gpu(shape, dtype, mask):
+    """Whole heads, twice with equal bits, and split heads. Of long sequences, whole documents."""
+    b, t, *_ = shape
+    mask = dict(mask)
+    if documents := mask.pop("documents", False):
+        lengths = (lengths_of_documents(t, t // 2 if i % 2 else 2048, i) for i in range(b))
+        mask["segment_ids"] = ids_of(*lengths)
+    args, directions = inputs(shape, dtype)
+    arrays = mask | {k: jnp.asarray(x) for k, x in mask.items() if k == "segment_ids"}
+    packed = shape[2] == shape[3] and t % 2 == 0
+    how = arrays | {"packed": packed}
+    deterministic, fast = (call("mosaic", deterministic=d, **how) for d in (True, False))
+    whole = runs_are_equal(functools.partial(results, deterministic), args, directions, times=2)
+    split = jax.jit(functools.partial(results, fast))(args, directions)
+    jax.tree.map(np.testing.assert_array_equal, whole[:2], split[:2])
+    parts = slices(mask["segment_ids"][0]) if documents and t > 4096 else [slice(0, t)]
+    for part in parts:
+        mine = jax.tree.map(lambda x, part=part: x[:, part], (args, directions[0]))
+        how = mask | {k: x[:, part] for k, x in mask.items() if k == "segment_ids"}
+        expected = plain_and_exact(mine[0], (mine[1], directions[1][:, :, part]), **how)
+        for found in (whole, split):
+            cut = [x[:, part] for x in found]
+            cut[1] = found[1][:, :, part]
+            compare(cut, *expected)
+
+
+@pytest.mark.gpu
+def test_a_hundred_launches_on_a_gpu():
+    """B = 16 at GPT-2's shapes: thousands of work items for each launch, one result."""
+    qkv = jax.random.normal(jax.random.key(0), (16, 1024, 3, 12, 64), BF16)
+    f = functools.partial(flash_attention_qkv, implementation="mosaic", return_lse=True)
+    runs_are_equal(f, qkv, times=100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_option_on_a_gpu(head_dim):
+    """Two of the options with each size, each of them with several sizes."""
+    options = [(2, 1, True, True), (3, 2, True, False), (2, 1, False, True), (3, 1, False, False)]
+    sizes = [(64, 3, 128), (64, 2, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128)]
+    sizes += [(64, 1, 128)]
+    for i, size in enumerate(sizes):
+        for stages, q_slots, overlap, ping_pong in options[i % 2 :: 2]:
+            tiles = Tiles(*size, stages, q_slots, overlap, ping_pong)
+            if why_not_tiles(tiles, head_dim) is None:
+                FORWARD((2, 700, 3, 3, head_dim), BF16, tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (64, {"whole_heads": True}),
+        (64, {"whole_heads": False}),
+        (64, {"stages": 3}),
+        (64, {"key_stages": 2, "more_barriers": False}),
+        (64, {"score_stages": 2}),
+        (128, {"slots": 3}),
+        (128, {"score_stages": 2, "more_barriers": False, "whole_heads": True}),
+        (128, {"score_stages": 2, "more_barriers": False, "whole_heads": False}),
+    ],
+    ids=str,
+)
+def test_options_of_the_backward_pass_on_a_gpu(head_dim, options):
+    BACKWARD((12, 1024, 12, 12, head_dim), BF16, BackwardTiles(**options))
