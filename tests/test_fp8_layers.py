@@ -1,4 +1,4 @@
-"""pallas_kernels.fp8.layers against fp64, compared with fp64 of operands rounded to FP8."""
+"""The layers with FP8 matmuls against fp64, compared with fp64 of operands rounded to FP8."""
 
 import functools
 import re
@@ -9,13 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8_tools import XLAS_DEFAULT, assert_fp8, matmuls
-from kernel_tools import h200
+from kernel_tools import h200, lower_for_h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from gptjax.training.compilation import compiler_options
-from pallas_kernels import _dispatch, linear, mlp, projected_attention, swiglu
-from pallas_kernels.fp8 import E4M3, E5M2, largest
-from pallas_kernels.fp8.activations import DERIVATIVE_SCALE
+from pallas_kernels import (
+    _dispatch,
+    linear,
+    linear_relu_squared,
+    mlp,
+    projected_attention,
+    rms_norm,
+    swiglu,
+)
+from pallas_kernels.fp8 import E4M3, E5M2, activations, largest, layers
+from pallas_kernels.fp8.activations import DERIVATIVE_SCALE, RELU_SQUARED
+from pallas_kernels.fp8.gated import HIDDEN_SCALE
 from pallas_kernels.fp8.layers import (
     ACTIVATION_SCALE,
     GRADIENT_HEADROOM,
@@ -23,18 +32,20 @@ from pallas_kernels.fp8.layers import (
     quantized_gradient,
 )
 
-N, I, O = 48, 32, 64  # noqa: E741  the names of the shapes
+N, C, F = 48, 32, 80  # 80: no multiple of a tile
 GELU = 2 * (2 / np.pi) ** 0.5
 
 
-def arrays(rows, inputs, outputs, dtype=jnp.bfloat16, seed=0):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, inputs))
-    w, w2 = (rng.standard_normal(shape) * 0.3 for shape in ((inputs, outputs), (outputs, inputs)))
-    b = rng.standard_normal(outputs) * 0.5
-    dy = rng.standard_normal((rows, inputs)) * 1e-5
-    fp32 = [jnp.asarray(a, jnp.float32) for a in (w, b, w2)]
-    return jnp.asarray(x, dtype), *fp32, jnp.asarray(dy, dtype)
+def arrays(rows, inputs, outputs, dtype=jnp.bfloat16):
+    """x, w, b, w2, and dy like x."""
+    rng = np.random.default_rng(0)
+    draw = lambda size, *shape: jnp.asarray(rng.standard_normal(shape) * size, jnp.float32)
+    x, w, w2 = draw(1, rows, inputs), draw(0.3, inputs, outputs), draw(0.3, outputs, inputs)
+    return x.astype(dtype), w, draw(0.5, outputs), w2, draw(1e-5, rows, inputs).astype(dtype)
+
+
+def fp64(*args):
+    return [np.asarray(a, np.float64) for a in args]
 
 
 def fake(x, scale, dtype):
@@ -62,22 +73,17 @@ def gelu(u):
     return u * sigma, sigma + u * sigma * (1 - sigma) * GELU * (1 + 3 * 0.044715 * u**2)
 
 
-def exact_linear(x, w, b, dy, rounded):
+def exact_linear(x, w, b, dy, rounded, backend):
     """y, dx, dw and db in fp64."""
-    x, w, b, dy = (np.asarray(a, np.float64) for a in (x, w, b, dy))
     db = dy.sum(0)
     if rounded:
-        x, w, dy = (
-            fake(x, ACTIVATION_SCALE, E4M3),
-            weight(w),
-            own_scale(dy, E5M2, GRADIENT_HEADROOM),
-        )
+        x, w = fake(x, ACTIVATION_SCALE, E4M3), weight(w)
+        dy = own_scale(dy, E5M2, GRADIENT_HEADROOM)
     return x @ w + b, dy @ w.T, x.T @ dy, db
 
 
-def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
+def exact_mlp(x, w, b, w2, dy, rounded, backend):
     """y, dx, dw, db and dw2 in fp64; db is the sum of du before or after it is rounded."""
-    x, w, b, w2, dy = (np.asarray(a, np.float64) for a in (x, w, b, w2, dy))
     scale = power_of_two(dy * GRADIENT_HEADROOM, E5M2)
     if rounded:
         x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w2)
@@ -89,74 +95,130 @@ def exact_mlp(x, w, b, w2, dy, rounded, sums_rounded):
     db = du.sum(0)
     if rounded:
         du = fake(du, scale, E5M2)
-        db = du.sum(0) if sums_rounded else db
+        db = du.sum(0) if backend == "mosaic" else db
     return y @ w2, du @ w.T, x.T @ du, db, y.T @ dy
 
 
-def compare(found, rounded, exact, names):
-    """Fail unless each result is near the exact result of the rounded operands.
+def exact_swiglu(x, w_gate, w_up, w_down, dy, rounded, backend):
+    """y, dx, dw_gate, dw_up and dw_down in fp64."""
+    scale, f = power_of_two(dy * GRADIENT_HEADROOM, E5M2), w_gate.shape[1]
+    w = np.concatenate([w_gate, w_up], 1)
+    if rounded:
+        x, w, w_down = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w_down)
+        dy = fake(dy, scale, E5M2)
+    g, u = np.split(x @ w, 2, axis=1)
+    sigma = 1 / (1 + np.exp(-g))
+    h, dh = g * sigma * u, dy @ w_down.T
+    dgu = np.concatenate([dh * u * sigma * (1 + g * (1 - sigma)), dh * g * sigma], 1)
+    if rounded:
+        h, dgu = fake(h, HIDDEN_SCALE, E4M3), fake(dgu, scale, E5M2)
+    dw = x.T @ dgu
+    return h @ w_down, dgu @ w.T, dw[:, :f], dw[:, f:], h.T @ dy
 
-    The error is at most twice that of rounding the operands. Results are nearer to the rounded ones
-    than those to the truth: what differs is bf16's rounding (of the matmul's result before the
-    bias is added, unless cuBLASLt adds the bias), sums of 14 bits, and numbers next to a tie. On a
-    CPU, the difference is 0.06 of the error for a linear layer and 0.2 to 0.3 for the MLP, which
-    rounds GELU's output after bf16's rounding.
-    """
-    for name, *results in zip(names, found, rounded, exact, strict=True):
-        ours, theirs, truth = (np.asarray(a, np.float64) for a in results)
-        assert_within_twice(ours, theirs, truth, norm=rms, name=name)
-        if rms(theirs - truth) > 0.01 * rms(truth):
-            apart = rms(ours - theirs) / rms(theirs - truth)
-            assert apart < 0.5, f"{name}: {apart:.3g} of the error of rounding, allowed 0.5"
+
+def exact_relu_squared(x, w, w2, dy, rounded, backend):
+    """y, dx, dw and dw2 in fp64."""
+    scale = power_of_two(dy * GRADIENT_HEADROOM, E5M2)
+    if rounded:
+        x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w2)
+        dy = fake(dy, scale, E5M2)
+    r = np.maximum(x @ w, 0)
+    y = fake(r**2, RELU_SQUARED.scale, E4M3) if rounded else r**2
+    du = dy @ w2.T * 2 * (y**0.5 if rounded else r)
+    du = fake(du, scale, E5M2) if rounded else du
+    return y @ w2, du @ w.T, x.T @ du, y.T @ dy
 
 
-def check_linear(sizes, options=None):
-    """Compare with `exact_linear`. Return the executable of y, dx, dw and db."""
-    x, w, b, w2, _ = arrays(*sizes)
-    dy = jnp.asarray(np.random.default_rng(1).standard_normal((x.shape[0], w.shape[1])), x.dtype)
+def relu_squared(x, w, w2, implementation):
+    how = {"activation": "relu_squared", "implementation": implementation, "output_major": True}
+    return activated_mlp(x, w.T, None, w2, **how)
 
-    def f(x, w, b, dy):
-        y, pull = jax.vjp(functools.partial(linear, fp8=True), x, w, b)
+
+# The function, its results in fp64, their names, and their error: at most that of rounding the
+# operands, and of what differs from the rounded ones, a part of it. That is bf16's rounding (of the
+# matmul's result before the bias is added, unless cuBLASLt adds the bias), sums of 14 bits, and
+# numbers next to a tie. On a CPU it is 0.06 of the error for a linear layer and 0.2 to 0.3 for the
+# MLP, which rounds GELU's output after bf16's rounding.
+LAYERS = {
+    "linear": (
+        lambda x, w, b, implementation: linear(x, w, b, fp8=True),
+        exact_linear, ("y", "dx", "dw", "db"), 0.5,
+    ),
+    "mlp": (functools.partial(mlp, fp8=True), exact_mlp, ("y", "dx", "dw", "db", "dw2"), 0.5),
+    "swiglu": (
+        functools.partial(swiglu, fp8=True),
+        exact_swiglu, ("y", "dx", "dw_gate", "dw_up", "dw_down"), 0.6,
+    ),
+    "relu_squared": (relu_squared, exact_relu_squared, ("y", "dx", "dw", "dw2"), 0.6),
+}  # fmt: skip
+
+
+def check(name, backend, sizes, options=None):
+    """Fail unless each result is near the exact result of the rounded operands. Return the
+    executable of y and all gradients."""
+    f, exact, names, share = LAYERS[name]
+    x, w, b, w2, dy = arrays(*sizes)
+    rng = np.random.default_rng(1)
+    if name == "linear":
+        dy = jnp.asarray(rng.standard_normal((x.shape[0], w.shape[1])), x.dtype)
+    args = {"linear": (x, w, b), "mlp": (x, w, b, w2)}.get(name)
+    if args is None:  # without a bias, and with weights of a size that the width does not change
+        shapes = [(sizes[1], sizes[2])] * (2 if name == "swiglu" else 1) + [(sizes[2], sizes[1])]
+        draw = lambda s: jnp.asarray(rng.standard_normal(s) * 1.5 / s[0] ** 0.5, jnp.float32)
+        args = (x, *map(draw, shapes))
+
+    def run(dy, *args):
+        y, pull = jax.vjp(functools.partial(f, implementation=backend), *args)
         return y, *pull(dy)
 
-    compiled = jax.jit(f).lower(x, w, b, dy).compile(compiler_options=options)
-    plain, right = (exact_linear(x, w, b, dy, rounded) for rounded in (True, False))
-    # db is a sum of bf16 numbers in fp32: nothing is rounded to FP8.
-    *found, db = compiled(x, w, b, dy)
-    compare(found, plain[:3], right[:3], ("y", "dx", "dw"))
-    np.testing.assert_allclose(db, right[3], rtol=1e-3, atol=1e-4)
+    compiled = jax.jit(run).lower(dy, *args).compile(compiler_options=options)
+    found = compiled(dy, *args)
     assert found[0].dtype == found[1].dtype == x.dtype and found[2].dtype == jnp.float32
+    theirs, exact = (exact(*fp64(*args, dy), rounded, backend) for rounded in (True, False))
+    for label, *results in zip(names, found, theirs, exact, strict=True):
+        ours, rounded, truth = fp64(*results)
+        if (name, label) == ("linear", "db"):
+            # A sum of bf16 numbers in fp32: nothing is rounded to FP8.
+            np.testing.assert_allclose(ours, truth, rtol=1e-3, atol=1e-4)
+            continue
+        assert_within_twice(ours, rounded, truth, norm=rms, name=label)
+        if rms(rounded - truth) > 0.01 * rms(truth):
+            apart = rms(ours - rounded) / rms(rounded - truth)
+            assert apart < share, f"{label}: {apart:.3g} of the error of rounding, allowed {share}"
     return compiled
 
 
-def check_mlp(sizes, backend, options=None):
-    """Compare with `exact_mlp`. Return the executable of y and all gradients."""
-    *args, dy = arrays(*sizes)
-
-    def f(dy, *args):
-        y, pull = jax.vjp(functools.partial(mlp, fp8=True, implementation=backend), *args)
-        return y, *pull(dy)
-
-    compiled = jax.jit(f).lower(dy, *args).compile(compiler_options=options)
-    plain, right = (exact_mlp(*args, dy, rounded, backend == "mosaic") for rounded in (True, False))
-    compare(compiled(dy, *args), plain, right, ("y", "dx", "dw", "db", "dw2"))
-    return compiled
-
-
-def test_linear():
-    check_linear((N, I, O))
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("linear", (N, C, F)),
+        ("mlp", (N, C, 64)),
+        ("mlp", (16, 768, 64)),  # large u
+        ("swiglu", (N, C, F)),
+        ("relu_squared", (N, C, F)),
+    ],
+)
+def test_in_xla(name, sizes):
+    check(name, "xla", sizes)
 
 
-@pytest.mark.parametrize("sizes", [(N, I, O), (16, 768, 64)], ids=["small", "large u"])
-def test_mlp(sizes):
-    check_mlp(sizes, "xla")
+# 80 rows: the last tile is partly out of bounds.
+@pytest.mark.parametrize(
+    "name, sizes", [("mlp", (80, C, 136)), ("swiglu", (N, C, F)), ("relu_squared", (80, C, F))]
+)
+def test_in_kernels(triton_on_cpu, name, sizes):
+    check(name, "triton", sizes)
 
 
 def test_a_call_without_a_gradient_is_not_rounded():
-    x, w, b, w2, _ = arrays(N, I, O)
-    for f, args in ((linear, (x, w, b)), (mlp, (x, w, b, w2))):
+    x, w, b, w2, _ = arrays(N, C, F)
+    for f, args in ((linear, (x, w, b)), (mlp, (x, w, b, w2)), (swiglu, (x, w, w, w2))):
         np.testing.assert_array_equal(f(*args, fp8=True), f(*args))
         assert (jax.vjp(functools.partial(f, fp8=True), *args)[0] != f(*args)).any()
+    how = {"activation": "relu_squared"}
+    y = activated_mlp(x, w, None, w2, **how)
+    np.testing.assert_array_equal(y, linear_relu_squared(x, w) @ w2.astype(x.dtype))
+    np.testing.assert_array_equal(activated_mlp(x, w.T, None, w2, output_major=True, **how), y)
 
 
 def normal(*shapes):
@@ -222,7 +284,7 @@ def test_the_choice_depends_on_all_arrays(monkeypatch):
 
 
 def test_several_matrices_side_by_side():
-    x, w, *_ = arrays(N, I, O)
+    x, w, *_ = arrays(N, C, 64)
     f = functools.partial(linear, fp8=True)
     parts = (w[:, :24], w[:, 24:])
     y, pull = jax.vjp(lambda x, w: f(x, w), x, w)
@@ -249,7 +311,7 @@ def test_projected_attention():
 
 def test_gradients_of_any_size():
     """The scale of a gradient follows it: 2⁻⁴⁰ times the gradient has the same bits."""
-    x, w, *_ = arrays(N, I, O)
+    x, w, *_ = arrays(N, C, 64)
     y, pull = jax.vjp(functools.partial(linear, fp8=True), x, w)
     for a, b in zip(pull(y * 2.0**-40), pull(y), strict=True):
         np.testing.assert_array_equal(a * 2.0**40, b)
@@ -263,6 +325,91 @@ def test_the_scale_of_a_gradient_is_from_some_columns_of_every_row():
     # 64 times the largest of the sample is still in range; more is clipped.
     q, scale = quantized_gradient(dy.at[1, 100].set(500.0))
     assert q.rows.astype(jnp.float32)[1, 100] / scale == 224
+
+
+def with_gradients(f, dy, *args):
+    @jax.jit
+    def both(dy, *args):
+        y, pull = jax.vjp(f, *args)
+        return y, *pull(dy)
+
+    return both(dy, *args)
+
+
+def test_a_projection_reads_the_rows_of_a_norm():
+    """As a projection that converts the rows itself."""
+    x, w, *_, dy = arrays(N, C, F)
+    dy = jnp.tile(dy, 3)[:, :F]
+
+    def call(w, x, fused):
+        rows = rms_norm(x, fp8_scale=ACTIVATION_SCALE if fused else None, out_dtype=jnp.float32)
+        return linear(rows, (w[:, :30], w[:, 30:]), fp8=True)
+
+    expected, found = (
+        with_gradients(functools.partial(call, fused=fused), dy.astype(jnp.float32), w, x)
+        for fused in (False, True)
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
+
+
+def test_switches(monkeypatch):
+    """A constant scale of the weights gives nearly the same results; a projection with its bias in
+    one kernel."""
+    x, w, *_, dy = arrays(N, C, F)
+    w = w.astype(jnp.bfloat16).astype(w.dtype)  # to which the other scale rounds
+    call = functools.partial(linear, fp8=True)
+    dy = jnp.tile(dy, 3)[:, :F]
+    expected = with_gradients(call, dy, x, w, jnp.ones(F))
+    monkeypatch.setattr(layers, "WEIGHT_SCALE", 32.0)
+    for a, b in zip(with_gradients(call, dy, x, w, jnp.ones(F)), expected, strict=True):
+        a, b = fp64(a, b)
+        assert rms(a - b) < 0.01 * rms(b)
+
+    monkeypatch.setattr(layers, "BIAS_IN_KERNEL", True)
+    sizes = ((4096, 768), jnp.bfloat16), ((768, 2304), jnp.float32), ((2304,), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct(*size) for size in sizes]
+    f = lambda *args: jax.vjp(call, *args)[0]
+    text = lower_for_h200(f, *shapes)
+    assert text.count("custom_call @mosaic_gpu") == 1 and "dot_general" not in text
+
+    # Only dW sums more than 4,096 terms.
+    monkeypatch.setattr(layers, "LONG_SUMS_IN_KERNEL", True)
+    f = lambda *args: jax.vjp(call, *args)[1](jnp.zeros((8192, 2304), jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((8192, 768), jnp.bfloat16)
+    text = lower_for_h200(f, x, *shapes[1:])
+    assert text.count("custom_call @mosaic_gpu") == 1 and text.count("dot_general") == 1
+
+
+def test_refusals():
+    x, w, _, w2, _ = arrays(N, C, F)
+    with pytest.raises(ValueError, match="swiglu: implementation 'reference' has no FP8 matmuls"):
+        swiglu(x, w, w, w2, fp8=True, implementation="reference")
+    with pytest.raises(ValueError, match="rms_norm: implementation 'reference' has no FP8 result"):
+        rms_norm(x, fp8_scale=8.0, implementation="reference")
+
+
+def test_compiled_kernels():
+    gu, dh = (jax.ShapeDtypeStruct((65536, f), jnp.bfloat16) for f in (4864, 2432))
+    from pallas_kernels.fp8 import triton_activation
+    from pallas_kernels.gated_mlp import triton_fp8
+
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    backward = functools.partial(triton_fp8.activated_backward, h_scale=1.0)
+    (kernel,) = triton_kernels(backward, gu, dh, scale)
+    assert kernel.spill_bytes == 0 and kernel.registers <= 128
+    (kernel,) = triton_kernels(functools.partial(triton_fp8.activated, scale=1.0), gu)
+    assert kernel.spill_bytes == 0
+    u, b, q = (
+        jax.ShapeDtypeStruct(*s)
+        for s in (((65536, 6400), jnp.bfloat16), ((6400,), jnp.float32), ((65536, 6400), E4M3))
+    )
+    for activation in (activations.GELU, RELU_SQUARED):
+        how = {"activation": activation}
+        forward = functools.partial(triton_activation.activated, **how)
+        backward = functools.partial(triton_activation.activated_backward, bias=True, **how)
+        kernels = triton_kernels(forward, u, b) + triton_kernels(backward, u, q, scale)
+        assert all(kernel.spill_bytes == 0 for kernel in kernels)
 
 
 # ---------------------------------------------------------------------------------------------- GPU
@@ -283,10 +430,23 @@ def test_transposes_beside_the_text_of_a_kernel():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, backend, sizes",
+    [
+        ("mlp", "triton", (1024, 1600, 6400)),
+        ("swiglu", "triton", (2048, 768, 2432)),
+        *(("relu_squared", backend, (2048, 768, 3072)) for backend in ("mosaic", "triton", "xla")),
+    ],
+)
+def test_on_the_gpu(name, backend, sizes):
+    check(name, backend, sizes)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["mosaic", "xla"])
 def test_mlp_on_the_gpu(backend):
     """Six FP8 matmuls; two of them are Mosaic kernels."""
-    compiled = check_mlp((2048, 768, 3072), backend, compiler_options())
+    compiled = check("mlp", backend, (2048, 768, 3072), compiler_options())
     assert_fp8(compiled, 4 if backend == "mosaic" else 6)
     assert not (found := transposes(compiled)), f"XLA transposes operands: {found}"
 
@@ -295,7 +455,7 @@ def test_mlp_on_the_gpu(backend):
 def test_linear_on_the_gpu():
     """Three FP8 matmuls in cuBLASLt, no other, no transpose by XLA. The matmul's result is rounded
     after cuBLASLt adds the bias."""
-    compiled = check_linear((2048, 768, 2304), compiler_options())
+    compiled = check("linear", "xla", (2048, 768, 2304), compiler_options())
     assert_fp8(compiled, 3)
     assert not (found := transposes(compiled)), f"XLA transposes operands: {found}"
     epilogues = re.findall(r'"epilogue":"(\w+)"', compiled.as_text())
@@ -307,4 +467,4 @@ def test_linear_on_the_gpu():
 @pytest.mark.gpu
 def test_linear_with_xlas_default_options():
     """Matmuls that XLA compiles with Triton have FP8 operands too."""
-    assert_fp8(check_linear((2048, 768, 2304), XLAS_DEFAULT), 3, cublaslt=False)
+    assert_fp8(check("linear", "xla", (2048, 768, 2304), XLAS_DEFAULT), 3, cublaslt=False)
