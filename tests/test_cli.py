@@ -18,28 +18,11 @@ TINY = str(Path(__file__).parent.parent / "configs" / "gpt2_tiny.py")
 
 
 def test_every_field_can_be_overridden():
-    config = from_command_line(
-        [
-            "--model.n-layer",
-            "6",
-            "--config",
-            TINY,
-            "--model.precision",
-            "bf16_residual_fp32",
-            "--max-steps",
-            "7",
-        ]
-        + [
-            "--optimizer.skip-loss-z",
-            "3",
-            "--optimizer.clip-norm",
-            "None",
-            "--runs-dir",
-            "elsewhere",
-            "--name",
-            "x",
-        ]
+    options = (
+        f"--model.n-layer 6 --config {TINY} --model.precision bf16_residual_fp32 --max-steps 7 "
+        "--optimizer.skip-loss-z 3 --optimizer.clip-norm None --runs-dir elsewhere --name x"
     )
+    config = from_command_line(options.split())
     assert config.model.n_layer == 6 and config.model.precision.name == "bf16_residual_fp32"
     assert config.optimizer.skip_loss_z == 3.0 and config.optimizer.clip_norm is None
     assert config.run_dir == Path("elsewhere/x") and config.max_steps == 7
@@ -105,14 +88,6 @@ def test_a_bad_option_is_an_error_that_names_the_choices(arguments, says, capsys
     assert re.search(says, shown), shown
 
 
-def test_config_is_given_once():
-    with pytest.raises(ConfigError, match="expected one --config, got .*gpt2_tiny.py, other.py"):
-        from_command_line(["--config", TINY, "--config=other.py"])
-    with pytest.raises(SystemExit) as exit_info:
-        from_command_line(["--config"])
-    assert exit_info.value.code == 2
-
-
 def test_an_option_out_of_its_range_is_one_sentence():
     for option, says in (
         (
@@ -120,30 +95,21 @@ def test_an_option_out_of_its_range_is_one_sentence():
             "^--optimizer.eps must be above 0 and finite in fp32, got -1.0$",
         ),
         (["--model.n-head", "3"], "n_embd=128 is not a multiple of n_head=3"),
-        (["--stages", "{}x"], "expected a stage as a JSON object, got '{}x'"),
+        (["--stages", "{}x"], "--stages: expected a JSON object, got '{}x'"),
     ):
         with pytest.raises(ConfigError, match=says):
             from_command_line(["--config", TINY, *option])
 
 
 def test_a_missing_config_names_those_that_there_are():
-    with pytest.raises(
-        ConfigError, match=r"no config file .*gpt2_giant\.py; there are: .*gpt2_tiny\.py"
+    giant = str(Path(TINY).with_name("gpt2_giant.py"))
+    for arguments, says in (
+        (["--config", giant], r"no config file .*gpt2_giant\.py; there are: .*gpt2_tiny\.py"),
+        ([], r"--config FILE is missing.*configs/gpt2_tiny\.py"),
+        (["--config", TINY, "--config=other.py"], "expected one --config, got .*, other.py"),
     ):
-        from_command_line(["--config", str(Path(TINY).with_name("gpt2_giant.py"))])
-    with pytest.raises(ConfigError, match=r"--config FILE is missing.*configs/gpt2_tiny\.py"):
-        from_command_line([])
-
-
-@pytest.mark.parametrize(("text", "says"), [("", "is missing"), ("config = {'a': 1}", "is a dict")])
-def test_a_file_without_a_config_says_what_it_must_define(tmp_path, text, says):
-    path = tmp_path / "mine.py"
-    path.write_text(text)
-    with pytest.raises(
-        ConfigError,
-        match=rf"must define `config = gptjax.config.Config\(...\)`; its `config` {says}",
-    ):
-        load(path)
+        with pytest.raises(ConfigError, match=says):
+            from_command_line(arguments)
 
 
 IMPORTS = (
@@ -156,42 +122,34 @@ IMPORTS = (
     [
         (
             "x = 1\nraise RuntimeError('no\x1b[31m GPU\\nsecond line')",
-            "line 2: RuntimeError: no\ufffd\\[31m GPU$",
+            ", line 2: RuntimeError: no\ufffd\\[31m GPU$",
         ),
-        ("def f():\n    raise KeyError('k')\nf()", "line 2: KeyError: 'k'"),
-        ("assert False", "line 1: AssertionError: no message"),
-        ("config = Config(\n", r"line 1: SyntaxError: '\(' was never closed"),
-        ("x = 'unfinished", "line 1: SyntaxError: unterminated string"),
-        ("import no_such_module", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f():\n    raise KeyError('k')\nf()", ", line 2: KeyError: 'k'"),
+        ("assert False", ", line 1: AssertionError: no message"),
+        ("config = Config(\n", r", line 1: SyntaxError: '\(' was never closed"),
         (
             IMPORTS + "config = Config(learning_rat=1)",
-            r"line 3: TypeError: .*'learning_rat'.*--help` lists",
+            r", line 3: TypeError: .*'learning_rat'.*--help` lists",
         ),
         (
             IMPORTS + "config = Config(optimizer=OptimizerConfig(eps=-1.0))",
-            "line 3: --optimizer.eps must be above 0",
+            ", line 3: --optimizer.eps must be above 0",
         ),
         (
             IMPORTS + "config = Config(model=GPT2Config(n_head=7))",
-            "line 3: ValueError: GPT2Config: n_embd=768",
+            ", line 3: ValueError: GPT2Config: n_embd=768",
         ),
-        (
-            "import sys\nsys.exit(3)",
-            "line 2: SystemExit: 3",
-        ),
-        ("def f(): f()\nf()", "line 1: RecursionError"),
-        ('{"max_steps": 3', "line 1: SyntaxError"),
-        (
-            "def __getattr__(name):\n    raise RuntimeError(name)",
-            "line 2: RuntimeError: config",
-        ),
-        ("\0\1", "SyntaxError: source code string cannot contain null bytes"),
+        ("import sys\nsys.exit(3)", ", line 2: SystemExit: 3"),
+        ("def __getattr__(name):\n    raise RuntimeError(name)", ", line 2: RuntimeError: config"),
+        ("\0\1", ": SyntaxError: source code string cannot contain null bytes"),
+        ("", r" must define `config = gptjax.config.Config\(...\)`; its `config` is missing"),
+        ("config = {'a': 1}", ".*its `config` is a dict"),
     ],
 )
 def test_a_config_file_that_cannot_be_executed_is_a_sentence(tmp_path, monkeypatch, text, says):
     (tmp_path / "mine.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^mine.py(,|:) ?{says}") as error:
+    with pytest.raises(ConfigError, match=f"^mine.py{says}") as error:
         load(Path("mine.py"))
     assert "\n" not in str(error.value)
 
@@ -202,7 +160,6 @@ def test_a_config_file_that_cannot_be_executed_is_a_sentence(tmp_path, monkeypat
         ("config.json", "must be a Python file, NAME.py, got .*config.json"),
         ("folder.py", "must be a Python file, NAME.py, got .*folder.py"),
         ("fifo.py", "must be a Python file, NAME.py, got .*fifo.py"),
-        ("binary.py", "line 1: SyntaxError|SyntaxError"),
         ("x" * 300 + ".py", "cannot be read: File name too long"),
     ],
 )
@@ -213,20 +170,8 @@ def test_what_is_not_a_python_file_is_a_sentence(tmp_path, name, says):
     elif name == "folder.py":
         path.mkdir()
     elif len(name) < 200:
-        path.write_bytes(b"\xff\xfe\x00" if name == "binary.py" else b"{}")
+        path.write_text("{}")
     with pytest.raises(ConfigError, match=says):
-        load(path)
-
-
-def test_an_unreadable_config_is_a_sentence(tmp_path, monkeypatch):
-    path = tmp_path / "mine.py"
-    path.write_text("")
-
-    def denied(self, path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("importlib.machinery.SourceFileLoader.get_data", denied)
-    with pytest.raises(ConfigError, match="mine.py: PermissionError: .*Permission denied"):
         load(path)
 
 

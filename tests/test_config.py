@@ -16,9 +16,9 @@ import pytest
 from gptjax import config as configuration
 from gptjax.cli import load
 from gptjax.config import Config, ConfigError, to_json
+from gptjax.fields import ranges
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import ALGORITHMS, NorMuonConfig, OptimizerConfig, switch_algorithm
-from gptjax.ranges import ranges
 from gptjax.training.step import init_state
 from gptjax.user_folders import cache_folder
 
@@ -27,36 +27,23 @@ TINY = str(next(path for path in CONFIGS if path.stem == "gpt2_tiny"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_loads_and_divides_on_one_to_eight_gpus(path):
-    config = load(path)
+def test_every_config_is_an_experiment_card_and_divides_on_one_to_eight_gpus(path):
+    config, card = load(path), path.read_text().split('"""')[1]
     assert config.name == path.stem
+    for heading in ("Command", "Hardware", "Time", "Loss"):
+        assert f"{heading}:" in card, f"{path.name}'s docstring has no line `{heading}:`"
+    assert f"python train.py --config configs/{path.name}" in card
     for devices in (1, 2, 4, 8):
         if config.batch_tokens >= config.micro_batch * config.sequence_length * devices:
             assert config.micro_batches(devices) >= 1
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_is_an_experiment_card(path):
-    card = path.read_text().split('"""')[1]
-    for heading in ("Command", "Hardware", "Time", "Loss"):
-        assert f"{heading}:" in card, f"{path.name}'s docstring has no line `{heading}:`"
-    assert f"python train.py --config configs/{path.name}" in card
-
-
-def test_published_sizes():
-    sizes = {
-        "gpt2_124m": 124_439_808,
-        "gpt2_350m": 354_823_168,
-        "gpt2_774m": 774_030_080,
-        "gpt2_1558m": 1_557_611_200,
-    }
-    for path in CONFIGS:
-        if path.stem in sizes:
-            assert load(path).model.num_params == sizes[path.stem]
-
-
-def test_the_flagship_is_llm_c_s_recipe():
-    config = load(Path(TINY).with_name("gpt2_124m.py"))
+def test_published_sizes_and_the_recipe_of_llm_c():
+    configs = {path.stem: load(path) for path in CONFIGS}
+    sizes = {"124m": 124_439_808, "350m": 354_823_168, "774m": 774_030_080, "1558m": 1_557_611_200}
+    for name, size in sizes.items():
+        assert configs[f"gpt2_{name}"].model.num_params == size
+    config = configs["gpt2_124m"]
     o = config.optimizer
     assert (config.batch_tokens, o.learning_rate, o.warmup_steps) == (524_288, 6e-4, 700)
     assert (o.schedule, o.final_fraction, o.weight_decay, o.clip_norm) == ("cosine", 0.0, 0.1, 1.0)
@@ -114,55 +101,39 @@ def with_option(name: str, value: object) -> Config:
 
 def test_a_number_out_of_its_range_is_refused():
     for name, value in OUT_OF_RANGE:
-        flag = "--" + name.replace("_", "-")
-        with pytest.raises(
-            ConfigError,
-            match=rf"^{flag} must be (at least|above|in) .*, got {re.escape(str(value))}$",
-        ):
+        option = "--" + name.replace("_", "-")
+        says = rf"^{option} must be (at least|above|in) .*, got {re.escape(str(value))}$"
+        with pytest.raises(ConfigError, match=says):
             with_option(name, value)
-
-
-def test_nan_and_infinity_are_refused():
     allowed = ranges(Config) | {f"optimizer.{n}": r for n, r in ranges(NorMuonConfig).items()}
     floats = [name for name, interval in allowed.items() if isinstance(interval.low, float)]
     assert len(floats) == 18
     for name, value in itertools.product(floats, (math.nan, math.inf, -math.inf)):
         with pytest.raises(
-            ConfigError, match=f"--{name.replace('_', '-')} must be .*got -?(nan|inf)"
+            ConfigError, match=f"{name.replace('_', '-')} must be .*got -?(nan|inf)"
         ):
             with_option(name, value)
 
 
-def test_the_ends_of_a_range_are_allowed():
-    for name, value in [
-        *(
-            ("optimizer.b1", 0),
-            ("optimizer.b2", 1 - 2**-24),
-            ("optimizer.final_fraction", 1),
-            ("seed", 2**32 - 1),
-        ),
-        *(
-            ("optimizer.weight_decay", 0),
-            ("optimizer.clip_norm", None),
-            ("val_every", 0),
-            ("max_steps", 2**31 - 1),
-        ),
-        *(("optimizer.learning_rate", 1e30), ("keep_every", None), ("optimizer.embedding_b1", 0.5)),
-    ]:
-        with_option(name, value)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("optimizer.b1", 0), ("optimizer.b2", 1 - 2**-24), ("optimizer.final_fraction", 1)],
+        *[("seed", 2**32 - 1), ("optimizer.weight_decay", 0), ("optimizer.clip_norm", None)],
+        *[("val_every", 0), ("max_steps", 2**31 - 1), ("optimizer.learning_rate", 1e30)],
+        *[("keep_every", None), ("optimizer.embedding_b1", 0.5)],
+        ("model", GPT2Config(loss_chunk=1024)),
+    ],
+)
+def test_the_ends_of_a_range_are_allowed(name, value):
+    with_option(name, value)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
         ("max_steps", "100", r"--max-steps must be int, got '100' \(str\)"),
-        ("max_steps", 100.0, r"--max-steps must be int, got 100.0 \(float\)"),
         ("max_steps", True, r"--max-steps must be int, got True \(bool\)"),
-        (
-            "optimizer.learning_rate",
-            "1e-3",
-            r"--optimizer.learning-rate must be float, got '1e-3' \(str\)",
-        ),
         ("optimizer.clip_norm", False, r"--optimizer.clip-norm must be float \| None, got False"),
         (
             "optimizer.schedule",
@@ -179,7 +150,6 @@ def test_the_ends_of_a_range_are_allowed():
             "a\0b",
             r"--dataset must be valid UTF-8 without control characters, got 'a\\x00b'",
         ),
-        ("runs_dir", Path("\udcff"), r"--runs-dir must be valid UTF-8"),
         (
             "name",
             "a\x1b[31mb",
@@ -190,23 +160,16 @@ def test_the_ends_of_a_range_are_allowed():
         ("name", "", "plain folder name"),
         ("name", "..", "plain folder name"),
         ("sequence_length", 4096, "longer than the model's block size 1024"),
+        (
+            "model",
+            GPT2Config(loss_chunk=100),
+            "loss-chunk must divide .*64 × 1024 = 65536, got 100",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(name, value, says):
     with pytest.raises(ConfigError, match=says):
         with_option(name, value)
-
-
-def test_names_with_brackets_are_names():
-    assert with_option("name", "x[b]y").name == "x[b]y"
-
-
-def test_a_chunk_of_the_loss_divides_a_micro_batch():
-    with pytest.raises(
-        ConfigError, match=r"--model.loss-chunk must divide .*64 × 1024 = 65536, got 100"
-    ):
-        Config(model=GPT2Config(loss_chunk=100))
-    Config(model=GPT2Config(loss_chunk=1024))
 
 
 def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
@@ -225,42 +188,21 @@ def test_the_default_cache_is_the_users_own(tmp_path, monkeypatch):
         assert cache_folder() == expected
 
 
-def test_a_batch_that_does_not_divide_names_the_nearest_that_does():
-    config = dataclasses.replace(
-        Config(), sequence_length=1024, batch_tokens=100_000, micro_batch=8
-    )
-    with pytest.raises(
-        ConfigError, match=r"100000 is not a multiple.*8 × 1024 × 4 = 32768; take 131072 or 98304$"
-    ):
-        config.micro_batches(4)
-    assert dataclasses.replace(config, batch_tokens=98304).micro_batches(4) == 3
-
-
-def test_a_batch_that_does_not_divide_names_a_micro_batch_that_fits():
-    tiny = load(Path(TINY))
-    with pytest.raises(ConfigError, match=r"take 4096, or --micro-batch 2$"):
-        tiny.micro_batches(4)
-    assert dataclasses.replace(tiny, micro_batch=2).micro_batches(4) == 1
-
-
 @pytest.mark.parametrize(
-    "micro_batch, devices, choices",
-    [(8, 4, "1 device, or --micro-batch 2"), (2, 3, "2 devices"), (8, 3, "1 device")],
+    ("batch_tokens", "micro_batch", "devices", "resumed", "says"),
+    [
+        (100_000, 8, 4, False, "= 8 × 1024 × 4 = 32768; choose 131072 or 98304$"),
+        (8192, 8, 4, False, "choose 32768 or --micro-batch 2$"),
+        (8192, 8, 4, True, "choose another number of devices or --micro-batch 2$"),
+        (8192, 2, 3, True, "choose another number of devices$"),
+    ],
 )
-def test_a_resumed_run_gets_choices_that_keep_its_batch(micro_batch, devices, choices):
-    config = dataclasses.replace(
-        Config(), sequence_length=1024, batch_tokens=8192, micro_batch=micro_batch
-    )
-    with pytest.raises(
-        ConfigError, match=f"; a resumed run cannot change --batch-tokens: take {choices}$"
-    ):
-        config.micro_batches(devices, resumed=True)
-
-
-def test_a_resumed_run_without_a_number_of_devices_that_fits():
-    config = dataclasses.replace(Config(), sequence_length=1024, batch_tokens=8192, micro_batch=16)
-    with pytest.raises(ConfigError, match="another number of devices with another --micro-batch$"):
-        config.micro_batches(3, resumed=True)
+def test_a_batch_that_does_not_divide_names_the_nearest_that_does(
+    batch_tokens, micro_batch, devices, resumed, says
+):
+    config = Config(sequence_length=1024, batch_tokens=batch_tokens, micro_batch=micro_batch)
+    with pytest.raises(ConfigError, match=f"{batch_tokens} is not a multiple.*{says}"):
+        config.micro_batches(devices, resumed=resumed)
 
 
 def test_differences_are_found_and_operational_ones_are_not():
@@ -282,16 +224,9 @@ def test_differences_are_found_and_operational_ones_are_not():
     longer = dataclasses.replace(config, max_steps=2 * config.max_steps)
     assert configuration.differences(saved, longer) == [
         f"--max-steps {longer.max_steps}: the checkpoint's schedule ends at step "
-        f"{config.max_steps}; choose --max-steps {config.max_steps}, or start a new run: "
-        f"--name NEW --init-from {config.run_dir}"
+        f"{config.max_steps}; choose --max-steps {config.max_steps}, or add --optimizer.schedule-"
+        f"steps {config.max_steps}, or start a new run: --name NEW --init-from {config.run_dir}"
     ]
-    (line,) = configuration.differences(saved, dataclasses.replace(config, max_steps=1))
-    assert f"or add --optimizer.schedule-steps {config.max_steps}, or start" in line
-    floor = dataclasses.replace(longer.optimizer, final_fraction=0.1)
-    (line,) = configuration.differences(
-        saved | {"optimizer.final_fraction": 0.1}, dataclasses.replace(longer, optimizer=floor)
-    )
-    assert f"or add --optimizer.schedule-steps {config.max_steps}, or start" in line
     # An end that was given is named by its option.
     typed = dataclasses.replace(longer.optimizer, schedule_steps=longer.max_steps)
     assert configuration.differences(saved, dataclasses.replace(longer, optimizer=typed)) == [
@@ -305,24 +240,16 @@ def test_differences_are_found_and_operational_ones_are_not():
 
 
 @pytest.mark.parametrize(
-    ("options", "cause", "zero_from"),
+    ("options", "zero_from"),
     [
-        ({"schedule_steps": 1000}, "--optimizer.schedule-steps 1000", 1000),
-        ({"final_steps": 20}, "--optimizer.final-steps 20", 990),
-        (
-            {"schedule_steps": 1005, "final_steps": 5, "cooldown_steps": 9},
-            "--optimizer.schedule-steps 1005 and --optimizer.final-steps 5",
-            1000,
-        ),
+        ({"schedule_steps": 1000}, 1000),
+        ({"final_steps": 20}, 990),
+        ({"schedule_steps": 1005, "final_steps": 5, "cooldown_steps": 9}, 1000),
     ],
 )
-def test_steps_with_learning_rate_0_are_refused(options, cause, zero_from):
-    choice = f"--max-steps {zero_from}" if "schedule_steps" in options else "--optimizer.final-s"
-    message = (
-        f"--max-steps 1010 with {cause} trains with learning rate 0 from step {zero_from} on; "
-        f"choose {choice}"
-    )
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_steps_with_learning_rate_0_are_refused(options, zero_from):
+    message = f"--max-steps 1010 with .* trains with learning rate 0 from step {zero_from} on"
+    with pytest.raises(ConfigError, match=message):
         Config(max_steps=1010, optimizer=OptimizerConfig(**options))
     # The last step of a schedule that decays to 0 has a learning rate above 0.
     config = Config(max_steps=zero_from, optimizer=OptimizerConfig(**options | {"final_steps": 0}))
@@ -408,12 +335,6 @@ def test_json_has_the_algorithm_and_only_its_options():
     assert {name.partition(".")[0] for name in flat if "." in name} == {"model", "optimizer"}
 
 
-@pytest.mark.parametrize("saved", [None, [], "x", 3, {3: 4}])
-def test_a_damaged_config_of_a_checkpoint_is_a_sentence(saved):
-    with pytest.raises(ConfigError, match="config is damaged: expected a JSON object, found"):
-        configuration.differences(saved, Config())
-
-
 def test_former_options():
     """They do not matter, unless one changed what a run learned."""
     saved = to_json(Config()) | {"tokenizer": "byte", "log_every": 3, "overfit_one_batch": False}
@@ -425,6 +346,8 @@ def test_former_options():
 def test_any_json_can_be_compared():
     config = Config()
     assert configuration.differences({}, config) == []
+    with pytest.raises(ConfigError, match="expected the checkpoint's config as a JSON object"):
+        configuration.differences([], config)
     saved = {"optimizer.b1": {"a": [1]}, "seed": None, "no\x1b[31m such": float("nan")}
     assert configuration.differences(saved, config) == [
         "--no\ufffd[31m such: the checkpoint has nan, now (no such option); gptjax of "

@@ -137,11 +137,8 @@ def test_the_windows_of_a_stage(staged):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"stages": (Stage(), Stage())}, "stage 1 of 2 needs until"),
-        (
-            {"stages": (Stage(until=5), Stage(until=5))},
-            "stage 2 begins at step 5 and must end after it, got until 5",
-        ),
+        ({"stages": (Stage(), Stage())}, r"expected an increasing until, .* got \[None\]"),
+        ({"stages": (Stage(until=5), Stage(until=5))}, r"expected an increasing .* got \[5, 5\]"),
         ({"stages": (Stage(until=11),)}, "last stage ends at step 11, before --max-steps 12"),
         ({"stages": (Stage(sequence_length=64),)}, "stage 1: --sequence-length 64 is longer"),
         (
@@ -155,6 +152,11 @@ def test_the_windows_of_a_stage(staged):
             "stage 2: expected changes of the model that keep the shapes .*, got n_layer",
         ),
         ({"stages": (Stage(model={"windows": 2}),)}, "stage 1: GPT2Config has no fields 'windows'"),
+        (
+            {"data_order": "sequential", "separate_documents": True}
+            | {"stages": (Stage(until=3), Stage(max_document_length=8))},
+            "--data-order sequential needs max_document_length in all stages, or in none",
+        ),
     ],
 )
 def test_stages_that_cannot_be_are_refused(staged, changes, says):
@@ -162,19 +164,20 @@ def test_stages_that_cannot_be_are_refused(staged, changes, says):
         dataclasses.replace(staged, **changes)
 
 
-def test_a_batch_that_the_devices_cannot_share_names_its_stage(staged):
-    stages = (Stage(until=6), Stage(batch_tokens=320))
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (Stage(batch_tokens=320), "--batch-tokens 320 is not a multiple"),
+        (
+            Stage(micro_batch=3, batch_tokens=384, model={"loss_chunk": 48}),
+            "--model.loss-chunk 48 must divide the 4 × 32 = 128 tokens",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_its_stage(staged, stage, says):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
-    with pytest.raises(ConfigError, match="stage 2 of 2: --batch-tokens 320 is not a multiple"):
-        Inputs.find(dataclasses.replace(staged, stages=stages), mesh)
-
-
-def test_a_loss_chunk_that_does_not_divide_a_validation_batch_names_its_stage(staged):
-    stages = (Stage(until=6), Stage(micro_batch=3, batch_tokens=384, model={"loss_chunk": 48}))
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
-    expected = "stage 2 of 2: --model.loss-chunk 48 must divide the 4 × 32 = 128 tokens"
-    with pytest.raises(ConfigError, match=expected):
-        Inputs.find(dataclasses.replace(staged, stages=stages), mesh)
+    with pytest.raises(ConfigError, match=f"stage 2 of 2: {says}"):
+        Inputs.find(dataclasses.replace(staged, stages=(Stage(until=6), stage)), mesh)
 
 
 def test_the_config_of_a_step_and_its_json(staged):
@@ -197,7 +200,6 @@ def test_the_config_of_a_step_and_its_json(staged):
     assert configuration.differences(saved, other) == []
     other = dataclasses.replace(staged, stages=(*STAGES[:2], Stage(sequence_length=16)))
     assert configuration.differences(saved, other)[0].startswith("--stages: the checkpoint has [{")
-    assert configuration.differences(saved | {"stages": 3}, staged)
 
 
 def test_stages_on_the_command_line():
@@ -205,23 +207,14 @@ def test_stages_on_the_command_line():
     stages = ['{"until": 5, "batch_tokens": 2048}', '{"learning_rate_factor": 0.5}']
     expected = (Stage(until=5, batch_tokens=2048), Stage(learning_rate_factor=0.5))
     assert from_command_line([*command, *stages]).stages == expected
-    for wrong in (['{"length": 5}'], ['{"untill": 5}', "{}"]):
-        with pytest.raises(ConfigError, match="--stages: .* micro_batch, learning_rate_factor, mo"):
-            from_command_line([*command, *wrong, "--max-steps", "12"])
-    with pytest.raises(ConfigError, match="--stages: expected a stage as a JSON object, got '{5'"):
-        from_command_line([*command, "{5"])
-    for nested in ("[" * 100_000, '{"model": ' * 100_000):
-        with pytest.raises(ConfigError, match="--stages: .* maximum recursion depth") as error:
-            from_command_line([*command, nested])
-        assert len(str(error.value)) < 300
-    with pytest.raises(ConfigError, match="factor must be above 0 and finite in fp32, got nan"):
-        from_command_line([*command, '{"learning_rate_factor": NaN}'])
-    with pytest.raises(
-        ConfigError, match="stage 1: expected a value of .* attention, got {'a': 1}"
+    for text, says in (
+        ('{"untill": 5}', "--stages: expected the fields .* micro_batch, .*, got"),
+        ("{5", "--stages: expected a JSON object, got '{5'"),
+        ('{"learning_rate_factor": NaN}', "factor must be above 0 and finite in fp32, got nan"),
+        ('{"until": 0}', "--stages.until must be at least 1"),
     ):
-        from_command_line([*command, '{"model": {"attention": [{"a": 1}]}}'])
-    with pytest.raises(ConfigError, match="--stages.until must be at least 1"):
-        from_command_line([*command, '{"until": 0}'])
+        with pytest.raises(ConfigError, match=says):
+            from_command_line([*command, text, "--max-steps", "12"])
 
 
 def test_the_factor_multiplies_what_is_above_the_final_learning_rate():
@@ -257,24 +250,6 @@ def test_the_factor_multiplies_every_learning_rate_and_nothing_else():
         assert float(staged["momentum"](step)) == float(plain["momentum"](step))
 
 
-def test_a_stage_that_does_not_fit_stops_the_run_before_it_begins(staged, monkeypatch):
-    real = compilation.compile_to_fit
-
-    def compile_to_fit(compile_step, config, device):
-        if config.sequence_length == 16:
-            assert "bf16[" in compile_step(config.micro_batch).as_text()
-            raise ConfigError("a step needs more")
-        return real(compile_step, config, device)
-
-    monkeypatch.setattr(compilation, "compile_to_fit", compile_to_fit)
-    with pytest.raises(
-        (StoppedError, ConfigError), match=r"stage 3 of 3: a step needs more"
-    ) as caught:
-        run(staged)
-    if isinstance(caught.value, StoppedError):
-        assert "there is no checkpoint yet" in str(caught.value)
-
-
 def test_a_later_stage_that_cannot_be_compiled_stops_the_run(staged, monkeypatch):
     def compile_to_fit(compile_step, config, device):
         if config.sequence_length == 16:
@@ -297,14 +272,25 @@ def test_a_later_stage_that_cannot_be_compiled_stops_the_run(staged, monkeypatch
         run(staged)
 
 
-def test_an_error_of_one_process_in_a_stage_stops_all_processes(staged, monkeypatch):
+def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(staged, monkeypatch):
+    def compile_stage(config):
+        if config.sequence_length == 16 and fails:
+            raise ConfigError("a step needs more")
+        return compiled
+
+    def begin():
+        steps = compilation.StagedStep(compile_stage, Timeline(staged), 0, lambda *line: None)
+        steps._thread.shutdown()  # after all stages
+        return steps
+
+    compiled, fails = (jax.jit(lambda x: x).lower(0).compile(), max), True
+    with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):
+        begin().at(1)
+    # With several processes, at the first step of the stage and in all processes.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(compilation.distributed, "exchange", lambda value: [value, others])
-    timeline = Timeline(staged)
-    compiled = jax.jit(lambda x: x).lower(0).compile(), max
-    steps = compilation.StagedStep(lambda config: compiled, timeline, 0, lambda *line: None)
-    steps._thread.shutdown()  # after all stages
-    others = None
+    fails, others = False, None
+    steps = begin()
     assert steps.at(5) == steps.at(6) == compiled
     others = "a step needs more"
     assert steps.at(8) == compiled
@@ -338,16 +324,3 @@ def test_later_stages_are_compiled_while_the_first_runs(staged):
     # Unless the newest checkpoint is damaged and the one before is of an earlier stage.
     assert int(steps.at(8)[0](0)) == 2 and int(steps.at(9)[0](0)) == 3
     steps.close()
-
-
-def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(staged):
-    def compile_stage(config):
-        if config.sequence_length == 16:
-            raise ConfigError("a step needs more")
-        return max, max
-
-    timeline = Timeline(staged)
-    steps = compilation.StagedStep(compile_stage, timeline, 0, lambda *line: None)
-    steps._thread.shutdown()  # after all stages
-    with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):
-        steps.at(1)

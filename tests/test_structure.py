@@ -14,13 +14,13 @@ LAYERS = (
     "bench checkpoints doctor evaluate export model_options plot sample",
     "distributed training",
     "evaluation generation weights",
-    "batch_errors cli config fields stages timeline",
+    "cli config stages timeline",
     "models",
     "optim",
     "parallel",
     "data",
     "devices precision",
-    "files provenance ranges terminal user_folders",
+    "fields files provenance terminal user_folders",
 )
 # Imports that still close a circle or point upwards. Remove an entry together with its import.
 KNOWN_CIRCLES = {

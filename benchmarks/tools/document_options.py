@@ -10,13 +10,13 @@ import types
 import typing
 
 from gptjax.config import Config
+from gptjax.fields import ranges
 from gptjax.models.base import ModelConfig
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.llama3 import Llama3Config
 from gptjax.models.speedrun import SpeedrunConfig
 from gptjax.optim import MuonConfig, NorMuonConfig, OptimizerConfig
 from gptjax.precision import NAMES, Precision
-from gptjax.ranges import ranges
 from gptjax.stages import Stage
 from gptjax.terminal import docstrings
 

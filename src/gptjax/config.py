@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from gptjax import batch_errors
 from gptjax import stages as staging
-from gptjax.fields import check_fields, flag
+from gptjax.fields import NonNegativeInt, PositiveInt, Seed, check_fields, flag, tuples
 from gptjax.models.base import ModelConfig, why_no_segments
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig, Scheduled
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
-from gptjax.ranges import NonNegativeInt, PositiveInt, Seed
 from gptjax.stages import Stage
 from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
@@ -209,28 +208,25 @@ class Config:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self._check_rates()
-        begin, last, packs = 0, len(self.stages), None
-        for number, stage in enumerate(self.stages, start=1):
-            if stage.until is None and number < last:
-                raise ConfigError(
-                    f"stage {number} of {last} needs until, the step at which it ends"
-                )
-            if stage.until is not None and stage.until <= begin:
-                raise ConfigError(
-                    f"stage {number} begins at step {begin} and must end after it, got until "
-                    f"{stage.until}"
-                )
-            own_packs = self.of_stage(number).max_document_length is not None
-            if self.data_order == "sequential" and packs not in (None, own_packs):
-                raise ConfigError(
-                    f"stage {number}: --data-order sequential needs max_document_length in all "
-                    "stages, or in none"
-                )
-            packs, begin = own_packs, self.max_steps if stage.until is None else stage.until
-        if self.stages and begin < self.max_steps:
+        if not self.stages:
+            return
+        ends, last = [stage.until for stage in self.stages[:-1]], self.stages[-1].until
+        ends += [] if last is None else [last]
+        if None in ends or ends != sorted({*ends}):
             raise ConfigError(
-                f"the last stage ends at step {begin}, before --max-steps {self.max_steps}; leave "
+                "expected an increasing until, the step at which a stage ends, in all stages but "
+                f"the last, which needs none; got {ends}"
+            )
+        if last is not None and last < self.max_steps:
+            raise ConfigError(
+                f"the last stage ends at step {last}, before --max-steps {self.max_steps}; leave "
                 "its until out, or add a stage"
+            )
+        parts = [self.of_stage(number) for number, _ in enumerate(self.stages, start=1)]
+        packs = {part.max_document_length is None for part in parts}
+        if self.data_order == "sequential" and len(packs) > 1:
+            raise ConfigError(
+                "--data-order sequential needs max_document_length in all stages, or in none"
             )
 
     def _check_rates(self) -> None:
@@ -239,16 +235,11 @@ class Config:
         zero_from = optimizer.zero_from(steps)
         if zero_from is None or zero_from >= steps:
             return
-        given, choice = [], "--optimizer.final-steps 0"
-        if optimizer.schedule_steps is not None:
-            given = [f"--optimizer.schedule-steps {optimizer.schedule_steps}"]
-            choice = f"--max-steps {zero_from}"
-        if optimizer.final_steps:
-            given.append(f"--optimizer.final-steps {optimizer.final_steps}")
         raise ConfigError(
-            f"--max-steps {steps} with {' and '.join(given)} trains with learning rate 0 from step "
-            f"{zero_from} on; choose {choice}, or an --optimizer.final-fraction above 0; a run "
-            "whose schedule has ended continues as a new run with --init-from"
+            f"--max-steps {steps} with --optimizer.schedule-steps {optimizer.schedule_steps} and "
+            f"--optimizer.final-steps {optimizer.final_steps} trains with learning rate 0 from "
+            f"step {zero_from} on; change one of them, or choose an --optimizer.final-fraction "
+            "above 0; a run whose schedule has ended continues as a new run with --init-from"
         )
 
     def kernels(self) -> dict[str, str]:
@@ -281,7 +272,7 @@ class Config:
         try:
             model = staging.with_changes(self.model, stage.model)
             result = dataclasses.replace(self, stages=(), model=model, **own)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"stage {number}: {error}") from error
         if result.batch_tokens % result.sequence_length:
             raise ConfigError(
@@ -326,12 +317,17 @@ class Config:
         """
         tokens = self.micro_batch * self.sequence_length * devices
         if self.batch_tokens % tokens:
-            choices = batch_errors.resumed_run if resumed else batch_errors.new_run
-            sizes = (self.batch_tokens, self.micro_batch, self.sequence_length, devices)
+            nearest = self.batch_tokens // tokens * tokens
+            choices = [str(n) for n in (nearest + tokens, nearest) if n]
+            if resumed:
+                choices = ["another number of devices"]
+            per_device, rest = divmod(self.batch_tokens, self.sequence_length * devices)
+            if not rest:
+                choices.append(f"--micro-batch {math.gcd(self.micro_batch, per_device)}")
             raise ConfigError(
                 f"--batch-tokens {self.batch_tokens} is not a multiple of micro_batch × "
                 f"sequence_length × devices = {self.micro_batch} × {self.sequence_length} × "
-                f"{devices} = {tokens}; {choices(*sizes)}"
+                f"{devices} = {tokens}; choose {' or '.join(choices)}"
             )
         return self.batch_tokens // tokens
 
@@ -392,7 +388,11 @@ def model_from_json(
     """
     fields = {name[6:]: value for name, value in flat.items() if name.startswith("model.")}
     types = typing.get_type_hints(kind)
-    fields = {name: _from_json(value, types.get(name)) for name, value in fields.items()}
+    for name, value in fields.items():
+        kind_of_value = types.get(name)
+        fields[name] = tuples(value)
+        if isinstance(value, list) and hasattr(kind_of_value, "_fields"):  # a named tuple
+            fields[name] = kind_of_value(*fields[name])
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known):
         raise ConfigError(
@@ -403,15 +403,6 @@ def model_from_json(
         return kind(**fields | changes)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _from_json(value: Any, expected: Any = None) -> Any:
-    """Convert a JSON value to a field's type: a list to a tuple, or to the named tuple
-    `expected`."""
-    if not isinstance(value, list):
-        return value
-    value = tuple(map(_from_json, value))
-    return expected(*value) if hasattr(expected, "_fields") else value
 
 
 def defaults(config: Config) -> dict[str, Any]:
@@ -456,24 +447,15 @@ def differences(saved: Any, config: Config) -> list[str]:
 def _difference(name: str, old: Any, new: Any, config: Config) -> str:
     """Describe a field that differs."""
     if name == "optimizer.schedule_steps" and config.optimizer.schedule_steps is None:
-        return _other_schedule(config, old)
+        return (
+            f"--max-steps {config.max_steps}: the checkpoint's schedule ends at step {old}; choose "
+            f"--max-steps {old}, or add --optimizer.schedule-steps {old}, or start a new run: "
+            f"--name NEW --init-from {config.run_dir}"
+        )
     if name not in to_json(config):
         new = f"(no such option); gptjax of commit {_READS_OLDER} may resume the run"
-    return f"{_flag(name)}: the checkpoint has {old}, now {new}"
-
-
-def _other_schedule(config: Config, end: Any) -> str:
-    """Describe --max-steps of a resumed run whose checkpoint has a schedule that ends at step
-    `end`, and name what to do."""
-    text = f"--max-steps {config.max_steps}: the checkpoint's schedule ends at step {end}; "
-    choices = [f"--max-steps {end}"]
-    if isinstance(end, int) and end > 0:
-        optimizer = dataclasses.replace(config.optimizer, schedule_steps=end)
-        zero_from = optimizer.zero_from(config.max_steps)
-        if zero_from is None or zero_from >= config.max_steps:
-            choices.append(f"add --optimizer.schedule-steps {end}")
-    choices.append(f"start a new run: --name NEW --init-from {config.run_dir}")
-    return text + "choose " + ", or ".join(choices)
+    option = "--optimizer" if name == "optimizer.algorithm" else flag(name)
+    return f"{option}: the checkpoint has {old}, now {new}"
 
 
 def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -492,25 +474,16 @@ def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     An option that the checkpoint lacks counts as the option's default. Options that only other
     algorithms have are left out: they have no effect.
     """
-    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
-        raise ConfigError(
-            "the checkpoint's config is damaged: expected a JSON object, found "
-            f"{type(saved).__name__}; resume from another checkpoint, or choose another --name"
-        )
+    if not isinstance(saved, dict):
+        raise ConfigError(f"expected the checkpoint's config as a JSON object, got {saved}")
     now = to_json(config)
     kinds = (*ALGORITHMS.values(), type(config.optimizer))
     options = {f"optimizer.{f.name}" for kind in kinds for f in dataclasses.fields(kind)}
     saved = defaults(config) | saved
     if saved.get("overfit_one_batch") is False:  # former option
         del saved["overfit_one_batch"]
-    saved["stages"], now["stages"] = map(
-        staging.without_micro_batch, (saved["stages"], now["stages"])
-    )
+    for flat in (saved, now):
+        flat["stages"] = [{**stage, "micro_batch": None} for stage in flat["stages"]]
     compared = saved.keys() - operational(config) - (options - now.keys())
     pairs = {name: (saved[name], now.get(name)) for name in compared}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
-
-
-def _flag(field: str) -> str:
-    """Return the command-line option of a field of `to_json`."""
-    return "--optimizer" if field == "optimizer.algorithm" else flag(field)

@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from gptjax.fields import PositiveFloat, PositiveInt, tuples
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.optim import OptimizerConfig
 from gptjax.precision import Precision
-from gptjax.ranges import PositiveFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def with_changes(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"{type(model).__name__} has no fields {', '.join(map(repr, unknown))}")
     if isinstance(name := changes.get("precision"), str):  # as in JSON
         changes = {**changes, "precision": Precision(name)}
-    changes = {name: _hashable(name, value) for name, value in changes.items()}
+    changes = {name: tuples(value) for name, value in changes.items()}
     result = dataclasses.replace(model, **changes)
     if changes and abstract_params(result) != abstract_params(model):
         raise ValueError(
@@ -57,15 +57,6 @@ def with_changes(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
             f"{', '.join(changes)}"
         )
     return result
-
-
-def _hashable(name: str, value: Any) -> Any:
-    """Return the value with tuples in place of lists, as in a config file."""
-    if isinstance(value, list):
-        return tuple(_hashable(name, part) for part in value)
-    if isinstance(value, Mapping):
-        raise ValueError(f"expected a value of the model's field {name}, got {value}")
-    return value
 
 
 def schedules(
@@ -133,18 +124,8 @@ def from_json(text: str) -> Stage:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a stage as a JSON object, got {text!r:.60}: {error}") from error
+        raise ValueError(f"--stages: expected a JSON object, got {text!r:.60}: {error}") from error
     known = [field.name for field in dataclasses.fields(Stage)]
     if not isinstance(fields, dict) or not fields.keys() <= set(known):
-        raise ValueError(f"expected a JSON object with fields of {', '.join(known)}, got {text}")
+        raise ValueError(f"--stages: expected the fields {', '.join(known)}, got {text}")
     return Stage(**fields)
-
-
-def without_micro_batch(stages: Any) -> Any:
-    """Return the JSON of `to_json` without micro_batch, which does not affect learning.
-
-    Any other value, as from a damaged checkpoint, is returned unchanged.
-    """
-    if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
-        return stages
-    return [{n: value for n, value in s.items() if n != "micro_batch"} for s in stages]

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from gptjax.fields import check_range
 from gptjax.optim.low_precision import round_stochastically
 from gptjax.optim.partition import Group, assign, flatten, group_of
 from gptjax.optim.schedules import Scheduled
-from gptjax.ranges import check_range
 
 
 def global_norm(tree: optax.Updates) -> jax.Array:

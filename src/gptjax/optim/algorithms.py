@@ -12,13 +12,7 @@ import optax
 import optax.contrib
 from jax.sharding import Mesh
 
-from gptjax.optim.adamw import adamw, matrices_and_adamw
-from gptjax.optim.low_precision import with_mantissa
-from gptjax.optim.normuon import distributed, momentum_schedule, normuon_and_adamw
-from gptjax.optim.partition import Group, Matrices, assign, flatten
-from gptjax.optim.polar_express import newton_schulz, polar_express
-from gptjax.optim.schedules import schedule
-from gptjax.ranges import (
+from gptjax.fields import (
     DecayRate,
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,6 +20,12 @@ from gptjax.ranges import (
     PositiveInt,
     UnitFloat,
 )
+from gptjax.optim.adamw import adamw, matrices_and_adamw
+from gptjax.optim.low_precision import with_mantissa
+from gptjax.optim.normuon import distributed, momentum_schedule, normuon_and_adamw
+from gptjax.optim.partition import Group, Matrices, assign, flatten
+from gptjax.optim.polar_express import newton_schulz, polar_express
+from gptjax.optim.schedules import schedule
 
 METHODS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
 

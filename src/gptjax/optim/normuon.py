@@ -33,10 +33,10 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from gptjax.fields import check_range
 from gptjax.optim.adamw import add_cautious_decay, matrices_and_adamw
 from gptjax.optim.partition import Group, Layout, flatten, group_of, one_matrix
 from gptjax.optim.polar_express import polar_express
-from gptjax.ranges import check_range
 
 
 def momentum_schedule(

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from gptjax.ranges import check_range
+from gptjax.fields import check_range
 
 Kind = Literal["embedding", "vector"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gptjax.ranges import check_range
+from gptjax.fields import check_range
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
