@@ -77,8 +77,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     inputs = Inputs.find(config, parallel.mesh, resumed=start.step is not None)
     devices.reserve_memory(used)  # after the checks of the data
     evaluations = Evaluations(config, inputs.dataset.tokenizer, parallel)
-    warn = functools.partial(say, "WARNING")
-    stack.enter_context(locked(config.run_dir, warn))
+    stack.enter_context(locked(config.run_dir, lambda text: say("WARNING", text)))
     if source:
         init_from.check_tokenizer(source, inputs.dataset)
     processes = distributed.check_inputs(used, inputs.dataset)

@@ -130,10 +130,15 @@ def _fields(config: Config) -> Iterator[tyro.constructors.StructFieldSpec]:
                 kind, value = Literal[*PRECISIONS], value.name
             elif name == "stages":
                 kind = tuple[Annotated[str, tyro.conf.arg(metavar="JSON")], ...]
-                value = tuple(map(json.dumps, stages.to_json(value)))
+                value = _texts(config)
             if name not in ("model", "optimizer"):
                 text = texts.get(field.name)
                 yield tyro.constructors.StructFieldSpec(name, kind, value, text)
+
+
+def _texts(config: Config) -> tuple[str, ...]:
+    """Return the stages of a config as on the command line."""
+    return tuple(map(json.dumps, stages.to_json(config.stages)))
 
 
 def _with_values(config: Config, values: dict[str, Any]) -> Config:
@@ -146,7 +151,8 @@ def _with_values(config: Config, values: dict[str, Any]) -> Config:
     own = parts[""]
     del own["config"]
     try:
-        own["stages"] = tuple(map(stages.from_json, own["stages"]))
+        of_file = dict(zip(_texts(config), config.stages, strict=True))
+        own["stages"] = tuple(of_file.get(text) or stages.from_json(text) for text in own["stages"])
         parts["model"]["precision"] = Precision(parts["model"]["precision"])
         own["model"] = dataclasses.replace(config.model, **parts["model"])
         own["optimizer"] = dataclasses.replace(config.optimizer, **parts["optimizer"])
