@@ -48,12 +48,10 @@ def strategies(config: Config) -> dict[str, Config]:
     """Return runs that are compared for one process and several."""
     config = dataclasses.replace(config, checkpoint_every=0)
     normuon = NorMuonConfig(learning_rate=1e-2, warmup_steps=5)
-    zero1 = dataclasses.replace(config, parallel="zero1", val_every=0)
     return {
         "data": config,
-        "zero1": zero1,
+        "zero1": dataclasses.replace(config, parallel="zero1", optimizer=normuon, val_every=0),
         "fsdp": dataclasses.replace(config, parallel="fsdp"),
-        "normuon": dataclasses.replace(zero1, optimizer=normuon),
     }
 
 

@@ -110,103 +110,71 @@ def flip(file: Path, rng: random.Random) -> str:
     return kind
 
 
-def metadata(field: str, value: object) -> Callable[[Path], None]:
-    """A change of one value in the newer checkpoint's metadata."""
+# Changes of the folder of checkpoints: moves, copies (from to) and removals, one after another.
+MOVES = {
+    "steps swapped": "mv 30 x; mv 15 30; mv x 15",
+    "states swapped": "mv 30/state x; mv 15/state 30/state; mv x 15/state",
+    "metadata swapped": "mv 30/meta x; mv 15/meta 30/meta; mv x 15/meta",
+    "only the older one is left": "rm 30",
+    "only the newer one is left": "rm 15",
+    "both removed": "rm 30; rm 15",
+    "an empty folder of a later step": "mkdir 45",
+    "a file with a step's name": "cp 30/meta/metadata 45",
+    "a foreign folder": "mkdir notes",
+    "the state is a file": "rm 30/state; cp 30/meta/metadata 30/state",
+    "the state is empty": "rm 30/state; mkdir 30/state",
+    **{
+        f"{move} to {later}": f"{move} {later}"
+        for move in ("mv 30", "mv 15", "cp 15")
+        for later in (31, 100000)
+    },
+}
+PARTS = ("state", "meta", "_CHECKPOINT_METADATA", "commit_success.txt", "state/_METADATA")
+for name in (*PARTS, "state/manifest.ocdbt", "state/d"):
+    MOVES[f"{name} removed"] = f"rm 30/{name}"
+    MOVES[f"{name} of the older one"] = f"rm 30/{name}; cp 15/{name} 30/{name}"
+
+
+def moves(text: str) -> Callable[[Path], None]:
+    """Return the change of a text of `MOVES`."""
+    actions = {
+        "mv": shutil.move,
+        "cp": lambda a, b: (shutil.copytree if a.is_dir() else shutil.copyfile)(a, b),
+        "rm": lambda a: shutil.rmtree(a) if a.is_dir() else a.unlink(),
+        "mkdir": Path.mkdir,
+    }
+
+    def change(folder: Path) -> None:
+        for step in text.split("; "):
+            name, *paths = step.split()
+            actions[name](*(folder / path for path in paths))
+
+    return change
+
+
+def metadata(field: str, value: object = None) -> Callable[[Path], None]:
+    """Return a change of one value in the newer checkpoint's metadata; None removes the value."""
 
     def change(folder: Path) -> None:
         path = folder / str(NEW) / "meta" / "metadata"
         meta = json.loads(path.read_text())
-        if field == "position":
-            meta["data"]["position"] = value
-        elif value is None:
-            del meta[field]
+        owner = meta["data"] if field == "position" else meta
+        if value is None:
+            del owner[field]
         else:
-            meta[field] = value
+            owner[field] = value
         path.write_text(json.dumps(meta))
 
     return change
 
 
-def rename(source: str, target: str) -> Callable[[Path], None]:
-    return lambda folder: shutil.move(folder / source, folder / target)
-
-
-def replace(source: str, target: str) -> Callable[[Path], None]:
-    """A change that puts a copy of one item in place of another."""
-
-    def change(folder: Path) -> None:
-        remove(target)(folder)
-        (shutil.copytree if (folder / source).is_dir() else shutil.copyfile)(
-            folder / source, folder / target
-        )
-
-    return change
-
-
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (
-        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
-    )
-
-
-def swap(a: str, b: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        shutil.move(folder / a, folder / "x")
-        shutil.move(folder / b, folder / a)
-        shutil.move(folder / "x", folder / b)
-
-    return change
-
-
-def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda folder: [change(folder) for change in changes]
-
-
 def folder_changes() -> dict[str, Callable[[Path], None]]:
-    new, old = str(NEW), str(OLD)
-    changes = {
-        "steps swapped": swap(new, old),
-        "states swapped": swap(f"{new}/state", f"{old}/state"),
-        "metadata swapped": swap(f"{new}/meta", f"{old}/meta"),
-        "only the older one is left": remove(new),
-        "only the newer one is left": remove(old),
-        "both removed": both(remove(new), remove(old)),
-        "an empty folder of a later step": lambda folder: (folder / "45").mkdir(),
-        "a file with a step's name": lambda folder: (folder / "45").write_text("x"),
-        "a foreign folder": lambda folder: (folder / "notes").mkdir(),
-        "a link to the older one": lambda folder: (folder / "45").symlink_to(folder / old),
-        "files of the root removed": lambda folder: [
-            p.unlink() for p in folder.iterdir() if p.is_file()
-        ],
-        "the state is a file": both(
-            remove(f"{new}/state"), lambda folder: (folder / new / "state").write_text("x")
-        ),
-        "the state is empty": both(
-            remove(f"{new}/state"), lambda folder: (folder / new / "state").mkdir()
-        ),
-    }
-    for later in ("31", "45", "100000"):
-        changes[f"newer renamed to {later}"] = rename(new, later)
-        changes[f"older renamed to {later}"] = rename(old, later)
-        changes[f"older copied to {later}"] = lambda folder, later=later: shutil.copytree(
-            folder / old, folder / later
-        )
-    for item in ("state", "meta"):
-        changes[f"{item} of the older one"] = replace(f"{old}/{item}", f"{new}/{item}")
-        changes[f"{item} removed"] = remove(f"{new}/{item}")
-    for name in (
-        "_CHECKPOINT_METADATA",
-        "commit_success.txt",
-        "state/_METADATA",
-        "state/manifest.ocdbt",
-        "state/d",
-    ):
-        changes[f"{name} removed"] = remove(f"{new}/{name}")
-        changes[f"{name} of the older one"] = replace(f"{old}/{name}", f"{new}/{name}")
-    for position in (-1, 1.5, 2**70, 17, "480", None, [], True):
+    changes = {name: moves(text) for name, text in MOVES.items()}
+    changes["a link to the older one"] = lambda folder: (folder / "45").symlink_to(folder / "15")
+    for position in (-1, 1.5, 17, "480", None):
         changes[f"position {position!r}"] = metadata("position", position)
     for field in ("step", "files", "checksum", "format", "data"):
-        changes[f"{field} missing"] = metadata(field, None)
+        changes[f"{field} missing"] = metadata(field)
     return changes
 
 

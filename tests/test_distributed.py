@@ -23,7 +23,7 @@ from gptjax.weights import DamagedError
 pytest_plugins = ["train_tools"]
 
 SCRIPT = Path(__file__).with_name("distributed_runs.py")
-STRATEGIES = ("data", "zero1", "fsdp", "normuon")
+STRATEGIES = ("data", "zero1", "fsdp")
 CONFIG = """
 from pathlib import Path
 from gptjax import Config, GPT2Config, OptimizerConfig
