@@ -17,6 +17,7 @@ if __name__ == "__main__":
 # Before JAX starts: no other process uses the GPU, and JAX's default is 75 % of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -126,8 +127,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     stack.callback(batches.close)
     val_weights = inputs.val_weights(val_batches)
     resume_step = -1 if start.step is None else step
-    options = {"wandb": config.wandb, "note": lambda text: say("WARNING", text)}
-    log = (RunLog if first else NoLog)(config.run_dir, resume_step, **options)
+    log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
     stack.callback(log.close)
     stop = stack.enter_context(StopRequest(parallel.mesh))
     progress = Progress(config, log, console, step=step, devices=used, stop=stop)

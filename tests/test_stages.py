@@ -81,7 +81,7 @@ def test_a_run_in_stages(staged, whole):
         " 2: steps 6–8, 256 tokens: 2 × 4 sequences of 32 on each device, lr × 1.5\n",
         " 3: steps 9–11, 512 tokens: 4 × 8 sequences of 16 on each device, lr × 0.5, precision ",
         "stage       2, from step 6: 0.0",
-        "step 10/12 ",
+        "step 6/12 ",
         " · stage 1/3\n",
         " · stage 3/3\n",
     ):
