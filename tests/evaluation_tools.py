@@ -51,22 +51,10 @@ def words(rng, count):
 def hellaswag_items(count, seed=0):
     rng = np.random.default_rng(seed)
     items = []
-    for index in range(count):
-        a, b = words(rng, rng.integers(1, 14)), words(rng, 1)
-        items.append(
-            {
-                "ind": index,
-                "activity_label": "Making things up",
-                "ctx_a": a,
-                "ctx_b": b,
-                "ctx": f"{a} {b}",
-                "split": "val",
-                "split_type": "indomain",
-                "label": int(rng.integers(4)),
-                "endings": [words(rng, rng.integers(1, 6)) for _ in range(4)],
-                "source_id": f"wikihow~{index}",
-            }
-        )
+    for _ in range(count):
+        context = f"{words(rng, rng.integers(1, 14))} {words(rng, 1)}"
+        item = {"ctx": context, "label": int(rng.integers(4))}
+        items.append(item | {"endings": [words(rng, rng.integers(1, 6)) for _ in range(4)]})
     return items
 
 
@@ -117,26 +105,20 @@ def write_core(folder, count, seed=0):
     )
     some = folder / "eval_data" / "some"
     choices = [
-        {
-            "query": words(rng, 2),
-            "choices": [words(rng, rng.integers(1, 3)) for _ in range(4)],
-            "gold": int(rng.integers(4)),
-        }
+        {"query": words(rng, 2), "choices": [words(rng, rng.integers(1, 3)) for _ in range(4)]}
+        | {"gold": int(rng.integers(4))}
         for _ in range(count)
     ]
     # the first choice begins the second: after their common prefix it has no tokens
     choices[0]["choices"] = [choices[0]["choices"][0], choices[0]["choices"][0] + "x"]
     choices[0]["gold"] = 0
     write_jsonl(some / "choices.jsonl", choices)
+    contexts = [[words(rng, 3), words(rng, 4)] for _ in range(count)]
     write_jsonl(
         some / "winograd.jsonl",
         [
-            {
-                "context_options": [words(rng, 3), words(rng, 4)],
-                "continuation": words(rng, 2),
-                "gold": int(rng.integers(2)),
-            }
-            for _ in range(count)
+            {"context_options": each, "continuation": words(rng, 2), "gold": int(rng.integers(2))}
+            for each in contexts
         ],
     )
     write_jsonl(
@@ -146,3 +128,13 @@ def write_core(folder, count, seed=0):
             for _ in range(count)
         ],
     )
+
+
+def torch_text(model, ids):
+    """Log-probabilities of ids[1:], in windows of block_size tokens."""
+    found = []
+    for begin in range(1, len(ids), CONFIG.block_size):
+        end = min(begin + CONFIG.block_size, len(ids))
+        first = max(0, end - CONFIG.block_size - 1)
+        found += torch_log_probs(model, ids[first:end], begin - first)[0].tolist()
+    return np.array(found)

@@ -16,6 +16,7 @@ from evaluation_tools import (
     models,
     torch_choice,
     torch_log_probs,
+    torch_text,
     words,
     write_core,
     write_jsonl,
@@ -23,6 +24,7 @@ from evaluation_tools import (
 
 from gptjax import devices, evaluate, model_options, save_hf
 from gptjax.evaluation import EvaluationError
+from gptjax.weights import sources
 
 BLOCK = CONFIG.block_size
 
@@ -109,21 +111,12 @@ def test_the_scored_dataset_is_named(command, option, tmp_path):
 
 def test_progress_without_a_terminal(command, monkeypatch, folder):
     """A line after each batch, because no time passes between lines."""
-    text, arguments = folder / "text.txt", ("--batch-tokens", 1)
-    monkeypatch.setattr(evaluate, "LINE_SECONDS", 0)
-    _, shown, _ = command(
-        "--task", "loss", "--file", text, *arguments, "--stride", 8, "--limit", 20
-    )
-    assert [line for line in shown.splitlines() if line.startswith("loss: ")] == [
-        "loss: 1 of 3",
-        "loss: 2 of 3",
-        "loss: 3 of 3",
-    ]
-    monkeypatch.setattr(evaluate, "LINE_SECONDS", 60)
-    _, shown, _ = command(
-        "--task", "loss", "--file", text, *arguments, "--stride", 8, "--limit", 20
-    )
-    assert "loss: " not in shown
+    text = folder / "text.txt"
+    options = ("--task", "loss", "--file", text, "--batch-tokens", 1, "--stride", 8, "--limit", 20)
+    for seconds, lines in ((0, [f"{i} of 3" for i in (1, 2, 3)]), (60, [])):
+        monkeypatch.setattr(evaluate, "LINE_SECONDS", seconds)
+        shown = [line for line in command(*options)[1].splitlines() if line.startswith("loss: ")]
+        assert shown == [f"loss: {line}" for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +125,6 @@ def test_progress_without_a_terminal(command, monkeypatch, folder):
         ([], "expected --task or --harness, got neither"),
         (["--task", "hellaswag", "core", "--file", "x"], "--file is the file of one task"),
         (["--task", "loss", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--task", "loss", "--batch-tokens", 10**12], "--batch-tokens must be at most 16777216"),
         (["--task", "hellaswag", "--stride", "8"], "--stride needs --task loss or bits-per-byte"),
         (["--task", "core", "--dataset", "x"], "--dataset needs --task loss or bits-per-byte"),
         (["--harness", "x", "--dataset", "x"], "--dataset needs --task loss or bits-per-byte"),
@@ -143,15 +135,17 @@ def test_progress_without_a_terminal(command, monkeypatch, folder):
             ["--task", "loss", "--file", "x", "--dataset", "y"],
             "expected --file or --dataset, got both",
         ),
-        (["--task", "loss", "core", "loss"], "expected each task once, got loss core loss"),
         (["--task", "loss", "--precision", "fp7"], "--precision must be one of fp32, "),
         (["--task", "loss", "--out", "none/x.json"], "must be a file in a folder that exists"),
-        (["--task", "loss", "--file", "none.txt"], "none.txt: expected a text file, found no file"),
+        (
+            ["--task", "loss", "--file", "none.txt"],
+            "none.txt: No such file or directory",
+        ),
         (
             ["--task", "core", "mmlu"],
             "got 'mmlu'; other tasks: python -m gptjax.evaluate RUN --harness mmlu",
         ),
-        (["--task", "core", "--file", "none"], "none/core.yaml: expected a file, found no file"),
+        (["--task", "core", "--file", "none"], "none/core.yaml: No such file or directory; unpack"),
     ],
 )
 def test_errors_are_one_sentence(arguments, message, command):
@@ -169,7 +163,8 @@ def test_full_memory_is_a_sentence(command, folder, monkeypatch):
     assert code == 1 and errors.startswith("error: the device has no memory for batches of 4,096 ")
 
 
-def test_an_unknown_tokenizer_is_asked_for(command):
+def test_an_unknown_tokenizer_is_asked_for(command, monkeypatch):
+    monkeypatch.setattr(sources, "_TOKENIZERS", {})
     code, _, errors = command("--task", "hellaswag", tokenizer="auto")
     assert code == 1 and "set --tokenizer gpt2 or --tokenizer byte" in errors
 
@@ -226,11 +221,8 @@ def test_harness_log_probabilities(lm, both):
         assert greedy == bool(likeliest.all())
     text = words(np.random.default_rng(0), 40)
     (found,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
-    ids, expected = [256, *text.encode()], 0.0
-    for begin in range(1, len(ids), BLOCK):
-        end = min(begin + BLOCK, len(ids))
-        first = max(0, end - BLOCK - 1)
-        expected += float(torch_log_probs(both[1], ids[first:end], begin - first)[0].sum())
+    ids = [256, *text.encode()]
+    expected = torch_text(both[1], ids).sum()
     assert len(ids) > 2 * BLOCK and found == pytest.approx(expected, rel=1e-5)
 
 

@@ -16,6 +16,7 @@ from evaluation_tools import (
     models,
     torch_choice,
     torch_log_probs,
+    torch_text,
     words,
     write_bin,
     write_core,
@@ -39,7 +40,7 @@ from gptjax.evaluation import (
     score_text,
 )
 from gptjax.evaluation.core import score_task
-from gptjax.evaluation.scoring import ahead
+from gptjax.evaluation.scoring import _ahead
 from gptjax.models.base import params_of
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-4}  # sums of 100 fp32 log-probabilities
@@ -132,13 +133,11 @@ def test_gpt2_tokens_in_batches_and_their_bytes():
 
 
 def test_rows_that_cannot_be_scored(scorer):
-    for row, message in [
-        (Row(np.arange(3), 0), "at least one token before"),
-        (Row(np.arange(3), 4), "at least one token before"),
-        (Row(np.zeros(BLOCK + 5, int), 2), f"at most {BLOCK} scored tokens"),
-        (Row(np.array([1, 257]), 1), r"\[0, 257\), the model's vocabulary, got 257"),
-    ]:
-        with pytest.raises(EvaluationError, match=message):
+    rows = [Row(np.arange(3), 0), Row(np.arange(3), 4), Row(np.zeros(BLOCK + 5, int), 2)]
+    message = f"at least one token before at most {BLOCK} scored tokens"
+    vocabulary = r"\[0, 257\), the model's vocabulary, got 257"
+    for row, says in [*((row, message) for row in rows), (Row(np.array([1, 257]), 1), vocabulary)]:
+        with pytest.raises(EvaluationError, match=says):
             scorer.score([row])
 
 
@@ -169,26 +168,16 @@ def test_validation_shards(tmp_path, both, scorer):
     write_shard(tmp_path / "x_train_000001.bin", documents[0])
     write_shard(tmp_path / "x_val_000000.bin", np.concatenate(documents[:2]))
     write_shard(tmp_path / "x_val_000001.bin", documents[2])
-    (tmp_path / "dataset.json").write_text(
-        json.dumps(
-            {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
-            | {
-                "shards": {
-                    path.name: {"tokens": (path.stat().st_size - 1024) // 2, "max_token": 256}
-                    for path in tmp_path.glob("*.bin")
-                }
-            }
-        )
-    )
+    shards = {
+        path.name: {"tokens": (path.stat().st_size - 1024) // 2, "max_token": 256}
+        for path in tmp_path.glob("*.bin")
+    }
+    about = {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
+    (tmp_path / "dataset.json").write_text(json.dumps(about | {"shards": shards}))
     dataset = find_dataset(str(tmp_path), tmp_path, "byte")
     found = score_text(scorer, from_dataset(dataset, BYTES))
     ids = np.concatenate([[256], *documents])
-    losses = []
-    for begin in range(1, len(ids), BLOCK):
-        end = min(begin + BLOCK, len(ids))
-        first = max(0, end - BLOCK - 1)
-        losses += torch_log_probs(both[1], ids[first:end], begin - first)[0].tolist()
-    losses = -np.array(losses)
+    losses = -torch_text(both[1], ids)
     assert found.tokens == len(ids) - 1
     assert found.bytes == sum(len(text.encode()) for text in texts) == found.tokens - 3
     assert found.bits_per_byte == pytest.approx(found.text_nats / math.log(2) / found.bytes)
@@ -263,94 +252,75 @@ def test_core_equals_pytorch(tmp_path, both, scorer):
     assert max(len(p) for i in range(16) for p in tasks[0].prompts(i)) > BLOCK  # some are cropped
 
 
-def edited(item, **fields):
+def edited(**fields):
     return json.dumps(hellaswag_items(1)[0] | fields)
 
 
-GOOD = json.dumps(hellaswag_items(1)[0])
+JSONL = [
+    (f"{edited()}\n\n{{", r"val\.jsonl, line 3: expected JSON: "),
+    (f"{edited()}\n[]", "line 2: expected a JSON object"),
+    (edited(ctx=3), "line 1: expected ctx to be a text, found 3"),
+    (edited(endings="abcd"), "line 1: expected endings to be texts, found 'abcd'"),
+    (edited(endings=["a", None]), "line 1: expected endings to be texts"),
+    (edited(label=4), r"line 1: expected label in 0\.\.3, found 4 "),
+    (edited(label=True), r"expected label in 0\.\.3, found True"),
+    (edited(label=""), "the test split has no labels"),
+    ("", "found an empty file"),
+    (None, "No such file or directory; https://.*hellaswag_val.jsonl is the published file"),
+]
+BIN = [
+    (lambda b: b[:100], "example 0 at offset 1024 of 100 bytes is malformed"),
+    (lambda b: b"\0\0\0\0" + b[4:], "expected magic 20240522 and version 1"),
+    (lambda b: b[:1400], r"example 1 at offset \d+ of 1400 bytes is malformed"),
+    (lambda b: b[:-2], "expected 2 examples of"),
+    (lambda b: b[:-1], "expected 2 examples of"),
+    (lambda b: b + b"\0\0", "expected 2 examples of"),
+    (lambda b: b[:1030] + b"\x07\0" + b[1032:], "example 0 at offset 1024 .* malformed"),
+]
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (f"{GOOD}\n\n{{", r"val\.jsonl, line 3: expected a JSON object: "),
-        (f"{GOOD}\n[]", "line 2: expected a JSON object, found"),
-        (edited(0, ctx=3), "line 1: expected ctx to be a text, found 3"),
-        (edited(0, endings="abcd"), "line 1: expected endings to be texts, found 'abcd'"),
-        (edited(0, endings=["a", None]), "line 1: expected endings to be texts"),
-        (edited(0, label=4), r"line 1: expected label in 0\.\.3, found 4 "),
-        (edited(0, label=True), r"expected label in 0\.\.3, found True"),
-        (edited(0, label=""), "the test split has no labels"),
-        ("", "found an empty file"),
-        (None, "expected a file, found no file; https://.*hellaswag_val.jsonl is the published"),
-    ],
-)
-def test_malformed_hellaswag(text, message, tmp_path):
-    path = tmp_path / "hellaswag_val.jsonl"
-    if text is not None:
-        path.write_text(text)
+@pytest.mark.parametrize(("change", "message"), JSONL + BIN)
+def test_malformed_hellaswag(change, message, tmp_path):
+    path = tmp_path / f"hellaswag_val.{'bin' if callable(change) else 'jsonl'}"
+    if callable(change):
+        write_bin(path, hellaswag_items(2))
+        path.write_bytes(change(path.read_bytes()))
+    elif change is not None:
+        path.write_text(change)
     with pytest.raises(EvaluationError, match=message):
         read_hellaswag(path)
 
 
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda b: b[:100], "expected magic 20240522 and version 1"),
-        (lambda b: b"\0\0\0\0" + b[4:], "expected magic 20240522"),
-        (lambda b: b[:-2], r"example 1 at offset \d+ of \d+ bytes is malformed"),
-        (lambda b: b[:-1], "expected uint16"),
-        (lambda b: b + b"\0\0", "expected 2 examples, found more bytes"),
-        (lambda b: b[:1030] + b"\x07\0" + b[1032:], "example 0 at offset 1024 .* label 7"),
-    ],
-)
-def test_malformed_bin(damage, message, tmp_path):
-    path = tmp_path / "hellaswag_val.bin"
-    write_bin(path, hellaswag_items(2))
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(EvaluationError, match=message):
-        read_hellaswag(path)
+CHOICES, WINOGRAD = (f"eval_data/some/{name}.jsonl" for name in ("choices", "winograd"))
+CSV, YAML = "eval_meta_data.csv", "core.yaml"
 
 
 @pytest.mark.parametrize(
     "file, old, new, message",
     [
-        ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: expected a list icl_tasks, found None"),
-        ("core.yaml", "- label: choices", "- label: [", "expected YAML"),
-        ("core.yaml", "schema", "scheme", "expected icl_task_type to be one of"),
-        ("core.yaml", "[2]", "2", "expected num_fewshot to be a list"),
-        ("core.yaml", "[2]", "[16]", "16 examples and an item need more lines"),
-        ("core.yaml", "some/lambada", "../../lambada", "expected dataset_uri inside of"),
-        ("core.yaml", "some/lambada", "lambada", "expected a file, found no file; it is part of"),
-        ("eval_meta_data.csv", "50.0", "much", "line 3: expected CSV .* columns Eval Task and"),
-        ("eval_meta_data.csv", "choices,", "choice,", "a Random baseline of choices"),
-        ("eval_data/some/choices.jsonl", '"gold"', '"gild"', "line 1: expected gold to be int"),
-        ("eval_data/some/winograd.jsonl", '"gold": ', '"gold": 2', "and gold to be the index"),
-        ("core.yaml", "[2]", "[" * 20_000, "core.yaml: expected YAML: maximum recursion depth"),
-        ("core.yaml", "[2]", "!!timestamp x", "core.yaml: expected YAML: "),
-        ("core.yaml", "schema", "[schema]", "expected icl_task_type to be one of"),
-        ("core.yaml", "some/lambada.jsonl", r'"a\0b"', "delimiter to be texts, found"),
-        ("core.yaml", "some/lambada.jsonl", r'"\ud800"', "delimiter to be texts, found"),
-        ("core.yaml", "label: lambada", r'label: "\ud800"', "delimiter to be texts, found"),
-        ("eval_meta_data.csv", "lambada,x", "\udcff", "expected CSV .* can't decode"),
-        (
-            "eval_meta_data.csv",
-            "choices,x",
-            "x" * 200_000,
-            "expected CSV .*: field larger than",
-        ),
-        (
-            "eval_data/some/choices.jsonl",
-            '"choices": [',
-            '"choices": [1, ',
-            "that are texts",
-        ),
-        (
-            "eval_data/some/winograd.jsonl",
-            'options": [',
-            'options": [null, ',
-            "that are texts",
-        ),
+        (YAML, "icl_tasks:", "tasks:", "core.yaml: expected a list icl_tasks, found None"),
+        (YAML, "- label: choices", "- label: [", "expected YAML"),
+        (YAML, "[2]", "[" * 20_000, "core.yaml: expected YAML: maximum recursion depth"),
+        (YAML, "[2]", "!!timestamp x", "core.yaml: expected YAML: "),
+        (YAML, "schema", "scheme", "expected icl_task_type to be one of"),
+        (YAML, "schema", "[schema]", "expected icl_task_type to be str"),
+        (YAML, "[2]", "2", "expected num_fewshot to be list, found 2"),
+        (YAML, "[2]", "[x]", "expected num_fewshot to be a list with a number"),
+        (YAML, "[2]", "[16]", "16 examples and an item need more lines"),
+        (YAML, "some/lambada", "../../lambada", "expected dataset_uri inside of"),
+        (YAML, "some/lambada", "lambada", "No such file or directory; it is part of"),
+        (YAML, "some/lambada.jsonl", r'"a\0b"', "delimiter to be texts"),
+        (YAML, "some/lambada.jsonl", r'"\ud800"', "delimiter to be texts"),
+        (YAML, "label: lambada", r'label: "\ud800"', "delimiter to be texts"),
+        (CSV, "50.0", "much", "expected CSV .* columns Eval Task and"),
+        (CSV, "50.0", "100", "expected a Random baseline below 100 % of winograd"),
+        (CSV, "choices,", "choice,", "a Random baseline below 100 % of choices"),
+        (CSV, "lambada,x", "\udcff", "expected CSV .* can't decode"),
+        (CSV, "choices,x", "x" * 200_000, "expected CSV .*: field larger than"),
+        (CHOICES, '"gold"', '"gild"', "line 1: expected gold to be int"),
+        (WINOGRAD, '"gold": ', '"gold": 2', "and gold to be the index"),
+        (CHOICES, '"choices": [', '"choices": [1, ', "that are texts"),
+        (WINOGRAD, 'options": [', 'options": [null, ', "that are texts"),
     ],
 )
 def test_malformed_core(file, old, new, message, tmp_path):
@@ -364,14 +334,13 @@ def test_malformed_core(file, old, new, message, tmp_path):
 
 def test_malformed_texts(tmp_path, scorer):
     path = tmp_path / "text.txt"
+    with pytest.raises(EvaluationError, match="No such file or directory; expected a text file"):
+        from_file(path, BYTES)
     for content, message in [
         (b"ab\xff", "expected UTF-8 text, found byte 0xff at offset 2"),
         (b"", "found an empty file"),
-        (None, "expected a text file, found no file"),
     ]:
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_bytes(content)
+        path.write_bytes(content)
         with pytest.raises(EvaluationError, match=message):
             from_file(path, BYTES)
     path.write_text("abc")
@@ -389,7 +358,7 @@ def test_an_error_of_the_thread_that_reads_ahead_is_raised():
         yield 1
         raise ValueError("malformed")
 
-    read = ahead(blocks())
+    read = _ahead(blocks())
     assert next(read) == 1
     with pytest.raises(ValueError, match="malformed"):
         next(read)

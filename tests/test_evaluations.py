@@ -52,7 +52,9 @@ def test_results_are_those_of_the_saved_model(evaluating):
 
 def test_a_missing_file_ends_the_run_before_it_starts(evaluating):
     (evaluating.data_dir / "hellaswag_val.jsonl").unlink()
-    with pytest.raises(ConfigError, match="--eval-tasks hellaswag: .* found no file; https://"):
+    with pytest.raises(
+        ConfigError, match="--eval-tasks hellaswag: .*No such file or directory; https://"
+    ):
         run(evaluating)
     assert not evaluating.run_dir.exists()
 

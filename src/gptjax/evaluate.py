@@ -1,13 +1,11 @@
 """Score a model: `python -m gptjax.evaluate PATH --task hellaswag`."""
 
-import contextlib
 import dataclasses
-import functools
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,12 @@ from gptjax.evaluation import (
     EvaluationError,
     Scorer,
     Stream,
-    core_metric,
-    evenly_spaced,
     from_dataset,
     from_file,
-    score_choices,
-    score_core,
     score_text,
+    tasks,
 )
-from gptjax.evaluation.places import place, read
+from gptjax.evaluation.scoring import Progress
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import command_line, exit_code, printable
@@ -39,8 +34,6 @@ TEXT_TASKS = ("loss", "bits-per-byte")
 TASKS = (*TEXT_TASKS, *EVAL_TASKS)
 # Seconds between lines of progress.
 LINE_SECONDS = 10
-# 256 times the default on a GPU.
-MAX_BATCH_TOKENS = 2**24
 USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError, OSError)
 
 
@@ -84,9 +77,8 @@ class Evaluate(ModelOptions):
                 f"--task must be names of {', '.join(TASKS)}, got {wrong[0]!r}; other tasks: "
                 "python -m gptjax.evaluate RUN --harness mmlu"
             )
-        if len({*self.task}) < len(self.task):
-            raise EvaluationError(f"expected each task once, got {' '.join(self.task)}")
-        texts = any(task in TEXT_TASKS for task in self.task)
+        others = [task for task in self.task if task not in TEXT_TASKS]
+        texts = len(others) < len(self.task)
         dataset = None if self.dataset == "auto" else self.dataset
         for option, value, needed, given in (
             ("--stride", self.stride, "--task loss or bits-per-byte", texts),
@@ -101,24 +93,14 @@ class Evaluate(ModelOptions):
             raise EvaluationError(
                 f"expected --file or --dataset, got both, {self.file} and {dataset}; leave one out"
             )
-        texts_only = all(task in TEXT_TASKS for task in self.task)
-        if self.file is not None and not texts_only and len(self.task) > 1:
+        if self.file is not None and others and len(self.task) > 1:
             raise EvaluationError("--file is the file of one task; set --data-dir for several")
         for name in ("limit", "batch_tokens", "stride"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise EvaluationError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.batch_tokens is not None and self.batch_tokens > MAX_BATCH_TOKENS:
-            raise EvaluationError(
-                f"--batch-tokens must be at most {MAX_BATCH_TOKENS}, got {self.batch_tokens}"
-            )
         self.check_precision()
-        if self.out is not None:
-            try:
-                folder = output(self.out).parent
-            except OSError as error:
-                raise EvaluationError(f"--out {error}") from error
-            if not folder.is_dir():
-                raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
+        if self.out is not None and not output(self.out).parent.is_dir():
+            raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
 
 
 def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
@@ -131,8 +113,9 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     used = options.select_devices(lambda note: console.print(note, markup=False))
     from gptjax.training import memory
 
+    texts = [task for task in TEXT_TASKS if task in options.task]
     inputs = {
-        task: read(task, options.file or place(task, options.data_dir))
+        task: tasks.read(task, options.data_dir, options.file)
         for task in options.task
         if task not in TEXT_TASKS
     }
@@ -140,17 +123,15 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     scorer = Scorer.of(model, used, options.batch_tokens)
     about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
     console.print(printable(f"{options.path}: {about}"), markup=False)
-    rows = []
-    texts = [task for task in options.task if task in TEXT_TASKS]
+    rows, progress = [], _progress(console)
     try:
         if texts:  # one pass for both metrics
-            with _progress(console, " and ".join(texts)) as scored:
-                rows += _score_text(options, texts, scorer, tokenizer, console, scored)
+            rows += _timed(_score_text, options, texts, scorer, tokenizer, console)
         for task, items in inputs.items():
-            with _progress(console, task) as scored:
-                rows += _score(options, task, scorer, tokenizer, items, scored)
+            arguments = (task, items, scorer, tokenizer, options.limit, progress)
+            rows += _timed(tasks.score, *arguments)
         if options.harness:
-            rows += _harness(options, model, tokenizer, used, console)
+            rows += _timed(_harness, options, model, tokenizer, used, progress)
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_full(error):
             raise
@@ -159,68 +140,42 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
             "smaller --batch-tokens, or --device cpu"
         ) from error
     console.print(_table(rows))
-    return _result(options, command, rows, used, model)
+    from gptjax.bench import results
+
+    return results.new(
+        command,
+        rows,
+        device=used[0].device_kind,
+        packages=("lm_eval",) if options.harness else (),
+        devices=len(used),
+        model=str(options.path),
+        precision=model.config.precision.name,
+    )
+
+
+def _timed(score: Callable[..., dict[str, dict[str, Any]]], *arguments: Any) -> list[dict]:
+    """Return a row for each result by task; the last row has the seconds of all."""
+    began = time.perf_counter()
+    rows = [{"task": task} | values for task, values in score(*arguments).items()]
+    rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
+    return rows
 
 
 def _score_text(
-    options: Evaluate,
-    tasks: list[str],
-    scorer: Scorer,
-    tokenizer: Any,
-    console: Console,
-    scored: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
-    """Print the path of the text; return one row for loss and one for bits-per-byte."""
-    began = time.perf_counter()
+    options: Evaluate, metrics: list[str], scorer: Scorer, tokenizer: Any, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Print the path of the text; return loss and bits-per-byte."""
     path, stream = _stream(options, tokenizer)
     console.print(printable(f"text: {path}"), markup=False)
     tokens = min(stream.tokens, options.limit or stream.tokens)
     windows = -(-tokens // (options.stride or scorer.max_length))
+    scored = _progress(console)(" and ".join(metrics), windows)
     found = score_text(
-        scorer,
-        stream,
-        stride=options.stride,
-        max_tokens=options.limit,
-        scored=lambda n: scored(n, windows),
+        scorer, stream, stride=options.stride, max_tokens=options.limit, scored=scored
     )
     values = {"loss": found.loss, "bits-per-byte": found.bits_per_byte}
     about = {"dataset": str(path), "tokens": found.tokens, "bytes": found.bytes}
-    about["seconds"] = _since(began)
-    return [{"task": task, "value": values[task]} | about for task in tasks]
-
-
-def _score(
-    options: Evaluate,
-    task: str,
-    scorer: Scorer,
-    tokenizer: Any,
-    items: Any,
-    scored: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
-    """Return the rows of hellaswag or core."""
-    began = time.perf_counter()
-    if task == "core":
-        total = sum(min(len(each.items), options.limit or len(each.items)) for each in items)
-        of_each = score_core(
-            scorer,
-            tokenizer,
-            items,
-            max_items=options.limit,
-            scored=lambda n: scored(n, total),
-        )
-        rows = [{"task": f"core/{label}"} | values for label, values in of_each.items()]
-        rows.append({"task": task, "value": core_metric(of_each), "items": total})
-    else:
-        questions = evenly_spaced(items, options.limit)
-        total = sum(len(question.endings) for question in questions)
-        choices = score_choices(scorer, tokenizer, questions, scored=lambda n: scored(n, total))
-        rows = [{"task": task} | choices.metrics()]
-    rows[-1]["seconds"] = _since(began)
-    return rows
-
-
-def _since(began: float) -> float:
-    return round(time.perf_counter() - began, 3)
+    return {name: {"value": values[name]} | about for name in metrics}
 
 
 def _stream(options: Evaluate, tokenizer: Any) -> tuple[Path, Stream]:
@@ -234,42 +189,41 @@ def _stream(options: Evaluate, tokenizer: Any) -> tuple[Path, Stream]:
 
 
 def _harness(
-    options: Evaluate, model: Any, tokenizer: Any, used: list, console: Console
-) -> list[dict[str, Any]]:
-    """Return the rows of the tasks of lm-evaluation-harness."""
+    options: Evaluate, model: Any, tokenizer: Any, used: list, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Return the metrics of the tasks of lm-evaluation-harness."""
     from gptjax.evaluation.harness import LM, evaluate_tasks
 
     batch = None
     if options.batch_tokens is not None:
         batch = max(1, options.batch_tokens // model.config.block_size)
-    began = time.perf_counter()
     found = evaluate_tasks(
-        LM(model, tokenizer, batch, devices=used, progress=functools.partial(_progress, console)),
+        LM(model, tokenizer, batch, devices=used, progress=progress),
         options.harness,
         path=options.harness_path,
         shots=options.shots,
         limit=options.limit,
     )
-    rows = [{"task": f"harness/{name}", **values} for name, values in found.items()]
-    rows[-1]["seconds"] = _since(began)
-    return rows
+    return {f"harness/{name}": values for name, values in found.items()}
 
 
-@contextlib.contextmanager
-def _progress(console: Console, task: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of the number of newly scored items and the total, which prints progress
-    every ten seconds."""
-    printed, total_scored = time.monotonic(), 0
+def _progress(console: Console) -> Progress:
+    """Return a function that begins a progress, of which a line is printed every ten seconds."""
 
-    def advance(scored: int, total: int) -> None:
-        nonlocal printed, total_scored
-        total_scored += scored
-        if time.monotonic() - printed >= LINE_SECONDS:
-            printed = time.monotonic()
-            console.print(f"{task}: {total_scored:,} of {total:,}", markup=False)
-            console.file.flush()
+    def start(text: str, total: int) -> Callable[[int], None]:
+        printed, done = time.monotonic(), 0
 
-    yield advance
+        def scored(count: int) -> None:
+            nonlocal printed, done
+            done += count
+            if time.monotonic() - printed >= LINE_SECONDS:
+                printed = time.monotonic()
+                console.print(printable(f"{text}: {done:,} of {total:,}"), markup=False)
+                console.file.flush()
+
+        return scored
+
+    return start
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -286,20 +240,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
                 name = row["task"] if name == "value" else name
                 table.add_row(row["task"], name, f"{value:.4f}{plus}", scored)
     return table
-
-
-def _result(options: Evaluate, command: str, rows: list, used: list, model: Any) -> dict[str, Any]:
-    from gptjax.bench import results
-
-    return results.new(
-        command,
-        rows,
-        device=used[0].device_kind,
-        packages=("lm_eval",) if options.harness else (),
-        devices=len(used),
-        model=str(options.path),
-        precision=model.config.precision.name,
-    )
 
 
 def main(args: list[str] | None = None) -> int:

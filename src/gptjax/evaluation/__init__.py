@@ -14,8 +14,7 @@ from gptjax.evaluation.choices import (
     score_choices,
 )
 from gptjax.evaluation.core import CoreTask, core_metric, read_core, score_core
-from gptjax.evaluation.errors import EvaluationError
-from gptjax.evaluation.scoring import Row, Score, Scorer
+from gptjax.evaluation.scoring import EvaluationError, Row, Score, Scorer
 from gptjax.evaluation.text import Stream, TextScore, from_dataset, from_file, score_text
 
 if TYPE_CHECKING:

@@ -9,32 +9,24 @@ tokens:
 
 lm-evaluation-harness differs: it edits the text and divides by the characters of the ending.
 
-| task | file | context | items |
-| --- | --- | --- | --- |
-| HellaSwag | hellaswag_val.jsonl of github.com/rowanz/hellaswag | ctx | 10,042 |
-| HellaSwag | hellaswag_val.bin of llm.c, which has the same tokens | | 10,042 |
+HellaSwag has 10,042 items: hellaswag_val.jsonl of github.com/rowanz/hellaswag, or the same tokens
+in llm.c's hellaswag_val.bin.
 """
 
 import dataclasses
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gptjax.evaluation.errors import EvaluationError
-from gptjax.evaluation.scoring import Row, Scorer, ahead
+from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, read_file
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 # llm.c's .bin of questions: header of 256 int32, then uint16.
-BIN_MAGIC, BIN_VERSION, HEADER_INTS, START = 20240522, 1, 256, 65535
-# Number of questions that a thread tokenizes while the device scores earlier questions.
-_BLOCK = 512
-# The largest published file has 50 MB.
-_MAX_BYTES = 1 << 30
+BIN_MAGIC, BIN_VERSION, HEADER_BYTES, START = 20240522, 1, 1024, 65535
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +59,13 @@ class Choices:
 
     def metrics(self) -> dict[str, Any]:
         """Return items, acc, acc_norm and their standard errors."""
-        right = [_best(s) == label for s, label in zip(self.sums, self.labels, strict=True)]
-        normed = [_best(s) == label for s, label in zip(self.means, self.labels, strict=True)]
-        found: dict[str, Any] = {"items": len(right)}
-        for name, each in (("acc", right), ("acc_norm", normed)):
-            share = sum(each) / len(each)
+        found: dict[str, Any] = {"items": len(self.labels)}
+        for name, values in (("acc", self.sums), ("acc_norm", self.means)):
+            # The first largest value is the answer.
+            right = [x.index(max(x)) == label for x, label in zip(values, self.labels, strict=True)]
+            share = sum(right) / len(right)
             found[name] = share
-            found[f"{name}_stderr"] = math.sqrt(share * (1 - share) / max(1, len(each) - 1))
+            found[f"{name}_stderr"] = math.sqrt(share * (1 - share) / max(1, len(right) - 1))
         return found
 
 
@@ -95,12 +87,10 @@ def score_choices(
     """
     if not questions:
         raise EvaluationError("expected at least one question, got none")
-    rows = itertools.chain.from_iterable(ahead(_rows(tokenizer, questions)))
-    scores = iter(scorer.score(rows, scored=scored))
-    of_each = [tuple(itertools.islice(scores, len(q.endings))) for q in questions]
+    found = scorer.score_items((_rows(tokenizer, q) for q in questions), scored=scored)
     return Choices(
-        [tuple(score.log_prob for score in each) for each in of_each],
-        [tuple(score.mean for score in each) for each in of_each],
+        [tuple(score.log_prob for score in each) for each in found],
+        [tuple(score.mean for score in each) for each in found],
         [question.label for question in questions],
     )
 
@@ -112,35 +102,13 @@ def evenly_spaced(items: Sequence, count: int | None) -> list:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def _rows(tokenizer: Any, questions: Sequence[Question]) -> Iterator[list[Row]]:
-    """Yield the rows of a block of questions, one row for each ending."""
-    for block in itertools.batched(questions, _BLOCK):
-        texts = [
-            text
-            for question in block
-            if isinstance(question.context, str)
-            for text in (question.context, *(f" {ending}" for ending in question.endings))
-        ]
-        encoded = iter(encode_batch(tokenizer, texts))
-        rows = []
-        for question in block:
-            context, endings = question.context, question.endings
-            if isinstance(context, str):
-                context, endings = next(encoded), [next(encoded) for _ in endings]
-            rows += [Row(np.concatenate([context, end]), len(context)) for end in endings]
-        yield rows
-
-
-def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the token ids of each text, with several threads if the tokenizer supports threads."""
-    if hasattr(tokenizer, "encode_batch"):
-        return tokenizer.encode_batch(texts)
-    return [np.asarray(tokenizer.encode(text)) for text in texts]
-
-
-def _best(values: Sequence[float]) -> int:
-    """Return the index of the first largest value."""
-    return max(range(len(values)), key=values.__getitem__)
+def _rows(tokenizer: Any, question: Question) -> list[Row]:
+    """Return a row for each ending."""
+    context, endings = question.context, question.endings
+    if isinstance(context, str):
+        context = tokenizer.encode(context)
+        endings = [tokenizer.encode(f" {ending}") for ending in endings]
+    return [Row(np.concatenate([context, ending]), len(context)) for ending in endings]
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -150,10 +118,10 @@ def read_hellaswag(path: Path) -> list[Question]:
     Raises:
         EvaluationError: the file is missing or malformed; the message has the line or the offset.
     """
-    check_file(path, f"{HELLASWAG_URL} is the published file")
+    hint = f"{HELLASWAG_URL} is the published file"
     if path.suffix == ".bin":
-        return _read_bin(path)
-    return [_hellaswag(fields, where) for where, fields in read_jsonl(path)]
+        return _read_bin(path, read_file(path, hint))
+    return [_hellaswag(fields, where) for where, fields in read_jsonl(path, hint)]
 
 
 def _hellaswag(fields: dict, where: str) -> Question:
@@ -171,85 +139,57 @@ def _hellaswag(fields: dict, where: str) -> Question:
     return Question(context, tuple(endings), label)
 
 
-def _read_bin(path: Path) -> list[Question]:
-    content = path.read_bytes()
-    head = np.frombuffer(content[: 4 * HEADER_INTS], "<i4")
-    if len(head) < HEADER_INTS or head[0] != BIN_MAGIC or head[1] != BIN_VERSION:
-        found = head[:2].tolist() if len(head) >= 2 else f"{len(content)} bytes"
+def _read_bin(path: Path, content: bytes) -> list[Question]:
+    """Return the questions: each is START, its bytes, its index, label, count, and the lengths and
+    tokens of the context and the endings."""
+    head = np.frombuffer(content[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), "<i4")
+    if head[0] != BIN_MAGIC or head[1] != BIN_VERSION:
         raise EvaluationError(
             f"{path}: expected magic {BIN_MAGIC} and version {BIN_VERSION} of llm.c's questions at "
-            f"offset 0, found {found}"
+            f"offset 0, found {head[:2].tolist()}"
         )
-    if len(content) % 2:
-        raise EvaluationError(f"{path}: expected uint16 tokens, found {len(content)} bytes")
-    stream, at, questions = np.frombuffer(content, "<u2", offset=4 * HEADER_INTS), 0, []
+    stream = np.frombuffer(content[HEADER_BYTES : len(content) // 2 * 2], "<u2")
+    at, questions = 0, []
     for index in range(int(head[2])):
-        try:
-            question, at = _bin_question(stream, at)
-        except (IndexError, ValueError) as error:
+        begin, parts = at, []
+        header = stream[at : at + 5].tolist()
+        start, size, _, label, count = header if len(header) == 5 else (0, 0, 0, 0, 0)
+        at += 5
+        for _ in range(count + 1 if start == START else 0):
+            length = int(stream[at]) if at < len(stream) else 0
+            parts.append(stream[at + 1 : at + 1 + length])
+            at += 1 + length
+        if label >= count or not all(map(len, parts)) or 2 * (at - begin) != size:
             raise EvaluationError(
-                f"{path}: example {index} at offset {4 * HEADER_INTS + 2 * at} of {len(content)} "
-                f"bytes is malformed: {error}"
-            ) from None
-        questions.append(question)
-    if at != len(stream):
+                f"{path}: example {index} at offset {HEADER_BYTES + 2 * begin} of {len(content)} "
+                "bytes is malformed"
+            )
+        questions.append(Question(parts[0], tuple(parts[1:]), label))
+    if HEADER_BYTES + 2 * at != len(content):
         raise EvaluationError(
-            f"{path}: expected {head[2]} examples, found more bytes at offset "
-            f"{4 * HEADER_INTS + 2 * at}"
+            f"{path}: expected {head[2]} examples of {HEADER_BYTES + 2 * at} bytes, found "
+            f"{len(content)}"
         )
     return questions
 
 
-def _bin_question(stream: np.ndarray, at: int) -> tuple[Question, int]:
-    """Return the example at an index of the stream, and the index of the next example.
-
-    Raises:
-        IndexError, ValueError: the example is malformed or cut short.
-    """
-    start, size, _, label, count = (int(stream[at + i]) for i in range(5))
-    if start != START or count < 2 or label >= count:
-        raise ValueError(f"found start {start}, label {label}, {count} completions")
-    parts, position = [], at + 5
-    for _ in range(count + 1):
-        length = int(stream[position])
-        part = stream[position + 1 : position + 1 + length]
-        if not length or len(part) < length:
-            raise ValueError(f"expected {length} tokens, at least 1, found {len(part)}")
-        parts.append(part)
-        position += 1 + length
-    if 2 * (position - at) != size:
-        raise ValueError(f"expected {size} bytes, found {2 * (position - at)}")
-    return Question(parts[0], tuple(parts[1:]), label), position
-
-
-def check_file(path: Path, hint: str) -> None:
-    """Raise EvaluationError unless a path is a regular file of a plausible size."""
-    try:
-        if not path.is_file():
-            found = "a folder" if path.is_dir() else "no file"
-            raise EvaluationError(f"{path}: expected a file, found {found}; {hint}")
-        if (size := path.stat().st_size) > _MAX_BYTES:
-            raise EvaluationError(f"{path}: expected at most {_MAX_BYTES} bytes, found {size}")
-    except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def read_jsonl(path: Path) -> list[tuple[str, dict]]:
+def read_jsonl(path: Path, hint: str) -> list[tuple[str, dict]]:
     """Return the object of each line that is not empty, and "FILE, line N" for messages.
 
     Raises:
-        EvaluationError: a line is not a JSON object.
+        EvaluationError: the file is missing, or a line is not a JSON object.
     """
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        where = f"{path}, line {number}"
+    for number, line in enumerate(read_file(path, hint).splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
-            if line.strip():
-                found.append((where, json.loads(line)))
+            fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise EvaluationError(f"{where}: expected a JSON object: {error}") from None
-        if found and not isinstance(found[-1][1], dict):
-            raise EvaluationError(f"{where}: expected a JSON object, found {line[:60]!r}")
+            raise EvaluationError(f"{path}, line {number}: expected JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise EvaluationError(f"{path}, line {number}: expected a JSON object")
+        found.append((f"{path}, line {number}", fields))
     if not found:
         raise EvaluationError(f"{path}: expected JSON lines, found an empty file")
     return found

@@ -16,22 +16,23 @@ The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.c
 
 import csv
 import dataclasses
-import itertools
+import io
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gptjax.evaluation.choices import check_file, encode_batch, read_jsonl
-from gptjax.evaluation.errors import EvaluationError
-from gptjax.evaluation.scoring import Row, Score, Scorer, ahead
+from gptjax.evaluation.choices import read_jsonl
+from gptjax.evaluation.scoring import EvaluationError, Row, Score, Scorer, read_file
 from gptjax.terminal import has_control_characters
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 SHUFFLE_SEED, FEW_SHOT_SEED = 1337, 1234
-# Type of a task → names and types of an item's fields.
+_PART = f"it is part of {BUNDLE_URL}"
+# Names and types of the fields of a task in core.yaml, and of an item by type of the task.
+TASK_FIELDS = {"label": str, "icl_task_type": str, "dataset_uri": str, "num_fewshot": list}
 FIELDS: dict[str, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
     "schema": {"context_options": list, "continuation": str, "gold": int},
@@ -70,24 +71,24 @@ class CoreTask:
 
         For language_modeling: the prompt without the continuation, and the prompt with it.
         """
-        item = self.items[index]
-        shots = "".join(f"{self._solved(each)}\n\n" for each in self.few_shot(index))
-        if self.kind == "multiple_choice":
-            begin = f"{shots}{item['query']}{self.delimiter}"
-            return [f"{begin}{choice}" for choice in item["choices"]]
-        if self.kind == "schema":
-            end = f"{self.delimiter}{item['continuation']}"
-            return [f"{shots}{context}{end}" for context in item["context_options"]]
-        prompt = f"{shots}{item['context'].strip()}{self.delimiter}"
-        # The space before the continuation is part of the continuation's first token.
-        return [prompt.strip(), f"{prompt}{item['continuation']}"]
+        shots = "".join(
+            f"{self._texts(each)[each.get('gold', 0)]}\n\n" for each in self.few_shot(index)
+        )
+        prompts = [f"{shots}{text}" for text in self._texts(self.items[index])]
+        if self.kind == "language_modeling":
+            # The space before the continuation is part of the continuation's first token.
+            context = self.items[index]["context"].strip()
+            prompts.insert(0, f"{shots}{context}{self.delimiter}".strip())
+        return prompts
 
-    def _solved(self, item: dict[str, Any]) -> str:
+    def _texts(self, item: dict[str, Any]) -> list[str]:
+        """Return an item with each choice."""
         if self.kind == "multiple_choice":
-            return f"{item['query']}{self.delimiter}{item['choices'][item['gold']]}"
+            return [f"{item['query']}{self.delimiter}{choice}" for choice in item["choices"]]
+        end = f"{self.delimiter}{item['continuation']}"
         if self.kind == "schema":
-            return f"{item['context_options'][item['gold']]}{self.delimiter}{item['continuation']}"
-        return f"{item['context'].strip()}{self.delimiter}{item['continuation']}"
+            return [f"{context}{end}" for context in item["context_options"]]
+        return [f"{item['context'].strip()}{end}"]
 
 
 def score_core(
@@ -128,21 +129,9 @@ def core_metric(results: dict[str, dict[str, Any]]) -> float:
 
 def score_task(scorer: Scorer, tokenizer: Any, task: CoreTask, count: int) -> list[bool]:
     """Return whether the model's answer is correct for each of the first `count` items."""
-    greedy = task.kind == "language_modeling"
     items = (_rows(tokenizer, task, index, scorer.max_length) for index in range(count))
-    sizes: list[int] = []
-
-    def rows() -> Iterator[Row]:
-        for block in ahead(itertools.batched(items, 64)):
-            for rows in block:
-                sizes.append(len(rows))
-                yield from rows
-
-    scores = iter(scorer.score(rows(), greedy=greedy))
-    return [
-        _is_right(task, task.items[index], [next(scores) for _ in range(size)])
-        for index, size in enumerate(sizes)
-    ]
+    found = scorer.score_items(items, greedy=task.kind == "language_modeling")
+    return [_is_right(task, item, scores) for item, scores in zip(task.items, found, strict=False)]
 
 
 def _is_right(task: CoreTask, item: dict[str, Any], scores: list[Score]) -> bool:
@@ -155,7 +144,11 @@ def _is_right(task: CoreTask, item: dict[str, Any], scores: list[Score]) -> bool
 
 def _rows(tokenizer: Any, task: CoreTask, index: int, most: int) -> list[Row]:
     """Return the rows of an item, each of at most `most` tokens."""
-    encoded = encode_batch(tokenizer, task.prompts(index))
+    prompts = task.prompts(index)
+    if hasattr(tokenizer, "encode_batch"):  # with several threads
+        encoded = tokenizer.encode_batch(prompts)
+    else:
+        encoded = map(tokenizer.encode, prompts)
     sequences = [np.concatenate([[tokenizer.eot], ids]).astype(np.int32) for ids in encoded]
     if task.kind == "language_modeling":
         without, whole = sequences
@@ -205,74 +198,69 @@ def read_core(folder: Path) -> list[CoreTask]:
             "core.yaml needs PyYAML: pip install -e '.[eval]', or pip install pyyaml"
         ) from None
     file = folder / "core.yaml"
-    check_file(file, f"unpack {BUNDLE_URL} so that this file exists")
+    text = read_file(file, f"unpack {BUNDLE_URL} so that this file exists")
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise
+        config = yaml.safe_load(text)
     except Exception as error:  # PyYAML raises errors of many types
         raise EvaluationError(f"{file}: expected YAML: {' '.join(str(error).split())}") from None
     entries = config.get("icl_tasks") if isinstance(config, dict) else None
     if not isinstance(entries, list) or not entries:
         raise EvaluationError(f"{file}: expected a list icl_tasks, found {entries!r:.60}")
     baselines = _baselines(folder / "eval_meta_data.csv")
-    return [_task(folder, file, entry, baselines) for entry in entries]
+    return [_task(folder, entry, baselines) for entry in entries]
 
 
 def _baselines(file: Path) -> dict[str, float]:
     """Return each task's accuracy of random guessing, read from the percentages in the file."""
-    check_file(file, f"it is part of {BUNDLE_URL}")
-    found, line = {}, 1
+    content = read_file(file, _PART)
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            for record in (records := csv.DictReader(lines)):
-                line = records.line_num
-                found[record["Eval Task"]] = baseline = float(record["Random baseline"]) / 100
-                if not 0 <= baseline < 1:
-                    raise ValueError(f"a baseline of {100 * baseline:g} %")
+        records = csv.DictReader(io.StringIO(content.decode(), newline=""))
+        found = {each["Eval Task"]: float(each["Random baseline"]) / 100 for each in records}
     except (csv.Error, ValueError, TypeError, LookupError) as error:
         raise EvaluationError(
-            f"{file}, line {line}: expected CSV with the columns Eval Task and Random baseline, a "
-            f"percentage below 100: {error}"
+            f"{file}: expected CSV with the columns Eval Task and Random baseline: {error}"
         ) from None
     return found
 
 
-def _task(folder: Path, file: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
+def _task(folder: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
+    where = f"{folder / 'core.yaml'}: {entry!r:.200}"
     fields = entry if isinstance(entry, dict) else {}
-    label, kind = fields.get("label"), fields.get("icl_task_type")
-    uri, shots = fields.get("dataset_uri"), fields.get("num_fewshot")
-    delimiter = fields.get("continuation_delimiter", " ")
-    shots = shots[0] if isinstance(shots, list) and shots else None
-    texts = all(isinstance(text, str) for text in (label, uri, delimiter))
-    expected = None
-    if not texts or has_control_characters(label + uri):
-        expected = "label, dataset_uri and continuation_delimiter to be texts"
-    elif not isinstance(kind, str) or kind not in FIELDS:
-        expected = f"icl_task_type to be one of {', '.join(FIELDS)}"
-    elif type(shots) is not int or shots < 0:
-        expected = "num_fewshot to be a list with a number"
-    elif label not in baselines:
-        expected = f"a Random baseline of {label} in eval_meta_data.csv"
-    elif not (folder / "eval_data" / uri).resolve().is_relative_to(folder.resolve()):
-        expected = f"dataset_uri inside of {folder}"
-    if expected is not None:
-        raise EvaluationError(f"{file}: expected {expected}, found {entry!r:.200}")
-    check_file(path := folder / "eval_data" / uri, f"it is part of {BUNDLE_URL}")
-    items = [_item(kind, fields, where) for where, fields in read_jsonl(path)]
+    _check_types(fields, TASK_FIELDS, where)
+    label, kind, uri, shots = (fields[name] for name in TASK_FIELDS)
+    shots, delimiter = shots[0] if shots else None, fields.get("continuation_delimiter", " ")
+    if has_control_characters(label + uri) or not isinstance(delimiter, str):
+        raise EvaluationError(f"{where}: expected label, dataset_uri and delimiter to be texts")
+    if kind not in FIELDS:
+        raise EvaluationError(f"{where}: expected icl_task_type to be one of {', '.join(FIELDS)}")
+    if type(shots) is not int or shots < 0:
+        raise EvaluationError(f"{where}: expected num_fewshot to be a list with a number")
+    if not 0 <= baselines.get(label, -1) < 1:
+        raise EvaluationError(f"{where}: expected a Random baseline below 100 % of {label}")
+    path = folder / "eval_data" / uri
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise EvaluationError(f"{where}: expected dataset_uri inside of {folder}")
+    items = []
+    for where, fields in read_jsonl(path, _PART):
+        _check_item(kind, fields, where)
+        items.append(fields)
     if shots >= len(items):
         raise EvaluationError(f"{path}: {shots} examples and an item need more lines")
     random.Random(SHUFFLE_SEED).shuffle(items)
     return CoreTask(label, kind, tuple(items), shots, delimiter, baselines[label])
 
 
-def _item(kind: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
-    for name, expected in FIELDS[kind].items():
+def _check_types(fields: dict[str, Any], types: dict[str, type], where: str) -> None:
+    for name, expected in types.items():
         if type(fields.get(name)) is not expected:
             raise EvaluationError(
                 f"{where}: expected {name} to be {expected.__name__}, found "
                 f"{fields.get(name)!r:.60}"
             )
+
+
+def _check_item(kind: str, fields: dict[str, Any], where: str) -> None:
+    _check_types(fields, FIELDS[kind], where)
     if kind != "language_modeling":
         options = fields["choices" if kind == "multiple_choice" else "context_options"]
         texts = all(isinstance(option, str) for option in options)
@@ -281,4 +269,3 @@ def _item(kind: str, fields: dict[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: expected several options that are texts, and gold to be the index of "
                 f"one, found {fields['gold']} of {options!r:.60}"
             )
-    return fields

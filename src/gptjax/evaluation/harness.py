@@ -7,16 +7,14 @@ generated on one device, in batches of prompts of similar length.
 """
 
 import collections
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from gptjax.evaluation.errors import EvaluationError
-from gptjax.evaluation.scoring import Row, Scorer
+from gptjax.evaluation.scoring import EvaluationError, Progress, Row, Scorer
 from gptjax.generation import generate
 from gptjax.models.base import Model
 
@@ -30,8 +28,6 @@ except ImportError as error:
 
 MAX_NEW_TOKENS = 256
 
-type Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]
-
 
 class LM(TemplateLM):
     """A gptjax model for `lm_eval.simple_evaluate(model=…)`.
@@ -43,8 +39,8 @@ class LM(TemplateLM):
             of prompts in a batch. None: the default of `Scorer`, and 16 prompts.
         devices: devices for scoring; None for all. Generation uses one device.
         seed: seed of sampling, for tasks with a temperature above 0.
-        progress: function of a text; returns a context manager of a function, which is called with
-            the number of newly completed requests and the number of all requests.
+        progress: function of a text and the number of requests; returns a function that is called
+            with the number of newly completed requests.
     """
 
     def __init__(
@@ -55,11 +51,9 @@ class LM(TemplateLM):
         *,
         devices: list[jax.Device] | None = None,
         seed: int = 0,
-        progress: Progress = lambda text: contextlib.nullcontext(lambda done, total: None),
+        progress: Progress = lambda text, total: lambda count: None,
     ):
         super().__init__()
-        if batch_size is not None and batch_size < 1:
-            raise EvaluationError(f"batch_size must be at least 1, got {batch_size}")
         tokens = None if batch_size is None else batch_size * model.config.block_size
         self._scorer = Scorer.of(model, devices, tokens)
         self._model, self._tokenizer = model, tokenizer
@@ -94,36 +88,29 @@ class LM(TemplateLM):
             Row(np.array(context + continuation, np.int32), len(context))
             for _, context, continuation in requests
         )
-        with self._progress("log-probabilities") as scored:
-            total = len(requests)
-            scores = self._scorer.score(rows, greedy=True, scored=lambda n: scored(n, total))
-        found = [(score.log_prob, bool(score.greedy)) for score in scores]
-        for (texts, _, _), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
+        scored = self._progress("log-probabilities", len(requests))
+        scores = self._scorer.score(rows, greedy=True, scored=scored)
+        return [(score.log_prob, bool(score.greedy)) for score in scores]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in the windows of the harness."""
-        rows, owners = [], []
-        for index, request in enumerate(requests):
+        texts = []
+        for request in requests:
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            for context, continuation in map(utils.make_disjoint_window, windows):
-                ids = np.array([*context, *continuation], np.int32)
-                rows.append(Row(ids, len(context)))
-                owners.append(index)
-        totals = [0.0] * len(requests)
-        with self._progress("windows of texts") as scored:
-            scores = self._scorer.score(rows, scored=lambda n: scored(n, len(rows)))
-        for index, score in zip(owners, scores, strict=True):
-            totals[index] += score.log_prob
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+            texts.append(
+                [
+                    Row(np.array([*context, *continuation], np.int32), len(context))
+                    for context, continuation in map(utils.make_disjoint_window, windows)
+                ]
+            )
+        scored = self._progress("windows of texts", sum(map(len, texts)))
+        found = self._scorer.score_items(texts, scored=scored)
+        return [sum(score.log_prob for score in each) for each in found]
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt up to the first of its stop texts.
@@ -131,52 +118,47 @@ class LM(TemplateLM):
         Supported options are until, max_gen_toks, do_sample, temperature, top_k and top_p. A prompt
         that leaves no room for max_gen_toks loses its first tokens.
         """
-        texts: dict[int, str] = {}
+        texts = [""] * len(requests)
         groups = collections.defaultdict(list)
         for index, request in enumerate(requests):
             context, options = request.args
-            options = _Options.of(dict(options), self.max_gen_toks)
-            if not 1 <= options.length < self.max_length:
+            until, length, sampling = _options(dict(options), self.max_gen_toks)
+            if not 1 <= length < self.max_length:
                 raise EvaluationError(
-                    f"expected max_gen_toks in 1..{self.max_length - 1}, got {options.length}"
+                    f"expected max_gen_toks in 1..{self.max_length - 1}, got {length}"
                 )
-            ids = self.tok_encode(context)[options.length - self.max_length :]
-            ids = ids or [self.prefix_token_id]
-            groups[options.length, options.sampling].append((index, ids, options))
-        with self._progress("continuations") as completed:
-            for group in groups.values():
-                group.sort(key=lambda each: -len(each[1]))
-                for begin in range(0, len(group), self._prompts):
-                    batch = group[begin : begin + self._prompts]
-                    texts |= self._continue(batch)
-                    completed(len(batch), len(requests))
-        for index, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[index])
-        return [texts[index] for index in range(len(requests))]
+            ids = self.tok_encode(context)[length - self.max_length :] or [self.prefix_token_id]
+            groups[length, *sampling].append((index, ids, until))
+        completed = self._progress("continuations", len(requests))
+        for (length, *sampling), group in groups.items():
+            group.sort(key=lambda each: -len(each[1]))
+            for begin in range(0, len(group), self._prompts):
+                batch = group[begin : begin + self._prompts]
+                new_BT = self._continue([ids for _, ids, _ in batch], length, dict(sampling))
+                for (index, _, until), new_T in zip(batch, new_BT, strict=True):
+                    texts[index] = self._text(new_T, until)
+                completed(len(batch))
+        return texts
 
-    def _continue(self, group: list) -> dict[int, str]:
-        """Return the continuation of each prompt of a group with equal length and sampling."""
-        options, count = group[0][2], self._prompts
+    def _continue(self, prompts: list[list[int]], length: int, sampling: dict) -> list[np.ndarray]:
+        """Return `length` new tokens of each prompt."""
         self._key, key = jax.random.split(self._key)
         # Always `_prompts` rows: another number of rows would need another executable.
-        lengths_B = np.ones(count, np.int32)
-        lengths_B[: len(group)] = [len(ids) for _, ids, _ in group]
-        prompts_BT = np.zeros((count, lengths_B.max()), np.int32)
-        for row, (_, ids, _) in enumerate(group):
+        lengths_B = np.ones(self._prompts, np.int32)
+        lengths_B[: len(prompts)] = [len(ids) for ids in prompts]
+        prompts_BT = np.zeros((self._prompts, lengths_B.max()), np.int32)
+        for row, ids in enumerate(prompts):
             prompts_BT[row, : len(ids)] = ids
         tokens_BT = generate(
             self._model,
             prompts_BT,
-            max_new_tokens=options.length,
+            max_new_tokens=length,
             lengths_B=lengths_B,
             key=key,
-            **dict(options.sampling),
+            **sampling,
         )
-        tokens_BT, texts = np.asarray(tokens_BT), {}
-        for row, (index, ids, own) in enumerate(group):
-            new_T = tokens_BT[row, len(ids) : len(ids) + options.length]
-            texts[index] = self._text(new_T, own.until)
-        return texts
+        rows = zip(np.asarray(tokens_BT), prompts, strict=False)
+        return [tokens_T[len(ids) : len(ids) + length] for tokens_T, ids in rows]
 
     def _text(self, new_T: np.ndarray, until: Sequence[str]) -> str:
         """Return the text of generated tokens before end-of-text and the first stop text."""
@@ -188,35 +170,24 @@ class LM(TemplateLM):
         return text
 
 
-class _Options(NamedTuple):
-    """Options of a request to generate.
-
-    Attributes:
-        length: number of new tokens.
-        until: stop texts.
-        sampling: names and values of arguments of `gptjax.generate`.
-    """
-
-    length: int
-    until: tuple[str, ...]
-    sampling: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, given: dict[str, Any], default_length: int) -> "_Options":
-        until = given.pop("until", None) or []
-        length = int(given.pop("max_gen_toks", given.pop("max_new_tokens", default_length)))
-        sample = given.pop("do_sample", given.get("temperature", 0) > 0)
-        temperature = given.pop("temperature", 1.0)
-        sampling: dict[str, Any] = {"temperature": temperature if sample else 0}
-        filters = {name: given.pop(name, None) for name in ("top_k", "top_p")}
-        sampling |= {name: value for name, value in filters.items() if sample and value}
-        if given:
-            raise EvaluationError(
-                f"unknown options of generation {sorted(given)}; known are until, max_gen_toks, "
-                "do_sample, temperature, top_k, top_p"
-            )
-        texts = (until,) if isinstance(until, str) else tuple(until)
-        return cls(length, texts, tuple(sorted(sampling.items())))
+def _options(
+    given: dict[str, Any], default_length: int
+) -> tuple[tuple[str, ...], int, tuple[tuple[str, Any], ...]]:
+    """Return stop texts, number of new tokens, and items of arguments of `gptjax.generate`."""
+    until = given.pop("until", None) or ()
+    length = int(given.pop("max_gen_toks", given.pop("max_new_tokens", default_length)))
+    sample = given.pop("do_sample", given.get("temperature", 0) > 0)
+    temperature = given.pop("temperature", 1.0)
+    sampling: dict[str, Any] = {"temperature": temperature if sample else 0}
+    filters = {name: given.pop(name, None) for name in ("top_k", "top_p")}
+    sampling |= {name: value for name, value in filters.items() if sample and value}
+    if given:
+        raise EvaluationError(
+            f"unknown options of generation {sorted(given)}; known are until, max_gen_toks, "
+            "do_sample, temperature, top_k, top_p"
+        )
+    texts = (until,) if isinstance(until, str) else tuple(until)
+    return texts, length, tuple(sampling.items())
 
 
 def evaluate_tasks(

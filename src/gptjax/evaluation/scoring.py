@@ -9,8 +9,10 @@ Shapes: B rows of a batch over all devices, T time.
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +21,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from gptjax.evaluation.errors import EvaluationError
+from gptjax.files import read_regular
 from gptjax.models.base import Model, ModelConfig, abstract_params, graph, params_of, placements
 from gptjax.parallel import AXIS, Parallel, over_batch, put
+from gptjax.terminal import printable
 
 # Padded numbers of input tokens of a row: the lengths below block_size, and block_size.
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -29,6 +32,28 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CHUNK = 16384
 # Number of batches in flight, so that the device never waits.
 IN_FLIGHT = 3
+
+# A function of a text and a total, which returns a function of a number of newly scored items.
+type Progress = Callable[[str, int], Callable[[int], Any]]
+
+
+class EvaluationError(ValueError):
+    """A file, an item or an option of an evaluation that the user can correct.
+
+    Messages quote the contents of files, so `str` replaces control characters.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def read_file(path: Path, hint: str) -> bytes:
+    """Return the contents of a regular file. Raise EvaluationError that ends with `hint`."""
+    try:
+        return read_regular(path)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        text = getattr(error, "strerror", None) or error
+        raise EvaluationError(f"{path}: {text}; {hint}") from error
 
 
 class Row(NamedTuple):
@@ -142,6 +167,28 @@ class Scorer:
             scores[index] = Score(-float(losses.sum()), len(losses), is_greedy)
         return [scores[index] for index in range(len(scores))]
 
+    def score_items(
+        self,
+        items: Iterable[list[Row]],
+        *,
+        greedy: bool = False,
+        scored: Callable[[int], Any] = lambda count: None,
+    ) -> list[list[Score]]:
+        """Return the scores of the rows of each item. Other arguments and errors: see `losses`.
+
+        A thread computes the next items while the device scores earlier ones.
+        """
+        sizes: list[int] = []
+
+        def rows() -> Iterator[Row]:
+            for block in _ahead(itertools.batched(items, 64)):
+                for item in block:
+                    sizes.append(len(item))
+                    yield from item
+
+        scores = iter(self.score(rows(), greedy=greedy, scored=scored))
+        return [list(itertools.islice(scores, size)) for size in sizes]
+
     def losses(
         self,
         rows: Iterable[Row],
@@ -196,19 +243,14 @@ class Scorer:
 
     def _fitted(self, row: Row) -> Row:
         """Return a row of at most max_length + 1 tokens after checking it."""
-        tokens, start = row
+        crop = max(0, len(row.tokens) - self.max_length - 1)
+        tokens, start = row.tokens[crop:], row.start - crop
         if not 1 <= start <= len(tokens):
             raise EvaluationError(
-                f"expected a row with at least one token before the scored ones, got {len(tokens)} "
-                f"tokens, scored from index {start}"
+                f"expected a row with at least one token before at most {self.max_length} scored "
+                f"tokens (the model's block_size), got {len(row.tokens)} tokens, scored from index "
+                f"{row.start}"
             )
-        if (crop := len(tokens) - self.max_length - 1) > 0:
-            tokens, start = tokens[crop:], start - crop
-            if start < 1:
-                raise EvaluationError(
-                    f"expected at most {self.max_length} scored tokens in a row (the model's "
-                    f"block_size), got {len(tokens) - start}"
-                )
         return Row(tokens, start)
 
     def _run(self, length: int, rows: list[Row], greedy: bool):
@@ -305,9 +347,8 @@ def _greedy(
     return losses.reshape(shape), greedy.reshape(shape)
 
 
-def ahead(blocks: Iterable) -> Iterator:
-    """Yield the blocks; a thread computes the next block while the caller uses the current
-    block."""
+def _ahead(blocks: Iterable) -> Iterator:
+    """Yield the blocks; a thread computes the next block while the caller uses the current one."""
     blocks, end = iter(blocks), object()
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(next, blocks, end)

@@ -21,8 +21,7 @@ import numpy as np
 
 from gptjax import data
 from gptjax.data.shards import Shard
-from gptjax.evaluation.errors import EvaluationError
-from gptjax.evaluation.scoring import Row, Scorer
+from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, read_file
 
 
 class Stream(NamedTuple):
@@ -74,13 +73,8 @@ def from_file(path: Path, tokenizer: Any) -> Stream:
         EvaluationError: the file is missing, not a regular file, empty, or not UTF-8.
     """
     try:
-        if not path.is_file():
-            found = "a folder without shards" if path.is_dir() else "no file"
-            raise EvaluationError(f"{path}: expected a text file, found {found}")
-        # Not read_text, which would translate line ends and so change the bytes.
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise EvaluationError(f"{path}: cannot be read: {error.strerror or error}") from error
+        # Not in text mode, which would translate line ends and so change the bytes.
+        text = read_file(path, "expected a text file or a folder with shards").decode()
     except UnicodeDecodeError as error:
         raise EvaluationError(
             f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at offset "
@@ -89,7 +83,7 @@ def from_file(path: Path, tokenizer: Any) -> Stream:
     if not text:
         raise EvaluationError(f"{path}: expected a text, found an empty file")
     tokens = np.asarray(tokenizer.encode(text))
-    return Stream([tokens], tokenizer.eot, len(tokens), _byte_lengths(tokenizer))
+    return Stream([tokens], tokenizer.eot, len(tokens), tokenizer.byte_lengths())
 
 
 def from_dataset(dataset: data.Dataset, tokenizer: Any) -> Stream:
@@ -106,7 +100,7 @@ def from_dataset(dataset: data.Dataset, tokenizer: Any) -> Stream:
         )
     shards = [Shard(path) for path in dataset.val]
     chunks = (tokens for shard in shards for _, tokens in shard.chunks())
-    return Stream(chunks, tokenizer.eot, dataset.val_tokens, _byte_lengths(tokenizer))
+    return Stream(chunks, tokenizer.eot, dataset.val_tokens, tokenizer.byte_lengths())
 
 
 def score_text(
@@ -125,7 +119,7 @@ def score_text(
         scored: called with a number of windows after each batch.
 
     Raises:
-        EvaluationError: a stride out of range, or an id out of the tokenizer's vocabulary.
+        EvaluationError: a stride out of range, or a text without bytes.
     """
     length, byte_lengths = scorer.max_length, stream.byte_lengths
     stride = length if stride is None else stride
@@ -138,11 +132,6 @@ def score_text(
     def rows() -> Iterator[Row]:
         for row in _windows(stream, length, stride, max_tokens):
             targets = row.tokens[row.start :]
-            if int(targets.max()) >= len(byte_lengths):
-                raise EvaluationError(
-                    f"expected ids below {len(byte_lengths)}, the tokenizer's vocabulary, got "
-                    f"{targets.max()}"
-                )
             total["tokens"] += len(targets)
             total["bytes"] += int(byte_lengths[targets].sum())
             yield row
@@ -169,12 +158,3 @@ def _windows(stream: Stream, length: int, stride: int, max_tokens: int | None) -
         end = min(start + stride, len(tokens))
         begin = max(0, end - length - 1)
         yield Row(tokens[begin:end], start - begin)
-
-
-def _byte_lengths(tokenizer: Any) -> np.ndarray:
-    if not hasattr(tokenizer, "byte_lengths"):
-        raise EvaluationError(
-            f"the tokenizer {type(tokenizer).__name__} has no byte_lengths(): the bytes of its ids "
-            "are unknown"
-        )
-    return tokenizer.byte_lengths()

@@ -6,14 +6,7 @@ from jaxtyping import PyTree
 
 from gptjax import data
 from gptjax.config import Config, ConfigError
-from gptjax.evaluation import (
-    EvaluationError,
-    Scorer,
-    core_metric,
-    score_choices,
-    score_core,
-)
-from gptjax.evaluation.places import place, read
+from gptjax.evaluation import EvaluationError, Scorer, tasks
 from gptjax.models.base import ModelConfig
 from gptjax.parallel import Parallel
 
@@ -39,7 +32,7 @@ class Evaluations:
             self._tokenizer = data.get_tokenizer(tokenizer)
             for task in config.eval_tasks.split(","):
                 try:
-                    self._items[task] = read(task, place(task, config.data_dir))
+                    self._items[task] = tasks.read(task, config.data_dir)
                 except EvaluationError as error:
                     raise ConfigError(f"--eval-tasks {task}: {error}") from error
 
@@ -56,13 +49,13 @@ class Evaluations:
         scorer = Scorer(model, params, self._parallel, tokens)
         try:
             for task, items in self._items.items():
-                if task == "core":
-                    results = score_core(scorer, self._tokenizer, items)
-                    found["core"] = core_metric(results)
-                    found |= {f"core_{name}": each["acc"] for name, each in results.items()}
-                    continue
-                metrics = score_choices(scorer, self._tokenizer, items).metrics()
-                found |= {f"{task}_{name}": metrics[name] for name in ("acc", "acc_norm")}
+                for name, values in tasks.score(task, items, scorer, self._tokenizer).items():
+                    if "value" in values:
+                        found[name] = values["value"]
+                    elif task == "core":
+                        found[name.replace("/", "_")] = values["acc"]
+                    else:
+                        found |= {f"{name}_{each}": values[each] for each in ("acc", "acc_norm")}
         except EvaluationError as error:
             raise data.DataError(str(error)) from error
         return found
