@@ -69,14 +69,11 @@ class ModelConfig(abc.ABC):
         operational: fields that do not change what the model learns. A resumed run may differ in
             these.
         of_run: fields that the run determines, not the model of `init_from`.
-        supports_segment_ids: whether `kernels` has an argument `segments`, and `Model.hidden` and
-            `Model.losses` an argument `segment_ids_BT`.
         supports_fp8: whether the blocks have FP8 matmuls, which the precision fp8 needs.
     """
 
     operational: ClassVar[frozenset[str]] = frozenset(("loss", "loss_chunk", "recompute"))
     of_run: ClassVar[frozenset[str]] = frozenset(("precision",))
-    supports_segment_ids: ClassVar[bool] = False
     supports_fp8: ClassVar[bool] = False
 
     vocab_size: int = 50257
@@ -224,7 +221,6 @@ class TransformerConfig(ModelConfig):
     """Config of a model whose attention, norms and MLPs are operations of pallas_kernels."""
 
     operational: ClassVar[frozenset[str]] = ModelConfig.operational | {"attention", "norm", "mlp"}
-    supports_segment_ids: ClassVar[bool] = True
     supports_fp8: ClassVar[bool] = True
 
     attention: str = "auto"
@@ -290,7 +286,8 @@ class Model(nnx.Module):
                 and values are appended to the cache.
             segment_ids_BT: a segment is a run of equal ids. A token attends to its own segment
                 only. Positions count from the first token of the segment. None: each sequence is
-                one segment. Segment ids need a config with `supports_segment_ids` and no cache.
+                one segment. Segment ids need a model whose `hidden` and `losses` have this
+                argument, and no cache.
 
         Raises:
             ValueError: tokens that are not a two-dimensional array of integers, more of them than
@@ -508,8 +505,6 @@ def count_targets(targets: Integer[Array, "..."], ignore_index: int = IGNORED) -
 
 def why_no_segments(config: ModelConfig) -> str | None:
     """Return why a model cannot separate documents; None if `segment_ids_BT` is supported."""
-    if not config.supports_segment_ids:
-        return f"{type(config).__name__} has none"
     kind = type(nnx.merge(graph(config), abstract_params(config)))
     for method in (kind.hidden, kind.losses):
         parameters = inspect.signature(method).parameters
