@@ -288,15 +288,16 @@ def test_forward(mosaic_on_cpu, shape, dtype, tiles, mask):
 
 ONE = (1, 136, 1, 1, 64)
 BACKWARD_CASES = [
-    *(((1, 384, 1, 1, 64), dtype, WHOLE_HEADS, {}) for dtype in (FP16, BF16)),
+    ((1, 384, 1, 1, 64), BF16, WHOLE_HEADS, {}),
     # Not a multiple of 8; one more than two blocks of keys; two in the last block; tiny ones.
     ((1, 100, 1, 1, 64), FP16, WHOLE_HEADS, {}),
     ((1, 257, 1, 1, 64), FP16, WHOLE_HEADS, {}),
     ((1, 130, 1, 1, 64), FP16, SPLIT_HEADS, {}),
     ((2, 1, 1, 1, 64), BF16, WHOLE_HEADS, {}),
     ((2, 7, 1, 1, 64), BF16, WHOLE_HEADS, {}),
-    *(((2, 136, 4, 2, 64), FP16, tiles, {}) for tiles in (WHOLE_HEADS, SPLIT_HEADS)),
-    ((1, 384, 2, 2, 64), FP16, SPLIT_HEADS, {"packed": True}),
+    ((2, 136, 4, 2, 64), FP16, WHOLE_HEADS, {}),
+    ((1, 136, 4, 2, 64), FP16, SPLIT_HEADS, {}),
+    ((1, 264, 2, 2, 64), FP16, SPLIT_HEADS, {"packed": True}),
     ((1, 257, 1, 1, 64), FP16, WHOLE_HEADS, {"causal": False}),
     # Inside a block; over two blocks, with keys in the middle whose tiles need no mask.
     ((1, 264, 1, 1, 64), FP16, WHOLE_HEADS, {"window": 70}),
@@ -329,7 +330,7 @@ def test_backward(mosaic_on_cpu, shape, dtype, tiles, how):
 
 def test_packed_equals_separate(mosaic_on_cpu):
     for check, tiles in ((FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)):
-        found = [check((1, 200, 2, 2, 64), tiles=tiles, packed=packed) for packed in (True, False)]
+        found = [check((1, 136, 2, 2, 64), tiles=tiles, packed=packed) for packed in (True, False)]
         jax.tree.map(np.testing.assert_array_equal, *found)
 
 
@@ -370,10 +371,9 @@ def test_documents_of_split_heads(mosaic_on_cpu):
 @pytest.mark.parametrize("check, tiles", [(FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)])
 def test_documents_do_not_see_each_other(mosaic_on_cpu, check, tiles):
     """Results outside of a document are the same bits, whatever its tokens are."""
-    ids, shape = ids_of(EDGES, OTHERS), (2, LENGTH, 2, 1, 64)
+    ids, shape = ids_of(EDGES), (1, LENGTH, 2, 1, 64)
     document = np.zeros(ids.shape, bool)
     document[0, 128:193] = True
-    document[1, :136] = True
     args, (dout, dlse) = inputs(shape, FP16)
     changed = [jnp.where(document[..., None, None], -x / FP16(2), x) for x in (*args, dout)]
     found = []
