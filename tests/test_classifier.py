@@ -420,6 +420,18 @@ def test_the_head(implementation):
         assert not np.asarray(found[2][:, 17:]).any()
 
 
+def test_invalid_targets_are_one_number_that_is_not_ignored(triton_on_cpu):
+    from pallas_kernels.classifier.triton import aligned
+
+    targets = jnp.array([-(2**31), -2, -1, 0, 9, 10, 2**31 - 1])
+    for ignored, expected in (
+        (None, [-1, -1, -1, 0, 9, -1, -1]),
+        (-1, [-2, -2, -1, 0, 9, -2, -2]),
+        (-(2**31), [-(2**31), -1, -1, 0, 9, -1, -1]),
+    ):
+        np.testing.assert_array_equal(aligned(targets, 10, ignored), expected)
+
+
 # ---------------------------------------------------------------------------------------------- GPU
 
 GPU_SHAPES = [
