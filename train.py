@@ -17,7 +17,6 @@ if __name__ == "__main__":
 # Before JAX starts: no other process uses the GPU, and JAX's default is 75 % of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
-import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
