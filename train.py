@@ -17,6 +17,7 @@ if __name__ == "__main__":
 # Before JAX starts: no other process uses the GPU, and JAX's default is 75 % of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -77,7 +78,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     inputs = Inputs.find(config, parallel.mesh, resumed=start.step is not None)
     devices.reserve_memory(used)  # after the checks of the data
     evaluations = Evaluations(config, inputs.dataset.tokenizer, parallel)
-    stack.enter_context(locked(config.run_dir, lambda text: say("WARNING", text)))
+    warn = functools.partial(say, "WARNING")
+    stack.enter_context(locked(config.run_dir, warn))
     if source:
         init_from.check_tokenizer(source, inputs.dataset)
     processes = distributed.check_inputs(used, inputs.dataset)

@@ -212,7 +212,8 @@ class Config:
             return
         ends, last = [stage.until for stage in self.stages[:-1]], self.stages[-1].until
         ends += [] if last is None else [last]
-        if None in ends or ends != sorted({*ends}):
+        known = [end for end in ends if end is not None]
+        if known != ends or known != sorted({*known}):
             raise ConfigError(
                 "expected an increasing until, the step at which a stage ends, in all stages but "
                 f"the last, which needs none; got {ends}"
@@ -389,10 +390,10 @@ def model_from_json(
     fields = {name[6:]: value for name, value in flat.items() if name.startswith("model.")}
     types = typing.get_type_hints(kind)
     for name, value in fields.items():
-        kind_of_value = types.get(name)
         fields[name] = tuples(value)
-        if isinstance(value, list) and hasattr(kind_of_value, "_fields"):  # a named tuple
-            fields[name] = kind_of_value(*fields[name])
+        make = types.get(name)
+        if isinstance(value, list) and make is not None and hasattr(make, "_fields"):
+            fields[name] = make(*fields[name])  # a named tuple
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known):
         raise ConfigError(
