@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import last_state, losses, run, steps_kept, train_py
+from train_tools import last_state, run, same_as, steps_kept, train_py
 
 from gptjax.config import ConfigError
 from gptjax.data import ShardError
@@ -22,23 +21,18 @@ from gptjax.optim import OptimizerConfig
 from gptjax.training import compilation, errors, progress, status_line
 from gptjax.training import step as step_module
 from gptjax.training.checkpoint import NotFiniteError
+from gptjax.training.run_log import read_log
 
 # The fixture `config`.
 pytest_plugins = ["train_tools"]
 
 
 def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
-    run(
-        dataclasses.replace(
-            config, max_steps=6, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
-        )
-    )
+    optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    run(dataclasses.replace(config, max_steps=6))
     good = last_state(config)
-    # The weights of the checkpoint are fine; the data is not: an id beyond the table makes the loss
-    # NaN.
-    bad = dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, schedule_steps=20)
-    )
+    # The weights of the checkpoint are fine; an id beyond the table makes the loss NaN.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             train_py,
@@ -46,28 +40,24 @@ def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
             lambda sharding, x: jax.device_put(x._replace(inputs=0 * x.inputs + 9999), sharding),
         )
         with pytest.raises(NotFiniteError, match=r"step 7: loss nan.*checkpoint of step 6 is kept"):
-            run(bad)
+            run(config)
     assert steps_kept(config) == [6]
     assert all(np.array_equal(a, b) for a, b in zip(last_state(config), good, strict=True))
-    lines = (config.run_dir / "log.jsonl").read_text().splitlines()
-    assert [row for row in map(json.loads, lines) if row["kind"] == "event"][-1][
-        "event"
-    ] == "not finite"
+    log = read_log(config.run_dir / "log.jsonl")
+    assert [row["event"] for row in log if row["kind"] == "event"][-1] == "not finite"
 
     # Each of the two pieces of advice is taken.
-    slower = dataclasses.replace(bad.optimizer, learning_rate=1e-3)
+    slower = dataclasses.replace(optimizer, learning_rate=1e-3)
     with pytest.raises(ConfigError, match="--resume with_changes"):
-        run(dataclasses.replace(bad, optimizer=slower))
-    skipping = dataclasses.replace(bad.optimizer, skip_loss_z=5.0, skip_grad_norm_z=5.0)
-    for max_steps, optimizer in ((8, slower), (9, skipping)):
+        run(dataclasses.replace(config, optimizer=slower))
+    skipping = dataclasses.replace(optimizer, skip_loss_z=5.0, skip_grad_norm_z=5.0)
+    for steps, changed in ((8, slower), (9, skipping)):
         code, shown = run(
-            dataclasses.replace(
-                bad, optimizer=optimizer, max_steps=max_steps, resume="with_changes"
-            )
+            dataclasses.replace(config, optimizer=changed, max_steps=steps, resume="with_changes")
         )
         assert code == 0 and "changed     optimizer." in shown
-    lines = (config.run_dir / "log.jsonl").read_text().splitlines()
-    starts = [row for row in map(json.loads, lines) if row.get("event") == "start"]
+    log = read_log(config.run_dir / "log.jsonl")
+    starts = [row for row in log if row.get("event") == "start"]
     assert starts[-2]["changes"] == {"optimizer.learning_rate": [1e-2, 1e-3]}
     assert {"optimizer.skip_loss_z", "optimizer.skip_grad_norm_z"} <= starts[-1]["changes"].keys()
 
@@ -224,15 +214,6 @@ def test_after_a_fault_the_same_command_goes_on_bit_for_bit(
     stopped_at = steps_kept(config)[-1]
     assert stopped_at == 6 if not shown else 9 <= stopped_at < 20
     same_as(alone, config, f"resuming from step {stopped_at}")
-
-
-def same_as(alone, config, says):
-    """Resume a run; check that losses and state are those of the undisturbed run."""
-    code, shown = run(config)
-    assert code == 0 and says in shown
-    assert losses(config) == losses(alone) and list(losses(config)) == list(range(1, 21))
-    both = zip(last_state(config), last_state(alone), strict=True)
-    assert all(np.array_equal(a, b) for a, b in both)
 
 
 def test_a_run_with_a_damaged_newest_checkpoint_resumes_from_the_one_before(config, alone):

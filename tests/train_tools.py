@@ -132,6 +132,17 @@ def last_state(config: Config) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
+def same_as(alone: Config, config: Config, says: str) -> None:
+    """Resume a run; check that losses and state are those of the undisturbed run."""
+    code, shown = run(config)
+    assert code == 0 and says in shown
+    assert losses(config) == losses(alone) and list(losses(config)) == list(
+        range(1, config.max_steps + 1)
+    )
+    both = zip(last_state(config), last_state(alone), strict=True)
+    assert all(np.array_equal(a, b) for a, b in both)
+
+
 def steps_kept(config: Config) -> list[int]:
     return sorted(checkpoint_files.steps(config.run_dir / "checkpoints"))
 
