@@ -238,27 +238,23 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
 
     if dataset in (f"stdlib_{name}" for name in TOKENIZERS):
         dataset, tokenizer = dataset.split("_")
-    if dataset != Path(dataset).name:  # a path, such as `.` or `corpora/mine`
-        candidates = [Path(dataset)]
-    else:
+    if dataset == "stdlib":  # a reserved name, even if the current folder has such a folder
+        note, folder = None, data_dir / "stdlib_gpt2"
+        if tokenizer == "byte" or not (folder / MANIFEST).exists():
+            chosen, note = choose_tokenizer(tokenizer)
+            folder = data_dir / f"stdlib_{chosen.name}"
+            if not (folder / MANIFEST).exists():
+                prepare_stdlib(data_dir, chosen.name)
+        return open_folder(folder, tokenizer, note)
+    candidates = [Path(dataset)]
+    if dataset == Path(dataset).name:  # not a path, such as `.` or `corpora/mine`
         suffixes = TOKENIZERS if tokenizer == "auto" else (tokenizer,)
         names = [dataset, *(f"{dataset}_{suffix}" for suffix in suffixes)]
-        candidates = [data_dir / name for name in names]
-        if dataset != "stdlib":  # a reserved name, even if the current folder has such a folder
-            candidates.append(Path(dataset))
-    note, folder = None, next((folder for folder in candidates if folder.is_dir()), None)
-    if dataset == "stdlib" and (
-        folder is None or folder.name == "stdlib_byte" and tokenizer == "auto"
-    ):
-        # The BPE files may have become available after the byte dataset was prepared. Otherwise,
-        # repeat the note.
-        chosen, note = choose_tokenizer(tokenizer)
-        folder = data_dir / f"stdlib_{chosen.name}"
-        if not (folder / MANIFEST).exists():
-            prepare_stdlib(data_dir, chosen.name)
-    if folder is None:
-        raise DatasetError(_not_prepared(dataset, data_dir, tokenizer))
-    return open_folder(folder, tokenizer, note)
+        candidates = [*(data_dir / name for name in names), Path(dataset)]
+    for folder in candidates:
+        if folder.is_dir():
+            return open_folder(folder, tokenizer)
+    raise DatasetError(_not_prepared(dataset, data_dir, tokenizer))
 
 
 def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) -> Dataset:
@@ -330,7 +326,7 @@ def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:
     kind, _, suffix = dataset.rpartition("_")
     kind, tokenizer = (kind, suffix) if suffix in TOKENIZERS else (dataset, tokenizer)
     command = kind if kind == _FINEWEB else f"{kind} --tokenizer {tokenizer}"
-    if kind not in (_FINEWEB, "stdlib", "tinyshakespeare"):
+    if kind not in (_FINEWEB, "tinyshakespeare"):
         command = f"text PATH... --name {Path(dataset).name} --tokenizer {tokenizer}"
     return (
         f"dataset {dataset!r} is not prepared: expected a folder {data_dir / dataset} or "
