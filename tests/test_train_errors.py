@@ -66,7 +66,7 @@ def test_the_124m_config_needs_a_gpu_and_says_how_to_get_it():
             "--deterministic needs --model.attention xla, got auto",
         ),
         ({"resume": "must"}, ConfigError, "--resume must: there is no checkpoint"),
-        ({"batch_tokens": 500}, ConfigError, "take 512 or 384"),
+        ({"batch_tokens": 500}, ConfigError, "choose 512 or 384"),
         (
             {"model": GPT2Config(n_layer=1, n_head=1, n_embd=8, block_size=32, attention="cudnn")},
             ConfigError,
