@@ -269,9 +269,9 @@ def test_bench_measures_separate_documents():
     """Some documents in each sequence, and no rival that computes something else."""
     config = Config(separate_documents=True, micro_batch=8)
     measured = JaxStep(config, jax.devices("cpu")[0])
-    assert 4 <= (measured._random_batch().inputs == 50256).sum() <= 30  # 8,200 tokens
-    assert measured._eot == 50256
-    assert JaxStep(Config(), jax.devices("cpu")[0])._eot is None
+    batch = measured._random_batch()
+    assert 4 <= (batch.inputs == 50256).sum() <= 30 and batch.segments is not None  # 8,200 tokens
+    assert JaxStep(Config(micro_batch=8), jax.devices("cpu")[0])._random_batch().segments is None
     assert "does not separate documents" in (why_no_step(config) or "")
     assert why_no_step(Config()) is None
 

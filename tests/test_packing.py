@@ -349,7 +349,7 @@ def test_a_run_in_order_needs_its_tokens(packed):
     packed = dataclasses.replace(packed, **how)
     with pytest.raises(ConfigError, match="^stage 3 of 3: expected training shards for all st"):
         Inputs.find(packed, mesh)
-    with pytest.raises(ConfigError, match="stage 2: --data-order sequential needs max_document_l"):
+    with pytest.raises(ConfigError, match="--data-order sequential needs max_document_l"):
         dataclasses.replace(packed, max_document_length=None)
 
 
