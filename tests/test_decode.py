@@ -175,20 +175,21 @@ def test_inconsistent_shapes_are_refused(name, implementation, one_program):
         decode_step(*args, implementation=implementation)
 
 
-@pytest.mark.parametrize("name", ["proj_LCC", "ln_2_bias_LC", "wpe_SC", "head_VC", "k_LBSHD"])
-def test_other_dtypes_are_refused(name):
+@pytest.mark.parametrize(
+    "name, dtype, expected",
+    [
+        *(
+            (name, jnp.int32, f"{name} in .*, got int32")
+            for name in ("proj_LCC", "ln_2_bias_LC", "wpe_SC", "head_VC", "k_LBSHD")
+        ),
+        ("proj_LCC", jnp.bfloat16, "proj_LCC in head_VC's float32, got bfloat16"),
+    ],
+)
+def test_other_dtypes_are_refused(name, dtype, expected):
     args = inputs(jnp.float32, (5,), **TINY)
     x = getattr(args[name == "k_LBSHD"], name)
-    args = replaced(args, **{name: x.astype(jnp.int32)})
-    with pytest.raises(ValueError, match=f"decode_step: expected {name} in .*, got int32"):
-        decode_step(*args, implementation="xla")
-
-
-def test_matrices_of_two_dtypes_are_refused():
-    args = inputs(jnp.float32, (5,), **TINY)
-    args = replaced(args, proj_LCC=args[0].proj_LCC.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match="expected proj_LCC in head_VC's float32, got bfloat16"):
-        decode_step(*args, implementation="xla")
+    with pytest.raises(ValueError, match=f"decode_step: expected {expected}"):
+        decode_step(*replaced(args, **{name: x.astype(dtype)}), implementation="xla")
 
 
 @pytest.mark.parametrize("lengths", [(5,), (0, 7)], ids=str)

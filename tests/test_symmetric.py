@@ -243,46 +243,35 @@ def selected(operation, dtype, shape, implementation="auto"):
     return _dispatch.select(operation, implementation, dtype=dtype, shape=shape)
 
 
-def test_what_the_kernels_cannot_take(triton_on_cpu, mosaic_on_cpu):
-    with pytest.raises(
-        ValueError,
-        match="'triton' supports bfloat16 or float16, not float32; these can run here: .*'xla'",
-    ):
-        selected("xxt", "float32", (2, 128, 128), "triton")
-    with pytest.raises(ValueError, match="'mosaic' supports bfloat16 or float16, not float32"):
-        selected("xxt", "float32", (2, 128, 128), "mosaic")
-    with pytest.raises(
-        ValueError,
-        match=r"'mosaic' supports matrices whose sides are multiples of 64, not \(2, 128, 96\)",
-    ):
-        selected("xxt", "bfloat16", (2, 128, 96), "mosaic")
+@pytest.mark.parametrize(
+    "name, dtype, shape, why",
+    [
+        ("triton", "float32", (2, 128, 128), "bfloat16 or float16, not float32; .*'xla'"),
+        ("mosaic", "float32", (2, 128, 128), "bfloat16 or float16, not float32"),
+        ("mosaic", "bfloat16", (2, 128, 96), r"sides are multiples of 64, not \(2, 128, 96\)"),
+    ],
+)
+def test_what_the_kernels_cannot_take(triton_on_cpu, mosaic_on_cpu, name, dtype, shape, why):
+    with pytest.raises(ValueError, match=f"'{name}' supports .*{why}"):
+        selected("xxt", dtype, shape, name)
 
 
 def test_auto_counts_rounds(mosaic_on_cpu, monkeypatch):
+    """As measured on an H200."""
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 132)
-    # As measured on an H200.
     for batch in (12, 24, 36, 48):
-        assert (
-            selected("xxt", "bfloat16", (batch, 768, 768))
-            == selected("xtx", "bfloat16", (batch, 3072, 768))
-            == "mosaic"
-        )
-    assert selected("xxt", "bfloat16", (2, 6, 1600, 1600)) == "mosaic"
-    assert (
-        selected("xxt", "bfloat16", (8, 768, 768))
-        == selected("xtx", "bfloat16", (6, 3072, 768))
-        == "xla"
-    )
-    assert (
-        selected("xxt", "bfloat16", (1, 1024, 1024))
-        == selected("xxt", "bfloat16", (768, 768))
-        == "xla"
-    )
-    assert (
-        selected("xxt", "float32", (48, 768, 768))
-        == selected("xxt", "bfloat16", (48, 768, 100))
-        == "xla"
-    )
+        assert selected("xxt", "bfloat16", (batch, 768, 768)) == "mosaic"
+        assert selected("xtx", "bfloat16", (batch, 3072, 768)) == "mosaic"
+    for operation, dtype, shape, expected in [
+        ("xxt", "bfloat16", (2, 6, 1600, 1600), "mosaic"),
+        ("xxt", "bfloat16", (8, 768, 768), "xla"),
+        ("xtx", "bfloat16", (6, 3072, 768), "xla"),
+        ("xxt", "bfloat16", (1, 1024, 1024), "xla"),
+        ("xxt", "bfloat16", (768, 768), "xla"),
+        ("xxt", "float32", (48, 768, 768), "xla"),
+        ("xxt", "bfloat16", (48, 768, 100), "xla"),
+    ]:
+        assert selected(operation, dtype, shape) == expected, (operation, dtype, shape)
 
 
 # ---------------------------------------------------------------------------------------------- GPU
@@ -295,20 +284,18 @@ GPU_SHAPES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-@pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_output_on_the_gpu(kernel, shape):
+@pytest.mark.parametrize(
+    "kernel, shape, dtype, implementation",
+    [
+        *itertools.product(FUNCTIONS, GPU_SHAPES, [jnp.bfloat16], ["mosaic", "triton"]),
+        *itertools.product(FUNCTIONS, [(2, 131, 131)], [jnp.bfloat16], ["triton"]),
+        *itertools.product(["xxt"], GPU_SHAPES[:1], [jnp.float16], ["mosaic", "triton"]),
+    ],
+    ids=str,
+)
+def test_output_on_the_gpu(kernel, shape, dtype, implementation):
     shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape
-    for implementation in ("mosaic", "triton"):
-        check_output(kernel, shape, jnp.bfloat16, implementation=implementation)
-
-
-@pytest.mark.gpu
-def test_odd_sides_and_fp16_on_the_gpu():
-    for kernel in FUNCTIONS:
-        check_output(kernel, (2, 131, 131), jnp.bfloat16, implementation="triton")
-    for implementation in ("mosaic", "triton"):
-        check_output("xxt", GPU_SHAPES[0], jnp.float16, implementation=implementation)
+    check_output(kernel, shape, dtype, implementation=implementation)
 
 
 @pytest.mark.gpu
