@@ -118,7 +118,7 @@ def params():
 
 def test_ten_steps_in_two_stages(params, seen, monkeypatch):
     monkeypatch.setitem(
-        importlib.import_module("gptjax.optim.algorithms").METHODS,
+        importlib.import_module("gptjax.optim.config").METHODS,
         "polar_express",
         functools.partial(polar_express, dtype=jnp.float32),
     )

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules as optax transformations, independent of any model."""
 
 from gptjax.optim.adamw import adamw, add_cautious_decay, decay_mask, matrices_and_adamw
-from gptjax.optim.algorithms import (
+from gptjax.optim.config import (
     ALGORITHMS,
     MatrixOptimizerConfig,
     MuonConfig,

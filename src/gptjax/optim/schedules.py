@@ -1,6 +1,7 @@
 """Learning-rate schedules with linear warm-up, as functions of the update's index (0 for the
 first)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,15 @@ import optax
 
 from gptjax.fields import check_range
 
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
+SHAPES: dict[str, Callable[[jax.Array], jax.Array] | None] = {
+    "cosine": lambda p: (1 + jnp.cos(jnp.pi * p)) / 2,
+    "linear": lambda p: 1 - p,
+    "constant": None,
+    "wsd": lambda p: 1 - jnp.sqrt(p),
+}
+"""Name of a schedule → its fall from 1 to 0 as a function of the cooldown's progress p in [0, 1].
+None: no cooldown."""
+SCHEDULES = (*SHAPES,)
 
 WSD_DECAY_FRACTION = 0.2
 
@@ -88,14 +97,10 @@ def schedule(
         )
 
     def decayed(step):
-        if name == "constant":
+        if (shape := SHAPES[name]) is None:
             return jnp.ones_like(step)
         p = jnp.clip((step - begin) / max(end - begin, 1), 0.0, 1.0)
-        if name == "wsd":
-            shape = 1 - jnp.sqrt(p)
-        else:
-            shape = (1 + jnp.cos(jnp.pi * p)) / 2 if name == "cosine" else 1 - p
-        return final_fraction + (1 - final_fraction) * shape
+        return final_fraction + (1 - final_fraction) * shape(p)
 
     def learning_rate(count):
         step = jnp.asarray(count, jnp.float32)

@@ -1,4 +1,4 @@
-"""gptjax.optim.algorithms: each config builds its optimizer and describes it; switching between
+"""gptjax.optim.config: each config builds its optimizer and describes it; switching between
 them keeps the options that both have."""
 
 import dataclasses
@@ -94,7 +94,7 @@ def given(monkeypatch, config, groups):
     """The arguments of the transformation that a config builds."""
     seen = {}
     monkeypatch.setattr(
-        importlib.import_module("gptjax.optim.algorithms"),
+        importlib.import_module("gptjax.optim.config"),
         "normuon_and_adamw",
         lambda groups, **how: seen.update(how, groups=groups) or optax.identity(),
     )

@@ -25,7 +25,7 @@ from gptjax.optim.low_precision import with_mantissa
 from gptjax.optim.normuon import distributed, momentum_schedule, normuon_and_adamw
 from gptjax.optim.partition import Group, Matrices, assign, flatten
 from gptjax.optim.polar_express import newton_schulz, polar_express
-from gptjax.optim.schedules import schedule
+from gptjax.optim.schedules import SCHEDULES, SHAPES, schedule
 
 METHODS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
 
@@ -49,7 +49,7 @@ class OptimizerConfig:
 
     learning_rate: PositiveFloat = 6e-4
     """Peak learning rate of AdamW."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    schedule: Literal[*SCHEDULES] = "cosine"
     """Shape of the cooldown, which follows the warm-up. The cooldown of wsd, 1 − √progress, takes
     the last 20 % of the steps."""
     warmup_steps: NonNegativeInt = 700
@@ -106,7 +106,7 @@ class OptimizerConfig:
         Args:
             total_steps: as in `schedules`.
         """
-        if self.final_fraction > 0 or self.schedule == "constant":
+        if self.final_fraction > 0 or SHAPES[self.schedule] is None:
             return None
         return (self.schedule_steps or total_steps) - self.final_steps
 
