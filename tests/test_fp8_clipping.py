@@ -126,7 +126,7 @@ def test_log_and_status_line(config, monkeypatch):
     assert code == 0 and list(counts := rows(on, "clipping")) == [2, 4, 5]
     assert 0 < counts[4]["mlp.0.input"] < 1 and counts[4]["linear_cross_entropy.0.input"] == 0
     greatest = max(counts[4][f"{name}.0.input"] for name in ("mlp", "projected_attention"))
-    lines = [line for line in shown.splitlines() if line.startswith("step ") and "loss" in line]
+    lines = [line for line in shown.splitlines() if " · loss " in line]
     assert "clips" not in lines[0] and f"FP8 clips {greatest:.1e} (" in lines[-1]
 
     off = dataclasses.replace(on, name="off", val_every=0)
