@@ -362,14 +362,6 @@ def test_prepare_stdlib(tmp_path, monkeypatch):
     assert f"tokenizer byte: {says}" in lines[-1]
 
 
-def test_progress_is_a_line_every_ten_seconds(texts, tmp_path, monkeypatch):
-    clock, lines = iter([0.0, 4.0, 11.0, 11.0, *[12.0] * 99]), []
-    monkeypatch.setattr(module, "_PIECES_AT_ONCE", 1)
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    prepare_texts(texts[0], tmp_path / "data", lines.append)
-    assert lines[0].startswith("tokenizing mine_byte: 1,6") and len(lines) == 2
-
-
 OPTIONS = "--name --tokenizer --val-fraction --shard-tokens --workers --seed --overwrite".split()
 HELP = {
     "stdlib": OPTIONS,

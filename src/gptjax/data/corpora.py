@@ -27,8 +27,6 @@ TINYSHAKESPEARE_URL = (
 )
 _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-_BAD_LINE_ADVICE = "correct or remove the line, or skip such lines with --skip-bad-lines"
-
 # Folders that some installations of Python lack (tests, tools), or that are not part of Python.
 _STDLIB_EXCLUDED = {
     *("site-packages", "dist-packages", "test", "tests"),
@@ -178,7 +176,8 @@ def jsonl(
                         document = read(line, f"{path}, line {number}")
                     except CorpusError as error:
                         if not skip_bad_lines:
-                            raise CorpusError(f"{error}; {_BAD_LINE_ADVICE}") from error
+                            advice = "correct the line, or skip bad ones with --skip-bad-lines"
+                            raise CorpusError(f"{error}; {advice}") from error
                         skipped.append(error)
                         continue
                     # An empty text has no tokens, and would fill the validation split with nothing.
