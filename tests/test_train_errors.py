@@ -92,7 +92,7 @@ def test_a_run_that_cannot_be_resumed_is_refused(config, tmp_path):
             {"seed": 5},
             r"(?s)begun with another config:.*--seed: the checkpoint has 0, now 5.*--nam",
         ),
-        ({"micro_batch": 3}, "a resumed run cannot change --batch-tokens"),
+        ({"micro_batch": 3}, "choose another number of devices or --micro-batch 1"),
         ({"max_steps": 7}, "--max-steps 7: the checkpoint's schedule .* step 6"),
         ({"dataset": str(other)}, "was trained on other data"),
     ):
