@@ -97,10 +97,7 @@ def main(
         note = export(model, out, to, tokenizer=None if found is None else found.name)
         print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
 
-    def interrupted() -> str:
-        return "interrupted" if out.exists() else f"interrupted; {out} is not written"
-
-    return exit_code(command, (WeightsError, DataError, OSError), interrupted)
+    return exit_code(command, (WeightsError, DataError, OSError))
 
 
 if __name__ == "__main__":
