@@ -491,7 +491,9 @@ def test_on_the_gpu(shape, how, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize("dtype, how", [(jnp.bfloat16, {}), (FP32, TF32), (FP32, {})], ids=str)
+@pytest.mark.parametrize(
+    "dtype, how", [(jnp.bfloat16, {}), (FP32, TF32), (FP32, {})], ids=["bf16", "tf32", "fp32"]
+)
 def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, how, backward, monkeypatch):
     from pallas_kernels.attention import triton
 
