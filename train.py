@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from gptjax import cli, devices, distributed
+from gptjax import cli, devices, processes
 from gptjax.config import Config
 from gptjax.parallel import put
 from gptjax.terminal import printable
@@ -64,9 +64,9 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     check_wandb(config.wandb)
     if config.deterministic:
         devices.make_deterministic()
-    distributed.initialize(config)
+    processes.initialize(config)
     used, idle_gpu = devices.select(config.device)
-    device = distributed.local(used)[0]
+    device = processes.local(used)[0]
     first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
     console.quiet |= not first
     start = resume.find(config)
@@ -82,14 +82,14 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     stack.enter_context(locked(config.run_dir, warn))
     if source:
         init_from.check_tokenizer(source, inputs.dataset)
-    processes = distributed.check_inputs(used, inputs.dataset)
+    group = processes.check_inputs(used, inputs.dataset)
     start.check(config, inputs.dataset)
     if start.step is not None and start.step >= config.max_steps:
         say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
         return 0
     start.set_aside(say)
     checkpoints = Checkpoints(start.folder, config.keep_last, config.keep_every)
-    for name, text in header(config, inputs, parallel, idle_gpu, kernels, start, processes, source):
+    for name, text in header(config, inputs, parallel, idle_gpu, kernels, start, group, source):
         say(name, text)
     start_up.mark("data")
 

@@ -279,7 +279,7 @@ def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(staged, monk
         begin().at(1)
     # With several processes, at the first step of the stage and in all processes.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(compilation.distributed, "exchange", lambda value: [value, others])
+    monkeypatch.setattr(compilation.processes, "exchange", lambda value: [value, others])
     fails, others = False, None
     steps = begin()
     assert steps.at(5) == steps.at(6) == compiled

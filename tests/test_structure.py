@@ -12,7 +12,7 @@ TRAIN = Path(__file__).parent.parent / "train.py"
 # A file of a layer imports files of its own layer and of lower layers only, which stand below it.
 LAYERS = (
     "bench checkpoints doctor evaluate export model_options plot sample",
-    "distributed training",
+    "processes training",
     "evaluation generation weights",
     "cli config stages timeline",
     "models",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from gptjax import distributed
+from gptjax import processes
 from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
 from gptjax.models.base import ModelConfig, graph
@@ -202,7 +202,7 @@ class StageCompiler:
         o = config.optimizer
         update = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
         update |= {"loss_reduction": config.loss_reduction, "parallel": parallel}
-        self._inputs, self._device = inputs, distributed.local([*parallel.mesh.devices.flat])[0]
+        self._inputs, self._device = inputs, processes.local([*parallel.mesh.devices.flat])[0]
 
         @functools.cache
         def start_train(model: ModelConfig, batch: Batch):
@@ -312,7 +312,7 @@ class StagedStep:
         """Raise ConfigError in all processes if a stage cannot be compiled in one of them."""
         error = compiled.exception()
         reason = error and (str(error) if isinstance(error, ConfigError) else _first_line(error))
-        if reasons := [reason for reason in distributed.exchange(reason) if reason]:
+        if reasons := [reason for reason in processes.exchange(reason) if reason]:
             raise ConfigError(f"stage {number} of {self._timeline.total}: {reasons[0]}") from error
 
 

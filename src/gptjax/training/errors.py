@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from gptjax import devices, distributed
+from gptjax import devices, processes
 from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.terminal import printable
@@ -28,7 +28,7 @@ class StoppedError(RuntimeError):
 # Errors that the user can correct are printed as one sentence. Other exceptions are bugs.
 USER_ERRORS = (
     *(ConfigError, DataError, LockedError, LogError, NotFiniteError, OSError, StoppedError),
-    *(WeightsError, devices.DeviceError, distributed.DistributedError),
+    *(WeightsError, devices.DeviceError, processes.ProcessError),
 )
 
 
@@ -71,14 +71,14 @@ def run(command: Callable[[], int]) -> int:
     try:
         code = command()
         sys.stdout.flush()
-        distributed.finish()
+        processes.finish()
         return code
     except USER_ERRORS as error:
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
         code, text = 128 + signal.SIGPIPE if pipe else 1, f"error: {printable(str(error))}"
     except Exception:
         code, text = 1, traceback.format_exc()
-        text += distributed.ENDED if distributed.is_initialized() else ""
+        text += processes.ENDED if processes.is_initialized() else ""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     # Exit at once: threads of a failed save or restore would print tracebacks, and a normal exit of

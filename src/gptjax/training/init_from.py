@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from gptjax import distributed
+from gptjax import processes
 from gptjax.config import Config, ConfigError, model_from_json
 from gptjax.data import Dataset
 from gptjax.models.base import ModelConfig, abstract_params
@@ -35,7 +35,7 @@ def resolve(config: Config, start: Resume | None = None) -> tuple[Config, Source
     Raises:
         ConfigError: the config sets another shape, or a run with this shape is not possible.
         WeightsError: the path holds no model.
-        DistributedError: the path does not hold the same model for all processes.
+        ProcessError: the path does not hold the same model for all processes.
     """
     if config.init_from is None:
         return config, None
@@ -52,7 +52,7 @@ def resolve(config: Config, start: Resume | None = None) -> tuple[Config, Source
             f"--init-from {source} has a model of {source.architecture}, and the config has a "
             f"{kind.__name__}; choose a config of {source.architecture}"
         )
-    distributed.check_alike({f"--init-from {source}": source.identity()})
+    processes.check_alike({f"--init-from {source}": source.identity()})
     model = source.config()
     resolved = _with_model(config, model)
     _refuse_conflicts(source, model, resolved.model)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from gptjax import distributed
+from gptjax import processes
 
 FILE = "run.lock"
 
@@ -31,7 +31,7 @@ def locked(run_dir: Path, warn: Callable[[str], object]):
 
     Raises:
         LockedError: another process holds the lock. The message has the process's host and pid.
-        DistributedError: the processes of the run do not see the same folder.
+        ProcessError: the processes of the run do not see the same folder.
         OSError: the folder or the file cannot be created.
     """
     path, own = run_dir / FILE, f"pid {os.getpid()} on {socket.gethostname()}"
@@ -52,7 +52,7 @@ def locked(run_dir: Path, warn: Callable[[str], object]):
                 warn(f"{run_dir} is on a file system without locks: do not start a second process")
             path.write_text(f"{own}\n")
             os.fsync(file.fileno())  # make the text visible on other hosts
-        distributed.exchange("process 0 has the lock")
+        processes.exchange("process 0 has the lock")
         text = path.read_text() if path.exists() else ""
-        distributed.check_alike({f"{path} (on a file system of all hosts)": text})
+        processes.check_alike({f"{path} (on a file system of all hosts)": text})
         yield

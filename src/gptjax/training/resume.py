@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from gptjax import config as configuration
-from gptjax import distributed
+from gptjax import processes
 from gptjax.config import Config, ConfigError
 from gptjax.data import Dataset
 from gptjax.timeline import Timeline
@@ -71,7 +71,7 @@ class Resume:
             if jax.process_index() == 0:
                 (self.folder / str(step)).rename(self.folder / f"{step}.damaged")
             say("WARNING", f"{reason}; kept as {step}.damaged. RESUMING FROM STEP {self.step}")
-        distributed.exchange("the damaged checkpoints are renamed")
+        processes.exchange("the damaged checkpoints are renamed")
 
     def restore(self, like: PyTree) -> PyTree:
         """Return the state of the checkpoint. See `checkpoint_files.restore`."""
@@ -89,18 +89,18 @@ def find(config: Config) -> Resume:
     Raises:
         DamagedError: all checkpoints are damaged.
         CheckpointError: the checkpoint has another format.
-        DistributedError: the processes do not see the same folder.
+        ProcessError: the processes do not see the same folder.
     """
     folder, damaged = (config.run_dir / CHECKPOINTS).absolute(), {}
     steps = checkpoint_files.steps(folder) if folder.is_dir() else []
-    distributed.check_alike({f"checkpoints in {folder}": steps})
+    processes.check_alike({f"checkpoints in {folder}": steps})
     for step in steps:
         meta, reason = {}, None
         try:
             meta = checkpoint_files.verify(folder / str(step))
         except DamagedError as error:
             reason = str(error)
-        if not (reasons := [reason for reason in distributed.exchange(reason) if reason]):
+        if not (reasons := [reason for reason in processes.exchange(reason) if reason]):
             return Resume(folder, step, meta, damaged)
         damaged[step] = reasons[0]
     if damaged:

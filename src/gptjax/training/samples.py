@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from gptjax import distributed
+from gptjax import processes
 from gptjax.config import Config
 from gptjax.generation.stream import complete
 from gptjax.models.base import graph
@@ -32,7 +32,7 @@ def draw(
     tokenizer = inputs.tokenizer
     assert tokenizer is not None
     length = min(TOKENS, config.model.block_size - 1)
-    params, rng = distributed.on_one_device((parallel.whole(state.params), state.rng))
+    params, rng = processes.on_one_device((parallel.whole(state.params), state.rng))
     if jax.process_index():
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)

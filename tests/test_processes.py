@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from saved_run_tools import random_params, save_run
 
-from gptjax import distributed
+from gptjax import processes
 from gptjax.config import Config
 from gptjax.training import resume
 from gptjax.weights import DamagedError
@@ -22,7 +22,7 @@ from gptjax.weights import DamagedError
 # The fixture `words`.
 pytest_plugins = ["train_tools"]
 
-SCRIPT = Path(__file__).with_name("distributed_runs.py")
+SCRIPT = Path(__file__).with_name("processes_runs.py")
 STRATEGIES = ("data", "zero1", "fsdp")
 CONFIG = """
 from pathlib import Path
@@ -141,7 +141,7 @@ def check_ended(process: tuple[int, str]) -> None:
     """Check that a process ended because another one did, with the text of gptjax or of JAX."""
     code, shown = process
     assert code in (1, -signal.SIGABRT), shown
-    assert distributed.ENDED in shown or "another task died" in shown, shown
+    assert processes.ENDED in shown or "another task died" in shown, shown
 
 
 def test_an_error_of_one_process_ends_all(file):
@@ -175,14 +175,14 @@ def test_processes_that_cannot_be_connected(monkeypatch):
     for place in ("", "x"):
         monkeypatch.setenv("JAX_PROCESS_ID", place)
         says = "JAX cannot connect the processes: .* set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_"
-        with pytest.raises(distributed.DistributedError, match=says):
-            distributed.initialize(Config(distributed="auto"))
+        with pytest.raises(processes.ProcessError, match=says):
+            processes.initialize(Config(distributed="auto"))
 
 
 def two_processes(monkeypatch, *theirs):
     """Process 0 of two; the other process answers with `theirs`."""
     answers = iter(theirs)
-    monkeypatch.setattr(distributed, "exchange", lambda value: [value, next(answers)])
+    monkeypatch.setattr(processes, "exchange", lambda value: [value, next(answers)])
 
 
 def test_damage_that_one_process_finds_counts_for_all(tmp_path, monkeypatch):
@@ -196,9 +196,7 @@ def test_damage_that_one_process_finds_counts_for_all(tmp_path, monkeypatch):
     with pytest.raises(DamagedError, match=r"6 is damaged\n3 is damaged\nchoose another"):
         resume.find(config)
     two_processes(monkeypatch, steps | {"value": {}})
-    with pytest.raises(
-        distributed.DistributedError, match="checkpoints in .*: .6, 3. in process 0"
-    ):
+    with pytest.raises(processes.ProcessError, match="checkpoints in .*: .6, 3. in process 0"):
         resume.find(config)
 
 
@@ -218,4 +216,4 @@ def test_the_gpus_of_a_process_under_a_scheduler(monkeypatch, environment, all_g
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert distributed._has_all_gpus() == all_gpus
+    assert processes._has_all_gpus() == all_gpus

@@ -1,4 +1,4 @@
-"""One process of a group that trains: runs of train.py that test_distributed.py compares.
+"""One process of a group that trains: runs of train.py that test_processes.py compares.
 
 Command line: scenario, config file, process index, process count, coordinator.
 """
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from gptjax import distributed, parallel, provenance
+from gptjax import parallel, processes, provenance
 from gptjax.config import Config, ConfigError
 from gptjax.data import write_shard
 from gptjax.optim import NorMuonConfig
@@ -40,7 +40,7 @@ def run(config: Config) -> str:
     """Train; return the exit code or the error."""
     try:
         return str(train.train(config, Console(file=io.StringIO())))
-    except (ConfigError, distributed.DistributedError) as error:
+    except (ConfigError, processes.ProcessError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -141,7 +141,7 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
             provenance.commit = lambda: "other"
         results["refused commit"] = run(config)
     Path(file).with_name(f"{scenario} {count} {index}.json").write_text(json.dumps(results))
-    distributed.finish()
+    processes.finish()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ ENDED = (
 )
 
 
-class DistributedError(RuntimeError):
+class ProcessError(RuntimeError):
     """The processes of a run cannot be connected, or do not fit together."""
 
 
@@ -43,7 +43,7 @@ def initialize(config: Config) -> None:
     """Connect the processes of a run if the config asks for several. Call before JAX starts.
 
     Raises:
-        DistributedError: coordinator, count or index is missing, or the processes' configs, commits
+        ProcessError: coordinator, count or index is missing, or the processes' configs, commits
             or packages differ.
     """
     if config.distributed == "off":
@@ -76,7 +76,7 @@ def _connect(device: str) -> None:
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        raise DistributedError(
+        raise ProcessError(
             f"JAX cannot connect the processes: {error} Without Slurm's srun or Open MPI's mpirun, "
             "set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         ) from error
@@ -111,13 +111,13 @@ def exchange(value: Any) -> list[Any]:
         value: JSON.
 
     Raises:
-        DistributedError: the processes have different numbers of devices.
+        ProcessError: the processes have different numbers of devices.
     """
     if not is_initialized():
         return [value]
     count, own, total = jax.process_count(), jax.local_device_count(), jax.device_count()
     if total != count * own:
-        raise DistributedError(
+        raise ProcessError(
             f"expected the same number of devices in all {count} processes, found {own} in process "
             f"{jax.process_index()} on {socket.gethostname()} and {total} in total"
         )
@@ -134,7 +134,7 @@ def check_alike(value: dict[str, Any]) -> None:
         value: flat JSON; the keys are printed.
 
     Raises:
-        DistributedError: the values differ. The message has each difference and its processes.
+        ProcessError: the values differ. The message has each difference and its processes.
     """
     mine = {"host": socket.gethostname(), "value": value}
     all_of_them, lines = exchange(mine), []
@@ -148,7 +148,7 @@ def check_alike(value: dict[str, Any]) -> None:
             )
     if lines:
         lines[10:] = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
-        raise DistributedError(
+        raise ProcessError(
             "the processes of this run differ:\n" + "\n".join(lines) + "\nStart every process with "
             "the same command, code, packages and data; only JAX_PROCESS_ID differs."
         )
@@ -161,7 +161,7 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
         devices: the devices of all processes.
 
     Raises:
-        DistributedError: the processes have different numbers or kinds of devices, or different
+        ProcessError: the processes have different numbers or kinds of devices, or different
             data.
     """
     mine = local(devices)
