@@ -31,7 +31,7 @@ from gptjax.config import Config
 from gptjax.parallel import put
 from gptjax.terminal import printable
 from gptjax.training import errors, init_from, memory, resume, samples
-from gptjax.training.checkpoint import Checkpoints, silence_orbax
+from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
 from gptjax.training.compilation import Compiler, StageCompiler, StagedStep
 from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
@@ -153,7 +153,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
         if progress.val_step != step:
             progress.check_loss(step, float(eval_step(state.params, val_batches[0])))
         log.sync()
-        checkpoints.save(step, state, resume.meta(config, inputs.dataset, step))
+        checkpoints.save(step, state, metadata(config, inputs.dataset, step))
 
     def due(every: int | None, last: bool = False) -> bool:
         return bool(every) and (last or step % every == 0)

@@ -30,11 +30,12 @@ from gptjax.bench import BenchError, results
 from gptjax.bench import __main__ as bench
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, PrecisionName
 from gptjax.bench.harness import one_device, sustained
-from gptjax.bench.results import Row, first_line, label, print_table, raise_failures, say
+from gptjax.bench.results import Row, label, print_table, raise_failures, say
 from gptjax.generation import generate
 from gptjax.generation.stream import token_chunks
 from gptjax.models.base import Model
 from gptjax.precision import Precision
+from gptjax.terminal import first_line
 
 FIRST_TOKENS = 5
 """Measurements of the first token; the median counts."""

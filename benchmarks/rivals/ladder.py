@@ -22,9 +22,10 @@ from gptjax.bench import __main__ as bench
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
 from gptjax.bench.harness import one_device, sustained
 from gptjax.bench.ladder import SECONDS, compare, has_fp8
-from gptjax.bench.results import first_line, label, raise_failures, say
+from gptjax.bench.results import label, raise_failures, say
 from gptjax.bench.step import figures, show, timed_result
 from gptjax.config import Config
+from gptjax.terminal import first_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

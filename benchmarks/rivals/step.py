@@ -29,9 +29,10 @@ from gptjax.bench import __main__ as bench
 from gptjax.bench.configs import OWN_DEFAULT
 from gptjax.bench.harness import first_devices, one_device
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.results import first_line, label, say
+from gptjax.bench.results import label, say
 from gptjax.bench.step import Step, compiled, describe, figures
 from gptjax.config import Config
+from gptjax.terminal import first_line
 
 SAME = ("model", "precision", "batch", "sequence_length", "pass")
 

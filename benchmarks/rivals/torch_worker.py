@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_gpt2 import How, TorchStep
 from torch_side import torch_model
 
-from gptjax.bench.results import first_line
 from gptjax.models.base import ModelConfig
+from gptjax.terminal import first_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return "".join(c if _is_shown(c) else "\ufffd" for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its text, at most 300 characters."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+
+
 def _is_shown(character: str) -> bool:
     # `isprintable` is false for every space but U+0020, such as the no-break space of French text.
     return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"

@@ -18,7 +18,8 @@ import tyro
 
 from gptjax.bench import BenchError, results
 from gptjax.bench.harness import Case, Ceilings, ceilings, seconds
-from gptjax.bench.results import Row, first_line, label, print_table, raise_failures, say
+from gptjax.bench.results import Row, label, print_table, raise_failures, say
+from gptjax.terminal import first_line
 
 # Name → a function that returns the seconds of one call.
 Rivals = dict[str, Callable[[], float]]

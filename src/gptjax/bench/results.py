@@ -162,12 +162,6 @@ def label(row: dict) -> str:
     return " · ".join([*(forms.get(field, str(value)) for field, value in given.items()), *asked])
 
 
-def first_line(error: BaseException) -> str:
-    """Return the type of an error and its first line, at most 300 characters."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
-
-
 def say(line: str) -> None:
     """Print progress to standard error: standard output has the results."""
     print(line, file=sys.stderr, flush=True)

@@ -11,8 +11,9 @@ from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, StepOptions
 from gptjax.bench.harness import first_devices, one_device, sustained
 from gptjax.bench.jax_step import JaxStep
-from gptjax.bench.results import Row, first_line, label, print_table, raise_failures, say
+from gptjax.bench.results import Row, label, print_table, raise_failures, say
 from gptjax.config import Config
+from gptjax.terminal import first_line
 from gptjax.training.flops import mfu
 from gptjax.training.memory import GIB, needed_bytes
 

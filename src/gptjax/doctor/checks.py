@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from gptjax.doctor import machine
+from gptjax.terminal import first_line
 
 INSTALL, INSTALL_12 = "pip install -e '.[cuda13]'", "pip install -e '.[cuda12]'"
 PACKAGES = (
@@ -78,8 +79,3 @@ def gpus() -> Result:
         remedy = "check JAX_CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
         return Result("GPUs", "failed", f"JAX uses {names}, of {len(present)} GPUs", remedy)
     return Result("GPUs", "ok", names)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the type of an error and its first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels  # noqa: F401  registers every operation
-from gptjax.doctor.checks import Result, first_line
+from gptjax.doctor.checks import Result
+from gptjax.terminal import first_line
 from gptjax.training.compilation import compiler_options
 from pallas_kernels import extend
 

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from gptjax import config as configuration
+from gptjax.config import Config
+from gptjax.data import Dataset
 from gptjax.provenance import versions
+from gptjax.timeline import Timeline
 from gptjax.weights import checkpoint_files as files
 from gptjax.weights.checkpoint_files import METADATA, STATE, few, first_line
 from gptjax.weights.errors import CheckpointError
@@ -25,6 +29,16 @@ from gptjax.weights.errors import CheckpointError
 
 class NotFiniteError(RuntimeError):
     """NaN or infinity in the parameters, the optimizer state or the loss. Nothing was saved."""
+
+
+def metadata(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
+    """Return the metadata of a checkpoint: the position in the data, and the config."""
+    timeline = Timeline(config)
+    # The stage of the last step, not of the next: a resumed run may have additional stages.
+    span = timeline.at(max(step - 1, 0))
+    place = {"position": timeline.position(step, span), "dataset": dataset.fingerprint()}
+    place |= {"order": span.order, "stage": span.number} if config.stages else {}
+    return {"data": place, "config": configuration.to_json(config)}
 
 
 class Checkpoints:

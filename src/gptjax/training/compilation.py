@@ -17,6 +17,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
 from gptjax.models.base import ModelConfig, graph
 from gptjax.parallel import Parallel
+from gptjax.terminal import first_line
 from gptjax.timeline import Timeline
 from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
@@ -39,21 +40,21 @@ def compiler_options() -> dict[str, bool]:
 
 
 def check_private(folder: Path) -> None:
-    """Create a cache folder with mode 700, or check that no other user can enter the folder.
+    """Create a cache folder with mode 700, or check that no other user can write to the folder.
 
     Loading an executable runs its code.
 
     Raises:
-        ConfigError: another user owns or can enter the folder.
+        ConfigError: another user owns or can write to the folder.
         OSError: the folder cannot be created or read.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()  # of the target of a symbolic link
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"executables in {folder} could run another user's code: expected a folder of user "
-            f"{os.geteuid()} (you) with mode 700, found user {status.st_uid} and mode "
-            f"{stat.S_IMODE(status.st_mode):o}. If the folder is yours: chmod 700 {folder}. "
+            f"executables in {folder} could run another user's code: expected a folder that only "
+            f"user {os.geteuid()} (you) can write, found user {status.st_uid} and mode "
+            f"{stat.S_IMODE(status.st_mode):o}. If the folder is yours: chmod go-w {folder}. "
             "Otherwise set JAX_COMPILATION_CACHE_DIR"
         )
 
@@ -83,7 +84,7 @@ class Compiler:
             if cache is not None:
                 check_private(cache)
         except OSError as error:
-            self.note = f"no cache: {_first_line(error)}; set JAX_COMPILATION_CACHE_DIR"
+            self.note = f"no cache: {first_line(error)}; set JAX_COMPILATION_CACHE_DIR"
             self._cache = None
         if self._cache is not None:
             jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
@@ -311,10 +312,6 @@ class StagedStep:
     def _check(self, number: int, compiled: Future) -> None:
         """Raise ConfigError in all processes if a stage cannot be compiled in one of them."""
         error = compiled.exception()
-        reason = error and (str(error) if isinstance(error, ConfigError) else _first_line(error))
+        reason = error and (str(error) if isinstance(error, ConfigError) else first_line(error))
         if reasons := [reason for reason in processes.exchange(reason) if reason]:
             raise ConfigError(f"stage {number} of {self._timeline.total}: {reasons[0]}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]

@@ -12,7 +12,6 @@ from gptjax import config as configuration
 from gptjax import processes
 from gptjax.config import Config, ConfigError
 from gptjax.data import Dataset
-from gptjax.timeline import Timeline
 from gptjax.weights import checkpoint_files
 from gptjax.weights.errors import DamagedError
 from gptjax.weights.sources import CHECKPOINTS
@@ -106,13 +105,3 @@ def find(config: Config) -> Resume:
     if damaged:
         raise DamagedError("\n".join([*damaged.values(), "choose another --name for a new run"]))
     return Resume(folder)
-
-
-def meta(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: the position in the data, and the config."""
-    timeline = Timeline(config)
-    # The stage of the last step, not of the next: a resumed run may have additional stages.
-    span = timeline.at(max(step - 1, 0))
-    place = {"position": timeline.position(step, span), "dataset": dataset.fingerprint()}
-    place |= {"order": span.order, "stage": span.number} if config.stages else {}
-    return {"data": place, "config": configuration.to_json(config)}
