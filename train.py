@@ -176,7 +176,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
             wants_val, wants_eval = due(config.val_every, last), due(config.eval_every, last)
             wants_sample = due(config.sample_every, last)
             wants_save = last or due(config.checkpoint_every)
-            wants_clipped = wants_val and own.model.precision.fp8_head
+            wants_fp8_clipping = wants_val and own.model.precision.fp8_head
             if wants_val or wants_eval or wants_sample or wants_save:
                 read_metrics()  # raises if the loss is not finite: do not save such a state
                 if wants_val:
@@ -184,8 +184,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
                 if wants_save:
                     save()  # before code of the model that may run for the first time
                     saved = step
-                if wants_clipped:
-                    progress.clipped(step, stages.clipped(own.model, state, batch))
+                if wants_fp8_clipping:
+                    progress.fp8_clipping(step, stages.fp8_clipping(own.model, state, batch))
                 if wants_eval:
                     progress.evaluated(step, evaluations.results(state.params, own.model))
                 if wants_sample:

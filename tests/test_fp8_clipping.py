@@ -15,7 +15,7 @@ from gptjax.models import blocks
 from gptjax.models.base import graph, init_params
 from gptjax.parallel import Parallel
 from gptjax.training import status_line
-from gptjax.training.step import make_clipping_step
+from gptjax.training.step import make_fp8_clipping_step
 from pallas_kernels import linear
 from pallas_kernels.fp8 import clipping, layers
 
@@ -25,8 +25,8 @@ pytest_plugins = ["train_tools"]
 
 def nonzero(model, params, parallel=None, **changes):
     config = dataclasses.replace(with_precision(model, "fp8"), **changes)
-    clipping_step = jax.jit(make_clipping_step(graph(config), parallel))
-    shares = clipping_step(params, tokens(), jnp.int32(0))
+    fp8_clipping_step = jax.jit(make_fp8_clipping_step(graph(config), parallel))
+    shares = fp8_clipping_step(params, tokens(), jnp.int32(0))
     names = {name.rpartition(".")[0] for name in shares}
     assert {"linear_cross_entropy.0", *NAMES[model]} <= names
     return {name: float(x) for name, x in shares.items() if x}

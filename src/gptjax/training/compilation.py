@@ -23,8 +23,8 @@ from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 from gptjax.training.step import (
     TrainState,
-    make_clipping_step,
     make_eval_step,
+    make_fp8_clipping_step,
     make_train_step,
 )
 
@@ -219,7 +219,7 @@ class StageCompiler:
 
         @functools.cache
         def clipping(model: ModelConfig):  # compiles at its first call
-            counts = make_clipping_step(graph(model), parallel)
+            counts = make_fp8_clipping_step(graph(model), parallel)
             return jax.jit(counts, compiler_options=compiler_options())
 
         self._start_train, self._start_eval, self._clipping = start_train, start_eval, clipping
@@ -244,7 +244,7 @@ class StageCompiler:
         batch = self._inputs.abstract_train_batch(stage, micro_batch)
         return self._start_train(stage.model, batch)
 
-    def clipped(self, model: ModelConfig, state: TrainState, batch: Batch) -> dict[str, float]:
+    def fp8_clipping(self, model: ModelConfig, state: TrainState, batch: Batch) -> dict[str, float]:
         """Return the share of the clipped numbers of each FP8 operand."""
         shares = self._clipping(model)(state.params, batch, state.step)
         return {name: x.item() for name, x in jax.device_get(shares).items()}

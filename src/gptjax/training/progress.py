@@ -83,7 +83,7 @@ class Progress:
 
         Args:
             kernels: back end of each part of the model.
-            changes: options changed with --resume-with-changes.
+            changes: options changed with --resume with_changes.
             source: the model with the initial parameters, if any.
         """
         for name, (old, new) in changes.items():
@@ -188,7 +188,7 @@ class Progress:
         # Control characters would change the terminal.
         self._console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
 
-    def clipped(self, step: int, shares: dict[str, float]) -> None:
+    def fp8_clipping(self, step: int, shares: dict[str, float]) -> None:
         """Log the share of clipped numbers of each FP8 operand, and show the greatest if it is not
         zero."""
         self.write("clipping", step, **shares)

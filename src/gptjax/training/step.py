@@ -347,7 +347,7 @@ def make_eval_step(
     return eval_step
 
 
-def make_clipping_step(
+def make_fp8_clipping_step(
     graphdef: nnx.GraphDef, parallel: Parallel | None = None
 ) -> Callable[[PyTree, Any, Any], Any]:
     """Return the function (params, batch, step) → share of the clipped numbers of each FP8 operand,
@@ -357,10 +357,10 @@ def make_clipping_step(
         graphdef, parallel: see `make_train_step`.
     """
 
-    def clipping_step(
+    def fp8_clipping_step(
         params: PyTree, batch_ABT: Batch | Int[Array, "A B T1"], step
     ) -> dict[str, Array]:
-        batch_ABT = _checked("clipping_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
+        batch_ABT = _checked("fp8_clipping_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
 
         def shares(params, step, batch_ABT, over_devices):
             batch_BT = _first(batch_ABT)
@@ -373,7 +373,7 @@ def make_clipping_step(
 
         return _on_devices(shares, graphdef, params, step, batch_ABT, 1, parallel)
 
-    return clipping_step
+    return fp8_clipping_step
 
 
 def _on_devices(function, graphdef, params, step, batch, batch_axis, parallel) -> PyTree:
