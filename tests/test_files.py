@@ -74,7 +74,7 @@ def test_after_an_error_the_old_file_is_left(tmp_path):
 
 def test_a_device_is_refused_before_the_work(tmp_path, capsys):
     assert evaluate.main(["none", "--task", "loss", "--out", "/dev/null"]) == 1
-    assert "--out /dev/null: expected a regular file, found a device" in capsys.readouterr().err
+    assert "/dev/null: expected a regular file, found a device" in capsys.readouterr().err
     with pytest.raises(OSError, match="/dev/null: expected a regular file, found a device"):
         results.check_file(Path("/dev/null"))
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 2, "loss": 3.0}\n')
