@@ -27,7 +27,7 @@ OTHERS |= {"--executable-cache", "--torch", "--llmc", "--picture", "--moment-dty
 OTHERS |= {"--overlap-reduce", "--no-overlap-reduce", "--coordinator", "--connect-timeout"}
 OTHERS |= {"--peak-tflops", "--resume-with-changes", "--process-count", "--process-index"}
 OTHERS |= {"--sample-tokens", "--compilation-cache", "--log-every", "--eval-items"}
-OTHERS |= {"--fp8-clipping-every", "--overfit-one-batch"}
+OTHERS |= {"--fp8-clipping-every", "--overfit-one-batch", "--need-gpu"}
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
 GPT2_FILES = r"""(get_tokenizer|load)\("(my_)?gpt2"\)"""
