@@ -51,19 +51,17 @@ def test_two_programs_at_once():
     compiler = compilation.Compiler(None)
     x = jnp.arange(3.0)
     begun = [compiler.start(jax.jit(f), x) for f in (double, square)]
-    doubled, squared = (wait()(x) for wait in begun)
+    doubled, squared = (one.result()(x) for one in begun)
     assert doubled.tolist() == [0, 2, 4] and squared.tolist() == [0, 1, 4]
-    assert sorted(e["name"] for e in compiler.executables) == ["double", "square"]
-    assert all(e["lower"] > 0 and e["compile"] > 0 for e in compiler.executables)
     assert compiler.seconds > 0 and str(compiler).endswith("s (no cache)")
 
 
 def test_a_program_that_cannot_be_compiled_says_so_where_it_is_waited_for():
     # The CPU has no such custom call.
     f = jax.ffi.ffi_call("gptjax_no_such_call", jax.ShapeDtypeStruct((3,), jnp.float32))
-    wait = compilation.Compiler(None).start(jax.jit(lambda x: f(x)), jnp.arange(3.0))
+    future = compilation.Compiler(None).start(jax.jit(lambda x: f(x)), jnp.arange(3.0))
     with pytest.raises(Exception, match="gptjax_no_such_call"):
-        wait()
+        future.result()
 
 
 def test_the_cache_keeps_small_programs_too(tmp_path, cache_settings):
@@ -73,7 +71,7 @@ def test_the_cache_keeps_small_programs_too(tmp_path, cache_settings):
         # The tests before have compiled some: each compiler begins without executables in memory.
         jax.clear_caches()
         compiler = compilation.Compiler(tmp_path / "parent" / "cache")
-        compiler.start(jax.jit(double), jnp.arange(5.0))()
+        compiler.start(jax.jit(double), jnp.arange(5.0)).result()
         jnp.full((7, 3), 0.5).sum()
         found = compiler.summary()
         return found["cache_hits"], found["cache_misses"], str(compiler).split("(")[1]
@@ -90,7 +88,8 @@ def test_a_cache_that_cannot_be_created_is_noted(tmp_path, below):
     (tmp_path / "file").write_text("")
     compiler = compilation.Compiler(tmp_path / "file" / below)
     assert compiler.note.startswith("no cache: ") and "JAX_COMPILATION_CACHE_DIR" in compiler.note
-    assert compiler.start(jax.jit(double), jnp.arange(2.0))()(jnp.arange(2.0)).tolist() == [0, 2]
+    x = jnp.arange(2.0)
+    assert compiler.start(jax.jit(double), x).result()(x).tolist() == [0, 2]
     assert "(no cache: " in str(compiler) and jax.config.jax_compilation_cache_dir is None
 
 

@@ -145,7 +145,6 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(config, tmp_path, m
         assert run(config)[0] == 0
         log = read_log(config.run_dir / "log.jsonl")
         (event,) = (row for row in log if row.get("event") == "first step")
-        assert {e["name"] for e in event["executables"]} == {"train_step", "eval_step"}
         return event["cache_hits"], event["cache_misses"]
 
     assert counts(first)[1] >= 2

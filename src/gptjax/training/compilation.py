@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import optax
@@ -69,14 +68,11 @@ class Compiler:
         ConfigError: as in `check_private`.
 
     Attributes:
-        executables: one dict per executable: "name"; and the seconds of "lower" (tracing, and the
-            compilers of Triton and Mosaic) and "compile" (or loading), including storing.
         note: the reason why there is no cache, if `cache` cannot be created; else None.
-        seconds: from the construction to the end of the last wait.
+        seconds: from the construction to the end of the newest compilation.
     """
 
     def __init__(self, cache: Path | None):
-        self.executables: list[dict[str, str | float]] = []
         self.note: str | None = None
         self.seconds, self._began = 0.0, time.perf_counter()
         self._cache, self._events, self._threads = cache, [], ThreadPoolExecutor(max_workers=4)
@@ -96,41 +92,23 @@ class Compiler:
 
     def start(
         self, lowerable: jax.stages.Wrapped, *abstract: object
-    ) -> Callable[[], jax.stages.Compiled]:
-        """Lower for these shapes, dtypes and shardings; start to load or compile the executable.
+    ) -> Future[jax.stages.Compiled]:
+        """Lower for these shapes, dtypes and shardings; return the future of the executable.
 
         `lowerable` is lowered in this thread and compiled, or loaded, in another.
-
-        Returns:
-            A function that waits for the executable and returns it.
         """
-        began, row = time.perf_counter(), {"name": lowerable.__name__}
-        lowered = lowerable.lower(*abstract)
-        row["lower"] = time.perf_counter() - began
+        return self._threads.submit(self._compile, lowerable.lower(*abstract))
 
-        def compile_it() -> jax.stages.Compiled:
-            began = time.perf_counter()
-            compiled = lowered.compile(compiler_options=compiler_options())
-            self.executables.append(row | {"compile": time.perf_counter() - began})
-            return compiled
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        compiled = lowered.compile(compiler_options=compiler_options())
+        self.seconds = time.perf_counter() - self._began
+        return compiled
 
-        future = self._threads.submit(compile_it)
-
-        def wait() -> jax.stages.Compiled:
-            compiled = future.result()
-            self.seconds = time.perf_counter() - self._began
-            return compiled
-
-        return wait
-
-    def summary(self) -> dict[str, Any]:
-        """Return the executables, and the numbers of cache hits and misses, for the log.
-
-        Hits and misses include executables that JAX compiles by itself.
-        """
+    def summary(self) -> dict[str, int]:
+        """Return the numbers of cache hits and misses, including executables that JAX compiles by
+        itself."""
         counted = [event.rpartition("/")[2] for event in self._events]
-        counts = {name: counted.count(name) for name in ("cache_hits", "cache_misses")}
-        return {"executables": self.executables} | counts
+        return {name: counted.count(name) for name in ("cache_hits", "cache_misses")}
 
     def __str__(self) -> str:
         if self._cache is None:
@@ -230,17 +208,16 @@ class StageCompiler:
         Raises:
             ConfigError: as in `compile_to_fit`.
         """
-
         evaluated = self.start(stage)
-        step = compile_to_fit(lambda size: self._train(stage, size)(), stage, self._device)
-        return step, evaluated()
+        step = compile_to_fit(lambda size: self._train(stage, size).result(), stage, self._device)
+        return step, evaluated.result()
 
-    def start(self, stage: Config) -> Callable[[], jax.stages.Compiled]:
-        """Compile both executables in threads; return a function that waits for the second."""
+    def start(self, stage: Config) -> Future[jax.stages.Compiled]:
+        """Compile both executables in threads; return the future of the second."""
         self._train(stage, stage.micro_batch)
         return self._start_eval(stage.model)
 
-    def _train(self, stage: Config, micro_batch: int) -> Callable[[], jax.stages.Compiled]:
+    def _train(self, stage: Config, micro_batch: int) -> Future[jax.stages.Compiled]:
         batch = self._inputs.abstract_train_batch(stage, micro_batch)
         return self._start_train(stage.model, batch)
 
