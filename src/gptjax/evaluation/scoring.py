@@ -22,8 +22,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from gptjax.files import read_regular
-from gptjax.models.base import Model, ModelConfig, abstract_params, graph, params_of, placements
-from gptjax.parallel import AXIS, Parallel, over_batch, put
+from gptjax.models.base import Model, ModelConfig, graph, on_devices, params_of
+from gptjax.parallel import Parallel, over_batch, put
 from gptjax.terminal import printable
 
 # Padded numbers of input tokens of a row: the lengths below block_size, and block_size.
@@ -287,35 +287,18 @@ def _function(config: ModelConfig, parallel: Parallel, greedy: bool) -> Callable
 
     The results have a copy on every device, so that each process reads them.
     """
-    # As in validation, gather all parameters in every strategy: there is no backward pass.
-    strategy = "data" if parallel.strategy == "data" else "zero1"
-    parallel = dataclasses.replace(parallel, strategy=strategy)
-    graphdef = graph(config)
-    places = placements(graphdef, abstract_params(config), parallel)
-    score = _greedy if greedy else _losses
+    graphdef, score = graph(config), _greedy if greedy else _losses
+
+    def scores(params, step, windows_BT1, over_devices):
+        model = nnx.merge(graphdef, params)
+        found = score(model, windows_BT1[:, :-1], windows_BT1[:, 1:])
+        return over_devices(functools.partial(jax.lax.all_gather, tiled=True), found)
+
+    def run(params, windows_BT1):
+        return on_devices(scores, graphdef, params, None, windows_BT1, 0, parallel)
 
     # As in training, see `gptjax.training.compilation.compiler_options`.
     options = {"xla_gpu_enable_triton_gemm": False} if _on_gpu(parallel) else {}
-    if parallel.devices == 1:
-        return jax.jit(
-            lambda params, windows_BT1: score(
-                nnx.merge(graphdef, params), windows_BT1[:, :-1], windows_BT1[:, 1:]
-            ),
-            compiler_options=options,
-        )
-
-    def on_one_device(params, windows_BT1):
-        model = nnx.merge(graphdef, parallel.gather(params, places))
-        return jax.tree.map(
-            lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
-            score(model, windows_BT1[:, :-1], windows_BT1[:, 1:]),
-        )
-
-    def run(params, windows_BT1):
-        out = (None, None if greedy else ())
-        f = parallel.on_each_device(on_one_device, params, batch_axis=0, out=out)
-        return f(params, windows_BT1)
-
     return jax.jit(run, out_shardings=parallel.replicated, compiler_options=options)
 
 

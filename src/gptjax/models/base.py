@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -19,17 +20,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
+from gptjax.data.loader import IGNORED
 from gptjax.models.layers import Block, KVCache
 from gptjax.optim import Group
-from gptjax.parallel import Parallel, Placement
+from gptjax.parallel import AXIS, Parallel, Placement
 from gptjax.precision import Precision, check_precision
 from pallas_kernels import linear_cross_entropy, select
 from pallas_kernels.classifier import to_int32
 
 # Maximum number of padded rows: padding to a multiple of at most 1,024.
 MAX_PADDING = 1023
-# Target without a loss and without a gradient, such as a token of a prompt.
-IGNORED = -1
 
 
 def check_size(config: str, name: str, value) -> None:
@@ -549,6 +549,36 @@ def placements(graphdef: nnx.GraphDef, params: PyTree, parallel: Parallel) -> di
         return parallel.placement(x, variable.get_metadata().get("read_dtype", x.dtype), in_block)
 
     return nnx.to_pure_dict(nnx.map_state(place, nnx.split(model, nnx.Param)[1]))
+
+
+def on_devices(
+    function: Callable[..., Any],
+    graphdef: nnx.GraphDef,
+    params: PyTree,
+    step: Integer[Array, ""] | None,
+    batch: PyTree,
+    batch_axis: int,
+    parallel: Parallel | None,
+) -> Any:
+    """Return function(params, step, batch, over_devices) on each device's shard of the batch.
+
+    The result must be equal on all devices: `over_devices(reduce, x)` is reduce(x, AXIS), or x on
+    one device. All parameters are gathered at once: without their gradients, nothing else is
+    stored.
+    """
+    if parallel is None or parallel.devices == 1:
+        return function(params, step, batch, lambda reduce, x: x)
+    strategy = "data" if parallel.strategy == "data" else "zero1"
+    gathering = dataclasses.replace(parallel, strategy=strategy)
+    places = placements(graphdef, params, gathering)
+
+    def on_one_device(params_and_step, batch):
+        params, step = params_and_step
+        whole = gathering.gather(params, places)
+        return function(whole, step, batch, lambda reduce, x: reduce(x, AXIS))
+
+    run = gathering.on_each_device(on_one_device, (params, step), batch_axis=batch_axis, out=None)
+    return run((params, step), batch)
 
 
 def init_params(config: ModelConfig, seed: int | Integer[Array, ""]) -> dict:

@@ -26,6 +26,7 @@ from gptjax.models.base import (
     ModelConfig,
     count_targets,
     init_params,
+    on_devices,
     placements,
 )
 from gptjax.models.record import with_metrics
@@ -342,7 +343,7 @@ def make_eval_step(
             total, count = over_devices(jax.lax.psum, (total, count))
             return total * _inverse(count)
 
-        return _on_devices(mean_loss, graphdef, params, None, batch_BT, 0, parallel)
+        return on_devices(mean_loss, graphdef, params, None, batch_BT, 0, parallel)
 
     return eval_step
 
@@ -371,27 +372,6 @@ def make_fp8_clipping_step(
 
             return over_devices(jax.lax.pmean, clipping.shares(loss))
 
-        return _on_devices(shares, graphdef, params, step, batch_ABT, 1, parallel)
+        return on_devices(shares, graphdef, params, step, batch_ABT, 1, parallel)
 
     return fp8_clipping_step
-
-
-def _on_devices(function, graphdef, params, step, batch, batch_axis, parallel) -> PyTree:
-    """Return function(params, step, batch, over_devices) on each device's shard of the batch.
-
-    `over_devices(reduce, x)` is reduce(x, AXIS), or x on one device. All parameters are gathered at
-    once: without their gradients, nothing else is stored.
-    """
-    if parallel is None or parallel.devices == 1:
-        return function(params, step, batch, lambda reduce, x: x)
-    strategy = "data" if parallel.strategy == "data" else "zero1"
-    gathering = dataclasses.replace(parallel, strategy=strategy)
-    places = placements(graphdef, params, gathering)
-
-    def on_one_device(params_and_step, batch):
-        params, step = params_and_step
-        whole = gathering.gather(params, places)
-        return function(whole, step, batch, lambda reduce, x: reduce(x, AXIS))
-
-    run = gathering.on_each_device(on_one_device, (params, step), batch_axis=batch_axis, out=None)
-    return run((params, step), batch)
