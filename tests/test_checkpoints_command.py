@@ -101,7 +101,7 @@ def test_averages_that_are_refused_leave_nothing(run, tmp_path, capsys):
 SLOW = """
 import runpy, sys, time
 from gptjax.training import checkpoint
-synchronize = checkpoint._synchronize
+synchronize = checkpoint.synchronize
 def slow(paths):
     print("saving", flush=True)
     folder = paths[0].parent if paths[0].is_file() else paths[0]
@@ -110,7 +110,7 @@ def slow(paths):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"late{number}").touch()
     synchronize(paths)
-checkpoint._synchronize = slow
+checkpoint.synchronize = slow
 sys.argv[0] = "gptjax.checkpoints"
 runpy.run_module("gptjax.checkpoints", run_name="__main__")
 """

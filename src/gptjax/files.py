@@ -1,10 +1,10 @@
-"""Reading of regular files, and atomic writing."""
+"""Reading of regular files, and atomic and durable writing."""
 
 import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -92,3 +92,16 @@ def write_atomically(path: Path, *parts: bytes | np.ndarray) -> None:
     with replacing(path) as temporary, temporary.open("wb") as file:
         for part in parts:
             file.write(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
+
+
+def synchronize(paths: Iterable[Path]) -> None:
+    """Call fsync for files and folders."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without fsync of folders
+                raise
+        finally:
+            os.close(descriptor)

@@ -3,10 +3,8 @@
 `gptjax.weights.checkpoint_files` reads them.
 """
 
-import errno
 import json
 import logging
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +18,7 @@ from jaxtyping import PyTree
 from gptjax import config as configuration
 from gptjax.config import Config
 from gptjax.data import Dataset
+from gptjax.files import synchronize
 from gptjax.provenance import versions
 from gptjax.timeline import Timeline
 from gptjax.weights import checkpoint_files as files
@@ -160,25 +159,12 @@ class _DurablePath(ocp.path.atomicity.AtomicRenameTemporaryPath):
         meta["files"] = files.file_digests(folder, [str(x.relative_to(folder)) for x in paths])
         meta["checksum"] = files.checksum(meta)
         (folder / METADATA).write_text(json.dumps(meta))
-        _synchronize([folder, *folder.rglob("*")])
+        synchronize([folder, *folder.rglob("*")])
         await super().finalize(*args, **kwargs)
         final = Path(self.get_final())
         # super().finalize writes files at the top of the folder and renames the folder.
         written = [path for path in final.iterdir() if path.is_file()]
-        _synchronize([*written, final, final.parent, final.parent.parent])
-
-
-def _synchronize(paths: list[Path]) -> None:
-    """Call fsync for files and folders."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a file system without fsync of folders
-                raise
-        finally:
-            os.close(descriptor)
+        synchronize([*written, final, final.parent, final.parent.parent])
 
 
 def silence_orbax() -> None:

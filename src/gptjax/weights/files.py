@@ -94,22 +94,13 @@ def created(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
-        for file in (*temporary.rglob("*"), temporary):
-            _synchronize(file)
+        files.synchronize([*temporary.rglob("*"), temporary])
         check_new(path)
         os.rename(temporary, path)
-        _synchronize(path.absolute().parent)
+        files.synchronize([path.absolute().parent])
     except OSError as error:
         raise WeightsError(f"{path}: not written: {reason(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def _synchronize(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
