@@ -125,18 +125,9 @@ def read_hellaswag(path: Path) -> list[Question]:
 
 
 def _hellaswag(fields: dict, where: str) -> Question:
-    context, endings, label = (fields.get(name) for name in ("ctx", "endings", "label"))
-    if not isinstance(context, str) or not context:
-        raise EvaluationError(f"{where}: expected ctx to be a text, found {context!r:.60}")
-    texts = isinstance(endings, list) and all(isinstance(ending, str) for ending in endings)
-    if not texts or len(endings) < 2:
-        raise EvaluationError(f"{where}: expected endings to be texts, found {endings!r:.60}")
-    if type(label) is not int or not 0 <= label < len(endings):
-        raise EvaluationError(
-            f"{where}: expected label in 0..{len(endings) - 1}, found {label!r:.60} (the test "
-            "split has no labels)"
-        )
-    return Question(context, tuple(endings), label)
+    check_types(fields, {"ctx": str, "endings": list, "label": int}, where)
+    check_options(fields["endings"], fields["label"], where)
+    return Question(fields["ctx"], tuple(fields["endings"]), fields["label"])
 
 
 def _read_bin(path: Path, content: bytes) -> list[Question]:
@@ -193,3 +184,23 @@ def read_jsonl(path: Path, hint: str) -> list[tuple[str, dict]]:
     if not found:
         raise EvaluationError(f"{path}: expected JSON lines, found an empty file")
     return found
+
+
+def check_types(fields: dict[str, Any], types: dict[str, type], where: str) -> None:
+    """Raise EvaluationError unless each field of `types` is present and of its type."""
+    for name, expected in types.items():
+        if type(fields.get(name)) is not expected:
+            raise EvaluationError(
+                f"{where}: expected {name} to be {expected.__name__}, found "
+                f"{fields.get(name)!r:.60}"
+            )
+
+
+def check_options(options: list, label: int, where: str) -> None:
+    """Raise EvaluationError unless the options are texts and `label` is the index of one."""
+    texts = all(isinstance(option, str) for option in options)
+    if not texts or not 0 <= label < len(options) or len(options) < 2:
+        raise EvaluationError(
+            f"{where}: expected several options that are texts, and the index of the correct one, "
+            f"found {label} of {options!r:.60}"
+        )

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from gptjax.evaluation.choices import read_jsonl
+from gptjax.evaluation.choices import check_options, check_types, read_jsonl
 from gptjax.evaluation.scoring import EvaluationError, Row, Score, Scorer, read_file
 from gptjax.terminal import has_control_characters
 
@@ -226,7 +226,7 @@ def _baselines(file: Path) -> dict[str, float]:
 def _task(folder: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
     where = f"{folder / 'core.yaml'}: {entry!r:.200}"
     fields = entry if isinstance(entry, dict) else {}
-    _check_types(fields, TASK_FIELDS, where)
+    check_types(fields, TASK_FIELDS, where)
     label, kind, uri, shots = (fields[name] for name in TASK_FIELDS)
     shots, delimiter = shots[0] if shots else None, fields.get("continuation_delimiter", " ")
     if has_control_characters(label + uri) or not isinstance(delimiter, str):
@@ -242,30 +242,12 @@ def _task(folder: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
         raise EvaluationError(f"{where}: expected dataset_uri inside of {folder}")
     items = []
     for where, fields in read_jsonl(path, _PART):
-        _check_item(kind, fields, where)
+        check_types(fields, FIELDS[kind], where)
+        if kind != "language_modeling":
+            options = fields["choices" if kind == "multiple_choice" else "context_options"]
+            check_options(options, fields["gold"], where)
         items.append(fields)
     if shots >= len(items):
         raise EvaluationError(f"{path}: {shots} examples and an item need more lines")
     random.Random(SHUFFLE_SEED).shuffle(items)
     return CoreTask(label, kind, tuple(items), shots, delimiter, baselines[label])
-
-
-def _check_types(fields: dict[str, Any], types: dict[str, type], where: str) -> None:
-    for name, expected in types.items():
-        if type(fields.get(name)) is not expected:
-            raise EvaluationError(
-                f"{where}: expected {name} to be {expected.__name__}, found "
-                f"{fields.get(name)!r:.60}"
-            )
-
-
-def _check_item(kind: str, fields: dict[str, Any], where: str) -> None:
-    _check_types(fields, FIELDS[kind], where)
-    if kind != "language_modeling":
-        options = fields["choices" if kind == "multiple_choice" else "context_options"]
-        texts = all(isinstance(option, str) for option in options)
-        if not texts or len(options) < 2 or not 0 <= fields["gold"] < len(options):
-            raise EvaluationError(
-                f"{where}: expected several options that are texts, and gold to be the index of "
-                f"one, found {fields['gold']} of {options!r:.60}"
-            )
