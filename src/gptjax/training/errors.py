@@ -49,7 +49,20 @@ def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
         checkpoints.wait()
         kept = checkpoints.latest_step()
         if isinstance(error, NotFiniteError):
-            raise progress.stop_not_finite(error, progress.step, kept) from error
+            with contextlib.suppress(OSError):
+                progress.write("event", progress.step, event="not finite", message=str(error))
+            checkpoint = "There is no checkpoint yet."
+            if kept is not None:
+                checkpoint = (
+                    f"The checkpoint of step {kept} is kept: its parameters and their loss were "
+                    "finite when it was saved."
+                )
+            raise NotFiniteError(
+                f"{error}; stopped. {checkpoint} To go on, run the same command with "
+                "--resume with_changes and a lower --optimizer.learning-rate, or with "
+                "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
+                "that are not finite."
+            ) from error
         if isinstance(error, jax.errors.JaxRuntimeError) and is_full(error):
             # Of 30.8 GiB on an H200, a step of 21.36 GiB failed: most of it is one block.
             reason = (

@@ -1,6 +1,5 @@
 """Progress of a run: metrics of each step are read one step late, checked, logged and shown."""
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -199,27 +198,6 @@ class Progress:
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput."""
         self._throughput.pause()
-
-    def stop_not_finite(self, error: NotFiniteError, step: int, kept: int | None) -> NotFiniteError:
-        """Log that NaN or infinity ended the run; return the error with advice.
-
-        Args:
-            kept: step of the newest checkpoint, if any.
-        """
-        with contextlib.suppress(OSError):
-            self.write("event", step, event="not finite", message=str(error))
-        checkpoint = "There is no checkpoint yet."
-        if kept is not None:
-            checkpoint = (
-                f"The checkpoint of step {kept} is kept: its parameters and their loss were finite "
-                "when it was saved."
-            )
-        return NotFiniteError(
-            f"{error}; stopped. {checkpoint} To go on, run the same command with "
-            "--resume with_changes and a lower --optimizer.learning-rate, or with "
-            "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
-            "that are not finite."
-        )
 
 
 def _numbers(metrics: dict[str, np.ndarray]) -> dict[str, float]:
