@@ -46,8 +46,8 @@ class MixtureConfig(ModelConfig):
             Group(r"blocks\.\d+\.out\.kernel", Matrices()),
             Group(r"blocks\.\d+\.(up|down)", Matrices(inputs=(1,), outputs=(2,))),
             Group(r"blocks\.\d+\.router\.kernel"),
-            Group("wte", kind="embedding"),
-            Group(r"blocks\.\d+\.sinks", weight_decay=0.0, kind="vector"),
+            Group("wte"),
+            Group(r"blocks\.\d+\.sinks", weight_decay=0.0),
         )
 
     def kernels(self, sequence_length, batch=1):

@@ -58,7 +58,6 @@ OPTIONS = {
     "--optimizer.neuron-b2": "1",
     "--optimizer.momentum-warmup-steps": "-1",
     "--optimizer.adam-every": "0",
-    "--optimizer.embedding-b1": "1.5",
     "--optimizer.clip-norm": "-1 0 nan",
     "--optimizer.skip-loss-z": "-1 0 nan",
     "--optimizer.skip-grad-norm-z": "inf",
@@ -95,7 +94,7 @@ OPTIONS = {
 OF_NORMUON = [
     f"--optimizer.{name}"
     for name in "matrix-learning-rate matrix-weight-decay momentum momentum-low neuron-b2 "
-    "momentum-warmup-steps adam-every embedding-b1".split()
+    "momentum-warmup-steps adam-every".split()
 ]
 
 # Config files and what is in them. All must be refused.
@@ -140,7 +139,7 @@ VALID = [
     ["--name", "größe"],
     ["--optimizer.clip-norm", "None"],
     ["--optimizer.weight-decay", "0"],
-    ["--optimizer", "normuon", "--optimizer.embedding-b1", "0.5"],
+    ["--optimizer", "normuon", "--optimizer.momentum", "0.5"],
     ["--optimizer", "muon"],
     ["--optimizer", "adamw"],
     ["--seed", "4294967295"],

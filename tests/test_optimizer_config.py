@@ -50,7 +50,7 @@ def mesh():
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [("adamw", {}), ("normuon", {"adam_every": 2, "embedding_b1": 0.5}), ("muon", {})],
+    [("adamw", {}), ("normuon", {"adam_every": 2, "b1": 0.5}), ("muon", {})],
 )
 def test_each_algorithm_learns_a_batch(algorithm, options):
     tx = config_of(algorithm, learning_rate=1e-2, **options).build_optimizer(mesh())
@@ -117,13 +117,10 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         momentum_cooldown_steps=4,
         orthogonalization="newton_schulz",
         adam_every=2,
-        embedding_b2=0.7,
-        vector_b2=0.99,
         **adam,
     )
     group = optim.Group
     groups = [group("a", b1=0.1, b2=0.2, kind="embedding"), group("b", b1=0.3)]
-    groups += [group("c", kind="vector"), group("d", kind="embedding"), group("e")]
     seen = given(monkeypatch, config, groups)
     assert {name: seen[name] for name in adam} == adam and seen["every"] == 2
     schedules = {
@@ -134,9 +131,7 @@ def test_normuon_is_what_the_config_says(monkeypatch):
     }
     for name, wanted in schedules.items():
         assert [round(float(seen[name](count)), 6) for count in (0, 1, 20, 28)] == wanted
-    # The config's for the kind, before the group's own, before AdamW's.
-    betas = [(0.1, 0.7), (0.3, 0.95), (0.8, 0.99), (0.8, 0.7), (0.8, 0.95)]
-    assert [(g.b1, g.b2) for g in seen["groups"]] == betas
+    assert seen["groups"] == groups and seen["b2"] == 0.95
     x = jnp.ones((1, 2, 3))
     np.testing.assert_array_equal(seen["method"](x), optim.newton_schulz(x))
     seen = given(monkeypatch, dataclasses.replace(config, matrix_decay_form="lr"), groups)
@@ -152,21 +147,19 @@ def test_the_header_says_who_gets_what():
     rows = {line.split("  ")[0]: line.split() for line in table[1:]}
     assert rows["blocks.*.attn.c_attn.kernel"][-2:] == ["0.035", "0.025"]
     cautious = {"cautious_decay": True, "decay_form": "lr_squared"}
-    own = config_of(algorithm="normuon", adam_every=2, embedding_b1=0.5, vector_b2=0.8, **cautious)
-    for option in ("adam_every 2", "embedding_b1 0.5", "cautious_decay True", "lr_squared"):
+    own = config_of(algorithm="normuon", adam_every=2, **cautious)
+    for option in ("adam_every 2", "cautious_decay True", "lr_squared"):
         assert option in lines(own)[0]
-    (wte,) = (line for line in lines(own) if line.startswith("wte"))
-    (bias,) = (line for line in lines(own) if line.startswith("ln_f.bias"))
-    assert "  0.5, 0.95  " in wte and "  0.9, 0.8  " in bias
-    groups = (optim.Group("w", learning_rate=75.0, weight_decay=5.0), optim.Group("b"))
+    groups = (optim.Group("w", learning_rate=75.0, weight_decay=5.0, b1=0.5), optim.Group("b"))
     params = {name: jax.ShapeDtypeStruct((2,), jnp.float32) for name in ("w", "b")}
     table = NorMuonConfig(learning_rate=0.008).describe(params, groups)
-    assert table[-1].endswith("0.6 (× 75)  0.5 (× 5)") and table[-2].endswith("0.008       0.1")
+    assert table[-1].endswith("0.5, 0.95  0.6 (× 75)  0.5 (× 5)")
+    assert table[-2].endswith("0.9, 0.95  0.008       0.1")
 
 
 def test_an_option_of_another_algorithm_or_out_of_range_is_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'embedding_b2'"):
-        config_of(embedding_b2=0.9)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'matrix_learning_rate'"):
+        config_of(matrix_learning_rate=0.9)
     with pytest.raises(TypeError, match="unexpected keyword argument 'neuron_b2'"):
         config_of(algorithm="muon", neuron_b2=0.9)
     with pytest.raises(
@@ -182,10 +175,10 @@ def test_another_algorithm_keeps_the_options_that_both_have():
     adamw = OptimizerConfig(learning_rate=1e-3, warmup_steps=5, clip_norm=None)
     normuon = switch_algorithm(adamw, "normuon")
     assert normuon == NorMuonConfig(learning_rate=1e-3, warmup_steps=5, clip_norm=None)
-    normuon = dataclasses.replace(normuon, momentum=0.5, neuron_b2=0.1, embedding_b1=0.3)
+    normuon = dataclasses.replace(normuon, momentum=0.5, neuron_b2=0.1)
     muon = switch_algorithm(normuon, "muon")
     wanted = {"learning_rate": 1e-3, "warmup_steps": 5, "clip_norm": None}
-    assert muon == MuonConfig(**wanted, momentum=0.5, embedding_b1=0.3)
+    assert muon == MuonConfig(**wanted, momentum=0.5)
     assert switch_algorithm(muon, "adamw") == adamw and switch_algorithm(muon, "muon") is muon
     with pytest.raises(ValueError, match=r"unknown optimizer 'sgd'.*adamw.*normuon.*muon"):
         switch_algorithm(muon, "sgd")
@@ -231,10 +224,3 @@ def test_numbers_out_of_range_are_refused(name):
         message = f"{option.removeprefix('neuron_')} must be .*, got {value}"
         with pytest.raises(ValueError, match=message):
             function(**options)
-
-
-def test_another_kind_of_a_group_is_refused():
-    group = optim.Group("wte")
-    object.__setattr__(group, "kind", "embeding")  # the test's type checks refuse it as an argument
-    with pytest.raises(ValueError, match=r"Group\('wte'\): unknown kind 'embeding'; choose one of"):
-        group.__post_init__()

@@ -37,8 +37,8 @@ class RotaryConfig(ModelConfig):
         return (
             Group(r"blocks\.\d+\.qkv\.kernel", Matrices(packed=3)),
             Group(r"blocks\.\d+\.(out|up|down)\.kernel", Matrices()),
-            Group(r"wte|lm_head", kind="embedding"),
-            Group(r".*\.scale", weight_decay=0.0, kind="vector"),
+            Group(r"wte|lm_head"),
+            Group(r".*\.scale", weight_decay=0.0),
         )
 
     def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:

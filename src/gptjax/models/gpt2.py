@@ -51,8 +51,8 @@ class GPT2Config(TransformerConfig):
         return (
             Group(r"blocks\.\d+\.attn\.c_attn\.kernel", Matrices(packed=3)),
             Group(r"blocks\.\d+\.(attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.kernel", Matrices()),
-            Group(r"wte|wpe", kind="embedding"),
-            Group(r".*\.(bias|scale)", weight_decay=0.0, kind="vector"),
+            Group(r"wte|wpe"),
+            Group(r".*\.(bias|scale)", weight_decay=0.0),
         )
 
     def kernels(

@@ -71,8 +71,8 @@ class Llama3Config(TransformerConfig):
     def parameter_groups(self) -> tuple[Group, ...]:
         return (
             Group(r"blocks\.\d+\.(attn\.(q|k|v|o)|mlp\.(gate|up|down))\.kernel", Matrices()),
-            Group(r"wte|lm_head", kind="embedding"),
-            Group(r".*\.scale", weight_decay=0.0, kind="vector"),
+            Group(r"wte|lm_head"),
+            Group(r".*\.scale", weight_decay=0.0),
         )
 
     def kernels(

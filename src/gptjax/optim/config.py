@@ -207,14 +207,6 @@ class MatrixOptimizerConfig(OptimizerConfig):
     adam_every: PositiveInt = 1
     """Apply AdamW every N steps, using the sum of the N gradients. A step that an outlier skips
     adds no gradient; if that step is the Nth, the sum is kept for the next N steps."""
-    embedding_b1: DecayRate | None = None
-    """b1 of the embeddings; None for the value of b1."""
-    embedding_b2: DecayRate | None = None
-    """b2 of the embeddings; None for the value of b2."""
-    vector_b1: DecayRate | None = None
-    """b1 of norms and biases; None for the value of b1."""
-    vector_b2: DecayRate | None = None
-    """b2 of norms and biases; None for the value of b2."""
 
     def why_not(self, groups: Sequence[Group]) -> str | None:
         if all(group.matrices is None for group in groups):
@@ -227,13 +219,15 @@ class MatrixOptimizerConfig(OptimizerConfig):
 
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
         paths, leaves, _ = flatten(params)
-        assigned, kinds = assign(self._groups(groups), paths), {}
+        assigned, kinds = assign(groups, paths), {}
         for path, leaf in zip(paths, leaves, strict=True):
             key = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, assigned[path]
             kinds[key] = kinds.get(key, 0) + 1
         rows = [("parameter", "shape", "optimizer", "betas", "lr", "decay")]
         for (path, shape, group), count in kinds.items():
-            optimizer, betas = "adamw", f"{group.b1:g}, {group.b2:g}"
+            b1 = self.b1 if group.b1 is None else group.b1
+            b2 = self.b2 if group.b2 is None else group.b2
+            optimizer, betas = "adamw", f"{b1:g}, {b2:g}"
             rate, decay = self.learning_rate, self.weight_decay
             if group.matrices is not None:
                 *lead, n_in, n_out = group.matrices.shape(shape, path)
@@ -256,18 +250,6 @@ class MatrixOptimizerConfig(OptimizerConfig):
             for row in rows
         ]
         return [*super().describe(params, groups), *lines]
-
-    def _groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """Return the groups with b1 and b2: this config's for their kind, their own, or AdamW's."""
-
-        def beta(group: Group, name: str) -> float:
-            values = getattr(self, f"{group.kind}_{name}", None), getattr(group, name)
-            return next((x for x in values if x is not None), getattr(self, name))
-
-        return tuple(
-            dataclasses.replace(group, b1=beta(group, "b1"), b2=beta(group, "b2"))
-            for group in groups
-        )
 
     def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
         return super()._adamw_options(schedules) | {"every": self.adam_every}
@@ -317,7 +299,7 @@ class NorMuonConfig(MatrixOptimizerConfig):
 
     def _build(self, schedules, groups, mesh):
         return normuon_and_adamw(
-            self._groups(groups),
+            groups,
             matrix_learning_rate=schedules["matrix_learning_rate"],
             matrix_weight_decay=schedules["matrix_weight_decay"],
             momentum=schedules["momentum"],
@@ -339,7 +321,7 @@ class MuonConfig(MatrixOptimizerConfig):
 
     def why_not(self, groups: Sequence[Group]) -> str | None:
         plain = Matrices(), 1.0, 1.0
-        for group in self._groups(groups):
+        for group in _unpacked(groups):
             own = group.matrices, group.learning_rate, group.weight_decay
             if group.matrices is not None and own != plain:
                 return (
@@ -358,14 +340,16 @@ class MuonConfig(MatrixOptimizerConfig):
             weight_decay=self.matrix_weight_decay,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: whole, params),
         )
-        return matrices_and_adamw(self._groups(groups), muon, **self._adamw_options(schedules))
+        return matrices_and_adamw(_unpacked(groups), muon, **self._adamw_options(schedules))
 
-    def _groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        def whole(group: Group) -> Group:
-            layout = group.matrices and dataclasses.replace(group.matrices, packed=1)
-            return dataclasses.replace(group, matrices=layout)
+    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
+        return super().describe(params, _unpacked(groups))
 
-        return tuple(map(whole, super()._groups(groups)))
+
+def _unpacked(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with one matrix in each parameter."""
+    layouts = [g.matrices and dataclasses.replace(g.matrices, packed=1) for g in groups]
+    return [dataclasses.replace(g, matrices=x) for g, x in zip(groups, layouts, strict=True)]
 
 
 ALGORITHMS: dict[str, type[OptimizerConfig]] = {

@@ -14,15 +14,11 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from gptjax.fields import check_range
-
-Kind = Literal["embedding", "vector"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +156,7 @@ class Group:
         learning_rate: multiplies the learning rate of the group's optimizer.
         weight_decay: multiplies the weight decay of the group's optimizer.
         b1, b2: decay rates of AdamW's moments; None: the values of the optimizer's config.
-        kind: "embedding" or "vector" selects the options of that name in an optimizer's config
-            (embedding_b1, vector_b1, …); None selects none.
+        kind: a name for readers, such as "embedding"; no optimizer of gptjax reads it.
     """
 
     paths: str
@@ -170,14 +165,12 @@ class Group:
     weight_decay: float = 1.0
     b1: float | None = None
     b2: float | None = None
-    kind: Kind | None = None
+    kind: str | None = None
 
     def __post_init__(self):
         where = f"Group({self.paths!r})"
         check_range(where, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
         check_range(where, below=1, b1=self.b1, b2=self.b2)
-        if self.kind not in (None, *KINDS):
-            raise ValueError(f"{where}: unknown kind {self.kind!r}; choose one of {list(KINDS)}")
 
 
 class GroupError(ValueError):
