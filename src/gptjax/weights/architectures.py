@@ -1,6 +1,5 @@
 """GPT-2 and Llama in the files of other programs: config.json, GGUF's metadata, and the tensors."""
 
-import abc
 import math
 import reprlib
 from collections.abc import Iterator
@@ -43,8 +42,16 @@ class Kind(NamedTuple):
             yield key, self.name.format(layer), self.gguf.format(layer)
 
 
-class Architecture(abc.ABC):
+class Architecture:
     """An architecture in other programs.
+
+    A subclass defines four functions of the model's config:
+
+    - `required`: values of config.json that gptjax implements, the default first.
+    - `to_json`: contents of config.json besides the sizes and the required values.
+    - `kinds`: kinds of tensors, in llm.c's order for GPT-2. Their number does not depend on the
+      sizes.
+    - `metadata`: further keys and values of GGUF files.
 
     Attributes:
         model: class of the models.
@@ -63,25 +70,6 @@ class Architecture(abc.ABC):
     def more(self, found: dict[str, Any]) -> dict[str, Any]:
         """Return fields of the model's config that config.json determines, besides the sizes."""
         return {}
-
-    @abc.abstractmethod
-    def required(self, config: Any) -> dict[str, tuple]:
-        """Return the values of config.json that gptjax implements, the default first."""
-
-    @abc.abstractmethod
-    def to_json(self, config: Any) -> dict[str, Any]:
-        """Return the contents of config.json besides the sizes and the required values."""
-
-    @abc.abstractmethod
-    def kinds(self, config: Any) -> list[Kind]:
-        """Return the kinds of tensors, in llm.c's order for GPT-2.
-
-        The length of the list does not depend on the sizes.
-        """
-
-    @abc.abstractmethod
-    def metadata(self, config: Any) -> dict[str, int | float]:
-        """Return further keys and values of GGUF files."""
 
     def config(self, found: dict[str, Any]) -> Any:
         """Return the model's config from the contents of config.json.
@@ -177,8 +165,7 @@ class _GPT2(Architecture):
         **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
     }
 
-    def kinds(self, config: GPT2Config) -> list[Kind]:
-        return gpt2_kinds(config)
+    kinds = staticmethod(gpt2_kinds)
 
     def config(self, found: dict[str, Any]) -> GPT2Config:
         return super().config({"n_positions": found.get("n_ctx")} | found)

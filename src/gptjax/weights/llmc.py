@@ -33,12 +33,6 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 VERSIONS = {"fp32": 3, "bf16": 5}
 DTYPES = {3: np.dtype("<f4"), 5: np.dtype(jnp.bfloat16)}
-_OTHER_FILES = {
-    20240327: "llm.c's debug state",
-    20240328: "llm.c's tokenizer",
-    20240520: "a shard of tokens",
-    20240527: "llm.c's optimizer state",
-}
 
 
 def read_config(path: Path) -> GPT2Config:
@@ -113,10 +107,7 @@ def _read_header(path: Path) -> list[int]:
         raw = file.read(HEADER_BYTES)
     header = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4").tolist()
     if header and header[0] != MAGIC:
-        kind = _OTHER_FILES.get(header[0], "not a file of llm.c's")
-        raise ValueError(
-            f"expected the magic {MAGIC} of an llm.c model at offset 0, found {header[0]} ({kind})"
-        )
+        raise ValueError(f"expected the magic {MAGIC} of an llm.c model, found {header[0]}")
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"expected a header of {HEADER_BYTES} bytes, found a file of {len(raw)}")
     if header[1] not in DTYPES:
