@@ -103,19 +103,21 @@ def test_the_whole_block_can_be_filled():
 
 
 @pytest.mark.parametrize(
-    "precision, filters",
+    "precision, how",
     [
         ("fp32", {"top_p": 1e-6}),
         ("bf16", {"top_k": 1, "top_p": 0.5}),
+        ("fp32", {"temperature": 1e-9}),
+        ("fp32", {"temperature": 1e-39}),
     ],
 )
-def test_the_narrowest_filters_equal_greedy(precision, filters):
+def test_the_narrowest_filters_and_lowest_temperatures_equal_greedy(precision, how):
     model = make_model(precision, **ODD)
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     greedy_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=0, key=KEY)
-    drawn_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=1.5, key=KEY, **filters)
-    np.testing.assert_array_equal(drawn_BT, greedy_BT)
-    if precision == "fp32":  # the filter did it, not a softmax that leaves no choice
+    how = {"max_new_tokens": 9, "temperature": 1.5, "key": KEY} | how
+    np.testing.assert_array_equal(generate(model, prompt_BT, **how), greedy_BT)
+    if "top_p" in how:  # the filter did it, not a softmax that leaves no choice
         free_BT = generate(model, prompt_BT, max_new_tokens=9, temperature=1.5, key=KEY)
         assert (np.asarray(free_BT) != np.asarray(greedy_BT)).any()
 
@@ -154,7 +156,7 @@ def chi_square(drawn, probabilities):
     return (((counts - expected) ** 2) / expected).sum()
 
 
-@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_draws_follow_the_softmax(temperature):
     model = make_model(gain=5.0, **SMALL)
     prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
@@ -186,45 +188,28 @@ def test_filtered_draws_follow_the_renormalized_softmax():
     )
 
 
-def test_the_key_decides_and_a_longer_text_begins_with_the_shorter():
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_the_key_decides_and_a_longer_text_begins_with_the_shorter(impl):
+    """A draw depends on key, row and position."""
     model = make_model(**ODD)
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
+    key, another = (jax.random.key(seed, impl=impl) for seed in (1, 2))
     one, same, other = (
-        np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=jax.random.key(seed)))
-        for seed in (1, 1, 2)
+        np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=key))
+        for key in (key, key, another)
     )
-    longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=jax.random.key(1)))
+    longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=key))
     np.testing.assert_array_equal(one, same)
     np.testing.assert_array_equal(longer[:, :13], one)
+    fewer_rows = generate(model, prompt_BT[:1], max_new_tokens=9, key=key)
+    np.testing.assert_array_equal(fewer_rows, one[:1])
+    chunks = token_chunks(model, np.asarray(prompt_BT), max_new_tokens=9, key=key, steps=3)
+    np.testing.assert_array_equal(np.concatenate([*chunks], axis=1), one[:, 4:])
     assert (one[:, 4:] != other[:, 4:]).any() and (one[0] != one[1]).any()
     uniform = np.asarray(generate(model, prompt_BT, max_new_tokens=9, temperature=1e30, key=KEY))
     neighbours = uniform[:, 4:-1], uniform[:, 5:]
     assert np.not_equal(*neighbours).any(0).all(), "each position has a random number of its own"
     np.testing.assert_array_equal(one[:, :4], prompt_BT)
-
-
-@pytest.mark.parametrize("temperature", [1e-9, 1e-39])
-def test_a_small_temperature_equals_greedy(temperature):
-    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
-    greedy_BT, drawn_BT = (
-        generate(model, prompt_BT, max_new_tokens=9, temperature=t, key=KEY)
-        for t in (0, temperature)
-    )
-    np.testing.assert_array_equal(drawn_BT, greedy_BT)
-
-
-def test_a_draw_depends_on_key_row_and_position_for_any_key():
-    model, prompt_BT = make_model(**ODD), random_tokens(2, 4, ODD["vocab_size"])
-    key = jax.random.key(1, impl="rbg")
-    one = np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=key))
-    longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=key))
-    np.testing.assert_array_equal(longer[:, :13], one)
-    fewer_rows = np.asarray(generate(model, prompt_BT[:1], max_new_tokens=9, key=key))
-    np.testing.assert_array_equal(fewer_rows, one[:1])
-    chunks = token_chunks(model, np.asarray(prompt_BT), max_new_tokens=9, key=key, steps=3)
-    np.testing.assert_array_equal(np.concatenate([*chunks], axis=1), one[:, 4:])
-    other = jax.random.fold_in(key, 1)
-    assert (np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=other)) != one).any()
 
 
 def test_padded_ids_are_never_produced():
@@ -306,20 +291,15 @@ def test_a_model_spread_over_devices_gives_the_same_tokens():
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
         ({"temperature": float("nan")}, "temperature must .* got nan"),
-        ({"temperature": float("inf")}, "temperature must .* got inf"),
         ({"top_k": 0}, "top_k must be at least 1.* got 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\].* got 0.0"),
-        ({"top_p": 1.01}, r"top_p must be in \(0, 1\].* got 1.01"),
         ({"prompt_BT": np.zeros((2, 0), np.int32)}, r"the prompt is empty, shape \(2, 0\)"),
-        ({"prompt_BT": np.zeros((0, 3), np.int32)}, r"the prompt is empty, shape \(0, 3\)"),
         ({"prompt_BT": np.ones((1, 23), np.int32)}, "leaves no room .* block_size=23"),
         ({"lengths_B": np.array([5])}, r"lengths_B of 1 integers from 1 to 4, .* got \[5\]"),
         ({"implementation": "triton"}, "needs an NVIDIA GPU"),
         ({"prompt_BT": np.full((1, 4), 61)}, r"prompt ids must lie in \[0, 61\), got 61…61"),
-        ({"prompt_BT": np.full((1, 4), -1)}, r"prompt ids must lie in \[0, 61\), got -1…-1"),
         ({"prompt_BT": np.ones(4, np.int32)}, r"shape \(batch, time\), got int32 .* \(4,\)"),
         ({"prompt_BT": np.ones((1, 4))}, r"integer ids and shape \(batch, time\), got float64"),
-        ({"prompt_BT": [[True, True]]}, r"integer ids and shape \(batch, time\), got bool"),
     ],
 )
 def test_errors_state_the_numbers(change, message, monkeypatch):

@@ -176,6 +176,15 @@ def test_metrics_report_the_step_that_was_made():
     assert float(metrics["lr"]) == pytest.approx(1e-2)
 
 
+def test_the_padding_of_the_vocabulary_stays_zero():
+    tx, step = adamw_step()
+    state = state_of(tx)
+    for i in range(3):
+        state, _ = step(state, windows(1, 4, seed=i))
+    assert not state.params["wte"][CONFIG.vocab_size :].any()
+    assert state.params["wte"][: CONFIG.vocab_size].any()
+
+
 @pytest.mark.parametrize("which", ["skip_loss_z", "skip_grad_norm_z"])
 def test_an_outlier_skips_its_update_and_the_window_remembers(which):
     tx, step = adamw_step(**{which: 3.0})
