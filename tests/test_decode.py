@@ -57,6 +57,11 @@ def inputs(dtype, lengths, *, blocks, heads, head_dim, vocab, positions, seed=0)
     return weights, DecoderCache.of(k, v), token_B, length_B
 
 
+# The arguments are not changed, so that tests share them.
+tiny = functools.cache(functools.partial(inputs, **TINY))
+one_block = functools.cache(functools.partial(inputs, **TINY | {"blocks": 1}))
+
+
 def check(args, residual_dtype, steps=1):
     """Logits and cache of the kernel after `steps` tokens, compared with the definition."""
     results = {}
@@ -105,18 +110,18 @@ def one_program(monkeypatch, triton_on_cpu):
     ids=str,
 )
 def test_one_token(lengths, dtype, residual, one_program):
-    check(inputs(jnp.dtype(dtype), lengths, **TINY), jnp.dtype(residual))
+    check(tiny(jnp.dtype(dtype), lengths), jnp.dtype(residual))
 
 
 def test_several_tiles_of_keys(one_program, monkeypatch):
     from pallas_kernels.decode import triton
 
     monkeypatch.setattr(triton, "One", functools.partial(triton.One, KEYS=16))
-    check(inputs(jnp.float32, (35,), **TINY), jnp.float32)
+    check(one_block(jnp.float32, (35,)), jnp.float32)
 
 
 def test_likeliest_token(one_program):
-    args = inputs(jnp.bfloat16, (5,), **TINY)
+    args = one_block(jnp.bfloat16, (5,))
     # Rows 7 and 50 are equal and above the others.
     head_VC = args[0].head_VC
     decisive_C = head_VC[decode_step(*args, implementation="triton")[0][0].argmax()] * 2
@@ -128,7 +133,7 @@ def test_likeliest_token(one_program):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_x64_changes_no_bit(implementation):
-    args = inputs(jnp.float32, (5, 0), **TINY)
+    args = tiny(jnp.float32, (5, 0))
     f = functools.partial(decode_step, implementation=implementation)
     expected = jax.jit(f)(*args)
     with jax.enable_x64(True):
@@ -167,7 +172,7 @@ def replaced(args, **changes):
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_inconsistent_shapes_are_refused(name, implementation, one_program):
-    args = inputs(jnp.float32, (5,), **TINY)
+    args = tiny(jnp.float32, (5,))
     args = replaced(args, **{name: jnp.zeros(SHAPES[name], jnp.float32)})
     # A head with more rows than the token embedding: the embedding is named.
     named = "wte_VC" if name == "head_VC" else name
@@ -186,7 +191,7 @@ def test_inconsistent_shapes_are_refused(name, implementation, one_program):
     ],
 )
 def test_other_dtypes_are_refused(name, dtype, expected):
-    args = inputs(jnp.float32, (5,), **TINY)
+    args = tiny(jnp.float32, (5,))
     x = getattr(args[name == "k_LBSHD"], name)
     with pytest.raises(ValueError, match=f"decode_step: expected {expected}"):
         decode_step(*replaced(args, **{name: x.astype(dtype)}), implementation="xla")
@@ -195,8 +200,8 @@ def test_other_dtypes_are_refused(name, dtype, expected):
 @pytest.mark.parametrize("lengths", [(5,), (0, 7)], ids=str)
 def test_vmap(lengths, one_program):
     """The weights are shared, and the other arguments are mapped."""
-    weights, *one = inputs(jnp.float32, lengths, **TINY)
-    other = inputs(jnp.float32, lengths, **TINY, seed=1)[1:]
+    weights, *one = one_block(jnp.float32, lengths)
+    other = one_block(jnp.float32, lengths, seed=1)[1:]
     both = jax.tree.map(lambda *x: jnp.stack(x), tuple(one), other)
     step = functools.partial(decode_step, weights, implementation="triton")
     logits_EBV, cache = jax.jit(jax.vmap(step))(*both)
@@ -210,7 +215,7 @@ def test_vmap(lengths, one_program):
 def test_vmap_lowers_for_an_h200(batch, launches, monkeypatch):
     """A Triton kernel has no rule for vmap."""
     monkeypatch.setattr(decode, "programs", lambda: 132)
-    weights, *one = inputs(jnp.float32, (0,) * batch, **TINY)
+    weights, *one = tiny(jnp.float32, (0,) * batch)
     both = jax.tree.map(lambda x: jnp.stack([x, x]), tuple(one))
     step = functools.partial(decode_step, implementation="triton")
     text = lower_for_h200(jax.vmap(step, (None, 0, 0, 0)), weights, *both)
@@ -219,7 +224,7 @@ def test_vmap_lowers_for_an_h200(batch, launches, monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_no_derivative(implementation, one_program):
-    weights, *rest = inputs(jnp.float32, (5,), **TINY)
+    weights, *rest = tiny(jnp.float32, (5,))
     f = lambda weights: decode_step(weights, *rest, implementation=implementation)[0].sum()
     with pytest.raises(NotImplementedError, match="decode_step: has no derivative.*stop_gradient"):
         jax.grad(f)(weights)
@@ -258,8 +263,9 @@ def test_several_sequences_compiled_for_an_h200():
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(5,), (0, 23, 7)], ids=str)
 def test_tiny_on_a_gpu(lengths):
-    check(inputs(jnp.float32, lengths, **TINY), jnp.float32, steps=3)
-    check_likeliest(inputs(jnp.float32, lengths, **TINY))
+    args = inputs(jnp.float32, lengths, **TINY)
+    check(args, jnp.float32, steps=3)
+    check_likeliest(args)
 
 
 @pytest.mark.gpu

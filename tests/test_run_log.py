@@ -183,16 +183,6 @@ def test_a_log_that_is_not_a_regular_file_is_refused(tmp_path):
             read(tmp_path / "log.jsonl")
 
 
-def test_a_linked_log_stays_a_link(tmp_path):
-    target = tmp_path / "target"
-    target.write_text(STEP_1)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "log.jsonl").symlink_to(target)
-    with RunLog(tmp_path / "run", resume_step=1) as log:
-        write_steps(log, [2])
-    assert log.path.is_symlink() and [row["step"] for row in read_log(target)][:2] == [1, 2]
-
-
 # --------------------------------------------------------------------------------- Weights & Biases
 
 
