@@ -3,9 +3,7 @@
 import functools
 import subprocess
 import sys
-import tomllib
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from gptjax.doctor import __main__ as doctor
 from gptjax.doctor import kernels, machine
 from pallas_kernels import _dispatch, extend
 
-ROOT = Path(__file__).parent.parent
 H200 = types.SimpleNamespace(id=0, device_kind="NVIDIA H200")
 INSTALLED = {
     "jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0",
@@ -98,18 +95,6 @@ def test_a_wrong_version(h200, capsys, package, version, status, says, remedy):
     assert advice.startswith("pip install '") and remedy in advice
     assert doctor.main([]) == (status == "failed")
     assert ("failed: packages" in capsys.readouterr().out) == (status == "failed")
-
-
-def test_a_version_below_the_floor_of_pyproject(h200):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [Requirement(line) for line in project["dependencies"]]
-    h200.set(requirements=lambda name, extra="": needed if (name, extra) == ("gptjax", "") else [])
-    h200.packages |= {r.name: next(iter(r.specifier)).version for r in needed}
-    h200.packages |= {"orbax-checkpoint": "0.11.20"}
-    remedy = "pip install 'orbax-checkpoint>=0.11.24'"
-    assert bad() == {
-        "packages": ("failed", "needs orbax-checkpoint>=0.11.24, found 0.11.20", remedy)
-    }
 
 
 @pytest.mark.parametrize(
@@ -202,7 +187,7 @@ def test_every_kernel_has_an_example():
 
 
 def test_the_examples_and_their_definitions_have_the_same_results():
-    """Shapes of results and gradients, traced in the sizes and dtypes of the doctor."""
+    """Shapes of results and gradients, traced in the sizes of the doctor and its first dtype."""
 
     def shapes(f, arrays, differentiable):
         def with_gradients(*arrays):
@@ -213,15 +198,13 @@ def test_the_examples_and_their_definitions_have_the_same_results():
 
     for operation, entry in _dispatch.OPERATIONS.items():
         for make in entry.examples:
-            for dtype in kernels.DTYPES:
-                if (example := make(kernels.ROWS, dtype)) is None:
-                    continue
-                call = functools.partial(example.call, implementation="xla")
-                exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in example.shapes]
-                found = shapes(call, example.shapes, example.differentiable)
-                expected = shapes(example.reference, exact, example.differentiable)
-                assert [x.shape for x in found] == [x.shape for x in expected], operation
-                assert all(x.dtype == jnp.float32 for x in expected), operation
+            example = next(filter(None, (make(kernels.ROWS, dtype) for dtype in kernels.DTYPES)))
+            call = functools.partial(example.call, implementation="xla")
+            exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in example.shapes]
+            found = shapes(call, example.shapes, example.differentiable)
+            expected = shapes(example.reference, exact, example.differentiable)
+            assert [x.shape for x in found] == [x.shape for x in expected], operation
+            assert all(x.dtype == jnp.float32 for x in expected), operation
 
 
 def test_the_examples_are_right_in_xla():

@@ -105,8 +105,10 @@ def one_by_one(name: str):
     return jax.jit(jax.value_and_grad(f))(params_of(name))
 
 
-@pytest.mark.parametrize("recompute", ["none", "sublayer", "block"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, recompute",
+    [("gpt2", "none"), ("gpt2", "sublayer"), ("llama3", "none"), ("llama3", "block")],
+)
 def test_a_packed_window_is_its_documents_one_by_one(name, recompute):
     config, window = dataclasses.replace(MODELS[name], recompute=recompute), jnp.asarray(windows(1))
     batch = Batch.of(window[None], EOT)
@@ -248,7 +250,8 @@ def test_options():
     with pytest.raises(ConfigError, match=r"and .*Halved.losses has no argument segment_ids_BT; l"):
         Config(model=model, sequence_length=T, separate_documents=True)
     tokens = jnp.asarray(windows(1))
-    loss = loss_fn(model.build(nnx.Rngs(0)), tokens[:, :-1], tokens[:, 1:])  # without documents
+    halved = jax.jit(lambda *args: loss_fn(model.build(nnx.Rngs(0)), *args))
+    loss = halved(tokens[:, :-1], tokens[:, 1:])  # without documents
     assert 1 < loss < 5
     with h200():
         for name in ("gpt2", "llama3"):

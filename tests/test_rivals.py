@@ -43,6 +43,7 @@ from gptjax.models.gpt2 import PRESETS, GPT2Config
 from gptjax.models.llama3 import Llama3Config
 from gptjax.optim import switch_algorithm
 from gptjax.precision import Precision
+from gptjax.terminal import first_line
 
 # The fixture `card`.
 pytest_plugins = ["bench_tools"]
@@ -266,18 +267,10 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
     order, fits = [], True
     sides = {"torch": Side("torch"), "gptjax": Side("gptjax")}
     found = turns.take_turns(sides, seconds=1.0)
-    assert [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name] == [
-        "torch",
-        "rest",
-        "makes room",
-        "gptjax",
-        "torch",
-        "rest",
-    ]
-    assert (
-        found["torch"] == [1.0, 1.0]
-        and results.first_line(found["gptjax"]) == "RuntimeError: out of memory"
-    )
+    changes = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert changes == ["torch", "rest", "makes room", "gptjax", "torch", "rest"]
+    assert found["torch"] == [1.0, 1.0]
+    assert first_line(found["gptjax"]) == "RuntimeError: out of memory"
     monkeypatch.setattr(Side, "make_room", lambda *_: None)
     order, fits = [], False
     assert turns.take_turns(sides, seconds=1.0) == {"torch": [1.0], "gptjax": [1.0]}
@@ -532,23 +525,9 @@ def test_rows_of_llmc(llmc, card, tmp_path, monkeypatch, capsys):
 
 def test_a_row_for_each_system_back_end_and_draw(card, tmp_path, capsys):
     out = tmp_path / "out.json"
-    options = [
-        "--prompt",
-        3,
-        "--new",
-        4,
-        "--batch",
-        2,
-        "--temperature",
-        1,
-        "--top-k",
-        5,
-        "--seconds",
-        0,
-        "--out",
-        out,
-    ]
-    assert run(generate, "--config", card, *options, "--implementation", "triton", "auto") == 1
+    options = f"--config {card} --prompt 3 --new 4 --batch 2 --temperature 1 --top-k 5"
+    options += f" --seconds 0 --out {out} --implementation triton auto"
+    assert run(generate, *options.split()) == 1
     result = results.read(out)
     rows = result["rows"]
     case = "3 + 4 tokens, top-k 5"
@@ -556,11 +535,11 @@ def test_a_row_for_each_system_back_end_and_draw(card, tmp_path, capsys):
     assert [(row["system"], row["case"]) for row in rows] == systems
     # The named back end needs a GPU; the others are measured.
     assert "triton" in rows[0]["error"] and "ms" not in rows[0]
-    for ours, theirs in [rows[1:]]:
-        assert ours["kernels"] == "xla" and theirs["kernels"] == "static cache, eager"
-        assert ours["tokens/s"] == pytest.approx(2 * 4 / (ours["ms"] / 1e3))
-        assert ours["of_torch"] == pytest.approx(theirs["ms"] / ours["ms"])
-        assert ours["limit_us"] is ours["of_limit"] is None  # the bandwidth of a CPU is unknown
+    ours, theirs = rows[1:]
+    assert ours["kernels"] == "xla" and theirs["kernels"] == "static cache, eager"
+    assert ours["tokens/s"] == pytest.approx(2 * 4 / (ours["ms"] / 1e3))
+    assert ours["of_torch"] == pytest.approx(theirs["ms"] / ours["ms"])
+    assert ours["limit_us"] is ours["of_limit"] is None  # the bandwidth of a CPU is unknown
     printed = capsys.readouterr()
     assert "unknown memory bandwidth" in printed.out and "error: did not run:" in printed.err
     # A line of progress as soon as a row is complete.
