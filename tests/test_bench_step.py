@@ -15,6 +15,7 @@ from gptjax.bench import step as bench_step
 from gptjax.bench.__main__ import main
 from gptjax.bench.configs import ModelOptions, one_micro_batch
 from gptjax.bench.jax_step import JaxStep
+from gptjax.bench.results import Row, print_table
 from gptjax.models.gpt2 import PRESETS
 from gptjax.precision import Precision
 
@@ -187,6 +188,15 @@ def test_a_stored_result_is_shown(show, texts, capsys):
             figures = (f"{row['ms']:.2f}", f"{row['tokens/s']:,.0f}", f"{row['mfu']:.1%}")
             (line,) = [line for line in shown.splitlines() if figures[0] in line.split()]
             assert row["rung"] in line and set(figures) <= set(line.split())
+
+
+def test_texts_of_a_file_do_not_act_on_the_terminal(capsys):
+    print_table("[b]title", ("ms", "GiB"), [Row("a", ("1.0", "22"), "\x1b[2Jfirst")])
+    assert capsys.readouterr().out.splitlines() == [
+        "[b]title",
+        "    ms  GiB",
+        "a  1.0   22  \ufffd[2Jfirst",
+    ]
 
 
 GOOD = {
