@@ -68,7 +68,7 @@ def follow(command, monkeypatch):
         assert words.pop(0) == "gptjax.data" and main(words) == 0
     elif script == "train.py":
         config = dataclasses.replace(cli.from_command_line(words), **SHORT)
-        assert run(config, cli.given_for_model(words))[0] == 0
+        assert run(config)[0] == 0
     else:
         assert script == "examples/finetune/ask.py"
         load_ask(monkeypatch).main(*words)
