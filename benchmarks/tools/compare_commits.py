@@ -1,6 +1,6 @@
 """Compare the training steps of two checkouts of gptjax on one GPU, in alternation.
 
-git worktree add ../before f85193a
+git worktree add ../before 6811bb8
 python benchmarks/tools/compare_commits.py --before ../before --cases gpt2_124m:bf16:64 \\
     speedrun_pr233:bf16:1:5 --out benchmarks/results/step/commits.json
 
