@@ -68,8 +68,7 @@ OUT_OF_RANGE = [
     *((f"optimizer.{name}", value)
       for name in ("skip_loss_z", "skip_grad_norm_z") for value in (0, -1)),
     *((f"optimizer.{name}", -100) for name in ("weight_decay", "matrix_weight_decay")),
-    *((f"optimizer.{name}", value) for name in ("b1", "b2", "momentum", "momentum_low", "neuron_b2",
-                   "embedding_b1")
+    *((f"optimizer.{name}", value) for name in ("b1", "b2", "momentum", "momentum_low", "neuron_b2")
       for value in (-0.1, 1, 1.5, 1 - 1e-9)),
     *(("optimizer.final_fraction", value) for value in (-3, 50)),
     *((f"optimizer.{name}", -5)
