@@ -16,8 +16,9 @@ Back ends:
         row belongs to one token. For dW = Σ_n g_n dlogits_n x_nᵀ the result is exact if all g_n are
         equal, as for a mean or a sum. If the g_n differ, the backward pass recomputes dW from the
         logits, chunk by chunk. At compile time, XLA detects that the g_n of a mean are equal, and
-        removes that branch. If all tokens are one chunk, the backward pass runs the matmuls of both
-        gradients, with g x in place of x: a multiplication of dW would be one more pass over dW.
+        removes that branch. If all tokens are one chunk, in fp32 or bf16, the backward pass runs
+        the matmuls of both gradients, with g x in place of x: multiplying dW would be one more
+        pass over dW.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives

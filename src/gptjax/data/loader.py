@@ -272,7 +272,7 @@ class Loader:
         self._iterator.close()
 
     # Not `Self`: jaxtyping's hook checks single functions, in which beartype does not know it.
-    def __enter__(self) -> "Loader":  # noqa: PYI034
+    def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *_: object) -> None:

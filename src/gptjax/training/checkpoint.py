@@ -22,7 +22,7 @@ from gptjax.files import synchronize
 from gptjax.provenance import versions
 from gptjax.timeline import Timeline
 from gptjax.weights import checkpoint_files as files
-from gptjax.weights.checkpoint_files import METADATA, STATE, few, first_line
+from gptjax.weights.checkpoint_files import METADATA, STATE, few, system_error
 from gptjax.weights.errors import CheckpointError
 
 
@@ -78,7 +78,7 @@ class Checkpoints:
         # Orbax reads the contents of the folder, which can raise errors of many types.
         except Exception as error:
             raise CheckpointError(
-                f"cannot use {self.folder} for checkpoints: {first_line(error)}"
+                f"cannot use {self.folder} for checkpoints: {system_error(error)}"
             ) from error
 
     def latest_step(self) -> int | None:
@@ -131,7 +131,7 @@ class Checkpoints:
             if last is not None:
                 newest = f"the newest complete checkpoint is of step {last}"
             raise CheckpointError(
-                f"saving to {self.folder} failed: {first_line(error)}; {newest}. "
+                f"saving to {self.folder} failed: {system_error(error)}; {newest}. "
                 "Free some space, then run the same command again to resume."
             ) from error
 

@@ -58,7 +58,7 @@ def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
                     "finite when it was saved."
                 )
             raise NotFiniteError(
-                f"{error}; stopped. {checkpoint} To go on, run the same command with "
+                f"{error}; stopped. {checkpoint} To continue, run the same command with "
                 "--resume with_changes and a lower --optimizer.learning-rate, or with "
                 "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
                 "that are not finite."

@@ -40,7 +40,7 @@ class StopRequest:
             out_shardings=replicated(mesh),
         )
 
-    def __enter__(self) -> "StopRequest":  # noqa: PYI034
+    def __enter__(self) -> "StopRequest":
         numbers = (signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self

@@ -25,6 +25,7 @@ from flax import traverse_util
 from jaxtyping import PyTree
 
 from gptjax.optim import low_precision
+from gptjax.terminal import first_line
 from gptjax.weights.errors import CheckpointError, DamagedError
 
 FORMAT = "gptjax checkpoint 3"
@@ -62,7 +63,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     # JSON nested too deeply is a RecursionError, another encoding a ValueError.
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, first_line(error)) from error
+        raise damaged(folder, system_error(error)) from error
     if not isinstance(meta, dict):
         raise damaged(folder, f"its metadata is a {type(meta).__name__}, expected an object")
     if meta.get("format") not in (FORMAT, OLDER_FORMAT):
@@ -211,7 +212,7 @@ def restore(folder: Path, saved: Mapping[str, str], like: PyTree, *, needs: str)
             return reader.restore(folder.absolute() / STATE, args=arguments)
     # Orbax's threads and C++ store raise errors of many types.
     except Exception as error:
-        raise damaged(folder, first_line(error)) from error
+        raise damaged(folder, system_error(error)) from error
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:
@@ -245,11 +246,10 @@ def few(names: Iterable[str]) -> str:
     return ", ".join(name[:100] for name in names[:3]) + more or "none"
 
 
-def first_line(error: BaseException) -> str:
+def system_error(error: BaseException) -> str:
     """Return the text of the system error in an error of TensorStore, or the first line."""
     # TensorStore's messages contain the text of the system error ("No space left on device")
     # between file names and varying annotations. The error code is always present.
     if code := re.search(r"\bos_error_code='?(\d+)", str(error)):
         return os.strerror(int(code[1]))
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]
+    return first_line(error)
