@@ -83,13 +83,9 @@ class Timeline:
         span = self.at(step)
         return span.tokens + (step - span.begin) * span.config.batch_tokens
 
-    def position(self, step: int, span: Span | None = None) -> int:
-        """Return the number of windows of one order that the first `step` steps consumed.
-
-        Args:
-            span: a stage that reads the order; `at(step)` if None.
-        """
-        span = span or self.at(step)
+    def position(self, step: int) -> int:
+        """Return the number of windows that the steps before `step` consumed in its order."""
+        span = self.at(step)
         return span.position + (step - span.begin) * span.config.batch
 
 

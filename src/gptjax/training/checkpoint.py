@@ -31,13 +31,12 @@ class NotFiniteError(RuntimeError):
 
 
 def metadata(config: Config, dataset: Dataset, step: int) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: the position in the data, and the config."""
-    timeline = Timeline(config)
-    # The stage of the last step, not of the next: a resumed run may have additional stages.
-    span = timeline.at(max(step - 1, 0))
-    place = {"position": timeline.position(step, span), "dataset": dataset.fingerprint()}
-    place |= {"order": span.order, "stage": span.number} if config.stages else {}
-    return {"data": place, "config": configuration.to_json(config)}
+    """Return the metadata of a checkpoint: the fingerprint of the data, the stage, the config."""
+    data: dict[str, Any] = {"dataset": dataset.fingerprint()}
+    if config.stages:
+        # The stage of the last step, not of the next: a resumed run may have additional stages.
+        data["stage"] = Timeline(config).at(max(step - 1, 0)).number
+    return {"data": data, "config": configuration.to_json(config)}
 
 
 class Checkpoints:
