@@ -1,6 +1,5 @@
 """Finding a prepared dataset, its dataset.json, its fingerprint, and the checks of its files."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -50,31 +49,27 @@ def quick_stdlib(monkeypatch):
 # -------------------------------------------------------------------------------- finding a dataset
 
 
-def test_a_prepared_dataset_is_found_by_name_with_its_shards_in_order(tmp_path):
-    folder = make_folder(tmp_path / "mine_byte", train=(10,) * 11)
-    for name, tokenizer in (("mine_byte", "auto"), ("mine", "auto"), ("mine", "byte")):
-        dataset = find_dataset(name, tmp_path, tokenizer)
-        assert (dataset.name, dataset.path) == ("mine_byte", folder)
+def test_a_prepared_dataset_is_found_by_name_or_path_with_its_shards_in_order(
+    tmp_path, monkeypatch
+):
+    folder = make_folder(tmp_path / "data" / "mine_byte", train=(10,) * 11)
+    monkeypatch.chdir(tmp_path)
+    for name, tokenizer in (
+        *(("mine_byte", "auto"), ("mine", "auto"), ("mine", "byte")),
+        *((str(folder), "auto"), ("data/mine_byte", "auto")),
+    ):
+        dataset = find_dataset(name, tmp_path / "data", tokenizer)
+        assert dataset.path.absolute() == folder and dataset.name == "mine_byte"
     assert (dataset.tokenizer, dataset.note) == ("byte", None)
     assert [path.name for path in dataset.train] == [
         f"some_train_{number:06d}.bin" for number in range(1, 12)
     ]
-    assert [path.name for path in dataset.val] == [VAL]
     assert (dataset.train_tokens, dataset.val_tokens) == (110, 50)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        dataset.name = "other"
-    make_folder(tmp_path / "mine_gpt2", tokenizer="gpt2")
-    assert find_dataset("mine", tmp_path, "auto").name == "mine_gpt2"
-    assert find_dataset("mine", tmp_path, "byte").name == "mine_byte"
-
-
-def test_a_folder_is_found_by_its_path(tmp_path, monkeypatch):
-    folder = make_folder(tmp_path / "elsewhere" / "mine")
-    assert find_dataset(str(folder), tmp_path / "data", "auto").path == folder
-    monkeypatch.chdir(tmp_path)
-    assert find_dataset("elsewhere/mine", tmp_path / "data", "auto").train_tokens == 160
     monkeypatch.chdir(folder)
-    assert find_dataset(".", tmp_path / "data", "auto").train_tokens == 160
+    assert find_dataset(".", tmp_path / "data", "auto").train_tokens == 110
+    make_folder(tmp_path / "data" / "mine_gpt2", tokenizer="gpt2")
+    for tokenizer, name in (("auto", "mine_gpt2"), ("byte", "mine_byte")):
+        assert find_dataset("mine", tmp_path / "data", tokenizer).name == name
 
 
 @pytest.mark.parametrize(
@@ -82,11 +77,8 @@ def test_a_folder_is_found_by_its_path(tmp_path, monkeypatch):
     [
         ("fineweb_train_000001.bin", "fineweb_val_000000.bin"),
         ("tiny_train.bin", "tiny_val.bin"),
-        ("wiki_train_small_train_000001.bin", "wiki_train_small_val_000000.bin"),
-        ("my_val_set_train_000001.bin", "my_val_set_val_000000.bin"),
-        ("a_val_train.bin", "a_train_val.bin"),
-        ("a_val_train_1.bin", "a_train_val_1.bin"),  # the underscore in the middle is shared
-        ("line\n_val_x_train_1.bin", "line\n_train_x_val_1.bin"),
+        ("wiki_train_small_train_000001.bin", "my_val_set_val_000000.bin"),
+        ("line\n_val_train_1.bin", "a_train_val_1.bin"),  # the underscore in the middle is shared
     ],
 )
 def test_a_folder_of_llm_c_is_gpt2_with_a_note(tmp_path, train, val):
@@ -96,8 +88,7 @@ def test_a_folder_of_llm_c_is_gpt2_with_a_note(tmp_path, train, val):
     for name in (train, val):
         write_shard(folder / name, np.arange(20, dtype=np.uint16))
     dataset = find_dataset(str(folder), tmp_path, "gpt2")
-    assert [path.name for path in dataset.train] == [train]
-    assert [path.name for path in dataset.val] == [val]
+    assert (dataset.train, dataset.val) == ((folder / train,), (folder / val,))
     assert dataset.tokenizer == "gpt2"
     assert "red\ufffd[31m has no dataset.json: assuming GPT-2 BPE" in dataset.note
 
@@ -129,7 +120,6 @@ def test_auto_is_fineweb_where_it_is_prepared_else_stdlib(tmp_path, quick_stdlib
     [
         ("fineweb10B", "fineweb10B --data-dir {}"),
         ("tinyshakespeare_byte", "tinyshakespeare --tokenizer byte --data-dir {}"),
-        ("tinyshakespeare", "tinyshakespeare --tokenizer auto --data-dir {}"),
         ("mine", "text PATH... --name mine --tokenizer auto --data-dir {}"),
     ],
 )
@@ -146,33 +136,22 @@ def test_an_unprepared_dataset_is_an_error_with_the_command_that_prepares_it(
 
 def test_what_is_no_dataset_of_the_run_is_refused(tmp_path):
     make_folder(tmp_path / "mine")
-    for name, tokenizer, says in (
-        ("", "auto", "found an empty name"),
-        ("mine", "gpt2", "mine: expected shards made with tokenizer 'gpt2', found 'byte'; .*gpt2"),
-        ("mine", "gpt4", "expected shards made with tokenizer 'gpt4', found 'byte'"),
-    ):
-        with pytest.raises(DatasetError, match=says):
-            find_dataset(name, tmp_path, tokenizer)
+    with pytest.raises(DatasetError, match="mine: expected shards .* 'gpt2', found 'byte'"):
+        find_dataset("mine", tmp_path, "gpt2")
     for name in ("train", "val"):
         make_folder(tmp_path / name, **{name: ()})
-        with pytest.raises(
-            DatasetError, match=rf"{name}: expected token shards .* found .*\b0 for"
-        ):
+        with pytest.raises(DatasetError, match=rf"{name}: expected token shards .*\b0 for"):
             find_dataset(name, tmp_path)
 
 
-@pytest.mark.parametrize(("epochs", "shards"), [(8.5, 1), (2e6, 4), (1e12, 103)])
-def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_data(
-    tmp_path, epochs, shards
-):
+def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_data(tmp_path):
     make_folder(tmp_path / "mine")  # 160 tokens
     dataset = find_dataset("mine", tmp_path, "auto")
-    note = few_tokens_note(dataset, epochs, data_folder())
-    assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
-    assert note.endswith(f"python -m gptjax.data fineweb10B --shards {shards}")
-    other = few_tokens_note(dataset, epochs, tmp_path)
-    assert other.endswith(f"--shards {shards} --data-dir {tmp_path}")
     assert few_tokens_note(dataset, 8.0, data_folder()) is None
+    for epochs, shards in (8.5, 1), (2e6, 4), (1e12, 103):
+        note = few_tokens_note(dataset, epochs, tmp_path)
+        assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
+        assert note.endswith(f"gptjax.data fineweb10B --shards {shards} --data-dir {tmp_path}")
 
 
 def test_every_error_of_the_data_package_is_a_data_error():
@@ -191,15 +170,11 @@ def test_every_error_of_the_data_package_is_a_data_error():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"{", "JSONDecodeError"),
         (b"[" * 200_000, "RecursionError"),
         (b'{"a": "\xe9"}', "UnicodeDecodeError"),
         (b"[]", "TypeError"),
         ({"format": 4}, "ValueError: format 4, tokenizer 'byte'"),
         ({"tokenizer": "\x1b[31mred"}, r"ValueError: format 2, tokenizer '\\x1b\[31mred'"),
-        ({"tokenizer": ["byte"]}, "TypeError"),
-        ({"shards": None}, "AttributeError"),
-        ({"shards": {TRAIN_1: {"max_token": float("nan")}}}, "ValueError"),
         ({"shards": {TRAIN_1: {"max_token": float("inf")}}}, "OverflowError"),
         ({"shards": {TRAIN_1: {}}}, "KeyError: 'max_token'"),
         ({"options": [1]}, "TypeError"),
@@ -216,28 +191,24 @@ def test_a_dataset_json_that_cannot_be_parsed_is_an_error(tmp_path, content, say
         find_dataset("mine", tmp_path, "auto")
 
 
-@pytest.mark.parametrize("name", ["../" + TRAIN_1, "/etc/passwd", "..", "", "\x1b[2Jx_train_1.bin"])
+@pytest.mark.parametrize("name", ["../" + TRAIN_1, "", "\x1b[2Jx_train_1.bin"])
 def test_a_listed_shard_that_is_missing_is_an_error(tmp_path, name):
-    folder = make_folder(tmp_path / "mine")
-
     def add(content):
         content["shards"][name] = content["shards"][TRAIN_1]
 
-    edit_manifest(folder, add)
-    says = "mine: expected the 4 files that .* missing; remove"
-    with pytest.raises(DatasetError, match=says) as error:
+    edit_manifest(make_folder(tmp_path / "mine"), add)
+    says = f"mine: expected the 4 files that .*{name.replace('\x1b[', '\ufffd.')} missing; remove"
+    with pytest.raises(DatasetError, match=says):
         find_dataset("mine", tmp_path, "auto")
-    assert "\x1b" not in str(error.value) and name.replace("\x1b", "\ufffd") in str(error.value)
 
 
 def test_format_1_has_no_digests(tmp_path):
-    folder = make_folder(tmp_path / "mine")
-
     def older(content):
         for info in content["shards"].values():
             del info["sha256"], info["sample"]
         return content | {"format": 1}
 
+    folder = make_folder(tmp_path / "mine")
     edit_manifest(folder, older)
     find_dataset("mine", tmp_path).validate(257, 4)
     assert check_dataset(folder, log=str) == []
@@ -249,22 +220,18 @@ def test_the_fingerprint_survives_json_and_names_each_difference(tmp_path):
     saved = dataset.fingerprint()
     assert json.loads(json.dumps(saved)) == saved and dataset.differences(saved) == []
     assert (saved["train"], saved["val"]) == ({TRAIN_1: 100, TRAIN_2: 60}, {VAL: 50})
-    # Earlier versions saved digests of dataset.json, too, or neither digests nor samples.
-    assert dataset.differences(saved | {"sha256": {TRAIN_1: "0"}}) == []
-    older = {name: saved[name] for name in ("tokenizer", "train", "val")}
-    assert dataset.differences(older) == []
-    older["train"] = {TRAIN_1: 99, "gone_train_000002.bin": 60}
-    assert dataset.differences(older | {"tokenizer": "gpt2"}) == [
-        "gone_train_000002.bin: expected training tokens 60, found None",
-        f"{TRAIN_1}: expected training tokens 99, found 100",
-        f"{TRAIN_2}: expected training tokens None, found 60",
-        "tokenizer: expected 'gpt2', found 'byte'",
+    other = saved | {"train": {TRAIN_1: 99, "gone_train_000002.bin": 60}, "tokenizer": "gpt2"}
+    assert dataset.differences(other) == [
+        "gone_train_000002.bin, training tokens: expected 60, found None",
+        f"{TRAIN_1}, training tokens: expected 99, found 100",
+        f"{TRAIN_2}, training tokens: expected None, found 60",
+        "tokenizer: expected gpt2, found byte",
     ]
-    assert len(dataset.differences(None)) == 4
+    assert len(dataset.differences(None)) == 7
     for manifest in (True, False):  # the same names and counts
         write_shard(folder / TRAIN_2, np.arange(60, dtype=np.uint16) + 1)
         (line,) = find_dataset("mine", tmp_path, "auto").differences(saved)
-        assert line.startswith(f"{TRAIN_2}: expected SHA-256 of a sample '")
+        assert line.startswith(f"{TRAIN_2}, SHA-256 of a sample: expected ")
         if manifest:
             (folder / "dataset.json").unlink()
             saved["tokenizer"] = "gpt2"
@@ -353,29 +320,23 @@ FAULTS = {
 def test_every_damaged_shard_is_named_and_the_others_are_still_checked(tmp_path, capsys, fault):
     damage, says = FAULTS[fault]
     folder = make_folder(tmp_path / "mine", train=(999, 999, 999))
-    assert main(["check", str(folder)]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last == f"{folder}: all files are intact"
     names = [TRAIN_1, TRAIN_2, "some_train_000003.bin", VAL]
-    for number, (line, name) in enumerate(zip(lines, names, strict=True), start=1):
-        assert line.startswith(f"{number}/4 {name}: ") and line.endswith("as dataset.json lists")
+    intact = [f"{n}/4 {name}: as dataset.json lists" for n, name in enumerate(names, start=1)]
+    assert main(["check", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [*intact, f"{folder}: all files are intact"]
     for name in names[:2]:
         damage(folder / name)
     with pytest.raises(ShardError, match=f"{TRAIN_1}: .*{says}.*; "):
         find_dataset("mine", tmp_path).validate(257, 4)
     assert main(["check", str(folder)]) == 1
     out, error = capsys.readouterr()
-    assert out.count("DAMAGED") == 2 and out.count("as dataset.json lists") == 2
+    assert out.splitlines() == [f"1/4 {TRAIN_1}: DAMAGED", f"2/4 {TRAIN_2}: DAMAGED", *intact[2:]]
     assert f"error: {folder}: 2 damaged files:" in error
     assert all(any(name in line for line in error.splitlines()) for name in names[:2])
-
-
-@pytest.mark.parametrize("fault", ["folder", "fifo", "device", "loop"])
-def test_a_dataset_json_that_is_no_regular_file_is_refused(tmp_path, fault):
-    folder, (damage, says) = make_folder(tmp_path / "mine"), FAULTS[fault]
-    damage(folder / "dataset.json")
-    with pytest.raises(DataError, match=rf"dataset.json: .*found .*{says}.*; "):
-        find_dataset("mine", tmp_path)
+    if "regular" in says:
+        damage(folder / "dataset.json")
+        with pytest.raises(DataError, match=rf"dataset.json: .*found .*{says}.*; "):
+            find_dataset("mine", tmp_path)
 
 
 def test_without_dataset_json_headers_and_ids_are_checked(tmp_path):
@@ -386,8 +347,6 @@ def test_without_dataset_json_headers_and_ids_are_checked(tmp_path):
     assert "has no dataset.json" in lines[0] and lines[1].endswith("not listed")
     write_shard(tmp_path / "a_val_1.bin", np.full(9, 50257, dtype=np.uint16))
     (problem,) = check_dataset(tmp_path, log=str)
-    assert (
-        "a_val_1.bin: at byte 1024: expected ids below the model's vocabulary of 50257" in problem
-    )
+    assert "a_val_1.bin: at byte 1024: expected ids below" in problem
     with pytest.raises(DatasetError, match="none: expected token shards"):
         check_dataset(tmp_path / "none")

@@ -66,13 +66,6 @@ def shared(tmp_path_factory):
     return write_stream(tmp_path_factory.mktemp("stream"), [30, 11, 60])
 
 
-def test_a_batch_has_int32_inputs_and_targets(shared):
-    with make(shared, batch=6, process_count=3, process_index=1) as loader:
-        batch = next(loader)
-    assert batch.inputs.dtype == batch.targets.dtype == np.int32 and batch.segments is None
-    assert batch.inputs.shape == batch.targets.shape == (2, 4)
-
-
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 4),
     batch=st.integers(1, 7),
@@ -90,24 +83,18 @@ def test_each_epoch_covers_every_window_exactly_once(sizes, batch, seed):
 
 
 @pytest.mark.parametrize(
-    ("skipped", "batch", "odd", "seed"),
-    [(0, 1, 0, 0), (3, 2, 1, 1), (12, 2, 0, 2), (13, 6, 3, 3), (40, 6, 2, 1000), (25, 1, 0, 7)],
+    ("skipped", "batch", "odd", "seed"), [(0, 1, 0, 0), (3, 2, 1, 1), (13, 6, 3, 3), (25, 1, 0, 7)]
 )
 def test_a_start_equals_skipping(shared, skipped, batch, odd, seed):
     """Also across epochs, and from a position that is not a multiple of the batch."""
     whole = take(make(shared, batch=batch, seed=seed), skipped + 8).reshape(-1, 5)
-    with make(shared, batch=batch, seed=seed) as before:
-        for _ in range(skipped):
-            next(before)
-        position = before.position
-    assert position == skipped * batch
-    got = take(make(shared, batch=batch, seed=seed, start=position + odd), 4).reshape(-1, 5)
-    np.testing.assert_array_equal(got, whole[position + odd :][: len(got)])
+    start = skipped * batch + odd
+    got = take(make(shared, batch=batch, seed=seed, start=start), 4).reshape(-1, 5)
+    np.testing.assert_array_equal(got, whole[start:][: len(got)])
 
 
 @pytest.mark.parametrize(
-    ("processes", "rows", "start", "seed"),
-    [(2, 1, 0, 0), (2, 3, 7, 1), (3, 2, 24, 2), (4, 1, 60, 3), (4, 3, 33, 1000)],
+    ("processes", "rows", "start", "seed"), [(2, 3, 7, 1), (3, 2, 24, 2), (4, 3, 33, 1000)]
 )
 def test_the_parts_of_the_processes_are_the_batches_of_one(shared, processes, rows, start, seed):
     options = {"batch": processes * rows, "seed": seed, "start": start}
@@ -136,19 +123,17 @@ def test_the_order_is_shuffled_and_another_in_each_epoch_and_for_each_seed(share
 
 def test_position_counts_returned_and_not_prefetched_batches(shared):
     with make(shared, start=7, batch=6, process_count=2) as loader:
-        assert loader.position == 7
-        next(loader)
-        time.sleep(0.2)  # the threads are steps ahead by now
-        assert loader.position == 13
-        next(loader)
-        assert loader.position == 19
+        for position in (7, 13, 19):
+            assert loader.position == position
+            batch = next(loader)
+            time.sleep(0.1)  # the threads are steps ahead by now
+    assert batch.inputs.dtype == batch.targets.dtype == np.int32 and batch.segments is None
+    assert batch.inputs.shape == batch.targets.shape == (3, 4)
 
 
 def test_a_dataset_smaller_than_a_batch_repeats(tmp_path):
     numbers = window_numbers(take(make(write_stream(tmp_path, [13]), batch=8), 3))
     assert np.bincount(numbers).tolist() == [8, 8, 8]
-    one = window_numbers(take(make(write_stream(tmp_path, [5]), batch=2), 2))
-    assert one.tolist() == [0, 0, 0, 0]
 
 
 def test_a_far_start_is_as_fast_as_a_near_one(shared):
@@ -231,31 +216,22 @@ def test_fixed_batches_are_spread_evenly_over_the_split_and_always_the_same(shar
     np.testing.assert_array_equal(np.stack(parts, axis=2).reshape(3, 4, 5), batches)
 
 
-SHARE = "expected a batch .* that 2 processes can share equally, found {} for process {}"
-LOADER_REFUSES = [
-    ({"batch": 3, "process_count": 2}, SHARE.format(3, 0)),
-    ({"process_index": 2, "process_count": 2}, SHARE.format(2, 2)),
-    ({"batch": 0}, "expected a batch .* found 0"),
-    ({"start": -1}, r"expected start .* in 0..2\*\*53-1 .* found -1 and 0"),
-    ({"start": 2**70}, f"found {2**70}"),
-    ({"seed": -1}, r"a seed in 0..2\*\*32-1, found 0 and -1"),
-    ({"sequence_length": 0}, "expected a sequence_length of at least 1, found 0"),
-    ({"sequence_length": 101}, "000001.bin and the shards after it: .* 102 tokens .* found 101"),
-]
-FIXED_REFUSES = [
-    ({"batch": 28}, "does not fill one batch: expected at least 28 windows .* found 25 .*"),
-    ({"count": 0}, "does not fill one batch"),
-    ({"batch": 3, "process_count": 2}, SHARE.format(3, 0)),
-    ({"sequence_length": 200}, "expected at least 201 tokens"),
-]
+SHARE = "expected a batch that 2 processes can share equally, found {} windows for process {}"
+TOO_SHORT = "000001.bin and the shards after it: expected at least 102 tokens .* found 101"
 
 
 @pytest.mark.parametrize(
     ("call", "options", "says"),
-    [(make, *row) for row in LOADER_REFUSES] + [(fixed, *row) for row in FIXED_REFUSES],
+    [
+        (make, {"batch": 3, "process_count": 2}, SHARE.format(3, 0)),
+        (make, {"process_index": 2, "process_count": 2}, SHARE.format(2, 2)),
+        (make, {"batch": 0}, "expected a batch .* found 0"),
+        (make, {"sequence_length": 101}, TOO_SHORT),
+        (fixed, {"batch": 28}, "expected at least 28 windows .* found 25 in "),
+        (fixed, {"batch": 3, "process_count": 2}, SHARE.format(3, 0)),
+        (fixed, {"sequence_length": 101}, TOO_SHORT),
+    ],
 )
 def test_numbers_that_do_not_fit_are_refused(shared, call, options, says):
     with pytest.raises(ValueError, match=says):
         call(shared, **options)
-    with pytest.raises(ValueError, match="expected at least one shard, found none"):
-        call([])

@@ -138,7 +138,7 @@ def test_resuming_with_another_mask_is_refused(prepared, copy):
     name = dataset.val[0].with_suffix(".mask")
     write_shard(name, np.ones(Shard(dataset.val[0]).size, np.uint8))
     (line,) = find_dataset(str(copy), copy.parent).differences(before)
-    assert line.startswith(f"{name.name}: expected SHA-256 of a sample")
+    assert line.startswith(f"{name.name}, SHA-256 of a sample: expected")
 
 
 def test_validation_batches_weigh_their_targets(prepared, tmp_path):

@@ -128,47 +128,26 @@ def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(monkeypatch, tmp
 )
 @settings(max_examples=100, deadline=None)
 def test_the_split_has_documents_on_both_sides_and_is_decided_by_the_seed(sizes, fraction, seed):
-    sizes = np.array(sizes)
-    is_val = choose_validation(sizes, fraction, seed)
+    is_val = choose_validation(np.array(sizes), fraction, seed)
     assert is_val.any() and not is_val.all()
-    np.testing.assert_array_equal(is_val, choose_validation(sizes, fraction, seed))
+    np.testing.assert_array_equal(is_val, choose_validation(np.array(sizes), fraction, seed))
 
 
 def test_the_size_of_the_validation_split():
     sizes = np.random.default_rng(0).integers(1, 2000, 3000)
-    for seed in range(5):
-        is_val = choose_validation(sizes, 0.05, seed)
+    splits = [choose_validation(sizes, 0.05, seed) for seed in range(5)]
+    for is_val in splits:
         assert 0.049 < sizes[is_val].sum() / sizes.sum() < 0.0501
-    assert (choose_validation(sizes, 0.05, 0) != choose_validation(sizes, 0.05, 1)).any()
+    assert (splits[0] != splits[1]).any()
     # A tiny document alone is no validation split.
     is_val = choose_validation(np.array([1000, 1000, 1]), 0.05, 0).tolist()
     assert is_val in ([True, False, True], [False, True, True])
     assert choose_validation(np.array([10**9, 10]), 0.05, 0).tolist() == [False, True]
 
 
-LINES = "".join(f"line {number:04d}\n" for number in range(100))
-
-
-@pytest.mark.parametrize(
-    ("fraction", "text", "validation"),
-    [
-        (0.05, LINES, 50),
-        (0.1, LINES, 100),
-        (0.05, "no line at all here", 1),
-        (0.05, "x\n" + "y" * 99, 5),
-        (0.05, "title\n" + "y" * 9993 + "\n", 500),  # a newline far before the cut
-        (0.05, "y" * 9993 + "\ntitle\n", 500),  # a newline near the end of the text
-        (0.9, "title\n" + "y" * 9993 + "\n", 9000),
-        (0.05, "y" * 9199 + "\n" + "y" * 549 + "\n" + "y" * 249 + "\n", 250),
-        (0.05, "y" * 9249 + "\n" + "y" * 749 + "\n", 750),
-        (0.05, "y" * 9248 + "\n" + "y" * 750 + "\n", 500),
-        (0.05, "y" * 9749 + "\n" + "y" * 249 + "\n", 250),
-        (0.05, "y" * 9750 + "\n" + "y" * 248 + "\n", 500),
-    ],
-)
-def test_the_end_of_a_single_document_is_for_validation(tmp_path, fraction, text, validation):
-    """It begins at a line where one is near."""
-    (tmp_path / "a.txt").write_text(text)
+@pytest.mark.parametrize(("fraction", "size", "validation"), [(0.05, 9, 1), (0.9, 3000, 2700)])
+def test_the_end_of_a_single_document_is_for_validation(tmp_path, fraction, size, validation):
+    (tmp_path / "a.txt").write_text(text := ("line\n" * size)[:size])
     made = prepare_texts(tmp_path / "a.txt", tmp_path / "data", val_fraction=fraction)
     train, val = documents_of(made, "train", "val")
     assert train + val == text and len(val) == validation
@@ -194,13 +173,6 @@ def test_byte_order_marks_are_not_tokenized(tmp_path, count):
     assert (["".join(found)] if count == 1 else sorted(found)) == contents
 
 
-def test_a_text_too_small_to_split_is_an_error(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(PrepareError, match="text for training and for validation, found none for"):
-        prepare_texts(tmp_path / "a.txt", tmp_path / "data")
-    assert not folders(tmp_path / "data")
-
-
 # --------------------------------------------------------------------------------- the same again
 
 
@@ -208,23 +180,15 @@ def test_a_prepared_dataset_is_kept_unless_overwritten(texts, tmp_path):
     made, lines = prepare_texts(texts[0], tmp_path / "data"), []
     before = (made / "dataset.json").stat().st_mtime_ns
     prepare_texts(texts[0], tmp_path / "data", lines.append, workers=1)
-    assert (made / "dataset.json").stat().st_mtime_ns == before
     assert len(lines) == 1 and "already prepared; --overwrite" in lines[0]
     (texts[0] / "00.txt").write_text("DOCUMENT 0")
-    for options, says in (
-        ({"seed": 3}, "expected {'seed': 3}, found {'seed': 0}"),
-        ({"val_fraction": 0.5}, "{'val_fraction': 0.5}, found {'val_fraction': 0.05}"),
-        ({"shard_tokens": 9000}, "{'shard_tokens': 9000}, found {'shard_tokens': 100000000}"),
-    ):
-        says = f"mine_byte holds something else: .*{says}; .*--name, or .*--overwrite"
-        with pytest.raises(PrepareError, match=says):
-            prepare_texts(texts[0], tmp_path / "data", **options)
-    with pytest.raises(PrepareError, match="holds something else: expected {'source': .*00.txt'}"):
-        prepare_texts(texts[0] / "00.txt", tmp_path / "data")
+    for options in ({"seed": 3}, {"val_fraction": 0.5}, {"shard_tokens": 9000}, {"text": "00.txt"}):
+        text = texts[0] / options.pop("text", "")
+        with pytest.raises(PrepareError, match="mine_byte holds something else: .*--overwrite"):
+            prepare_texts(text, tmp_path / "data", **options)
     assert (made / "dataset.json").stat().st_mtime_ns == before
     prepare_texts(texts[0], tmp_path / "data", overwrite=True, seed=3)
     assert "DOCUMENT 0" in documents_of(made, "train", "val")
-    prepare_texts(texts[0], tmp_path / "data", seed=3)
     # Options that an earlier version did not record are as requested.
     manifest = json.loads((made / "dataset.json").read_text())
     (made / "dataset.json").write_text(json.dumps(manifest | {"options": None}))
@@ -243,13 +207,11 @@ def test_a_link_to_a_dataset_is_followed(texts, tmp_path):
     assert [*link.parent.iterdir()] == [link]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path, overwrite):
+def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path):
     (tmp_path / "data" / "mine").mkdir(parents=True)
     (tmp_path / "data" / "mine" / "thesis.tex").write_text("years of work")
-    says = "mine exists and was not made by gptjax .*choose another --name"
-    with pytest.raises(PrepareError, match=says):
-        prepare_texts(texts[0], tmp_path / "data", name="mine", overwrite=overwrite)
+    with pytest.raises(PrepareError, match="mine exists and was not made by gptjax"):
+        prepare_texts(texts[0], tmp_path / "data", name="mine", overwrite=True)
     assert (tmp_path / "data" / "mine" / "thesis.tex").read_text() == "years of work"
 
 
@@ -265,20 +227,21 @@ def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path, overwrite):
         ({"name": ".hidden"}, "found '.hidden'"),
         ({"name": ""}, "found ''"),
         ({"name": "a\x9bb"}, r"without control characters .*, found 'a\\x9bb'"),
-        ({"name": "a\udcff"}, r"found 'a\\udcff'"),
+        ({}, "expected text for training and for validation, found none for"),
     ],
 )
-def test_options_out_of_range_are_refused(texts, tmp_path, options, says):
+def test_refused_options_and_a_text_too_small_to_split_leave_nothing(tmp_path, options, says):
+    (tmp_path / "a.txt").write_text("x")
     with pytest.raises(PrepareError, match=says):
-        prepare_texts(texts[0], tmp_path / "data", **options)
+        prepare_texts(tmp_path / "a.txt", tmp_path / "data", **options)
+    assert not (tmp_path / "data").exists() or not folders(tmp_path / "data")
 
 
 # ----------------------------------------------------------------------------------- interruptions
 
 
-@pytest.mark.parametrize("error", [RuntimeError("disk on fire"), KeyboardInterrupt()])
 def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(
-    texts, tmp_path, monkeypatch, error
+    texts, tmp_path, monkeypatch
 ):
     made = prepare_texts(texts[0], tmp_path / "data")
     before = tokens_of(made, "train").copy()
@@ -286,14 +249,13 @@ def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(
 
     def breaks(path, tokens):
         calls.append(path)
-        if len(calls) == 3:
-            raise error
+        if len(calls) in (3, 6):
+            raise KeyboardInterrupt
         real(path, tokens)
 
     monkeypatch.setattr(module, "write_shard", breaks)
     for options in ({"overwrite": True}, {"name": "fresh"}):
-        calls.clear()
-        with pytest.raises(type(error)):
+        with pytest.raises(KeyboardInterrupt):
             prepare_texts(texts[0], tmp_path / "data", shard_tokens=5000, **options)
     np.testing.assert_array_equal(tokens_of(made, "train"), before)
     assert folders(tmp_path / "data") == [made]
@@ -362,24 +324,6 @@ def test_prepare_stdlib(tmp_path, monkeypatch):
     assert f"tokenizer byte: {says}" in lines[-1]
 
 
-OPTIONS = "--name --tokenizer --val-fraction --shard-tokens --workers --seed --overwrite".split()
-HELP = {
-    "stdlib": OPTIONS,
-    "tinyshakespeare": [*OPTIONS, "--file"],
-    "text": [*OPTIONS, "PATH...", "{auto,gpt2,byte}"],
-    "jsonl": [*OPTIONS, "--field", "--prompt-field", "--skip-bad-lines", "PATH..."],
-    "fineweb10B": ["--name", "--shards"],
-}
-
-
-@pytest.mark.parametrize("kind", HELP)
-def test_the_help_names_every_option(kind, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([kind, "--help"])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0 and all(word in shown for word in [*HELP[kind], "--data-dir"])
-
-
 def test_the_command_line_prepares_each_kind(texts, tmp_path, capsys):
     folder, contents = texts
     data = ["--data-dir", str(tmp_path / "data"), "--tokenizer", "byte"]
@@ -397,26 +341,28 @@ def test_the_command_line_prepares_each_kind(texts, tmp_path, capsys):
     assert 18 < len(documents_of(tmp_path / "data" / "jsonl_byte", "val")) < 23
 
 
-def test_the_command_line_says_errors_in_a_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for arguments, says in (
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
         (["text", "no.txt"], "error: 'no.txt': expected a file"),
         (["text"], "error: '': expected a file, a folder of files or a glob"),
-        (["text", ""], "error: '': expected a file, a folder of files or a glob"),
-        (["jsonl", ""], "error: '': expected a file, a folder of files or a glob"),
+        (["jsonl", "."], "error: text.txt, line 1: expected a JSON object"),
         (["jsonl", "x", "--prompt-field", "q"], "error: expected a prompt field and an answer"),
         (["stdlib", "--seed", "-1"], "error: expected val-fraction"),
-    ):
-        assert main([*arguments, "--tokenizer", "byte"]) == 1
-        assert capsys.readouterr().err.startswith(says)
+    ],
+)
+def test_the_command_line_says_errors_in_a_line(tmp_path, capsys, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("words")
+    assert main([*arguments, "--tokenizer", "byte", "--data-dir", "data"]) == 1
+    assert capsys.readouterr().err.startswith(says)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "tests/fixtures/letters"]])
-def test_an_output_that_nobody_reads_ends_the_command_without_a_traceback(arguments):
+def test_an_output_that_nobody_reads_ends_the_command_without_a_traceback():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "gptjax.data", *arguments],
+        [sys.executable, "-m", "gptjax.data", "check", "tests/fixtures/letters"],
         env=ENVIRONMENT,
         cwd=Path(__file__).parents[1],
         stdout=write,

@@ -153,38 +153,36 @@ def jsonl(
     """
     if (prompt_field is None) != (answer_field is None):
         raise CorpusError("expected a prompt field and an answer field together, found one")
-    files = _expand(paths)
-    shown, fields = " ".join(map(os.fspath, paths)), f"field {field!r}"
-    if prompt_field:
+    masked, files, shown = prompt_field is not None, _expand(paths), " ".join(map(os.fspath, paths))
+    fields = f"field {field!r}"
+    if masked:
         fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
 
-    def read(line: bytes, where: str) -> Document:
+    def read(line: bytes) -> Document:
         if prompt_field is None or answer_field is None:
-            return _field_of(line, field, where, "--field")
-        prompt = _field_of(line, prompt_field, where, "--prompt-field")
-        if answer := _field_of(line, answer_field, where, "--answer-field"):
+            return _field_of(line, field, "--field")
+        prompt = _field_of(line, prompt_field, "--prompt-field")
+        if answer := _field_of(line, answer_field, "--answer-field"):
             return Pair(prompt + separator, answer)
-        raise CorpusError(f"{where}: expected a text in {answer_field!r}, found an empty one")
+        raise CorpusError(f"expected a text in {answer_field!r}, found an empty one")
 
-    def rows(skipped: list[CorpusError]) -> Iterator[tuple[int, Document]]:
+    def rows(skipped: list[str]) -> Iterator[tuple[int, Document]]:
         for path in files:
             with path.open("rb") as file:
                 for number, line in enumerate(map(bytes.strip, file), start=1):
-                    if not line:
-                        continue
                     try:
-                        document = read(line, f"{path}, line {number}")
+                        if line:
+                            document = read(line)
+                            # An empty text has no tokens: no text for the validation split.
+                            yield len(line) if document else 0, document
                     except CorpusError as error:
+                        skipped.append(f"{path}, line {number}: {error}")
                         if not skip_bad_lines:
                             advice = "correct the line, or skip bad ones with --skip-bad-lines"
-                            raise CorpusError(f"{error}; {advice}") from error
-                        skipped.append(error)
-                        continue
-                    # An empty text has no tokens, and would fill the validation split with nothing.
-                    yield len(line) if document else 0, document
+                            raise CorpusError(f"{skipped[0]}; {advice}") from error
 
     def measure() -> np.ndarray:
-        skipped: list[CorpusError] = []
+        skipped: list[str] = []
         sizes = np.fromiter((size for size, _ in rows(skipped)), np.int64)
         if skipped:
             log(f"NOTE: skipped {len(skipped):,} bad lines, kept {sizes.size:,}: {skipped[0]}")
@@ -193,12 +191,7 @@ def jsonl(
         return sizes
 
     source = f"jsonl: {shown} ({fields}{', without bad lines' if skip_bad_lines else ''})"
-    return Corpus(
-        source,
-        measure,
-        lambda: (document for _, document in rows([])),
-        masked=prompt_field is not None,
-    )
+    return Corpus(source, measure, lambda: (document for _, document in rows([])), masked)
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
@@ -228,10 +221,8 @@ def _expand(paths: Sequence[str | os.PathLike]) -> list[Path]:
             inside = {f: f.relative_to(path).parts for f in path.rglob("*") if f.is_file()}
             found = [f for f, parts in inside.items() if not any(x[0] == "." for x in parts)]
         else:
-            found = [
-                f for f in map(Path, glob.glob(os.fspath(given), recursive=True)) if f.is_file()
-            ]
-            found = [path] if path.is_file() else found
+            matches = [path, *map(Path, glob.glob(os.fspath(given), recursive=True))]
+            found = [f for f in matches if f.is_file()]
         if not found:
             raise CorpusError(
                 f"{os.fspath(given)!r}: expected a file, a folder of files or a glob that matches "
@@ -241,7 +232,7 @@ def _expand(paths: Sequence[str | os.PathLike]) -> list[Path]:
     return list(files)
 
 
-def _field_of(line: bytes, field: str, where: str, option: str) -> str:
+def _field_of(line: bytes, field: str, option: str) -> str:
     try:
         row = json.loads(line)
         if isinstance(row[field], str):
@@ -253,6 +244,5 @@ def _field_of(line: bytes, field: str, where: str, option: str) -> str:
     except (ValueError, RecursionError) as error:
         found = f"{line[:60]!r} ({error})"
     raise CorpusError(
-        f"{where}: expected a JSON object with text in the field {field!r} (option {option}), "
-        f"found {found}"
+        f"expected a JSON object with text in the field {field!r} (option {option}), found {found}"
     )

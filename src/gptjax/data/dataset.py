@@ -22,12 +22,11 @@ from gptjax.user_folders import data_folder
 _FINEWEB = "fineweb10B"
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
 _MANY_EPOCHS = 8
-# Descriptions of the sections of a fingerprint.
-_UNITS = {
-    "tokenizer": "",
-    "train": "training tokens ",
-    "val": "validation tokens ",
-    "samples": "SHA-256 of a sample ",
+# Sections of a fingerprint that describe files.
+_SECTIONS = {
+    "train": "training tokens",
+    "val": "validation tokens",
+    "samples": "SHA-256 of a sample",
 }
 # The last split in a file name decides, because the name of a dataset may contain the name of a
 # split. The file names of llm.c's smallest datasets have no number.
@@ -120,22 +119,23 @@ class Dataset:
         """Compare this dataset with the fingerprint in a checkpoint.
 
         Returns:
-            A sentence for each file that differs, at most 10; empty if the data are the same.
+            A sentence for each difference, at most 10; empty if the data are the same.
         """
-        now, saved = self.fingerprint(), saved or {}
-        lines: dict[str, str] = {}
-        for section, unit in _UNITS.items():
-            if section == "samples" and section not in saved:  # an older checkpoint
-                continue
-            before, here = saved.get(section) or {}, now[section]
-            if section == "tokenizer":
-                before, here = {section: before}, {section: here}
-            for name in before.keys() | here.keys():
-                if before.get(name) != here.get(name):
-                    text = f"expected {unit}{before.get(name)!r:.70}, found {here.get(name)!r}"
-                    lines.setdefault(name, f"{name}: {text}")
-        texts = [printable(lines[name]) for name in sorted(lines)]
-        return [*texts[:9], f"and {len(texts) - 9} more"] if len(texts) > 10 else texts
+
+        def facts(fingerprint: dict[str, Any]) -> dict[str, Any]:
+            return {"tokenizer": fingerprint.get("tokenizer")} | {
+                f"{file}, {fact}": value
+                for section, fact in _SECTIONS.items()
+                for file, value in fingerprint.get(section, {}).items()
+            }
+
+        before, now = facts(saved or {}), facts(self.fingerprint())
+        lines = [
+            printable(f"{name}: expected {before.get(name)}, found {now.get(name)}")
+            for name in sorted(before | now)
+            if before.get(name) != now.get(name)
+        ]
+        return [*lines[:9], f"and {len(lines) - 9} more"] if len(lines) > 10 else lines
 
     def validate(self, vocab_size: int, sequence_length: int) -> None:
         """Check every shard before training starts.
@@ -151,29 +151,26 @@ class Dataset:
         for split in (self.train, self.val):
             Windows(split, sequence_length)
         for path, (_, sample) in self._contents.items():
-            _compare(path, self.listed, sample=sample)
-        wide = [
-            path
-            for path in (*self.train, *self.val)
-            if self.listed.get(path.name, {}).get("max_token", vocab_size) >= vocab_size
-        ]
+            _compare(path, self.listed, "sample", sample)
+        shards = [*self.train, *self.val]
+        most = [self.listed.get(path.name, {}).get("max_token", vocab_size) for path in shards]
+        wide = [path for path, largest in zip(shards, most, strict=True) if largest >= vocab_size]
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
             list(pool.map(_check_ids, wide, [vocab_size] * len(wide)))
 
 
-def _compare(path: Path, listed: Files, **found: str) -> None:
+def _compare(path: Path, listed: Files, digest: str, found: str) -> None:
     """Raise ShardError if a digest of a file is not the listed one."""
-    for name, value in found.items():
-        expected = listed.get(path.name, {}).get(name, value)
-        if expected != value:
-            raise shard_error(
-                path,
-                0,
-                expected=f"{name} {expected}, as {MANIFEST} lists",
-                found=value,
-                do="the file was changed or damaged: restore it, or prepare the dataset again; "
-                f"`python -m gptjax.data check {path.parent}` reads all shards completely",
-            )
+    expected = listed.get(path.name, {}).get(digest, found)
+    if expected != found:
+        raise shard_error(
+            path,
+            0,
+            expected=f"{digest} {expected}, as {MANIFEST} lists",
+            found=found,
+            do="the file was changed or damaged: restore it, or prepare the dataset again; "
+            f"`python -m gptjax.data check {path.parent}` reads all shards completely",
+        )
 
 
 def _check_ids(path: Path, vocab_size: int) -> None:
@@ -201,11 +198,10 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
     for number, path in enumerate(dataset.files, start=1):
         try:
             info = describe(path)
-            _compare(path, dataset.listed, sha256=info["sha256"])
+            _compare(path, dataset.listed, "sha256", info["sha256"])
             if info.get("max_token", 0) >= (ids := VOCABULARIES[dataset.tokenizer][0]):
                 _check_ids(path, ids)
-            said = ", ".join(f"{name} {value}" for name, value in info.items())
-            said += f", as {MANIFEST} lists" if path.name in dataset.listed else ", not listed"
+            said = f"as {MANIFEST} lists" if path.name in dataset.listed else "not listed"
         except ShardError as error:
             problems.append(str(error))
             said = "DAMAGED"
@@ -228,10 +224,6 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
         DatasetError: the dataset is not prepared, incomplete, or was made with another tokenizer.
         TokenizerUnavailable: "stdlib" must be prepared with "gpt2", whose files are not available.
     """
-    if not dataset:
-        raise DatasetError(
-            "expected a dataset (auto, stdlib, a prepared name or a folder), found an empty name"
-        )
     if dataset == "auto":
         has_fineweb = (data_dir / _FINEWEB / MANIFEST).exists() and tokenizer != "byte"
         dataset = _FINEWEB if has_fineweb else "stdlib"

@@ -9,11 +9,10 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from gptjax.data.manifest import Files, Manifest, describe, read_manifest
+from gptjax.data.manifest import Manifest, describe, read_manifest
 from gptjax.data.prepare import PrepareError, dataset_folder, locked, partial_folder
-from gptjax.data.shards import Shard, ShardError
+from gptjax.data.shards import ShardError
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 ALL_SHARDS, SHARD_TOKENS = 103, 100_000_000
@@ -55,37 +54,25 @@ def prepare_fineweb(
         folder = final if final.exists() else partial_folder(final)
         folder.mkdir(exist_ok=True)
         before = read_manifest(folder)
-        files, fetched = dict(before.files) if before else {}, 0
+        files = before.files if before else {}
         for number, file in enumerate(wanted, start=1):
-            where = f"{number}/{len(wanted)} {file}"
-            if (info := _info(folder / file, files)) is not None:
-                log(f"{where}: already there")
-            else:
-                log(f"{where}: downloading from {REPOSITORY}")
+            try:
+                info = describe(folder / file)
+                if (sha256 := files.get(file, {}).get("sha256")) not in (None, info["sha256"]):
+                    raise ShardError(f"{file}: expected sha256 {sha256}")
+                log(f"{number}/{len(wanted)} {file}: already there")
+            except ShardError:  # missing, incomplete or damaged
+                log(f"{number}/{len(wanted)} {file}: downloading from {REPOSITORY}")
                 (folder / file).unlink(missing_ok=True)
                 _download(huggingface_hub, file, folder)
-                info, fetched = describe(folder / file), fetched + 1
+                info = describe(folder / file)
             files[file] = info
         Manifest("gpt2", f"{REPOSITORY} on the Hugging Face Hub", files).write(folder)
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub's metadata
         if folder != final:
             os.replace(folder, final)
-    log(
-        f"{final}: {len(wanted) - 1} training shards and 1 validation shard, {fetched} of them "
-        "downloaded now"
-    )
+    log(f"{final}: {shards} training shards and 1 validation shard")
     return final
-
-
-def _info(path: Path, files: Files) -> dict[str, Any] | None:
-    """Return the description of a complete shard, or None if it is missing or damaged."""
-    try:
-        if path.name not in files:
-            return describe(path)
-        listed, found = files[path.name], Shard(path).sample()
-        return listed if listed.get("sample", found) == found else None
-    except ShardError:
-        return None
 
 
 def _download(huggingface_hub, file: str, folder: Path) -> None:

@@ -98,15 +98,11 @@ class Windows:
         packing: Packing | None = None,
         sequential: Sequence[Stretch] = (),
     ) -> None:
-        if sequence_length < 1:
-            raise ValueError(f"expected a sequence_length of at least 1, found {sequence_length}")
-        if not shards:
-            raise ValueError("expected at least one shard, found none")
         self._paths = paths = [Path(shard) for shard in shards]
         # A file is closed when neither the cache nor a thread holds the Shard.
         self._open = functools.lru_cache(_OPEN_FILES)(Shard)
         sizes = [self._open(path).size for path in paths]
-        where = f"{paths[0]}{' and the shards after it' if len(paths) > 1 else ''}"
+        where = f"{paths[0]}{' and the shards after it' if paths[1:] else ''}"
         self._masked = any(mask_path(path).exists() for path in paths)
         if self._masked and sizes != [self._open(mask_path(path)).size for path in paths]:
             raise ShardError(f"{where}: expected loss masks with the token counts of the shards")
@@ -116,15 +112,10 @@ class Windows:
         self._length, self._vocab_size, self._first = sequence_length, vocab_size, 0
         self._packed: PackedSpans | None = None
         tokens, needed, found = self._begins[-1], sequence_length + 1, str(self._begins[-1])
-        if tokens < needed:
-            self._count = 0
-        elif packing is not None and (most := packing.max_document_length) is not None:
-            documents, found = (
-                document_begins(paths, packing.eot),
-                f"fewer in documents cut to {most}",
-            )
+        if packing is not None and (most := packing.max_document_length) is not None:
+            documents = document_begins(paths, packing.eot)
             self._packed = PackedSpans(documents, self._begins, needed, most, sequential)
-            self._count = len(self._packed)
+            self._count, found = len(self._packed), f"fewer in documents cut to {most}"
         else:
             self._count = (tokens - 1) // sequence_length
             if sequential:
@@ -222,11 +213,6 @@ class Loader:
         import grain  # imports JAX, which `python -m gptjax.data` does not need
 
         rows = _rows_of_a_process(batch, process_index, process_count)
-        if not (0 <= start < 2**53 and 0 <= seed < 2**32):
-            raise ValueError(
-                "expected start (windows consumed so far) in 0..2**53-1 and a seed in 0..2**32-1, "
-                f"found {start} and {seed}"
-            )
         windows = Windows(shards, sequence_length, vocab_size, packing, sequential)
         self.windows_per_epoch = len(windows)
         self._start, self._batch, self._steps = start, batch, 0
@@ -240,13 +226,10 @@ class Loader:
             epochs = epochs.shuffle(int(hashed[0])).repeat()
         mine = epochs[start:][process_index::process_count]
         batches = mine.batch(rows, drop_remainder=True, batch_fn=_stacked)
-        self._iterator = iter(
-            batches.to_iter_dataset(
-                grain.ReadOptions(
-                    num_threads=_PREFETCH_THREADS, prefetch_buffer_size=_PREFETCH_BATCHES
-                )
-            )
+        options = grain.ReadOptions(
+            num_threads=_PREFETCH_THREADS, prefetch_buffer_size=_PREFETCH_BATCHES
         )
+        self._iterator = iter(batches.to_iter_dataset(options))
 
     @property
     def position(self) -> int:
@@ -315,14 +298,11 @@ def fixed_batches(
     count = min(count, len(windows) // batch)
     if count < 1:
         raise ValueError(
-            f"the validation split does not fill one batch: expected at least {batch} windows of "
-            f"sequence length {sequence_length}, found {len(windows)} in {shards[0]}"
-            f"{' and the shards after it' if len(shards) > 1 else ''}; validate with a smaller "
-            "batch or shorter sequences, or prepare more text"
+            f"expected at least {batch} windows of sequence length {sequence_length} for a batch "
+            f"of validation, found {len(windows)} in {shards[0]} and the shards after it"
         )
-    # strictly increasing: no window twice
     chosen = np.arange(count * batch)
-    if not first:
+    if not first:  # strictly increasing: no window twice
         chosen = chosen * len(windows) // (count * batch)
     mine = chosen.reshape(count, batch)[:, process_index::process_count]
     return [_stacked([windows[int(index)] for index in row]) for row in mine]
@@ -338,8 +318,7 @@ def _stacked(windows: Any) -> Batch:
 def _rows_of_a_process(batch: int, process_index: int, process_count: int) -> int:
     if not 0 <= process_index < process_count or batch < 1 or batch % process_count:
         raise ValueError(
-            f"expected a batch (windows a step over all processes) that {process_count} processes "
-            f"can share equally, found {batch} for process {process_index}; use a multiple of "
-            f"{process_count}"
+            f"expected a batch that {process_count} processes can share equally, found {batch} "
+            f"windows for process {process_index}"
         )
     return batch // process_count

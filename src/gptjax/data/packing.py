@@ -43,13 +43,6 @@ class Packing:
     eot: int
     max_document_length: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.max_document_length is not None and self.max_document_length < 1:
-            raise ValueError(
-                "expected a max_document_length of at least 1 token, found "
-                f"{self.max_document_length}"
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:

@@ -200,12 +200,11 @@ def _replaces(final: Path, corpus: Corpus, tokenizer: str, options: Options) -> 
             f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another --name"
         )
     wanted = {"source": corpus.source, "tokenizer": tokenizer, **options.recorded()}
-    found = {"source": manifest.source, "tokenizer": manifest.tokenizer, **manifest.options}
-    changed = [name for name in wanted if wanted[name] != found.get(name, wanted[name])]
-    if changed and not options.overwrite:
-        expected, is_there = ({name: d[name] for name in changed} for d in (wanted, found))
+    own = {"source": manifest.source, "tokenizer": manifest.tokenizer}
+    found = wanted | own | manifest.options
+    if wanted != found and not options.overwrite:
         raise PrepareError(
-            f"{final} holds something else: expected {expected}, found {is_there}; choose another "
+            f"{final} holds something else: expected {wanted}, found {found}; choose another "
             "--name, or replace it with --overwrite"
         )
     return options.overwrite
@@ -240,18 +239,6 @@ def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.n
     return is_val
 
 
-def _split_text(text: str, val_fraction: float) -> tuple[str, str]:
-    """Split one document into training text and validation text.
-
-    The cut follows a newline if this changes the size of neither text by more than half.
-    """
-    wanted = max(1, min(round(len(text) * (1 - val_fraction)), len(text) - 1))
-    near = min(wanted, len(text) - wanted) // 2
-    before = text.rfind("\n", wanted - near - 1, wanted) + 1
-    cut = before or text.find("\n", wanted, wanted + near) + 1 or wanted
-    return text[:cut], text[cut:]
-
-
 class _Piece(NamedTuple):
     text: str
     split: int
@@ -262,8 +249,9 @@ class _Piece(NamedTuple):
 def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Piece]:
     """Yield the documents in order, long ones in several pieces."""
     if np.count_nonzero(sizes) == 1 and not corpus.masked:
-        (text,) = (text for text in corpus.documents() if text)
-        documents: Iterable = _split_text(text.removeprefix(_BOM), options.val_fraction)
+        (text,) = (text.removeprefix(_BOM) for text in corpus.documents() if text)
+        cut = max(1, min(round(len(text) * (1 - options.val_fraction)), len(text) - 1))
+        documents: Iterable = (text[:cut], text[cut:])
         splits = np.array([TRAIN, VAL])
     else:
         documents = corpus.documents()

@@ -168,8 +168,7 @@ def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarra
     if bad.size:
         raise ValueError(
             f"expected ids in 0..{tokenizer.vocab_size - 1} (tokenizer {tokenizer.name!r}), found "
-            f"{array[bad[0]]} at position {bad[0]}; logits of a padded vocabulary must be cut to "
-            f"{tokenizer.vocab_size} before sampling"
+            f"{array[bad[0]]} at position {bad[0]}"
         )
     return array
 
