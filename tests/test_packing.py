@@ -207,6 +207,8 @@ def test_a_run_whose_lengths_change_resumes_bit_for_bit(data_order, packed, monk
     code, shown = run(whole)
     assert code == 0 and len(rows(whole, "train")) == 6
     batches, read[:] = list(read), []
+    assert "documents do not see each other: each begins with token 256" in shown
+    assert all(batch.segments.shape == batch.inputs.shape for batch in batches)
     shutil.copytree(whole.run_dir, packed.run_dir)
     shutil.rmtree(packed.run_dir / "checkpoints" / "6")
     code, resumed = run(packed)
