@@ -67,13 +67,10 @@ def flip_bits(path: Path, rng: random.Random) -> None:
         overwrite(path, at, bytes([content[at] ^ 1 << rng.randrange(8)]))
 
 
-def truncate(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.choice((0, 1, 1023, 1024, 1025, rng.randrange(path.stat().st_size))))
-
-
-def extend(path: Path, rng: random.Random) -> None:
-    with path.open("ab") as file:
-        file.write(rng.randbytes(rng.choice((1, 2, 1024, 5000))))
+def resize(path: Path, rng: random.Random) -> None:
+    size = path.stat().st_size
+    longer = [size + count for count in (1, 2, 1024, 5000)]
+    os.truncate(path, rng.choice((0, 1, 1023, 1024, 1025, rng.randrange(size), *longer)))
 
 
 def zero_block(path: Path, rng: random.Random) -> None:
@@ -92,12 +89,6 @@ def header_field(path: Path, rng: random.Random) -> None:
     value = rng.choice((*extremes, rng.randrange(-(2**31), 2**31), rng.randrange(9000)))
     field = rng.choice((0, 1, 2, rng.randrange(256)))
     overwrite(path, 4 * field, value.to_bytes(4, "little", signed=True))
-
-
-def empty_shard(path: Path, rng: random.Random) -> None:
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, 0
-    path.write_bytes(header.tobytes())
 
 
 def other_shard(path: Path, rng: random.Random) -> None:
@@ -146,8 +137,8 @@ def json_garbage(path: Path, rng: random.Random) -> None:
     path.write_bytes(rng.choice((nested, huge, *strange)))
 
 
-ANY_FILE = (flip_bits, truncate, extend, zero_block, removed, removed, link)
-SHARD = (*ANY_FILE, *(2 * (flip_bits, header_field)), random_block, empty_shard, other_shard)
+ANY_FILE = (flip_bits, resize, resize, zero_block, removed, removed, link)
+SHARD = (*ANY_FILE, *(2 * (flip_bits, header_field)), random_block, other_shard)
 MANIFEST = (*ANY_FILE, *(3 * (json_field,)), json_garbage)
 
 
@@ -175,22 +166,19 @@ def judged(folder: Path, expected: list[np.ndarray]) -> tuple[str, str]:
     return ("same tokens" if same else "silent wrong"), ""
 
 
-def trial(original: Path, expected: list[np.ndarray], rng: random.Random) -> dict:
-    folder = original.with_name("trial")
-    shutil.copytree(original, folder)
-    in_json = rng.random() < 0.3
-    path = folder / "dataset.json" if in_json else rng.choice(sorted(folder.glob("*.bin")))
-    change = rng.choice(MANIFEST if in_json else SHARD)
-    change(path, rng)
-    outcome, message = judged(folder, expected)
-    shutil.rmtree(folder)
-    return {"attack": f"{path.suffix}: {change.__name__}", "outcome": outcome, "said": message}
-
-
 def test_damaged_datasets_are_refused(tmp_path):
-    rng = random.Random(0)
-    original = make(tmp_path, rng)
+    rng, rows = random.Random(0), []
+    original, folder = make(tmp_path, rng), tmp_path / "trial"
     expected = read(original)
-    rows = [trial(original, expected, rng) for _ in range(50)]
+    for _ in range(50):
+        shutil.copytree(original, folder)
+        in_json = rng.random() < 0.3
+        path = folder / "dataset.json" if in_json else rng.choice(sorted(folder.glob("*.bin")))
+        change = rng.choice(MANIFEST if in_json else SHARD)
+        change(path, rng)
+        outcome, message = judged(folder, expected)
+        attack = f"{path.suffix}: {change.__name__}"
+        rows.append({"attack": attack, "outcome": outcome, "said": message})
+        shutil.rmtree(folder)
     found = counted(rows, {"refused", "same tokens"})
     assert len(found) == 2 and found["refused"] > 35

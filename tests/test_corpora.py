@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sysconfig
+import unittest.mock
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -129,11 +130,10 @@ def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch)
     play = b"First Citizen:\nSpeak.\n"
     (tmp_path / "input.txt").write_bytes(play)
     assert texts(corpora.tinyshakespeare(tmp_path / "input.txt")) == [play.decode()]
-
-    fetched = []
+    fetched, answer = [], io.BytesIO(play)
     monkeypatch.setattr(corpora, "_TINYSHAKESPEARE_SHA256", hashlib.sha256(play).hexdigest())
     monkeypatch.setattr(
-        urllib.request, "urlopen", lambda url, timeout: fetched.append(url) or io.BytesIO(play)
+        urllib.request, "urlopen", lambda url, timeout: fetched.append(url) or answer
     )
     downloaded = corpora.tinyshakespeare()
     assert not fetched
@@ -141,13 +141,16 @@ def test_tinyshakespeare_comes_from_a_file_or_the_network(tmp_path, monkeypatch)
     assert len(fetched) == 1 and "karpathy/char-rnn" in fetched[0]
 
 
-def test_tinyshakespeare_without_a_network_or_with_a_damaged_download_is_an_error(monkeypatch):
-    def refuse(url, timeout):
-        raise urllib.error.URLError("no route to host")
-
-    html = lambda url, timeout: io.BytesIO(b"<html>log in first")
-    for answer, says in ((refuse, "no route to host"), (html, "expected SHA-256 86c4e6aa.* found")):
-        monkeypatch.setattr(urllib.request, "urlopen", answer)
-        says = f"could not download https.*{says}.*--file PATH.*gptjax.data stdlib"
-        with pytest.raises(CorpusError, match=says):
-            corpora.tinyshakespeare().measure()
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (urllib.error.URLError("no route to host"), "no route to host"),
+        (io.BytesIO(b"<html>log in first"), "expected SHA-256 86c4e6aa.* found"),
+    ],
+)
+def test_tinyshakespeare_without_a_network_is_an_error(monkeypatch, answer, found):
+    urlopen = unittest.mock.Mock(side_effect=[answer])
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    says = f"could not download https.*{found}.*--file PATH.*gptjax.data stdlib"
+    with pytest.raises(CorpusError, match=says):
+        corpora.tinyshakespeare().measure()

@@ -106,21 +106,16 @@ def test_windows_have_the_mask(prepared):
 def test_damaged_and_missing_masks_are_refused(copy):
     path = sorted(copy.glob("*_train_*.mask"))[1]
     content = path.read_bytes()
-
-    def refused(message):
-        dataset = find_dataset(str(copy), copy.parent)
+    for damaged, message in (
+        (content[:-1] + bytes([1 - content[-1]]), "at byte 0: expected sample .*, as dataset.json"),
+        (content[:-1], "at byte 8: expected token count"),
+        (path.with_suffix(".bin").read_bytes(), "at byte 0: expected magic 20261122, found 202405"),
+        (content[:8] + b"\7\0\0\0" + content[12:1031], "expected loss masks with the token counts"),
+    ):
+        path.write_bytes(damaged)
         with pytest.raises(ShardError, match=message):
-            dataset.validate(257, 16)
+            find_dataset(str(copy), copy.parent).validate(257, 16)
         assert len(check_dataset(copy, log=str)) == 1
-
-    path.write_bytes(content[:-1] + bytes([1 - content[-1]]))
-    refused(f"{path.name}: at byte 0: expected sample .*, as dataset.json lists")
-    path.write_bytes(content[:-1])
-    refused(f"{path.name}: at byte 8: expected token count")
-    path.write_bytes(path.with_suffix(".bin").read_bytes())
-    refused(f"{path.name}: at byte 0: expected magic 20261122, found 20240520")
-    write_shard(path, np.ones(7, np.uint8))
-    refused("qa_train_000001.bin and .*: expected loss masks with the token counts of the shards")
     path.unlink()
     with pytest.raises(DatasetError, match=f"files that dataset.json lists, found {path.name} mis"):
         find_dataset(str(copy), copy.parent)
@@ -157,11 +152,7 @@ def test_validation_batches_weigh_their_targets(prepared, tmp_path):
 @pytest.mark.parametrize(
     "pairs, more, message",
     [
-        (
-            PAIRS,
-            ["--answer-field", "n"],
-            "text in the field 'n' .option --answer-field., found int in it",
-        ),
+        (PAIRS, ["--answer-field", "n"], "field 'n' .option --answer-field., found int in it"),
         (PAIRS, ["--prompt-field", "x"], "in the field 'x' .option --prompt-field.,"),
         ([*PAIRS, ("q", "")], [], "line 41: expected a text in 'a', found an empty one"),
         (PAIRS[:1], [], "training and for validation, found none for val"),
@@ -171,5 +162,4 @@ def test_bad_pairs_are_refused(tmp_path, capsys, pairs, more, message):
     code, made = prepare(tmp_path, *more, pairs=pairs)
     error = capsys.readouterr().err
     assert code == 1 and error.startswith("error: ") and not made.exists()
-
     assert re.search(message, error)

@@ -61,8 +61,8 @@ def test_known_ids(tokenizer):
 
 def test_bytes_that_are_no_text_are_replaced():
     byte = get_tokenizer("byte")
-    assert byte.decode([256, 104, 256, 256, 33]) == "<|endoftext|>h<|endoftext|><|endoftext|>!"
-    assert byte.decode(np.array([0xC3, 256, 0xA9])) == "\ufffd<|endoftext|>\ufffd"
+    ids = [256, 104, 256, 256, 0xC3, 256, 0xA9]
+    assert byte.decode(ids) == "!h!!\ufffd!\ufffd".replace("!", "<|endoftext|>")
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -73,20 +73,15 @@ def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("bad", [-1, "vocab_size", 65535])
-def test_an_id_outside_the_vocabulary_is_an_error(tokenizer, bad):
-    bad = tokenizer.vocab_size if bad == "vocab_size" else bad
-    says = rf"expected ids in 0..{tokenizer.vocab_size - 1} .* found {bad} at position 2"
-    with pytest.raises(ValueError, match=says):
-        tokenizer.decode([1, 2, bad])
+def test_ids_outside_the_vocabulary_and_unknown_names_are_errors(tokenizer):
+    for bad in (-1, tokenizer.vocab_size):
+        says = rf"expected ids in 0..{tokenizer.vocab_size - 1} .* found {bad} at position 2"
+        with pytest.raises(ValueError, match=says):
+            tokenizer.decode([1, 2, bad])
     with pytest.raises(ValueError, match=r"ids of shape \(tokens,\), found shape \(1, 2\)"):
         tokenizer.decode(np.array([[1, 2]]))
-
-
-def test_an_unknown_name_lists_the_choices():
-    for get in (get_tokenizer, choose_tokenizer):
-        with pytest.raises(ValueError, match="unknown tokenizer 'gpt4'; choose one of gpt2, byte"):
-            get("gpt4")
+    with pytest.raises(ValueError, match="unknown tokenizer 'gpt4'; choose one of gpt2, byte"):
+        choose_tokenizer("gpt4")
 
 
 def test_auto_is_gpt2_where_it_is_available(tokenizer):
@@ -95,13 +90,9 @@ def test_auto_is_gpt2_where_it_is_available(tokenizer):
 
 
 def test_without_files_gpt2_is_unavailable_and_auto_uses_bytes_with_a_note(no_network):
-    says = (
-        "not in tiktoken's cache .*ConnectionError: no route to host.*"
-        "TIKTOKEN_CACHE_DIR.*--tokenizer byte"
-    )
-    for get in (get_tokenizer, choose_tokenizer):
-        with pytest.raises(TokenizerUnavailable, match=says):
-            get("gpt2")
+    says = "not in tiktoken's cache .*no route to host.*TIKTOKEN_CACHE_DIR.*--tokenizer byte"
+    with pytest.raises(TokenizerUnavailable, match=says):
+        choose_tokenizer("gpt2")
     tokenizer, note = choose_tokenizer("auto")
     assert tokenizer.name == "byte"
     assert "BYTE" in note and "not comparable" in note and "TIKTOKEN_CACHE_DIR" in note
