@@ -13,11 +13,10 @@ import itertools
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class Options:
     """Fraction of the text in the validation split: complete documents, or the end of a single
     document."""
     shard_tokens: int = 100_000_000
-    """Tokens in a shard. The last shard of a split holds 0.5 to 1.5 times as many."""
+    """Tokens in a shard. The last shard of a split holds the rest."""
     workers: int | None = None
     """Tokenizing threads. None: one for each CPU core."""
     seed: int = 0
@@ -110,7 +109,7 @@ def prepare_corpus(
         CorpusError: the text cannot be downloaded or read.
         TokenizerUnavailable: the files of tokenizer "gpt2" are not available.
     """
-    o, most = options, MAX_TOKENS // 2  # the last shard is larger
+    o, most = options, MAX_TOKENS
     sizes = 0 < o.val_fraction < 1 and 2 <= o.shard_tokens <= most
     if not sizes or o.seed < 0 or (o.workers is not None and o.workers < 1):
         raise PrepareError(
@@ -124,9 +123,24 @@ def prepare_corpus(
     name = f"{corpus_name}_{tokenizer.name}" if options.name is None else options.name
     final = dataset_folder(options.data_dir, name)
     with locked(final, log):
-        if final.exists() and not _replaces(final, corpus, tokenizer.name, options):
-            log(printable(f"{final} is already prepared; --overwrite makes it again"))
-            return final
+        if final.exists():
+            manifest = read_manifest(final)
+            if manifest is None:
+                raise PrepareError(
+                    f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another "
+                    "--name"
+                )
+            wanted = {"source": corpus.source, "tokenizer": tokenizer.name, **options.recorded()}
+            found = {"source": manifest.source, "tokenizer": manifest.tokenizer}
+            found = wanted | found | manifest.options
+            if not options.overwrite and wanted != found:
+                raise PrepareError(
+                    f"{final} holds something else: expected {wanted}, found {found}; choose "
+                    "another --name, or replace it with --overwrite"
+                )
+            if not options.overwrite:
+                log(printable(f"{final} is already prepared; --overwrite makes it again"))
+                return final
         start, partial = time.perf_counter(), partial_folder(final)
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process
         partial.mkdir()
@@ -186,28 +200,6 @@ def _summary(files: Files) -> str:
     counted = [info["counted"] for info in files.values() if "counted" in info]
     loss = f" (loss on {sum(counted):,})" if counted else ""
     return f"{sum(tokens):,} tokens{loss} in {len(tokens)} {'shards' if tokens[1:] else 'shard'}"
-
-
-def _replaces(final: Path, corpus: Corpus, tokenizer: str, options: Options) -> bool:
-    """Return whether to replace the dataset in an existing folder.
-
-    Raises:
-        PrepareError: the folder is not a dataset or, without `overwrite`, another dataset.
-    """
-    manifest = read_manifest(final)
-    if manifest is None:
-        raise PrepareError(
-            f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another --name"
-        )
-    wanted = {"source": corpus.source, "tokenizer": tokenizer, **options.recorded()}
-    own = {"source": manifest.source, "tokenizer": manifest.tokenizer}
-    found = wanted | own | manifest.options
-    if wanted != found and not options.overwrite:
-        raise PrepareError(
-            f"{final} holds something else: expected {wanted}, found {found}; choose another "
-            "--name, or replace it with --overwrite"
-        )
-    return options.overwrite
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
@@ -271,6 +263,49 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
             begin = end
 
 
+class _Shards:
+    """Writer of the shards of a split, as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin.
+
+    Args:
+        prefix: path of the shards without their numbers.
+        number: number of the first shard.
+        shard_tokens: tokens in a shard; the last shard holds the rest.
+        masked: whether each shard has a loss mask.
+    """
+
+    def __init__(self, prefix: str, number: int, shard_tokens: int, masked: bool):
+        self._prefix, self._number, self._size, self._masked = prefix, number, shard_tokens, masked
+        self._parts: list[tuple[np.ndarray, np.ndarray]] = []
+        self._count, self._files = 0, {}
+
+    def add(self, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Append tokens, and whether each token counts for the loss."""
+        self._parts.append((tokens, counts))
+        self._count += tokens.size
+        while self._count >= self._size:
+            self._write()
+
+    def close(self) -> Files:
+        """Write the rest. Return the descriptions of all files."""
+        if self._count:
+            self._write()
+        if not self._files:
+            raise PrepareError(
+                "nothing prepared: expected text for training and for validation, found none for "
+                f"{self._prefix.rpartition('_')[2]}; add more text or another --val-fraction"
+            )
+        return self._files
+
+    def _write(self) -> None:
+        path = Path(f"{self._prefix}_{self._number:06d}.bin")
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        for file, column in zip((path, mask_path(path))[: 1 + self._masked], columns, strict=False):
+            write_shard(file, column[: self._size])
+            self._files[file.name] = describe(file)
+        tokens, counts = (column[self._size :] for column in columns)
+        self._parts, self._count, self._number = [(tokens, counts)], tokens.size, self._number + 1
+
+
 def _write_shards(
     folder: Path,
     name: str,
@@ -282,57 +317,20 @@ def _write_shards(
     """Tokenize a corpus to shards in `folder`. Return the training and the validation files."""
     sizes, workers = corpus.measure(), options.workers or os.cpu_count() or 1
     done, logged = 0, time.monotonic()
-    with contextlib.ExitStack() as stack:
-        # The tokens of each split and, with masks, whether each token counts for the loss.
-        raw = [
-            [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(columns)]
-            for columns in (1 + corpus.masked,) * 2
-        ]
-        for batch in itertools.batched(_pieces(corpus, sizes, options), _PIECES_AT_ONCE):
-            encoded = tokenizer.encode_batch([piece.text for piece in batch], workers=workers)
-            for piece, tokens in zip(batch, encoded, strict=True):
-                if piece.first:
-                    tokens = np.append(np.uint16(tokenizer.eot), tokens)
-                counts = np.full(tokens.size, piece.counts, np.uint8)
-                counts[: int(piece.first)] = 1  # EOT ends the previous answer
-                for file, column in zip(raw[piece.split], (tokens, counts), strict=False):
-                    file.write(column)
-                done += tokens.size
-            if time.monotonic() - logged >= 10:
-                logged = time.monotonic()
-                log(f"tokenizing {name}: {done:,} tokens of {sizes.sum() / 1e6:,.0f} MB of text")
-        # as in llm.c: NAME_train_000001.bin, NAME_val_000000.bin
-        train, val = (
-            _cut(f"{folder / name}_{split}", first, files, options.shard_tokens)
-            for split, first, files in (("train", 1, raw[TRAIN]), ("val", 0, raw[VAL]))
-        )
-    return train, val
-
-
-def _cut(prefix: str, number: int, raw: list[IO[bytes]], shard_tokens: int) -> Files:
-    """Copy the tokens of a split and their loss mask to shards.
-
-    The last shard has 0.5 to 1.5 times as many tokens as the others.
-
-    Args:
-        prefix: path of the shards without their numbers.
-        number: number of the first shard.
-        raw: uint16 tokens and, with a mask, one byte per token.
-    """
-    if not raw[0].tell():
-        raise PrepareError(
-            "nothing prepared: expected text for training and for validation, found none for "
-            f"{prefix.rpartition('_')[2]}; add more text or another --val-fraction"
-        )
-    for file in raw:
-        file.flush()
-    columns = [np.memmap(raw[0], np.uint16, "r"), *(np.memmap(x, np.uint8, "r") for x in raw[1:])]
-    begin, size, files = 0, columns[0].size, {}
-    while begin < size:
-        end = begin + shard_tokens if size - begin > shard_tokens + shard_tokens // 2 else size
-        path = Path(f"{prefix}_{number:06d}.bin")
-        for file, column in zip((path, mask_path(path)), columns, strict=False):
-            write_shard(file, column[begin:end])
-            files[file.name] = describe(file)
-        begin, number = end, number + 1
-    return files
+    train, val = (
+        _Shards(f"{folder / name}_{split}", first, options.shard_tokens, corpus.masked)
+        for split, first in (("train", 1), ("val", 0))
+    )
+    for batch in itertools.batched(_pieces(corpus, sizes, options), _PIECES_AT_ONCE):
+        encoded = tokenizer.encode_batch([piece.text for piece in batch], workers=workers)
+        for piece, tokens in zip(batch, encoded, strict=True):
+            if piece.first:
+                tokens = np.append(np.uint16(tokenizer.eot), tokens)
+            counts = np.full(tokens.size, piece.counts, np.uint8)
+            counts[: int(piece.first)] = 1  # EOT ends the previous answer
+            (train, val)[piece.split].add(tokens, counts)
+            done += tokens.size
+        if time.monotonic() - logged >= 10:
+            logged = time.monotonic()
+            log(f"tokenizing {name}: {done:,} tokens of {sizes.sum() / 1e6:,.0f} MB of text")
+    return train.close(), val.close()
