@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from dataset_tools import edit_manifest, make_folder
 
-from gptjax import data
 from gptjax.data import (
     DataError,
     DatasetError,
@@ -152,16 +151,6 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_dat
         note = few_tokens_note(dataset, epochs, tmp_path)
         assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
         assert note.endswith(f"gptjax.data fineweb10B --shards {shards} --data-dir {tmp_path}")
-
-
-def test_every_error_of_the_data_package_is_a_data_error():
-    names = [name for name in data.__all__ if name.endswith(("Error", "Unavailable"))]
-    errors = [getattr(data, name) for name in names]
-    assert len(errors) == 6 and all(issubclass(error, data.DataError) for error in errors)
-    assert issubclass(data.TokenizerUnavailable, RuntimeError)
-    for error in (data.ShardError, data.DatasetError, data.PrepareError, data.CorpusError):
-        assert issubclass(error, ValueError)
-        assert str(error("a\x1b[31m\n")) == "a\ufffd[31m\n"
 
 
 # ----------------------------------------------------------------- dataset.json and the fingerprint

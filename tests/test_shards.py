@@ -83,24 +83,12 @@ def test_a_bad_file_is_an_error_that_names_the_problem(tmp_path, fault):
             open_(path)
 
 
-def test_a_file_that_is_not_regular_is_an_error_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    for path, says in {
-        tmp_path / "fifo": "a FIFO instead of a regular file",
-        tmp_path: "a directory instead",
-        "/dev/zero": "a device instead",
-        tmp_path / "none": "No such file",
-    }.items():
-        with pytest.raises(ShardError, match=f"expected a readable shard, found {says}"):
-            Shard(path)
-
-
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
         (np.array([], dtype=np.uint16), r"expected 1 to .* found uint16 of shape \(0,\)"),
         (np.array([1, 2, 65536]), r"expected ids in 0..65535, found 65536"),
-        (np.array([1, -1, 3]), "found -1"),
+        (np.array([1, -1]), "found -1"),
         (np.array([1.0, 2.0]), r"integers of shape \(tokens,\), found float64"),
         (np.zeros((2, 2), dtype=np.uint16), r"found uint16 of shape \(2, 2\)"),
     ],
