@@ -52,15 +52,24 @@ def write_documents(folder, lengths, *, before=0, cuts=()):
     return paths, tokens
 
 
-def pack(tokens, length, maximum, eot=EOT):
+def split(tokens, eot=EOT):
+    return np.split(tokens, np.flatnonzero(tokens == eot))[1:]
+
+
+def window_from(documents, i, length, maximum):
+    """Return the window that begins with document `i`, or None, and the document after it."""
+    window = []
+    while len(window) <= length and i < len(documents):
+        window, i = window + documents[i][:maximum].tolist(), i + 1
+    return (window[: length + 1] if len(window) > length else None), i
+
+
+def pack(tokens, *lengths, eot=EOT):
     """Return the windows of `length` + 1 tokens."""
-    begins = [i for i, token in enumerate(tokens) if token == eot]
-    windows, window = [], []
-    for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
-        window += tokens[begin:end][:maximum].tolist()
-        if len(window) > length:
-            windows.append(window[: length + 1])
-            window = []
+    documents, windows, i = split(tokens, eot), [], 0
+    while window := (found := window_from(documents, i, *lengths))[0]:
+        windows.append(window)
+        i = found[1]
     return windows
 
 
@@ -258,27 +267,19 @@ def test_orders_of_the_stages(packed):
 def in_order(shards, stretches):
     """Return the windows of each stretch, one document after another, as modded-nanogpt does."""
     result, number, at = [], 0, 0
-    documents = [np.split(shard, np.flatnonzero(shard == EOT))[1:] for shard in shards]
+    documents = [split(shard) for shard in shards]
     for stretch in stretches:
-        windows = []
+        windows, lengths = [], (stretch.sequence_length, stretch.packing.max_document_length)
         for _ in range(stretch.steps):
-            while True:
+            step = []
+            while len(step) < stretch.batch:
                 if number == len(documents):
                     return None
-                step, i = [], at
-                while len(step) < stretch.batch:
-                    window = np.zeros(0, np.uint16)
-                    while len(window) <= stretch.sequence_length and i < len(documents[number]):
-                        most = stretch.packing.max_document_length
-                        window = np.append(window, documents[number][i][:most])
-                        i += 1
-                    if len(window) <= stretch.sequence_length:
-                        break
-                    step.append(window[: stretch.sequence_length + 1].tolist())
-                if len(step) == stretch.batch:
-                    break
-                number, at = number + 1, 0
-            windows, at = windows + step, i
+                window, at = window_from(documents[number], at, *lengths)
+                step.append(window)
+                if window is None:  # the next shard
+                    step, number, at = [], number + 1, 0
+            windows += step
         result.append(windows)
     return result
 
