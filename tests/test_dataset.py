@@ -191,18 +191,6 @@ def test_a_listed_shard_that_is_missing_is_an_error(tmp_path, name):
         find_dataset("mine", tmp_path, "auto")
 
 
-def test_format_1_has_no_digests(tmp_path):
-    def older(content):
-        for info in content["shards"].values():
-            del info["sha256"], info["sample"]
-        return content | {"format": 1}
-
-    folder = make_folder(tmp_path / "mine")
-    edit_manifest(folder, older)
-    find_dataset("mine", tmp_path).validate(257, 4)
-    assert check_dataset(folder, log=str) == []
-
-
 def test_the_fingerprint_survives_json_and_names_each_difference(tmp_path):
     folder = make_folder(tmp_path / "mine")
     dataset = find_dataset("mine", tmp_path, "auto")

@@ -3,7 +3,6 @@ Targets without a loss equal PyTorch's ignore_index. Both for any split of the b
 
 import dataclasses
 import functools
-import re
 
 import gpt2_tools
 import jax
@@ -22,7 +21,6 @@ from gptjax import Batch, loss_fn, parallel
 from gptjax.bench.jax_step import JaxStep
 from gptjax.config import Config, ConfigError
 from gptjax.data import write_shard
-from gptjax.models import llama3
 from gptjax.models.base import graph, init_params
 from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.models.layers import segment_positions
@@ -69,22 +67,6 @@ def test_ids_and_positions():
     assert segment_positions(ids).tolist() == [[0, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
     reused = jnp.array([[7, 7, 0, 7, 7, 7]], jnp.uint8)  # a segment is a run
     assert segment_positions(reused).tolist() == [[0, 1, 0, 0, 1, 2]]
-
-
-def test_llama_s_positions_restart(monkeypatch):
-    """No loss could tell: rotary attention depends on differences of positions only."""
-
-    class Rotated(Exception):
-        pass
-
-    def rotation(config, position_BT):
-        raise Rotated(position_BT.tolist())
-
-    monkeypatch.setattr(llama3, "rotation", rotation)
-    model = nnx.merge(graph(MODELS["llama3"]), params_of("llama3"))
-    ids = jnp.array([[0, 0, 1, 1, 1, 2]])
-    with pytest.raises(Rotated, match=re.escape("[[0, 1, 0, 1, 2, 0]]")):
-        model.hidden(ids, segment_ids_BT=ids)
 
 
 @functools.cache
