@@ -26,25 +26,6 @@ from gptjax.user_folders import data_folder
 TRAIN_1, TRAIN_2, VAL = "some_train_000001.bin", "some_train_000002.bin", "some_val_000000.bin"
 
 
-@pytest.fixture
-def quick_stdlib(monkeypatch):
-    """Replace prepare_stdlib and the tokenizer GPT-2; test_prepare.py tests the real one."""
-    made, available = [], {"auto": get_tokenizer("byte"), "byte": get_tokenizer("byte")}
-
-    def prepare_stdlib(data_dir, tokenizer):
-        made.append(tokenizer)
-        return make_folder(data_dir / f"stdlib_{tokenizer}", tokenizer=tokenizer)
-
-    def choose(choice):
-        chosen = available[choice]
-        note = "NOTE: bytes" if choice == "auto" and chosen.name == "byte" else None
-        return chosen, note
-
-    monkeypatch.setattr(module, "prepare_stdlib", prepare_stdlib)
-    monkeypatch.setattr(module, "choose_tokenizer", choose)
-    return made, available
-
-
 # -------------------------------------------------------------------------------- finding a dataset
 
 
@@ -92,14 +73,22 @@ def test_a_folder_of_llm_c_is_gpt2_with_a_note(tmp_path, train, val):
     assert "red\ufffd[31m has no dataset.json: assuming GPT-2 BPE" in dataset.note
 
 
-def test_auto_is_fineweb_where_it_is_prepared_else_stdlib(tmp_path, quick_stdlib, monkeypatch):
-    made, available = quick_stdlib
+def test_auto_is_fineweb_where_it_is_prepared_else_stdlib(tmp_path, monkeypatch):
+    byte, made = get_tokenizer("byte"), []
+    auto = (byte, "NOTE: bytes")
+
+    def prepare_stdlib(data_dir, tokenizer):  # test_prepare.py tests the real one
+        made.append(tokenizer)
+        make_folder(data_dir / f"stdlib_{tokenizer}", tokenizer=tokenizer)
+
+    choose = lambda choice: auto if choice == "auto" else (byte, None)
+    monkeypatch.setattr(module, "prepare_stdlib", prepare_stdlib)
+    monkeypatch.setattr(module, "choose_tokenizer", choose)
     for _ in range(2):  # the note is repeated when the dataset exists
         dataset = find_dataset("auto", tmp_path, "auto")
         assert (dataset.name, dataset.note) == ("stdlib_byte", "NOTE: bytes")
     assert find_dataset("stdlib_byte", tmp_path).note is None and made == ["byte"]
-    # Bytes are replaced by GPT-2's tokenizer once available.
-    available["auto"] = type("GPT2", (), {"name": "gpt2"})
+    auto = (type("GPT2", (), {"name": "gpt2"}), None)  # replaces bytes once available
     for _ in range(2):
         assert find_dataset("stdlib", tmp_path, "auto").name == "stdlib_gpt2"
     assert made == ["byte", "gpt2"]
@@ -221,9 +210,7 @@ def test_the_fingerprint_survives_json_and_names_each_difference(tmp_path):
 # --------------------------------------------------------------------- the checks before a training
 
 
-def test_validate_reads_a_small_shard_completely_and_names_an_id_out_of_range(
-    tmp_path, monkeypatch
-):
+def test_validate_names_a_split_that_is_too_short_and_an_id_out_of_range(tmp_path, monkeypatch):
     monkeypatch.setattr("gptjax.data.shards._CHUNK_TOKENS", 16)
     for manifest in (True, False):
         folder = make_folder(tmp_path / f"m{manifest}", tokenizer="gpt2", manifest=manifest)
@@ -237,12 +224,9 @@ def test_validate_reads_a_small_shard_completely_and_names_an_id_out_of_range(
 
 
 def test_only_shards_that_are_not_listed_are_scanned_and_noted(tmp_path, monkeypatch):
-    folder, scanned = make_folder(tmp_path / "mine"), []
-    real = module._check_ids
-    monkeypatch.setattr(
-        module, "_check_ids", lambda path, ids: scanned.append(path.name) or real(path, ids)
-    )
-    find_dataset("mine", tmp_path).validate(257, 4)
+    folder, scanned, real = make_folder(tmp_path / "mine"), [], module._check_ids
+    check = lambda path, ids: scanned.append(path.name) or real(path, ids)
+    monkeypatch.setattr(module, "_check_ids", check)
     write_shard(folder / "some_train_000003.bin", np.full(61, 300, dtype=np.uint16))
     dataset = find_dataset("mine", tmp_path)
     assert "has 1 files that dataset.json does not list (some_train_000003.bin)" in dataset.note
