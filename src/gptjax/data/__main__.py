@@ -80,12 +80,9 @@ class Jsonl(Options):
     """Field that holds the answer."""
     separator: str = "\n"
     """End of each prompt, before the answer. A newline by default."""
-    skip_bad_lines: bool = False
-    """Skip lines that are not a JSON object with a text in the field. Print the number of skipped
-    lines and the first skipped line."""
 
     def run(self) -> None:
-        own = ("field", "prompt_field", "answer_field", "separator", "skip_bad_lines")
+        own = ("field", "prompt_field", "answer_field", "separator")
         corpus = corpora.jsonl(self.paths, **{name: getattr(self, name) for name in own})
         _prepare("jsonl", corpus, self)
 

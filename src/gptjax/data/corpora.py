@@ -135,10 +135,10 @@ def jsonl(
     prompt_field: str | None = None,
     answer_field: str | None = None,
     separator: str = "\n",
-    skip_bad_lines: bool = False,
-    log: Callable[[str], object] = print,
 ) -> Corpus:
     """Return JSON lines as a corpus, one document or pair for each line. Blank lines are skipped.
+
+    `measure` raises CorpusError at the first bad line, before tokenizing.
 
     Args:
         paths: files, folders and globs, see `text`.
@@ -146,10 +146,6 @@ def jsonl(
         prompt_field, answer_field: fields that hold the two texts of a pair, in place of `field`.
             An empty answer is an error.
         separator: end of each prompt.
-        skip_bad_lines: skip lines without a text in the field; `measure` logs the number of skipped
-            lines and the first skipped line. If False, `measure` raises CorpusError at the first
-            bad line, before tokenizing.
-        log: called with each message for the user.
     """
     if (prompt_field is None) != (answer_field is None):
         raise CorpusError("expected a prompt field and an answer field together, found one")
@@ -158,40 +154,31 @@ def jsonl(
     if masked:
         fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
 
-    def read(line: bytes) -> Document:
+    def read(line: bytes, where: str) -> Document:
         if prompt_field is None or answer_field is None:
-            return _field_of(line, field, "--field")
-        prompt = _field_of(line, prompt_field, "--prompt-field")
-        if answer := _field_of(line, answer_field, "--answer-field"):
+            return _field_of(line, field, where, "--field")
+        prompt = _field_of(line, prompt_field, where, "--prompt-field")
+        if answer := _field_of(line, answer_field, where, "--answer-field"):
             return Pair(prompt + separator, answer)
-        raise CorpusError(f"expected a text in {answer_field!r}, found an empty one")
+        raise CorpusError(f"{where}: expected a text in {answer_field!r}, found an empty one")
 
-    def rows(skipped: list[str]) -> Iterator[tuple[int, Document]]:
+    def rows() -> Iterator[tuple[int, Document]]:
         for path in files:
             with path.open("rb") as file:
                 for number, line in enumerate(map(bytes.strip, file), start=1):
-                    try:
-                        if line:
-                            document = read(line)
-                            # An empty text has no tokens: no text for the validation split.
-                            yield len(line) if document else 0, document
-                    except CorpusError as error:
-                        skipped.append(f"{path}, line {number}: {error}")
-                        if not skip_bad_lines:
-                            advice = "correct the line, or skip bad ones with --skip-bad-lines"
-                            raise CorpusError(f"{skipped[0]}; {advice}") from error
+                    if line:
+                        document = read(line, f"{path}, line {number}")
+                        # An empty text has no tokens: no text for the validation split.
+                        yield len(line) if document else 0, document
 
     def measure() -> np.ndarray:
-        skipped: list[str] = []
-        sizes = np.fromiter((size for size, _ in rows(skipped)), np.int64)
-        if skipped:
-            log(f"NOTE: skipped {len(skipped):,} bad lines, kept {sizes.size:,}: {skipped[0]}")
+        sizes = np.fromiter((size for size, _ in rows()), np.int64)
         if not sizes.any():
             raise CorpusError(f"{shown}: expected lines of JSON with texts in {fields}, found none")
         return sizes
 
-    source = f"jsonl: {shown} ({fields}{', without bad lines' if skip_bad_lines else ''})"
-    return Corpus(source, measure, lambda: (document for _, document in rows([])), masked)
+    source = f"jsonl: {shown} ({fields})"
+    return Corpus(source, measure, lambda: (document for _, document in rows()), masked)
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
@@ -232,7 +219,7 @@ def _expand(paths: Sequence[str | os.PathLike]) -> list[Path]:
     return list(files)
 
 
-def _field_of(line: bytes, field: str, option: str) -> str:
+def _field_of(line: bytes, field: str, where: str, option: str) -> str:
     try:
         row = json.loads(line)
         if isinstance(row[field], str):
@@ -244,5 +231,6 @@ def _field_of(line: bytes, field: str, option: str) -> str:
     except (ValueError, RecursionError) as error:
         found = f"{line[:60]!r} ({error})"
     raise CorpusError(
-        f"expected a JSON object with text in the field {field!r} (option {option}), found {found}"
+        f"{where}: expected a JSON object with text in the field {field!r} (option {option}), "
+        f"found {found}"
     )
