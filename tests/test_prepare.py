@@ -29,7 +29,7 @@ from gptjax.data import (
 )
 from gptjax.data import prepare as module
 from gptjax.data.__main__ import main
-from gptjax.data.prepare import choose_validation, locked
+from gptjax.data.prepare import choose_validation, preparing
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
 
@@ -284,7 +284,7 @@ def test_a_preparation_that_ends_in_the_middle_is_never_seen(texts, tmp_path, ca
         find_dataset("mine", data, "auto")
 
     if number == signal.SIGKILL:  # the same command again waits for another process
-        with locked(data / "mine", print):
+        with preparing(data, "mine", print):
             again = [sys.executable, "-u", "-m", "gptjax.data", *command]
             waiting = subprocess.Popen(again, env=ENVIRONMENT, stdout=subprocess.PIPE)
             assert b"waiting for another process that is preparing" in waiting.stdout.readline()
@@ -309,7 +309,7 @@ def test_prepare_stdlib(tmp_path, monkeypatch):
     assert made == tmp_path / "data" / "stdlib_byte" and lines[0] == "NOTE for auto"
     train, val = tokens_of(made, "train").size, tokens_of(made, "val").size
     assert train > 3e6 and 0.045 < val / (train + val) < 0.055
-    says = f"{train:,} tokens in 1 shard for training, {val:,} tokens in 1 shard for validation"
+    says = f"{train:,} tokens for training, {val:,} for validation"
     assert f"tokenizer byte: {says}" in lines[-1]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptjax.data.manifest import Manifest, describe, read_manifest
-from gptjax.data.prepare import PrepareError, dataset_folder, locked, partial_folder
+from gptjax.data.prepare import PrepareError, preparing
 from gptjax.data.shards import ShardError
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
@@ -44,14 +44,13 @@ def prepare_fineweb(
             "fineweb10B needs huggingface_hub, found none; pip install -e '.[hub]'"
         ) from error
 
-    final = dataset_folder(data_dir, name)
     wanted = [
         "fineweb_val_000000.bin",
         *(f"fineweb_train_{number:06d}.bin" for number in range(1, shards + 1)),
     ]
-    with locked(final, log):
+    with preparing(data_dir, name, log) as (final, partial):
         # A new dataset appears when it is complete. More shards join an existing one.
-        folder = final if final.exists() else partial_folder(final)
+        folder = final if final.exists() else partial
         folder.mkdir(exist_ok=True)
         before = read_manifest(folder)
         files = before.files if before else {}

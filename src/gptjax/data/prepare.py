@@ -121,8 +121,7 @@ def prepare_corpus(
     if note:
         log(note)
     name = f"{corpus_name}_{tokenizer.name}" if options.name is None else options.name
-    final = dataset_folder(options.data_dir, name)
-    with locked(final, log):
+    with preparing(options.data_dir, name, log) as (final, partial):
         if final.exists():
             manifest = read_manifest(final)
             if manifest is None:
@@ -141,7 +140,7 @@ def prepare_corpus(
             if not options.overwrite:
                 log(printable(f"{final} is already prepared; --overwrite makes it again"))
                 return final
-        start, partial = time.perf_counter(), partial_folder(final)
+        start = time.perf_counter()
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process
         partial.mkdir()
         try:
@@ -153,17 +152,20 @@ def prepare_corpus(
             os.replace(partial, final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    log(
-        printable(
-            f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {_summary(train)} for "
-            f"training, {_summary(val)} for validation ({time.perf_counter() - start:.1f} s)"
-        )
-    )
+    counts = [sum(info.get("tokens", 0) for info in files.values()) for files in (train, val)]
+    said = "{:,} tokens for training, {:,} for validation".format(*counts)
+    said = f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {said}"
+    log(printable(f"{said} ({time.perf_counter() - start:.1f} s)"))
     return final
 
 
-def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
-    """Return `data_dir/name`, or the target of this path if it is a symbolic link.
+@contextlib.contextmanager
+def preparing(
+    data_dir: str | os.PathLike, name: str, log: Callable[[str], object]
+) -> Iterator[tuple[Path, Path]]:
+    """Hold the lock of a dataset. Yield its folder, and the folder in which it is prepared.
+
+    Waits while another process holds the lock. A symbolic link to a folder is followed.
 
     Raises:
         PrepareError: the name is empty, hidden or a path, or has control characters.
@@ -173,18 +175,8 @@ def dataset_folder(data_dir: str | os.PathLike, name: str) -> Path:
             "expected a plain folder name without control characters as the dataset's name, found "
             f"{name!r}; put folders in --data-dir"
         )
-    folder = Path(data_dir) / name
-    return folder.resolve() if folder.is_symlink() else folder
-
-
-def partial_folder(final: Path) -> Path:
-    """Return the folder in which the dataset `final` is prepared."""
-    return final.with_name(f".{final.name}.partial")
-
-
-@contextlib.contextmanager
-def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
-    """Hold the lock of the dataset `final`. Waits while another process holds the lock."""
+    final = Path(data_dir) / name
+    final = final.resolve() if final.is_symlink() else final
     final.parent.mkdir(parents=True, exist_ok=True)
     with final.with_name(f".{final.name}.lock").open("w") as lock:
         try:
@@ -192,14 +184,7 @@ def locked(final: Path, log: Callable[[str], object]) -> Iterator[None]:
         except BlockingIOError:
             log(f"waiting for another process that is preparing {final}")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _summary(files: Files) -> str:
-    tokens = [info["tokens"] for info in files.values() if "tokens" in info]
-    counted = [info["counted"] for info in files.values() if "counted" in info]
-    loss = f" (loss on {sum(counted):,})" if counted else ""
-    return f"{sum(tokens):,} tokens{loss} in {len(tokens)} {'shards' if tokens[1:] else 'shard'}"
+        yield final, final.with_name(f".{final.name}.partial")
 
 
 def choose_validation(sizes: np.ndarray, val_fraction: float, seed: int) -> np.ndarray:
