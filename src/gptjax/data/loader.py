@@ -113,7 +113,8 @@ class Windows:
         self._packed: PackedSpans | None = None
         tokens, needed, found = self._begins[-1], sequence_length + 1, str(self._begins[-1])
         if packing is not None and (most := packing.max_document_length) is not None:
-            documents = document_begins(paths, packing.eot)
+            shards = tuple((path, path.stat().st_mtime_ns) for path in paths)
+            documents = document_begins(shards, packing.eot)
             self._packed = PackedSpans(documents, self._begins, needed, most, sequential)
             self._count, found = len(self._packed), f"fewer in documents cut to {most}"
         else:
@@ -141,32 +142,29 @@ class Windows:
         """
         if not 0 <= index < self._count:
             raise IndexError(f"expected a window in 0..{self._count - 1}, found {index}")
-        size = self._length + 1
-        window, counts = np.empty(size, np.int32), np.ones(size, np.uint8)
         begin = self._first + int(index) * self._length
-        filled, spans = 0, self._packed[index] if self._packed else [(begin, begin + size)]
-        for begin, end in spans:
-            span = slice(filled, filled + end - begin)
-            self._read(begin, window[span], counts[span])
-            filled += end - begin
-        batch = Batch.of(window, self._eot)
+        spans = self._packed[index] if self._packed else [(begin, begin + self._length + 1)]
+        parts = [part for span in spans for part in self._read(*span)]
+        window, counts = map(np.concatenate, zip(*parts, strict=True))
+        batch = Batch.of(window.astype(np.int32), self._eot)
         if not self._masked:
             return batch
         return batch._replace(targets=np.where(counts[1:], batch.targets, np.int32(IGNORED)))
 
-    def _read(self, at: int, out: np.ndarray, counts: np.ndarray) -> None:
-        """Read the tokens from position `at` of the sequence of shards, and their loss masks."""
-        filled, shard = 0, bisect.bisect_right(self._begins, at) - 1
-        while filled < out.size:  # one iteration for each shard that the tokens cover
-            begin = at + filled - self._begins[shard]
-            count = min(out.size - filled, self._begins[shard + 1] - at - filled)
-            part, path = slice(filled, filled + count), self._paths[shard]
-            out[part] = tokens = self._open(path).read(begin, count)
+    def _read(self, begin: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the tokens begin .. end - 1 of the sequence of shards, and their loss mask.
+
+        Without masks, the tokens take its place.
+        """
+        shard = bisect.bisect_right(self._begins, begin) - 1
+        while begin < end:  # one iteration for each shard that the tokens cover
+            path, at = self._paths[shard], begin - self._begins[shard]
+            count = min(end, self._begins[shard + 1]) - begin
+            tokens = self._open(path).read(at, count)
             if self._vocab_size is not None:
-                self._open(path).check_ids(begin, tokens, self._vocab_size)
-            if self._masked:
-                counts[part] = self._open(mask_path(path)).read(begin, count)
-            filled, shard = filled + count, shard + 1
+                self._open(path).check_ids(at, tokens, self._vocab_size)
+            yield tokens, self._open(mask_path(path)).read(at, count) if self._masked else tokens
+            begin, shard = begin + count, shard + 1
 
 
 class Loader:

@@ -148,28 +148,29 @@ def _firsts(following: memoryview, first: int, end: int, windows: int) -> list[i
     return firsts
 
 
-def document_begins(paths: Sequence[Path], eot: int) -> np.ndarray:
+@functools.lru_cache(1)  # the stages of a run read the same shards
+def document_begins(shards: tuple[tuple[Path, int], ...], eot: int) -> np.ndarray:
     """Return the `begins_D` of `PackedSpans`; the shards are read completely.
+
+    Args:
+        shards: path and modification time of each shard.
+        eot: id that begins each document.
 
     Raises:
         ShardError: no token is `eot`.
     """
-    return _document_begins(tuple((path, path.stat().st_mtime_ns) for path in paths), eot)
 
-
-@functools.lru_cache(1)  # the stages of a run read the same shards
-def _document_begins(paths: tuple[tuple[Path, int], ...], eot: int) -> np.ndarray:
     def find(item: tuple[Path, int]) -> tuple[int, np.ndarray]:
         shard = Shard(item[0])
         found = [np.flatnonzero(tokens == eot) + begin for begin, tokens in shard.chunks()]
         return shard.size, np.concatenate(found)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        sizes, found = zip(*pool.map(find, paths), strict=True)
+        sizes, found = zip(*pool.map(find, shards), strict=True)
     begins_D = np.concatenate(found) + np.repeat(np.cumsum([0, *sizes[:-1]]), [*map(len, found)])
     if not len(begins_D):
         raise ShardError(
-            f"{paths[0][0]}{' and the shards after it' if len(paths) > 1 else ''}: expected "
+            f"{shards[0][0]}{' and the shards after it' if shards[1:] else ''}: expected "
             f"documents that begin with the end-of-text token {eot}, found no such token; train "
             "without max_document_length, or prepare the text again with `python -m gptjax.data`"
         )
