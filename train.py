@@ -28,12 +28,12 @@ from rich.console import Console
 
 from gptjax import cli, devices, processes
 from gptjax.config import Config
+from gptjax.evaluation.tasks import Evaluations
 from gptjax.parallel import put
 from gptjax.terminal import printable
 from gptjax.training import errors, init_from, memory, resume, samples
 from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
 from gptjax.training.compilation import Compiler, StageCompiler, StagedStep
-from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.lock import locked

@@ -40,7 +40,6 @@ from gptjax.evaluation import (
     score_text,
 )
 from gptjax.evaluation.core import score_task
-from gptjax.evaluation.scoring import _ahead
 from gptjax.models.base import params_of
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-4}  # sums of 100 fp32 log-probabilities
@@ -63,9 +62,7 @@ def test_hellaswag_equals_pytorch(form, tmp_path, both, scorer):
     items = hellaswag_items(30, seed=2)
     path = tmp_path / f"hellaswag_val.{form}"
     (write_jsonl if form == "jsonl" else write_bin)(path, items)
-    done = []
-    found = score_choices(scorer, BYTES, read_hellaswag(path), scored=done.append)
-    assert sum(done) == 120 and len(done) > 4  # several batches
+    found = score_choices(scorer, BYTES, read_hellaswag(path))
     right = right_normed = longest = 0
     for i, item in enumerate(items):
         context = BYTES.encode(item["ctx"])
@@ -257,23 +254,18 @@ def edited(**fields):
 
 
 JSONL = [
-    (f"{edited()}\n\n{{", r"val\.jsonl, line 3: expected JSON: "),
-    (f"{edited()}\n[]", "line 2: expected a JSON object"),
-    (edited(ctx=3), "line 1: expected ctx to be str, found 3"),
-    (edited(endings="abcd"), "line 1: expected endings to be list, found 'abcd'"),
-    (edited(endings=["a", None]), "line 1: expected several options that are texts"),
-    (edited(label=4), "the index of the correct one, found 4 of"),
-    (edited(label=True), "expected label to be int, found True"),
+    (f"{edited()}\n\n{{", r"val\.jsonl, line 3: malformed: JSONDecodeError: "),
+    (f"{edited()}\n[]", "line 2: malformed"),
+    (edited(label="3"), "line 1: malformed: TypeError: list indices must be integers"),
+    (edited(label=4), "line 1: malformed: IndexError"),
     ("", "found an empty file"),
     (None, "No such file or directory; https://.*hellaswag_val.jsonl is the published file"),
 ]
 BIN = [
-    (lambda b: b[:100], "example 0 at offset 1024 of 100 bytes is malformed"),
-    (lambda b: b"\0\0\0\0" + b[4:], "expected magic 20240522 and version 1"),
-    (lambda b: b[:1400], r"example 1 at offset \d+ of 1400 bytes is malformed"),
-    (lambda b: b[:-2], "expected 2 examples of"),
-    (lambda b: b + b"\0\0", "expected 2 examples of"),
-    (lambda b: b[:1030] + b"\x07\0" + b[1032:], "example 0 at offset 1024 .* malformed"),
+    (lambda b: b[:100], r"val\.bin: malformed: ValueError: "),
+    (lambda b: b"\0\0\0\0" + b[4:], "expected magic 20240522 and version 1 .*, found 0 and 1"),
+    (lambda b: b[:1400], r"val\.bin: malformed: "),
+    (lambda b: b[:-2], r"expected 2 examples of \d+ bytes, found"),
 ]
 
 
@@ -289,33 +281,21 @@ def test_malformed_hellaswag(change, message, tmp_path):
         read_hellaswag(path)
 
 
-CHOICES, WINOGRAD = (f"eval_data/some/{name}.jsonl" for name in ("choices", "winograd"))
-CSV, YAML = "eval_meta_data.csv", "core.yaml"
+CHOICES, CSV, YAML = "eval_data/some/choices.jsonl", "eval_meta_data.csv", "core.yaml"
 
 
 @pytest.mark.parametrize(
     "file, old, new, message",
     [
-        (YAML, "icl_tasks:", "tasks:", "core.yaml: expected a list icl_tasks, found None"),
-        (YAML, "- label: choices", "- label: [", "expected YAML"),
-        (YAML, "[2]", "[" * 20_000, "core.yaml: expected YAML: maximum recursion depth"),
-        (YAML, "[2]", "!!timestamp x", "core.yaml: expected YAML: "),
-        (YAML, "schema", "scheme", "expected icl_task_type to be one of"),
-        (YAML, "schema", "[schema]", "expected icl_task_type to be str"),
-        (YAML, "[2]", "2", "expected num_fewshot to be list, found 2"),
-        (YAML, "[2]", "[x]", "expected num_fewshot to be a list with a number"),
-        (YAML, "[2]", "[16]", "16 examples and an item need more lines"),
-        (YAML, "some/lambada", "../../lambada", "expected dataset_uri inside of"),
+        (YAML, "icl_tasks:", "tasks:", "core.yaml: malformed: KeyError: 'icl_tasks'"),
+        (YAML, "- label: choices", "- label: [", "core.yaml: malformed: ParserError: while"),
+        (YAML, "schema", "scheme", "expected icl_task_type to be one of .*, found 'scheme'"),
+        (YAML, "[2]", "2", "core.yaml: malformed: TypeError"),
         (YAML, "some/lambada", "lambada", "No such file or directory; it is part of"),
-        (YAML, "some/lambada.jsonl", r'"a\0b"', "delimiter to be texts"),
-        (YAML, "label: lambada", r'label: "\ud800"', "delimiter to be texts"),
-        (CSV, "50.0", "much", "expected CSV .* columns Eval Task and"),
-        (CSV, "50.0", "100", "expected a Random baseline below 100 % of winograd"),
-        (CSV, "lambada,x", "\udcff", "expected CSV .* can't decode"),
-        (CSV, "choices,x", "x" * 200_000, "expected CSV .*: field larger than"),
-        (CHOICES, '"gold"', '"gild"', "line 1: expected gold to be int"),
-        (WINOGRAD, '"gold": ', '"gold": 2', "and the index of the correct one"),
-        (CHOICES, '"choices": [', '"choices": [1, ', "that are texts"),
+        (CSV, "50.0", "much", "eval_meta_data.csv: malformed: ValueError: could not convert"),
+        (CSV, "lambada,x", "\udcff", "malformed: UnicodeDecodeError"),
+        (CHOICES, '"gold"', '"gild"', "line 1: malformed: KeyError: 'gold'"),
+        (CHOICES, '"gold": ', '"gold": 4', "malformed: IndexError"),
     ],
 )
 def test_malformed_core(file, old, new, message, tmp_path):
@@ -327,33 +307,22 @@ def test_malformed_core(file, old, new, message, tmp_path):
         read_core(tmp_path)
 
 
-def test_malformed_texts(tmp_path, scorer):
-    path = tmp_path / "text.txt"
-    with pytest.raises(EvaluationError, match="No such file or directory; expected a text file"):
-        from_file(path, BYTES)
-    for content, message in [
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory; expected a text file"),
         (b"ab\xff", "expected UTF-8 text, found byte 0xff at offset 2"),
         (b"", "found an empty file"),
-    ]:
-        path.write_bytes(content)
-        with pytest.raises(EvaluationError, match=message):
-            from_file(path, BYTES)
-    path.write_text("abc")
-    with pytest.raises(EvaluationError, match=f"at least 1 and at most .* {BLOCK}, got 81"):
-        score_text(scorer, from_file(path, BYTES), stride=BLOCK + 1)
+        (b"abc", f"at least 1 and at most .* {BLOCK}, got 81"),
+    ],
+)
+def test_malformed_texts(content, message, tmp_path, scorer):
+    if content is not None:
+        (tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(EvaluationError, match=message):
+        score_text(scorer, from_file(tmp_path / "text.txt", BYTES), stride=BLOCK + 1)
 
 
 def test_a_subset_is_evenly_spaced():
     assert evenly_spaced(range(10), 3) == [0, 3, 6]
     assert evenly_spaced(range(3), 5) == evenly_spaced(range(3), None) == [0, 1, 2]
-
-
-def test_an_error_of_the_thread_that_reads_ahead_is_raised():
-    def blocks():
-        yield 1
-        raise ValueError("malformed")
-
-    read = _ahead(blocks())
-    assert next(read) == 1
-    with pytest.raises(ValueError, match="malformed"):
-        next(read)

@@ -1,6 +1,7 @@
 """Score a model: `python -m gptjax.evaluate PATH --task hellaswag`."""
 
 import dataclasses
+import functools
 import os
 import shlex
 import sys
@@ -18,13 +19,11 @@ from gptjax.config import EVAL_TASKS, ConfigError
 from gptjax.evaluation import (
     EvaluationError,
     Scorer,
-    Stream,
     from_dataset,
     from_file,
     score_text,
     tasks,
 )
-from gptjax.evaluation.scoring import Progress
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import command_line, exit_code, printable
@@ -34,7 +33,7 @@ TEXT_TASKS = ("loss", "bits-per-byte")
 TASKS = (*TEXT_TASKS, *EVAL_TASKS)
 # Seconds between lines of progress.
 LINE_SECONDS = 10
-USER_ERRORS = (EvaluationError, data.DataError, ConfigError, devices.DeviceError, OSError)
+USER_ERRORS = (data.DataError, ConfigError, devices.DeviceError, OSError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +44,8 @@ class Evaluate(ModelOptions):
     """One or several of loss, bits-per-byte, hellaswag, core. loss and bits-per-byte score every
     token of a text once."""
     file: Path | None = None
-    """File or folder of the task: text or folder of .bin shards (loss, bits-per-byte);
-    hellaswag_val.jsonl or llm.c's hellaswag_val.bin; the folder with core.yaml. None: in
-    data-dir."""
+    """File of the task: a text (loss, bits-per-byte), hellaswag_val.jsonl or llm.c's
+    hellaswag_val.bin, or the folder with core.yaml. None: in data-dir."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the prepared datasets, of hellaswag_val.jsonl and of eval_bundle/."""
     dataset: str = "auto"
@@ -77,27 +75,16 @@ class Evaluate(ModelOptions):
                 f"--task must be names of {', '.join(TASKS)}, got {wrong[0]!r}; other tasks: "
                 "python -m gptjax.evaluate RUN --harness mmlu"
             )
-        others = [task for task in self.task if task not in TEXT_TASKS]
-        texts = len(others) < len(self.task)
-        dataset = None if self.dataset == "auto" else self.dataset
-        for option, value, needed, given in (
-            ("--stride", self.stride, "--task loss or bits-per-byte", texts),
-            ("--dataset", dataset, "--task loss or bits-per-byte", texts),
-            ("--file", self.file, "--task", self.task),
-            ("--shots", self.shots, "--harness", self.harness),
-            ("--harness-path", self.harness_path, "--harness", self.harness),
-        ):
-            if value is not None and not given:
-                raise EvaluationError(f"{option} needs {needed}, got none")
-        if self.file is not None and dataset is not None:
-            raise EvaluationError(
-                f"expected --file or --dataset, got both, {self.file} and {dataset}; leave one out"
-            )
-        if self.file is not None and others and len(self.task) > 1:
-            raise EvaluationError("--file is the file of one task; set --data-dir for several")
-        for name in ("limit", "batch_tokens", "stride"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise EvaluationError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.file is not None:
+            if self.dataset != "auto":
+                raise EvaluationError(
+                    f"expected --file or --dataset, got both, {self.file} and "
+                    f"{self.dataset}; leave one out"
+                )
+            if len(self.task) != 1 and not {*self.task} <= {*TEXT_TASKS}:
+                raise EvaluationError("--file is the file of one task; set --data-dir for several")
+        if self.limit is not None and self.limit < 1:
+            raise EvaluationError(f"--limit must be at least 1, got {self.limit}")
         self.check_precision()
         if self.out is not None and not output(self.out).parent.is_dir():
             raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
@@ -107,13 +94,12 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     """Score the model; print a table and return the result.
 
     Raises:
-        EvaluationError, DataError, WeightsError, OSError: a wrong option or file.
+        ConfigError, DataError, WeightsError, OSError: a wrong option or file.
     """
     options.check()
     used = options.select_devices(lambda note: console.print(note, markup=False))
     from gptjax.training import memory
 
-    texts = [task for task in TEXT_TASKS if task in options.task]
     inputs = {
         task: tasks.read(task, options.data_dir, options.file)
         for task in options.task
@@ -123,15 +109,33 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     scorer = Scorer.of(model, used, options.batch_tokens)
     about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
     console.print(printable(f"{options.path}: {about}"), markup=False)
-    rows, progress = [], _progress(console)
+    rows: list[dict[str, Any]] = []
+
+    def timed(name: str, scorer: Scorer, score: Callable[[], dict[str, dict[str, Any]]]) -> None:
+        """Add a row for each result; the last row has the seconds of all."""
+        began, scorer.progress = time.perf_counter(), _progress(console, name)
+        rows.extend({"task": task} | values for task, values in score().items())
+        rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
+
     try:
-        if texts:  # one pass for both metrics
-            rows += _timed(_score_text, options, texts, scorer, tokenizer, console)
+        if set(options.task) & {*TEXT_TASKS}:  # one pass for both metrics
+            timed("windows", scorer, lambda: _score_text(options, scorer, tokenizer, console))
         for task, items in inputs.items():
-            arguments = (task, items, scorer, tokenizer, options.limit, progress)
-            rows += _timed(tasks.score, *arguments)
+            score = functools.partial(tasks.score, task, items, scorer, tokenizer, options.limit)
+            timed(task, scorer, score)
         if options.harness:
-            rows += _timed(_harness, options, model, tokenizer, used, progress)
+            from gptjax.evaluation.harness import LM, evaluate_tasks
+
+            batch = options.batch_tokens and max(1, options.batch_tokens // scorer.max_length)
+            lm = LM(model, tokenizer, batch, devices=used)
+            score = functools.partial(
+                evaluate_tasks,
+                *(lm, options.harness),
+                path=options.harness_path,
+                shots=options.shots,
+                limit=options.limit,
+            )
+            timed("harness", lm.scorer, score)
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_full(error):
             raise
@@ -153,77 +157,37 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     )
 
 
-def _timed(score: Callable[..., dict[str, dict[str, Any]]], *arguments: Any) -> list[dict]:
-    """Return a row for each result by task; the last row has the seconds of all."""
-    began = time.perf_counter()
-    rows = [{"task": task} | values for task, values in score(*arguments).items()]
-    rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
-    return rows
-
-
 def _score_text(
-    options: Evaluate, metrics: list[str], scorer: Scorer, tokenizer: Any, console: Console
+    options: Evaluate, scorer: Scorer, tokenizer: Any, console: Console
 ) -> dict[str, dict[str, Any]]:
-    """Print the path of the text; return loss and bits-per-byte."""
-    path, stream = _stream(options, tokenizer)
+    """Print the path of the text; return loss and bits-per-byte, if they are asked for.
+
+    The text is --file, or the validation shards of a dataset.
+    """
+    if options.file is not None:
+        path, stream = options.file, from_file(options.file, tokenizer)
+    else:
+        dataset = data.find_dataset(options.dataset, options.data_dir, tokenizer.name)
+        path, stream = dataset.path, from_dataset(dataset, tokenizer)
     console.print(printable(f"text: {path}"), markup=False)
-    tokens = min(stream.tokens, options.limit or stream.tokens)
-    windows = -(-tokens // (options.stride or scorer.max_length))
-    scored = _progress(console)(" and ".join(metrics), windows)
-    found = score_text(
-        scorer, stream, stride=options.stride, max_tokens=options.limit, scored=scored
-    )
+    found = score_text(scorer, stream, stride=options.stride, max_tokens=options.limit)
     values = {"loss": found.loss, "bits-per-byte": found.bits_per_byte}
     about = {"dataset": str(path), "tokens": found.tokens, "bytes": found.bytes}
-    return {name: {"value": values[name]} | about for name in metrics}
+    return {name: {"value": values[name]} | about for name in TEXT_TASKS if name in options.task}
 
 
-def _stream(options: Evaluate, tokenizer: Any) -> tuple[Path, Stream]:
-    """Return path and content of the text that loss and bits-per-byte score: --file, or the
-    validation shards of a dataset."""
-    if options.file is not None and not options.file.is_dir():
-        return options.file, from_file(options.file, tokenizer)
-    name = str(options.dataset if options.file is None else options.file.absolute())
-    dataset = data.find_dataset(name, options.data_dir, tokenizer.name)
-    return dataset.path, from_dataset(dataset, tokenizer)
+def _progress(console: Console, name: str) -> Callable[[int, int], None]:
+    """Return a function that prints the number of scored items, at most every ten seconds."""
+    printed = time.monotonic()
 
+    def progress(done: int, total: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= LINE_SECONDS:
+            printed = time.monotonic()
+            console.print(printable(f"{name}: {done:,} of {total:,}"), markup=False)
+            console.file.flush()
 
-def _harness(
-    options: Evaluate, model: Any, tokenizer: Any, used: list, progress: Progress
-) -> dict[str, dict[str, Any]]:
-    """Return the metrics of the tasks of lm-evaluation-harness."""
-    from gptjax.evaluation.harness import LM, evaluate_tasks
-
-    batch = None
-    if options.batch_tokens is not None:
-        batch = max(1, options.batch_tokens // model.config.block_size)
-    found = evaluate_tasks(
-        LM(model, tokenizer, batch, devices=used, progress=progress),
-        options.harness,
-        path=options.harness_path,
-        shots=options.shots,
-        limit=options.limit,
-    )
-    return {f"harness/{name}": values for name, values in found.items()}
-
-
-def _progress(console: Console) -> Progress:
-    """Return a function that begins a progress, of which a line is printed every ten seconds."""
-
-    def start(text: str, total: int) -> Callable[[int], None]:
-        printed, done = time.monotonic(), 0
-
-        def scored(count: int) -> None:
-            nonlocal printed, done
-            done += count
-            if time.monotonic() - printed >= LINE_SECONDS:
-                printed = time.monotonic()
-                console.print(printable(f"{text}: {done:,} of {total:,}"), markup=False)
-                console.file.flush()
-
-        return scored
-
-    return start
+    return progress
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

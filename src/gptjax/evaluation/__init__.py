@@ -1,7 +1,7 @@
 """Evaluation: loss and bits per byte of a text, HellaSwag, CORE, lm-evaluation-harness.
 
-`python -m gptjax.evaluate` is the command. Every error that a user can correct is an
-`EvaluationError` or a `gptjax.data.DataError`.
+`python -m gptjax.evaluate` is the command. Every error that a user can correct is a
+`gptjax.data.DataError`.
 """
 
 from typing import TYPE_CHECKING

@@ -14,6 +14,7 @@ in llm.c's hellaswag_val.bin.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, read_file
+from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, parsing, read_file
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 # llm.c's .bin of questions: header of 256 int32, then uint16.
-BIN_MAGIC, BIN_VERSION, HEADER_BYTES, START = 20240522, 1, 1024, 65535
+BIN_MAGIC, BIN_VERSION, HEADER_BYTES = 20240522, 1, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,25 +70,15 @@ class Choices:
         return found
 
 
-def score_choices(
-    scorer: Scorer,
-    tokenizer: Any,
-    questions: Sequence[Question],
-    *,
-    scored: Callable[[int], Any] = lambda count: None,
-) -> Choices:
-    """Score every ending of every question.
-
-    Args:
-        tokenizer: encodes questions that are texts.
-        scored: called with a number of endings after each batch.
+def score_choices(scorer: Scorer, tokenizer: Any, questions: Sequence[Question]) -> Choices:
+    """Score every ending of every question. `tokenizer` encodes questions that are texts.
 
     Raises:
         EvaluationError: no questions, or an item that the model cannot score.
     """
     if not questions:
         raise EvaluationError("expected at least one question, got none")
-    found = scorer.score_items((_rows(tokenizer, q) for q in questions), scored=scored)
+    found = scorer.score_items(questions, functools.partial(_rows, tokenizer))
     return Choices(
         [tuple(score.log_prob for score in each) for each in found],
         [tuple(score.mean for score in each) for each in found],
@@ -116,91 +107,56 @@ def read_hellaswag(path: Path) -> list[Question]:
     """Read HellaSwag from a .jsonl or llm.c's .bin.
 
     Raises:
-        EvaluationError: the file is missing or malformed; the message has the line or the offset.
+        EvaluationError: the file is missing or malformed; the message has the line.
     """
     hint = f"{HELLASWAG_URL} is the published file"
-    if path.suffix == ".bin":
-        return _read_bin(path, read_file(path, hint))
-    return [_hellaswag(fields, where) for where, fields in read_jsonl(path, hint)]
+    if path.suffix != ".bin":
+        return read_jsonl(path, hint, _question)
+    content = read_file(path, hint)
+    with parsing(str(path)):
+        return _read_bin(content)
 
 
-def _hellaswag(fields: dict, where: str) -> Question:
-    check_types(fields, {"ctx": str, "endings": list, "label": int}, where)
-    check_options(fields["endings"], fields["label"], where)
+def _question(fields: dict[str, Any]) -> Question:
+    fields["endings"][fields["label"]]  # an error if there is no such ending
     return Question(fields["ctx"], tuple(fields["endings"]), fields["label"])
 
 
-def _read_bin(path: Path, content: bytes) -> list[Question]:
-    """Return the questions: each is START, its bytes, its index, label, count, and the lengths and
+def _read_bin(content: bytes) -> list[Question]:
+    """Return the questions: each is 65535, its bytes, its index, label, count, and the lengths and
     tokens of the context and the endings."""
-    head = np.frombuffer(content[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), "<i4")
-    if head[0] != BIN_MAGIC or head[1] != BIN_VERSION:
-        raise EvaluationError(
-            f"{path}: expected magic {BIN_MAGIC} and version {BIN_VERSION} of llm.c's questions at "
-            f"offset 0, found {head[:2].tolist()}"
+    magic, version, number, *_ = np.frombuffer(content, "<i4", HEADER_BYTES // 4).tolist()
+    if (magic, version) != (BIN_MAGIC, BIN_VERSION):
+        raise ValueError(
+            f"expected magic {BIN_MAGIC} and version {BIN_VERSION} of llm.c's questions, found "
+            f"{magic} and {version}"
         )
-    stream = np.frombuffer(content[HEADER_BYTES : len(content) // 2 * 2], "<u2")
-    at, questions = 0, []
-    for index in range(int(head[2])):
-        begin, parts = at, []
-        header = stream[at : at + 5].tolist()
-        start, size, _, label, count = header if len(header) == 5 else (0, 0, 0, 0, 0)
-        at += 5
-        for _ in range(count + 1 if start == START else 0):
-            length = int(stream[at]) if at < len(stream) else 0
+    stream, at, questions = np.frombuffer(content, "<u2", offset=HEADER_BYTES), 0, []
+    for _ in range(number):
+        label, count = stream[at + 3 : at + 5].tolist()
+        at, parts = at + 5, []
+        for _ in range(count + 1):
+            length = int(stream[at])
             parts.append(stream[at + 1 : at + 1 + length])
             at += 1 + length
-        if label >= count or not all(map(len, parts)) or 2 * (at - begin) != size:
-            raise EvaluationError(
-                f"{path}: example {index} at offset {HEADER_BYTES + 2 * begin} of {len(content)} "
-                "bytes is malformed"
-            )
-        questions.append(Question(parts[0], tuple(parts[1:]), label))
-    if HEADER_BYTES + 2 * at != len(content):
-        raise EvaluationError(
-            f"{path}: expected {head[2]} examples of {HEADER_BYTES + 2 * at} bytes, found "
-            f"{len(content)}"
-        )
+        context, *endings = parts
+        endings[label]  # an error if there is no such ending
+        questions.append(Question(context, tuple(endings), label))
+    if at != len(stream):
+        raise ValueError(f"expected {number} examples of {2 * at} bytes, found {2 * len(stream)}")
     return questions
 
 
-def read_jsonl(path: Path, hint: str) -> list[tuple[str, dict]]:
-    """Return the object of each line that is not empty, and "FILE, line N" for messages.
+def read_jsonl[Item](path: Path, hint: str, parse: Callable[[dict], Item]) -> list[Item]:
+    """Return `parse` of the object in each line that is not empty.
 
     Raises:
-        EvaluationError: the file is missing, or a line is not a JSON object.
+        EvaluationError: the file is missing, or `parse` raises an error for a line.
     """
     found = []
     for number, line in enumerate(read_file(path, hint).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise EvaluationError(f"{path}, line {number}: expected JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise EvaluationError(f"{path}, line {number}: expected a JSON object")
-        found.append((f"{path}, line {number}", fields))
+        with parsing(f"{path}, line {number}"):
+            found += [parse(json.loads(line))] if line.strip() else []
     if not found:
         raise EvaluationError(f"{path}: expected JSON lines, found an empty file")
     return found
-
-
-def check_types(fields: dict[str, Any], types: dict[str, type], where: str) -> None:
-    """Raise EvaluationError unless each field of `types` is present and of its type."""
-    for name, expected in types.items():
-        if type(fields.get(name)) is not expected:
-            raise EvaluationError(
-                f"{where}: expected {name} to be {expected.__name__}, found "
-                f"{fields.get(name)!r:.60}"
-            )
-
-
-def check_options(options: list, label: int, where: str) -> None:
-    """Raise EvaluationError unless the options are texts and `label` is the index of one."""
-    texts = all(isinstance(option, str) for option in options)
-    if not texts or not 0 <= label < len(options) or len(options) < 2:
-        raise EvaluationError(
-            f"{where}: expected several options that are texts, and the index of the correct one, "
-            f"found {label} of {options!r:.60}"
-        )

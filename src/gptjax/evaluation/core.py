@@ -16,28 +16,23 @@ The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.c
 
 import csv
 import dataclasses
+import functools
 import io
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gptjax.evaluation.choices import check_options, check_types, read_jsonl
-from gptjax.evaluation.scoring import EvaluationError, Row, Score, Scorer, read_file
-from gptjax.terminal import has_control_characters
+from gptjax.evaluation.choices import read_jsonl
+from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, parsing, read_file
+from gptjax.terminal import printable
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 SHUFFLE_SEED, FEW_SHOT_SEED = 1337, 1234
 _PART = f"it is part of {BUNDLE_URL}"
-# Names and types of the fields of a task in core.yaml, and of an item by type of the task.
-TASK_FIELDS = {"label": str, "icl_task_type": str, "dataset_uri": str, "num_fewshot": list}
-FIELDS: dict[str, dict[str, type]] = {
-    "multiple_choice": {"query": str, "choices": list, "gold": int},
-    "schema": {"context_options": list, "continuation": str, "gold": int},
-    "language_modeling": {"context": str, "continuation": str},
-}
+KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +41,7 @@ class CoreTask:
 
     Attributes:
         label: name.
-        kind: a key of `FIELDS`.
+        kind: an entry of `KINDS`.
         items: objects of the file, shuffled.
         shots: number of few-shot examples.
         delimiter: text between a query and its continuation.
@@ -71,15 +66,17 @@ class CoreTask:
 
         For language_modeling: the prompt without the continuation, and the prompt with it.
         """
-        shots = "".join(
-            f"{self._texts(each)[each.get('gold', 0)]}\n\n" for each in self.few_shot(index)
-        )
+        shots = "".join(f"{self.right(each)}\n\n" for each in self.few_shot(index))
         prompts = [f"{shots}{text}" for text in self._texts(self.items[index])]
         if self.kind == "language_modeling":
             # The space before the continuation is part of the continuation's first token.
             context = self.items[index]["context"].strip()
             prompts.insert(0, f"{shots}{context}{self.delimiter}".strip())
         return prompts
+
+    def right(self, item: dict[str, Any]) -> str:
+        """Return an item with the correct choice."""
+        return self._texts(item)[item["gold"] if self.kind != "language_modeling" else 0]
 
     def _texts(self, item: dict[str, Any]) -> list[str]:
         """Return an item with each choice."""
@@ -97,13 +94,11 @@ def score_core(
     tasks: Sequence[CoreTask],
     *,
     max_items: int | None = None,
-    scored: Callable[[int], Any] = lambda count: None,
 ) -> dict[str, dict[str, Any]]:
     """Return accuracy, centred accuracy and number of items of each task.
 
     Args:
         max_items: maximum number of items of a task: the first items after the shuffle.
-        scored: called with a number of items after each task.
 
     Raises:
         EvaluationError: an item that the model cannot score.
@@ -118,7 +113,6 @@ def score_core(
             "centred": (accuracy - task.baseline) / (1 - task.baseline),
             "items": count,
         }
-        scored(count)
     return results
 
 
@@ -129,50 +123,32 @@ def core_metric(results: dict[str, dict[str, Any]]) -> float:
 
 def score_task(scorer: Scorer, tokenizer: Any, task: CoreTask, count: int) -> list[bool]:
     """Return whether the model's answer is correct for each of the first `count` items."""
-    items = (_rows(tokenizer, task, index, scorer.max_length) for index in range(count))
-    found = scorer.score_items(items, greedy=task.kind == "language_modeling")
-    return [_is_right(task, item, scores) for item, scores in zip(task.items, found, strict=False)]
+    greedy = task.kind == "language_modeling"
+    rows_of = functools.partial(_rows, tokenizer, task, scorer.max_length)
+    right = []
+    for index, scores in enumerate(scorer.score_items(range(count), rows_of, greedy=greedy)):
+        means = [-score.mean for score in scores]
+        # As in nanochat, a choice that begins another choice has no tokens and the mean NaN.
+        best = means.index(min(means))
+        right.append(bool(scores[0].greedy) if greedy else best == task.items[index]["gold"])
+    return right
 
 
-def _is_right(task: CoreTask, item: dict[str, Any], scores: list[Score]) -> bool:
-    if task.kind == "language_modeling":
-        return bool(scores[0].greedy)
-    means = [-score.mean for score in scores]
-    # As in nanochat, a choice that is a prefix of another choice has no tokens and the mean NaN.
-    return means.index(min(means)) == item["gold"]
-
-
-def _rows(tokenizer: Any, task: CoreTask, index: int, most: int) -> list[Row]:
+def _rows(tokenizer: Any, task: CoreTask, most: int, index: int) -> list[Row]:
     """Return the rows of an item, each of at most `most` tokens."""
-    prompts = task.prompts(index)
-    if hasattr(tokenizer, "encode_batch"):  # with several threads
-        encoded = tokenizer.encode_batch(prompts)
-    else:
-        encoded = map(tokenizer.encode, prompts)
+    encoded = tokenizer.encode_batch(task.prompts(index))
     sequences = [np.concatenate([[tokenizer.eot], ids]).astype(np.int32) for ids in encoded]
     if task.kind == "language_modeling":
         without, whole = sequences
-        begins = np.array_equal(without, whole[: len(without)])
-        if not begins or len(whole) <= len(without):
-            raise EvaluationError(
-                f"{task.label}, item {index} after the shuffle: the tokens of the prompt without "
-                "the continuation are not the beginning of the tokens with it"
-            )
-        rows = [(whole, len(without))]
+        starts, sequences = [len(without)], [whole]
     elif task.kind == "multiple_choice":
-        prefix = _common(sequences)
-        rows = [(ids, prefix) for ids in sequences]
+        starts = len(sequences) * [_common(sequences)]
     else:
         suffix = _common([ids[::-1] for ids in sequences])
-        rows = [(ids, len(ids) - suffix) for ids in sequences]
-    crops = [max(0, len(ids) - most) for ids, _ in rows]
-    rows = [Row(ids[crop:], start - crop) for (ids, start), crop in zip(rows, crops, strict=True)]
-    if any(row.start < 1 for row in rows):
-        raise EvaluationError(
-            f"{task.label}, item {index} after the shuffle: the scored tokens do not fit into the "
-            f"model's block_size {most}"
-        )
-    return rows
+        starts = [len(ids) - suffix for ids in sequences]
+    crops = [max(0, len(ids) - most) for ids in sequences]
+    rows = zip(sequences, starts, crops, strict=True)
+    return [Row(ids[crop:], start - crop) for ids, start, crop in rows]
 
 
 def _common(sequences: list[np.ndarray]) -> int:
@@ -199,55 +175,30 @@ def read_core(folder: Path) -> list[CoreTask]:
         ) from None
     file = folder / "core.yaml"
     text = read_file(file, f"unpack {BUNDLE_URL} so that this file exists")
-    try:
-        config = yaml.safe_load(text)
-    except Exception as error:  # PyYAML raises errors of many types
-        raise EvaluationError(f"{file}: expected YAML: {' '.join(str(error).split())}") from None
-    entries = config.get("icl_tasks") if isinstance(config, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise EvaluationError(f"{file}: expected a list icl_tasks, found {entries!r:.60}")
     baselines = _baselines(folder / "eval_meta_data.csv")
-    return [_task(folder, entry, baselines) for entry in entries]
+    with parsing(str(file)):
+        return [_task(folder, entry, baselines) for entry in yaml.safe_load(text)["icl_tasks"]]
 
 
 def _baselines(file: Path) -> dict[str, float]:
     """Return each task's accuracy of random guessing, read from the percentages in the file."""
     content = read_file(file, _PART)
-    try:
+    with parsing(str(file)):
         records = csv.DictReader(io.StringIO(content.decode(), newline=""))
-        found = {each["Eval Task"]: float(each["Random baseline"]) / 100 for each in records}
-    except (csv.Error, ValueError, TypeError, LookupError) as error:
-        raise EvaluationError(
-            f"{file}: expected CSV with the columns Eval Task and Random baseline: {error}"
-        ) from None
-    return found
+        return {each["Eval Task"]: float(each["Random baseline"]) / 100 for each in records}
 
 
-def _task(folder: Path, entry: Any, baselines: dict[str, float]) -> CoreTask:
-    where = f"{folder / 'core.yaml'}: {entry!r:.200}"
-    fields = entry if isinstance(entry, dict) else {}
-    check_types(fields, TASK_FIELDS, where)
-    label, kind, uri, shots = (fields[name] for name in TASK_FIELDS)
-    shots, delimiter = shots[0] if shots else None, fields.get("continuation_delimiter", " ")
-    if has_control_characters(label + uri) or not isinstance(delimiter, str):
-        raise EvaluationError(f"{where}: expected label, dataset_uri and delimiter to be texts")
-    if kind not in FIELDS:
-        raise EvaluationError(f"{where}: expected icl_task_type to be one of {', '.join(FIELDS)}")
-    if type(shots) is not int or shots < 0:
-        raise EvaluationError(f"{where}: expected num_fewshot to be a list with a number")
-    if not 0 <= baselines.get(label, -1) < 1:
-        raise EvaluationError(f"{where}: expected a Random baseline below 100 % of {label}")
-    path = folder / "eval_data" / uri
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise EvaluationError(f"{where}: expected dataset_uri inside of {folder}")
-    items = []
-    for where, fields in read_jsonl(path, _PART):
-        check_types(fields, FIELDS[kind], where)
-        if kind != "language_modeling":
-            options = fields["choices" if kind == "multiple_choice" else "context_options"]
-            check_options(options, fields["gold"], where)
-        items.append(fields)
-    if shots >= len(items):
-        raise EvaluationError(f"{path}: {shots} examples and an item need more lines")
+def _task(folder: Path, entry: dict[str, Any], baselines: dict[str, float]) -> CoreTask:
+    label, kind, shots = entry["label"], entry["icl_task_type"], entry["num_fewshot"][0]
+    if kind not in KINDS:
+        raise ValueError(f"expected icl_task_type to be one of {', '.join(KINDS)}, found {kind!r}")
+    delimiter = entry.get("continuation_delimiter", " ")
+    task = CoreTask(printable(label), kind, (), shots, delimiter, baselines[label])
+
+    def parse(item: dict[str, Any]) -> dict[str, Any]:
+        task.right(item)  # an error for a missing field
+        return item
+
+    items = read_jsonl(folder / "eval_data" / entry["dataset_uri"], _PART, parse)
     random.Random(SHUFFLE_SEED).shuffle(items)
-    return CoreTask(label, kind, tuple(items), shots, delimiter, baselines[label])
+    return dataclasses.replace(task, items=tuple(items))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gptjax.evaluation.scoring import EvaluationError, Progress, Row, Scorer
+from gptjax.evaluation.scoring import EvaluationError, Row, Scorer
 from gptjax.generation import generate
 from gptjax.models.base import Model
 
@@ -39,8 +39,9 @@ class LM(TemplateLM):
             of prompts in a batch. None: the default of `Scorer`, and 16 prompts.
         devices: devices for scoring; None for all. Generation uses one device.
         seed: seed of sampling, for tasks with a temperature above 0.
-        progress: function of a text and the number of requests; returns a function that is called
-            with the number of newly completed requests.
+
+    Attributes:
+        scorer: computes the log-probabilities; its `progress` is called for every request.
     """
 
     def __init__(
@@ -51,14 +52,12 @@ class LM(TemplateLM):
         *,
         devices: list[jax.Device] | None = None,
         seed: int = 0,
-        progress: Progress = lambda text, total: lambda count: None,
     ):
         super().__init__()
         tokens = None if batch_size is None else batch_size * model.config.block_size
-        self._scorer = Scorer.of(model, devices, tokens)
+        self.scorer = Scorer.of(model, devices, tokens)
         self._model, self._tokenizer = model, tokenizer
         self._prompts, self._key = batch_size or 16, jax.random.key(seed)
-        self._progress = progress
 
     @property
     def eot_token_id(self) -> int:
@@ -68,7 +67,7 @@ class LM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Maximum number of input tokens, block_size."""
-        return self._scorer.max_length
+        return self.scorer.max_length
 
     @property
     def max_gen_toks(self) -> int:
@@ -84,32 +83,27 @@ class LM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        rows = (
-            Row(np.array(context + continuation, np.int32), len(context))
-            for _, context, continuation in requests
-        )
-        scored = self._progress("log-probabilities", len(requests))
-        scores = self._scorer.score(rows, greedy=True, scored=scored)
-        return [(score.log_prob, bool(score.greedy)) for score in scores]
+        def rows(request: tuple[Any, list[int], list[int]]) -> list[Row]:
+            _, context, continuation = request
+            return [Row(np.array(context + continuation, np.int32), len(context))]
+
+        found = self.scorer.score_items(requests, rows, greedy=True)
+        return [(score.log_prob, bool(score.greedy)) for (score,) in found]
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in the windows of the harness."""
-        texts = []
-        for request in requests:
+
+        def rows(request: Any) -> list[Row]:
             windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            texts.append(
-                [
-                    Row(np.array([*context, *continuation], np.int32), len(context))
-                    for context, continuation in map(utils.make_disjoint_window, windows)
-                ]
-            )
-        scored = self._progress("windows of texts", sum(map(len, texts)))
-        found = self._scorer.score_items(texts, scored=scored)
+            pairs = map(utils.make_disjoint_window, windows)
+            return [Row(np.array([*begin, *end], np.int32), len(begin)) for begin, end in pairs]
+
+        found = self.scorer.score_items(requests, rows)
         return [sum(score.log_prob for score in each) for each in found]
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
@@ -129,7 +123,7 @@ class LM(TemplateLM):
                 )
             ids = self.tok_encode(context)[length - self.max_length :] or [self.prefix_token_id]
             groups[length, *sampling].append((index, ids, until))
-        completed = self._progress("continuations", len(requests))
+        completed = 0
         for (length, *sampling), group in groups.items():
             group.sort(key=lambda each: -len(each[1]))
             for begin in range(0, len(group), self._prompts):
@@ -137,7 +131,8 @@ class LM(TemplateLM):
                 new_BT = self._continue([ids for _, ids, _ in batch], length, dict(sampling))
                 for (index, _, until), new_T in zip(batch, new_BT, strict=True):
                     texts[index] = self._text(new_T, until)
-                completed(len(batch))
+                completed += len(batch)
+                self.scorer.progress(completed, len(requests))
         return texts
 
     def _continue(self, prompts: list[list[int]], length: int, sampling: dict) -> list[np.ndarray]:

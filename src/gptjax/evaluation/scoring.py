@@ -7,11 +7,11 @@ Shapes: B rows of a batch over all devices, T time.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from gptjax.data import DataError
 from gptjax.files import read_regular
 from gptjax.models.base import Model, ModelConfig, graph, on_devices, params_of
 from gptjax.parallel import Parallel, over_batch, put
-from gptjax.terminal import printable
 
 # Padded numbers of input tokens of a row: the lengths below block_size, and block_size.
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -33,18 +33,9 @@ CHUNK = 16384
 # Number of batches in flight, so that the device never waits.
 IN_FLIGHT = 3
 
-# A function of a text and a total, which returns a function of a number of newly scored items.
-type Progress = Callable[[str, int], Callable[[int], Any]]
 
-
-class EvaluationError(ValueError):
-    """A file, an item or an option of an evaluation that the user can correct.
-
-    Messages quote the contents of files, so `str` replaces control characters.
-    """
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
+class EvaluationError(DataError, ValueError):
+    """A file, an item or an option of an evaluation that the user can correct."""
 
 
 def read_file(path: Path, hint: str) -> bytes:
@@ -56,27 +47,23 @@ def read_file(path: Path, hint: str) -> bytes:
         raise EvaluationError(f"{path}: {text}; {hint}") from error
 
 
+@contextlib.contextmanager
+def parsing(where: str) -> Iterator[None]:
+    """Raise an error of parsing as an EvaluationError that begins with `where`."""
+    try:
+        yield
+    except EvaluationError:
+        raise
+    except Exception as error:  # PyYAML raises errors of many types
+        text = " ".join(str(error).split())
+        raise EvaluationError(f"{where}: malformed: {type(error).__name__}: {text}") from error
+
+
 class Row(NamedTuple):
     """Token ids, integers of shape (tokens,). Tokens from index `start` ≥ 1 on are scored."""
 
     tokens: np.ndarray
     start: int
-
-
-class Losses(NamedTuple):
-    """Losses of the scored tokens of a row.
-
-    Attributes:
-        index: index of the row.
-        row: the row, without the first tokens if it was too long.
-        losses: negative log-probabilities in nats, fp64 of shape (scored tokens,).
-        greedy: whether each token is the likeliest token; None if not computed.
-    """
-
-    index: int
-    row: Row
-    losses: np.ndarray
-    greedy: np.ndarray | None
 
 
 class Score(NamedTuple):
@@ -110,6 +97,7 @@ class Scorer:
 
     Attributes:
         max_length: maximum number of input tokens of a row, block_size.
+        progress: called with the number of begun items and the number of all items.
     """
 
     def __init__(
@@ -126,6 +114,7 @@ class Scorer:
         self.config, self.params, self.parallel = config.for_evaluation(), params, parallel
         self.batch_tokens, self.max_length = batch_tokens, config.block_size
         self.lengths = (*(n for n in LENGTHS if n < config.block_size), config.block_size)
+        self.progress: Callable[[int, int], Any] = lambda done, total: None
 
     @classmethod
     def of(
@@ -146,65 +135,54 @@ class Scorer:
 
     def rows_of_batch(self, length: int) -> int:
         """Return the number of rows of a batch of this length, over all devices."""
-        rows = max(1, self.batch_tokens // length)
-        chunk = _chunk_rows(length)
-        return self.parallel.devices * (rows if rows <= chunk else rows // chunk * chunk)
+        rows, chunk = max(1, self.batch_tokens // length), _chunk_rows(length)
+        return self.parallel.devices * (rows // chunk * chunk or rows)
 
-    def score(
-        self,
-        rows: Iterable[Row],
-        *,
-        greedy: bool = False,
-        scored: Callable[[int], Any] = lambda count: None,
-    ) -> list[Score]:
+    def score(self, rows: Iterable[Row], *, greedy: bool = False) -> list[Score]:
         """Return the score of each row, in the order of the rows.
 
         Args and errors: see `losses`.
         """
         scores = {}
-        for index, _, losses, likeliest in self.losses(rows, greedy=greedy, scored=scored):
+        for index, _, losses, likeliest in self.losses(rows, greedy=greedy):
             is_greedy = None if likeliest is None else bool(likeliest.all())
             scores[index] = Score(-float(losses.sum()), len(losses), is_greedy)
         return [scores[index] for index in range(len(scores))]
 
-    def score_items(
-        self,
-        items: Iterable[list[Row]],
-        *,
-        greedy: bool = False,
-        scored: Callable[[int], Any] = lambda count: None,
+    def score_items[Item](
+        self, items: Sequence[Item], rows_of: Callable[[Item], list[Row]], *, greedy: bool = False
     ) -> list[list[Score]]:
-        """Return the scores of the rows of each item. Other arguments and errors: see `losses`.
+        """Return the scores of the rows of each item. Errors: see `losses`.
 
-        A thread computes the next items while the device scores earlier ones.
+        Args:
+            rows_of: returns the rows of an item. It is called while the device scores earlier rows.
+            greedy: as in `losses`.
         """
         sizes: list[int] = []
 
         def rows() -> Iterator[Row]:
-            for block in _ahead(itertools.batched(items, 64)):
-                for item in block:
-                    sizes.append(len(item))
-                    yield from item
+            for item in items:
+                found = rows_of(item)
+                sizes.append(len(found))
+                self.progress(len(sizes), len(items))
+                yield from found
 
-        scores = iter(self.score(rows(), greedy=greedy, scored=scored))
+        scores = iter(self.score(rows(), greedy=greedy))
         return [list(itertools.islice(scores, size)) for size in sizes]
 
     def losses(
-        self,
-        rows: Iterable[Row],
-        *,
-        greedy: bool = False,
-        scored: Callable[[int], Any] = lambda count: None,
-    ) -> Iterator[Losses]:
+        self, rows: Iterable[Row], *, greedy: bool = False
+    ) -> Iterator[tuple[int, Row, np.ndarray, np.ndarray | None]]:
         """Yield the losses of each row as batches complete, in any order.
 
-        A row of more than max_length + 1 tokens loses its first tokens.
+        A row of more than max_length + 1 tokens loses its first tokens. A result has the index of
+        the row; the row as scored; the negative log-probabilities of the scored tokens in nats, in
+        fp64; and whether each token is the likeliest token, or None.
 
         Args:
             rows: read as batches fill. A generator may still be tokenizing later rows.
             greedy: also compute whether each scored token is the likeliest token. This needs the
                 logits.
-            scored: called with the number of rows after each batch.
 
         Raises:
             EvaluationError: a row without a token before the first scored token, with an id out of
@@ -213,16 +191,15 @@ class Scorer:
         waiting: dict[int, list[tuple[int, Row]]] = {length: [] for length in self.lengths}
         in_flight: collections.deque = collections.deque()
 
-        def read() -> Iterator[Losses]:
+        def read() -> Iterator[tuple]:
             batch, *arrays = in_flight.popleft()
             losses_BT, greedy_BT = jax.device_get(arrays)
             losses_BT = losses_BT.astype(np.float64)
             for i, (index, row) in enumerate(batch):
                 at = slice(row.start - 1, len(row.tokens) - 1)
-                yield Losses(index, row, losses_BT[i, at], greedy_BT[i, at] if greedy else None)
-            scored(len(batch))
+                yield index, row, losses_BT[i, at], greedy_BT[i, at] if greedy else None
 
-        def dispatch(length: int) -> Iterator[Losses]:
+        def dispatch(length: int) -> Iterator[tuple]:
             size = self.rows_of_batch(length)
             batch, waiting[length] = waiting[length][:size], waiting[length][size:]
             in_flight.append((batch, *self._run(length, [row for _, row in batch], greedy)))
@@ -328,13 +305,3 @@ def _greedy(
     split = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), (x_BTC, targets_BT))
     losses, greedy = jax.lax.map(chunk, split)
     return losses.reshape(shape), greedy.reshape(shape)
-
-
-def _ahead(blocks: Iterable) -> Iterator:
-    """Yield the blocks; a thread computes the next block while the caller uses the current one."""
-    blocks, end = iter(blocks), object()
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(next, blocks, end)
-        while (block := pending.result()) is not end:
-            pending = pool.submit(next, blocks, end)
-            yield block
